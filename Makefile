@@ -1,0 +1,63 @@
+# Two commands do everything on a machine with Python 3.11 or later and make:
+#   make demo   a sample store, and the main commands on it
+#   make test   the test suite
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO := demo-store
+DAMAGED := demo-damaged
+
+# The wheels that SGLang's conformance environment pins exist for this interpreter only.
+SGLANG_RUNS := $(shell $(PYTHON) -c 'import sys, platform; print(int(sys.version_info[:2] == (3, 11) and platform.machine() == "x86_64"))')
+ifeq ($(SGLANG_RUNS),1)
+SGLANG_ENVIRONMENT := .venv-sglang/.installed
+else
+SGLANG_ENVIRONMENT :=
+endif
+
+.PHONY: demo test lint man clean
+.DELETE_ON_ERROR:
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.runtime: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+.venv/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ .venv/.runtime
+
+.venv-sglang/.installed: tests/conformance/requirements.txt tests/conformance/requirements-legacy.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/conformance/requirements.txt
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-sglang/legacy -r tests/conformance/requirements-legacy.txt
+	@touch $@
+
+demo: .venv/.runtime
+	rm -rf $(DEMO) $(DAMAGED)
+	$(BIN)/hicachectl demo $(DEMO)
+	$(BIN)/hicachectl ls $(DEMO) --profile $(DEMO)/.hicachectl/demo.toml
+	$(BIN)/hicachectl ls $(DEMO) --summary
+	$(BIN)/hicachectl show $(DEMO) 2b8f38ab --profile $(DEMO)/.hicachectl/demo.toml
+	$(BIN)/hicachectl verify $(DEMO) --profile $(DEMO)/.hicachectl/demo.toml
+	@echo; echo "# A copy of it, damaged: an object removed, another cut short."
+	cp -a $(DEMO) $(DAMAGED)
+	rm $(DAMAGED)/2b8f38ab*.mamba_*_1_2.bin
+	truncate -s 1000 $(DAMAGED)/33c26b86*_0_2.bin
+	$(BIN)/hicachectl verify $(DAMAGED) --profile $(DEMO)/.hicachectl/demo.toml --grace 0s; test $$? -eq 4
+
+test: .venv/.dev $(SGLANG_ENVIRONMENT)
+	HICACHECTL_REQUIRE_SGLANG=$(SGLANG_RUNS) $(BIN)/python -m pytest -n auto
+
+lint: .venv/.dev
+	$(BIN)/ruff check hicachectl tests
+	$(BIN)/ruff format --check hicachectl tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+man: .venv/.runtime
+	$(BIN)/python -m hicachectl.manpages man
+
+clean:
+	rm -rf .venv .venv-sglang $(DEMO) $(DAMAGED)

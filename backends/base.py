@@ -1,0 +1,242 @@
+"""The interface every store implements: listing as Arrow batches, vectorised reads and writes.
+
+A store is synchronous and is called from threads; its `limits` say how many calls at once and
+how large a call pay off. What happens to one object is a status, never an exception: only a
+lost store raises (StoreUnavailable). To look must not disturb: listing, `exists` and
+`free_bytes` leave recency, leases and sizes as they are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hicachectl.formats.errors import UnsupportedByBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Generator, Sequence
+    from types import TracebackType
+
+    from hicachectl.backends.arena import Arena
+    from hicachectl.backends.urls import StoreUrl
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+StatusArray = npt.NDArray[np.uint8]
+Rows = Any  # pa.RecordBatch | pa.Table, a slice of the scan table; pyarrow ships no types
+
+SCAN_FIELDS = {
+    "key": pa.field("key", pa.binary(), nullable=False),
+    "nbytes": pa.field("nbytes", pa.int64()),
+    "mtime_ns": pa.field("mtime_ns", pa.int64()),
+    # A number only the store itself understands: a 3FS page index, an entry of a pack.
+    "locator": pa.field("locator", pa.int64()),
+    # Opaque bytes that change whenever the object may hold other data under the same key.
+    "version": pa.field("version", pa.binary()),
+}
+
+
+def scan_schema(columns: Collection[str]) -> Any:
+    """Give the Arrow schema of a scan: the key, then the columns asked for in one fixed order."""
+    unknown = sorted(set(columns) - set(SCAN_FIELDS))
+    if unknown:
+        raise ValueError(f"no scan column is named {', '.join(unknown)}")
+    return pa.schema([f for name, f in SCAN_FIELDS.items() if name == "key" or name in columns])
+
+
+class Status(IntEnum):
+    """What became of one object."""
+
+    OK = 0
+    GONE = 1  # no such key
+    SHORT = 2  # smaller than the capacity
+    OVERSIZED = 3  # larger than the capacity
+    EXISTS = 4  # left as it was, since if_absent was asked for
+    ERROR = 5  # anything else; the result's `errors` says what
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of each row: statuses [n] uint8, and the message of each row with ERROR."""
+
+    statuses: StatusArray
+    errors: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> BoolArray:
+        """Which rows are OK, [n] bool."""
+        return np.equal(self.statuses, Status.OK)
+
+    @property
+    def all_ok(self) -> bool:
+        """Whether every row is OK."""
+        return not self.statuses.any()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadResult(Result):
+    """The same for a read; nbytes [n] int64 is the object's actual size, -1 where unknown."""
+
+    nbytes: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How a store is best called."""
+
+    batch_objects: int  # most rows a call
+    batch_bytes: int  # most bytes a call
+    parallel_reads: int  # threads that read at once
+    parallel_writes: int
+
+
+class Store(ABC):
+    """One place with objects.
+
+    `rows` arguments are record batches or tables with the columns a scan of this store gave,
+    at least `key` (and `locator` where the store has one); rows made for another store may be
+    written, with `mtime_ns` kept where the store has times. One array entry belongs to each row.
+    """
+
+    scheme: ClassVar[str]  # names the key grammar in formats.keys, and the URL scheme
+    limits: ClassVar[Limits]
+
+    supports_writes: ClassVar[bool] = True
+    supports_deletes: ClassVar[bool] = True
+    supports_replace: ClassVar[bool] = True  # write_from(if_absent=False) replaces what is there
+    supports_times: ClassVar[bool] = True  # mtime_ns is listed, and kept by write_from
+    supports_sizes: ClassVar[bool] = True  # each object has a size of its own, and it is listed
+    supports_empty: ClassVar[bool] = True  # zero-byte objects
+    supports_version: ClassVar[bool] = False
+    supports_locator: ClassVar[bool] = False
+    supports_pin: ClassVar[bool] = False
+    supports_groups: ClassVar[bool] = False
+
+    url: str  # what messages and reports call this store
+    arena: Arena | None = None
+
+    @classmethod
+    @abstractmethod
+    def from_url(cls, url: StoreUrl) -> Self:
+        """Open the store a URL names. Raises StoreUnavailable."""
+
+    @abstractmethod
+    def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
+        """List every object, in the store's own order, as record batches of bounded size.
+
+        Batches have `scan_schema(columns)`; a column the store knows nothing about is null.
+        Objects that vanish meanwhile may be left out. Closing the iterator early frees
+        whatever the listing holds.
+        """
+
+    def attach(self, arena: Arena) -> None:
+        """Make `arena` the memory of reads and writes; called once, before the first of them."""
+        self.arena = arena
+
+    @abstractmethod
+    def read_into(self, rows: Rows, offsets: IntArray, capacities: IntArray) -> ReadResult:
+        """Read whole objects into the arena.
+
+        offsets:    [n] int64, bytes into the arena
+        capacities: [n] int64, the size expected of each object; never is more written
+        OK means that the object has exactly its capacity; the arena bytes of any other row are
+        undefined. Statuses: OK, GONE, SHORT, OVERSIZED, ERROR.
+        """
+
+    def write_from(  # noqa: PLR0913 - the design's signature
+        self,
+        rows: Rows,
+        offsets: IntArray,
+        sizes: IntArray,
+        *,
+        if_absent: bool,
+        group: Sequence[str] | None = None,
+        pin: bool = False,
+    ) -> Result:
+        """Write objects from the arena, each atomically, durable when the call returns.
+
+        if_absent: leave an existing object as it is and answer EXISTS; else replace it.
+        group:     one id a row, a hint that some stores use to evict them together.
+        pin:       protect from eviction; refused with UnsupportedByBackend where that is unknown.
+        Statuses: OK, EXISTS, ERROR.
+        """
+        raise UnsupportedByBackend(f"{self.url}: the store cannot be written to")
+
+    def delete(self, rows: Rows) -> Result:
+        """Delete objects by key. Statuses: OK, GONE, ERROR."""
+        raise UnsupportedByBackend(f"{self.url}: objects of this store cannot be deleted")
+
+    def exists(self, rows: Rows) -> BoolArray:
+        """Say which keys are there.
+
+        The default lists the whole store: override it where keys can be asked for harmlessly.
+        """
+        import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+
+        wanted = as_table(rows).column("key")
+        found = np.zeros(len(wanted), dtype=np.bool_)
+        for batch in self.scan(("key",)):
+            found |= pc.is_in(wanted, value_set=batch.column("key")).to_numpy()
+        return found
+
+    def flush(self) -> None:  # noqa: B027 - most stores have nothing left to do
+        """Make everything written so far durable and visible to servers."""
+
+    def free_bytes(self) -> int | None:
+        """Count the bytes the store has room for, None where it does not say."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - most stores hold nothing
+        """Let go of the store; it is not used again."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _memory(self, offsets: IntArray, sizes: IntArray, rows: int) -> memoryview:
+        """Give the attached arena's bytes, once every range is known to lie within them."""
+        if self.arena is None:
+            raise ValueError("attach an arena first")
+        if not len(offsets) == len(sizes) == rows:
+            raise ValueError(f"{rows} rows, {len(offsets)} offsets, {len(sizes)} sizes")
+        if rows and (
+            min(offsets.min(), sizes.min()) < 0 or (offsets + sizes).max() > self.arena.nbytes
+        ):
+            raise ValueError("an object lies outside the arena")
+        return self.arena.memory
+
+    def _refuse_pin(self, pin: bool) -> None:
+        if pin and not self.supports_pin:
+            raise UnsupportedByBackend(f"{self.url}: objects of this store cannot be pinned")
+
+
+def as_table(rows: Rows) -> Any:
+    """Give rows as one table, whether they came as a table or as a record batch."""
+    return pa.Table.from_batches([rows]) if isinstance(rows, pa.RecordBatch) else rows
+
+
+def keys_of(rows: Rows) -> list[bytes]:
+    """List the keys of rows."""
+    keys: list[bytes] = rows.column("key").to_pylist()
+    return keys
+
+
+def mtimes_of(rows: Rows) -> list[int | None]:
+    """List the modification times of rows in ns, None where unknown."""
+    if "mtime_ns" not in rows.schema.names:
+        return [None] * len(rows)
+    times: list[int | None] = rows.column("mtime_ns").to_pylist()
+    return times

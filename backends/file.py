@@ -1,0 +1,486 @@
+"""SGLang's file store: one file per object in one directory, the file name is the key.
+
+Source: sglang srt/mem_cache/hicache_storage.py :: HiCacheFile. Only regular files are objects;
+symbolic links are not followed, sub-directories (our own `.hicachectl` among them) are left alone.
+Leftovers of unfinished writes (`.<32 hex>.tmp` of SGLang, `.hicachectl-<32 hex>.tmp` of ours)
+are listed like objects, for a check to report.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import struct
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import pyarrow as pa
+from pyarrow.fs import FileType, LocalFileSystem
+
+from hicachectl.backends.base import (
+    BoolArray,
+    IntArray,
+    Limits,
+    ReadResult,
+    Result,
+    Rows,
+    Status,
+    Store,
+    keys_of,
+    mtimes_of,
+    scan_schema,
+)
+from hicachectl.backends.urls import StoreUrl
+from hicachectl.formats.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+
+SCAN_ROWS = 16384
+# Arrow's stat releases the GIL: two workers keep up with the thread that reads names.
+SCAN_WORKERS = 2
+OWN_PREFIX = b".hicachectl"
+
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_RENAME_NOREPLACE = 1
+_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
+# The file system itself is gone: no answer about one file means anything.
+_LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
+_WORDS = {
+    errno.ELOOP: "is a symbolic link",
+    errno.ENXIO: "is not a regular file",  # opening a socket
+    errno.ENAMETOOLONG: "the key is too long for a file name",
+}
+_VERSION = struct.Struct("<QqqQ")  # inode, mtime and ctime in ns, size
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class FileStore(Store):
+    """A HiCacheFile directory, used by path: nothing is created, resized or touched by looking."""
+
+    scheme: ClassVar[str] = "file"
+    limits: ClassVar[Limits] = Limits(
+        batch_objects=256,  # one syncfs each: 1.2-1.5 times the cost of not syncing at all
+        batch_bytes=256 << 20,
+        parallel_reads=4,
+        parallel_writes=2,
+    )
+    supports_version: ClassVar[bool] = True
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
+        self.url = str(StoreUrl("file", self.path))
+        try:
+            self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._unavailable(error) from error
+        try:
+            os.stat(".", dir_fd=self._directory)  # listing needs r, everything else needs x
+        except OSError as error:
+            self.close()
+            raise self._unavailable(error) from error
+
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> Self:
+        """Open the directory of a `file:` URL."""
+        return cls(url.path)
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        descriptor, self._directory = self._directory, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
+        """List every regular file; the version is made of inode, mtime, ctime and size.
+
+        A file that cannot be asked for its size is listed without one.
+        """
+        schema = scan_schema(columns)
+        read = self._batch_reader(schema)
+        pending: deque[Any] = deque()
+        # Versions need a stat call from Python, where a second thread only fights for the GIL.
+        workers = 1 if "version" in schema.names else SCAN_WORKERS
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="hicachectl-scan")
+        try:
+            for names in self._names():
+                pending.append(pool.submit(read, names))
+                if len(pending) > workers + 1:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except OSError as error:
+            raise self._unavailable(error) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def read_into(self, rows: Rows, offsets: IntArray, capacities: IntArray) -> ReadResult:
+        """Read whole files; nothing is read of one that has not the size expected."""
+        memory = self._memory(offsets, capacities, len(rows))
+        statuses = np.zeros(len(rows), dtype=np.uint8)
+        nbytes = np.full(len(rows), -1, dtype=np.int64)
+        errors: dict[int, str] = {}
+        places = zip(keys_of(rows), offsets.tolist(), capacities.tolist(), strict=True)
+        for index, (key, offset, capacity) in enumerate(places):
+            try:
+                size = self._read(key, memory[offset : offset + capacity])
+            except OSError as error:
+                statuses[index] = self._failed(index, error, errors)
+                continue
+            nbytes[index] = size
+            if size != capacity:
+                statuses[index] = Status.SHORT if size < capacity else Status.OVERSIZED
+        return ReadResult(statuses, errors, nbytes=nbytes)
+
+    def write_from(  # noqa: PLR0913 - the design's signature
+        self,
+        rows: Rows,
+        offsets: IntArray,
+        sizes: IntArray,
+        *,
+        if_absent: bool,
+        group: Sequence[str] | None = None,
+        pin: bool = False,
+    ) -> Result:
+        """Write a batch: temporary files, one sync, rename, sync of the directory."""
+        self._refuse_pin(pin)
+        memory = self._memory(offsets, sizes, len(rows))
+        keys, times = keys_of(rows), mtimes_of(rows)
+        places = list(zip(offsets.tolist(), sizes.tolist(), strict=True))
+        statuses = np.zeros(len(rows), dtype=np.uint8)
+        errors: dict[int, str] = {}
+        written: dict[int, bytes] = {}
+
+        def stage(index: int) -> Status:
+            _check_new_key(keys[index])
+            if if_absent and self._is_there(keys[index]):
+                return Status.EXISTS
+            offset, size = places[index]
+            written[index] = self._write_temporary(memory[offset : offset + size], times[index])
+            return Status.OK
+
+        def publish(index: int) -> Status:
+            try:
+                self._rename(written[index], keys[index], if_absent=if_absent)
+            except FileNotFoundError as error:  # HiCacheFile.clear deletes temporary files too
+                raise OSError(errno.ECANCELED, "another process cleared the directory") from error
+            del written[index]
+            return Status.OK
+
+        try:
+            self._each(range(len(rows)), stage, statuses, errors)
+            staged = list(written)
+            sync = partial(self._sync_data, list(written.values()))
+            if staged and self._synced(sync, staged, statuses, errors):
+                self._each(staged, publish, statuses, errors)
+                self._synced(self._sync_directory, staged, statuses, errors)
+        finally:
+            for name in written.values():
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=self._directory)
+        return Result(statuses, errors)
+
+    def delete(self, rows: Rows) -> Result:
+        """Unlink files, durably; readers that have one open finish."""
+        keys = keys_of(rows)
+        statuses = np.zeros(len(keys), dtype=np.uint8)
+        errors: dict[int, str] = {}
+
+        def unlink(index: int) -> Status:
+            _check_key(keys[index])
+            os.unlink(keys[index], dir_fd=self._directory)
+            return Status.OK
+
+        self._each(range(len(keys)), unlink, statuses, errors)
+        # An anchor must not come back after a crash once its sidecars are gone.
+        deleted = np.flatnonzero(statuses == Status.OK).tolist()
+        if deleted:
+            self._synced(self._sync_directory, deleted, statuses, errors)
+        return Result(statuses, errors)
+
+    def exists(self, rows: Rows) -> BoolArray:
+        """Say which keys are regular files, one stat each."""
+        keys = keys_of(rows)
+        return np.fromiter(map(self._is_there, keys), dtype=np.bool_, count=len(keys))
+
+    def free_bytes(self) -> int | None:
+        """Count what the file system leaves to users who are not root."""
+        space = os.fstatvfs(self._directory)
+        return space.f_bavail * space.f_frsize
+
+    # listing
+
+    def _names(self) -> Iterator[list[str]]:
+        # A descriptor of its own: scans at the same time must not share a position.
+        directory = os.open(
+            ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._directory
+        )
+        try:
+            with os.scandir(directory) as entries:
+                names = (entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+                while chunk := list(islice(names, SCAN_ROWS)):
+                    yield chunk
+        finally:
+            os.close(directory)
+
+    def _batch_reader(self, schema: Any) -> Callable[[list[str]], Any]:
+        """How names become a batch of `schema`: the cheapest way that has all its columns."""
+
+        def only_names(names: list[str]) -> Any:
+            return _batch(schema, {"key": _key_array(names)}, len(names))
+
+        def read(names: list[str]) -> Any:
+            # Arrow takes UTF-8 text only, and asks for no inode.
+            arrow = "version" not in schema.names and self.path.isascii()
+            if arrow and "".join(names).isascii():
+                with suppress(OSError):  # one file that cannot be asked fails them all
+                    return self._ask_arrow(schema, names)
+            return self._ask_each(schema, names)
+
+        return read if {"nbytes", "mtime_ns", "version"} & set(schema.names) else only_names
+
+    def _ask_arrow(self, schema: Any, names: list[str]) -> Any:
+        """Size and mtime by way of Arrow, which asks the system without holding the GIL."""
+        prefix = self.path + "/"
+        infos = LocalFileSystem().get_file_info([prefix + name for name in names])
+        sizes = [info.size for info in infos]
+        if None in sizes:  # vanished, or no longer a file
+            kept = [info.type == FileType.File for info in infos]
+            names = [name for name, keep in zip(names, kept, strict=True) if keep]
+            infos = [info for info, keep in zip(infos, kept, strict=True) if keep]
+            sizes = [info.size for info in infos]
+        columns = {
+            "key": _key_array(names),
+            "nbytes": pa.array(sizes, pa.int64()),
+            "mtime_ns": pa.array([info.mtime_ns for info in infos], pa.int64()),
+        }
+        return _batch(schema, columns, len(names))
+
+    def _ask_each(self, schema: Any, names: list[str]) -> Any:
+        found: list[str] = []
+        facts: list[tuple[int | None, int | None, bytes | None]] = []
+        fact: tuple[int | None, int | None, bytes | None]
+        for name in names:
+            try:
+                s = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if error.errno in _LOST:
+                    raise
+                fact = (None, None, None)
+            else:
+                if not stat.S_ISREG(s.st_mode):
+                    continue
+                fact = s.st_size, s.st_mtime_ns, _version(s)
+            found.append(name)
+            facts.append(fact)
+        sizes, times, versions = zip(*facts, strict=True) if facts else ((), (), ())
+        columns = {
+            "key": _key_array(found),
+            "nbytes": pa.array(sizes, pa.int64()),
+            "mtime_ns": pa.array(times, pa.int64()),
+            "version": pa.array(versions, pa.binary()),
+        }
+        return _batch(schema, columns, len(found))
+
+    # reading and writing one file
+
+    def _read(self, key: bytes, target: memoryview) -> int:
+        """Give the file's size; its bytes are in `target` when that is exactly as long."""
+        _check_key(key)
+        descriptor = self._open_unseen(key)
+        try:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode):
+                raise OSError(errno.ENXIO, "")
+            if facts.st_size != len(target):
+                return facts.st_size
+            done = 0
+            while done < len(target):
+                count = os.preadv(descriptor, [target[done:]], done)
+                if not count:  # truncated since it was opened
+                    break
+                done += count
+            return done
+        finally:
+            os.close(descriptor)
+
+    def _open_unseen(self, key: bytes) -> int:
+        """Open without a change of atime, where the system lets us: only for the owner."""
+        try:
+            return os.open(key, _READ_FLAGS | os.O_NOATIME, dir_fd=self._directory)
+        except PermissionError as error:
+            if error.errno != errno.EPERM:
+                raise
+            return os.open(key, _READ_FLAGS, dir_fd=self._directory)
+
+    def _is_there(self, key: bytes) -> bool:
+        try:
+            _check_key(key)
+            facts = os.stat(key, dir_fd=self._directory, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in _LOST:
+                raise self._unavailable(error) from error
+            return False
+        return stat.S_ISREG(facts.st_mode)
+
+    def _write_temporary(self, source: memoryview, mtime_ns: int | None) -> bytes:
+        """Create a file under a name that SGLang ignores, not yet synced."""
+        name = OWN_PREFIX + b"-" + os.urandom(16).hex().encode() + b".tmp"
+        descriptor = os.open(name, _WRITE_FLAGS, 0o666, dir_fd=self._directory)
+        try:
+            done = 0
+            while done < len(source):
+                done += os.write(descriptor, source[done:])
+            if mtime_ns is not None:
+                os.utime(descriptor, ns=(mtime_ns, mtime_ns))
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=self._directory)
+            raise
+        finally:
+            os.close(descriptor)
+        return name
+
+    def _rename(self, temporary: bytes, key: bytes, *, if_absent: bool) -> None:
+        """Give a temporary file its name. Raises FileExistsError when that is taken."""
+        here = self._directory
+        if not if_absent:
+            os.replace(temporary, key, src_dir_fd=here, dst_dir_fd=here)
+        elif not _rename_noreplace(here, temporary, key):
+            os.link(temporary, key, src_dir_fd=here, dst_dir_fd=here, follow_symlinks=False)
+            os.unlink(temporary, dir_fd=here)
+
+    def _sync_data(self, names: Collection[bytes]) -> None:
+        """Make files durable: by one syncfs, far cheaper than an fsync each where there is one."""
+        if hasattr(_LIBC, "syncfs"):
+            if not _LIBC.syncfs(self._directory):
+                return
+            number = ctypes.get_errno()
+            if number != errno.ENOSYS:  # some sandboxes have no such call
+                raise OSError(number, os.strerror(number))
+        for name in names:
+            descriptor = os.open(name, _READ_FLAGS, dir_fd=self._directory)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _sync_directory(self) -> None:
+        try:
+            os.fsync(self._directory)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:  # some network file systems need none
+                raise
+
+    # what went wrong
+
+    def _each(
+        self,
+        indices: Collection[int],
+        act: Callable[[int], Status],
+        statuses: np.ndarray[Any, np.dtype[np.uint8]],
+        errors: dict[int, str],
+    ) -> None:
+        for index in indices:
+            try:
+                statuses[index] = act(index)
+            except OSError as error:
+                statuses[index] = self._failed(index, error, errors)
+
+    def _synced(
+        self,
+        sync: Callable[[], None],
+        indices: Collection[int],
+        statuses: np.ndarray[Any, np.dtype[np.uint8]],
+        errors: dict[int, str],
+    ) -> bool:
+        """Whether a sync worked; if not, none of the rows that were ok so far is certain."""
+        try:
+            sync()
+        except OSError as error:
+            for index in indices:
+                if statuses[index] == Status.OK:
+                    statuses[index] = self._failed(index, error, errors)
+            return False
+        return True
+
+    def _failed(self, index: int, error: OSError, errors: dict[int, str]) -> Status:
+        """Give the status of a system call that failed for one row."""
+        if error.errno in _LOST or self._removed(error):
+            raise self._unavailable(error) from error
+        if error.errno == errno.ENOENT:
+            return Status.GONE
+        if error.errno == errno.EEXIST:
+            return Status.EXISTS
+        errors[index] = _WORDS.get(error.errno or 0) or error.strerror or str(error)
+        return Status.ERROR
+
+    def _removed(self, error: OSError) -> bool:
+        if error.errno == errno.EBADF and self._directory < 0:
+            raise ValueError("the store is closed")
+        return error.errno == errno.ENOENT and not os.fstat(self._directory).st_nlink
+
+    def _unavailable(self, error: OSError) -> StoreUnavailable:
+        remedies = {
+            errno.ENOENT: "no such directory; check the path, or create it",
+            errno.ENOTDIR: "not a directory; give the directory that holds the objects",
+            errno.EACCES: "permission denied; run as the user of the server, or as its group",
+        }
+        reason = remedies.get(error.errno or 0) or f"{error.strerror}; is the file system mounted?"
+        return StoreUnavailable(f"{self.path}: {reason}")
+
+
+def _check_key(key: bytes) -> None:
+    """Raise OSError for bytes that are no name of a file in this very directory."""
+    if b"/" in key or b"\0" in key or key in (b"", b".", b".."):
+        raise OSError(errno.EINVAL, "the key cannot be a file name")
+
+
+def _check_new_key(key: bytes) -> None:
+    _check_key(key)
+    if key.startswith(OWN_PREFIX):
+        raise OSError(errno.EINVAL, "names in .hicachectl are kept for this tool's own files")
+
+
+def _rename_noreplace(directory: int, old: bytes, new: bytes) -> bool:
+    """Rename unless `new` is there (FileExistsError); False where the system cannot."""
+    if not hasattr(_LIBC, "renameat2"):
+        return False
+    if not _LIBC.renameat2(directory, old, directory, new, _RENAME_NOREPLACE):
+        return True
+    number = ctypes.get_errno()
+    if number in _UNSUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number))
+
+
+def _version(facts: os.stat_result) -> bytes:
+    return _VERSION.pack(facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size)
+
+
+def _key_array(names: list[str]) -> Any:
+    """File names as a binary array, from one joined buffer instead of a bytes object each."""
+    joined = os.fsencode("".join(names))
+    lengths = list(map(len, names))
+    if sum(lengths) != len(joined):
+        lengths = [len(os.fsencode(name)) for name in names]
+    offsets = np.zeros(len(names) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(joined)]
+    return pa.Array.from_buffers(pa.binary(), len(names), buffers)
+
+
+def _batch(schema: Any, columns: dict[str, Any], rows: int) -> Any:
+    """Build a batch of `schema`; columns that files know nothing about are null."""
+    arrays = [columns[f.name] if f.name in columns else pa.nulls(rows, f.type) for f in schema]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)

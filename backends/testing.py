@@ -1,0 +1,424 @@
+"""One behaviour suite for every store: a test per sentence of the `Store` contract.
+
+A backend's test module subclasses `StoreSuite`, gives a `store` fixture and the `raw_` accessors,
+which go around the backend, so that a store that writes and reads wrongly in the same way fails.
+Imported by tests only: needs pytest and hypothesis.
+"""
+# ruff: noqa: D102 - the name of a test is its sentence
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hicachectl.backends.arena import Arena, place
+from hicachectl.backends.base import SCAN_FIELDS, ReadResult, Result, Status, Store, scan_schema
+from hicachectl.formats.errors import UnsupportedByBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+ARENA_BYTES = 1 << 20
+OLD_TIME_NS = 1_600_000_000_123_456_789
+PAGE_HASHES = tuple(f"{n:064x}" for n in range(8))
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(("put", "put_if_absent", "delete", "read", "scan")),
+        st.integers(0, len(PAGE_HASHES) - 1),
+        st.integers(0, 3),
+    ),
+    max_size=12,
+)
+
+
+def rows_of(keys: Sequence[bytes], **columns: Any) -> Any:
+    """Rows as another store's scan would give them: keys, and other scan columns by name."""
+    schema = scan_schema(columns)
+    return pa.table({"key": list(keys), **columns}, schema=schema)
+
+
+def listing(store: Store) -> dict[bytes, int | None]:
+    """Scan: the size of every key."""
+    found: dict[bytes, int | None] = {}
+    for batch in store.scan(("nbytes",)):
+        for row in batch.to_pylist():
+            assert row["key"] not in found, "listed twice"
+            found[row["key"]] = row["nbytes"]
+    return found
+
+
+def scanned_rows(store: Store, keys: Sequence[bytes]) -> Any:
+    """Scan for the rows of `keys`, in that order, with every column the store has."""
+    table = pa.Table.from_batches(
+        list(store.scan(tuple(SCAN_FIELDS))), schema=scan_schema(SCAN_FIELDS)
+    )
+    at = {key: index for index, key in enumerate(table.column("key").to_pylist())}
+    return table.take([at[key] for key in keys])
+
+
+def read(store: Store, rows: Any, sizes: Sequence[int]) -> tuple[ReadResult, list[bytes]]:
+    """Read rows with the capacities given; the arena's bytes of each."""
+    assert store.arena is not None
+    capacities = np.array(sizes, dtype=np.int64)
+    offsets, _ = place(capacities)
+    result = store.read_into(rows, offsets, capacities)
+    spans = zip(offsets.tolist(), sizes, strict=True)
+    return result, [store.arena.view(offset, size).tobytes() for offset, size in spans]
+
+
+def write(store: Store, objects: Mapping[bytes, bytes], *, if_absent: bool, **more: Any) -> Result:
+    """Write objects by way of the arena; `more` are further scan columns of the rows."""
+    assert store.arena is not None
+    sizes = np.array([len(value) for value in objects.values()], dtype=np.int64)
+    offsets, _ = place(sizes)
+    for offset, value in zip(offsets.tolist(), objects.values(), strict=True):
+        store.arena.view(offset, len(value))[:] = np.frombuffer(value, dtype=np.uint8)
+    rows = rows_of(list(objects), **more)
+    return store.write_from(rows, offsets, sizes, if_absent=if_absent)
+
+
+class StoreSuite(ABC):
+    """Subclass as `class TestMyStore(StoreSuite)`; keys and sizes may be overridden."""
+
+    keys: tuple[bytes, ...] = tuple(f"{page}_m_0_1.bin".encode() for page in PAGE_HASHES)
+    sizes: tuple[int, ...] = (5000, 1, 4096, 12288)  # what objects may measure
+
+    @pytest.fixture
+    @abstractmethod
+    def store(self, tmp_path: Any) -> Iterator[Store]:
+        """Open an empty store; close it after the test."""
+
+    @abstractmethod
+    def reopen(self, store: Store) -> Store:
+        """Another client of the same place."""
+
+    @abstractmethod
+    def raw_put(self, store: Store, key: bytes, value: bytes) -> None:
+        """Store an object, replacing what is there, without the backend under test."""
+
+    @abstractmethod
+    def raw_get(self, store: Store, key: bytes) -> bytes | None:
+        """Fetch an object's bytes, None when it is not there, without the backend under test."""
+
+    @abstractmethod
+    def raw_delete(self, store: Store, key: bytes) -> None:
+        """Delete an object, if it is there, without the backend under test."""
+
+    @pytest.fixture(autouse=True)
+    def _attached_arena(self, store: Store) -> Iterator[None]:
+        with Arena(ARENA_BYTES) as arena:
+            store.attach(arena)
+            yield
+
+    def value(self, seed: int) -> bytes:
+        """Bytes of an object; different for each seed, of one of the suite's sizes."""
+        size = self.sizes[seed % len(self.sizes)]
+        return np.random.default_rng(seed).bytes(size)
+
+    def need(self, store: Store, *flags: str) -> None:
+        """Skip where the store lacks a capability."""
+        for flag in flags:
+            if not getattr(store, f"supports_{flag}"):
+                pytest.skip(f"{type(store).__name__} has supports_{flag} = False")
+
+    # listing
+
+    def test_an_empty_store_lists_nothing(self, store: Store) -> None:
+        assert listing(store) == {}
+
+    def test_scan_lists_every_object_with_its_size(self, store: Store) -> None:
+        objects = {key: self.value(n) for n, key in enumerate(self.keys)}
+        for key, value in objects.items():
+            self.raw_put(store, key, value)
+        found = listing(store)
+        assert set(found) == set(objects)
+        if store.supports_sizes:
+            assert found == {key: len(value) for key, value in objects.items()}
+
+    @pytest.mark.parametrize(
+        "columns", [(), ("nbytes",), ("version", "mtime_ns"), tuple(SCAN_FIELDS)]
+    )
+    def test_scan_gives_the_columns_asked_for(self, store: Store, columns: tuple[str, ...]) -> None:
+        self.raw_put(store, self.keys[0], self.value(0))
+        batches = list(store.scan(columns))
+        assert sum(batch.num_rows for batch in batches) == 1
+        for batch in batches:
+            assert batch.schema.equals(scan_schema(columns))
+            batch.validate(full=True)
+
+    def test_an_unknown_column_is_refused(self, store: Store) -> None:
+        with pytest.raises(ValueError, match="colour"):
+            list(store.scan(("colour",)))
+
+    def test_capability_flags_say_which_columns_are_known(self, store: Store) -> None:
+        self.raw_put(store, self.keys[0], self.value(0))
+        row = scanned_rows(store, self.keys[:1]).to_pylist()[0]
+        assert (row["mtime_ns"] is not None) == store.supports_times
+        assert (row["version"] is not None) == store.supports_version
+        assert (row["locator"] is not None) == store.supports_locator
+
+    def test_the_version_changes_when_the_object_does(self, store: Store) -> None:
+        self.need(store, "version", "replace")
+        self.raw_put(store, self.keys[0], self.value(0))
+        before = scanned_rows(store, self.keys[:1]).column("version").to_pylist()
+        again = scanned_rows(store, self.keys[:1]).column("version").to_pylist()
+        self.raw_put(store, self.keys[0], self.value(len(self.sizes)))
+        after = scanned_rows(store, self.keys[:1]).column("version").to_pylist()
+        assert before == again
+        assert before != after
+
+    def test_a_scan_closed_early_leaves_the_store_usable(self, store: Store) -> None:
+        self.raw_put(store, self.keys[0], self.value(0))
+        batches = store.scan()
+        next(batches)
+        batches.close()
+        assert set(listing(store)) == {self.keys[0]}
+
+    # reading
+
+    def test_read_gives_the_bytes_that_were_put(self, store: Store) -> None:
+        values = [self.value(n) for n in range(len(self.keys))]
+        for key, value in zip(self.keys, values, strict=True):
+            self.raw_put(store, key, value)
+        rows = scanned_rows(store, self.keys)
+        result, found = read(store, rows, [len(value) for value in values])
+        assert result.all_ok
+        assert result.errors == {}
+        assert found == values
+        assert result.nbytes.tolist() == [len(value) for value in values]
+
+    def test_reading_record_batches_equals_reading_tables(self, store: Store) -> None:
+        self.raw_put(store, self.keys[0], self.value(0))
+        (batch,) = store.scan(tuple(SCAN_FIELDS))
+        result, found = read(store, batch, [len(self.value(0))])
+        assert result.all_ok
+        assert found == [self.value(0)]
+
+    def test_reading_no_rows_is_allowed(self, store: Store) -> None:
+        result, found = read(store, rows_of([]), [])
+        assert len(result.statuses) == len(result.nbytes) == 0
+        assert found == []
+
+    def test_reading_a_deleted_object_says_gone(self, store: Store) -> None:
+        for n in range(3):
+            self.raw_put(store, self.keys[n], self.value(n))
+        rows = scanned_rows(store, self.keys[:3])
+        self.raw_delete(store, self.keys[1])
+        result, found = read(store, rows, [len(self.value(n)) for n in range(3)])
+        assert result.statuses.tolist() == [Status.OK, Status.GONE, Status.OK]
+        assert result.nbytes[1] == -1
+        assert (found[0], found[2]) == (self.value(0), self.value(2))
+
+    def test_a_smaller_object_says_short_and_its_size(self, store: Store) -> None:
+        self.need(store, "sizes")
+        size = len(self.value(0))
+        self.raw_put(store, self.keys[0], self.value(0))
+        result, _ = read(store, scanned_rows(store, self.keys[:1]), [size + 1])
+        assert result.statuses.tolist() == [Status.SHORT]
+        assert result.nbytes.tolist() == [size]
+
+    def test_a_larger_object_says_oversized_and_its_size(self, store: Store) -> None:
+        self.need(store, "sizes")
+        size = len(self.value(0))
+        self.raw_put(store, self.keys[0], self.value(0))
+        result, _ = read(store, scanned_rows(store, self.keys[:1]), [size - 1])
+        assert result.statuses.tolist() == [Status.OVERSIZED]
+        assert result.nbytes.tolist() == [size]
+
+    def test_a_read_writes_nowhere_else(self, store: Store) -> None:
+        assert store.arena is not None
+        values = [self.value(n) for n in range(2)]
+        for key, value in zip(self.keys, values, strict=False):
+            self.raw_put(store, key, value)
+        store.arena.view(0, ARENA_BYTES)[:] = 0xA5
+        sizes = np.array([len(value) for value in values], dtype=np.int64)
+        offsets = np.array([8192, 40960], dtype=np.int64)
+        store.read_into(scanned_rows(store, self.keys[:2]), offsets, sizes)
+        for offset, value in zip(offsets.tolist(), values, strict=True):
+            store.arena.view(offset, len(value))[:] = 0xA5
+        assert (store.arena.view(0, ARENA_BYTES) == 0xA5).all()
+
+    def test_a_range_outside_the_arena_is_refused(self, store: Store) -> None:
+        row = rows_of(self.keys[:1])
+        one = np.ones(1, dtype=np.int64)
+        for offset in (ARENA_BYTES, -1):
+            with pytest.raises(ValueError, match="arena"):
+                store.read_into(row, one * offset, one)
+
+    def test_an_empty_object_is_read(self, store: Store) -> None:
+        self.need(store, "empty")
+        self.raw_put(store, self.keys[0], b"")
+        result, _ = read(store, scanned_rows(store, self.keys[:1]), [0])
+        assert result.all_ok
+        assert result.nbytes.tolist() == [0]
+
+    def test_threads_read_at_the_same_time(self, store: Store) -> None:
+        assert store.arena is not None
+        values = [self.value(n) for n in range(len(self.keys))]
+        for key, value in zip(self.keys, values, strict=True):
+            self.raw_put(store, key, value)
+        rows = scanned_rows(store, self.keys)
+        sizes = np.array([len(value) for value in values], dtype=np.int64)
+        offsets, total = place(sizes)
+
+        def read_often(base: int) -> list[bytes]:
+            for _ in range(20):
+                assert store.read_into(rows, offsets + base, sizes).all_ok
+            assert store.arena is not None
+            spans = zip(offsets.tolist(), sizes.tolist(), strict=True)
+            return [store.arena.view(base + offset, size).tobytes() for offset, size in spans]
+
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(read_often, (0, total))) == [values, values]
+
+    # writing
+
+    def test_what_is_written_is_there(self, store: Store) -> None:
+        self.need(store, "writes")
+        objects = {key: self.value(n) for n, key in enumerate(self.keys)}
+        result = write(store, objects, if_absent=True)
+        store.flush()
+        assert result.all_ok
+        assert result.errors == {}
+        assert {key: self.raw_get(store, key) for key in objects} == objects
+        assert set(listing(store)) == set(objects)
+
+    def test_an_empty_object_is_written(self, store: Store) -> None:
+        self.need(store, "writes", "empty")
+        assert write(store, {self.keys[0]: b""}, if_absent=True).all_ok
+        assert self.raw_get(store, self.keys[0]) == b""
+
+    def test_if_absent_leaves_the_old_object(self, store: Store) -> None:
+        self.need(store, "writes")
+        old, new = self.value(0), self.value(len(self.sizes))
+        self.raw_put(store, self.keys[0], old)
+        result = write(store, {self.keys[0]: new, self.keys[1]: new}, if_absent=True)
+        assert result.statuses.tolist() == [Status.EXISTS, Status.OK]
+        assert self.raw_get(store, self.keys[0]) == old
+        assert self.raw_get(store, self.keys[1]) == new
+
+    def test_without_if_absent_the_object_is_replaced(self, store: Store) -> None:
+        self.need(store, "writes", "replace")
+        old, new = self.value(0), self.value(len(self.sizes))
+        self.raw_put(store, self.keys[0], old)
+        assert write(store, {self.keys[0]: new}, if_absent=False).all_ok
+        assert self.raw_get(store, self.keys[0]) == new
+
+    def test_modification_times_are_kept(self, store: Store) -> None:
+        self.need(store, "writes", "times")
+        objects = {self.keys[0]: self.value(0)}
+        assert write(store, objects, if_absent=True, mtime_ns=[OLD_TIME_NS]).all_ok
+        times = scanned_rows(store, self.keys[:1]).column("mtime_ns").to_pylist()
+        assert times == [OLD_TIME_NS]
+
+    def test_pinning_is_refused_where_it_is_unknown(self, store: Store) -> None:
+        if store.supports_pin:
+            pytest.skip("the store can pin")
+        one = np.ones(1, dtype=np.int64)
+        with pytest.raises(UnsupportedByBackend):
+            store.write_from(rows_of(self.keys[:1]), one, one, if_absent=True, pin=True)
+
+    def test_writing_is_refused_where_it_is_unsupported(self, store: Store) -> None:
+        if store.supports_writes:
+            pytest.skip("the store can be written to")
+        with pytest.raises(UnsupportedByBackend):
+            write(store, {self.keys[0]: self.value(0)}, if_absent=True)
+
+    # the rest
+
+    def test_delete_takes_away_what_was_named_only(self, store: Store) -> None:
+        self.need(store, "deletes")
+        for n in range(3):
+            self.raw_put(store, self.keys[n], self.value(n))
+        rows = scanned_rows(store, self.keys[:2])
+        assert store.delete(rows).all_ok
+        assert set(listing(store)) == {self.keys[2]}
+        assert self.raw_get(store, self.keys[0]) is None
+
+    def test_deleting_a_deleted_object_says_gone(self, store: Store) -> None:
+        self.need(store, "deletes")
+        for n in range(2):
+            self.raw_put(store, self.keys[n], self.value(n))
+        rows = scanned_rows(store, self.keys[:2])
+        self.raw_delete(store, self.keys[0])
+        assert store.delete(rows).statuses.tolist() == [Status.GONE, Status.OK]
+
+    def test_deleting_is_refused_where_it_is_unsupported(self, store: Store) -> None:
+        if store.supports_deletes:
+            pytest.skip("objects of the store can be deleted")
+        with pytest.raises(UnsupportedByBackend):
+            store.delete(rows_of(self.keys[:1]))
+
+    def test_exists_answers_for_each_row(self, store: Store) -> None:
+        self.raw_put(store, self.keys[1], self.value(1))
+        answer = store.exists(rows_of(self.keys[:3]))
+        assert answer.dtype == np.bool_
+        assert answer.tolist() == [False, True, False]
+
+    def test_the_default_exists_agrees(self, store: Store) -> None:
+        self.raw_put(store, self.keys[1], self.value(1))
+        assert Store.exists(store, rows_of(self.keys[:3])).tolist() == [False, True, False]
+
+    def test_free_space_is_a_count_or_unknown(self, store: Store) -> None:
+        free = store.free_bytes()
+        assert free is None or free >= 0
+
+    def test_another_client_sees_the_same_objects(self, store: Store) -> None:
+        self.raw_put(store, self.keys[0], self.value(0))
+        with self.reopen(store) as other:
+            assert store.arena is not None
+            other.attach(store.arena)
+            assert listing(other) == listing(store)
+            _, found = read(other, scanned_rows(other, self.keys[:1]), [len(self.value(0))])
+        assert found == [self.value(0)]
+
+    @given(steps=STEPS)
+    @settings(
+        max_examples=25,
+        deadline=None,
+        suppress_health_check=[
+            HealthCheck.function_scoped_fixture,
+            HealthCheck.differing_executors,
+        ],
+    )
+    def test_any_order_of_calls_behaves_like_a_dict(
+        self, store: Store, steps: list[tuple[str, int, int]]
+    ) -> None:
+        self.need(store, "writes", "deletes", "replace")
+        for key in self.keys:
+            self.raw_delete(store, key)
+        model: dict[bytes, bytes] = {}
+        for verb, which, seed in steps:
+            self._step(store, model, verb, self.keys[which], self.value(seed))
+        assert {key: self.raw_get(store, key) for key in model} == model
+        assert set(listing(store)) == set(model)
+
+    def _step(
+        self, store: Store, model: dict[bytes, bytes], verb: str, key: bytes, value: bytes
+    ) -> None:
+        """One call on the store and on the dict; the answers must be the same."""
+        old = model.get(key)
+        row = rows_of([key]) if old is None else scanned_rows(store, [key])
+        if verb == "read":
+            capacity = len(value) if old is None else len(old)
+            result, found = read(store, row, [capacity])
+            assert result.statuses.tolist() == [Status.GONE if old is None else Status.OK]
+            assert old is None or found == [old]
+        elif verb == "delete":
+            expected = Status.GONE if model.pop(key, None) is None else Status.OK
+            assert store.delete(row).statuses.tolist() == [expected]
+        elif verb == "scan":
+            assert set(listing(store)) == set(model)
+        else:
+            kept = verb == "put_if_absent" and old is not None
+            result_ = write(store, {key: value}, if_absent=verb == "put_if_absent")
+            assert result_.statuses.tolist() == [Status.EXISTS if kept else Status.OK]
+            if not kept:
+                model[key] = value

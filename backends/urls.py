@@ -1,0 +1,237 @@
+"""Store URLs and the config file: what a STORE argument names, and opening it.
+
+    /some/directory                       a plain directory: SGLang's file backend
+    file:///some/directory                the same; "file:" alone is SGLang's own directory
+    prod:                                 [stores.prod] of the config file
+    scheme://host/path?name=value         percent-encoded; see SCHEMES
+
+Nothing heavy is imported before a store is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
+
+from hicachectl.formats.errors import FormatError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicachectl.backends.base import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Where a scheme is implemented and what its URLs may say."""
+
+    target: str  # "module:Class"
+    params: frozenset[str] = frozenset()
+    host: bool = False
+
+
+SCHEMES = {
+    "file": Scheme("hicachectl.backends.file:FileStore"),
+}
+
+_NAMED = re.compile(r"([^/:]*):(.*)", re.DOTALL)
+_BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """A parsed URL, its parts decoded; `str` gives a URL that parses to an equal value.
+
+    path: absolute, or "" where the URL has none; bytes that are not UTF-8 as surrogates.
+    """
+
+    scheme: str
+    path: str = ""
+    host: str = ""
+    params: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        host = quote(self.host, safe=":[]@,;")
+        path = quote_from_bytes(os.fsencode(self.path), safe="/:@,=+~")
+        pairs = [f"{name}={quote(value, safe='/:,')}" for name, value in self.params.items()]
+        return f"{self.scheme}://{host}{path}" + ("?" + "&".join(pairs) if pairs else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The config file: the URL of every named store."""
+
+    stores: Mapping[str, str] = field(default_factory=dict)
+    source: str = "config"
+
+
+def default_file_directory(environ: Mapping[str, str] = os.environ) -> str:
+    """SGLang's own directory. Source: hicache_storage.py :: HiCacheFile.__init__."""
+    return environ.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR") or "/tmp/hicache"
+
+
+def open_store(text: str, *, config: Config | None = None) -> Store:
+    """Open the store that a STORE argument names. Raises UsageError, StoreUnavailable."""
+    url = parse_url(text, config)
+    module, _, name = SCHEMES[url.scheme].target.partition(":")
+    backend: type[Store] = getattr(import_module(module), name)
+    return backend.from_url(url)
+
+
+def parse_url(text: str, config: Config | None = None) -> StoreUrl:
+    """Read a STORE argument: a directory, a named store or a URL. Raises UsageError."""
+    config = config or Config()
+    seen: list[str] = []
+    while (match := _NAMED.fullmatch(text)) and match[1] not in SCHEMES:
+        name = match[1]
+        if name in seen:
+            chain = " -> ".join([*seen, name])
+            raise UsageError(f"{config.source}: named stores refer to one another: {chain}")
+        seen.append(name)
+        text = _named_store(text, name, match[2], config)
+    return _scheme_url(text, match[1], match[2]) if match else _directory(text, named=bool(seen))
+
+
+def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ) -> Config:
+    """Read the config file: `path`, else $HICACHECTL_CONFIG, else the user's own if there is one.
+
+    The user's own is $XDG_CONFIG_HOME/hicachectl/config.toml, ~/.config without that variable.
+    Raises UsageError when a file that was asked for cannot be read, FormatError for its content.
+    """
+    asked = path or environ.get("HICACHECTL_CONFIG")
+    file = Path(asked) if asked else _user_config(environ)
+    if not asked and not file.is_file():
+        return Config()
+    try:
+        text = file.read_bytes().decode()
+    except OSError as error:
+        raise UsageError(f"config {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise FormatError(f"config {file}: not UTF-8 text") from error
+    return parse_config(text, source=str(file))
+
+
+def parse_config(text: str, *, source: str = "config") -> Config:
+    """Read a config from TOML text. Raises FormatError naming the key at fault."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise FormatError(f"{source}: not TOML: {error}") from error
+    _refuse_unknown(document, {"stores"}, source)
+    stores = document.get("stores", {})
+    if not isinstance(stores, dict):
+        raise FormatError(f"{source}: stores: expected tables [stores.NAME]")
+    return Config(
+        {name: _config_url(name, table, source) for name, table in stores.items()}, source
+    )
+
+
+def _user_config(environ: Mapping[str, str]) -> Path:
+    base = Path(environ.get("XDG_CONFIG_HOME") or "")
+    if not base.is_absolute():  # the XDG specification: relative values are ignored
+        base = Path(environ.get("HOME") or Path.home()) / ".config"
+    return base / "hicachectl" / "config.toml"
+
+
+def _config_url(name: str, table: Any, source: str) -> str:
+    where = f"{source}: stores.{name}"
+    if not name or {":", "/"} & set(name) or name in SCHEMES:
+        raise FormatError(f'{where}: a store name has no ":" or "/" and is no URL scheme')
+    if not isinstance(table, dict):
+        raise FormatError(f"{where}: expected a table with a url")
+    _refuse_unknown(table, {"url"}, where)
+    url = table.get("url")
+    if not isinstance(url, str) or not url:
+        raise FormatError(f"{where}: url: expected a text")
+    return url
+
+
+def _refuse_unknown(table: Mapping[str, Any], known: set[str], where: str) -> None:
+    for name in table:
+        if name not in known:
+            raise FormatError(f"{where}: unknown key {name!r}; known: {', '.join(sorted(known))}")
+
+
+def _named_store(text: str, name: str, rest: str, config: Config) -> str:
+    if name in config.stores and not rest:
+        return config.stores[name]
+    if name in config.stores:
+        raise UsageError(f"{text}: {name!r} is a named store, nothing may follow its colon")
+    schemes = ", ".join(sorted(SCHEMES))
+    if rest.startswith("/"):
+        raise UsageError(f"{text}: unknown store scheme {name!r}; known: {schemes}")
+    stores = ", ".join(sorted(config.stores)) or "none"
+    raise UsageError(
+        f"{text}: no store is named {name!r}; named stores: {stores}; URL schemes: {schemes}; "
+        f"a directory with a colon is written ./{text}"
+    )
+
+
+def _directory(text: str, *, named: bool) -> StoreUrl:
+    """Take a plain directory as it is; its characters stand for themselves."""
+    if not text:
+        raise UsageError("the store is empty: give a directory or a URL")
+    if named and not text.startswith("/"):
+        raise UsageError(f"{text}: a directory in the config file must be absolute")
+    _refuse_nul(text, text)
+    return StoreUrl("file", str(Path(text).absolute()))
+
+
+def _scheme_url(text: str, name: str, rest: str) -> StoreUrl:
+    scheme = SCHEMES[name]
+    place, _, query = rest.partition("?")
+    host, path = _split_place(text, name, place)
+    if name == "file" and host == "localhost":  # RFC 8089: the same as no host
+        host = ""
+    if host and not scheme.host:
+        raise UsageError(f"{text}: {name} stores have no host; write {name}:///{host}{path}")
+    params = _params(text, name, query, scheme.params)
+    path = _decode(text, path)
+    if name == "file":
+        path = str(Path(path or default_file_directory()).absolute())
+    return StoreUrl(name, path, _decode(text, host), params)
+
+
+def _split_place(text: str, name: str, place: str) -> tuple[str, str]:
+    """Host and path of what stands between the scheme and the parameters."""
+    if place.startswith("//"):
+        host, slash, path = place[2:].partition("/")
+        return host, slash + path
+    if place and not place.startswith("/"):
+        raise UsageError(f"{text}: the path must be absolute, as in {name}:///{place}")
+    return "", place
+
+
+def _params(text: str, scheme: str, query: str, known: frozenset[str]) -> dict[str, str]:
+    params: dict[str, str] = {}
+    for pair in query.split("&") if query else []:
+        name, equals, value = pair.partition("=")
+        if name not in known:
+            allowed = ", ".join(sorted(known)) or "none"
+            raise UsageError(f"{text}: unknown parameter {name!r}; {scheme} takes: {allowed}")
+        if name in params:
+            raise UsageError(f"{text}: parameter {name!r} is given twice")
+        if not equals:
+            raise UsageError(f"{text}: parameter {name!r} has no value; write {name}=VALUE")
+        params[name] = _decode(text, value)
+    return params
+
+
+def _decode(text: str, part: str) -> str:
+    if bad := _BAD_ESCAPE.search(part):
+        raise UsageError(
+            f"{text}: {part[bad.start() :][:3]!r} is no percent escape; write %25 for %"
+        )
+    _refuse_nul(text, decoded := os.fsdecode(unquote_to_bytes(os.fsencode(part))))
+    return decoded
+
+
+def _refuse_nul(text: str, part: str) -> None:
+    if "\0" in part:
+        raise UsageError(f"{text!r}: a zero byte cannot be part of a store's name")

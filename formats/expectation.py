@@ -1,0 +1,421 @@
+"""Which objects a page must have in a store, under which coordinates, and of what bytes.
+
+The coordinates are those that SGLang's key builders produce (see `formats.keys`), for all ranks
+of a deployment together. Source: SGLang srt/mem_cache/hicache_storage.py :: HiCacheFile,
+storage/mooncake_store/mooncake_store.py :: MooncakeStore, storage/hf3fs/storage_hf3fs.py ::
+HiCacheHF3FS, hicache_key_scheme.py :: plan_unified_kv, managers/cache_controller.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
+from hicachectl.formats.layouts import (
+    MhaGeometry,
+    TensorLayout,
+    flat_page,
+    part_objects,
+    unified_page,
+)
+from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.pools import DRAFT_POOLS, PoolPiece, pool_piece, stage_ranges
+from hicachectl.formats.profile import Pool, Profile, validate_profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+_ZERO_COPY_LAYOUTS = ("page_first", "page_first_direct")  # HiCacheHF3FS.register_mem_pool_host
+_DCP_POOLS = ("kv", "mamba", *sorted(DRAFT_POOLS))
+_DCP_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+_MAMBA_TP_PAIR_SINCE = (0, 5, 23)  # file and 3FS keys of Mamba states beside an MLA target
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedObject:
+    """One object that a page has, or may have where `trailing`.
+
+    tensors: what fills it, without gaps; empty where the form of the bytes is not known.
+    layers: model layer numbers in stored order, packed drafts after the model's last; a draft
+        pool counts its draft's own layers.
+    padding_layers: unused layers stored after the target's and before the packed drafts'.
+    trailing_pages: how many pages before a stored node's end carry the pool; 0 unless trailing.
+    anchor: whether a server believes in the page for this object's sake.
+    """
+
+    coordinate: Coordinate
+    nbytes: int
+    tensors: tuple[TensorLayout, ...]
+    layers: tuple[int, ...]
+    padding_layers: int
+    trailing: bool
+    trailing_pages: int
+    anchor: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one rank, or one group of ranks that share objects, stores a pool."""
+
+    pp_rank: int
+    cp_rank: int
+    shard: Shard
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    part: str | None
+    tensors: tuple[TensorLayout, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheme:
+    """How one backend cuts a page into objects. `check` raises for what it cannot hold at all."""
+
+    check: Callable[[Profile], None]
+    places: Callable[[Profile, Pool], Iterable[_Place]]
+    contents: Callable[[Profile, Pool, PoolPiece], Iterable[_Content]]
+
+
+def expected_objects(profile: Profile, scheme: str) -> tuple[ExpectedObject, ...]:
+    """List the objects of one page, the anchor's first, then by pool and rank.
+
+    scheme: "file", "mooncake", "hf3fs" or "unified". Coordinates are distinct; where a key lacks
+    a rank (CP on Mooncake and 3FS), the object of rank 0 stands for all. Raises ProfileError when
+    the profile is contradictory or too vague, UnsupportedByBackend when the backend has no such
+    objects, UsageError on an unknown scheme.
+    """
+    if scheme not in _SCHEMES:
+        raise UsageError(f"unknown key scheme {scheme!r}; known: {', '.join(_SCHEMES)}")
+    problems = validate_profile(profile)
+    if problems:
+        raise ProfileError("profile: " + "; ".join(problems))
+    _SCHEMES[scheme].check(profile)
+    pools = [pool for pool in profile.pools if _has_objects(pool, scheme)]
+    anchor = next((pool for pool in pools if pool.name == "kv" or not pool.trailing), None)
+    pools.sort(key=lambda pool: pool is not anchor)
+    return tuple(
+        found for pool in pools for found in _pool_objects(profile, scheme, pool, pool is anchor)
+    )
+
+
+def _pool_objects(
+    profile: Profile, scheme: str, pool: Pool, anchor: bool
+) -> Iterator[ExpectedObject]:
+    model = "" if scheme == "hf3fs" else profile.key_model
+    tag = profile.tag if scheme == "mooncake" else ""
+    for place in _SCHEMES[scheme].places(profile, pool):
+        piece = pool_piece(profile, pool, pp_rank=place.pp_rank, cp_rank=place.cp_rank)
+        if piece is None:
+            continue
+        for content in _SCHEMES[scheme].contents(profile, pool, piece):
+            yield ExpectedObject(
+                coordinate=Coordinate(model, pool.name, content.part, tag, place.shard),
+                nbytes=content.nbytes,
+                tensors=content.tensors,
+                layers=piece.layers,
+                padding_layers=piece.padding_layers,
+                trailing=pool.trailing,
+                trailing_pages=pool.trailing_pages if pool.trailing else 0,
+                anchor=anchor,
+            )
+
+
+def _has_objects(pool: Pool, scheme: str) -> bool:
+    # A logical anchor has no bytes; only the file backend writes something for it, an empty file.
+    if scheme == "unified":
+        return pool.name == "kv"
+    return pool.kind != "logical" or scheme == "file"
+
+
+def _key_carries_mamba_rank(profile: Profile) -> bool:
+    """Tell whether file and 3FS keys of Mamba states name the TP rank beside an MLA target."""
+    numbers = re.match(r"v?(\d+(?:\.\d+)*)", profile.sglang)
+    if numbers is None:
+        raise ProfileError(f"sglang: {profile.sglang!r} is no version, such as 0.5.23")
+    return tuple(int(number) for number in numbers[1].split(".")) >= _MAMBA_TP_PAIR_SINCE
+
+
+def _stages(profile: Profile) -> Iterator[tuple[int, int, Shard]]:
+    """List each (pp rank, cp rank) with its shard, where a lone rank is None."""
+    for pp_rank, cp_rank in product(range(profile.pp), range(profile.cp)):
+        shard = Shard()
+        if profile.pp > 1:
+            shard = replace(shard, pp_rank=pp_rank, pp_size=profile.pp)
+        if profile.cp > 1:
+            shard = replace(shard, cp_rank=cp_rank, cp_size=profile.cp)
+        yield pp_rank, cp_rank, shard
+
+
+def _one_object(tensors: tuple[TensorLayout, ...], part: str | None = None) -> _Content:
+    return _Content(part, tensors, sum(tensor.nbytes for tensor in tensors))
+
+
+def _check_dcp(profile: Profile) -> None:
+    """Refuse what SGLang refuses with decode context parallelism.
+
+    Source: managers/cache_controller.py :: attach_storage_backend.
+    """
+    if profile.dcp == 1:
+        return
+    if profile.pools[0].kind != "mla":
+        raise UnsupportedByBackend("dcp: SGLang stores DCP pages of MLA models only")
+    if profile.layout not in _DCP_LAYOUTS:
+        raise UnsupportedByBackend(f"dcp: SGLang has no DCP pages in {profile.layout}")
+    for pool in profile.pools:
+        if pool.name not in _DCP_POOLS:
+            raise UnsupportedByBackend(f"dcp: SGLang stores no {pool.name} pool with DCP")
+
+
+# --- file ---
+
+
+def _file_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
+    """List where file keys lead; their form follows the target, not the pool.
+
+    So each rank of an MHA target has a file of its own, and the ranks of an MLA target share the
+    first one's: an MHA draft's too, of which the other ranks then read the wrong shard.
+    """
+    per_rank = not profile.rank_replicated
+    if profile.rank_replicated and pool.name == "mamba":
+        per_rank = _key_carries_mamba_rank(profile)
+    for pp_rank, cp_rank, shard in _stages(profile):
+        if per_rank:
+            for rank in range(profile.tp):
+                ranked = replace(shard, tp_rank=rank, tp_size=profile.tp)
+                yield _Place(pp_rank, cp_rank, _file_dcp(profile, ranked, rank % profile.dcp))
+        else:
+            for rank in range(profile.dcp):
+                yield _Place(pp_rank, cp_rank, _file_dcp(profile, shard, rank))
+
+
+def _file_dcp(profile: Profile, shard: Shard, dcp_rank: int) -> Shard:
+    if profile.dcp == 1:
+        return shard
+    return replace(
+        shard,
+        tp_size=profile.tp,
+        dcp_rank=dcp_rank,
+        dcp_size=profile.dcp,
+        dcp_page_size=profile.page_size,
+    )
+
+
+def _flat_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[_Content]:
+    if piece.geometry is None:
+        yield _Content(None, (), piece.nbytes)
+    else:
+        yield _one_object(flat_page(piece.geometry, profile.layout))
+
+
+# --- mooncake ---
+
+_MOONCAKE_REPLICATED = ("indexer", "draft_indexer")  # and deepseek_v4_*: rank-less in any model
+_MOONCAKE_SPLIT = ("kv", "draft", "swa", "draft_swa")  # K and V apart in an MHA pool
+
+
+def _splits_heads(profile: Profile) -> bool:
+    """Decide like should_split_heads of cache_controller.py :: _generate_storage_config."""
+    return (
+        profile.tp_lcm_size > profile.tp
+        and profile.layout == "page_head"
+        and not profile.rank_replicated
+    )
+
+
+def _mooncake_per_rank(profile: Profile, pool: Pool) -> bool:
+    """Tell whether a pool's keys name the TP rank (_get_hybrid_page_component_keys)."""
+    if pool.name in _MOONCAKE_REPLICATED or pool.name.startswith("deepseek_v4_"):
+        return False
+    if pool.name not in (*_MOONCAKE_SPLIT, "mamba"):
+        raise UnsupportedByBackend(f"SGLang stores no {pool.name} pool on Mooncake")
+    if pool.name == "mamba":
+        return True
+    if pool.kind == "opaque":
+        return not (pool.replicated or profile.rank_replicated)
+    # The form of a draft's key follows the draft, of every other the target.
+    return pool.kind == "mha" if pool.name in DRAFT_POOLS else not profile.rank_replicated
+
+
+def _mooncake_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
+    per_rank = _mooncake_per_rank(profile, pool)
+    for pp_rank, cp_rank, stage in _stages(profile):
+        # Only rank-less keys under DCP name the CP rank.
+        cp_in_key = profile.dcp > 1 and not per_rank
+        if cp_rank and not cp_in_key:
+            continue
+        shard = replace(stage, cp_rank=None, cp_size=None)
+        if profile.dcp > 1:
+            shard = replace(
+                shard,
+                tp_size=profile.tp,
+                pp_size=profile.pp,
+                cp_rank=cp_rank if cp_in_key else None,
+                cp_size=profile.cp,
+                dcp_size=profile.dcp,
+                dcp_page_size=profile.page_size,
+            )
+        for ranked in _mooncake_ranks(profile, pool, shard, per_rank):
+            yield _Place(pp_rank, cp_rank, ranked)
+
+
+def _mooncake_ranks(profile: Profile, pool: Pool, shard: Shard, per_rank: bool) -> Iterator[Shard]:
+    if per_rank and _splits_heads(profile):
+        # Keys name slices of the LCM grid: one each for KV, all of a rank's for its sidecars.
+        step = 1 if pool.name == "kv" else profile.tp_lcm_size // profile.tp
+        for first in range(0, profile.tp_lcm_size, step):
+            yield replace(shard, tp_size=profile.tp, heads=(first, first + step))
+    elif per_rank:
+        for rank in range(profile.tp):
+            yield replace(shard, tp_rank=rank, tp_size=profile.tp)
+    elif profile.dcp > 1:
+        for rank in range(profile.dcp):
+            yield replace(shard, dcp_rank=rank)
+    else:
+        yield shard
+
+
+def _mooncake_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[_Content]:
+    geometry = piece.geometry
+    _check_mooncake_kind(profile, pool)
+    if geometry is None:
+        for part in _opaque_parts(profile, pool):
+            yield _Content(part, (), piece.nbytes)
+        return
+    if isinstance(geometry, MhaGeometry) and pool.name == "kv" and _splits_heads(profile):
+        geometry = _head_slice(profile, geometry)
+    for tensor in part_objects(geometry, profile.layout):
+        yield _one_object((tensor,), _mooncake_part(pool, tensor))
+
+
+def _mooncake_part(pool: Pool, tensor: TensorLayout) -> str | None:
+    if pool.kind == "mla":
+        return "k" if pool.name in ("kv", "draft") else None
+    return None if pool.kind == "dsa_indexer" else tensor.name
+
+
+def _check_mooncake_kind(profile: Profile, pool: Pool) -> None:
+    """Refuse pools for which MooncakeStore has no keys of the right number."""
+    per_rank = _mooncake_per_rank(profile, pool)
+    if pool.kind in ("mha", "mla") and per_rank != (pool.kind == "mha"):
+        raise UnsupportedByBackend(
+            f"pools[{pool.name}]: Mooncake keys of this pool and target do not fit kind {pool.kind}"
+        )
+    if pool.kind == "opaque" and pool.name == "mamba":
+        raise UnsupportedByBackend(
+            "pools[mamba]: Mooncake stores each state as an object; kind opaque does not name them"
+        )
+
+
+def _head_slice(profile: Profile, geometry: MhaGeometry) -> MhaGeometry:
+    """Cut out the share of one slice of the LCM grid: heads are outermost in page_head."""
+    factor = profile.tp_lcm_size // profile.tp
+    if geometry.heads % factor:
+        raise ProfileError(
+            f"tp_lcm_size: a rank's {geometry.heads} KV heads do not split into {factor} slices"
+        )
+    return replace(geometry, heads=geometry.heads // factor)
+
+
+def _opaque_parts(profile: Profile, pool: Pool) -> tuple[str | None, ...]:
+    if _mooncake_per_rank(profile, pool):
+        return ("k", "v")
+    return ("k",) if pool.name in ("kv", "draft") else (None,)
+
+
+# --- 3FS ---
+
+
+def _check_hf3fs(profile: Profile) -> None:
+    if profile.pp > 1:
+        raise UnsupportedByBackend(
+            f"pp {profile.pp}: 3FS keys name no pipeline stage, so the stages of a page overwrite "
+            "one another"
+        )
+    if profile.dcp > 1:
+        raise UnsupportedByBackend("dcp: SGLang stores DCP pages on file and Mooncake only")
+
+
+def _hf3fs_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
+    """List where 3FS keys lead: tp_rank is the rank of the data file.
+
+    tp_size stands only where the key spells the pair: for Mamba states beside an MLA target, which
+    all lie in the file of rank 0 and have their tp_rank in the key.
+    """
+    if not profile.rank_replicated:
+        for rank in range(profile.tp):
+            yield _Place(0, 0, Shard(tp_rank=rank))
+    elif pool.name == "mamba" and _key_carries_mamba_rank(profile):
+        for rank in range(profile.tp):
+            yield _Place(0, 0, Shard(tp_rank=rank, tp_size=profile.tp))
+    else:
+        yield _Place(0, 0, Shard(tp_rank=0))
+
+
+def _hf3fs_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[_Content]:
+    geometry = piece.geometry
+    if isinstance(geometry, MhaGeometry) and pool.name != "kv":
+        # register_mem_host_pool_v2 takes K's size for a page; the write of K and V then fails.
+        raise UnsupportedByBackend(
+            f"pools[{pool.name}]: SGLang cannot store MHA pools beside kv on 3FS"
+        )
+    zero_copy = profile.layout in _ZERO_COPY_LAYOUTS and not profile.rank_replicated
+    if pool.name == "kv" and zero_copy and geometry is None:
+        yield from (_Content(part, (), piece.nbytes) for part in ("k", "v"))
+    elif zero_copy and isinstance(geometry, MhaGeometry) and not geometry.asymmetric:
+        for tensor in part_objects(geometry, profile.layout):
+            yield _one_object((tensor,), tensor.name)
+    else:
+        yield from _flat_contents(profile, pool, piece)
+
+
+# --- unified ---
+
+
+def _check_unified(profile: Profile) -> None:
+    anchor = profile.pools[0]
+    if anchor.kind not in ("mha", "mla"):
+        raise UnsupportedByBackend("the unified key scheme holds kv pages of kind mha and mla only")
+    if profile.cp > 1 or profile.dcp > 1:
+        raise UnsupportedByBackend("the unified key scheme has no context parallelism")
+    for pp_rank, (start, end) in enumerate(stage_ranges(profile)):
+        piece = pool_piece(profile, anchor, pp_rank=pp_rank)
+        if piece is None or piece.layers != tuple(range(start, end)):
+            raise UnsupportedByBackend(
+                f"the unified key scheme names runs of layers; kv is not just {start} to {end - 1}"
+            )
+    if not profile.rank_replicated and anchor.kv_heads % profile.tp:
+        raise UnsupportedByBackend(
+            f"the unified key scheme cannot name {anchor.kv_heads} KV heads that {profile.tp} "
+            "ranks hold in part or in common"
+        )
+
+
+def _unified_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
+    """List one rectangle a rank: the layers of its stage, and its heads as one group.
+
+    That is plan_unified_kv without layer_partition and head_group, which a profile does not state.
+    """
+    for pp_rank, layers in enumerate(stage_ranges(profile)):
+        if profile.rank_replicated:
+            yield _Place(pp_rank, 0, Shard(layers=layers))
+            continue
+        for rank in range(profile.tp):
+            yield _Place(pp_rank, 0, Shard(layers=layers, heads=(rank, rank + 1)))
+
+
+def _unified_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[_Content]:
+    assert piece.geometry is not None  # _check_unified
+    yield _one_object(unified_page(piece.geometry))
+
+
+_SCHEMES = {
+    "file": _Scheme(_check_dcp, _file_places, _flat_contents),
+    "mooncake": _Scheme(_check_dcp, _mooncake_places, _mooncake_contents),
+    "hf3fs": _Scheme(_check_hf3fs, _hf3fs_places, _hf3fs_contents),
+    "unified": _Scheme(_check_unified, _unified_places, _unified_contents),
+}

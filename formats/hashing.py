@@ -1,0 +1,173 @@
+"""Token ids to the page hashes that SGLang's storage path names its pages by.
+
+Page i is SHA-256 over the 32 bytes before it in the chain (nothing before page 0 without a
+namespace) and the page's words: unsigned 32-bit little endian or, as soon as one word of the
+page does not fit, a byte ff and all words as 64-bit. Source: sglang srt/mem_cache/utils.py ::
+get_storage_hash_str, storage_namespace_seed; cpp_utils/hash_binding.cpp :: hash_pages_to_hex_blob;
+radix_cache.py :: RadixKey.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hicachectl.formats.errors import FormatError
+
+HASH_BYTES = 32
+MAX_TOKEN = 2**63 - 1
+
+_MAX_NARROW = 0xFFFFFFFF
+_WIDE_MARKER = 0xFF  # makes the byte count odd, so that no narrow page hashes alike
+_NAMESPACE_TEXT = b"sglang-cache-namespace-v1"
+
+Tokens = Sequence[int] | Sequence[tuple[int, ...]] | npt.NDArray[np.integer]
+
+
+def page_hashes(
+    token_ids: Tokens, page_size: int, *, bigram: bool = False, prior: bytes | None = None
+) -> npt.NDArray[np.uint8]:
+    """Hash every full page of a token chain; a partial last page has no hash.
+
+    token_ids: in 0..2^63-1; a token of several words is a tuple, or a row of a 2-D array.
+    bigram:    pages of `page_size` pairs (t[i], t[i+1]), as servers with EAGLE hash.
+    prior:     raw hash of the page before, or a namespace seed. A chain is continued at token
+               pages * page_size, also with bigrams, whose pages share one token.
+
+    Returns [pages, 32], read-only. Raises FormatError naming the position of a bad token.
+    """
+    blob = _chain(_page_payloads(token_ids, page_size, bigram), prior)
+    return np.frombuffer(blob, np.uint8).reshape(-1, HASH_BYTES)
+
+
+def page_hashes_hex(
+    token_ids: Tokens, page_size: int, *, bigram: bool = False, prior: bytes | None = None
+) -> list[str]:
+    """Do as `page_hashes`, spelling the hashes as keys do: 64 lowercase hex digits."""
+    text = _chain(_page_payloads(token_ids, page_size, bigram), prior).hex()
+    width = 2 * HASH_BYTES
+    return [text[start : start + width] for start in range(0, len(text), width)]
+
+
+def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes | None:
+    """Return the `prior` of a namespace's first page; None where requests set neither.
+
+    An empty string is not None here. SGLang turns the empty ones of a request into None
+    (managers/io_struct.py), and appends a LoRA's identifier to `extra_key`.
+    """
+    if extra_key is None and cache_salt is None:
+        return None
+    digest = hashlib.sha256(_NAMESPACE_TEXT)
+    for name, part in (("extra_key", extra_key), ("cache_salt", cache_salt)):
+        if part is None:
+            digest.update(b"\x00")
+            continue
+        try:
+            text = part.encode()
+        except UnicodeEncodeError as error:
+            raise FormatError(f"{name}: not valid Unicode: {part!a}") from error
+        digest.update(b"\x01" + struct.pack("<Q", len(text)) + text)
+    return digest.digest()
+
+
+def restorable_pages(num_tokens: int, page_size: int, *, bigram: bool = False) -> int:
+    """Count the pages of a prompt that a server can take from a store at most.
+
+    Its last token is always computed (managers/schedule_batch.py ::
+    Req._compute_max_prefix_len), and only what stands before it is made into bigrams.
+    """
+    _require_page_size(page_size)
+    return max(num_tokens - 1 - bigram, 0) // page_size
+
+
+def _require_page_size(page_size: int) -> None:
+    if page_size < 1:
+        raise FormatError(f"page_size: must be at least 1, is {page_size}")
+
+
+def _chain(payloads: Iterable[bytes], prior: bytes | None) -> bytes:
+    """Join the hashes of all pages."""
+    if prior is not None and len(prior) != HASH_BYTES:
+        raise FormatError(f"prior: must be {HASH_BYTES} bytes, has {len(prior)}")
+    # One turn a page, and a page can be a single token: names are local, nothing is called
+    # that can be avoided.
+    sha256 = hashlib.sha256
+    hashes: list[bytes] = []
+    append = hashes.append
+    last = prior or b""
+    for payload in payloads:
+        last = sha256(last + payload).digest()
+        append(last)
+    return b"".join(hashes)
+
+
+def _page_payloads(token_ids: Tokens, page_size: int, bigram: bool) -> Iterable[bytes]:
+    """Encode what each full page adds to the chain."""
+    _require_page_size(page_size)
+    units = _units(token_ids)
+    if bigram:
+        if units.shape[1] != 1:
+            raise FormatError("bigrams are made of plain tokens, not of tuples")
+        units = np.hstack((units[:-1], units[1:]))
+    pages = len(units) // page_size
+    if not pages:
+        return ()
+    words = units[: pages * page_size].reshape(pages, page_size * units.shape[1])
+    wide: npt.NDArray[np.bool_] = np.any(words > _MAX_NARROW, axis=1)
+    if not wide.any():
+        return _rows(words.astype("<u4"))
+    marker = np.full((int(wide.sum()), 1), _WIDE_MARKER, np.uint8)
+    wide_rows = _rows(np.hstack((marker, words[wide].astype("<u8").view(np.uint8))))
+    narrow_rows = _rows(words[~wide].astype("<u4"))
+    return (next(wide_rows if is_wide else narrow_rows) for is_wide in wide.tolist())
+
+
+def _rows(array: npt.NDArray[np.integer]) -> Iterator[bytes]:
+    width = array.shape[1] * array.itemsize
+    return map(operator.itemgetter(0), struct.iter_unpack(f"{width}s", array.tobytes()))
+
+
+def _units(token_ids: Tokens) -> npt.NDArray[np.int64]:
+    """Convert token ids to [tokens, words of a token], every word checked."""
+    try:
+        values = np.asarray(token_ids)
+    except ValueError:  # rows of unequal length
+        return _units_one_by_one(token_ids)
+    if (
+        values.dtype.kind not in "iu"
+        or values.ndim not in (1, 2)
+        or not values.size
+        or values.min() < 0
+        or values.max() > MAX_TOKEN
+    ):
+        return _units_one_by_one(token_ids)
+    return values.reshape(len(values), -1).astype(np.int64)
+
+
+def _units_one_by_one(token_ids: Tokens) -> npt.NDArray[np.int64]:
+    """Convert what numpy does not take as it is, mostly to say which token is at fault."""
+    units = [_words_of(token, position) for position, token in enumerate(token_ids)]
+    width = len(units[0]) if units else 1
+    for position, unit in enumerate(units):
+        if len(unit) != width:
+            raise FormatError(f"token {position}: has {len(unit)} words, token 0 has {width}")
+    return np.array(units, np.int64).reshape(len(units), width)
+
+
+def _words_of(token: object, position: int) -> list[int]:
+    parts = token if isinstance(token, tuple | list | np.ndarray) else (token,)
+    try:
+        words = [operator.index(part) for part in parts]
+    except TypeError as error:
+        raise FormatError(f"token {position}: {token!r:.60} is not a whole number") from error
+    if not words:
+        raise FormatError(f"token {position}: an empty tuple")
+    for word in words:
+        if not 0 <= word <= MAX_TOKEN:
+            raise FormatError(f"token {position}: {word} is not in 0..2^63-1")
+    return words

@@ -1,0 +1,40 @@
+"""What the key codec of every backend offers, and the table of them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hicachectl.formats.errors import UsageError
+from hicachectl.formats.objects import Coordinate
+
+Affix = tuple[str, str]  # the text of a key before and after its page hash
+
+
+class KeyCodec(Protocol):
+    """One backend's grammar: the text around a page hash, to a `Coordinate` and back."""
+
+    scheme: str
+
+    def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
+        """Every coordinate the text can stand for by grammar alone; none when foreign."""
+
+    def affix(self, coordinate: Coordinate) -> Affix:
+        """The text before and after the page hash."""
+
+
+def codec_for(scheme: str) -> KeyCodec:
+    """The codec of a key scheme. Raises UsageError on an unknown one."""
+    from hicachectl.formats.keys.file import FileCodec
+    from hicachectl.formats.keys.hf3fs import Hf3fsCodec
+    from hicachectl.formats.keys.mooncake import MooncakeCodec
+    from hicachectl.formats.keys.unified import UnifiedCodec
+
+    codecs: dict[str, type[KeyCodec]] = {
+        "file": FileCodec,
+        "hf3fs": Hf3fsCodec,
+        "mooncake": MooncakeCodec,
+        "unified": UnifiedCodec,
+    }
+    if scheme not in codecs:
+        raise UsageError(f"unknown key scheme {scheme!r}; known: {', '.join(codecs)}")
+    return codecs[scheme]()

@@ -1,0 +1,163 @@
+"""File names of SGLang's file backend.
+
+Source: sglang srt/mem_cache/hicache_storage.py :: HiCacheFile.__init__, _get_suffixed_key,
+_get_component_key, _log_key. A name is::
+
+    page-hash [ "." pool ] "_" model [tp] [pp] [cp] [dcp] ".bin"
+    tp  = "_" rank "_" size         pp  = "_" size "_" rank   (the other way round)
+    cp  = "_cp" rank "_" size       dcp = "_tp" size "_dcp" rank "_" size "_page" tokens
+
+Keys of the unified scheme (`keys.unified`) lie in files of the same form, with ".bin" added.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hicachectl.formats.keys.unified import UnifiedCodec
+from hicachectl.formats.objects import Coordinate, Shard
+
+# SGLang's PoolName values that can stand after the hash; KV has no such part.
+SIDECAR_POOLS = (
+    "mamba",
+    "swa",
+    "auxiliary_swa",
+    "indexer",
+    "deepseek_v4_c1",
+    "deepseek_v4_c1_indexer",
+    "deepseek_v4_c1_indexer_scale",
+    "deepseek_v4_c2",
+    "deepseek_v4_c2_indexer",
+    "deepseek_v4_c2_indexer_scale",
+    "deepseek_v4_c4",
+    "deepseek_v4_c4_indexer",
+    "deepseek_v4_c4_indexer_scale",
+    "deepseek_v4_c128",
+    "deepseek_v4_c4_rope",
+    "deepseek_v4_c128_rope",
+    "deepseek_v4_c4_state",
+    "deepseek_v4_c4_indexer_state",
+    "deepseek_v4_c128_state",
+    "draft",
+    "draft_indexer",
+    "draft_swa",
+)
+
+_UNIFIED = UnifiedCodec()
+_NUMBER = "(0|[1-9][0-9]{0,8})"  # as Python prints an int; nine digits bound what we believe
+_PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
+_CP = re.compile(f"_cp{_NUMBER}_{_NUMBER}$")
+_DCP = re.compile(f"_tp{_NUMBER}_dcp{_NUMBER}_{_NUMBER}_page{_NUMBER}$")
+
+# An unfinished write (HiCacheFile.set).
+TEMPORARY_PATTERN = r"^\.[0-9a-f]{32}\.tmp$"
+
+
+class FileCodec:
+    """Names of HiCacheFile, between their text and a `Coordinate`."""
+
+    scheme = "file"
+
+    def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
+        """Every coordinate that the text around a page hash can stand for; none when foreign.
+
+        More than one where a model name ends like a rank suffix or starts like a pool.
+        """
+        if prefix or not suffix.endswith(".bin"):
+            return ()
+        stem = suffix.removesuffix(".bin")
+        unified = _UNIFIED.readings("", stem)
+        return unified or tuple(
+            Coordinate(model=model, pool=pool, shard=shard)
+            for pool, text in _pool_readings(stem)
+            for model, shard in _shard_readings(text, pool)
+        )
+
+    def affix(self, coordinate: Coordinate) -> tuple[str, str]:
+        """The text before and after the page hash; inverse of `readings`."""
+        shard = coordinate.shard
+        if shard.layers is not None:
+            return "", _UNIFIED.affix(coordinate)[1] + ".bin"
+        suffix = "" if coordinate.pool == "kv" else f".{coordinate.pool}"
+        suffix += f"_{coordinate.model}"
+        if shard.tp_rank is not None:
+            suffix += f"_{shard.tp_rank}_{shard.tp_size}"
+        if shard.pp_rank is not None:
+            suffix += f"_{shard.pp_size}_{shard.pp_rank}"  # size first, unlike tp
+        if shard.cp_rank is not None:
+            suffix += f"_cp{shard.cp_rank}_{shard.cp_size}"
+        if shard.dcp_rank is not None:
+            suffix += f"_tp{shard.tp_size}_dcp{shard.dcp_rank}_{shard.dcp_size}"
+            suffix += f"_page{shard.dcp_page_size}"
+        return "", suffix + ".bin"
+
+
+def _pool_readings(stem: str) -> Iterator[tuple[str, str]]:
+    """(pool, text from the model on) for every pool that the start can name."""
+    if stem.startswith("_"):
+        yield "kv", stem[1:]
+    for pool in SIDECAR_POOLS:
+        if stem.startswith(f".{pool}_"):
+            yield pool, stem[len(pool) + 2 :]
+
+
+def _shard_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
+    """(model, shard) for every way to read the end of the text, the longest model first."""
+    yield text, Shard()
+    yield from _rank_readings(text, Shard())
+    without_cp = _strip_cp(text, Shard())
+    if without_cp is not None:
+        yield without_cp
+        yield from _rank_readings(*without_cp)
+    yield from _dcp_readings(text, pool)
+
+
+def _dcp_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
+    """Readings with a DCP part: MLA targets, so a tp pair only where the pool is mamba."""
+    match = _DCP.search(text)
+    if match is None:
+        return
+    tp_size, rank, size, page_size = map(int, match.groups())
+    if not rank < size or size < 2 or tp_size % size or page_size % size or not page_size:
+        return
+    shard = Shard(tp_size=tp_size, dcp_rank=rank, dcp_size=size, dcp_page_size=page_size)
+    text = text[: match.start()]
+    bases = [(text, shard)]
+    without_cp = _strip_cp(text, shard)
+    if without_cp is not None:
+        bases.append(without_cp)
+    for base, base_shard in bases:
+        if pool != "mamba":
+            yield base, base_shard
+        for model, ranked in _rank_readings(base, base_shard):
+            if (ranked.tp_rank is not None) == (pool == "mamba") and ranked.tp_size == tp_size:
+                yield model, ranked
+
+
+def _rank_readings(text: str, shard: Shard) -> Iterator[tuple[str, Shard]]:
+    """Readings of one or two number pairs at the end: tp, pp, or tp then pp."""
+    match = _PAIR.search(text)
+    if match is None:
+        return
+    first, second = int(match[1]), int(match[2])
+    model = text[: match.start()]
+    if first < second:
+        yield model, replace(shard, tp_rank=first, tp_size=second)
+    if first > 1 and second < first:
+        staged = replace(shard, pp_size=first, pp_rank=second)
+        yield model, staged
+        tp = _PAIR.search(model)
+        if tp is not None and int(tp[1]) < int(tp[2]):
+            yield model[: tp.start()], replace(staged, tp_rank=int(tp[1]), tp_size=int(tp[2]))
+
+
+def _strip_cp(text: str, shard: Shard) -> tuple[str, Shard] | None:
+    match = _CP.search(text)
+    if match is None or not int(match[1]) < int(match[2]) or int(match[2]) < 2:
+        return None
+    return text[: match.start()], replace(shard, cp_rank=int(match[1]), cp_size=int(match[2]))
+
+
+

@@ -1,0 +1,204 @@
+"""Keys of SGLang's Mooncake backend.
+
+Source: sglang srt/mem_cache/storage/mooncake_store/mooncake_store.py ::
+MooncakeStore._get_hybrid_page_component_keys, _get_mha_buffer_meta, _get_mla_buffer_meta,
+_get_mha_split_heads_buffer_meta, _tag_keys. A key is::
+
+    [ tag "_" ] [ model "_" ] [ dcp-part "_" ] page-hash "_" rank "_" component
+    dcp-part = "tp" tp "_dcp" dcp-size "_page" tokens "_pp" pp-size "_cp" cp-size
+    rank     = tp-rank [ "_" pp-rank ]                        MHA and mamba
+             | "" | pp-rank | "dcp" r "_cp" c [ "_" pp-rank ] rank-replicated
+             | "['4', '5']"                                   sidecars of split heads: a printed list
+
+No TP or PP size is in a key. A tag cannot be told from the start of a model name without a
+profile, so a reading without one leaves it in `model`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from hicachectl.formats.keys.file import SIDECAR_POOLS
+from hicachectl.formats.objects import Coordinate, Shard
+
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_DCP_PREFIX = re.compile(
+    f"(?:(.*)_)?tp{_NUMBER}_dcp{_NUMBER}_page{_NUMBER}_pp{_NUMBER}_cp{_NUMBER}", re.DOTALL
+)
+_SLICES = re.compile(r"\['[0-9_]+'(?:, '[0-9_]+')*\]")
+_MHA_RANK = re.compile(f"{_NUMBER}(?:_{_NUMBER})?")
+_DCP_RANK = re.compile(f"dcp{_NUMBER}_cp{_NUMBER}(?:_{_NUMBER})?")
+_CONV = re.compile(f"conv_{_NUMBER}")
+# The 4 KiB key that each SGLang client leaves (MooncakeStore.warmup).
+WARM_UP_PATTERN = r"^sglang_mooncake_store_warmup_key[0-9a-f]{32}$"
+
+# Pools whose objects every TP rank shares, so that the rank names at most the stage.
+_REPLICATED_POOLS = tuple(
+    pool for pool in SIDECAR_POOLS if pool.endswith("indexer") or pool.startswith("deepseek_v4_")
+)
+_SPLIT_POOLS = ("draft", "swa", "draft_swa")  # one object, or k and v
+
+Rank = tuple[bool, Shard]  # whether the rank form is the MHA one, and what it says
+
+
+
+
+class MooncakeCodec:
+    """Keys of MooncakeStore, between their text and a `Coordinate`."""
+
+    scheme = "mooncake"
+
+    def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
+        """Every coordinate that the text around a page hash can stand for; none when foreign."""
+        if prefix and not prefix.endswith("_"):
+            return ()
+        model, dcp = _read_prefix(prefix.removesuffix("_"))
+        return tuple(
+            Coordinate(model, pool, part, shard=shard)
+            for rank, pool, part in _component_readings(suffix)
+            for is_mha, shard in _rank_readings(rank, dcp)
+            if _agrees(pool, part, is_mha, shard)
+        )
+
+    def narrow(
+        self, readings: Mapping[tuple[str, str], tuple[Coordinate, ...]]
+    ) -> dict[tuple[str, str], tuple[Coordinate, ...]]:
+        """Drop readings that the other keys of the same store rule out.
+
+        A rank-replicated pool has no V, an MHA pool always has: `_1_k` is TP rank 1 where a
+        `_v` exists under the same prefix and pool, stage 1 otherwise.
+        """
+        with_v = {
+            (prefix, reading.pool)
+            for (prefix, _), found in readings.items()
+            for reading in found
+            if reading.part == "v"
+        }
+        return {
+            affix: tuple(
+                reading
+                for reading in found
+                if reading.part != "k"
+                or len(found) == 1
+                or (reading.shard.tp_rank is not None) == ((affix[0], reading.pool) in with_v)
+            )
+            for affix, found in readings.items()
+        }
+
+    def affix(self, coordinate: Coordinate) -> tuple[str, str]:
+        """The text before and after the page hash; inverse of `readings`."""
+        shard = coordinate.shard
+        parts = [coordinate.tag, coordinate.model]
+        if shard.dcp_size is not None:
+            parts.append(
+                f"tp{shard.tp_size}_dcp{shard.dcp_size}_page{shard.dcp_page_size}"
+                f"_pp{shard.pp_size or 1}_cp{shard.cp_size or 1}"
+            )
+        prefix = "".join(f"{part}_" for part in parts if part)
+        return prefix, f"_{_rank_text(coordinate)}_{_component_text(coordinate)}"
+
+
+def _read_prefix(text: str) -> tuple[str, Shard | None]:
+    """The model (with any tag) and the sizes that a DCP part states."""
+    match = _DCP_PREFIX.fullmatch(text)
+    if match is None:
+        return text, None
+    tp, dcp, page_size, pp, cp = map(int, match.groups()[1:])
+    return match[1] or "", Shard(
+        tp_size=tp, dcp_size=dcp, dcp_page_size=page_size, pp_size=pp, cp_size=cp
+    )
+
+
+def _component_readings(suffix: str) -> Iterator[tuple[str, str, str | None]]:
+    """(rank text, pool, part) for every component that the end can name."""
+    if suffix in ("_k", "_v"):  # SGLang 0.5.6 wrote MLA keys without the empty rank
+        yield "", "kv", suffix[1:]
+        return
+    for name, pool, part in _COMPONENTS:
+        if suffix.startswith("_") and suffix.endswith(f"_{name}"):
+            yield suffix[1 : -len(name) - 1], pool, part
+    head, _, tail = suffix.rpartition("_conv_")
+    if head.startswith("_") and _CONV.fullmatch(f"conv_{tail}"):
+        yield head[1:], "mamba", f"conv_{tail}"
+
+
+def _components() -> Iterator[tuple[str, str, str | None]]:
+    yield from (("k", "kv", "k"), ("v", "kv", "v"), ("temporal", "mamba", "temporal"))
+    yield from ((pool, pool, None) for pool in (*_REPLICATED_POOLS, "swa", "draft_swa"))
+    for pool in _SPLIT_POOLS:
+        yield from ((f"{pool}_{part}", pool, part) for part in ("k", "v"))
+
+
+_COMPONENTS = tuple(_components())
+
+
+def _rank_readings(text: str, dcp: Shard | None) -> Iterator[Rank]:
+    """Both ways to read a rank, as far as they fit."""
+    sizes = dcp or Shard()
+    if _SLICES.fullmatch(text):
+        yield from _slice_readings(text, sizes)
+        return
+    ranked = _DCP_RANK.fullmatch(text)
+    if ranked is not None and dcp is not None:
+        stage = None if ranked[3] is None else int(ranked[3])
+        yield False, replace(sizes, dcp_rank=int(ranked[1]), cp_rank=int(ranked[2]), pp_rank=stage)
+        return
+    if not text:
+        yield False, sizes
+        return
+    match = _MHA_RANK.fullmatch(text)
+    if match is None:
+        return
+    yield True, replace(sizes, tp_rank=int(match[1]), pp_rank=None if match[2] is None else int(match[2]))
+    if match[2] is None:
+        yield False, replace(sizes, pp_rank=int(match[1]))
+
+
+def _slice_readings(text: str, sizes: Shard) -> Iterator[Rank]:
+    """The printed list of slices of a rank, each with the stage where there are several."""
+    ranks = [_MHA_RANK.fullmatch(rank) for rank in re.findall("'([0-9_]+)'", text)]
+    found = [rank for rank in ranks if rank is not None]
+    slices = [int(rank[1]) for rank in found]
+    stages = {rank[2] for rank in found}
+    rising = slices == list(range(slices[0], slices[0] + len(ranks))) if slices else False
+    if rising and len(stages) == 1:
+        stage = stages.pop()
+        heads = (slices[0], slices[-1] + 1)
+        yield True, replace(sizes, heads=heads, pp_rank=None if stage is None else int(stage))
+
+
+def _agrees(pool: str, part: str | None, is_mha: bool, shard: Shard) -> bool:
+    """Whether SGLang writes this pool with this form of rank."""
+    if pool == "mamba":
+        return is_mha
+    if pool in _REPLICATED_POOLS or (pool in ("swa", "draft_swa") and part is None):
+        return not is_mha or shard.heads is not None
+    if part == "v" or pool in ("swa", "draft_swa"):
+        return is_mha
+    return True
+
+
+def _rank_text(coordinate: Coordinate) -> str:
+    shard = coordinate.shard
+    stage = "" if shard.pp_rank is None else str(shard.pp_rank)
+    if shard.heads is not None and shard.tp_rank is None:
+        end = f"_{stage}" if stage else ""
+        slices = [f"{number}{end}" for number in range(*shard.heads)]
+        return slices[0] if coordinate.pool == "kv" else str(slices)
+    if shard.tp_rank is not None:
+        return f"{shard.tp_rank}_{stage}" if stage else str(shard.tp_rank)
+    if shard.dcp_rank is not None:
+        ranks = f"dcp{shard.dcp_rank}_cp{shard.cp_rank or 0}"
+        return f"{ranks}_{stage}" if stage else ranks
+    return stage
+
+
+def _component_text(coordinate: Coordinate) -> str:
+    if coordinate.pool in ("kv", "mamba"):
+        return str(coordinate.part)
+    return coordinate.pool if coordinate.part is None else f"{coordinate.pool}_{coordinate.part}"
+
+
+

@@ -1,0 +1,136 @@
+"""Choose between the readings of a key that its grammar leaves open.
+
+The evidence is the set of distinct affixes of a store: a rank suffix is believed where ranks
+0..size-1 are seen together, a pool name where the same deployment has an anchor. What stays open
+is left open, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from hicachectl.formats.keys.base import Affix, KeyCodec
+from hicachectl.formats.objects import Coordinate, Shard
+
+ANCHOR_POOL = "kv"
+
+_AXES = (("tp_rank", "tp_size"), ("pp_rank", "pp_size"), ("cp_rank", "cp_size"), ("dcp_rank", "dcp_size"))
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What an affix stands for: a coordinate, or the readings between which nothing decides.
+
+    coordinate is None for a foreign affix (no readings) and for an ambiguous one.
+    """
+
+    coordinate: Coordinate | None
+    readings: tuple[Coordinate, ...]
+
+    @property
+    def ambiguous(self) -> bool:
+        return self.coordinate is None and bool(self.readings)
+
+
+def resolve_affixes(
+    affixes: Iterable[Affix],
+    codec: KeyCodec,
+    known: Mapping[Affix, Coordinate] | None = None,
+) -> dict[Affix, Resolved]:
+    """One `Resolved` for every distinct affix of a store.
+
+    known: affixes that a profile accounts for; they are taken as it says.
+    """
+    known = known or {}
+    readings = {affix: codec.readings(*affix) for affix in affixes}
+    narrow = getattr(codec, "narrow", None)
+    if narrow is not None:
+        readings = narrow(readings)
+    ranks = _ranks_seen(reading for found in readings.values() for reading in found)
+    resolved = {
+        affix: Resolved(known[affix], (known[affix],))
+        for affix in readings
+        if affix in known
+    }
+    anchors = {affix for affix, found in readings.items() if found[:1] and found[0].pool == ANCHOR_POOL}
+    for affix in anchors - resolved.keys():
+        resolved[affix] = _choose(readings[affix], ranks)
+    deployments = {
+        _deployment(found.coordinate)
+        for affix, found in resolved.items()
+        if found.coordinate is not None and found.coordinate.pool == ANCHOR_POOL
+    }
+    for affix in readings.keys() - resolved.keys():
+        anchored = tuple(r for r in readings[affix] if _has_anchor(r, deployments))
+        resolved[affix] = (
+            Resolved(anchored[0], anchored)
+            if len(anchored) == 1
+            else _choose(anchored or readings[affix], ranks)
+        )
+    return resolved
+
+
+def _choose(readings: tuple[Coordinate, ...], ranks: Mapping[object, set[object]]) -> Resolved:
+    """The reading that explains most of the text with all of its ranks present, if it is alone."""
+    if len(readings) <= 1:
+        return Resolved(next(iter(readings), None), readings)
+    complete = [r for r in readings if _explained(r) and _is_complete(r, ranks)]
+    most = max(map(_explained, complete), default=0)
+    best = [reading for reading in complete if _explained(reading) == most]
+    return Resolved(best[0] if len(best) == 1 else None, readings)
+
+
+def _explained(reading: Coordinate) -> int:
+    """How many rank pairs of the text a reading takes as such."""
+    return sum(getattr(reading.shard, rank) is not None for rank, _ in _AXES)
+
+
+def _is_complete(reading: Coordinate, ranks: Mapping[object, set[object]]) -> bool:
+    sizes = [getattr(reading.shard, size) or 1 for rank, size in _AXES
+             if getattr(reading.shard, rank) is not None]
+    wanted = 1
+    for size in sizes:
+        wanted *= size
+    return len(ranks[_rank_set(reading)]) == wanted
+
+
+def _ranks_seen(readings: Iterable[Coordinate]) -> dict[object, set[object]]:
+    """The rank tuples of each (model, tag, sizes); a pool's sidecars count with its anchor."""
+    seen: dict[object, set[object]] = defaultdict(set)
+    for reading in readings:
+        seen[_rank_set(reading)].add(tuple(getattr(reading.shard, rank) for rank, _ in _AXES))
+    return seen
+
+
+def _rank_set(reading: Coordinate) -> object:
+    shard = reading.shard
+    stated = tuple(getattr(shard, size) if getattr(shard, rank) is not None else None for rank, size in _AXES)
+    return reading.model, reading.tag, stated, shard.dcp_page_size
+
+
+def _deployment(coordinate: Coordinate) -> tuple[object, ...]:
+    return coordinate.model, coordinate.tag, topology(coordinate.shard)
+
+
+def _has_anchor(reading: Coordinate, deployments: Collection[tuple[object, ...]]) -> bool:
+    """Whether some anchor's deployment can own a sidecar with this reading."""
+    model, tag, own = _deployment(reading)
+    if (model, tag, own) in deployments:
+        return True
+    # Mamba keeps its tp pair beside an anchor without one (HiCacheFile.tp_config_suffix).
+    return reading.pool == "mamba" and (model, tag, rankless(own)) in deployments
+
+
+Topology = tuple[int | None, ...]
+
+
+def topology(shard: Shard) -> Topology:
+    """The sizes that tell one deployment's keys from another's: tp, pp, cp, dcp, DCP page."""
+    return (shard.tp_size, shard.pp_size, shard.cp_size, shard.dcp_size, shard.dcp_page_size)
+
+
+def rankless(sizes: Topology) -> Topology:
+    """The topology of a rank-replicated target whose Mamba keys have this one."""
+    return (None if sizes[3] is None else sizes[0], *sizes[1:])

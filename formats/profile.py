@@ -1,0 +1,362 @@
+"""The deployment that wrote a store: what it served, how it was sharded, what its pools hold.
+
+A profile describes the whole model before sharding; `formats.expectation` derives from it the
+objects a page must have. It is written as TOML (or the same keys as JSON).
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hicachectl.formats.errors import ProfileError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_T = TypeVar("_T")
+
+NEWEST_SGLANG = "0.5.23"
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified")
+KINDS = ("mha", "mla", "dsa_indexer", "mamba", "logical", "opaque")
+DTYPE_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+}
+MLA_ROWS = ("bf16", "fp8", "fp8_scaled")
+HIT_POLICIES = ("all_pages", "trailing_pages")
+HASH_UNITS = ("token", "bigram")
+
+# What every pool of a kind must state. "opaque" gives its bytes, "logical" nothing at all.
+_REQUIRED = {
+    "mha": ("dtype", "layers", "kv_heads", "head_dim"),
+    "mla": ("layers", "kv_lora_rank", "qk_rope_head_dim", "row"),
+    "dsa_indexer": ("layers", "index_head_dim"),
+    "mamba": ("layers",),
+    "logical": (),
+    "opaque": ("nbytes",),
+}
+# The kinds a kv pool can be of; only a logical one has no bytes.
+_ANCHOR_KINDS = ("mha", "mla", "logical", "opaque")
+_COUNTS = (
+    "packed_draft_layers",
+    "kv_heads",
+    "head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "index_head_dim",
+    "nbytes",
+)
+# SGLang gives these pools PoolHitPolicy.TRAILING_PAGES (hybrid_pool_assembler.py).
+TRAILING_POOLS = frozenset(
+    {
+        "mamba",
+        "swa",
+        "auxiliary_swa",
+        "draft_swa",
+        "deepseek_v4_c4_state",
+        "deepseek_v4_c4_indexer_state",
+        "deepseek_v4_c128_state",
+    }
+)
+
+
+def default_hit_policy(pool_name: str) -> str:
+    """Name SGLang's hit policy for a pool."""
+    return "trailing_pages" if pool_name in TRAILING_POOLS else "all_pages"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor:
+    """One recurrent state of a Mamba-like layer, before sharding.
+
+    groups: lengths along `shard_axis` that are sharded each on its own (q, k, v of a
+    convolution); they sum to shape[shard_axis]. Empty: the axis is one block.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    shard_axis: int = 0
+    groups: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """One pool of the model, before sharding. Fields that do not apply keep their default.
+
+    layers: a count (model layers 0..n-1) or the model layer numbers the pool covers.
+    packed_draft_layers: layers of an EAGLE/NextN draft appended to the target's layer axis.
+    nbytes: of one object, for kind "opaque".
+    replicated: every TP rank holds, and shares, one object.
+    """
+
+    name: str
+    kind: str
+    dtype: str = ""
+    layers: int | tuple[int, ...] = 0
+    packed_draft_layers: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    v_head_dim: int = 0  # 0: as head_dim
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+    row: str = ""
+    index_head_dim: int = 0
+    temporal: StateTensor | None = None
+    conv: tuple[StateTensor, ...] = ()
+    nbytes: int = 0
+    hit_policy: str = ""  # "" becomes the pool's default
+    trailing_pages: int = 1
+    replicated: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.hit_policy:
+            object.__setattr__(self, "hit_policy", default_hit_policy(self.name))
+
+    @property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """Model layer numbers, without packed draft layers."""
+        return tuple(range(self.layers)) if isinstance(self.layers, int) else self.layers
+
+    @property
+    def trailing(self) -> bool:
+        """Whether only the last pages of a stored node carry the pool."""
+        return self.hit_policy == "trailing_pages"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A deployment. `tp` is the attention TP size, as in the keys.
+
+    inferred: made from what a store showed, so that only model, topology, pools and their object
+    sizes mean anything; it does not do where bytes must be understood.
+    """
+
+    model: str
+    inferred: bool = False
+    sglang: str = NEWEST_SGLANG
+    page_size: int = 1
+    layout: str = "page_first"
+    tp: int = 1
+    linear_tp: int = 0  # 0: as tp
+    pp: int = 1
+    pp_partition: tuple[int, ...] = ()
+    cp: int = 1
+    cp_layer_split: bool = False  # SGLang --enable-dsa-cache-layer-split
+    dcp: int = 1
+    tp_lcm_size: int = 0
+    tag: str = ""
+    hash_unit: str = "token"
+    speculative_algorithm: str = ""
+    pools: tuple[Pool, ...] = field(default=())
+
+    @property
+    def key_model(self) -> str:
+        """The model name as keys spell it (HiCacheFile, MooncakeStore: "/" becomes "-")."""
+        return self.model.replace("/", "-")
+
+    @property
+    def rank_replicated(self) -> bool:
+        """Whether TP ranks share one KV object (SGLang's `is_mla_model`)."""
+        anchor = self.pools[0]
+        return anchor.kind in ("mla", "logical") or anchor.replicated
+
+    def pool(self, name: str) -> Pool | None:
+        """Find a pool by its name."""
+        return next((pool for pool in self.pools if pool.name == name), None)
+
+
+def parse_profile(text: str, *, source: str = "profile") -> Profile:
+    """Read a profile from TOML or JSON text. Raises ProfileError naming the field at fault."""
+    try:
+        document = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ProfileError(f"{source}: not a TOML or JSON profile: {error}") from error
+    return profile_from_mapping(document, source=source)
+
+
+def profile_from_mapping(document: Mapping[str, Any], *, source: str = "profile") -> Profile:
+    """Build and validate a profile from parsed TOML/JSON. Raises ProfileError."""
+    values = dict(document)
+    raw_pools = values.pop("pools", [])
+    if not isinstance(raw_pools, list) or not all(isinstance(pool, dict) for pool in raw_pools):
+        raise ProfileError(f"{source}: pools: expected a list of tables")
+    pools = tuple(
+        _build(Pool, pool, f"{source}: pools[{index}]") for index, pool in enumerate(raw_pools)
+    )
+    profile = _build(Profile, {**values, "pools": pools}, source)
+    problems = validate_profile(profile)
+    if problems:
+        raise ProfileError(f"{source}: " + "; ".join(problems))
+    return profile
+
+
+def dump_profile(profile: Profile) -> str:
+    """Write a profile as TOML that `parse_profile` reads back to an equal value."""
+    import tomli_w
+
+    return tomli_w.dumps(profile_to_mapping(profile))
+
+
+def profile_to_mapping(profile: Profile) -> dict[str, Any]:
+    """Turn a profile into plain dicts and lists, leaving out fields at their default."""
+    mapping: dict[str, Any] = _plain(profile)
+    return mapping
+
+
+def validate_profile(profile: Profile) -> list[str]:
+    """List every problem of a profile, in words; none when it is usable."""
+    problems = [*_scalar_problems(profile), *_parallel_problems(profile)]
+    if not profile.pools:
+        return [*problems, "pools: at least the kv pool is needed"]
+    anchor = profile.pools[0]
+    if anchor.name != "kv":
+        problems.append(f"pools: the first must be kv, is {anchor.name!r}")
+    elif anchor.kind in KINDS and anchor.kind not in _ANCHOR_KINDS:
+        problems.append(f"pools[kv].kind: {anchor.kind!r} is none of {', '.join(_ANCHOR_KINDS)}")
+    names = [pool.name for pool in profile.pools]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    problems += [f"pools: {name!r} stated twice" for name in twice]
+    for pool in profile.pools:
+        problems += [f"pools[{pool.name}].{problem}" for problem in _pool_problems(pool)]
+    return problems
+
+
+def _scalar_problems(profile: Profile) -> Iterator[str]:
+    for name in ("page_size", "tp", "pp", "cp", "dcp"):
+        if getattr(profile, name) < 1:
+            yield f"{name}: must be at least 1, is {getattr(profile, name)}"
+    for name in ("linear_tp", "tp_lcm_size"):
+        if getattr(profile, name) < 0:
+            yield f"{name}: must not be negative"
+    if not profile.model:
+        yield "model: missing"
+    yield from _choice("layout", profile.layout, LAYOUTS)
+    yield from _choice("hash_unit", profile.hash_unit, HASH_UNITS)
+
+
+def _parallel_problems(profile: Profile) -> Iterator[str]:
+    """Check what the sizes of a deployment demand of one another."""
+    if profile.pp_partition and len(profile.pp_partition) != profile.pp:
+        yield f"pp_partition: names {len(profile.pp_partition)} stages, pp is {profile.pp}"
+    if any(layers < 1 for layers in profile.pp_partition):
+        yield "pp_partition: every stage needs at least one layer"
+    if profile.dcp > 1 and profile.page_size % profile.dcp:
+        yield f"page_size: {profile.page_size} is no multiple of dcp {profile.dcp}"
+    if profile.dcp > 1 and profile.tp % profile.dcp:
+        yield f"tp: {profile.tp} is no multiple of dcp {profile.dcp}"
+    if profile.tp_lcm_size and profile.tp > 0 and profile.tp_lcm_size % profile.tp:
+        yield f"tp_lcm_size: {profile.tp_lcm_size} is no multiple of tp {profile.tp}"
+
+
+def _pool_problems(pool: Pool) -> Iterator[str]:
+    if pool.kind not in KINDS:
+        yield from _choice("kind", pool.kind, KINDS)
+        return
+    yield from (f"{name}: missing" for name in _REQUIRED[pool.kind] if not getattr(pool, name))
+    yield from (f"{name}: must not be negative" for name in _COUNTS if getattr(pool, name) < 0)
+    yield from _layer_problems(pool.layers)
+    if pool.kind == "logical" and pool.name != "kv":
+        yield "kind: only kv can be logical"
+    if pool.kind == "mla" and pool.row:
+        yield from _choice("row", pool.row, MLA_ROWS)
+    if pool.kind == "mamba" and pool.temporal is None and not pool.conv:
+        yield "temporal, conv: a mamba pool needs at least one state"
+    if pool.trailing_pages < 1:
+        yield "trailing_pages: must be at least 1"
+    yield from _choice("hit_policy", pool.hit_policy, HIT_POLICIES)
+    if pool.dtype:
+        yield from _choice("dtype", pool.dtype, tuple(DTYPE_BYTES))
+    if pool.temporal is not None:
+        yield from (f"temporal.{problem}" for problem in _state_problems(pool.temporal))
+    for index, state in enumerate(pool.conv):
+        yield from (f"conv[{index}].{problem}" for problem in _state_problems(state))
+
+
+def _layer_problems(layers: int | tuple[int, ...]) -> Iterator[str]:
+    if isinstance(layers, int):
+        if layers < 0:
+            yield "layers: must not be negative"
+    elif any(b <= a for a, b in zip((-1, *layers), layers, strict=False)):
+        yield "layers: layer numbers must rise from 0 on"
+
+
+def _state_problems(state: StateTensor) -> Iterator[str]:
+    yield from _choice("dtype", state.dtype, tuple(DTYPE_BYTES))
+    if not state.shape or any(length < 1 for length in state.shape):
+        yield f"shape: {list(state.shape)} needs lengths of at least 1"
+    elif not 0 <= state.shard_axis < len(state.shape):
+        yield f"shard_axis: {state.shard_axis} is no axis of {list(state.shape)}"
+    elif any(group < 1 for group in state.groups):
+        yield "groups: lengths must be at least 1"
+    elif state.groups and sum(state.groups) != state.shape[state.shard_axis]:
+        yield f"groups: sum to {sum(state.groups)}, the axis has {state.shape[state.shard_axis]}"
+
+
+def _choice(name: str, value: str, known: tuple[str, ...]) -> Iterator[str]:
+    if value not in known:
+        yield f"{name}: {value!r} is none of {', '.join(known)}"
+
+
+def _build(cls: type[_T], values: Mapping[str, Any], where: str) -> _T:
+    """Build a dataclass from a table; unknown, missing and wrongly typed fields are named."""
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise ProfileError(f"{where}: unknown field {name!r}")
+    for name, f in known.items():
+        if f.default is MISSING and f.default_factory is MISSING and name not in values:
+            raise ProfileError(f"{where}: field {name!r} is missing")
+    built = {
+        name: _convert(value, str(known[name].type), f"{where}: {name}")
+        for name, value in values.items()
+    }
+    return cls(**built)
+
+
+def _convert(value: Any, annotation: str, where: str) -> Any:
+    """Turn a parsed value into the field's type; the annotation text is the schema."""
+    if annotation.startswith("StateTensor"):
+        if not isinstance(value, dict):
+            raise ProfileError(f"{where}: expected a table")
+        return _build(StateTensor, value, where)
+    if annotation == "tuple[StateTensor, ...]":
+        if not isinstance(value, list):
+            raise ProfileError(f"{where}: expected a list of tables")
+        return tuple(_convert(item, "StateTensor", where) for item in value)
+    if annotation == "tuple[Pool, ...]":
+        return value
+    if "tuple[int, ...]" in annotation and isinstance(value, list):
+        if all(type(item) is int for item in value):
+            return tuple(value)
+        raise ProfileError(f"{where}: expected whole numbers, found {value!r}")
+    wanted = {"str": str, "bool": bool}.get(annotation, int)
+    if annotation == "tuple[int, ...]" or type(value) is not wanted:
+        raise ProfileError(f"{where}: expected {annotation}, found {value!r}")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if not isinstance(value, (Profile, Pool, StateTensor)):
+        return value
+    always = {"model", "tp", "name", "kind", "pools"}
+    if isinstance(value, Profile) and not value.inferred:
+        always |= {"sglang", "page_size", "layout"}
+    plain = {
+        f.name: _plain(getattr(value, f.name))
+        for f in fields(value)
+        if f.name in always or getattr(value, f.name) != f.default
+    }
+    if isinstance(value, Pool) and value.hit_policy == default_hit_policy(value.name):
+        del plain["hit_policy"]
+    return plain

@@ -1,0 +1,117 @@
+"""Check `groups`: pages of which something is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.deployments import Deployment, Member
+from hicachectl.findings import findings
+from hicachectl.formats.objects import Shard
+from hicachectl.groups import ORPHAN, BoolArray, Missing, PageGroups
+from hicachectl.inventory import IntArray, Inventory
+from hicachectl.listing import key_text, object_rows
+
+_WORDS = {
+    "missing-pool": "the page's kv is there without it",
+    "missing-part": "other parts of the same pool and shard are there",
+    "missing-rank": "other ranks of the page are there",
+}
+
+
+def check_groups(
+    inventory: Inventory, groups: PageGroups, in_flight: BoolArray
+) -> Iterator[pa.Table]:
+    """Findings about settled groups that are not whole.
+
+    missing-rank, -part and -pool for each missing object, orphan-sidecar for each object that is
+    left of a group without its anchor. in_flight: [groups] those to leave alone.
+    """
+    for missing in groups.missing():
+        counted = ~in_flight[missing.groups] & (groups.states[missing.groups] != ORPHAN)
+        yield _missing(
+            groups, Missing(missing.deployment, missing.groups[counted], missing.members[counted])
+        )
+    yield _orphans(inventory, groups, in_flight)
+
+
+def _missing(groups: PageGroups, missing: Missing) -> pa.Table:
+    deployment = missing.deployment
+    number = groups.deployments.index(deployment)
+    distinct, rows = np.unique(missing.groups, return_inverse=True)
+    present = groups.present_members(number, distinct)
+    codes = _codes(deployment, present)[rows, missing.members]
+    names = np.array(list(_WORDS))[codes]
+    members = pa.array(missing.members)
+    weak = np.array([_is_weak(member) for member in deployment.members])[missing.members]
+    severity = np.where(weak | (names == "missing-rank"), "warning", "error")
+    return findings(
+        pa.array(names, pa.string()),
+        pa.array(severity, pa.string()),
+        keys=key_text(groups.keys_of(missing)),
+        pages=groups.pages.take(pa.array(missing.groups)),
+        pools=pa.array([m.coordinate.pool for m in deployment.members]).take(members),
+        parts=pa.array([m.coordinate.part for m in deployment.members], pa.string()).take(members),
+        detail=pa.array(np.array(list(_WORDS.values()))[codes], pa.string()),
+    )
+
+
+def _codes(deployment: Deployment, present: BoolArray) -> IntArray:
+    """[groups, members] what the absence of each member would be called: an index into _WORDS."""
+    pool, part, rank = range(3)
+    codes = np.full(present.shape, rank, dtype=np.int64)
+    for number, member in enumerate(deployment.members):
+        same_object = [i for i, m in enumerate(deployment.members) if _is_sibling(m, member)]
+        anchors = [i for i, m in enumerate(deployment.members) if m.anchor and _serves(m, member)]
+        has_part = present[:, same_object].any(axis=1)
+        has_anchor = present[:, anchors].any(axis=1)
+        if not member.anchor and not member.trailing:
+            codes[has_anchor, number] = pool
+        if member.coordinate.part is not None:
+            codes[has_part, number] = part
+    return codes
+
+
+def _is_sibling(one: Member, other: Member) -> bool:
+    """Another part of the same pool and shard."""
+    return (one.coordinate.pool, one.coordinate.shard) == (
+        other.coordinate.pool,
+        other.coordinate.shard,
+    )
+
+
+def _serves(anchor: Member, sidecar: Member) -> bool:
+    """Whether a rank that holds the anchor also needs the sidecar: equal where both say a rank."""
+    return all(
+        mine is None or theirs is None or mine == theirs
+        for mine, theirs in zip(
+            _ranks(anchor.coordinate.shard), _ranks(sidecar.coordinate.shard), strict=True
+        )
+    )
+
+
+def _ranks(shard: Shard) -> tuple[int | None, ...]:
+    return shard.tp_rank, shard.pp_rank, shard.cp_rank, shard.dcp_rank
+
+
+def _is_weak(member: Member) -> bool:
+    """Absence costs hits only: servers without speculation share the chain of those with."""
+    return member.trailing or member.coordinate.pool.startswith("draft")
+
+
+def _orphans(inventory: Inventory, groups: PageGroups, in_flight: BoolArray) -> pa.Table:
+    """One finding for each object of a group that has lost its anchor."""
+    chosen = np.append((groups.states == ORPHAN) & ~in_flight, False)
+    objects = object_rows(inventory, np.flatnonzero(chosen[groups.of_object]))
+    return findings(
+        "orphan-sidecar",
+        "warning",
+        keys=objects.column("key").combine_chunks(),
+        pages=objects.column("page"),
+        pools=pc.cast(objects.column("pool"), pa.string()),
+        parts=pc.cast(objects.column("part"), pa.string()),
+        detail="its page has no kv object, so that no server will ever read it",
+    )

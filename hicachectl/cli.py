@@ -1,0 +1,90 @@
+"""The command group: global options, and commands imported only when they run."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from hicachectl import __version__
+
+
+class CommandEntry(NamedTuple):
+    """Where a command is and its line in `--help`, so that help imports no command."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "ls": CommandEntry("ls", "List the pages of a store, or its objects."),
+    "show": CommandEntry("show", "Show one page: its objects and what is wrong with them."),
+    "verify": CommandEntry("verify", "Check a store and report what is wrong."),
+    "profile": CommandEntry("profile", "Print the profile that would be used."),
+    "demo": CommandEntry("demo", "Write a small sample store."),
+    "completion": CommandEntry("completion", "Print a shell completion script."),
+}
+
+
+class ClosedPipe(Exception):  # noqa: N818 - no error: the reader has had enough
+    """Nobody reads our output any more."""
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by name and imports one when it is called."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command; click would end a closed pipe with status 1 were it an OSError."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise ClosedPipe from None
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of `COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command; None when there is none of that name."""
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        command: click.Command = import_module(f"hicachectl.commands.{entry.module}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the command list from the table alone."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
+
+
+class Settings(NamedTuple):
+    """What the group's options said; the context object of every command."""
+
+    config: Path | None
+    quiet: bool
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="STORE is a directory, a URL (see hicachectl(1)) or NAME: for a store of the config file.",
+)
+@click.version_option(__version__, prog_name="hicachectl", message="%(prog)s %(version)s")
+@click.option("-v", "--verbose", count=True, help="Say more on stderr; twice for debugging.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress and no remarks on stderr.")
+@click.option(
+    "--config",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Config file with named stores.  [default: ~/.config/hicachectl/config.toml]",
+)
+@click.pass_context
+def cli(ctx: click.Context, verbose: int, quiet: bool, config: Path | None) -> None:
+    """Look into SGLang's HiCache L3 store: inspect, verify, migrate and prewarm its pages."""
+    level = logging.WARNING - 10 * min(verbose, 2) if not quiet else logging.ERROR
+    logging.basicConfig(level=level, format="hicachectl: %(message)s", force=True)
+    ctx.obj = Settings(config, quiet)

@@ -1,0 +1,90 @@
+"""`hicachectl ls`: what a store holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hicachectl.options import (
+    NameList,
+    filter_options,
+    output_options,
+    profile_options,
+    store_argument,
+)
+from hicachectl.session import opened, progress, remark
+
+STATES = ("whole", "partial", "orphan", "unknown")
+
+
+@click.command(
+    "ls",
+    epilog="""\b
+Examples:
+  hicachectl ls /tmp/hicache
+  hicachectl ls prod: --state partial,orphan --format json
+  hicachectl ls /tmp/hicache --summary
+  hicachectl ls /tmp/hicache --objects --format parquet -o objects.parquet
+""",
+)
+@store_argument
+@click.option("--objects", is_flag=True, help="A line per object instead of per page.")
+@click.option("--summary", is_flag=True, help="Totals per model and pool.")
+@click.option("--state", type=NameList(STATES), help="Only pages in these states.")
+@filter_options
+@output_options
+@profile_options
+@click.pass_context
+def command(
+    ctx: click.Context,
+    store: str,
+    objects: bool,
+    summary: bool,
+    state: tuple[str, ...] | None,
+    output_format: str,
+    output: Path | None,
+    **options: Any,
+) -> None:
+    """List the pages of STORE: hash, model, pools present of expected, bytes, age and state.
+
+    Without a profile a page is compared with what was seen of its model, so that a pool that is
+    absent everywhere cannot be noticed. Nothing in the store is changed, and no page is read.
+    """
+    if objects and summary:
+        raise click.UsageError("--objects and --summary exclude one another")
+    from hicachectl import listing, people
+    from hicachectl.groups import PageGroups
+    from hicachectl.inventory import take_inventory
+    from hicachectl.output import write_rows
+    from hicachectl.profiles import profile_from_options
+    from hicachectl.selection import Selection, select
+
+    selection = Selection(
+        model=options["model"] or "",
+        pool=options["pool"] or "",
+        page=options["page"] or "",
+        since=options["since"],
+        states=state or (),
+    )
+    with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
+        profile = profile_from_options(options, source)
+        inventory = select(take_inventory(source, profile, on_batch=advance), selection)
+    if objects:
+        rows, name, human = (
+            listing.object_rows(inventory, pool=selection.pool),
+            "objects",
+            people.objects_for_people,
+        )
+    elif summary:
+        rows, name, human = listing.summary_rows(inventory), "summary", people.summary_for_people
+    else:
+        rows, name, human = (
+            listing.page_rows(PageGroups(inventory)),
+            "pages",
+            people.pages_for_people,
+        )
+        if profile is None and len(rows):
+            remark(ctx, "no profile given: expectations are what was seen in the store")
+    write_rows(rows, name=name, human=human, output_format=output_format, output=output)

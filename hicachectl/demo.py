@@ -1,0 +1,99 @@
+"""A sample store, made without SGLang: what the demo and the README's examples look at."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hicachectl.backends.arena import Arena
+from hicachectl.backends.urls import open_store
+from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.formats.expectation import ExpectedObject, expected_objects
+from hicachectl.formats.hashing import page_hashes_hex
+from hicachectl.formats.keys.file import FileCodec
+from hicachectl.formats.layouts import TensorLayout
+from hicachectl.formats.profile import Pool, Profile, StateTensor, dump_profile
+
+PROFILE = Profile(
+    model="demo/hybrid-1b",
+    page_size=16,
+    layout="page_first",
+    tp=2,
+    pools=(
+        Pool(name="kv", kind="mha", dtype="bfloat16", layers=(3, 7), kv_heads=4, head_dim=64),
+        Pool(
+            name="mamba",
+            kind="mamba",
+            layers=(0, 1, 2, 4, 5, 6),
+            temporal=StateTensor(shape=(8, 32, 32), dtype="float32"),
+            conv=(StateTensor(shape=(512, 3), dtype="bfloat16", groups=(128, 128, 256)),),
+        ),
+    ),
+)
+_PAGES_PER_NODE = 4  # Mamba states exist where a radix node ended
+_SEED = 20_251_120
+_AGE_S = 6 * 3600
+
+
+def write_demo(directory: Path, pages: int) -> Path:
+    """Write the sample store and return the path of its profile.
+
+    Raises UsageError when the directory has files already, StoreUnavailable when it cannot be
+    made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise UsageError(f"{directory} is not empty; name a new directory")
+        profile_path = directory / ".hicachectl" / "demo.toml"
+        profile_path.parent.mkdir()
+        profile_path.write_text(dump_profile(PROFILE), encoding="utf-8")
+    except OSError as error:
+        raise StoreUnavailable(f"cannot write {directory}: {error.strerror}") from error
+    rng = np.random.default_rng(_SEED)
+    tokens = rng.integers(0, 150_000, pages * PROFILE.page_size)
+    hashes = page_hashes_hex(tokens, PROFILE.page_size)
+    members = expected_objects(PROFILE, "file")
+    with open_store(str(directory)) as store, Arena(sum(m.nbytes for m in members)) as arena:
+        store.attach(arena)
+        start_ns = time.time_ns() - _AGE_S * 10**9
+        for number, page in enumerate(hashes):
+            ends_node = (number + 1) % _PAGES_PER_NODE == 0 or number + 1 == pages
+            # Sidecars first, the anchor last, as every writer must.
+            present = [m for m in reversed(members) if ends_node or not m.trailing]
+            sizes = np.array([m.nbytes for m in present], dtype=np.int64)
+            offsets = np.cumsum(sizes) - sizes
+            for member, offset in zip(present, offsets.tolist(), strict=True):
+                arena.view(offset, member.nbytes)[:] = _values(member, rng)
+            rows = pa.table(
+                {
+                    "key": pa.array([_key(member, page) for member in present], pa.binary()),
+                    "mtime_ns": pa.array([start_ns + number * 10**9] * len(present)),
+                }
+            )
+            if not store.write_from(rows, offsets, sizes, if_absent=True).all_ok:
+                raise StoreUnavailable(f"cannot write page {page} to {directory}")
+    return profile_path
+
+
+def _key(member: ExpectedObject, page: str) -> bytes:
+    prefix, suffix = FileCodec().affix(member.coordinate)
+    return f"{prefix}{page}{suffix}".encode()
+
+
+def _values(member: ExpectedObject, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Values of a plausible distribution in each tensor of an object, as its bytes."""
+    return np.concatenate([_tensor_values(tensor, rng) for tensor in member.tensors])
+
+
+def _tensor_values(tensor: TensorLayout, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    scales = rng.lognormal(sigma=1.0, size=tensor.shape[-1])
+    values = (rng.standard_normal(tensor.shape) * scales).astype("<f4")
+    if tensor.dtype == "float32":
+        return values.reshape(-1).view(np.uint8)
+    # bfloat16 is the upper half of a float32.
+    return (values.reshape(-1).view("<u4") >> 16).astype("<u2").view(np.uint8)

@@ -1,0 +1,165 @@
+"""Which objects the pages of a store must have: from a profile, else from what was seen.
+
+A deployment is one (model, tag, topology) whose ranks wrote together. Its members are the
+distinct affixes that a page of it can have, so that everything later is a join on affix ids.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hicachectl.formats.expectation import expected_objects
+from hicachectl.formats.keys.base import Affix, KeyCodec
+from hicachectl.formats.keys.resolve import (
+    ANCHOR_POOL,
+    Resolved,
+    Topology,
+    rankless,
+    resolve_affixes,
+    topology,
+)
+from hicachectl.formats.objects import Coordinate
+from hicachectl.formats.profile import Profile, default_hit_policy
+
+UNRESOLVED = -1  # deployment id of an affix that is foreign or ambiguous
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One object that a page of a deployment can have.
+
+    nbytes: its expected size; None where only the store itself could say.
+    trailing: absent from a page together with the rest of its set, or present with it.
+    """
+
+    affix: Affix
+    coordinate: Coordinate
+    nbytes: int | None
+    anchor: bool
+    trailing: bool
+
+    @property
+    def object_set(self) -> tuple[str, int | None]:
+        """Members that a page has all of: a pool (of one linear TP size, where trailing)."""
+        return self.coordinate.pool, self.coordinate.shard.tp_size if self.trailing else None
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """The members of one deployment; profile is None when they were inferred."""
+
+    model: str
+    tag: str
+    profile: Profile | None
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AffixTable:
+    """What each distinct affix of a store stands for; all lists are indexed by affix id.
+
+    deployment_ids: index into `deployments`, or UNRESOLVED.
+    member_ids: index into that deployment's members.
+    """
+
+    affixes: tuple[Affix, ...]
+    resolved: tuple[Resolved, ...]
+    deployments: tuple[Deployment, ...]
+    deployment_ids: tuple[int, ...]
+    member_ids: tuple[int, ...]
+
+
+def assign_affixes(
+    affixes: Sequence[Affix], codec: KeyCodec, profile: Profile | None
+) -> AffixTable:
+    """Resolve the affixes of a store and sort them into deployments.
+
+    Affixes that the profile does not account for are grouped by model, tag and topology, and
+    their deployments expect what was seen of them, no more.
+    """
+    deployments: list[Deployment] = []
+    if profile is not None:
+        deployments.append(profiled_deployment(profile, codec))
+    known = {m.affix: m.coordinate for d in deployments for m in d.members}
+    resolved = resolve_affixes(affixes, codec, known)
+    deployments += _inferred_deployments(
+        {a: r.coordinate for a, r in resolved.items() if a not in known and r.coordinate}
+    )
+    places = {
+        member.affix: (number, position)
+        for number, deployment in enumerate(deployments)
+        for position, member in enumerate(deployment.members)
+    }
+    placed = [places.get(affix, (UNRESOLVED, UNRESOLVED)) for affix in affixes]
+    return AffixTable(
+        affixes=tuple(affixes),
+        resolved=tuple(resolved[affix] for affix in affixes),
+        deployments=tuple(deployments),
+        deployment_ids=tuple(deployment for deployment, _ in placed),
+        member_ids=tuple(member for _, member in placed),
+    )
+
+
+def profiled_deployment(profile: Profile, codec: KeyCodec) -> Deployment:
+    """The members that a profile expects, under a store's key grammar."""
+    expected = expected_objects(profile, codec.scheme)
+    members = tuple(
+        Member(codec.affix(e.coordinate), e.coordinate, e.nbytes, e.anchor, e.trailing)
+        for e in expected
+    )
+    first = expected[0].coordinate
+    return Deployment(first.model, first.tag, profile, members)
+
+
+def _inferred_deployments(coordinates: dict[Affix, Coordinate]) -> list[Deployment]:
+    anchored = {_identity(c) for c in coordinates.values() if c.pool == ANCHOR_POOL}
+    gathered: dict[tuple[str, str, Topology], list[tuple[Affix, Coordinate]]] = defaultdict(list)
+    for affix, coordinate in coordinates.items():
+        identity = _identity(coordinate)
+        shared = (*identity[:2], rankless(identity[2]))
+        # Mamba states carry their TP size beside an anchor that has none (MLA on file).
+        joins = coordinate.pool == "mamba" and identity not in anchored and shared in anchored
+        gathered[shared if joins else identity].append((affix, coordinate))
+    return [
+        Deployment(model, tag, None, _inferred_members(found))
+        for (model, tag, _), found in sorted(gathered.items(), key=repr)
+    ]
+
+
+def _identity(coordinate: Coordinate) -> tuple[str, str, Topology]:
+    return coordinate.model, coordinate.tag, topology(coordinate.shard)
+
+
+def _inferred_members(found: list[tuple[Affix, Coordinate]]) -> tuple[Member, ...]:
+    pools = {coordinate.pool for _, coordinate in found}
+    anchor = _anchor_pool(pools)
+    members = [
+        Member(
+            affix=affix,
+            coordinate=coordinate,
+            nbytes=None,
+            anchor=coordinate.pool == anchor,
+            trailing=default_hit_policy(coordinate.pool) == "trailing_pages",
+        )
+        for affix, coordinate in found
+    ]
+    return tuple(sorted(members, key=lambda m: (not m.anchor, m.coordinate.pool, _rank_order(m))))
+
+
+def _rank_order(member: Member) -> tuple[object, ...]:
+    shard = member.coordinate.shard
+    ranks = (shard.pp_rank, shard.cp_rank, shard.dcp_rank, shard.tp_rank)
+    return (*(rank or 0 for rank in ranks), member.coordinate.part or "")
+
+
+def _anchor_pool(pools: set[str]) -> str:
+    """The pool that makes a page exist: kv; for DeepSeek-V4 without one, the first all_pages pool.
+
+    Without either, what is left are sidecars whose anchor is gone.
+    """
+    compressed = sorted(
+        p for p in pools if p.startswith("deepseek_v4_") and default_hit_policy(p) == "all_pages"
+    )
+    return ANCHOR_POOL if ANCHOR_POOL in pools or not compressed else compressed[0]

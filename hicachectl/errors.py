@@ -1,0 +1,33 @@
+"""Exception class to exit code: the one place."""
+
+from __future__ import annotations
+
+from hicachectl.formats.errors import (
+    FormatError,
+    HicacheError,
+    ProfileError,
+    StoreUnavailable,
+    UnsupportedByBackend,
+    UsageError,
+)
+
+DONE = 0
+BUG = 1
+BAD_INPUT = 2
+UNAVAILABLE = 3
+FINDINGS = 4
+INTERRUPTED = 130
+TERMINATED = 143
+
+EXIT_CODES: dict[type[HicacheError], int] = {
+    UsageError: BAD_INPUT,
+    FormatError: BAD_INPUT,
+    ProfileError: BAD_INPUT,
+    UnsupportedByBackend: BAD_INPUT,
+    StoreUnavailable: UNAVAILABLE,
+}
+
+
+def exit_code(error: HicacheError) -> int:
+    """The status to exit with, by the nearest listed class."""
+    return next(EXIT_CODES[cls] for cls in type(error).__mro__ if cls in EXIT_CODES)

@@ -1,0 +1,51 @@
+"""Findings: one thing wrong each, as rows of an Arrow table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+SEVERITIES = ("info", "warning", "error")
+
+SCHEMA = pa.schema(
+    [(name, pa.string()) for name in ("code", "severity", "page", "pool", "part", "key", "detail")]
+)
+
+
+def findings(
+    code: str | pa.Array,
+    severity: str | pa.Array,
+    *,
+    keys: pa.Array,
+    pages: pa.Array | None = None,
+    pools: pa.Array | None = None,
+    parts: pa.Array | None = None,
+    detail: str | pa.Array,
+) -> pa.Table:
+    """A table of findings, one for each key; plain strings hold for all of them."""
+    nothing = pa.nulls(len(keys), pa.string())
+
+    def column(value: str | pa.Array | None) -> pa.Array:
+        if value is None:
+            return nothing
+        return pa.repeat(value, len(keys)) if isinstance(value, str) else value
+
+    columns = [code, severity, pages, pools, parts, keys, detail]
+    return pa.table([column(value) for value in columns], schema=SCHEMA)
+
+
+def combine(tables: Iterable[pa.Table]) -> pa.Table:
+    """All findings in one table, the worst first, then as the checks gave them."""
+    table = pa.concat_tables([SCHEMA.empty_table(), *tables]).combine_chunks()
+    order = np.argsort(-severity_ranks(table), kind="stable")
+    return table.take(pa.array(order))
+
+
+def severity_ranks(table: pa.Table) -> npt.NDArray[np.int64]:
+    """The place of each finding's severity in `SEVERITIES`."""
+    encoded = table.column("severity").combine_chunks().dictionary_encode()
+    ranks = np.array([SEVERITIES.index(s) for s in encoded.dictionary.to_pylist()], dtype=np.int64)
+    return ranks[encoded.indices.to_numpy()] if len(table) else np.zeros(0, dtype=np.int64)

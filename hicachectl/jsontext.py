@@ -1,0 +1,68 @@
+"""JSON text of Arrow columns, without Python per row."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+
+def json_rows(table: pa.Table | pa.RecordBatch) -> pa.StringArray:
+    """Each row as a JSON object, fields in column order; a null is written as null."""
+    rows = table.to_struct_array()
+    if isinstance(rows, pa.ChunkedArray):
+        rows = rows.combine_chunks()
+    return _object(rows, skip_nulls=False)
+
+
+def json_values(array: pa.Array) -> pa.StringArray:
+    """Each value as JSON. Null fields of a nested struct are left out of its object.
+
+    Takes strings, booleans, integers, floats, dictionaries of these, lists and structs.
+    """
+    if isinstance(array, pa.ChunkedArray):
+        array = array.combine_chunks()
+    kind = array.type
+    if pt.is_dictionary(kind):
+        text = json_values(array.dictionary).take(array.indices)
+    elif pt.is_struct(kind):
+        text = _object(array, skip_nulls=True)
+    elif pt.is_list(kind):
+        text = _list(array)
+    elif pt.is_string(kind):
+        text = _quoted(array)
+    else:
+        text = pc.cast(array, pa.string())
+    return pc.if_else(array.is_valid(), text, "null")
+
+
+def _object(array: pa.StructArray, *, skip_nulls: bool) -> pa.StringArray:
+    if not array.type.num_fields:
+        return pa.array(["{}"] * len(array))
+    members = []
+    for field, values in zip(array.type, array.flatten(), strict=True):
+        text = pc.binary_join_element_wise(f"{json.dumps(field.name)}: ", json_values(values), "")
+        members.append(pc.if_else(values.is_valid(), text, None) if skip_nulls else text)
+    body = pc.binary_join_element_wise(*members, ", ", null_handling="skip")
+    return pc.binary_join_element_wise("{", body, "}", "")
+
+
+def _list(array: pa.ListArray) -> pa.StringArray:
+    items = json_values(array.flatten())
+    # An absolute rebuild: flatten() drops what a sliced or null list does not show.
+    lengths = pc.fill_null(pc.list_value_length(array), 0)
+    offsets = pa.concat_arrays([pa.array([0], pa.int32()), pc.cumulative_sum(lengths)])
+    body = pc.binary_join(pa.ListArray.from_arrays(offsets, items), ", ")
+    return pc.binary_join_element_wise("[", body, "]", "")
+
+
+def _quoted(array: pa.StringArray) -> pa.StringArray:
+    if pc.any(pc.match_substring_regex(array, r'["\\\x00-\x1f\x7f]')).as_py():
+        distinct = pc.dictionary_encode(array)
+        quoted = [
+            json.dumps(value, ensure_ascii=False) for value in distinct.dictionary.to_pylist()
+        ]
+        return pa.array(quoted, pa.string()).take(distinct.indices)
+    return pc.binary_join_element_wise('"', array, '"', "")

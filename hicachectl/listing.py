@@ -1,0 +1,187 @@
+"""The rows that `ls` prints, as Arrow tables: objects, pages, totals."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.deployments import UNRESOLVED
+from hicachectl.formats.keys.resolve import Resolved
+from hicachectl.groups import STATES, PageGroups
+from hicachectl.inventory import Inventory
+
+_SHARD_INTS = (
+    "tp_rank",
+    "tp_size",
+    "pp_rank",
+    "pp_size",
+    "cp_rank",
+    "cp_size",
+    "dcp_rank",
+    "dcp_size",
+)
+_COUNTS = pa.struct([("present", pa.int32()), ("expected", pa.int32())])
+
+Rows = npt.NDArray[np.int64]
+
+
+def key_text(keys: pa.Array) -> pa.StringArray:
+    r"""Keys as text; bytes that are not UTF-8 are written \xNN."""
+    try:
+        return pc.cast(keys, pa.string())
+    except pa.ArrowInvalid:
+        texts = [key.decode("utf-8", "backslashreplace") for key in keys.to_pylist()]
+        return pa.array(texts, pa.string())
+
+
+def seconds(times_ns: pa.Array) -> pa.Array:
+    """Unix nanoseconds as float seconds."""
+    return pc.divide(pc.cast(times_ns, pa.float64(), safe=False), 1e9)
+
+
+def object_rows(inventory: Inventory, rows: Rows | None = None, *, pool: str = "") -> pa.Table:
+    """A row per object, in the columns of `ls --objects`; `rows` and `pool` pick some."""
+    objects = inventory.objects
+    ids = inventory.affix_ids
+    if pool:
+        of_pool = tuple(
+            pool in {r.pool for r in resolved.readings} for resolved in inventory.table.resolved
+        )
+        rows = np.flatnonzero(inventory.by_affix(of_pool, 0))
+    if rows is not None:
+        objects = objects.take(pa.array(rows))
+        ids = ids[rows]
+    # Columns are few distinct values, one an affix: dictionaries cost nothing per object.
+    indices = pa.array(ids, mask=ids < 0)
+    known = [_known_fields(resolved) for resolved in inventory.table.resolved]
+
+    def per_affix(name: str, kind: pa.DataType) -> pa.Array:
+        values = pa.array([fields.get(name) for fields in known], kind)
+        return values.take(indices)
+
+    def text(name: str) -> pa.Array:
+        codes = pc.dictionary_encode(pa.array([f.get(name) for f in known], pa.string()))
+        return pa.DictionaryArray.from_arrays(codes.indices.take(indices), codes.dictionary)
+
+    nothing = pa.nulls(len(ids), pa.int64())
+    columns = {
+        "key": pa.chunked_array([key_text(c) for c in objects.column("key").chunks], pa.string()),
+        "page": objects.column("page"),
+        **{name: text(name) for name in ("model", "tag", "pool", "part")},
+        **{name: per_affix(name, pa.int32()) for name in _SHARD_INTS},
+        **{name: text(name) for name in ("layers", "heads")},
+        "nbytes": objects.column("nbytes"),
+        "mtime": seconds(objects.column("mtime_ns")),
+        "replicas": nothing,
+        "offset": nothing,
+    }
+    return pa.table(columns)
+
+
+def _known_fields(resolved: Resolved) -> dict[str, str | int | None]:
+    """What an affix says for certain; of an ambiguous one, what all its readings agree on."""
+    readings = resolved.readings if resolved.coordinate is None else (resolved.coordinate,)
+    values = [
+        {
+            "model": reading.model or None,
+            "tag": reading.tag or None,
+            "pool": reading.pool,
+            "part": reading.part,
+            **{name: getattr(reading.shard, name) for name in _SHARD_INTS},
+            "layers": _span(reading.shard.layers),
+            "heads": _span(reading.shard.heads),
+        }
+        for reading in readings
+    ]
+    if not values:
+        return {}
+    return {
+        name: value if all(v[name] == value for v in values) else None
+        for name, value in values[0].items()
+    }
+
+
+def _span(half_open: tuple[int, int] | None) -> str | None:
+    return None if half_open is None else f"{half_open[0]}-{half_open[1]}"
+
+
+def page_rows(groups: PageGroups) -> pa.Table:
+    """A row per page group, in the columns of `ls`."""
+    ids = pa.array(groups.deployment_ids, mask=groups.deployment_ids == UNRESOLVED)
+    models = pa.array([d.model or None for d in groups.deployments], pa.string())
+    tags = pa.array([d.tag or None for d in groups.deployments], pa.string())
+    newest = pa.array(groups.newest_ns)
+    return pa.table(
+        {
+            "page": groups.pages,
+            "model": models.take(ids),
+            "tag": tags.take(ids),
+            "state": pa.array(STATES).take(pa.array(groups.states)),
+            "nbytes": pa.array(groups.nbytes),
+            "mtime": seconds(pc.if_else(pc.greater(newest, 0), newest, None)),
+            "pools": _pool_counts(groups),
+            "missing": _missing_keys(groups),
+        }
+    )
+
+
+def _pool_counts(groups: PageGroups) -> pa.StructArray:
+    """{pool: {present, expected}} of each group; a pool its deployment does not have is null."""
+    pools = sorted({pool for sets in groups.object_sets for pool in sets}, key=_pool_order)
+    if not pools:
+        return pa.nulls(len(groups), pa.struct([]))
+    fields = []
+    for pool in pools:
+        member = np.array(
+            [[p == pool for p in _padded(s, groups)] for s in groups.object_sets]
+            + [[False] * groups.present.shape[1]]
+        )
+        columns = member[groups.deployment_ids]
+        present = np.where(columns, groups.present, 0).sum(axis=1, dtype=np.int32)
+        expected = np.where(columns, groups.expected, 0).sum(axis=1, dtype=np.int32)
+        lacks = pa.array(~columns.any(axis=1))
+        fields.append(
+            pa.StructArray.from_arrays(
+                [pa.array(present), pa.array(expected)], fields=list(_COUNTS), mask=lacks
+            )
+        )
+    return pa.StructArray.from_arrays(fields, names=pools)
+
+
+def _padded(sets: tuple[str, ...], groups: PageGroups) -> tuple[str, ...]:
+    return sets + ("",) * (groups.present.shape[1] - len(sets))
+
+
+def _pool_order(pool: str) -> tuple[bool, str]:
+    return pool != "kv", pool
+
+
+def _missing_keys(groups: PageGroups) -> pa.ListArray:
+    found = list(groups.missing())
+    keys = pa.concat_arrays([groups.keys_of(m) for m in found] or [pa.array([], pa.binary())])
+    of_group = np.concatenate([m.groups for m in found] or [np.zeros(0, np.int64)])
+    order = np.argsort(of_group, kind="stable")
+    offsets = np.searchsorted(of_group[order], np.arange(len(groups) + 1))
+    texts = key_text(keys.take(pa.array(order)))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), texts)
+
+
+def summary_rows(inventory: Inventory, rows: Rows | None = None) -> pa.Table:
+    """Totals by model, tag and pool: pages, objects, bytes. Foreign objects are a row of nulls."""
+    objects = object_rows(inventory, rows).select(["page", "model", "tag", "pool", "nbytes"])
+    totals = objects.group_by(["model", "tag", "pool"]).aggregate(
+        [("page", "count_distinct"), ("nbytes", "count", pc.CountOptions("all")), ("nbytes", "sum")]
+    )
+    totals = pa.table(
+        {
+            **{
+                name: pc.cast(totals.column(name), pa.string()) for name in ("model", "tag", "pool")
+            },
+            "pages": totals.column("page_count_distinct"),
+            "objects": totals.column("nbytes_count"),
+            "nbytes": pc.fill_null(totals.column("nbytes_sum"), 0),
+        }
+    )
+    return totals.sort_by([("model", "ascending"), ("tag", "ascending"), ("pool", "ascending")])

@@ -1,0 +1,201 @@
+"""Build man/*.1 from the click commands: `python -m hicachectl.manpages DIRECTORY`."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from inspect import cleandoc
+from pathlib import Path
+
+import click
+
+from hicachectl.cli import COMMANDS, cli
+
+RELEASE_DATE = "November 20, 2026"  # of the version in hicachectl/__init__.py
+
+_WIDTH = 70  # of source lines, before escapes
+
+_EXIT_STATUS = (
+    ("0", "Done, and clean. In a cache, objects that vanished meanwhile are no error."),
+    ("1", "A bug of hicachectl: please report the traceback."),
+    ("2", "Usage or bad input: an option, a profile, a config, a URL."),
+    ("3", "The store or server cannot be reached or refuses."),
+    ("4", "Finished, with findings at the level asked for, or with failed objects."),
+    ("130", "Interrupted (SIGINT)."),
+    ("143", "Terminated (SIGTERM)."),
+)
+_STORES = (
+    ("/dir, file:///dir", "The directory of SGLang's file backend (HiCacheFile)."),
+    ("file:", "The directory that SGLang itself would use; see ENVIRONMENT."),
+    ("NAME:", "A store of the config file."),
+)
+_ENVIRONMENT = (
+    ("HICACHECTL_CONFIG", "The config file, where --config is not given."),
+    ("HICACHECTL_API_KEY", "Bearer key for --server; SGLANG_API_KEY is read when it is unset."),
+    ("NO_COLOR", "When set and not empty, no colours are written."),
+    (
+        "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
+        "The directory of the store file:, as for SGLang; /tmp/hicache when unset.",
+    ),
+)
+_CONFIG_EXAMPLE = ('[stores.prod]', 'url = "file:///mnt/hicache"')
+_STATES = (
+    ("whole", "Every object of the page is there. Mamba and SWA states are on some pages only: "
+              "all of them, or none, make a page whole."),
+    ("partial", "Some object is missing."),
+    ("orphan", "Side objects without the kv object that makes a server look for them."),
+    ("unknown", "Nothing says what to expect, since the keys can be read in several ways."),
+)
+
+
+def build(directory: Path) -> None:
+    """Write hicachectl.1 and a page for each command."""
+    (directory / "hicachectl.1").write_text(main_page(), encoding="utf-8")
+    for name in COMMANDS:
+        (directory / f"hicachectl-{name}.1").write_text(command_page(name), encoding="utf-8")
+
+
+def main_page() -> str:
+    """The page of the program as a whole."""
+    ctx = click.Context(cli, info_name="hicachectl")
+    lines = [
+        *_head("hicachectl", "inspect and verify SGLang HiCache L3 stores"),
+        ".Nm",
+        ".Op Fl vqh",
+        ".Op Fl -config Ar FILE",
+        ".Ar COMMAND ...",
+        *_description(cli.help or ""),
+        ".Sh OPTIONS",
+        *_options(cli, ctx),
+        ".Sh COMMANDS",
+        ".Bl -tag -width Ds",
+    ]
+    for name, entry in COMMANDS.items():
+        lines += [f".It Xr hicachectl-{name} 1", _text(entry.summary)]
+    lines += [".El", ".Sh STORES", *_list(_STORES)]
+    lines += [".Sh PAGE STATES", *_list(_STATES)]
+    lines += [".Sh ENVIRONMENT", *_list(_ENVIRONMENT)]
+    lines += [".Sh FILES", ".Bl -tag -width Ds", ".It Pa ~/.config/hicachectl/config.toml",
+              "Named stores:", ".El", ".Bd -literal -offset indent", *map(_literal, _CONFIG_EXAMPLE), ".Ed"]
+    lines += [".Sh EXIT STATUS", *_list(_EXIT_STATUS)]
+    lines += [".Sh SEE ALSO", *_see_also("hicachectl")]
+    return "\n".join(lines) + "\n"
+
+
+def command_page(name: str) -> str:
+    """The page of one command, from its click declaration alone."""
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None  # COMMANDS names only commands that exist
+    ctx = click.Context(command, info_name=name, parent=click.Context(cli, info_name="hicachectl"))
+    arguments = [p.make_metavar(ctx) for p in command.params if isinstance(p, click.Argument)]
+    summary = COMMANDS[name].summary.rstrip(".")
+    lines = [
+        *_head(f"hicachectl-{name}", summary[0].lower() + summary[1:]),
+        f".Nm hicachectl {name}",
+        ".Op Ar OPTIONS",
+        *(f".Ar {argument}" for argument in arguments),
+        *_description(command.help or ""),
+        ".Sh OPTIONS",
+        *_options(command, ctx),
+        ".Sh EXIT STATUS",
+        "As for",
+        ".Xr hicachectl 1 .",
+        *_examples(command.epilog or ""),
+        ".Sh SEE ALSO",
+        *_see_also(f"hicachectl-{name}"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _head(name: str, summary: str) -> list[str]:
+    return [
+        f".Dd {RELEASE_DATE}",
+        f".Dt {name.upper()} 1",
+        ".Os",
+        ".Sh NAME",
+        f".Nm {name}",
+        f".Nd {_text(summary)}",
+        ".Sh SYNOPSIS",
+    ]
+
+
+def _description(text: str) -> list[str]:
+    """Help text as paragraphs; a block that click would not rewrap (\\b) stays as it is."""
+    lines = [".Sh DESCRIPTION"]
+    for number, paragraph in enumerate(cleandoc(text).split("\n\n")):
+        if paragraph.startswith("\b"):
+            body = paragraph.removeprefix("\b").strip("\n").splitlines()
+            lines += [".Bd -literal -offset indent", *map(_literal, body), ".Ed"]
+        else:
+            lines += [*([".Pp"] if number and not lines[-1] == ".Ed" else []), *_sentences(paragraph)]
+    return lines
+
+
+def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
+    yield ".Bl -tag -width Ds"
+    for parameter in command.get_params(ctx):
+        record = parameter.get_help_record(ctx)
+        if record is None or isinstance(parameter, click.Argument):
+            continue  # an argument is in the synopsis and the description
+        names, text = record
+        yield f".It {_flags(names)}"
+        yield from _sentences(text)
+    yield ".El"
+
+
+def _flags(names: str) -> str:
+    """`-o, --output FILE` as mdoc flags."""
+    *flags, last = names.split(", ")
+    last, _, value = last.partition(" ")
+    parts = [f"Fl {_escaped(flag[1:])} ," for flag in flags] + [f"Fl {_escaped(last[1:])}"]
+    return " ".join([*parts, f"Ar {_escaped(value)}"] if value else parts)
+
+
+def _examples(epilog: str) -> list[str]:
+    lines = [line.strip() for line in epilog.replace("\b", "").strip().splitlines()]
+    shown = [line for line in lines if line and line != "Examples:"]
+    if not shown:
+        return []
+    return [".Sh EXAMPLES", ".Bd -literal -offset indent", *map(_literal, shown), ".Ed"]
+
+
+def _see_also(page: str) -> list[str]:
+    pages = sorted({"hicachectl", *(f"hicachectl-{name}" for name in COMMANDS)} - {page})
+    return [f".Xr {other} 1 {',' if other != pages[-1] else ''}".rstrip() for other in pages]
+
+
+def _list(entries: tuple[tuple[str, str], ...]) -> Iterator[str]:
+    yield ".Bl -tag -width Ds"
+    for term, text in entries:
+        yield f".It {_text(term)}"
+        yield from _sentences(text)
+    yield ".El"
+
+
+def _sentences(text: str) -> list[str]:
+    """One sentence a line, as mdoc wants it."""
+    flat = " ".join(text.split())
+    sentences = re.split(r"(?<=[.;:])\s+(?=[A-Z])", flat)
+    return [_text(line) for sentence in sentences for line in textwrap.wrap(sentence, _WIDTH)]
+
+
+def _text(line: str) -> str:
+    escaped = _escaped(line)
+    return rf"\&{escaped}" if escaped[:1] in (".", "'") else escaped
+
+
+def _literal(line: str) -> str:
+    return _text(line.rstrip())
+
+
+def _escaped(text: str) -> str:
+    replacements = (("\\", "\\e"), ("-", "\\-"), ("…", "..."), ('"', "\\(dq"))
+    for plain, escape in replacements:
+        text = text.replace(plain, escape)
+    return text
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]))

@@ -1,0 +1,189 @@
+"""Options that several commands share, and the values they parse to."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FORMATS = ("table", "json", "jsonl", "csv", "parquet", "arrow")
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)},
+}
+
+
+class Duration(click.ParamType):
+    """`90s 10m 2h 7d`, to seconds."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Parse the text; a number is passed through."""
+        if isinstance(value, (int, float)):
+            return float(value)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", value)
+        if match is None:
+            self.fail(f"{value!r} is no duration; write 90s, 10m, 2h or 7d", param, ctx)
+        return float(match[1]) * _SECONDS[match[2]]
+
+
+class PointInTime(click.ParamType):
+    """ISO 8601, or a duration ago; to Unix seconds."""
+
+    name = "time"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Parse the text; a number is passed through."""
+        if isinstance(value, float):
+            return value
+        if re.fullmatch(r"\d+(?:\.\d+)?[smhd]", value):
+            return time.time() - Duration().convert(value, param, ctx)
+        try:
+            return datetime.fromisoformat(value).timestamp()
+        except ValueError:
+            self.fail(f"{value!r} is neither ISO 8601 nor a duration ago (7d)", param, ctx)
+
+
+class Size(click.ParamType):
+    """`200GiB 1.5TB` or bytes, to bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse the text; a number is passed through."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGTP]?i?B?)", value)
+        if match is None or match[2] not in _UNITS:
+            self.fail(f"{value!r} is no size; write 200GiB, 1.5TB or bytes", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2]])
+
+
+class NameList(click.ParamType):
+    """A comma-separated list of names, each out of a fixed set."""
+
+    name = "list"
+
+    def __init__(self, choices: tuple[str, ...]) -> None:
+        self.choices = choices
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Show the choices."""
+        return ",".join(self.choices)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        """Split and check the text; a tuple is passed through."""
+        names = value if isinstance(value, tuple) else tuple(value.split(","))
+        for name in names:
+            if name not in self.choices:
+                self.fail(f"{name!r} is none of {', '.join(self.choices)}", param, ctx)
+        return names
+
+
+store_argument = click.argument("store", metavar="STORE")
+
+
+def _stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    def apply(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+output_options = _stack(
+    click.option(
+        "--format",
+        "output_format",
+        type=click.Choice(FORMATS),
+        default="table",
+        show_default=True,
+        help="How to write the result.",
+    ),
+    click.option(
+        "-o",
+        "--output",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Write the result to FILE instead of stdout.",
+    ),
+)
+
+profile_options = _stack(
+    click.option(
+        "--profile",
+        "profile_file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Profile of the deployment (TOML or JSON); see hicachectl-profile(1).",
+    ),
+    click.option(
+        "--model-config",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Hugging Face config.json of the model; with the options below.",
+    ),
+    click.option("--server", metavar="URL", help="Ask a live SGLang server for its deployment."),
+    click.option(
+        "--served-model-name",
+        metavar="NAME",
+        help="Model name as given to SGLang.  [default: _name_or_path of the config]",
+    ),
+    click.option("--page-size", type=click.IntRange(1), help="Tokens a page."),
+    click.option("--kv-cache-dtype", metavar="DTYPE", help="As given to SGLang.  [default: auto]"),
+    click.option("--layout", metavar="LAYOUT", help="As --hicache-mem-layout."),
+    click.option("--tp", type=click.IntRange(1), help="Tensor parallel size, as --tp-size."),
+    click.option("--dp", type=click.IntRange(1), help="Data parallel size, as --dp-size."),
+    click.option(
+        "--enable-dp-attention", is_flag=True, help="As in SGLang: attention TP is tp / dp."
+    ),
+    click.option("--pp", type=click.IntRange(1), help="Pipeline parallel size."),
+    click.option("--pp-partition", metavar="N,N,…", help="Layers of each pipeline stage."),
+    click.option("--cp", type=click.IntRange(1), help="Attention context parallel size."),
+    click.option(
+        "--enable-dsa-cache-layer-split",
+        is_flag=True,
+        help="As in SGLang: context-parallel ranks hold different layers.",
+    ),
+    click.option("--dcp", type=click.IntRange(1), help="Decode context parallel size."),
+    click.option("--tp-lcm-size", type=click.IntRange(1), help="Mooncake split heads."),
+    click.option("--tag", metavar="TAG", help="Mooncake extra_backend_tag."),
+    click.option("--speculative-algorithm", metavar="NAME", help="As in SGLang: EAGLE, EAGLE3, …"),
+    click.option(
+        "--draft-model-config",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="config.json of the draft model.",
+    ),
+)
+
+filter_options = _stack(
+    click.option("--model", metavar="NAME", help="Only this model; a / may be written as such."),
+    click.option("--pool", metavar="POOL", help="Only pages, or objects, of this pool."),
+    click.option("--page", metavar="PREFIX", help="Only pages whose hash starts like this."),
+    click.option(
+        "--since",
+        type=PointInTime(),
+        metavar="TIME",
+        help="Only what was written since (ISO 8601, or a duration ago such as 2h).",
+    ),
+)

@@ -1,0 +1,78 @@
+"""Filters on what a store holds, shared by the commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.deployments import UNRESOLVED
+from hicachectl.formats.errors import UsageError
+from hicachectl.groups import STATES, BoolArray, PageGroups
+from hicachectl.inventory import Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What to look at; None and "" select everything.
+
+    model: served name, "/" or "-" alike. page: a prefix of page hashes. since: Unix seconds,
+    against the newest object of a group. pool: whole groups that have an object of it. states:
+    names out of `groups.STATES`.
+    """
+
+    model: str = ""
+    pool: str = ""
+    page: str = ""
+    since: float | None = None
+    states: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self != Selection()
+
+
+def select(inventory: Inventory, selection: Selection) -> Inventory:
+    """The inventory without the groups that the selection leaves out.
+
+    Raises UsageError on a page prefix that is no hexadecimal.
+    """
+    if not selection:
+        return inventory
+    groups = PageGroups(inventory)
+    keep = np.append(_chosen(groups, inventory, selection), False)
+    rows = np.flatnonzero(keep[groups.of_object])
+    return replace(
+        inventory,
+        objects=inventory.objects.take(pa.array(rows)),
+        affix_ids=inventory.affix_ids[rows],
+    )
+
+
+def _chosen(groups: PageGroups, inventory: Inventory, selection: Selection) -> BoolArray:
+    chosen = np.ones(len(groups), dtype=np.bool_)
+    if selection.model:
+        model = selection.model.replace("/", "-")
+        named = [deployment.model == model for deployment in groups.deployments]
+        chosen &= np.array([*named, False])[groups.deployment_ids]
+    if selection.page:
+        prefix = selection.page.lower()
+        if not set(prefix) <= set("0123456789abcdef"):
+            raise UsageError(f"{selection.page!r} is no prefix of a page hash (hexadecimal)")
+        chosen &= pc.starts_with(groups.pages, prefix).to_numpy(zero_copy_only=False)
+    if selection.since is not None:
+        chosen &= groups.newest_ns >= int(selection.since * 1e9)
+    if selection.states:
+        wanted = [STATES.index(state) for state in selection.states]
+        chosen &= np.isin(groups.states, wanted)
+    if selection.pool:
+        of_pool = tuple(
+            selection.pool in {reading.pool for reading in resolved.readings}
+            for resolved in inventory.table.resolved
+        )
+        rows = np.flatnonzero(inventory.by_affix(of_pool, UNRESOLVED) == 1)
+        has_pool = np.zeros(len(groups) + 1, dtype=np.bool_)
+        has_pool[groups.of_object[rows]] = True
+        chosen &= has_pool[:-1]
+    return chosen

@@ -1,0 +1,253 @@
+"""Ask a live SGLang server for its deployment, over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import ssl
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from hicachectl.formats.errors import ProfileError, StoreUnavailable, UsageError
+from hicachectl.formats.model_config import profile_from_config
+from hicachectl.formats.server_info import contradictions_with_layout, flags_from_server_info
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicachectl.formats.profile import Profile
+    from hicachectl.formats.server_info import ServerDeployment
+
+API_KEY_VARIABLE = "HICACHECTL_API_KEY"
+MAX_REPLY_BYTES = 32 << 20  # a real reply has some 50 KB for each attention-DP rank
+MAX_CONFIG_BYTES = 32 << 20
+_CHUNK_BYTES = 1 << 16
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReplies:
+    """Parsed `/server_info` and, where the server has it, `/get_hicache_l3_cache_layout`."""
+
+    info: Mapping[str, Any]
+    layout: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProfile:
+    """The profile of a live server, and what the operator should know of it."""
+
+    profile: Profile
+    warnings: tuple[str, ...]
+
+
+class _NotFoundError(Exception):
+    pass
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuse redirects: urllib would send the API key along, to whatever host they name."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def fetch_server(url: str, *, api_key: str | None = None, timeout_s: float = 10.0) -> ServerReplies:
+    """Ask a server for its deployment and its key layout.
+
+    url: `http://host:port`, or https. api_key: default from HICACHECTL_API_KEY. timeout_s: for
+    each request as a whole. Raises UsageError for a bad URL and StoreUnavailable where no usable
+    answer comes.
+    """
+    base = _checked_url(url)
+    key = _checked_key(api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE, ""))
+    try:
+        info = _get_json(f"{base}/server_info", key, timeout_s)
+    except _NotFoundError:
+        try:
+            info = _get_json(f"{base}/get_server_info", key, timeout_s)  # its older name
+        except _NotFoundError:
+            raise StoreUnavailable(
+                f"{base}: has neither /server_info nor /get_server_info: no SGLang server?"
+            ) from None
+    try:
+        layout: Mapping[str, Any] | None = _get_json(
+            f"{base}/get_hicache_l3_cache_layout", key, timeout_s
+        )
+    except _NotFoundError:
+        layout = None
+    return ServerReplies(info, layout)
+
+
+def profile_from_server(
+    url: str,
+    *,
+    model_config: Path | None = None,
+    draft_model_config: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    timeout_s: float = 10.0,
+) -> ServerProfile:
+    """Derive the profile of a live server.
+
+    model_config: the model's config.json or its folder; default: the server's `model_path`, where
+    that is a folder on this machine. overrides: fields of DeploymentFlags that win over what the
+    server says. Raises ProfileError where the sizes cannot be told, else as fetch_server.
+    """
+    replies = fetch_server(url, timeout_s=timeout_s)
+    server = flags_from_server_info(replies.info)
+    flags = replace(server.flags, draft_model_config=_draft_config(server, draft_model_config))
+    flags = replace(flags, **(overrides or {}))
+    path = model_config or _local_model(server.model_path, "--model-config")
+    profile = profile_from_config(read_model_config(path), flags, source=str(path))
+    warnings = list(server.notes)
+    if replies.layout is not None:
+        warnings += contradictions_with_layout(profile, replies.layout)
+    return ServerProfile(profile, tuple(warnings))
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Read a config.json, or the one in a folder. Raises ProfileError.
+
+    A ModelOpt `hf_quant_config.json` beside it is put in as `quantization_config` where the config
+    has none, as SGLang does.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    config = _read_json(file)
+    beside = file.with_name("hf_quant_config.json")
+    own = file.name == "config.json" and "quantization_config" not in config
+    if own and beside.is_file():
+        config["quantization_config"] = {"quant_method": "modelopt", **_read_json(beside)}
+    return config
+
+
+def _draft_config(server: ServerDeployment, given: Path | None) -> dict[str, Any] | None:
+    if given is not None:
+        return read_model_config(given)
+    if not server.draft_model_path:
+        return None
+    return read_model_config(_local_model(server.draft_model_path, "--draft-model-config"))
+
+
+def _local_model(model_path: str, option: str) -> Path:
+    path = Path(model_path)
+    # A relative path is one of the server's working directory, or a name on the Hub.
+    if not path.is_absolute() or not (path / "config.json").is_file():
+        raise ProfileError(
+            f"the server's {model_path!r} is no folder with a config.json on this machine; "
+            f"pass {option}"
+        )
+    return path
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise ProfileError(f"{file}: {error.strerror or error}") from error
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ProfileError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes: no model config")
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProfileError(f"{file}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ProfileError(f"{file}: expected a JSON object")
+    return document
+
+
+def _checked_url(url: str) -> str:
+    """Check the server's address; the result holds nothing secret and can be shown."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise UsageError("--server: not a URL; write http://host:port") from None
+    if parts.username is not None or parts.password is not None:
+        raise UsageError(f"--server: no credentials in the URL; set {API_KEY_VARIABLE}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"--server: {url!r} is no http or https URL; write http://host:port")
+    if parts.query or parts.fragment:
+        raise UsageError("--server: a URL without ? and # is needed; write http://host:port")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path.rstrip('/')}"
+
+
+def _checked_key(key: str) -> str:
+    """Strip the key and refuse what no header can hold: http.client would quote it in its error."""
+    key = key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError(f"{API_KEY_VARIABLE}: holds characters that an API key cannot have")
+    return key
+
+
+def _get_json(url: str, api_key: str, timeout_s: float) -> dict[str, Any]:
+    _log.debug("GET %s", url)
+    request = urllib.request.Request(url, headers={"Accept": "application/json"})
+    if api_key:
+        request.add_unredirected_header("Authorization", f"Bearer {api_key}")
+    try:
+        body = _read_body(request, timeout_s)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise _status_error(url, error.code) from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise StoreUnavailable(f"{url}: {_reason(error, timeout_s)}") from error
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        raise StoreUnavailable(f"{url}: the answer is not JSON: no SGLang server?") from None
+    if not isinstance(document, dict):
+        raise StoreUnavailable(f"{url}: the answer is not a JSON object: no SGLang server?")
+    return document
+
+
+def _read_body(request: urllib.request.Request, timeout_s: float) -> bytes:
+    deadline = time.monotonic() + timeout_s
+    body = bytearray()
+    opener = urllib.request.build_opener(_NoRedirects)
+    with opener.open(request, timeout=timeout_s) as response:
+        while chunk := response.read1(_CHUNK_BYTES):
+            body += chunk
+            if len(body) > MAX_REPLY_BYTES:
+                raise StoreUnavailable(
+                    f"{request.full_url}: the answer is larger than {MAX_REPLY_BYTES} bytes"
+                )
+            if time.monotonic() > deadline:  # the socket's timeout is for each piece alone
+                raise TimeoutError
+    return bytes(body)
+
+
+def _status_error(url: str, status: int) -> Exception:
+    if status == http.HTTPStatus.NOT_FOUND:
+        return _NotFoundError()
+    if status in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN):
+        return StoreUnavailable(
+            f"{url}: HTTP {status}: the server wants its API key; set {API_KEY_VARIABLE}"
+        )
+    if 300 <= status < 400:
+        return StoreUnavailable(
+            f"{url}: HTTP {status}: redirects are not followed; give the server's own URL"
+        )
+    return StoreUnavailable(f"{url}: HTTP {status}")
+
+
+def _reason(error: Exception, timeout_s: float) -> str:
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(cause, TimeoutError):
+        return f"no answer within {timeout_s:g} s"
+    if isinstance(cause, ConnectionRefusedError):
+        return "connection refused: is the server running, and at this port?"
+    if isinstance(cause, ssl.SSLError):
+        return f"TLS failed: {cause.reason or cause}"
+    if isinstance(cause, http.client.HTTPException):
+        return f"the answer is not HTTP as expected ({type(cause).__name__})"
+    return str(cause) or type(cause).__name__

@@ -1,0 +1,456 @@
+"""Tests of backends.file: the shared suite, and what is particular to directories."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicachectl.backends import file
+from hicachectl.backends.arena import Arena
+from hicachectl.backends.base import Status, Store, scan_schema
+from hicachectl.backends.file import FileStore
+from hicachectl.backends.testing import (
+    ARENA_BYTES,
+    StoreSuite,
+    listing,
+    read,
+    rows_of,
+    scanned_rows,
+    write,
+)
+from hicachectl.formats.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class TestFileStore(StoreSuite):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        with FileStore(tmp_path) as opened:
+            yield opened
+
+    def reopen(self, store: Store) -> Store:
+        return FileStore(_path(store))
+
+    def raw_put(self, store: Store, key: bytes, value: bytes) -> None:
+        path = _path(store) / os.fsdecode(key)
+        path.with_name(".put").write_bytes(value)
+        path.with_name(".put").rename(path)
+
+    def raw_get(self, store: Store, key: bytes) -> bytes | None:
+        path = _path(store) / os.fsdecode(key)
+        return path.read_bytes() if path.exists() else None
+
+    def raw_delete(self, store: Store, key: bytes) -> None:
+        (_path(store) / os.fsdecode(key)).unlink(missing_ok=True)
+
+
+def _path(store: Store) -> Path:
+    assert isinstance(store, FileStore)
+    return Path(store.path)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FileStore]:
+    (tmp_path / "store").mkdir()
+    with Arena(ARENA_BYTES) as arena, FileStore(tmp_path / "store") as opened:
+        opened.attach(arena)
+        yield opened
+
+
+def _names(directory: str | Path) -> list[str]:
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _fill(store: FileStore, count: int) -> list[str]:
+    names = [f"{n:064x}_m_{n % 2}_2.bin" for n in range(count)]
+    for n, name in enumerate(names):
+        descriptor = os.open(name, os.O_CREAT | os.O_WRONLY, dir_fd=store._directory)
+        os.ftruncate(descriptor, n)
+        os.close(descriptor)
+    return names
+
+
+# listing
+
+
+def test_scan_agrees_with_the_directory(store: FileStore) -> None:
+    _fill(store, 20_000)
+    with os.scandir(store.path) as entries:
+        facts = [(os.fsencode(e.name), e.stat()) for e in entries]
+    truth = {name: (s.st_size, s.st_mtime_ns) for name, s in facts}
+    for columns in (("nbytes", "mtime_ns"), ("nbytes", "mtime_ns", "version")):
+        batches = list(store.scan(columns))
+        assert max(batch.num_rows for batch in batches) <= file.SCAN_ROWS
+        rows = [row for batch in batches for row in batch.to_pylist()]
+        assert len(rows) == len(truth)
+        assert {row["key"]: (row["nbytes"], row["mtime_ns"]) for row in rows} == truth
+
+
+def test_names_that_are_not_utf8_come_out_byte_for_byte(store: FileStore) -> None:
+    names = [b"\xff\xfe.bin", "ü€.bin".encode(), b"a\nb.bin", b" ", b"plain.bin"]
+    for n, name in enumerate(names):
+        (Path(store.path) / os.fsdecode(name)).write_bytes(b"x" * n)
+    assert listing(store) == {name: n for n, name in enumerate(names)}
+    assert {row["key"] for batch in store.scan(()) for row in batch.to_pylist()} == set(names)
+    result, found = read(store, scanned_rows(store, names), range(5))
+    assert result.all_ok
+    assert found == [b"x" * n for n in range(5)]
+
+
+def test_a_directory_name_that_is_not_utf8_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff")
+    path.mkdir()
+    (path / "a.bin").write_bytes(b"abc")
+    with FileStore(path) as store:
+        assert listing(store) == {b"a.bin": 3}
+
+
+def test_only_regular_files_are_objects(store: FileStore) -> None:
+    base = Path(store.path)
+    (base / "object.bin").write_bytes(b"abc")
+    (base / "link.bin").symlink_to("object.bin")
+    (base / "dangling.bin").symlink_to("nowhere")
+    (base / "folder.bin").mkdir()
+    (base / "folder.bin" / "inside.bin").write_bytes(b"abc")
+    (base / ".hicachectl").mkdir()
+    (base / ".hicachectl" / "stamp.json").write_text("{}")
+    os.mkfifo(base / "fifo.bin")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(base / "socket.bin"))
+        assert listing(store) == {b"object.bin": 3}
+        others = [b"link.bin", b"dangling.bin", b"folder.bin", b"fifo.bin", b"socket.bin"]
+        result, _ = read(store, rows_of(others), [3] * 5)
+        assert result.statuses.tolist() == [Status.ERROR] * 5
+        assert result.errors[0] == "is a symbolic link"
+        assert result.errors[2] == result.errors[3] == result.errors[4] == "is not a regular file"
+        assert not store.exists(rows_of(others)).any()
+
+
+def test_leftovers_of_unfinished_writes_are_listed(store: FileStore) -> None:
+    names = {b".%032x.tmp" % 7, b".hicachectl-%032x.tmp" % 7}
+    for name in names:
+        (Path(store.path) / os.fsdecode(name)).write_bytes(b"half")
+    assert set(listing(store)) == names
+    assert store.delete(rows_of(sorted(names))).all_ok
+    assert listing(store) == {}
+
+
+@pytest.mark.parametrize("columns", [("nbytes",), ("version",)])
+def test_files_that_vanish_while_listing_are_left_out(
+    store: FileStore, columns: tuple[str, ...]
+) -> None:
+    names = _fill(store, 20_000)
+    kept = {os.fsencode(name) for name in names[::2]}
+
+    def delete_others() -> None:
+        for name in names[1::2]:
+            os.unlink(name, dir_fd=store._directory)
+
+    thread = threading.Thread(target=delete_others)
+    thread.start()
+    batches = list(store.scan(columns))
+    thread.join()
+    found = [row for batch in batches for row in batch.to_pylist()]
+    assert all(row[columns[0]] is not None for row in found)
+    assert kept <= {row["key"] for row in found} <= {os.fsencode(name) for name in names}
+    assert set(listing(store)) == kept
+
+
+def test_a_listed_name_that_is_gone_has_no_row(store: FileStore) -> None:
+    (Path(store.path) / "here.bin").write_bytes(b"abc")
+    for columns in (("nbytes", "mtime_ns"), ("nbytes", "version")):
+        batch = store._batch_reader(scan_schema(columns))(["gone.bin", "here.bin"])
+        assert batch.column("key").to_pylist() == [b"here.bin"]
+        assert batch.column("nbytes").to_pylist() == [3]
+
+
+def test_scans_at_the_same_time_do_not_disturb_one_another(store: FileStore) -> None:
+    names = _fill(store, 100)
+    outer = store.scan()
+    next(outer)
+    assert len(listing(store)) == len(names)
+    outer.close()
+
+
+def test_an_early_close_leaves_no_threads_or_descriptors(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "SCAN_ROWS", 100)
+    _fill(store, 5_000)
+    threads, descriptors = threading.active_count(), _open_files()
+    batches = store.scan()
+    assert next(batches).num_rows == 100
+    assert threading.active_count() > threads
+    batches.close()
+    assert threading.active_count() == threads
+    assert _open_files() == descriptors
+
+
+# opening
+
+
+def test_what_is_no_directory_is_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreUnavailable, match="/file: not a directory"):
+        FileStore(tmp_path / "file")
+    with pytest.raises(StoreUnavailable, match="/missing: no such directory; check"):
+        FileStore(tmp_path / "missing")
+
+
+def test_the_store_stays_where_it_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "a.bin").write_bytes(b"abc")
+    monkeypatch.chdir(tmp_path)
+    with FileStore("store") as store:
+        monkeypatch.chdir("/")
+        assert listing(store) == {b"a.bin": 3}
+
+
+def test_a_removed_directory_is_a_lost_store(store: FileStore) -> None:
+    Path(store.path).rmdir()
+    with pytest.raises(StoreUnavailable):
+        write(store, {b"a.bin": b"abc"}, if_absent=True)
+    with pytest.raises(StoreUnavailable):
+        read(store, rows_of([b"a.bin"]), [3])
+
+
+def test_a_closed_store_is_a_mistake_of_ours(store: FileStore) -> None:
+    store.close()
+    store.close()
+    with pytest.raises(ValueError, match="closed"):
+        store.delete(rows_of([b"a.bin"]))
+
+
+def _as_nobody(code: str) -> str:
+    """Run code as a user who is not root, in a directory of root's that all may enter."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become somebody else")
+    base = tempfile.mkdtemp(prefix="hicachectl-test-")
+    Path(base).chmod(0o755)
+    script = f"""
+        import os, sys
+        from hicachectl.backends.arena import Arena
+        from hicachectl.backends.testing import *
+        from hicachectl.backends.file import FileStore
+        from hicachectl.formats.errors import StoreUnavailable
+        os.chdir({base!r})
+        def drop():
+            os.setgroups([]); os.setgid(65534); os.setuid(65534)
+    """
+    text = textwrap.dedent(script) + textwrap.dedent(code)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", text], capture_output=True, text=True, check=False
+        )
+    finally:
+        shutil.rmtree(base)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("mode", ["0o311", "0o744"])
+def test_a_directory_without_permission_is_unavailable(mode: str) -> None:
+    said = _as_nobody(f"""
+        os.mkdir("store"); os.chmod("store", {mode}); drop()
+        try:
+            FileStore("store")
+        except StoreUnavailable as error:
+            print(error)
+    """)
+    assert "/store: permission denied; run as" in said
+
+
+def test_files_of_others_are_read_where_allowed() -> None:
+    said = _as_nobody("""
+        os.mkdir("store")
+        for name, mode in (("open.bin", 0o644), ("shut.bin", 0o600)):
+            with open("store/" + name, "w") as f: f.write("abc")
+            os.chmod("store/" + name, mode)
+        os.chmod("store", 0o755); drop()
+        store = FileStore("store")
+        store.attach(Arena(8192))
+        result, found = read(store, rows_of([b"open.bin", b"shut.bin"]), [3, 3])
+        print(result.statuses.tolist(), found[0], result.errors, listing(store)[b"shut.bin"])
+        result = write(store, {b"new.bin": b"abc"}, if_absent=True)
+        print(result.errors, store.delete(rows_of([b"open.bin"])).errors)
+    """)
+    denied = {1: "Permission denied"}, {0: "Permission denied"}
+    assert said == f"[0, 5] b'abc' {denied[0]} 3\n{denied[1]} {denied[1]}\n"
+
+
+# reading
+
+
+def test_reading_leaves_access_and_modification_times(store: FileStore) -> None:
+    path = Path(store.path) / "a.bin"
+    path.write_bytes(b"abc")
+    os.utime(path, (1000, 2000))  # an access older than the change: relatime would record a read
+    before = path.stat()
+    assert read(store, scanned_rows(store, [b"a.bin"]), [3])[0].all_ok
+    after = path.stat()
+    assert (after.st_atime_ns, after.st_mtime_ns) == (before.st_atime_ns, before.st_mtime_ns)
+    path.read_bytes()
+    if path.stat().st_atime_ns == before.st_atime_ns:
+        pytest.skip("the mount records no access times")
+
+
+def test_looking_never_waits_for_a_fifo(store: FileStore) -> None:
+    os.mkfifo(Path(store.path) / "fifo")
+    start = time.monotonic()
+    assert read(store, rows_of([b"fifo"]), [0])[0].statuses.tolist() == [Status.ERROR]
+    assert time.monotonic() - start < 5
+
+
+BAD_KEYS = [b"", b".", b"..", b"../up.bin", b"/etc/passwd", b"a\0b", b"x" * 256]
+
+
+def test_keys_are_no_paths(store: FileStore, tmp_path: Path) -> None:
+    (tmp_path / "up.bin").write_bytes(b"abc")
+    rows = rows_of(BAD_KEYS)
+    result, _ = read(store, rows, [3] * len(BAD_KEYS))
+    deleted = store.delete(rows)
+    for answer in (result, deleted):
+        assert answer.statuses.tolist() == [Status.ERROR] * len(BAD_KEYS)
+        assert set(answer.errors) == set(range(len(BAD_KEYS)))
+    assert not store.exists(rows).any()
+    written = write(
+        store, dict.fromkeys([*BAD_KEYS, b".hicachectl", b"ok"], b"abc"), if_absent=False
+    )
+    assert written.statuses.tolist() == [Status.ERROR] * (len(BAD_KEYS) + 1) + [Status.OK]
+    assert "kept for this tool" in written.errors[len(BAD_KEYS)]
+    assert "too long" in written.errors[BAD_KEYS.index(b"x" * 256)]
+    assert (tmp_path / "up.bin").read_bytes() == b"abc"
+    assert _names(store.path) == ["ok"]
+
+
+# writing
+
+
+def test_writing_leaves_nothing_but_the_objects(store: FileStore) -> None:
+    write(store, {b"a.bin": b"abc", b"b.bin": b""}, if_absent=True)
+    write(store, {b"a.bin": b"ABC", b"c.bin": b"c"}, if_absent=True)
+    assert _names(store.path) == ["a.bin", "b.bin", "c.bin"]
+
+
+def test_files_get_the_permissions_that_sglang_would_give(store: FileStore) -> None:
+    write(store, {b"a.bin": b"abc"}, if_absent=True)
+    reference = Path(store.path) / "reference"
+    reference.write_bytes(b"")
+    assert (Path(store.path) / "a.bin").stat().st_mode == reference.stat().st_mode
+
+
+@pytest.mark.parametrize("noreplace", [True, False])
+def test_a_key_that_appears_meanwhile_is_not_replaced(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, *, noreplace: bool
+) -> None:
+    if not noreplace:  # as on a file system without RENAME_NOREPLACE
+        monkeypatch.setattr(file, "_rename_noreplace", lambda *_: False)
+    sync = store._sync_data
+
+    def overtaken(names: list[bytes]) -> None:
+        sync(names)
+        (Path(store.path) / "a.bin").write_bytes(b"first")
+
+    monkeypatch.setattr(store, "_sync_data", overtaken)
+    result = write(store, {b"a.bin": b"second", b"b.bin": b"b"}, if_absent=True)
+    assert result.statuses.tolist() == [Status.EXISTS, Status.OK]
+    assert (Path(store.path) / "a.bin").read_bytes() == b"first"
+    assert _names(store.path) == ["a.bin", "b.bin"]
+
+
+def test_readers_of_a_replaced_file_keep_the_old_one(store: FileStore) -> None:
+    path = Path(store.path) / "a.bin"
+    path.write_bytes(b"old")
+    with path.open("rb") as reader:
+        assert write(store, {b"a.bin": b"new"}, if_absent=False).all_ok
+        assert reader.read() == b"old"
+    assert path.read_bytes() == b"new"
+
+
+def test_a_failed_sync_publishes_nothing(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: list[bytes]) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(store, "_sync_data", fail)
+    result = write(store, {b"a.bin": b"abc", b"..": b""}, if_absent=True)
+    assert result.statuses.tolist() == [Status.ERROR] * 2
+    assert result.errors[0] == "Input/output error"
+    assert _names(store.path) == []
+
+
+def test_without_syncfs_every_file_is_synced(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(file, "_LIBC", object())
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    assert write(store, {b"a.bin": b"abc", b"b.bin": b"b"}, if_absent=True).all_ok
+    assert synced[:2] == [3, 1]
+    assert _names(store.path) == ["a.bin", "b.bin"]
+
+
+def test_a_directory_cleared_while_writing_is_an_error(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clear(_: list[bytes]) -> None:
+        for name in _names(store.path):
+            (Path(store.path) / name).unlink()
+
+    monkeypatch.setattr(store, "_sync_data", clear)
+    result = write(store, {b"a.bin": b"abc"}, if_absent=True)
+    assert result.errors == {0: "another process cleared the directory"}
+
+
+def test_a_full_file_system_is_an_error_of_the_row(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        with Arena(1 << 20) as arena, FileStore(tmp_path) as store:
+            store.attach(arena)
+            assert store.free_bytes() == 64 << 10
+            objects = {b"a.bin": b"a" * 4096, b"b.bin": b"b" * (256 << 10), b"c.bin": b"c"}
+            result = write(store, objects, if_absent=True)
+            assert result.statuses.tolist() == [Status.OK, Status.ERROR, Status.OK]
+            assert result.errors == {1: "No space left on device"}
+            assert _names(tmp_path) == ["a.bin", "c.bin"]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_write_that_is_interrupted_leaves_no_temporary_file(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: list[bytes]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "_sync_data", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write(store, {b"a.bin": b"abc"}, if_absent=True)
+    assert _names(store.path) == []
+
+
+def test_a_temporary_name_is_one_that_sglang_ignores(store: FileStore) -> None:
+    name = store._write_temporary(memoryview(b"abc"), None)
+    assert name.startswith(b".")
+    assert not name.endswith(b".bin")
+    assert (Path(store.path) / os.fsdecode(name)).read_bytes() == b"abc"

@@ -1,0 +1,236 @@
+"""Tests of backends.urls."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicachectl.backends import urls
+from hicachectl.backends.file import FileStore
+from hicachectl.backends.urls import (
+    Config,
+    Scheme,
+    StoreUrl,
+    default_file_directory,
+    load_config,
+    open_store,
+    parse_config,
+    parse_url,
+)
+from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EXAMPLE = Scheme("nowhere:Nothing", frozenset({"admin", "metadata", "device"}), host=True)
+
+
+@pytest.fixture
+def example_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(urls.SCHEMES, "example", EXAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("/data/hicache", "/data/hicache"),
+        ("/data/a:b?c=d#e%20", "/data/a:b?c=d#e%20"),
+        ("file:///data/hicache", "/data/hicache"),
+        ("file:/data/hicache", "/data/hicache"),
+        ("file://localhost/data", "/data"),
+        ("file:///a%20b%3Fc", "/a b?c"),
+        ("file:///a+b", "/a+b"),
+        ("file:///%ff", "/\udcff"),
+    ],
+)
+def test_a_directory_and_its_url(text: str, path: str) -> None:
+    assert parse_url(text) == StoreUrl("file", path)
+
+
+def test_a_relative_directory_is_made_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse_url("cache").path == str(tmp_path / "cache")
+    assert parse_url("./a:b").path == str(tmp_path / "a:b")
+
+
+def test_an_empty_file_url_is_the_directory_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", raising=False)
+    assert parse_url("file:").path == "/tmp/hicache"
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "/srv/kv")
+    assert parse_url("file:").path == parse_url("file://").path == "/srv/kv"
+    assert default_file_directory({"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": ""}) == "/tmp/hicache"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty"),
+        ("file:cache", r"absolute, as in file:///cache"),
+        ("file://data/hicache", r"no host; write file:///data/hicache"),
+        ("file:///d?size=1", r"unknown parameter 'size'; file takes: none"),
+        ("file:///d?", None),
+        ("file:///d%zz", r"'%zz' is no percent escape"),
+        ("file:///d%00", "zero byte"),
+        ("/d\0", "zero byte"),
+        ("redis://host/0", r"unknown store scheme 'redis'; known: .*file"),
+        ("prod:", r"no store is named 'prod'.*file"),
+        ("a:b", r"written \./a:b"),
+        (":", "no store is named ''"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(text: str, message: str | None) -> None:
+    if message is None:
+        parse_url(text)
+        return
+    with pytest.raises(UsageError, match=message):
+        parse_url(text)
+
+
+@pytest.mark.usefixtures("example_scheme")
+def test_hosts_and_parameters_are_decoded() -> None:
+    url = parse_url("example://h:50051?metadata=http%3A%2F%2Fm%3A80/x%26y&device=&admin=a+b")
+    params = {"metadata": "http://m:80/x&y", "device": "", "admin": "a+b"}
+    assert url == StoreUrl("example", "", "h:50051", params)
+
+
+@pytest.mark.usefixtures("example_scheme")
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("admin=1&admin=2", "parameter 'admin' is given twice"),
+        ("admin", "parameter 'admin' has no value"),
+        ("admn=1", "unknown parameter 'admn'; example takes: admin, device, metadata"),
+        ("admin=1&", "unknown parameter ''"),
+        ("ADMIN=1", "unknown parameter 'ADMIN'"),
+    ],
+)
+def test_parameters_are_refused_by_name(query: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_url(f"example://h?{query}")
+
+
+@given(
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20),
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20),
+)
+def test_a_url_reads_back_to_an_equal_value(path: str, value: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(urls.SCHEMES, "example", EXAMPLE)
+        url = StoreUrl("example", "/" + path, "host:1", {"admin": value})
+        assert parse_url(str(url)) == url
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_parsed_or_refused(text: str) -> None:
+    with contextlib.suppress(UsageError):
+        parse_url(text)
+
+
+def test_named_stores_resolve_one_another() -> None:
+    config = parse_config(
+        '[stores.prod]\nurl = "file:///srv"\n[stores.main]\nurl = "prod:"\n'
+        '[stores.plain]\nurl = "/data"\n'
+    )
+    assert parse_url("main:", config).path == "/srv"
+    assert parse_url("plain:", config).path == "/data"
+
+
+def test_named_stores_that_go_in_circles_are_refused() -> None:
+    config = parse_config('[stores.a]\nurl = "b:"\n[stores.b]\nurl = "a:"\n', source="c.toml")
+    with pytest.raises(UsageError, match=r"c\.toml.*a -> b -> a"):
+        parse_url("a:", config)
+
+
+def test_nothing_follows_a_named_store() -> None:
+    config = Config({"prod": "/srv"})
+    with pytest.raises(UsageError, match="nothing may follow"):
+        parse_url("prod:/sub", config)
+
+
+def test_a_named_directory_must_be_absolute() -> None:
+    with pytest.raises(UsageError, match="must be absolute"):
+        parse_url("prod:", Config({"prod": "srv"}))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[store.prod]\nurl = '/a'", "unknown key 'store'; known: stores"),
+        ("[stores.prod]\nurl = '/a'\nuri = '/b'", "stores.prod: unknown key 'uri'; known: url"),
+        ("[stores.prod]\n", "stores.prod: url"),
+        ("[stores.prod]\nurl = 3", "stores.prod: url"),
+        ("stores = 3", "stores: expected"),
+        ("stores.prod = 3", "stores.prod: expected"),
+        ("[stores.'a/b']\nurl = '/a'", "stores.a/b"),
+        ("[stores.file]\nurl = '/a'", "stores.file"),
+        ("[stores", "not TOML"),
+    ],
+)
+def test_a_bad_config_names_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        parse_config(text)
+
+
+def test_the_config_is_looked_for_in_order(tmp_path: Path) -> None:
+    def written(name: str) -> str:
+        path = tmp_path / name / "hicachectl" / "config.toml"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"[stores.here]\nurl = '/{name}'\n")
+        return str(path)
+
+    asked, variable = written("asked"), written("variable")
+    written("xdg")
+    written("home/.config")
+    environ = {"HOME": str(tmp_path / "home")}
+    assert load_config(None, environ).stores == {"here": "/home/.config"}
+    environ["XDG_CONFIG_HOME"] = "relative"
+    assert load_config(None, environ).stores == {"here": "/home/.config"}
+    environ["XDG_CONFIG_HOME"] = str(tmp_path / "xdg")
+    assert load_config(None, environ).stores == {"here": "/xdg"}
+    environ["HICACHECTL_CONFIG"] = variable
+    assert load_config(None, environ).stores == {"here": "/variable"}
+    assert load_config(asked, environ).stores == {"here": "/asked"}
+    assert load_config(asked, environ).source == asked
+
+
+def test_a_config_is_needed_only_when_asked_for(tmp_path: Path) -> None:
+    nobody = {"HOME": str(tmp_path)}
+    assert load_config(None, nobody) == Config()
+    for asked in (load_config, lambda p: load_config(None, {**nobody, "HICACHECTL_CONFIG": p})):
+        with pytest.raises(UsageError, match=r"missing\.toml: No such file"):
+            asked(str(tmp_path / "missing.toml"))
+    (tmp_path / "latin.toml").write_bytes(b"\xff")
+    with pytest.raises(FormatError, match="UTF-8"):
+        load_config(str(tmp_path / "latin.toml"), nobody)
+
+
+def test_open_store_opens_what_is_named(tmp_path: Path) -> None:
+    with open_store("here:", config=Config({"here": str(tmp_path)})) as store:
+        assert isinstance(store, FileStore)
+        assert parse_url(store.url).path == str(tmp_path)
+    with pytest.raises(StoreUnavailable, match="nothing-here: no such directory"):
+        open_store(f"file://{tmp_path}/nothing-here")
+
+
+def test_every_scheme_has_its_class() -> None:
+    for name, scheme in urls.SCHEMES.items():
+        module, _, cls = scheme.target.partition(":")
+        pytest.importorskip(module)
+        assert getattr(sys.modules[module], cls).scheme == name
+
+
+def test_parsing_needs_neither_pyarrow_nor_numpy() -> None:
+    code = (
+        "import sys; from hicachectl.backends.urls import parse_url; parse_url('file:///d');"
+        "print({'pyarrow', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

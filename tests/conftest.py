@@ -1,0 +1,46 @@
+"""Fixtures for every test: a clean environment, and the command line run in-process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from hicachectl.__main__ import run
+
+_FOREIGN_SETTINGS = ("HICACHECTL_CONFIG", "HICACHECTL_API_KEY", "SGLANG_", "MOONCAKE_", "NO_COLOR", "XDG_")
+
+
+class Outcome(NamedTuple):
+    """What one call of the command line printed."""
+
+    stdout: str
+    stderr: str
+
+
+Invoke = Callable[..., Outcome]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in list(os.environ):
+        if name.startswith(_FOREIGN_SETTINGS):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def invoke(capfd: pytest.CaptureFixture[str]) -> Iterator[Invoke]:
+    """Run a command and assert its exit code; stdout and stderr come apart."""
+
+    def call(*arguments: object, exit_code: int = 0) -> Outcome:
+        capfd.readouterr()
+        status = run([str(argument) for argument in arguments])
+        outcome = Outcome(*capfd.readouterr())
+        assert status == exit_code, f"exit code {status}\n{outcome.stdout}\n{outcome.stderr}"
+        return outcome
+
+    return call

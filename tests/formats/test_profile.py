@@ -1,0 +1,373 @@
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.profile import (
+    DTYPE_BYTES,
+    HASH_UNITS,
+    LAYOUTS,
+    MLA_ROWS,
+    Pool,
+    Profile,
+    StateTensor,
+    dump_profile,
+    parse_profile,
+    profile_from_mapping,
+    profile_to_mapping,
+    validate_profile,
+)
+
+KV = Pool(name="kv", kind="mha", dtype="bfloat16", layers=12, kv_heads=2, head_dim=256)
+MLA = Pool(name="kv", kind="mla", layers=61, kv_lora_rank=512, qk_rope_head_dim=64, row="bf16")
+MAMBA = Pool(
+    name="mamba",
+    kind="mamba",
+    layers=(0, 1, 2),
+    temporal=StateTensor(shape=(32, 128, 128), dtype="float32"),
+    conv=(StateTensor(shape=(8192, 3), dtype="bfloat16", groups=(2048, 2048, 4096)),),
+)
+PROFILE = Profile(model="Qwen/Qwen3-Next-80B-A3B", page_size=64, tp=2, pools=(KV, MAMBA))
+
+TOML = """
+model = "Qwen/Qwen3-Next-80B-A3B"
+page_size = 64
+tp = 2
+
+[[pools]]
+name = "kv"
+kind = "mha"
+dtype = "bfloat16"
+layers = 12
+kv_heads = 2
+head_dim = 256
+
+[[pools]]
+name = "mamba"
+kind = "mamba"
+layers = [0, 1, 2]
+temporal = { shape = [32, 128, 128], dtype = "float32", shard_axis = 0 }
+conv = [{ shape = [8192, 3], dtype = "bfloat16", groups = [2048, 2048, 4096] }]
+"""
+
+
+def mapping(**changes: Any) -> dict[str, Any]:
+    return {**profile_to_mapping(PROFILE), **changes}
+
+
+def kv_with(**changes: Any) -> dict[str, Any]:
+    values = {**profile_to_mapping(PROFILE)["pools"][0], **changes}
+    return mapping(pools=[values])
+
+
+def refusal(document: dict[str, Any]) -> str | None:
+    try:
+        profile_from_mapping(document)
+    except ProfileError as error:
+        return str(error)
+    return None
+
+
+# --- reading and writing ---
+
+
+def test_a_profile_reads_from_toml() -> None:
+    assert parse_profile(TOML) == PROFILE
+
+
+def test_a_profile_reads_from_json() -> None:
+    assert parse_profile(json.dumps(profile_to_mapping(PROFILE))) == PROFILE
+
+
+def test_fields_at_their_default_are_left_out() -> None:
+    assert set(mapping()) == {"model", "sglang", "page_size", "layout", "tp", "pools"}
+    assert set(mapping()["pools"][1]) == {"name", "kind", "layers", "temporal", "conv"}
+
+
+def test_a_hit_policy_of_ones_own_is_kept() -> None:
+    kv = replace(KV, hit_policy="trailing_pages")
+    profile = replace(PROFILE, pools=(kv,))
+    assert profile_from_mapping(profile_to_mapping(profile)) == profile
+
+
+texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
+counts = st.integers(1, 10_000)
+layers = st.one_of(counts, st.sets(st.integers(0, 99), min_size=1).map(sorted).map(tuple))
+shapes = st.lists(counts, min_size=1, max_size=3).map(tuple)
+states = st.builds(StateTensor, shape=shapes, dtype=st.sampled_from(sorted(DTYPE_BYTES)))
+policies = st.sampled_from(["", "all_pages", "trailing_pages"])
+kv_pools = st.one_of(
+    st.builds(
+        Pool,
+        name=st.just("kv"),
+        kind=st.just("mha"),
+        dtype=st.sampled_from(sorted(DTYPE_BYTES)),
+        layers=layers,
+        packed_draft_layers=st.integers(0, 3),
+        kv_heads=counts,
+        head_dim=counts,
+        v_head_dim=st.integers(0, 300),
+        replicated=st.booleans(),
+    ),
+    st.builds(
+        Pool,
+        name=st.just("kv"),
+        kind=st.just("mla"),
+        layers=layers,
+        kv_lora_rank=counts,
+        qk_rope_head_dim=counts,
+        row=st.sampled_from(MLA_ROWS),
+    ),
+    st.just(Pool(name="kv", kind="logical")),
+)
+side_pools = st.one_of(
+    st.builds(
+        Pool,
+        name=texts.filter(lambda name: name != "kv"),
+        kind=st.just("mamba"),
+        layers=layers,
+        temporal=states,
+        conv=st.lists(states, max_size=2).map(tuple),
+        hit_policy=policies,
+        trailing_pages=counts,
+    ),
+    st.builds(
+        Pool,
+        name=texts.filter(lambda name: name != "kv"),
+        kind=st.just("opaque"),
+        nbytes=counts,
+        hit_policy=policies,
+    ),
+)
+profiles = st.builds(
+    Profile,
+    model=texts,
+    sglang=texts,
+    page_size=counts,
+    layout=st.sampled_from(LAYOUTS),
+    tp=counts,
+    linear_tp=st.integers(0, 9),
+    cp=counts,
+    cp_layer_split=st.booleans(),
+    tag=texts,
+    hash_unit=st.sampled_from(HASH_UNITS),
+    speculative_algorithm=st.sampled_from(["", "EAGLE"]),
+    pools=st.tuples(kv_pools, side_pools),
+)
+
+
+@given(profiles)
+def test_toml_gives_the_profile_back(profile: Profile) -> None:
+    assert parse_profile(dump_profile(profile)) == profile
+
+
+@given(profiles)
+def test_json_gives_the_profile_back(profile: Profile) -> None:
+    assert parse_profile(json.dumps(profile_to_mapping(profile))) == profile
+
+
+@given(st.text())
+def test_any_other_text_is_a_profile_error(text: str) -> None:
+    with pytest.raises(ProfileError):
+        parse_profile(text)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from(["model", "page_size", "pp_partition", "pools", "cp_layer_split"]),
+       json_values)  # fmt: skip
+def test_any_value_is_taken_or_named_in_the_error(name: str, value: Any) -> None:
+    assert name in (refusal(mapping(**{name: value})) or name)
+
+
+@given(st.sampled_from(["layers", "kind", "temporal", "conv", "replicated", "hit_policy"]),
+       json_values)  # fmt: skip
+def test_any_value_of_a_pool_is_taken_or_named_in_the_error(name: str, value: Any) -> None:
+    assert name in (refusal(kv_with(**{name: value})) or name)
+
+
+# --- errors name the field ---
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (mapping(modle="x"), "p.toml: unknown field 'modle'"),
+        ({"pools": []}, "p.toml: field 'model' is missing"),
+        (mapping(model=3), "p.toml: model: expected str, found 3"),
+        (mapping(tp="2"), "p.toml: tp: expected int, found '2'"),
+        (mapping(tp=True), "p.toml: tp: expected int, found True"),
+        (mapping(page_size=1.5), "p.toml: page_size: expected int"),
+        (mapping(cp_layer_split=1), "p.toml: cp_layer_split: expected bool"),
+        (mapping(pp_partition=2), "p.toml: pp_partition: expected"),
+        (mapping(pp_partition=[1, "2"]), "p.toml: pp_partition: expected whole numbers"),
+        (mapping(pools={}), "p.toml: pools: expected a list of tables"),
+        (mapping(pools=["kv"]), "p.toml: pools: expected a list of tables"),
+        (mapping(pools=[{"kind": "mha"}]), r"p.toml: pools\[0\]: field 'name' is missing"),
+        (kv_with(heads=8), r"p.toml: pools\[0\]: unknown field 'heads'"),
+        (kv_with(layers="12"), r"p.toml: pools\[0\]: layers: expected int"),
+        (kv_with(layers=[0, True]), r"p.toml: pools\[0\]: layers: expected whole numbers"),
+        (kv_with(temporal=[]), r"p.toml: pools\[0\]: temporal: expected a table"),
+        (kv_with(temporal={"dtype": "x"}), r"p.toml: pools\[0\]: temporal: field 'shape'"),
+        (kv_with(conv={}), r"p.toml: pools\[0\]: conv: expected a list of tables"),
+        (kv_with(conv=[3]), r"p.toml: pools\[0\]: conv: expected a table"),
+    ],
+)
+def test_a_wrong_field_is_named(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        profile_from_mapping(document, source="p.toml")
+
+
+@pytest.mark.parametrize("text", ["{", "model = ", "{]"])
+def test_broken_syntax_is_a_profile_error(text: str) -> None:
+    with pytest.raises(ProfileError, match=r"p.toml: not a TOML or JSON profile"):
+        parse_profile(text, source="p.toml")
+
+
+def test_every_problem_is_told_at_once() -> None:
+    with pytest.raises(ProfileError, match=r"page_size: .*; tp: .*; layout: "):
+        profile_from_mapping(mapping(page_size=0, tp=0, layout="x"))
+
+
+# --- validation ---
+
+
+def test_a_sound_profile_has_no_problems() -> None:
+    assert validate_profile(PROFILE) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"page_size": 0}, "page_size: must be at least 1, is 0"),
+        ({"tp": 0}, "tp: must be at least 1, is 0"),
+        ({"pp": 0}, "pp: must be at least 1, is 0"),
+        ({"cp": -1}, "cp: must be at least 1, is -1"),
+        ({"dcp": 0}, "dcp: must be at least 1, is 0"),
+        ({"linear_tp": -1}, "linear_tp: must not be negative"),
+        ({"tp_lcm_size": -2}, "tp_lcm_size: must not be negative"),
+        ({"tp_lcm_size": 3}, "tp_lcm_size: 3 is no multiple of tp 2"),
+        ({"model": ""}, "model: missing"),
+        ({"layout": "x"}, f"layout: 'x' is none of {', '.join(LAYOUTS)}"),
+        ({"hash_unit": "x"}, "hash_unit: 'x' is none of token, bigram"),
+        ({"pp": 2, "pp_partition": (3,)}, "pp_partition: names 1 stages, pp is 2"),
+        ({"pp": 2, "pp_partition": (3, 0)}, "pp_partition: every stage needs at least one layer"),
+        ({"dcp": 2, "page_size": 3}, "page_size: 3 is no multiple of dcp 2"),
+        ({"dcp": 2, "tp": 3}, "tp: 3 is no multiple of dcp 2"),
+        ({"pools": ()}, "pools: at least the kv pool is needed"),
+        ({"pools": (MAMBA,)}, "pools: the first must be kv, is 'mamba'"),
+        ({"pools": (KV, MAMBA, MAMBA)}, "pools: 'mamba' stated twice"),
+        (
+            {"pools": (replace(MAMBA, name="kv"),)},
+            "pools[kv].kind: 'mamba' is none of mha, mla, logical, opaque",
+        ),
+        (
+            {"pools": (KV, Pool(name="swa", kind="logical"))},
+            "pools[swa].kind: only kv can be logical",
+        ),
+    ],
+)
+def test_a_problem_of_the_deployment_is_told(changes: dict[str, Any], problem: str) -> None:
+    assert validate_profile(replace(PROFILE, **changes)) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("pool", "problem"),
+    [
+        (replace(KV, kind="x"), "kind: 'x' is none of"),
+        (replace(KV, dtype=""), "dtype: missing"),
+        (replace(KV, layers=0), "layers: missing"),
+        (replace(KV, layers=()), "layers: missing"),
+        (replace(KV, kv_heads=0), "kv_heads: missing"),
+        (replace(KV, head_dim=0), "head_dim: missing"),
+        (replace(MLA, row=""), "row: missing"),
+        (replace(MLA, kv_lora_rank=0), "kv_lora_rank: missing"),
+        (replace(MLA, qk_rope_head_dim=0), "qk_rope_head_dim: missing"),
+        (Pool(name="kv", kind="opaque"), "nbytes: missing"),
+        (replace(KV, packed_draft_layers=-1), "packed_draft_layers: must not be negative"),
+        (replace(KV, v_head_dim=-1), "v_head_dim: must not be negative"),
+        (replace(KV, layers=-1), "layers: must not be negative"),
+        (replace(KV, layers=(3, 3)), "layers: layer numbers must rise"),
+        (replace(KV, layers=(-1, 3)), "layers: layer numbers must rise"),
+        (replace(MLA, row="fp4"), "row: 'fp4' is none of bf16, fp8, fp8_scaled"),
+        (replace(KV, dtype="int8"), "dtype: 'int8' is none of"),
+        (replace(KV, hit_policy="x"), "hit_policy: 'x' is none of"),
+        (replace(KV, trailing_pages=0), "trailing_pages: must be at least 1"),
+    ],
+)
+def test_a_problem_of_the_kv_pool_is_told(pool: Pool, problem: str) -> None:
+    (found,) = validate_profile(replace(PROFILE, pools=(pool,)))
+    assert found.startswith(f"pools[kv].{problem}")
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        (StateTensor(shape=(), dtype="float32"), "shape: [] needs lengths of at least 1"),
+        (StateTensor(shape=(3, 0), dtype="float32"), "shape: [3, 0] needs lengths"),
+        (StateTensor(shape=(3,), dtype="float64"), "dtype: 'float64' is none of"),
+        (StateTensor(shape=(3,), dtype="float32", shard_axis=1), "shard_axis: 1 is no axis of [3]"),
+        (StateTensor(shape=(3,), dtype="float32", groups=(1, 1)), "groups: sum to 2, the axis has"),
+        (StateTensor(shape=(3,), dtype="float32", groups=(4, -1)), "groups: lengths must be"),
+    ],
+)
+def test_a_problem_of_a_state_is_told(state: StateTensor, problem: str) -> None:
+    for pool, where in (
+        (replace(MAMBA, temporal=state), "temporal"),
+        (replace(MAMBA, conv=(state,)), "conv[0]"),
+    ):
+        (found,) = validate_profile(replace(PROFILE, pools=(KV, pool)))
+        assert found.startswith(f"pools[mamba].{where}.{problem}")
+
+
+def test_a_mamba_pool_needs_a_state() -> None:
+    pool = replace(MAMBA, temporal=None, conv=())
+    (found,) = validate_profile(replace(PROFILE, pools=(KV, pool)))
+    assert found == "pools[mamba].temporal, conv: a mamba pool needs at least one state"
+
+
+# --- derived values ---
+
+
+@pytest.mark.parametrize(
+    ("name", "trailing"),
+    [("kv", False), ("indexer", False), ("mamba", True), ("swa", True), ("draft_swa", True)],
+)
+def test_mamba_and_window_pools_are_trailing(name: str, trailing: bool) -> None:
+    assert replace(KV, name=name, hit_policy="").trailing is trailing
+
+
+def test_keys_spell_the_model_without_slashes() -> None:
+    assert Profile(model="/models/x").key_model == "-models-x"
+
+
+@pytest.mark.parametrize(
+    ("pool", "shared"),
+    [
+        (KV, False),
+        (MLA, True),
+        (Pool(name="kv", kind="logical"), True),
+        (replace(KV, replicated=True), True),
+    ],
+)
+def test_mla_targets_are_rank_replicated(pool: Pool, shared: bool) -> None:
+    assert replace(PROFILE, pools=(pool,)).rank_replicated is shared
+
+
+def test_a_pool_is_found_by_name() -> None:
+    assert PROFILE.pool("mamba") == MAMBA
+    assert PROFILE.pool("swa") is None
+
+
+def test_a_count_of_layers_counts_from_zero() -> None:
+    assert replace(KV, layers=3).layer_numbers == (0, 1, 2)
+    assert replace(KV, layers=(4, 7)).layer_numbers == (4, 7)

@@ -1,0 +1,30 @@
+"""Small file stores, written name by name: what the tests of the tool look at."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+OLD = 1_700_000_000  # long before any grace
+
+
+def page(number: int) -> str:
+    """The page hash that test stores give their n-th page."""
+    return hashlib.sha256(str(number).encode()).hexdigest()
+
+
+def put(directory: Path, name: str, nbytes: int = 64, mtime: float = OLD) -> Path:
+    """Write one object of pattern bytes with the given time."""
+    path = directory / name
+    path.write_bytes(bytes(range(1, 256)) * (nbytes // 255 + 1) if nbytes else b"")
+    os.truncate(path, nbytes)
+    os.utime(path, (mtime, mtime))
+    return path
+
+
+def put_pages(directory: Path, pages: range, *stems: str, nbytes: int = 64, mtime: float = OLD) -> None:
+    """Write the objects `<hash><stem>.bin` of each page."""
+    for number in pages:
+        for stem in stems:
+            put(directory, f"{page(number)}{stem}.bin", nbytes, mtime)

@@ -1,0 +1,141 @@
+"""Page groups: states, counts and the names of what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hicachectl.backends.urls import open_store
+from hicachectl.formats.profile import Profile, parse_profile
+from hicachectl.groups import STATES, PageGroups
+from hicachectl.inventory import take_inventory
+from hicachectl.listing import page_rows
+from tests.hicachectl.stores import page, put_pages
+
+DSA = """
+model = "x/dsa"
+page_size = 4
+[[pools]]
+name = "kv"
+kind = "mla"
+layers = 2
+kv_lora_rank = 512
+qk_rope_head_dim = 64
+row = "bf16"
+[[pools]]
+name = "indexer"
+kind = "dsa_indexer"
+layers = 2
+index_head_dim = 128
+"""
+
+
+def groups_of(directory: Path, profile: Profile | None = None) -> PageGroups:
+    with open_store(str(directory)) as store:
+        return PageGroups(take_inventory(store, profile))
+
+
+def states(directory: Path, profile: Profile | None = None) -> dict[str, str]:
+    rows = page_rows(groups_of(directory, profile)).to_pylist()
+    return {row["page"]: row["state"] for row in rows}
+
+
+def test_pages_with_every_rank_are_whole(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(3), "_m_0_2", "_m_1_2")
+    assert set(states(tmp_path).values()) == {"whole"}
+
+
+def test_a_page_without_a_rank_is_partial_and_names_the_key(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(3), "_m_0_2", "_m_1_2")
+    (tmp_path / f"{page(1)}_m_1_2.bin").unlink()
+    row = next(r for r in page_rows(groups_of(tmp_path)).to_pylist() if r["state"] != "whole")
+    assert row["page"] == page(1)
+    assert row["state"] == "partial"
+    assert row["missing"] == [f"{page(1)}_m_1_2.bin"]
+    assert row["pools"] == {"kv": {"present": 1, "expected": 2}}
+
+
+def test_trailing_pools_are_on_all_ranks_or_none(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(4), "_m_0_2", "_m_1_2")
+    put_pages(tmp_path, range(2), ".mamba_m_0_2", ".mamba_m_1_2")
+    (tmp_path / f"{page(1)}.mamba_m_0_2.bin").unlink()
+    found = states(tmp_path)
+    assert [found[page(number)] for number in range(4)] == ["whole", "partial", "whole", "whole"]
+    rows = {row["page"]: row for row in page_rows(groups_of(tmp_path)).to_pylist()}
+    assert rows[page(2)]["pools"]["mamba"] == {"present": 0, "expected": 0}
+    assert rows[page(1)]["missing"] == [f"{page(1)}.mamba_m_0_2.bin"]
+
+
+def test_side_objects_without_kv_are_orphans(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(3), "_m", ".indexer_m")
+    (tmp_path / f"{page(0)}_m.bin").unlink()
+    assert states(tmp_path)[page(0)] == "orphan"
+
+
+def test_a_pool_that_is_absent_everywhere_needs_a_profile_to_be_missed(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(3), "_x-dsa")
+    assert set(states(tmp_path).values()) == {"whole"}
+    found = page_rows(groups_of(tmp_path, parse_profile(DSA))).to_pylist()
+    assert {row["state"] for row in found} == {"partial"}
+    assert sorted(row["missing"][0] for row in found) == sorted(
+        f"{page(n)}.indexer_x-dsa.bin" for n in range(3)
+    )
+
+
+def test_two_topologies_of_one_model_are_judged_apart(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(2), "_m_0_2", "_m_1_2")
+    put_pages(tmp_path, range(2, 4), "_m_0_4", "_m_1_4", "_m_2_4", "_m_3_4")
+    assert set(states(tmp_path).values()) == {"whole"}
+
+
+def test_mamba_of_an_mla_model_joins_its_anchor(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(3), "_m")
+    put_pages(tmp_path, range(2), ".mamba_m_0_2", ".mamba_m_1_2")
+    assert len(groups_of(tmp_path)) == 3
+    assert set(states(tmp_path).values()) == {"whole"}
+
+
+def test_ambiguous_keys_make_groups_of_unknown_state(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(2), "_m_0_2")
+    assert set(states(tmp_path).values()) == {"unknown"}
+
+
+def test_foreign_files_are_in_no_group(tmp_path: Path) -> None:
+    (tmp_path / "README").write_text("mine")
+    put_pages(tmp_path, range(1), "_m_0_1")
+    groups = groups_of(tmp_path)
+    assert len(groups) == 1
+    assert sorted(groups.of_object.tolist()) == [-1, 0]
+
+
+def test_group_sums_and_times(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(2), "_m_0_2", nbytes=10, mtime=1_000_000_000)
+    put_pages(tmp_path, range(2), "_m_1_2", nbytes=30, mtime=1_000_000_005)
+    groups = groups_of(tmp_path)
+    assert groups.nbytes.tolist() == [40, 40]
+    assert groups.newest_ns.tolist() == [1_000_000_005 * 10**9] * 2
+
+
+def test_an_empty_store_has_no_groups(tmp_path: Path) -> None:
+    groups = groups_of(tmp_path)
+    assert len(groups) == 0
+    assert page_rows(groups).num_rows == 0
+
+
+@pytest.mark.parametrize("present", range(1, 16))
+def test_states_and_missing_agree_with_counting_by_hand(tmp_path: Path, present: int) -> None:
+    """Every subset of a page with two kv ranks and two mamba ranks."""
+    stems = ["_m_0_2", "_m_1_2", ".mamba_m_0_2", ".mamba_m_1_2"]
+    put_pages(tmp_path, range(1, 3), *stems)
+    chosen = [stem for bit, stem in enumerate(stems) if present >> bit & 1]
+    put_pages(tmp_path, range(1), *chosen)
+    kv = [stem for stem in chosen if "mamba" not in stem]
+    mamba = [stem for stem in chosen if "mamba" in stem]
+    whole = len(kv) == 2 and len(mamba) != 1
+    state = "whole" if whole else "partial" if kv else "orphan"
+    row = next(r for r in page_rows(groups_of(tmp_path)).to_pylist() if r["page"] == page(0))
+    wanted = stems if mamba else stems[:2]
+    assert row["state"] == state
+    assert row["state"] in STATES
+    assert sorted(row["missing"]) == sorted(f"{page(0)}{s}.bin" for s in wanted if s not in chosen)
