@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 
 class Terminated(BaseException):
@@ -22,34 +25,36 @@ def run(arguments: list[str]) -> int:
     """Run one command and return its exit status. Only bugs of ours raise."""
     import click
 
-    from hicachectl.cli import ClosedPipe, cli
+    from hicachectl.cli import ClosedPipeError, cli
     from hicachectl.errors import BAD_INPUT, INTERRUPTED, TERMINATED, exit_code
     from hicachectl.formats.errors import HicacheError
 
     previous = signal.signal(signal.SIGTERM, _terminate)
+    status = 0
     try:
-        return int(cli.main(arguments, prog_name="hicachectl", standalone_mode=False) or 0)
+        status = cli.main(arguments, prog_name="hicachectl", standalone_mode=False) or 0
     except click.exceptions.Exit as request:
-        return request.exit_code
+        status = request.exit_code
     except click.ClickException as error:
         error.show()
-        return BAD_INPUT
+        status = BAD_INPUT
     except HicacheError as error:
         print(f"hicachectl: {error}", file=sys.stderr)
-        return exit_code(error)
-    except ClosedPipe:
-        return 0
+        status = exit_code(error)
     except (KeyboardInterrupt, click.Abort):
         print("hicachectl: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        status = INTERRUPTED
     except Terminated:
         print("hicachectl: terminated", file=sys.stderr)
-        return TERMINATED
+        status = TERMINATED
+    except ClosedPipeError:
+        pass  # `| head` has what it wanted
     except Exception:
         print("hicachectl: this is a bug, please report it with the lines below", file=sys.stderr)
         raise
     finally:
         signal.signal(signal.SIGTERM, previous)
+    return status
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import click
 
 from hicachectl import __version__
+from hicachectl.session import Settings
 
 
 class CommandEntry(NamedTuple):
@@ -29,7 +30,7 @@ COMMANDS = {
 }
 
 
-class ClosedPipe(Exception):  # noqa: N818 - no error: the reader has had enough
+class ClosedPipeError(Exception):
     """Nobody reads our output any more."""
 
 
@@ -41,7 +42,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise ClosedPipe from None
+            raise ClosedPipeError from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order of `COMMANDS`."""
@@ -61,17 +62,10 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
 
 
-class Settings(NamedTuple):
-    """What the group's options said; the context object of every command."""
-
-    config: Path | None
-    quiet: bool
-
-
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="STORE is a directory, a URL (see hicachectl(1)) or NAME: for a store of the config file.",
+    epilog="STORE is a directory, a URL (see hicachectl(1)), or NAME: of the config file.",
 )
 @click.version_option(__version__, prog_name="hicachectl", message="%(prog)s %(version)s")
 @click.option("-v", "--verbose", count=True, help="Say more on stderr; twice for debugging.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,12 @@ from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.formats.keys.file import FileCodec
-from hicachectl.formats.layouts import TensorLayout
 from hicachectl.formats.profile import Pool, Profile, StateTensor, dump_profile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hicachectl.formats.layouts import TensorLayout
 
 PROFILE = Profile(
     model="demo/hybrid-1b",

@@ -7,11 +7,10 @@ distinct affixes that a page of it can have, so that everything later is a join 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hicachectl.formats.expectation import expected_objects
-from hicachectl.formats.keys.base import Affix, KeyCodec
 from hicachectl.formats.keys.resolve import (
     ANCHOR_POOL,
     Resolved,
@@ -20,8 +19,13 @@ from hicachectl.formats.keys.resolve import (
     resolve_affixes,
     topology,
 )
-from hicachectl.formats.objects import Coordinate
 from hicachectl.formats.profile import Profile, default_hit_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hicachectl.formats.keys.base import Affix, KeyCodec
+    from hicachectl.formats.objects import Coordinate
 
 UNRESOLVED = -1  # deployment id of an affix that is foreign or ambiguous
 
@@ -85,7 +89,7 @@ def assign_affixes(
     known = {m.affix: m.coordinate for d in deployments for m in d.members}
     resolved = resolve_affixes(affixes, codec, known)
     deployments += _inferred_deployments(
-        {a: r.coordinate for a, r in resolved.items() if a not in known and r.coordinate}
+        {a: r.coordinate for a, r in resolved.items() if a not in known and r.coordinate}, codec
     )
     places = {
         member.affix: (number, position)
@@ -103,7 +107,7 @@ def assign_affixes(
 
 
 def profiled_deployment(profile: Profile, codec: KeyCodec) -> Deployment:
-    """The members that a profile expects, under a store's key grammar."""
+    """List the members that a profile expects, under a store's key grammar."""
     expected = expected_objects(profile, codec.scheme)
     members = tuple(
         Member(codec.affix(e.coordinate), e.coordinate, e.nbytes, e.anchor, e.trailing)
@@ -113,17 +117,19 @@ def profiled_deployment(profile: Profile, codec: KeyCodec) -> Deployment:
     return Deployment(first.model, first.tag, profile, members)
 
 
-def _inferred_deployments(coordinates: dict[Affix, Coordinate]) -> list[Deployment]:
+def _inferred_deployments(
+    coordinates: Mapping[Affix, Coordinate], codec: KeyCodec
+) -> list[Deployment]:
     anchored = {_identity(c) for c in coordinates.values() if c.pool == ANCHOR_POOL}
-    gathered: dict[tuple[str, str, Topology], list[tuple[Affix, Coordinate]]] = defaultdict(list)
-    for affix, coordinate in coordinates.items():
+    gathered: dict[tuple[str, str, Topology], list[Coordinate]] = defaultdict(list)
+    for coordinate in coordinates.values():
         identity = _identity(coordinate)
         shared = (*identity[:2], rankless(identity[2]))
         # Mamba states carry their TP size beside an anchor that has none (MLA on file).
         joins = coordinate.pool == "mamba" and identity not in anchored and shared in anchored
-        gathered[shared if joins else identity].append((affix, coordinate))
+        gathered[shared if joins else identity].append(coordinate)
     return [
-        Deployment(model, tag, None, _inferred_members(found))
+        Deployment(model, tag, None, _inferred_members(found, codec))
         for (model, tag, _), found in sorted(gathered.items(), key=repr)
     ]
 
@@ -132,20 +138,29 @@ def _identity(coordinate: Coordinate) -> tuple[str, str, Topology]:
     return coordinate.model, coordinate.tag, topology(coordinate.shard)
 
 
-def _inferred_members(found: list[tuple[Affix, Coordinate]]) -> tuple[Member, ...]:
-    pools = {coordinate.pool for _, coordinate in found}
-    anchor = _anchor_pool(pools)
+def _inferred_members(found: list[Coordinate], codec: KeyCodec) -> tuple[Member, ...]:
+    anchor = _anchor_pool({coordinate.pool for coordinate in found})
     members = [
         Member(
-            affix=affix,
+            affix=codec.affix(coordinate),
             coordinate=coordinate,
             nbytes=None,
             anchor=coordinate.pool == anchor,
             trailing=default_hit_policy(coordinate.pool) == "trailing_pages",
         )
-        for affix, coordinate in found
+        for coordinate in _with_fellow_ranks(found)
     ]
     return tuple(sorted(members, key=lambda m: (not m.anchor, m.coordinate.pool, _rank_order(m))))
+
+
+def _with_fellow_ranks(found: list[Coordinate]) -> set[Coordinate]:
+    """Add the TP ranks that a key itself implies: one that says rank 1 of 2 has a rank 0."""
+    return set(found) | {
+        replace(coordinate, shard=replace(coordinate.shard, tp_rank=rank))
+        for coordinate in found
+        if coordinate.shard.tp_rank is not None
+        for rank in range(coordinate.shard.tp_size or 0)
+    }
 
 
 def _rank_order(member: Member) -> tuple[object, ...]:
@@ -155,7 +170,7 @@ def _rank_order(member: Member) -> tuple[object, ...]:
 
 
 def _anchor_pool(pools: set[str]) -> str:
-    """The pool that makes a page exist: kv; for DeepSeek-V4 without one, the first all_pages pool.
+    """Name the pool that makes a page exist: kv; without one, DeepSeek-V4's first all_pages pool.
 
     Without either, what is left are sidecars whose anchor is gone.
     """

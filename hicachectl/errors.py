@@ -29,5 +29,5 @@ EXIT_CODES: dict[type[HicacheError], int] = {
 
 
 def exit_code(error: HicacheError) -> int:
-    """The status to exit with, by the nearest listed class."""
+    """Return the status to exit with, by the nearest listed class."""
     return next(EXIT_CODES[cls] for cls in type(error).__mro__ if cls in EXIT_CODES)

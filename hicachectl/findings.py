@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SEVERITIES = ("info", "warning", "error")
 
@@ -25,7 +28,7 @@ def findings(
     parts: pa.Array | None = None,
     detail: str | pa.Array,
 ) -> pa.Table:
-    """A table of findings, one for each key; plain strings hold for all of them."""
+    """Make a table of findings, one for each key; plain strings hold for all of them."""
     nothing = pa.nulls(len(keys), pa.string())
 
     def column(value: str | pa.Array | None) -> pa.Array:
@@ -45,7 +48,7 @@ def combine(tables: Iterable[pa.Table]) -> pa.Table:
 
 
 def severity_ranks(table: pa.Table) -> npt.NDArray[np.int64]:
-    """The place of each finding's severity in `SEVERITIES`."""
+    """Return the place of each finding's severity in `SEVERITIES`."""
     encoded = table.column("severity").combine_chunks().dictionary_encode()
     ranks = np.array([SEVERITIES.index(s) for s in encoded.dictionary.to_pylist()], dtype=np.int64)
     return ranks[encoded.indices.to_numpy()] if len(table) else np.zeros(0, dtype=np.int64)

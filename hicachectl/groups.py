@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.deployments import UNRESOLVED, Deployment, Member
-from hicachectl.inventory import IntArray, Inventory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.inventory import IntArray, Inventory
 
 WHOLE, PARTIAL, ORPHAN, UNKNOWN = range(4)
 STATES = ("whole", "partial", "orphan", "unknown")
@@ -22,7 +26,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Members that groups of one deployment lack: row i says group `groups[i]` lacks `members[i]`."""
+    """Members that groups of one deployment lack: group `groups[i]` lacks `members[i]`."""
 
     deployment: Deployment
     groups: IntArray
@@ -48,7 +52,7 @@ class PageGroups:
         deployment_ids = inventory.by_affix(table.deployment_ids, UNRESOLVED)
         in_group = inventory.by_affix(tuple(bool(r.readings) for r in table.resolved), False) != 0
         ranked = deployment_ids * max(len(order), 1) + order[page_ids] if len(order) else page_ids
-        codes, first, inverse = np.unique(ranked[in_group], return_index=True, return_inverse=True)
+        _codes, first, inverse = np.unique(ranked[in_group], return_index=True, return_inverse=True)
         self.of_object: IntArray = np.full(len(page_ids), -1, dtype=np.int64)
         self.of_object[in_group] = inverse
         rows = np.flatnonzero(in_group)[first]
@@ -71,7 +75,7 @@ class PageGroups:
 
     @cached_property
     def newest_ns(self) -> IntArray:
-        """mtime of each group's newest object, Unix nanoseconds; 0 where the store keeps none."""
+        """Mtime of each group's newest object, Unix nanoseconds; 0 where the store keeps none."""
         return self._reduce(np.maximum, "mtime_ns")
 
     def _reduce(self, function: np.ufunc, column: str) -> IntArray:
@@ -86,7 +90,7 @@ class PageGroups:
 
     @cached_property
     def object_sets(self) -> tuple[tuple[str, ...], ...]:
-        """For each deployment the pool of each of its object sets; one set a column of `present`."""
+        """For each deployment the pools of its object sets, in the columns of `present`."""
         return tuple(tuple(pool for pool, _ in _sets(d)) for d in self.deployments)
 
     @cached_property
@@ -108,7 +112,7 @@ class PageGroups:
 
     @cached_property
     def expected(self) -> npt.NDArray[np.int32]:
-        """[groups, object sets] how many each page must have; 0 for a trailing set that is absent."""
+        """[groups, object sets] how many a page must have; 0 for a trailing set that is absent."""
         width = self.present.shape[1]
         full = np.zeros((len(self.deployments) + 1, width), dtype=np.int32)
         trailing = np.zeros_like(full, dtype=np.bool_)
@@ -134,7 +138,7 @@ class PageGroups:
         return states
 
     def present_members(self, deployment_id: int, groups: IntArray) -> BoolArray:
-        """[groups, members] which members of a deployment the given groups have."""
+        """Say which members of a deployment the given groups have: [groups, members]."""
         deployment = self.deployments[deployment_id]
         position = np.full(len(self) + 1, -1, dtype=np.int64)
         position[groups] = np.arange(len(groups))
@@ -145,7 +149,7 @@ class PageGroups:
         return present
 
     def missing(self) -> Iterator[Missing]:
-        """What groups that are not whole lack, a deployment at a time."""
+        """List what groups that are not whole lack, a deployment at a time."""
         for number, deployment in enumerate(self.deployments):
             incomplete = (self.states == PARTIAL) | (self.states == ORPHAN)
             groups = np.flatnonzero(incomplete & (self.deployment_ids == number))
@@ -161,7 +165,7 @@ class PageGroups:
             yield Missing(deployment, groups[rows], columns.astype(np.int64))
 
     def keys_of(self, missing: Missing) -> pa.BinaryArray:
-        """The missing keys, exactly as the server would have written them."""
+        """Spell the missing keys, exactly as the server would have written them."""
         members = pa.array(missing.members)
         before = pa.array([m.affix[0] for m in missing.deployment.members], pa.string())
         after = pa.array([m.affix[1] for m in missing.deployment.members], pa.string())
@@ -185,6 +189,6 @@ def _column_is_anchor(deployment: Deployment, column: int) -> bool:
 
 
 def _can_be_orphan(deployment: Deployment) -> bool:
-    """Sidecars are orphans without kv; where an all_pages pool stands in for it, the word is void."""
+    """Tell whether sidecars can lose their anchor: not where one of them stands in for kv."""
     anchors = [member for member in deployment.members if member.anchor]
     return not anchors or anchors[0].coordinate.pool == "kv"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from hicachectl.deployments import Deployment, Member
+from typing import TYPE_CHECKING
+
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.profile import Pool, Profile, profile_from_mapping
-from hicachectl.inventory import Inventory
+from hicachectl.formats.profile import Profile, profile_from_mapping
+
+if TYPE_CHECKING:
+    from hicachectl.deployments import Deployment, Member
+    from hicachectl.inventory import Inventory
 
 
 def infer_profile(inventory: Inventory, model: str = "") -> Profile:
@@ -59,5 +63,3 @@ def _size(members: list[Member], axis: str) -> int:
 def _topology(deployment: Deployment) -> str:
     members = list(deployment.members)
     return " ".join(f"{axis}={_size(members, axis)}" for axis in ("tp", "pp", "cp", "dcp"))
-
-

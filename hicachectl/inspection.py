@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,8 @@ from hicachectl.listing import object_rows, page_rows
 from hicachectl.selection import Selection, select
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
 

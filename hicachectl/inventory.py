@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,8 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.table import KeySplitter
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
 
@@ -69,7 +70,7 @@ def take_inventory(
 def _with_common_sizes(
     table: AffixTable, objects: pa.Table, affix_ids: npt.NDArray[np.int32]
 ) -> AffixTable:
-    """Let inferred members expect the size that more than half of the objects of their kind have."""
+    """Let inferred members expect the size that more than half of their kind have."""
     listed = objects.column("nbytes").fill_null(-1).to_numpy()
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for number, (deployment, member) in enumerate(
@@ -97,7 +98,7 @@ def _with_common_sizes(
 
 
 def _size_kind(member: Member) -> tuple[object, ...]:
-    """Members with the same write equal sizes: pools differ by stage and CP rank, not by TP rank."""
+    """Equal for members of equal size: pools differ by stage and CP rank, not by TP rank."""
     coordinate = member.coordinate
     return coordinate.pool, coordinate.part, coordinate.shard.pp_rank, coordinate.shard.cp_rank
 

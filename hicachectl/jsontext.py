@@ -45,8 +45,20 @@ def _object(array: pa.StructArray, *, skip_nulls: bool) -> pa.StringArray:
     for field, values in zip(array.type, array.flatten(), strict=True):
         text = pc.binary_join_element_wise(f"{json.dumps(field.name)}: ", json_values(values), "")
         members.append(pc.if_else(values.is_valid(), text, None) if skip_nulls else text)
-    body = pc.binary_join_element_wise(*members, ", ", null_handling="skip")
-    return pc.binary_join_element_wise("{", body, "}", "")
+    return pc.binary_join_element_wise("{", join_present(members, ", "), "}", "")
+
+
+def join_present(columns: list[pa.StringArray], separator: str) -> pa.StringArray:
+    """Join the values of each row that are not null; "" where all are.
+
+    Arrow's own null_handling="skip" loses rows of which every value is null (pyarrow 26.0.1).
+    """
+    joined = pc.fill_null(columns[0], "")
+    for column in columns[1:]:
+        longer = pc.binary_join_element_wise(joined, column, separator)
+        first = pc.and_(column.is_valid(), pc.equal(joined, ""))
+        joined = pc.if_else(first, column, pc.coalesce(longer, joined))
+    return joined
 
 
 def _list(array: pa.ListArray) -> pa.StringArray:

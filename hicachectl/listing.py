@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.deployments import UNRESOLVED
-from hicachectl.formats.keys.resolve import Resolved
 from hicachectl.groups import STATES, PageGroups
-from hicachectl.inventory import Inventory
+
+if TYPE_CHECKING:
+    from hicachectl.formats.keys.resolve import Resolved
+    from hicachectl.inventory import Inventory
 
 _SHARD_INTS = (
     "tp_rank",
@@ -42,7 +46,7 @@ def seconds(times_ns: pa.Array) -> pa.Array:
 
 
 def object_rows(inventory: Inventory, rows: Rows | None = None, *, pool: str = "") -> pa.Table:
-    """A row per object, in the columns of `ls --objects`; `rows` and `pool` pick some."""
+    """Make a row per object, in the columns of `ls --objects`; `rows` and `pool` pick some."""
     objects = inventory.objects
     ids = inventory.affix_ids
     if pool:
@@ -81,7 +85,7 @@ def object_rows(inventory: Inventory, rows: Rows | None = None, *, pool: str = "
 
 
 def _known_fields(resolved: Resolved) -> dict[str, str | int | None]:
-    """What an affix says for certain; of an ambiguous one, what all its readings agree on."""
+    """Return what an affix says for certain: where it is ambiguous, what all readings share."""
     readings = resolved.readings if resolved.coordinate is None else (resolved.coordinate,)
     values = [
         {
@@ -108,7 +112,7 @@ def _span(half_open: tuple[int, int] | None) -> str | None:
 
 
 def page_rows(groups: PageGroups) -> pa.Table:
-    """A row per page group, in the columns of `ls`."""
+    """Make a row per page group, in the columns of `ls`."""
     ids = pa.array(groups.deployment_ids, mask=groups.deployment_ids == UNRESOLVED)
     models = pa.array([d.model or None for d in groups.deployments], pa.string())
     tags = pa.array([d.tag or None for d in groups.deployments], pa.string())
@@ -151,7 +155,7 @@ def _pool_counts(groups: PageGroups) -> pa.StructArray:
 
 
 def _padded(sets: tuple[str, ...], groups: PageGroups) -> tuple[str, ...]:
-    return sets + ("",) * (groups.present.shape[1] - len(sets))
+    return (*sets, *[""] * (groups.present.shape[1] - len(sets)))
 
 
 def _pool_order(pool: str) -> tuple[bool, str]:

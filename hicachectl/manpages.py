@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
 from inspect import cleandoc
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hicachectl.cli import COMMANDS, cli
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 RELEASE_DATE = "November 20, 2026"  # of the version in hicachectl/__init__.py
 
@@ -33,17 +36,20 @@ _STORES = (
 )
 _ENVIRONMENT = (
     ("HICACHECTL_CONFIG", "The config file, where --config is not given."),
-    ("HICACHECTL_API_KEY", "Bearer key for --server; SGLANG_API_KEY is read when it is unset."),
+    ("HICACHECTL_API_KEY", "Bearer key for --server; sent to no host but that one."),
     ("NO_COLOR", "When set and not empty, no colours are written."),
     (
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
         "The directory of the store file:, as for SGLang; /tmp/hicache when unset.",
     ),
 )
-_CONFIG_EXAMPLE = ('[stores.prod]', 'url = "file:///mnt/hicache"')
+_CONFIG_EXAMPLE = ("[stores.prod]", 'url = "file:///mnt/hicache"')
 _STATES = (
-    ("whole", "Every object of the page is there. Mamba and SWA states are on some pages only: "
-              "all of them, or none, make a page whole."),
+    (
+        "whole",
+        "Every object of the page is there. Mamba and SWA states are on some pages only: "
+        "all of them, or none, make a page whole.",
+    ),
     ("partial", "Some object is missing."),
     ("orphan", "Side objects without the kv object that makes a server look for them."),
     ("unknown", "Nothing says what to expect, since the keys can be read in several ways."),
@@ -58,8 +64,8 @@ def build(directory: Path) -> None:
 
 
 def main_page() -> str:
-    """The page of the program as a whole."""
-    ctx = click.Context(cli, info_name="hicachectl")
+    """Write the page of the program as a whole."""
+    ctx = _group_context()
     lines = [
         *_head("hicachectl", "inspect and verify SGLang HiCache L3 stores"),
         ".Nm",
@@ -77,18 +83,26 @@ def main_page() -> str:
     lines += [".El", ".Sh STORES", *_list(_STORES)]
     lines += [".Sh PAGE STATES", *_list(_STATES)]
     lines += [".Sh ENVIRONMENT", *_list(_ENVIRONMENT)]
-    lines += [".Sh FILES", ".Bl -tag -width Ds", ".It Pa ~/.config/hicachectl/config.toml",
-              "Named stores:", ".El", ".Bd -literal -offset indent", *map(_literal, _CONFIG_EXAMPLE), ".Ed"]
+    lines += [
+        ".Sh FILES",
+        ".Bl -tag -width Ds",
+        ".It Pa ~/.config/hicachectl/config.toml",
+        "Named stores:",
+        ".El",
+        ".Bd -literal -offset indent",
+        *map(_literal, _CONFIG_EXAMPLE),
+        ".Ed",
+    ]
     lines += [".Sh EXIT STATUS", *_list(_EXIT_STATUS)]
     lines += [".Sh SEE ALSO", *_see_also("hicachectl")]
     return "\n".join(lines) + "\n"
 
 
 def command_page(name: str) -> str:
-    """The page of one command, from its click declaration alone."""
-    command = cli.get_command(click.Context(cli), name)
+    """Write the page of one command, from its click declaration alone."""
+    command = cli.get_command(_group_context(), name)
     assert command is not None  # COMMANDS names only commands that exist
-    ctx = click.Context(command, info_name=name, parent=click.Context(cli, info_name="hicachectl"))
+    ctx = click.Context(command, info_name=name, parent=_group_context())
     arguments = [p.make_metavar(ctx) for p in command.params if isinstance(p, click.Argument)]
     summary = COMMANDS[name].summary.rstrip(".")
     lines = [
@@ -109,6 +123,11 @@ def command_page(name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _group_context() -> click.Context:
+    # With its settings, as in a real call: click keeps the help option it first makes.
+    return click.Context(cli, info_name="hicachectl", **cli.context_settings)
+
+
 def _head(name: str, summary: str) -> list[str]:
     return [
         f".Dd {RELEASE_DATE}",
@@ -122,14 +141,14 @@ def _head(name: str, summary: str) -> list[str]:
 
 
 def _description(text: str) -> list[str]:
-    """Help text as paragraphs; a block that click would not rewrap (\\b) stays as it is."""
+    """Help text as paragraphs; a block that click must not rewrap stays as it is."""
     lines = [".Sh DESCRIPTION"]
     for number, paragraph in enumerate(cleandoc(text).split("\n\n")):
         if paragraph.startswith("\b"):
             body = paragraph.removeprefix("\b").strip("\n").splitlines()
             lines += [".Bd -literal -offset indent", *map(_literal, body), ".Ed"]
         else:
-            lines += [*([".Pp"] if number and not lines[-1] == ".Ed" else []), *_sentences(paragraph)]
+            lines += [*([".Pp"] if number and lines[-1] != ".Ed" else []), *_sentences(paragraph)]
     return lines
 
 

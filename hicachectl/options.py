@@ -24,7 +24,7 @@ _UNITS = {
 }
 
 
-class Duration(click.ParamType):
+class Duration(click.ParamType[Any]):
     """`90s 10m 2h 7d`, to seconds."""
 
     name = "duration"
@@ -41,7 +41,7 @@ class Duration(click.ParamType):
         return float(match[1]) * _SECONDS[match[2]]
 
 
-class PointInTime(click.ParamType):
+class PointInTime(click.ParamType[Any]):
     """ISO 8601, or a duration ago; to Unix seconds."""
 
     name = "time"
@@ -60,7 +60,7 @@ class PointInTime(click.ParamType):
             self.fail(f"{value!r} is neither ISO 8601 nor a duration ago (7d)", param, ctx)
 
 
-class Size(click.ParamType):
+class Size(click.ParamType[Any]):
     """`200GiB 1.5TB` or bytes, to bytes."""
 
     name = "size"
@@ -75,7 +75,7 @@ class Size(click.ParamType):
         return int(float(match[1]) * _UNITS[match[2]])
 
 
-class NameList(click.ParamType):
+class NameList(click.ParamType[Any]):
     """A comma-separated list of names, each out of a fixed set."""
 
     name = "list"
@@ -168,6 +168,12 @@ profile_options = _stack(
     click.option("--tp-lcm-size", type=click.IntRange(1), help="Mooncake split heads."),
     click.option("--tag", metavar="TAG", help="Mooncake extra_backend_tag."),
     click.option("--speculative-algorithm", metavar="NAME", help="As in SGLang: EAGLE, EAGLE3, …"),
+    click.option(
+        "--dsa-prefill-backend",
+        metavar="NAME",
+        help="As in SGLang; decides the rows of fp8 DSA models.",
+    ),
+    click.option("--dsa-decode-backend", metavar="NAME", help="As --dsa-prefill-backend."),
     click.option(
         "--draft-model-config",
         type=click.Path(dir_okay=False, path_type=Path),

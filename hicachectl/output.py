@@ -7,8 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,6 +15,9 @@ import pyarrow.compute as pc
 from hicachectl import __version__
 from hicachectl.formats.errors import UsageError
 from hicachectl.jsontext import json_rows, json_values
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SCHEMA_VERSION = 1
 _BINARY_FORMATS = ("parquet", "arrow")
@@ -118,7 +120,7 @@ def human_size(nbytes: int) -> str:
 
 
 def human_age(seconds: float) -> str:
-    """An age for people, in its largest whole unit: 7260 is `2h`."""
+    """Write an age for people, in its largest whole unit: 7260 is `2h`."""
     for length, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= length:
             return f"{int(seconds // length)}{unit}"
@@ -206,9 +208,7 @@ def _destination(output: Path | None, *, binary: bool) -> Iterator[IO[Any]]:
         return
     partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        with partial.open(
-            "wb" if binary else "w", **({} if binary else {"encoding": "utf-8"})
-        ) as stream:
+        with partial.open("wb") if binary else partial.open("w", encoding="utf-8") as stream:
             yield stream
         partial.replace(output)
     except OSError as error:

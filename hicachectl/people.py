@@ -7,11 +7,12 @@ import time
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.jsontext import join_present
 from hicachectl.output import human_age, human_column, human_size
 
 
 def pages_for_people(rows: pa.Table) -> pa.Table:
-    """The text columns of `ls`; ">" marks what is aligned to the right."""
+    """Make the text columns of `ls`; ">" marks what is aligned to the right."""
     return pa.table(
         {
             "page": pc.utf8_slice_codeunits(rows.column("page"), 0, 16),
@@ -25,7 +26,7 @@ def pages_for_people(rows: pa.Table) -> pa.Table:
 
 
 def objects_for_people(rows: pa.Table) -> pa.Table:
-    """The text columns of `ls --objects`."""
+    """Make the text columns of `ls --objects`."""
     return pa.table(
         {
             "key": rows.column("key"),
@@ -40,7 +41,7 @@ def objects_for_people(rows: pa.Table) -> pa.Table:
 
 
 def summary_for_people(rows: pa.Table) -> pa.Table:
-    """The text columns of `ls --summary`."""
+    """Make the text columns of `ls --summary`."""
     return pa.table(
         {
             "model": rows.column("model"),
@@ -70,7 +71,7 @@ def _pools_text(pools: pa.Array) -> pa.StringArray:
         texts.append(pc.if_else(counts.is_valid(), text, None))
     if not texts:
         return pa.nulls(len(pools), pa.string())
-    return pc.binary_join_element_wise(*texts, " ", null_handling="skip")
+    return join_present(texts, " ")
 
 
 def _ranks_text(rows: pa.Table) -> pa.StringArray:
@@ -83,5 +84,5 @@ def _ranks_text(rows: pa.Table) -> pa.StringArray:
         texts.append(
             pc.binary_join_element_wise(f"{axis} ", rank, "/", pc.fill_null(size, "?"), "")
         )
-    joined = pc.binary_join_element_wise(*texts, " ", null_handling="skip")
+    joined = join_present(texts, " ")
     return pc.if_else(pc.equal(joined, ""), None, joined)

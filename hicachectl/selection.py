@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +12,9 @@ import pyarrow.compute as pc
 from hicachectl.deployments import UNRESOLVED
 from hicachectl.formats.errors import UsageError
 from hicachectl.groups import STATES, BoolArray, PageGroups
-from hicachectl.inventory import Inventory
+
+if TYPE_CHECKING:
+    from hicachectl.inventory import Inventory
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,14 @@ class Selection:
     states: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return self != Selection()
+        return self != EVERYTHING
+
+
+EVERYTHING = Selection()
 
 
 def select(inventory: Inventory, selection: Selection) -> Inventory:
-    """The inventory without the groups that the selection leaves out.
+    """Return the inventory without the groups that the selection leaves out.
 
     Raises UsageError on a page prefix that is no hexadecimal.
     """

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
     from hicachectl.backends.base import Store
-    from hicachectl.cli import Settings
 
 PROGRESS_DELAY_S = 1.0
+
+
+class Settings(NamedTuple):
+    """What the group's options said; the context object of every command."""
+
+    config: Path | None
+    quiet: bool
 
 
 @contextmanager
@@ -22,13 +30,15 @@ def opened(ctx: click.Context, text: str) -> Iterator[Store]:
     from hicachectl.backends.urls import load_config, open_store
 
     settings: Settings = ctx.obj
-    with open_store(text, config=load_config(settings.config)) as store:
+    with open_store(
+        text, config=load_config(None if settings.config is None else str(settings.config))
+    ) as store:
         yield store
 
 
 @contextmanager
 def progress(ctx: click.Context, what: str, unit: str) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, on a terminal only, for what takes longer than a second."""
+    """Show progress on stderr, on a terminal only, for what takes longer than a second."""
     settings: Settings = ctx.obj
     if settings.quiet or not sys.stderr.isatty():
         yield lambda amount: None

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 
 from hicachectl.checks.group import check_groups
 from hicachectl.checks.names import check_names
@@ -16,12 +14,17 @@ from hicachectl.checks.sizes import check_sizes, refuse_contradiction
 from hicachectl.findings import SEVERITIES, combine, severity_ranks
 from hicachectl.groups import UNKNOWN, BoolArray, PageGroups
 from hicachectl.inventory import Inventory, take_inventory
-from hicachectl.selection import Selection, select
+from hicachectl.selection import EVERYTHING, Selection, select
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import pyarrow as pa
+
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
 
+INFERRED = "inferred"
 CHECKS = ("names", "groups", "sizes")
 
 
@@ -43,7 +46,7 @@ def verify_store(
     profile: Profile | None,
     *,
     checks: tuple[str, ...] = CHECKS,
-    selection: Selection = Selection(),
+    selection: Selection = EVERYTHING,
     grace_seconds: float = 60.0,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Report:
@@ -66,7 +69,7 @@ def verify_store(
     codes, counts = np.unique(found.column("code").to_pylist(), return_counts=True)
     document = {
         "store": store.url,
-        "profile": None if profile is None else profile.model,
+        "profile": profile_name(profile),
         "objects": len(inventory.objects),
         "pages": len(np.unique(groups.page_ids)),
         "bytes": int(groups.nbytes.sum()),
@@ -83,6 +86,11 @@ def verify_store(
         "counts": dict(zip(codes.tolist(), counts.tolist(), strict=True)),
     }
     return Report(document, found, tuple(f"{check}: {why}" for check, why in skipped.items()))
+
+
+def profile_name(profile: Profile | None) -> str:
+    """Name a profile in reports: its model, or that it was inferred."""
+    return INFERRED if profile is None or profile.inferred else profile.model
 
 
 def _run(
@@ -105,12 +113,12 @@ def _run(
 def _skipped(
     checks: tuple[str, ...], profile: Profile | None, groups: PageGroups
 ) -> dict[str, str]:
-    """What the checks could not look at, and why; said on stderr."""
+    """List what the checks could not look at, and why; said on stderr."""
     skipped = {}
     unjudged = int((groups.states == UNKNOWN).sum())
-    if profile is None and len(groups):
+    if profile_name(profile) == INFERRED and len(groups):
         skipped["absent-pools"] = (
-            "no profile given, so the store was measured against itself; a pool, part or rank "
+            "the store was measured against itself, since no profile was given: a pool, part or rank "
             "that is absent everywhere cannot be noticed"
         )
     if unjudged and "groups" in checks:

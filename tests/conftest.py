@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
 from hicachectl.__main__ import run
 
-_FOREIGN_SETTINGS = ("HICACHECTL_CONFIG", "HICACHECTL_API_KEY", "SGLANG_", "MOONCAKE_", "NO_COLOR", "XDG_")
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_FOREIGN_SETTINGS = (
+    "HICACHECTL_CONFIG",
+    "HICACHECTL_API_KEY",
+    "SGLANG_",
+    "MOONCAKE_",
+    "NO_COLOR",
+    "XDG_",
+)
 
 
 class Outcome(NamedTuple):
@@ -33,7 +42,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def invoke(capfd: pytest.CaptureFixture[str]) -> Iterator[Invoke]:
+def invoke(capfd: pytest.CaptureFixture[str]) -> Invoke:
     """Run a command and assert its exit code; stdout and stderr come apart."""
 
     def call(*arguments: object, exit_code: int = 0) -> Outcome:

@@ -16,6 +16,8 @@ from hicachectl.formats.objects import Coordinate, Shard
 
 ANCHOR_POOL = "kv"
 
+Topology = tuple[int | None, ...]  # sizes of tp, pp, cp, dcp, and the DCP page
+
 _AXES = (("tp_rank", "tp_size"), ("pp_rank", "pp_size"), ("cp_rank", "cp_size"), ("dcp_rank", "dcp_size"))
 
 
@@ -110,20 +112,17 @@ def _rank_set(reading: Coordinate) -> object:
     return reading.model, reading.tag, stated, shard.dcp_page_size
 
 
-def _deployment(coordinate: Coordinate) -> tuple[object, ...]:
+def _deployment(coordinate: Coordinate) -> tuple[str, str, Topology]:
     return coordinate.model, coordinate.tag, topology(coordinate.shard)
 
 
-def _has_anchor(reading: Coordinate, deployments: Collection[tuple[object, ...]]) -> bool:
+def _has_anchor(reading: Coordinate, deployments: Collection[tuple[str, str, Topology]]) -> bool:
     """Whether some anchor's deployment can own a sidecar with this reading."""
     model, tag, own = _deployment(reading)
     if (model, tag, own) in deployments:
         return True
     # Mamba keeps its tp pair beside an anchor without one (HiCacheFile.tp_config_suffix).
     return reading.pool == "mamba" and (model, tag, rankless(own)) in deployments
-
-
-Topology = tuple[int | None, ...]
 
 
 def topology(shard: Shard) -> Topology:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.deployments import Deployment, Member
 from hicachectl.findings import findings
-from hicachectl.formats.objects import Shard
 from hicachectl.groups import ORPHAN, BoolArray, Missing, PageGroups
-from hicachectl.inventory import IntArray, Inventory
 from hicachectl.listing import key_text, object_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.deployments import Deployment, Member
+    from hicachectl.formats.objects import Shard
+    from hicachectl.inventory import IntArray, Inventory
 
 _WORDS = {
     "missing-pool": "the page's kv is there without it",
@@ -25,7 +29,7 @@ _WORDS = {
 def check_groups(
     inventory: Inventory, groups: PageGroups, in_flight: BoolArray
 ) -> Iterator[pa.Table]:
-    """Findings about settled groups that are not whole.
+    """Find what settled groups lack, and what is left of groups without an anchor.
 
     missing-rank, -part and -pool for each missing object, orphan-sidecar for each object that is
     left of a group without its anchor. in_flight: [groups] those to leave alone.
@@ -60,7 +64,7 @@ def _missing(groups: PageGroups, missing: Missing) -> pa.Table:
 
 
 def _codes(deployment: Deployment, present: BoolArray) -> IntArray:
-    """[groups, members] what the absence of each member would be called: an index into _WORDS."""
+    """Say what the absence of each member is called: [groups, members] indices into _WORDS."""
     pool, part, rank = range(3)
     codes = np.full(present.shape, rank, dtype=np.int64)
     for number, member in enumerate(deployment.members):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -11,13 +11,17 @@ import pyarrow.compute as pc
 from hicachectl.findings import findings
 from hicachectl.formats.keys.file import TEMPORARY_PATTERN
 from hicachectl.formats.keys.mooncake import WARM_UP_PATTERN
-from hicachectl.formats.objects import Coordinate
-from hicachectl.inventory import Inventory
 from hicachectl.listing import key_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.formats.objects import Coordinate
+    from hicachectl.inventory import Inventory
 
 
 def check_names(inventory: Inventory, *, now_ns: int, grace_ns: int) -> Iterator[pa.Table]:
-    """Findings about keys alone: foreign-object, stale-temporary, ambiguous-key."""
+    """Find foreign-object, stale-temporary and ambiguous-key, from names alone."""
     resolved = inventory.table.resolved
     is_object = inventory.by_affix(tuple(bool(r.readings) for r in resolved), 0) != 0
     yield from _foreign(inventory, np.flatnonzero(~is_object), now_ns - grace_ns)

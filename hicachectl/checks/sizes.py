@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -11,9 +11,13 @@ import pyarrow.compute as pc
 from hicachectl.deployments import UNRESOLVED, Member
 from hicachectl.findings import findings
 from hicachectl.formats.errors import ProfileError
-from hicachectl.groups import BoolArray, PageGroups
-from hicachectl.inventory import IntArray, Inventory
 from hicachectl.listing import object_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.groups import BoolArray, PageGroups
+    from hicachectl.inventory import IntArray, Inventory
 
 UNKNOWN_SIZE = -1
 

@@ -15,14 +15,13 @@ Examples:
 """,
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def command(shell: str) -> None:
+@click.pass_context
+def command(ctx: click.Context, /, shell: str) -> None:
     """Print the completion script of SHELL."""
     from click.shell_completion import get_completion_class
 
-    from hicachectl.cli import cli
-
     completion_class = get_completion_class(shell)
     assert completion_class is not None  # the three are click's own
-    completion = completion_class(cli, {}, "hicachectl", "_HICACHECTL_COMPLETE")
+    completion = completion_class(ctx.find_root().command, {}, "hicachectl", "_HICACHECTL_COMPLETE")
     # Not `source()`, which for bash asks the installed bash for its version.
     click.echo(completion.source_template % completion.source_vars())

@@ -19,10 +19,11 @@ Examples:
 """,
 )
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--pages", type=click.IntRange(1, 4096), default=24, show_default=True,
-              help="Pages to write.")
+@click.option(
+    "--pages", type=click.IntRange(1, 4096), default=24, show_default=True, help="Pages to write."
+)
 @click.pass_context
-def command(ctx: click.Context, directory: Path, pages: int) -> None:
+def command(ctx: click.Context, /, directory: Path, pages: int) -> None:
     """Write a small sample store to DIR, as SGLang's file backend would.
 
     The store is of a hybrid model (attention and Mamba states) served at TP 2; its profile lies

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,9 @@ from hicachectl.options import (
     store_argument,
 )
 from hicachectl.session import opened, progress, remark
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 STATES = ("whole", "partial", "orphan", "unknown")
 
@@ -39,6 +42,7 @@ Examples:
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     store: str,
     objects: bool,
     summary: bool,
@@ -69,7 +73,7 @@ def command(
         states=state or (),
     )
     with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
-        profile = profile_from_options(options, source)
+        profile = profile_from_options(options, source, warn=partial(remark, ctx))
         inventory = select(take_inventory(source, profile, on_batch=advance), selection)
     if objects:
         rows, name, human = (

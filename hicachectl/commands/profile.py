@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,26 @@ Examples:
 )
 @click.argument("store", metavar="[STORE]", required=False)
 @click.option("--model", metavar="NAME", help="Which model of STORE, where it has several.")
-@click.option("--format", "output_format", type=click.Choice(["toml", "json"]), default="toml",
-              show_default=True, help="How to write the profile.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="Write the profile to FILE instead of stdout.")
+@click.option(
+    "--format",
+    "output_format",
+    type=click.Choice(["toml", "json"]),
+    default="toml",
+    show_default=True,
+    help="How to write the profile.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the profile to FILE instead of stdout.",
+)
 @profile_options
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     store: str | None,
     model: str | None,
     output_format: str,
@@ -47,7 +60,7 @@ def command(
     from hicachectl.output import write_text
     from hicachectl.profiles import profile_from_options
 
-    profile = profile_from_options(options)
+    profile = profile_from_options(options, warn=partial(remark, ctx))
     if profile is None:
         if store is None:
             raise click.UsageError("give --profile, --model-config, --server or a STORE to look at")

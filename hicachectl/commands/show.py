@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +11,9 @@ from hicachectl.options import Duration, output_options, profile_options, store_
 from hicachectl.session import opened, progress, remark
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     from hicachectl.inspection import PageReport
 
 
@@ -38,6 +40,7 @@ Examples:
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     store: str,
     page: str,
     grace: float,
@@ -54,7 +57,7 @@ def command(
     from hicachectl.profiles import profile_from_options
 
     with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
-        profile = profile_from_options(options, source)
+        profile = profile_from_options(options, source, warn=partial(remark, ctx))
         report = inspect_page(source, profile, page, grace_seconds=grace, on_batch=advance)
     if profile is None:
         remark(ctx, "no profile given: expectations are what was seen in the store")

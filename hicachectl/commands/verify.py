@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,6 +19,9 @@ from hicachectl.options import (
 from hicachectl.session import opened, progress, remark
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     from hicachectl.verify import Report
 
 CHECKS = ("names", "groups", "sizes")
@@ -60,6 +62,7 @@ Examples:
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     store: str,
     checks: tuple[str, ...],
     grace: float,
@@ -77,7 +80,7 @@ def command(
 
     An error is what a server could read as wrong data; a warning costs hits or space. The exit
     status is 4 when there are findings at --fail-on or above. Nothing in the store is changed.
-    """
+    """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.output import write_document
     from hicachectl.profiles import profile_from_options
     from hicachectl.selection import Selection
@@ -92,7 +95,7 @@ def command(
     with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
         report = verify_store(
             source,
-            profile_from_options(options, source),
+            profile_from_options(options, source, warn=partial(remark, ctx)),
             checks=checks,
             selection=selection,
             grace_seconds=grace,

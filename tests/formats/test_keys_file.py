@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,7 +60,7 @@ def coordinates(draw: st.DrawFn) -> Coordinate:
     """Any coordinate that HiCacheFile can write, with models made to look like suffixes."""
     model = "".join(draw(st.lists(st.sampled_from(["m", "_", "0", "2", "-", ".", "cp", "é"]))))
     pool = draw(st.sampled_from(("kv", *SIDECAR_POOLS)))
-    values: dict[str, int] = {}
+    values: dict[str, Any] = {}
     if draw(st.booleans()):
         values["tp_rank"], values["tp_size"] = draw(ranks(st.integers(1, 64)))
     if draw(st.booleans()):
@@ -67,7 +69,12 @@ def coordinates(draw: st.DrawFn) -> Coordinate:
         values["cp_rank"], values["cp_size"] = draw(ranks(st.integers(2, 16)))
     if draw(st.booleans()):
         rank, size = draw(ranks(st.integers(2, 8)))
-        values |= {"dcp_rank": rank, "dcp_size": size, "dcp_page_size": 64 * size, "tp_size": 2 * size}
+        values |= {
+            "dcp_rank": rank,
+            "dcp_size": size,
+            "dcp_page_size": 64 * size,
+            "tp_size": 2 * size,
+        }
         values.pop("tp_rank", None)
         if pool == "mamba":
             values["tp_rank"] = draw(st.integers(0, 2 * size - 1))

@@ -30,8 +30,17 @@ def test_golden_keys_are_written_and_read(affix: tuple[str, str], coordinate: Co
 
 @pytest.mark.parametrize(
     "affix",
-    [("", ""), ("kv:", ""), ("x:kv:", ""), ("0:kv:", "_indexer"), ("0:indexer:", ""),
-     ("0:indexer:", "-k"), ("1:mamba:", "_mamba_3_8"), ("0:mamba:", "_mamba_8_8"), ("0:new:", "_new")],
+    [
+        ("", ""),
+        ("kv:", ""),
+        ("x:kv:", ""),
+        ("0:kv:", "_indexer"),
+        ("0:indexer:", ""),
+        ("0:indexer:", "-k"),
+        ("1:mamba:", "_mamba_3_8"),
+        ("0:mamba:", "_mamba_8_8"),
+        ("0:new:", "_new"),
+    ],
 )
 def test_keys_of_others_have_no_reading(affix: tuple[str, str]) -> None:
     assert CODEC.readings(*affix) == ()

@@ -32,8 +32,20 @@ GOLDEN = [
     (("m_", "_0_draft_swa_k"), Coordinate("m", "draft_swa", "k", shard=Shard(tp_rank=0))),
     (
         (f"{V32}_tp8_dcp4_page256_pp1_cp1_", "_dcp1_cp0_k"),
-        Coordinate(V32, "kv", "k", shard=Shard(
-            tp_size=8, dcp_rank=1, dcp_size=4, dcp_page_size=256, pp_size=1, cp_rank=0, cp_size=1)),
+        Coordinate(
+            V32,
+            "kv",
+            "k",
+            shard=Shard(
+                tp_size=8,
+                dcp_rank=1,
+                dcp_size=4,
+                dcp_page_size=256,
+                pp_size=1,
+                cp_rank=0,
+                cp_size=1,
+            ),
+        ),
     ),
     (
         ("m_", "_['4', '5', '6', '7']_temporal"),
@@ -89,6 +101,8 @@ def test_k_with_a_number_is_a_stage_where_no_v_exists() -> None:
     assert shards == {Shard(pp_rank=0), Shard(pp_rank=1)}
 
 
-@pytest.mark.parametrize("affix", [("m", "_1_k"), ("m_", "_x_k"), ("m_", "_1_q"), ("m_", "1_k"), ("m_", "")])
+@pytest.mark.parametrize(
+    "affix", [("m", "_1_k"), ("m_", "_x_k"), ("m_", "_1_q"), ("m_", "1_k"), ("m_", "")]
+)
 def test_keys_of_others_have_no_reading(affix: tuple[str, str]) -> None:
     assert CODEC.readings(*affix) == ()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from hicachectl.formats.keys.base import Affix
+from typing import TYPE_CHECKING
+
 from hicachectl.formats.keys.file import FileCodec
 from hicachectl.formats.keys.resolve import Resolved, resolve_affixes
 from hicachectl.formats.objects import Coordinate, Shard
+
+if TYPE_CHECKING:
+    from hicachectl.formats.keys.base import Affix
 
 
 def resolve(*stems: str, known: dict[Affix, Coordinate] | None = None) -> dict[str, Resolved]:

@@ -42,6 +42,8 @@ def test_tables_split_like_single_keys(batches: list[list[bytes]]) -> None:
             for page, number in zip(pages.to_pylist(), ids.tolist(), strict=True)
         ]
         assert found == [split_one(key) for key in keys]
-        assert all((page is None) == (number == FOREIGN)
-                   for page, number in zip(pages.to_pylist(), ids.tolist(), strict=True))
+        assert all(
+            (page is None) == (number == FOREIGN)
+            for page, number in zip(pages.to_pylist(), ids.tolist(), strict=True)
+        )
     assert len(set(splitter.affixes)) == len(splitter.affixes)

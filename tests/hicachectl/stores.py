@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 OLD = 1_700_000_000  # long before any grace
 
@@ -23,7 +26,9 @@ def put(directory: Path, name: str, nbytes: int = 64, mtime: float = OLD) -> Pat
     return path
 
 
-def put_pages(directory: Path, pages: range, *stems: str, nbytes: int = 64, mtime: float = OLD) -> None:
+def put_pages(
+    directory: Path, pages: range, *stems: str, nbytes: int = 64, mtime: float = OLD
+) -> None:
     """Write the objects `<hash><stem>.bin` of each page."""
     for number in pages:
         for stem in stems:

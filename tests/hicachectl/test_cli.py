@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import pytest
@@ -14,13 +14,17 @@ import pytest
 from hicachectl.cli import COMMANDS, cli
 from hicachectl.errors import EXIT_CODES
 from hicachectl.formats import errors
-from tests.conftest import Invoke
 from tests.hicachectl.stores import page, put_pages
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
-def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    from tests.conftest import Invoke
+
+
+def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hicachectl", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
@@ -53,7 +57,9 @@ def test_help_of_a_command_imports_nothing_heavy(name: str) -> None:
 
 
 def test_every_exception_class_has_an_exit_code() -> None:
-    classes = [v for v in vars(errors).values() if isinstance(v, type) and v is not errors.HicacheError]
+    classes = [
+        v for v in vars(errors).values() if isinstance(v, type) and v is not errors.HicacheError
+    ]
     assert set(classes) == set(EXIT_CODES)
 
 
@@ -141,7 +147,11 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     put_pages(tmp_path, range(3000), "_m_0_1", nbytes=0)
     command = f"{sys.executable} -m hicachectl ls {tmp_path} --objects; echo $? >&2"
     found = subprocess.run(
-        ["bash", "-c", f"({command}) | head -1"], capture_output=True, text=True, timeout=60, check=True
+        ["bash", "-c", f"({command}) | head -1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert found.stdout.startswith("KEY")
     assert found.stderr == "0\n"
@@ -171,11 +181,13 @@ def test_no_permission_is_one_line(tmp_path: Path) -> None:
 def test_an_interrupt_ends_with_130_and_one_line(tmp_path: Path) -> None:
     for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         code = (
-            "import os, sys, signal; from hicachectl import cli; from hicachectl.__main__ import run;"
+            "import os; from hicachectl import cli; from hicachectl.__main__ import run;"
             f"cli.import_module = lambda name: os.kill(os.getpid(), {int(number)});"
             f"os._exit(run(['ls', {str(tmp_path)!r}]))"
         )
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
         assert found.returncode == status, found.stderr
         assert len(found.stderr.split("\n")) <= 3
         assert "Traceback" not in found.stderr
@@ -203,5 +215,10 @@ def test_completion_scripts_name_the_program(invoke: Invoke, shell: str) -> None
 
 
 def test_completion_completes_commands_and_options() -> None:
-    environment = {**os.environ, "_HICACHECTL_COMPLETE": "bash_complete", "COMP_WORDS": "hicachectl ver", "COMP_CWORD": "1"}
+    environment = {
+        **os.environ,
+        "_HICACHECTL_COMPLETE": "bash_complete",
+        "COMP_WORDS": "hicachectl ver",
+        "COMP_CWORD": "1",
+    }
     assert "verify" in run(env=environment).stdout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +12,9 @@ from hicachectl.groups import STATES, PageGroups
 from hicachectl.inventory import take_inventory
 from hicachectl.listing import page_rows
 from tests.hicachectl.stores import page, put_pages
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 DSA = """
 model = "x/dsa"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.conftest import Invoke
 from tests.hicachectl.stores import page, put, put_pages
 from tests.hicachectl.test_groups import DSA
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
 
 
 @pytest.fixture
@@ -57,9 +60,24 @@ def test_a_healthy_store_is_clean(invoke: Invoke, hybrid: Path) -> None:
 
 def test_the_document_has_the_members_of_the_contract(invoke: Invoke, hybrid: Path) -> None:
     assert list(verify(invoke, hybrid)) == [
-        "schema", "version", "store", "profile", "objects", "pages", "bytes", "seconds",
-        "complete", "gone", "in_flight", "sampled", "repaired", "quarantined", "checks",
-        "skipped_checks", "findings", "counts",
+        "schema",
+        "version",
+        "store",
+        "profile",
+        "objects",
+        "pages",
+        "bytes",
+        "seconds",
+        "complete",
+        "gone",
+        "in_flight",
+        "sampled",
+        "repaired",
+        "quarantined",
+        "checks",
+        "skipped_checks",
+        "findings",
+        "counts",
     ]
 
 
@@ -104,16 +122,24 @@ def test_sidecars_without_their_anchor_are_orphans(invoke: Invoke, dsa: Path) ->
     assert brief(document) == [("orphan-sidecar", "warning", f"{page(2)}.indexer_x-dsa.bin")]
 
 
-@pytest.mark.parametrize(("size", "code"), [(8000, "truncated"), (9217, "oversized"), (0, "truncated")])
-def test_sizes_are_compared_with_the_profile(invoke: Invoke, dsa: Path, size: int, code: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "code"), [(8000, "truncated"), (9217, "oversized"), (0, "truncated")]
+)
+def test_sizes_are_compared_with_the_profile(
+    invoke: Invoke, dsa: Path, size: int, code: str
+) -> None:
     damaged = dsa / f"{page(1)}_x-dsa.bin"
     os.truncate(damaged, size)
-    document = verify(invoke, dsa, "--profile", dsa.parent / "dsa.toml", "--grace", "0s", exit_code=4)
+    document = verify(
+        invoke, dsa, "--profile", dsa.parent / "dsa.toml", "--grace", "0s", exit_code=4
+    )
     assert brief(document) == [(code, "error", damaged.name)]
     assert document["findings"][0]["detail"] == f"{size} bytes, expected 9216"
 
 
-def test_without_a_profile_sizes_are_compared_with_the_majority(invoke: Invoke, hybrid: Path) -> None:
+def test_without_a_profile_sizes_are_compared_with_the_majority(
+    invoke: Invoke, hybrid: Path
+) -> None:
     put(hybrid, f"{page(0)}_m_0_2.bin", 100)
     document = verify(invoke, hybrid, exit_code=4)
     assert brief(document) == [("truncated", "error", f"{page(0)}_m_0_2.bin")]
@@ -174,8 +200,11 @@ def test_a_profile_of_another_topology_is_refused_with_both_numbers(
     invoke: Invoke, dsa: Path
 ) -> None:
     other = dsa.parent / "other.toml"
-    other.write_text(DSA.replace('kind = "mla"', 'kind = "mha"\ndtype = "bfloat16"\nkv_heads = 4\nhead_dim = 8')
-                     .replace('page_size = 4', 'page_size = 4\ntp = 2'))
+    other.write_text(
+        DSA.replace(
+            'kind = "mla"', 'kind = "mha"\ndtype = "bfloat16"\nkv_heads = 4\nhead_dim = 8'
+        ).replace("page_size = 4", "page_size = 4\ntp = 2")
+    )
     message = invoke("verify", dsa, "--profile", other, exit_code=2).stderr
     assert "contradicts" in message
     assert "tp size 2" in message

@@ -1,0 +1,144 @@
+"""The SGLang server flags that decide keys and object sizes, and what SGLang makes of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.profile import LAYOUTS, NEWEST_SGLANG
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# SpeculativeAlgorithm (srt/speculative/spec_info.py); NEXTN is an alias (spec_registry.py).
+_ALGORITHMS = (
+    "EAGLE", "EAGLE3", "FROZEN_KV_MTP", "STANDALONE", "NGRAM", "DFLASH", "DSPARK", "UNO",
+)  # fmt: skip
+_BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP")  # SpeculativeAlgorithm.is_eagle
+_PAGE_FIRST_BY_DEFAULT_SINCE = (0, 5, 13)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentFlags:
+    """How a server was started, in SGLang's own words and before sharding.
+
+    model: served model name; None falls back to the config's `_name_or_path`.
+    page_size: --page-size, the physical page under DCP; None where SGLang itself decides.
+    layout: --hicache-mem-layout; None for the version's default.
+    storage_backend, io_backend: decide with `layout` which layout is used in the end.
+    tp: --tp-size, the ranks of a pipeline stage, not the attention TP size.
+    cp: --attention-context-parallel-size.
+    pp_partition: SGLANG_PP_LAYER_PARTITION.
+    draft_model_config: the draft's config; None where the target's checkpoint holds the draft.
+    mamba_ssm_dtype, mamba_conv_dtype: --mamba-ssm-dtype or SGLANG_MAMBA_*_DTYPE; "" if unset.
+    resolved: the values are what a server reports after its own overrides, so that "auto" and
+        page sizes are not second-guessed.
+    """
+
+    model: str | None = None
+    page_size: int | None = None
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    layout: str | None = None
+    storage_backend: str | None = None
+    io_backend: str = "kernel"
+    tp: int = 1
+    dp: int = 1
+    enable_dp_attention: bool = False
+    pp: int = 1
+    pp_partition: tuple[int, ...] = ()
+    cp: int = 1
+    enable_dsa_cache_layer_split: bool = False
+    dcp: int = 1
+    tp_lcm_size: int = 0
+    tag: str = ""
+    speculative_algorithm: str = ""
+    draft_model_config: Mapping[str, Any] | None = None
+    speculative_num_steps: int = 0
+    enable_multi_layer_eagle: bool = False
+    speculative_draft_kv_cache_dtype: str = ""
+    dsa_prefill_backend: str = ""
+    dsa_decode_backend: str = ""
+    disaggregation_mode: str = "null"
+    mamba_ssm_dtype: str = ""
+    mamba_conv_dtype: str = ""
+    disable_hybrid_swa_memory: bool = False
+    sglang: str = NEWEST_SGLANG
+    resolved: bool = False
+
+
+def sglang_version(text: str) -> tuple[int, ...]:
+    """Parse the numbers that lead a version. Raises ProfileError without any."""
+    match = re.match(r"v?(\d+(?:\.\d+)*)", text)
+    if match is None:
+        raise ProfileError(f"sglang: {text!r} is no version, such as {NEWEST_SGLANG}")
+    return tuple(int(number) for number in match[1].split("."))
+
+
+def normalised_layout(flags: DeploymentFlags) -> str:
+    """Give the host memory layout that SGLang ends up with.
+
+    Source: srt/arg_groups/hicache_hook.py :: resolve_layout_io_compatibility,
+    resolve_storage_layout_compatibility. Raises ProfileError for a layout we do not know.
+    """
+    page_first = sglang_version(flags.sglang) >= _PAGE_FIRST_BY_DEFAULT_SINCE
+    layout = flags.layout or ("page_first" if page_first else "layer_first")
+    if layout not in LAYOUTS:
+        raise ProfileError(f"layout: {layout!r} is none of {', '.join(LAYOUTS)}")
+    if layout == "page_first" and flags.io_backend == "direct":
+        return "page_first_direct"
+    # Under DCP Mooncake takes layer_first pages as they are, through several buffers.
+    if layout == "layer_first" and flags.storage_backend == "mooncake" and flags.dcp == 1:
+        replacements = {"direct": "page_first_direct", "kernel": "page_first"}
+        return replacements.get(flags.io_backend, layout)
+    return layout
+
+
+def attention_dp(flags: DeploymentFlags) -> int:
+    """Count the attention data-parallel groups inside a TP group.
+
+    Without --enable-dp-attention, --dp-size counts replicas, except under context parallelism
+    (srt/arg_groups/model_override_base.py :: context_parallel_attn_dp_size).
+    """
+    return flags.dp if flags.enable_dp_attention or flags.cp > 1 else 1
+
+
+def attention_tp(flags: DeploymentFlags) -> int:
+    """Give the attention TP size (srt/runtime_context.py :: derive_attn_tp_size).
+
+    Raises ProfileError when tp does not divide.
+    """
+    for name in ("tp", "dp", "cp", "pp", "dcp"):
+        if getattr(flags, name) < 1:
+            raise ProfileError(f"{name}: must be at least 1, is {getattr(flags, name)}")
+    groups = attention_dp(flags) * flags.cp
+    if flags.tp % groups:
+        raise ProfileError(
+            f"tp: {flags.tp} is no multiple of attention dp {attention_dp(flags)} x cp {flags.cp}"
+        )
+    return flags.tp // groups
+
+
+def canonical_algorithm(flags: DeploymentFlags) -> str:
+    """Give SGLang's own name of the speculative algorithm, "" without one.
+
+    Raises ProfileError for one that SGLang does not come with.
+    """
+    name = flags.speculative_algorithm.upper()
+    if name in ("", "NONE"):
+        return ""
+    if name == "NEXTN":
+        return "EAGLE"
+    if name not in _ALGORITHMS:
+        raise ProfileError(
+            f"speculative_algorithm: {flags.speculative_algorithm!r} is none of "
+            f"{', '.join((*_ALGORITHMS, 'NEXTN'))}"
+        )
+    return name
+
+
+def hash_unit(algorithm: str) -> str:
+    """Give what one unit of a page hash is under a speculative algorithm: token or bigram."""
+    return "bigram" if algorithm in _BIGRAM_ALGORITHMS else "token"

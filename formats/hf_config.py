@@ -1,0 +1,101 @@
+"""A Hugging Face config.json, read strictly: a missing or malformed field is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hicachectl.formats.errors import ProfileError
+
+
+@dataclass(frozen=True, slots=True)
+class HfConfig:
+    """The part of a config that describes the language model.
+
+    outer: the document itself.
+    text: its `text_config`, where the language model is one of several.
+    source: the document's name, for messages.
+    """
+
+    architecture: str
+    outer: Mapping[str, Any]
+    text: Mapping[str, Any]
+    source: str
+
+    def integer(self, name: str) -> int:
+        """Read a whole number that is at least 1."""
+        return self._positive(name, self._present(name))
+
+    def optional_integer(self, name: str) -> int:
+        """Read a whole number that may be absent or null; 0 then."""
+        value = self.text.get(name)
+        return 0 if value is None or value == 0 else self._positive(name, value)
+
+    def strings(self, name: str, length: int) -> tuple[str, ...]:
+        """Read a list of `length` strings."""
+        value = self._present(name)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(name, f"expected a list of strings, found {_shown(value)}")
+        return tuple(self._of_length(name, value, length))
+
+    def integers(self, name: str, length: int | None = None) -> tuple[int, ...]:
+        """Read a list of whole numbers, of `length` where given."""
+        value = self._present(name)
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise self.error(name, f"expected a list of whole numbers, found {_shown(value)}")
+        return tuple(value if length is None else self._of_length(name, value, length))
+
+    def section(self, name: str) -> HfConfig:
+        """Read a table within the config, as a config of its own."""
+        value = self._present(name)
+        if not isinstance(value, Mapping):
+            raise self.error(name, f"expected a table, found {_shown(value)}")
+        return HfConfig(self.architecture, self.outer, value, f"{self.source}: {name}")
+
+    def error(self, name: str, problem: str) -> ProfileError:
+        """Make the error for a field."""
+        return ProfileError(f"{self.source} ({self.architecture}): {name}: {problem}")
+
+    def _present(self, name: str) -> Any:
+        value = self.text.get(name)
+        if value is None:
+            raise self.error(name, "missing")
+        return value
+
+    def _positive(self, name: str, value: Any) -> int:
+        if type(value) is not int or value < 1:
+            raise self.error(name, f"expected a whole number of at least 1, found {_shown(value)}")
+        return value
+
+    def _of_length(self, name: str, value: list[Any], length: int) -> list[Any]:
+        if len(value) != length:
+            raise self.error(name, f"expected {length} entries, found {len(value)}")
+        return value
+
+
+def open_config(document: Mapping[str, Any], *, source: str) -> HfConfig:
+    """Find architecture and language model of a config. Raises ProfileError."""
+    if not isinstance(document, Mapping):
+        raise ProfileError(f"{source}: expected a JSON object, found {_shown(document)}")
+    architectures = document.get("architectures")
+    if (
+        not isinstance(architectures, list)
+        or not architectures
+        or not isinstance(architectures[0], str)
+    ):
+        raise ProfileError(
+            f"{source}: architectures: expected a list of names, found {_shown(architectures)}"
+        )
+    text = document.get("text_config")
+    return HfConfig(
+        architecture=architectures[0],
+        outer=document,
+        text=text if isinstance(text, Mapping) else document,
+        source=source,
+    )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,140 @@
+"""Stores written by SGLang itself, in an environment of its own beside ours."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conformance.store_cases import CASES, DEFAULT_LAYOUT, LEGACY, VARIANTS, store_name
+else:  # these modules also run where nothing of ours is installed: no package holds them
+    sys.path.insert(0, str(Path(__file__).parent))
+    from store_cases import CASES, DEFAULT_LAYOUT, LEGACY, VARIANTS, store_name
+
+HERE = Path(__file__).parent
+ENVIRONMENT = HERE.parents[1] / ".venv-sglang"
+REMEDY = "`make .venv-sglang` builds it"
+TIMEOUT_S = 600  # the page-hash extension is compiled on first use
+
+Manifest = dict[str, Any]
+WriteStore = Callable[..., tuple[Path, Manifest]]
+ReadBack = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> Path:
+    """The interpreter of the SGLang environment; skips without one, or fails where required."""
+    python = Path(os.environ.get("HICACHECTL_SGLANG_PYTHON") or ENVIRONMENT / "bin/python")
+    if not python.exists():
+        _unavailable(f"no SGLang environment at {python}: {REMEDY}")
+    return python
+
+
+@pytest.fixture(scope="session")
+def sglang_store(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> WriteStore:
+    """Write the store of a case, once a session, and return its directory and manifest.
+
+    Options: layout, pages, seed. Stores are shared: a test that changes one copies it first.
+    """
+    base = tmp_path_factory.getbasetemp()
+    # Under xdist each worker has a folder of its own in the session's.
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sglang-stores"
+    shared.mkdir(exist_ok=True)
+
+    def store(case: str, **options: Any) -> tuple[Path, Manifest]:
+        layout = options.pop("layout", DEFAULT_LAYOUT)
+        name = store_name(case, layout)
+        if CASES[case].sglang != LEGACY and (case, layout) in VARIANTS and not options:
+            # Importing SGLang takes seconds, writing a store does not: all at once.
+            manifests = _written(sglang_python, shared / "all", ["all"])
+            return shared / "all" / "store" / name, manifests[name]
+        options["layout"] = layout
+        arguments = [f"--{key}={value}" for key, value in sorted(options.items())]
+        folder = shared / "".join((name, *arguments))
+        return folder / "store", _written(sglang_python, folder, [case, *arguments])
+
+    return store
+
+
+@pytest.fixture(scope="session")
+def sglang_read_back(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> ReadBack:
+    """Read a store with SGLang (read_back.py), as the manifest's deployments or as `profile`."""
+
+    def read(
+        directory: Path, manifest: Manifest, profile: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        files = tmp_path_factory.mktemp("read-back")
+        (files / "manifest.json").write_text(json.dumps(manifest))
+        arguments = [str(directory), f"--manifest={files / 'manifest.json'}"]
+        if profile is not None:
+            (files / "profile.json").write_text(json.dumps(profile))
+            arguments.append(f"--profile={files / 'profile.json'}")
+        release = (profile or manifest["profile"])["sglang"]
+        output = _run(sglang_python, "read_back.py", arguments, release, accepted=(0, 1))
+        results: list[dict[str, Any]] = json.loads(output)
+        return results
+
+    return read
+
+
+def _written(python: Path, folder: Path, arguments: list[str]) -> Manifest:
+    """The manifest of a folder's store, which the first caller of all processes writes."""
+    folder.mkdir(exist_ok=True)
+    manifest = folder / "manifest.json"
+    release = CASES[arguments[0]].sglang if arguments[0] in CASES else ""
+    with _locked(folder / "lock"):
+        if not manifest.exists():
+            case, *options = arguments
+            output = _run(
+                python, "write_store.py", [case, str(folder / "store"), *options], release
+            )
+            manifest.write_text(output)
+    document: Manifest = json.loads(manifest.read_text())
+    return document
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _run(
+    python: Path, script: str, arguments: list[str], release: str, accepted: tuple[int, ...] = (0,)
+) -> str:
+    """Run a script of this folder with SGLang and return its stdout."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    if release == LEGACY:
+        packages = python.parents[1] / "legacy"
+        if not packages.is_dir():
+            _unavailable(f"no SGLang {LEGACY} at {packages}: {REMEDY}")
+        environment["PYTHONPATH"] = str(packages)
+    done = subprocess.run(
+        [python, HERE / script, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode not in accepted or not done.stdout:
+        pytest.fail(
+            f"{script} {' '.join(arguments)}: exit {done.returncode}\n{done.stderr[-4000:]}"
+        )
+    return done.stdout
+
+
+def _unavailable(reason: str) -> None:
+    if os.environ.get("HICACHECTL_REQUIRE_SGLANG") == "1":
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)

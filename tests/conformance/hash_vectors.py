@@ -1,0 +1,98 @@
+"""Answer questions about SGLang's page hashes and unified keys; runs in SGLang's environment.
+
+Reads one JSON document from stdin, writes one to stdout. Per list of the question:
+
+- chains: {form, tokens, page_size, extra_key, cache_salt, prior} to the hashes of its pages
+- seeds:  [extra_key, cache_salt] to the seed in hex, or null
+- plans:  arguments of plan_unified_kv to {encoded, suffixes, layer_ranges, head_ranges}
+- maps:   an object to its msgpack bytes in hex
+
+The answer to chains is a text, the reason, where the native extension cannot be built: nothing
+else hashes pages in SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from array import array
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.conformance.sglang_env import prepare
+else:  # run as a script: its own folder is on the path
+    from sglang_env import prepare
+
+
+def main() -> None:
+    """Answer on the stdout we were given, which imports and compilers must not write to."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    question = json.load(sys.stdin)
+    prepare()
+    json.dump(answer(question), answers)
+
+
+def answer(question: dict[str, list[Any]]) -> dict[str, Any]:
+    import msgspec
+    from sglang.srt.mem_cache.utils import storage_namespace_seed
+
+    return {
+        "chains": hash_chains(question["chains"]),
+        "seeds": [storage_namespace_seed(*seed) for seed in question["seeds"]],
+        "plans": [plan(arguments) for arguments in question["plans"]],
+        "maps": [msgspec.msgpack.encode(fields).hex() for fields in question["maps"]],
+    }
+
+
+def hash_chains(chains: list[dict[str, Any]]) -> list[list[str]] | str:
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    try:
+        get_hash_str([1], None, 1)
+    except RuntimeError as error:
+        return f"{error}: {error.__cause__}"
+    return [hash_chain(**chain) for chain in chains]
+
+
+def hash_chain(
+    *,
+    form: str,
+    tokens: list[Any],
+    page_size: int,
+    extra_key: str | None,
+    cache_salt: str | None,
+    prior: str | None,
+) -> list[str]:
+    """Hash a chain in one of the forms that SGLang keeps tokens in.
+
+    "int64" and "uint32" tree keys; "bigram" tree keys; "list" and "tuples" without a namespace.
+    """
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_hash_str, get_storage_hash_str
+
+    if form in ("list", "tuples"):
+        units = [tuple(unit) for unit in tokens] if form == "tuples" else tokens
+        full = len(units) // page_size * page_size
+        return list(get_hash_str(units[:full], prior, page_size))
+    raw = array("I" if form == "uint32" else "q", tokens)
+    key = RadixKey(raw, extra_key, is_bigram=form == "bigram", cache_salt=cache_salt)
+    return list(get_storage_hash_str(key.page_aligned(page_size), prior, page_size))
+
+
+def plan(arguments: dict[str, Any]) -> dict[str, Any]:
+    import msgspec
+    from sglang.srt.mem_cache.hicache_key_scheme import plan_unified_kv
+
+    planned = plan_unified_kv(**arguments)
+    return {
+        "encoded": msgspec.msgpack.encode(planned.namespace).hex(),
+        "suffixes": planned.suffixes,
+        "layer_ranges": planned.layer_ranges,
+        "head_ranges": planned.head_ranges,
+    }
+
+
+if __name__ == "__main__":
+    main()

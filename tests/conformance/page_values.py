@@ -1,0 +1,148 @@
+"""What the conformance stores hold: values that tell where in the model an element belongs.
+
+Needs numpy only, so that the SGLang environment, which writes them, and the tests, which
+compare them, share one definition. An element's value depends on its position in the whole
+model's page (before sharding, in the order of the axes given below), and on the page and pool:
+
+- 16-bit patterns: `(position + salt) mod 2**15` as sign, 7 exponent bits and 7 mantissa bits
+  of a finite, normal bfloat16 of moderate size. Unique in any 32768 neighbouring positions.
+- float32 states: the same in the 23 mantissa bits of a number in [1, 2).
+- e4m3 codes: every code but the two NaNs in turn; the first of each block of 128 is the
+  largest number, as quantisation by the block's maximum leaves it.
+- float32 scales: in [2**-12, 2**-11), well above the smallest that SGLang writes (1e-4 / 448).
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    Parts = dict[str, NDArray[Any]]
+
+FP8_BLOCK = 128  # codes that share a scale, in latent rows and in the indexer
+_E4M3 = np.array([code for code in range(256) if code & 0x7F != 0x7F], dtype=np.uint8)
+_E4M3_LARGEST = 0x7E
+
+
+def page_salt(page_hash: str, pool: str, seed: int = 0) -> int:
+    """The number that makes two pages, two pools and two seeds differ."""
+    return int(page_hash[:8], 16) ^ zlib.crc32(f"{pool}/{seed}".encode())
+
+
+def logical_page(pool: Mapping[str, Any], page_size: int, salt: int) -> Parts:
+    """One page of a whole pool (every layer and head), from the pool's table of a profile.
+
+    mha: `page` uint16 (bfloat16 bits) [k or v, layer, token, head, dim]
+    mla: `page` uint16 [layer, token, dim]; uint8 [layer, token, 656] with row "fp8_scaled"
+    dsa_indexer: `page` uint8 [layer, keys of all tokens then their scales]
+    mamba: `temporal` float32 [layer, *shape], `conv_<i>` uint16 [layer, *shape]
+    """
+    layers = layer_count(pool)
+    if pool["kind"] == "mha":
+        shape = (2, layers, page_size, pool["kv_heads"], pool["head_dim"])
+        return {"page": _bfloat16(shape, salt)}
+    if pool["kind"] == "mla":
+        if pool["row"] == "fp8_scaled":
+            return {"page": _scaled_rows(layers, page_size, pool, salt)}
+        width = pool["kv_lora_rank"] + pool["qk_rope_head_dim"]
+        return {"page": _bfloat16((layers, page_size, width), salt)}
+    if pool["kind"] == "dsa_indexer":
+        return {"page": _indexer_blocks(layers, page_size, pool["index_head_dim"], salt)}
+    states = {"temporal": pool["temporal"]} if "temporal" in pool else {}
+    states |= {f"conv_{index}": state for index, state in enumerate(pool.get("conv", ()))}
+    return {
+        part: _state((layers, *state["shape"]), state["dtype"], salt + zlib.crc32(part.encode()))
+        for part, state in states.items()
+    }
+
+
+def layer_count(pool: Mapping[str, Any]) -> int:
+    """Layers of a pool's table, which states a count or the layer numbers."""
+    layers = pool["layers"]
+    return layers if isinstance(layers, int) else len(layers)
+
+
+def shard(
+    pool: Mapping[str, Any], parts: Parts, layers: slice, tp_rank: int, tp_size: int
+) -> Parts:
+    """The part of `logical_page` that one rank holds: some layers, and its heads or channels."""
+    if pool["kind"] == "mha":
+        heads = pool["kv_heads"] // tp_size
+        mine = slice(tp_rank * heads, (tp_rank + 1) * heads)
+        return {"page": parts["page"][:, layers, :, mine]}
+    if pool["kind"] != "mamba":
+        return {"page": parts["page"][layers]}
+    return {
+        part: _shard_state(values[layers], _state_table(pool, part), tp_rank, tp_size)
+        for part, values in parts.items()
+    }
+
+
+def _state_table(pool: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    table: Mapping[str, Any] = (
+        pool["temporal"] if part == "temporal" else pool["conv"][int(part.split("_")[1])]
+    )
+    return table
+
+
+def _shard_state(
+    values: NDArray[Any], state: Mapping[str, Any], tp_rank: int, tp_size: int
+) -> NDArray[Any]:
+    """Cut each group of the sharded axis on its own: q, k and v rows of a convolution."""
+    axis = state.get("shard_axis", 0) + 1  # after the layers
+    groups = state.get("groups") or [values.shape[axis]]
+    blocks = np.split(values, np.cumsum(groups)[:-1], axis=axis)
+    mine = [np.split(block, tp_size, axis=axis)[tp_rank] for block in blocks]
+    return np.concatenate(mine, axis=axis)
+
+
+def _positions(shape: tuple[int, ...], salt: int) -> NDArray[np.int64]:
+    return np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape) + salt
+
+
+def _bfloat16(shape: tuple[int, ...], salt: int) -> NDArray[np.uint16]:
+    number = _positions(shape, salt) & 0x7FFF
+    exponent = 56 + (number >> 7 & 0x7F)  # of 0..255: magnitudes 2**-71 to 2**56
+    return (number >> 14 << 15 | exponent << 7 | number & 0x7F).astype(np.uint16)
+
+
+def _state(shape: tuple[int, ...], dtype: str, salt: int) -> NDArray[Any]:
+    if dtype == "float32":
+        return (0x3F800000 | _positions(shape, salt) & 0x7FFFFF).astype(np.uint32).view(np.float32)
+    if dtype == "bfloat16":
+        return _bfloat16(shape, salt)
+    raise ValueError(f"no encoding for states of dtype {dtype}")
+
+
+def _e4m3(shape: tuple[int, ...], salt: int) -> NDArray[np.uint8]:
+    codes = _E4M3[_positions(shape, salt) % len(_E4M3)]
+    codes.reshape(-1, FP8_BLOCK)[:, 0] = _E4M3_LARGEST
+    return codes
+
+
+def _scales(shape: tuple[int, ...], salt: int) -> NDArray[np.float32]:
+    return ((1 + (_positions(shape, salt) & 0xFFFF) / 2**16) * 2**-12).astype(np.float32)
+
+
+def _scaled_rows(
+    layers: int, page_size: int, pool: Mapping[str, Any], salt: int
+) -> NDArray[np.uint8]:
+    """656-byte rows: codes, one float32 scale for each 128 of them, rope part in bfloat16."""
+    rank, rope = pool["kv_lora_rank"], pool["qk_rope_head_dim"]
+    codes = _e4m3((layers, page_size, rank), salt)
+    scales = _scales((layers, page_size, rank // FP8_BLOCK), salt)
+    rotary = _bfloat16((layers, page_size, rope), salt)
+    return np.concatenate([codes, scales.view(np.uint8), rotary.view(np.uint8)], axis=-1)
+
+
+def _indexer_blocks(layers: int, page_size: int, dim: int, salt: int) -> NDArray[np.uint8]:
+    keys = _e4m3((layers, page_size, dim), salt).reshape(layers, -1)
+    scales = _scales((layers, page_size, dim // FP8_BLOCK), salt).reshape(layers, -1)
+    return np.concatenate([keys, scales.view(np.uint8)], axis=-1)

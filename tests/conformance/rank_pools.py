@@ -1,0 +1,357 @@
+"""SGLang's own device and host pools on the CPU, for one rank of a deployment.
+
+Runs inside the SGLang environment, after sglang_env.prepare().
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tests.conformance import page_values
+    from tests.conformance.store_cases import Deployment
+else:
+    import page_values
+
+HOST_RATIO = 2.0  # SGLang's default --hicache-ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank's coordinates; `tp` counts within the attention TP group."""
+
+    pp: int
+    cp: int
+    tp: int
+
+
+@dataclass(slots=True)
+class RankPools:
+    """What one rank holds: pools by name, and its layers on each pool's own layer axis."""
+
+    profile: Mapping[str, Any]
+    rank: Rank
+    host: dict[str, Any] = field(default_factory=dict)
+    device: dict[str, Any] = field(default_factory=dict)
+    layers: dict[str, slice] = field(default_factory=dict)
+
+    def add(self, table: Mapping[str, Any], device: Any, host: Any) -> None:
+        name = table["name"]
+        self.device[name], self.host[name] = device, host
+        numbers, held = _numbers(table), _held(table, self.profile, self.rank)
+        start = numbers.index(held[0])
+        self.layers[name] = slice(start, start + len(held))
+
+    def values(self, name: str, salt: int) -> page_values.Parts:
+        """What one page of a pool must hold."""
+        table = next(pool for pool in self.profile["pools"] if pool["name"] == name)
+        whole = page_values.logical_page(table, self.profile["page_size"], salt)
+        tp = self.profile.get("tp", 1)
+        return page_values.shard(table, whole, self.layers[name], self.rank.tp, tp)
+
+
+def ranks(profile: Mapping[str, Any]) -> list[Rank]:
+    """Every rank of a deployment that has attention KV of its own."""
+    return [
+        Rank(pp, cp, tp)
+        for pp in range(profile.get("pp", 1))
+        for cp in range(profile.get("cp", 1))
+        for tp in range(profile.get("tp", 1))
+    ]
+
+
+@contextlib.contextmanager
+def parallel(deployment: Deployment, rank: Rank) -> Iterator[None]:
+    """Tell SGLang which rank this is, as its process groups would."""
+    from sglang.srt.runtime_context import get_flags, get_parallel
+
+    profile = deployment.profile
+    tp, cp, pp = (profile.get(name, 1) for name in ("tp", "cp", "pp"))
+    groups = 2 if deployment.attention_dp else 1
+    # Rank layout (dp, cp, tp), tp changing fastest: runtime_context.derive_attention_ranks.
+    values = {
+        "tp_rank": rank.cp * tp + rank.tp,
+        "tp_size": groups * cp * tp,
+        "attn_tp_rank": rank.tp,
+        "attn_tp_size": tp,
+        "attn_dp_rank": 0,
+        "attn_cp_rank": rank.cp,
+        "attn_cp_size": cp,
+        "pp_rank": rank.pp,
+        "pp_size": pp,
+        "attn_dcp_rank": 0,
+        "attn_dcp_size": 1,
+        "dcp_enabled": False,
+    }
+    with (
+        get_parallel().override(**values),
+        get_flags().dp.override(enabled=deployment.attention_dp),
+    ):
+        yield
+
+
+def build_pools(deployment: Deployment, rank: Rank, pages: int) -> RankPools:
+    """Build every pool of `deployment` that `rank` holds, with room for `pages` pages and more."""
+    profile = deployment.profile
+    tables = {pool["name"]: pool for pool in profile["pools"]}
+    size = pages * profile["page_size"]
+    if tables["kv"]["kind"] == "mla":
+        device = _mla_device(profile, tables, rank, size)
+    else:
+        device = _mha_device(profile, tables["kv"], rank, size)
+    pools = RankPools(profile, rank)
+    pools.add(tables["kv"], device, _host(device, profile))
+    if "indexer" in tables:
+        pools.add(tables["indexer"], device, _indexer_host(device, pools))
+    if "swa" in tables:
+        window = _mha_device(profile, tables["swa"], rank, size)
+        pools.add(tables["swa"], window, _host(window, profile))
+    if "draft" in tables:
+        draft = _mha_device(profile, tables["draft"], rank, size)
+        capacity = pools.host["kv"].logical_size  # its indices are those of kv
+        pools.add(tables["draft"], draft, _host(draft, profile, host_token_capacity=capacity))
+    if "mamba" in tables:
+        states = _mamba_device(deployment, tables["mamba"], pages)
+        pools.add(tables["mamba"], states, _mamba_host(states, profile))
+    return pools
+
+
+def page_view(host: Any, kind: str, index: int) -> dict[str, Any]:
+    """One page of a host pool as writable tensors with the axes of page_values.logical_page.
+
+    index: the page's first token index in the host pool; a Mamba pool's slot.
+    """
+    page, end, layout = index // host.page_size, index + host.page_size, host.layout
+    if kind == "mha":
+        return {"page": _mha_view(host.kv_buffer, layout, page, slice(index, end))}
+    if kind == "mla":
+        if layout == "page_first_direct":
+            return {"page": host.kv_buffer[page].squeeze(2)}
+        if layout == "page_first":
+            return {"page": host.kv_buffer[index:end].transpose(0, 1).squeeze(2)}
+        return {"page": host.kv_buffer[:, index:end].squeeze(2)}
+    if kind == "dsa_indexer":
+        buffer = host.index_k_with_scale_buffer
+        return {"page": buffer[:, page] if layout == "layer_first" else buffer[page].squeeze(1)}
+    states = {"temporal": host.temporal_buffer}
+    states |= {f"conv_{number}": buffer for number, buffer in enumerate(host.conv_buffer)}
+    return {part: buffer[index].squeeze(1) for part, buffer in states.items()}
+
+
+def fill(view: dict[str, Any], values: page_values.Parts, kind: str) -> None:
+    """Put values into a page; layers beyond them are padding and stay as allocated."""
+    for part, array in values.items():
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        _unpadded(view[part], array, kind).view(tensor.dtype).copy_(tensor)
+
+
+def holds(view: dict[str, Any], values: page_values.Parts, kind: str) -> bool:
+    """Whether a page has these values, bit for bit."""
+    return all(
+        np.array_equal(
+            _unpadded(view[part], array, kind).contiguous().view(torch.uint8).numpy(),
+            np.ascontiguousarray(array).view(np.uint8),
+        )
+        for part, array in values.items()
+    )
+
+
+def _unpadded(tensor: Any, array: Any, kind: str) -> Any:
+    return tensor if kind == "mha" else tensor[: len(array)]
+
+
+def _mha_view(buffer: Any, layout: str, page: int, tokens: slice) -> Any:
+    if layout == "layer_first":
+        return buffer[:, :, tokens]
+    if layout == "page_first":
+        return buffer[:, tokens].transpose(1, 2)
+    if layout == "page_first_direct":
+        return buffer[:, page]
+    return buffer[:, page].permute(0, 3, 2, 1, 4)  # page_head: heads, tokens, layers
+
+
+def _numbers(table: Mapping[str, Any]) -> list[int]:
+    layers = table["layers"]
+    return list(range(layers)) if isinstance(layers, int) else list(layers)
+
+
+def _stage(profile: Mapping[str, Any], rank: Rank) -> tuple[int, int]:
+    """Model layers [start, end) of the rank's pipeline stage."""
+    partition = profile.get("pp_partition")
+    if not partition:
+        return 0, 1 << 30
+    return sum(partition[: rank.pp]), sum(partition[: rank.pp + 1])
+
+
+def _held(table: Mapping[str, Any], profile: Mapping[str, Any], rank: Rank) -> list[int]:
+    """The model layers of a pool that a rank holds."""
+    start, end = _stage(profile, rank)
+    held = [number for number in _numbers(table) if start <= number < end]
+    if not profile.get("cp_layer_split"):
+        return held
+    from sglang.srt.layers.cp.utils import get_layer_shard_range
+
+    kv = [number for number in _numbers(profile["pools"][0]) if start <= number < end]
+    owned = kv[slice(*get_layer_shard_range(rank.cp, profile["cp"], len(kv)))]
+    return [number for number in held if number in owned]
+
+
+def _mha_device(profile: Mapping[str, Any], table: Mapping[str, Any], rank: Rank, size: int) -> Any:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    held = _held(table, profile, rank)
+    return MHATokenToKVPool(
+        size=size,
+        page_size=profile["page_size"],
+        dtype=getattr(torch, table["dtype"]),
+        head_num=table["kv_heads"] // profile.get("tp", 1),
+        head_dim=table["head_dim"],
+        layer_num=len(held),
+        device="cpu",
+        enable_memory_saver=False,
+        start_layer=held[0],
+        end_layer=held[-1],
+        enable_alt_stream=False,
+    )
+
+
+def _mla_device(
+    profile: Mapping[str, Any], tables: Mapping[str, Any], rank: Rank, size: int
+) -> Any:
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
+
+    table = tables["kv"]
+    start, end = _stage(profile, rank)
+    numbers = [number for number in _numbers(table) if start <= number < end]
+    common = {
+        "size": size,
+        "page_size": profile["page_size"],
+        "kv_lora_rank": table["kv_lora_rank"],
+        "qk_rope_head_dim": table["qk_rope_head_dim"],
+        "layer_num": len(numbers),
+        "device": "cpu",
+        "enable_memory_saver": False,
+    }
+    if "indexer" not in tables:
+        return MLATokenToKVPool(dtype=torch.bfloat16, **common)
+    scaled = table["row"] == "fp8_scaled"
+    indexed = _numbers(tables["indexer"])
+    common |= {
+        "dtype": torch.float8_e4m3fn if scaled else torch.bfloat16,
+        "kv_cache_dim": 656 if scaled else table["kv_lora_rank"] + table["qk_rope_head_dim"],
+        "index_head_dim": tables["indexer"]["index_head_dim"],
+        "skip_topk_layers": [number not in indexed for number in numbers],
+    }
+    if not profile.get("cp_layer_split"):
+        return DSATokenToKVPool(**common)
+    return _layer_split_device(rank, profile["cp"], common)
+
+
+def _layer_split_device(rank: Rank, cp: int, arguments: Mapping[str, Any]) -> Any:
+    from sglang.srt.mem_cache.dsa_cache_layer_split import LayerSplitDSATokenToKVPool
+
+    class OneProcess(LayerSplitDSATokenToKVPool):  # type: ignore[misc]
+        """No other ranks to broadcast layers to, which storage does not need."""
+
+        def _init_layer_broadcast_comm(self) -> None:
+            pass
+
+    return OneProcess(layer_shard_rank=rank.cp, layer_shard_size=cp, **arguments)
+
+
+def _mamba_device(deployment: Deployment, table: Mapping[str, Any], slots: int) -> Any:
+    from sglang.srt.configs import mamba_utils
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    tp = deployment.profile.get("tp", 1)
+    linear = deployment.linear_attention
+    assert linear is not None
+    shape = getattr(mamba_utils, linear["shape"]).create(tp_world_size=tp, **linear["arguments"])
+    _check_profile_shapes(table, shape, tp)
+    parameters = linear["shape"].replace("StateShape", "CacheParams")
+    layers = _numbers(table)
+    return MambaPool(
+        size=slots,
+        spec_state_size=slots,
+        cache_params=getattr(mamba_utils, parameters)(shape=shape, layers=layers),
+        mamba_layer_ids=layers,
+        device="cpu",
+    )
+
+
+def _check_profile_shapes(table: Mapping[str, Any], shape: Any, tp: int) -> None:
+    """The profile, which is ours, must shard to the shapes that SGLang computes."""
+    for state, actual in zip(
+        [table["temporal"], *table["conv"]], [shape.temporal, *shape.conv], strict=True
+    ):
+        sharded = list(state["shape"])
+        sharded[state["shard_axis"]] //= tp
+        if sharded != list(actual):
+            raise AssertionError(f"profile states {sharded} at TP {tp}, SGLang {actual}")
+
+
+def _host(device: Any, profile: Mapping[str, Any], **more: Any) -> Any:
+    """A host pool as hybrid_pool_assembler.build_kv_host_pool makes it, but not pinned."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.mem_cache.pool_host import mha, mla
+
+    is_mla = isinstance(device, MLATokenToKVPool)
+    common = {
+        "host_to_device_ratio": HOST_RATIO,
+        "host_size": 0,
+        "page_size": profile["page_size"],
+        "layout": profile["layout"],
+        "pin_memory": False,
+        **more,
+    }
+    if is_mla:
+        common["override_kv_cache_dim"] = device.kv_cache_dim
+    if not hasattr(device, "get_device_pool_infos"):  # 0.5.18 hands over the device pool itself
+        return (mla.MLATokenToKVPoolHost if is_mla else mha.MHATokenToKVPoolHost)(device, **common)
+    info = device.get_device_pool_infos()[0].buffer_info
+    common |= {
+        "device_capacity_tokens": device.size,
+        "start_layer": device.start_layer,
+        "end_layer": device.end_layer,
+    }
+    if not is_mla:
+        return mha.get_mha_host_pool_cls(info)(info, **common)
+    shards = device.layer_shard_size if device.layer_shard_enabled else 1
+    return mla.MLATokenToKVPoolHost(
+        info,
+        target_layer_num=-(-device.layer_num // shards),
+        layer_shard_enabled=device.layer_shard_enabled,
+        **common,
+    )
+
+
+def _indexer_host(device: Any, pools: RankPools) -> Any:
+    from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+
+    declaration = next(
+        decl for decl in device.host_pool_decls() if decl.pool_name.value == "indexer"
+    )
+    return DSAIndexerPoolHost(declaration, pools.host["kv"], pin_memory=False)
+
+
+def _mamba_host(device: Any, profile: Mapping[str, Any]) -> Any:
+    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+
+    common = {
+        "host_to_device_ratio": HOST_RATIO,
+        "host_size": 0,
+        "pin_memory": False,
+        "layout": profile["layout"],
+    }
+    if "device_capacity" not in inspect.signature(MambaPoolHost).parameters:  # 0.5.18
+        return MambaPoolHost(device, **common)
+    info = device.get_device_pool_infos()[0].buffer_info
+    return MambaPoolHost(info, device_capacity=device.size, **common)

@@ -1,0 +1,118 @@
+"""Read a store with SGLang's own file backend and compare with the values that were written.
+
+Runs inside the SGLang environment: `read_back.py DIR --manifest FILE [--profile FILE]`. The
+manifest is write_store.py's. A profile (JSON) takes the place of the manifest's first one: so a
+store that was re-sharded or re-ordered is read as the server it was made for would read it.
+
+Prints a JSON list with an entry for each deployment and rank: model, pp, cp, tp (ranks);
+hit_pages, what `batch_exists_v2` gives for the whole chain; read and wrong, which map each pool
+to the positions in the chain that were read, and to those that are too short or have other
+values than expected. Exits 1 when anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.conformance import page_values, rank_pools, sglang_env, write_store
+    from tests.conformance.rank_pools import Rank, RankPools
+    from tests.conformance.store_cases import Deployment
+else:
+    import page_values
+    import rank_pools
+    import sglang_env
+    import write_store
+    from store_cases import Deployment
+
+
+def main() -> None:
+    """Read what the command line names and print the result."""
+    parser = argparse.ArgumentParser(description="Read a file store with SGLang itself.")
+    parser.add_argument("dir", type=Path)
+    parser.add_argument("--manifest", type=Path, required=True)
+    parser.add_argument("--profile", type=Path, help="read as this deployment instead")
+    options = parser.parse_args()
+    manifest = json.loads(options.manifest.read_text())
+    deployments = [Deployment(**deployment) for deployment in manifest["deployments"]]
+    if options.profile is not None:
+        profile = json.loads(options.profile.read_text())
+        first = deployments[0]
+        deployments = [Deployment(profile, first.linear_attention, first.attention_dp)]
+    with contextlib.redirect_stdout(sys.stderr):
+        results = [
+            _read_rank(deployment, rank, manifest, options.dir)
+            for deployment in deployments
+            for rank in rank_pools.ranks(deployment.profile)
+        ]
+    print(json.dumps(results, indent=1))
+    if any(positions for result in results for positions in result["wrong"].values()):
+        sys.exit(1)
+
+
+def _read_rank(
+    deployment: Deployment, rank: Rank, manifest: dict[str, Any], directory: Path
+) -> dict[str, Any]:
+    profile, pages = deployment.profile, manifest["pages"]
+    result: dict[str, Any] = {"model": profile["model"], **dataclasses.asdict(rank)}
+    with rank_pools.parallel(deployment, rank):
+        pools = rank_pools.build_pools(deployment, rank, len(pages))
+        backend = write_store.make_controller(deployment, pools, directory).storage_backend
+        found = backend.batch_exists_v2(pages, _queries(profile))
+        result |= {"hit_pages": found.kv_hit_pages, "read": {}, "wrong": {}}
+        for table in profile["pools"]:
+            read, wrong = _read_pool(pools, backend, table, manifest)
+            result["read"][table["name"]], result["wrong"][table["name"]] = read, wrong
+    return result
+
+
+def _queries(profile: dict[str, Any]) -> list[Any]:
+    """The transfers of a prefetch: trailing pools ask with as many keys as their window."""
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+    queries = []
+    for table in profile["pools"][1:]:
+        trailing = table["name"] in ("mamba", "swa")
+        queries.append(
+            PoolTransfer(
+                name=PoolName(table["name"]),
+                keys=[""] * table.get("trailing_pages", 1) if trailing else None,
+                hit_policy=PoolHitPolicy.TRAILING_PAGES if trailing else PoolHitPolicy.ALL_PAGES,
+            )
+        )
+    return queries
+
+
+def _read_pool(
+    pools: RankPools, backend: Any, table: dict[str, Any], manifest: dict[str, Any]
+) -> tuple[list[int], list[int]]:
+    """Positions of the pages that were read, and of those that are short or have other values."""
+    name, kind = table["name"], table["kind"]
+    host = pools.host[name]
+    read, wrong = [], []
+    for position, page in enumerate(manifest["pages"]):
+        if not backend.exists(backend._log_key(name, page)):
+            continue
+        index = int(host.alloc(host.page_size)[0])
+        try:
+            backend._read_page(name, page, host, index)
+        except OSError:  # a short file: SGLang would lose the whole batch
+            wrong.append(position)
+            continue
+        read.append(position)
+        salt = page_values.page_salt(page, name, manifest["seed"])
+        expected = pools.values(name, salt)
+        if not rank_pools.holds(rank_pools.page_view(host, kind, index), expected, kind):
+            wrong.append(position)
+    return read, wrong
+
+
+if __name__ == "__main__":
+    sglang_env.prepare()
+    main()

@@ -1,0 +1,200 @@
+"""The deployments whose stores SGLang writes for the conformance tests.
+
+Plain data: a profile (schema of hicachectl.formats.profile) with what SGLang needs besides.
+Models are real in shape (heads, row widths, quant blocks) and tiny in layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NEWEST = "0.5.23"
+# The last release whose mamba keys carry no TP pair on a model whose KV is shared by the ranks.
+LEGACY = "0.5.18"
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+DEFAULT_LAYOUT = "page_first"
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One served model.
+
+    linear_attention: class in sglang.srt.configs.mamba_utils and the arguments of its `create`.
+    attention_dp: DP attention is on, which makes keys count the attention TP ranks.
+    """
+
+    profile: dict[str, Any]
+    linear_attention: dict[str, Any] | None = None
+    attention_dp: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Deployments that share one directory and serve the same prompt.
+
+    node_pages: pages of a radix node, which is what SGLang backs up at a time; mamba states
+    lie at the end of a node, sliding windows on its last pages.
+    """
+
+    deployments: tuple[Deployment, ...]
+    node_pages: int = 3
+    sglang: str = NEWEST
+
+
+def _mha(name: str, layers: int | list[int], kv_heads: int = 4, **more: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "kind": "mha",
+        "dtype": "bfloat16",
+        "layers": layers,
+        "kv_heads": kv_heads,
+        "head_dim": 64,
+        **more,
+    }
+
+
+def _mla(layers: int | list[int], row: str = "bf16") -> dict[str, Any]:
+    return {
+        "name": "kv",
+        "kind": "mla",
+        "layers": layers,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "row": row,
+    }
+
+
+def _indexer(layers: int | list[int]) -> dict[str, Any]:
+    return {"name": "indexer", "kind": "dsa_indexer", "layers": layers, "index_head_dim": 128}
+
+
+def _mamba(layers: list[int], temporal: list[int], conv: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": "mamba",
+        "kind": "mamba",
+        "layers": layers,
+        "temporal": {"shape": temporal, "dtype": "float32", "shard_axis": 0},
+        "conv": [{"dtype": "bfloat16", **conv}],
+    }
+
+
+def _profile(model: str, pools: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "sglang": NEWEST,
+        "page_size": 8,
+        "layout": DEFAULT_LAYOUT,
+        **fields,
+        "pools": pools,
+    }
+
+
+def _dsa(model: str, pools: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    # DSATokenToKVPool asserts 64-token pages on everything but HIP.
+    return _profile(model, pools, page_size=64, **fields)
+
+
+# Qwen3-Next in small: 4 key heads and 8 value heads of 32, a convolution over 4 tokens.
+_GATED_DELTA = {
+    "shape": "Mamba2StateShape",
+    "arguments": {
+        "intermediate_size": 8 * 32,
+        "n_groups": 4,
+        "num_heads": 8,
+        "head_dim": 32,
+        "state_size": 32,
+        "conv_kernel": 4,
+        "conv_shard_groups": [4 * 32, 4 * 32, 8 * 32],
+    },
+}
+_GATED_DELTA_POOL = _mamba(
+    [0, 1, 2, 4, 5, 6],
+    [8, 32, 32],
+    {"shape": [512, 3], "shard_axis": 0, "groups": [128, 128, 256]},
+)
+# Kimi-Linear in small: the convolution's window is its first axis.
+_KIMI_DELTA = {
+    "shape": "KimiLinearStateShape",
+    "arguments": {"num_heads": 4, "head_dim": 32, "conv_kernel_size": 4},
+}
+_KIMI_DELTA_POOL = _mamba(
+    [0, 1, 2],
+    [4, 32, 32],
+    {"shape": [3, 384], "shard_axis": 1, "groups": [128, 128, 128]},
+)
+
+
+def _mla_mamba(sglang: str) -> Deployment:
+    profile = _profile(
+        "moonshotai/Kimi-Linear-Tiny", [_mla([3, 4]), _KIMI_DELTA_POOL], tp=2, page_size=16
+    )
+    return Deployment({**profile, "sglang": sglang}, linear_attention=_KIMI_DELTA)
+
+
+def _split_layers(attention_dp: bool) -> Deployment:
+    # Five layers over two ranks: rank 0 owns three, rank 1 two and a padding layer in kv.
+    profile = _dsa("zai-org/GLM-Tiny", [_mla(5), _indexer(5)], cp=2, cp_layer_split=True)
+    return Deployment(profile, attention_dp=attention_dp)
+
+
+_SWA = _mha("swa", [0, 1, 3, 4], trailing_pages=2, hit_policy="trailing_pages")
+
+CASES: dict[str, Case] = {
+    "gqa_tp2": Case((Deployment(_profile("Qwen/Qwen3-Tiny", [_mha("kv", 4)], tp=2)),)),
+    "mla_indexer": Case(
+        # Layer 2 takes over layer 1's top-k and has no index keys of its own.
+        (Deployment(_dsa("deepseek-ai/DeepSeek-Tiny", [_mla(4), _indexer([0, 1, 3])], tp=2)),)
+    ),
+    "mla_fp8_indexer": Case(
+        (Deployment(_dsa("deepseek-ai/DeepSeek-Tiny", [_mla(3, "fp8_scaled"), _indexer(3)], tp=2)),)
+    ),
+    "hybrid_mamba": Case(
+        (
+            Deployment(
+                _profile("Qwen/Qwen3-Next-Tiny", [_mha("kv", [3, 7]), _GATED_DELTA_POOL], tp=2),
+                linear_attention=_GATED_DELTA,
+            ),
+        )
+    ),
+    "mla_mamba": Case((_mla_mamba(NEWEST),)),
+    "mha_draft": Case(
+        (
+            Deployment(
+                _profile(
+                    "meta-llama/Llama-Tiny",
+                    [_mha("kv", 4), _mha("draft", 1, kv_heads=2)],
+                    tp=2,
+                    speculative_algorithm="STANDALONE",
+                )
+            ),
+        )
+    ),
+    "pp2": Case(
+        (Deployment(_profile("Qwen/Qwen3-Tiny", [_mha("kv", 5)], tp=2, pp=2, pp_partition=[3, 2])),)
+    ),
+    "cp2": Case((_split_layers(attention_dp=True),)),
+    "cp2_without_dp": Case((_split_layers(attention_dp=False),)),
+    "two_models": Case(
+        (
+            Deployment(_profile("deepseek-ai/DeepSeek-Tiny", [_mla(2)], tp=2)),
+            Deployment(_profile("Qwen/Qwen3-Tiny", [_mha("kv", 4)], tp=2)),
+        )
+    ),
+    "swa": Case((Deployment(_profile("openai/gpt-oss-tiny", [_mha("kv", [2, 5]), _SWA], tp=2)),)),
+    "mha_layouts": Case((Deployment(_profile("Qwen/Qwen3-Tiny", [_mha("kv", 3)])),)),
+    "legacy_mla_mamba": Case((_mla_mamba(LEGACY),), sglang=LEGACY),
+}
+# What `write_store.py all` writes: (case, layout).
+VARIANTS: tuple[tuple[str, str], ...] = (
+    *((case, DEFAULT_LAYOUT) for case in CASES if case != "mha_layouts"),
+    *(("mha_layouts", layout) for layout in LAYOUTS),
+)
+
+
+def store_name(case: str, layout: str) -> str:
+    """The folder of a variant."""
+    return f"{case}-{layout}" if case == "mha_layouts" else case

@@ -1,0 +1,174 @@
+"""`ls` and `verify` on stores that SGLang itself wrote: exactly what is there, and what is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.conformance.store_cases import CASES, VARIANTS
+
+if TYPE_CHECKING:
+    from tests.conftest import Invoke
+
+pytestmark = pytest.mark.conformance
+
+Manifest = dict[str, Any]
+SglangStore = Callable[..., tuple[Path, Manifest]]
+
+STORES = [(case, layout) for case, layout in VARIANTS]
+_COORDINATES = (
+    "page", "pool", "part", "model", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank",
+    "cp_size", "nbytes",
+)  # fmt: skip
+
+
+def profile_files(manifest: Manifest, directory: Path) -> list[Path]:
+    """The profiles of a store's deployments, as files."""
+    paths = []
+    for number, deployment in enumerate(manifest["deployments"]):
+        paths.append(directory / f"profile-{number}.json")
+        paths[-1].write_text(json.dumps(deployment["profile"]))
+    return paths
+
+
+def verified(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
+    out = invoke("verify", *arguments, "--grace", "0s", "--format", "json", exit_code=exit_code)
+    document: dict[str, Any] = json.loads(out.stdout)
+    return document
+
+
+def listed(invoke: Invoke, *arguments: object) -> dict[str, dict[str, Any]]:
+    out = invoke("ls", *arguments, "--objects", "--format", "jsonl").stdout
+    return {row["key"]: row for row in map(json.loads, out.splitlines())}
+
+
+@pytest.mark.parametrize(("case", "layout"), STORES)
+def test_ls_lists_exactly_what_sglang_wrote(
+    sglang_store: SglangStore, invoke: Invoke, tmp_path: Path, case: str, layout: str
+) -> None:
+    store, manifest = sglang_store(case, layout=layout)
+    wanted = {
+        entry["file"]: {name: entry[name] for name in _COORDINATES} for entry in manifest["objects"]
+    }
+    with_profile = ["--profile", profile_files(manifest, tmp_path)[0]]
+    # Of a lone CP rank only the profile can say that it is one.
+    for arguments in [with_profile] if case == "cp2_without_dp" else [[], with_profile]:
+        found = {
+            key: {name: row[name] for name in _COORDINATES}
+            for key, row in listed(invoke, store, *arguments).items()
+        }
+        assert found == wanted
+
+
+@pytest.mark.parametrize(("case", "layout"), STORES)
+def test_verify_is_clean(
+    sglang_store: SglangStore, invoke: Invoke, tmp_path: Path, case: str, layout: str
+) -> None:
+    if case == "cp2_without_dp":
+        pytest.skip("SGLang itself leaves this store incomplete; tested below")
+    store, manifest = sglang_store(case, layout=layout)
+    assert verified(invoke, store)["findings"] == []
+    for profile in profile_files(manifest, tmp_path):
+        document = verified(invoke, store, "--profile", profile)
+        assert document["findings"] == []
+        assert document["objects"] == len(manifest["objects"])
+        assert document["pages"] == len(manifest["pages"])
+        assert document["skipped_checks"] == []
+
+
+def test_ranks_that_sglang_never_stores_are_found(
+    sglang_store: SglangStore, invoke: Invoke, tmp_path: Path
+) -> None:
+    """Without attention DP the second CP rank of an MLA model is no storage writer."""
+    store, manifest = sglang_store("cp2_without_dp")
+    profile = profile_files(manifest, tmp_path)[0]
+    assert verified(invoke, store, exit_code=4)["counts"] == {"ambiguous-key": 2}
+    document = verified(invoke, store, "--profile", profile, exit_code=4)
+    assert document["counts"] == {"missing-rank": 2 * len(manifest["pages"])}
+
+
+def damage_remove(path: Path) -> None:
+    path.unlink()
+
+
+def damage_truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def damage_lengthen(path: Path) -> None:
+    os.truncate(path, path.stat().st_size + 1)
+
+
+def removal_findings(manifest: Manifest, entry: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """What must be found when one object of a page is gone, told from the manifest alone."""
+    mates = [
+        o for o in manifest["objects"]
+        if o["page"] == entry["page"] and o["model"] == entry["model"] and o is not entry
+    ]  # fmt: skip
+    same_pool = [o for o in mates if o["pool"] == entry["pool"]]
+    anchors = [o for o in mates if o["pool"] == "kv"]
+    trailing = entry["pool"] in ("mamba", "swa")
+    if entry["pool"] == "kv" and not anchors:
+        return sorted(("orphan-sidecar", "warning", o["file"]) for o in mates)
+    if trailing:
+        return [("missing-rank", "warning", entry["file"])] if same_pool else []
+    if entry["pool"] == "kv":
+        return [("missing-rank", "warning", entry["file"])]
+    severity = "warning" if entry["pool"].startswith("draft") else "error"
+    return [("missing-pool", severity, entry["file"])]
+
+
+def one_of_each_kind(manifest: Manifest) -> list[dict[str, Any]]:
+    """One object of each model, pool and rank, on a page in the middle of the chain."""
+    chosen: dict[tuple[object, ...], dict[str, Any]] = {}
+    for entry in manifest["objects"]:
+        ranks = (entry["tp_rank"], entry["pp_rank"], entry["cp_rank"])
+        chosen[entry["model"], entry["pool"], *ranks] = entry
+    return list(chosen.values())
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c != "cp2_without_dp"])
+def test_each_damage_is_found_and_nothing_else(
+    sglang_store: SglangStore, invoke: Invoke, tmp_path: Path, case: str
+) -> None:
+    store, manifest = sglang_store(case)
+    profiles = profile_files(manifest, tmp_path)
+    models = {json.loads(p.read_text())["model"].replace("/", "-"): p for p in profiles}
+    for entry in one_of_each_kind(manifest):
+        profile = models[entry["model"]]
+        for damage, code in (
+            (damage_remove, None), (damage_truncate, "truncated"), (damage_lengthen, "oversized"),
+        ):  # fmt: skip
+            copy = tmp_path / "copy"
+            shutil.copytree(store, copy, copy_function=os.link)
+            target = copy / entry["file"]
+            target.unlink()
+            shutil.copy2(store / entry["file"], target)
+            damage(target)
+            wanted = (
+                removal_findings(manifest, entry) if code is None
+                else [(code, "error", entry["file"])]
+            )  # fmt: skip
+            document = verified(invoke, copy, "--profile", profile, exit_code=4 if wanted else 0)
+            found = sorted((f["code"], f["severity"], f["key"]) for f in document["findings"])
+            assert found == wanted, (entry["file"], damage.__name__)
+            assert all(f["page"] == entry["page"] for f in document["findings"])
+            shutil.rmtree(copy)
+
+
+def test_one_directory_of_two_models_needs_no_profile(
+    sglang_store: SglangStore, invoke: Invoke
+) -> None:
+    store, manifest = sglang_store("two_models")
+    models = {entry["model"] for entry in manifest["objects"]}
+    assert len(models) == 2
+    assert {row["model"] for row in listed(invoke, store).values()} == models
+    states = json.loads(invoke("ls", store, "--format", "json").stdout)["pages"]
+    assert len(states) == 2 * len(manifest["pages"])
+    assert {row["state"] for row in states} == {"whole"}

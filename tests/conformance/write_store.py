@@ -1,0 +1,347 @@
+"""Have SGLang write a file store, and say what it really wrote.
+
+Runs inside the SGLang environment: `write_store.py CASE DIR [--manifest FILE]`. CASE is a name
+in store_cases.py, or `all` for every case of the installed release, each in a folder of DIR
+(store_cases.store_name).
+
+SGLang hashes the pages, allocates host slots, decides what each rank writes and names the
+objects; this program only puts the values of page_values.py into the host pools, and plays the
+radix tree by handing the controller one node after another. The manifest lists every call of
+`HiCacheFile.set`, with the file that appeared through it:
+
+    case, sglang, layout, page_size, seed
+    tokens        token ids of the prompt, a whole number of pages
+    pages         page hashes in chain order
+    objects       file, page, pool, part (null: the file backend stores whole pages), model,
+                  tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size (null where the key
+                  carries none), nbytes
+    ignored       calls that wrote nothing, since the file existed: file, and the writer's ranks
+    deployments   profile, linear_attention, attention_dp (see store_cases.Deployment)
+    profile       of the first deployment
+
+For `all` it is one object with a manifest for each store's name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tests.conformance import page_values, rank_pools, sglang_env
+    from tests.conformance.rank_pools import Rank, RankPools
+    from tests.conformance.store_cases import (
+        CASES,
+        DEFAULT_LAYOUT,
+        LAYOUTS,
+        VARIANTS,
+        Case,
+        Deployment,
+        store_name,
+    )
+else:
+    import page_values
+    import rank_pools
+    import sglang_env
+    from store_cases import CASES, DEFAULT_LAYOUT, LAYOUTS, VARIANTS, store_name
+
+VOCABULARY = 151_936  # Qwen3's
+
+
+def main() -> None:
+    """Write the stores that the command line names."""
+    options = _parse_arguments()
+    # SGLang prints to stdout now and then; the manifest must stand there alone.
+    with contextlib.redirect_stdout(sys.stderr):
+        if options.case == "all":
+            document = _write_all(options)
+        else:
+            case = CASES[options.case]
+            document = write_case(options.case, case, options.dir, options)
+    text = json.dumps(document, indent=1)
+    if options.manifest is None:
+        print(text)
+    else:
+        options.manifest.write_text(text)
+
+
+def write_case(
+    name: str, case: Case, directory: Path, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Write one store and return its manifest. Raises where SGLang does something unforeseen."""
+    _check_release(name, case)
+    deployments = [_with_layout(deployment, options.layout) for deployment in case.deployments]
+    page_sizes = {deployment.profile["page_size"] for deployment in deployments}
+    if len(page_sizes) > 1 or any(directory.glob("*")):
+        raise SystemExit(f"{name}: one page size and an empty directory, please")
+    page_size = page_sizes.pop()
+    chance = random.Random(options.seed)
+    tokens = [chance.randrange(VOCABULARY) for _ in range(options.pages * page_size)]
+    prompt = _Prompt(tokens, hash_pages(tokens, page_size), case.node_pages, options.seed)
+    recorder = _Recorder(directory)
+    for deployment in deployments:
+        for rank in rank_pools.ranks(deployment.profile):
+            _write_rank(deployment, rank, prompt, recorder)
+    first = deployments[0].profile
+    return {
+        "case": name,
+        "sglang": first["sglang"],
+        "layout": first["layout"],
+        "page_size": page_size,
+        "seed": options.seed,
+        "tokens": tokens,
+        "pages": prompt.pages,
+        "objects": recorder.objects,
+        "ignored": recorder.ignored,
+        "deployments": [dataclasses.asdict(deployment) for deployment in deployments],
+        "profile": first,
+    }
+
+
+def hash_pages(tokens: Sequence[int], page_size: int) -> list[str]:
+    """The page hashes that SGLang gives a prompt."""
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    hashes: list[str] = get_hash_str(list(tokens), None, page_size=page_size)
+    return hashes
+
+
+def make_controller(deployment: Deployment, pools: RankPools, directory: Path) -> Any:
+    """SGLang's controller with only what moves pages between host pools and a file store.
+
+    Its threads and process groups are left out; which rank writes what, under which
+    coordinates and in which order stays its own decision.
+    """
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolName
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    try:
+        from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
+    except ImportError:  # 0.5.18
+        from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup, PoolEntry
+
+    entries = [
+        PoolEntry(
+            name=PoolName(name),
+            host_pool=host,
+            device_pool=pools.device[name],
+            layer_mapper=lambda layer: layer,
+            is_primary_index_anchor=name == "kv",
+        )
+        for name, host in pools.host.items()
+    ]
+    controller = HybridCacheController.__new__(HybridCacheController)
+    controller.mem_pool_device = pools.device["kv"]
+    controller.mem_pool_host = HostPoolGroup(entries)
+    controller.storage_host_pool = pools.host["kv"]
+    controller.page_size = deployment.profile["page_size"]
+    controller.storage_backend_type = "file"
+    controller.enable_storage_metrics = False
+    controller.page_set_func = controller._generic_page_set
+    controller.get_attn_cp_rank_and_size = lambda: (pools.rank.cp, deployment.profile.get("cp", 1))
+    config = controller._generate_storage_config(
+        deployment.profile["model"], {"file_storage_path": str(directory)}
+    )
+    controller.storage_config = config
+    if not hasattr(type(controller), "backup_skip"):  # 0.5.18 sets it on attaching the backend
+        controller.backup_skip = config.is_mla_model and config.tp_rank != 0
+        controller.has_draft = False
+    # 0.5.18 does not know file_storage_path.
+    controller.storage_backend = HiCacheFile(config, str(directory))
+    controller.storage_backend.register_mem_pool_host(pools.host["kv"])
+    for entry in entries:
+        controller.storage_backend.register_mem_host_pool_v2(entry.host_pool, entry.name)
+    return controller
+
+
+def _write_rank(deployment: Deployment, rank: Rank, prompt: _Prompt, recorder: _Recorder) -> None:
+    """Fill a rank's host pools and have its controller back them up, node by node."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import StorageOperation
+
+    page_size = deployment.profile["page_size"]
+    with rank_pools.parallel(deployment, rank):
+        pools = rank_pools.build_pools(deployment, rank, len(prompt.pages))
+        controller = make_controller(deployment, pools, recorder.directory)
+        recorder.attach(controller.storage_backend, controller.storage_config)
+        pools.host["kv"].alloc(page_size)  # so that page i is not at slot i
+        for start in range(0, len(prompt.pages), prompt.node_pages):
+            node = prompt.pages[start : start + prompt.node_pages]
+            tokens = len(node) * page_size
+            operation = StorageOperation(
+                pools.host["kv"].alloc(tokens),
+                prompt.tokens[start * page_size :][:tokens],
+                hash_value=node,
+                prefix_keys=prompt.pages[:start],
+                pool_transfers=side_transfers(pools, node),
+            )
+            _fill_node(pools, operation, prompt.seed)
+            controller._page_backup(operation)
+            if operation.completed_tokens != tokens and not controller.backup_skip:
+                raise AssertionError(f"{rank}: {operation.completed_tokens} of {tokens} stored")
+
+
+def side_transfers(pools: RankPools, node: Sequence[str]) -> list[Any]:
+    """A node's transfers of the pools beside kv, as the tree's components build them.
+
+    mamba: the node's end (unified_cache/components/mamba.py); swa: its last pages (swa.py);
+    the others go with kv (SidecarPoolSpec, hybrid_pool_assembler.py).
+    """
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+    transfers = []
+    for table in pools.profile["pools"][1:]:
+        name = PoolName(table["name"])
+        if table["name"] not in ("mamba", "swa"):
+            transfers.append(PoolTransfer(name=name, indices_from_pool=PoolName.KV))
+            continue
+        host = pools.host[table["name"]]
+        keys = list(node[-table.get("trailing_pages", 1) :])
+        transfers.append(
+            PoolTransfer(
+                name=name,
+                host_indices=host.alloc(len(keys) * host.page_size),
+                keys=keys,
+                hit_policy=PoolHitPolicy.TRAILING_PAGES,
+            )
+        )
+    return transfers
+
+
+def _fill_node(pools: RankPools, operation: Any, seed: int) -> None:
+    """Put into the host pools what the pages of an operation must hold."""
+    kinds = {pool["name"]: pool["kind"] for pool in pools.profile["pools"]}
+    for name, page, index in _placed_pages(pools, operation):
+        values = pools.values(name, page_values.page_salt(page, name, seed))
+        rank_pools.fill(
+            rank_pools.page_view(pools.host[name], kinds[name], index), values, kinds[name]
+        )
+
+
+def _placed_pages(pools: RankPools, operation: Any) -> Iterator[tuple[str, str, int]]:
+    """(pool, page hash, host index) of every page that an operation moves."""
+    spans: list[Any] = [("kv", operation.hash_value, operation.host_indices)]
+    for transfer in operation.pool_transfers:
+        # What goes with kv has no keys of its own until the controller resolves them.
+        own = transfer.indices_from_pool is None
+        source = (transfer.keys, transfer.host_indices) if own else spans[0][1:]
+        spans.append((transfer.name.value, *source))
+    for name, keys, indices in spans:
+        for number, page in enumerate(keys):
+            yield name, page, int(indices[number * pools.host[name].page_size])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt of whole pages, and how it lies in the radix tree."""
+
+    tokens: list[int]
+    pages: list[str]
+    node_pages: int
+    seed: int
+
+
+class _Recorder:
+    """Notes every `set` of the backends it is attached to, and the file that came of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.objects: list[dict[str, Any]] = []
+        self.ignored: list[dict[str, Any]] = []
+        self._seen: set[str] = set()
+
+    def attach(self, backend: Any, config: Any) -> None:
+        original: Callable[[str, Any], bool] = backend.set
+
+        def recording_set(key: str, value: Any) -> bool:
+            stored = original(key, value)
+            page, _, pool = key.partition(".")
+            file = backend._get_component_key(page, pool or None) + ".bin"
+            entry = {"file": file, "page": page, "pool": pool or "kv", "part": None}
+            self._note(entry, config, value.numel() * value.element_size(), stored)
+            return stored
+
+        backend.set = recording_set
+
+    def _note(self, entry: dict[str, Any], config: Any, nbytes: int, stored: bool) -> None:
+        file = entry["file"]
+        appeared = {path.name for path in self.directory.iterdir()} - self._seen
+        if stored and not appeared and file in self._seen:
+            writer = {"tp_rank": config.tp_rank, "pp_rank": config.pp_rank}
+            self.ignored.append({"file": file, **writer, "cp_rank": config.attn_cp_rank})
+            return
+        if not stored or appeared != {file}:
+            raise AssertionError(f"set returned {stored} for {file}, on disk: {appeared}")
+        size = (self.directory / file).stat().st_size
+        if size != nbytes:
+            raise AssertionError(f"{file}: {nbytes} bytes handed over, {size} on disk")
+        self._seen |= appeared
+        self.objects.append({**entry, **_coordinates(entry, config), "nbytes": nbytes})
+
+
+def _coordinates(entry: dict[str, Any], config: Any) -> dict[str, Any]:
+    """The ranks that a file's name carries, found by spelling the name out again."""
+    model = config.model_name.replace("/", "-")
+    pool = "" if entry["pool"] == "kv" else f".{entry['pool']}"
+    ranks: dict[str, int | None] = dict.fromkeys(
+        ("tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size")
+    )
+    tail = ""
+    if config.pp_size > 1:
+        ranks |= {"pp_rank": config.pp_rank, "pp_size": config.pp_size}
+        tail += f"_{config.pp_size}_{config.pp_rank}"
+    if config.attn_cp_size > 1:
+        ranks |= {"cp_rank": config.attn_cp_rank, "cp_size": config.attn_cp_size}
+        tail += f"_cp{config.attn_cp_rank}_{config.attn_cp_size}"
+    stem = f"{entry['page']}{pool}_{model}"
+    if entry["file"] == f"{stem}_{config.tp_rank}_{config.tp_size}{tail}.bin":
+        ranks |= {"tp_rank": config.tp_rank, "tp_size": config.tp_size}
+    elif entry["file"] != f"{stem}{tail}.bin":
+        raise AssertionError(f"{entry['file']} is of no known form")
+    return {"model": model, **ranks}
+
+
+def _with_layout(deployment: Deployment, layout: str) -> Deployment:
+    return dataclasses.replace(deployment, profile={**deployment.profile, "layout": layout})
+
+
+def _check_release(name: str, case: Case) -> None:
+    from sglang.version import __version__
+
+    if __version__ != case.sglang:
+        raise SystemExit(f"case {name} is for sglang {case.sglang}, this is {__version__}")
+
+
+def _write_all(options: argparse.Namespace) -> dict[str, Any]:
+    from sglang.version import __version__
+
+    manifests = {}
+    for case, layout in VARIANTS:
+        if CASES[case].sglang == __version__:
+            name = store_name(case, layout)
+            choices = argparse.Namespace(**{**vars(options), "layout": layout})
+            manifests[name] = write_case(case, CASES[case], options.dir / name, choices)
+    return manifests
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Write a file store with SGLang itself.")
+    parser.add_argument("case", choices=(*CASES, "all"))
+    parser.add_argument("dir", type=Path)
+    parser.add_argument("--manifest", type=Path, help="write it here instead of stdout")
+    parser.add_argument("--pages", type=int, default=8)
+    parser.add_argument("--layout", choices=LAYOUTS, default=DEFAULT_LAYOUT)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sglang_env.prepare()
+    main()

@@ -1,0 +1,37 @@
+"""`demo`: a store that every command finds whole."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+
+def test_the_demo_is_whole_under_its_own_profile(invoke: Invoke, tmp_path: Path) -> None:
+    store = tmp_path / "demo"
+    invoke("demo", store, "--pages", 9)
+    profile = store / ".hicachectl" / "demo.toml"
+    document = json.loads(invoke("verify", store, "--profile", profile, "--format", "json").stdout)
+    assert document["findings"] == []
+    assert (document["pages"], document["objects"]) == (9, 9 * 2 + 3 * 2)
+    assert document["skipped_checks"] == []
+
+
+def test_the_demo_refuses_a_directory_with_files(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    assert "not empty" in invoke("demo", tmp_path, exit_code=2).stderr
+    assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["mine"]
+
+
+def test_the_demo_is_the_same_each_time(invoke: Invoke, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        invoke("demo", tmp_path / name, "--pages", 2)
+    one, two = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.bin")}
+        for name in ("one", "two")
+    )
+    assert one == two
