@@ -36,7 +36,7 @@ _STORES = (
 )
 _ENVIRONMENT = (
     ("HICACHECTL_CONFIG", "The config file, where --config is not given."),
-    ("HICACHECTL_API_KEY", "Bearer key for --server; sent to no host but that one."),
+    ("HICACHECTL_API_KEY", "Bearer key for --server."),
     ("NO_COLOR", "When set and not empty, no colours are written."),
     (
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
@@ -44,6 +44,42 @@ _ENVIRONMENT = (
     ),
 )
 _CONFIG_EXAMPLE = ("[stores.prod]", 'url = "file:///mnt/hicache"')
+PROFILE_EXAMPLE = """\
+model = "Qwen/Qwen3-Next-80B-A3B"   # served model name as given to SGLang
+sglang = "0.5.23"                   # decides the key grammar
+page_size = 64
+layout = "page_first_direct"        # layer_first, page_first, page_head
+tp = 2                              # attention TP size, as in the keys
+pp = 1                              # with pp_partition = [24, 24]
+cp = 1                              # cp_layer_split = true: layers divided
+speculative_algorithm = ""          # hash_unit = "bigram" for EAGLE
+
+[[pools]]
+name = "kv"                         # the first pool must be kv
+kind = "mha"                        # needs dtype, layers, kv_heads, head_dim
+dtype = "bfloat16"
+layers = [3, 7, 11]                 # model layer numbers, or a count
+kv_heads = 2                        # of the whole model, before sharding
+head_dim = 256
+
+[[pools]]
+name = "mamba"
+kind = "mamba"                      # needs temporal, conv or both
+layers = [0, 1, 2, 4, 5, 6]
+temporal = { shape = [32, 128, 128], dtype = "float32" }
+conv = [{ shape = [8192, 3], dtype = "bfloat16", groups = [2048, 2048, 4096] }]
+"""
+_KINDS = (
+    ("mha", "dtype, layers, kv_heads, head_dim; v_head_dim where it differs."),
+    (
+        "mla",
+        "layers, kv_lora_rank, qk_rope_head_dim, and row: bf16, fp8 or fp8_scaled (656 bytes).",
+    ),
+    ("dsa_indexer", "layers, index_head_dim."),
+    ("mamba", "layers, temporal, conv; shapes before sharding."),
+    ("logical", "An anchor without bytes (DeepSeek-V4)."),
+    ("opaque", "nbytes of one object; its bytes are not looked into."),
+)
 _STATES = (
     (
         "whole",
@@ -117,6 +153,7 @@ def command_page(name: str) -> str:
         "As for",
         ".Xr hicachectl 1 .",
         *_examples(command.epilog or ""),
+        *(_profile_file() if name == "profile" else ()),
         ".Sh SEE ALSO",
         *_see_also(f"hicachectl-{name}"),
     ]
@@ -178,6 +215,27 @@ def _examples(epilog: str) -> list[str]:
     if not shown:
         return []
     return [".Sh EXAMPLES", ".Bd -literal -offset indent", *map(_literal, shown), ".Ed"]
+
+
+def _profile_file() -> list[str]:
+    return [
+        ".Sh PROFILE FILE",
+        *_sentences(
+            "A profile is TOML, or the same keys as JSON, for the whole model before sharding. "
+            "Fields that do not apply are left out."
+        ),
+        ".Bd -literal -offset indent",
+        *map(_literal, PROFILE_EXAMPLE.splitlines()),
+        ".Ed",
+        ".Pp",
+        "What the kinds of pools need:",
+        *_list(_KINDS),
+        *_sentences(
+            "Each pool also takes packed_draft_layers, hit_policy (all_pages or trailing_pages), "
+            "trailing_pages and replicated. A profile with inferred = true states only what a "
+            "store showed, and is refused where bytes must be understood."
+        ),
+    ]
 
 
 def _see_also(page: str) -> list[str]:

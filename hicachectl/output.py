@@ -176,7 +176,7 @@ def _write_columnar(rows: pa.Table, output_format: str, stream: IO[Any]) -> None
     if output_format == "parquet":
         import pyarrow.parquet as pq
 
-        pq.write_table(rows, stream, compression="lz4", write_statistics=False)
+        pq.write_table(rows.combine_chunks(), stream, compression="lz4", write_statistics=False)
     elif output_format == "arrow":
         with pa.ipc.new_file(stream, rows.schema) as writer:
             writer.write_table(rows)

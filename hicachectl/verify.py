@@ -118,8 +118,8 @@ def _skipped(
     unjudged = int((groups.states == UNKNOWN).sum())
     if profile_name(profile) == INFERRED and len(groups):
         skipped["absent-pools"] = (
-            "the store was measured against itself, since no profile was given: a pool, part or rank "
-            "that is absent everywhere cannot be noticed"
+            "without a profile the store is measured against itself: a pool, part or rank that "
+            "is absent everywhere cannot be noticed"
         )
     if unjudged and "groups" in checks:
         skipped["ambiguous-groups"] = (

@@ -12,7 +12,8 @@ import pytest
 
 from hicachectl.cli import COMMANDS, cli
 from hicachectl.errors import BUG, DONE, EXIT_CODES, FINDINGS, INTERRUPTED, TERMINATED
-from hicachectl.manpages import build
+from hicachectl.formats.profile import parse_profile
+from hicachectl.manpages import PROFILE_EXAMPLE, build
 
 MAN = Path(__file__).parents[2] / "man"
 
@@ -40,6 +41,10 @@ def test_every_exit_code_is_documented() -> None:
     page = (MAN / "hicachectl.1").read_text()
     for code in {DONE, BUG, FINDINGS, INTERRUPTED, TERMINATED, *EXIT_CODES.values()}:
         assert f"\n.It {code}\n" in page
+
+
+def test_the_example_of_a_profile_file_is_one() -> None:
+    assert [pool.name for pool in parse_profile(PROFILE_EXAMPLE).pools] == ["kv", "mamba"]
 
 
 @pytest.mark.skipif(shutil.which("mandoc") is None, reason="mandoc is not installed")
