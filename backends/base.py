@@ -21,6 +21,7 @@ from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from hicachectl.backends.arena import Arena
@@ -59,6 +60,7 @@ class Status(IntEnum):
     OVERSIZED = 3  # larger than the capacity
     EXISTS = 4  # left as it was, since if_absent was asked for
     ERROR = 5  # anything else; the result's `errors` says what
+    CHANGED = 6  # another object has taken the key since the row was listed; left as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,45 @@ class Limits:
     parallel_writes: int
 
 
+class Mover(ABC):
+    """Renames objects of a store to and from one directory of the same file system.
+
+    A rename keeps the object's modification time and cannot be seen half done. One object a
+    call, so that what belongs together leaves within microseconds; `flush` makes calls durable.
+    Both raise OSError for one object, StoreUnavailable for a lost store.
+    """
+
+    @abstractmethod
+    def take(self, key: bytes, name: str, version: bytes | None = None) -> Status:
+        """Move an object out of the store to a new file `name`. OK, GONE or CHANGED.
+
+        version: as listed; an object that has another one by now stays, and is CHANGED.
+        """
+
+    @abstractmethod
+    def put_back(self, name: str, key: bytes) -> Status:
+        """Move a file of the directory into the store. OK, GONE, or EXISTS: none is replaced."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Make every move so far durable. Raises OSError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the directory."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
 class Store(ABC):
     """One place with objects.
 
@@ -114,9 +155,11 @@ class Store(ABC):
     supports_sizes: ClassVar[bool] = True  # each object has a size of its own, and it is listed
     supports_empty: ClassVar[bool] = True  # zero-byte objects
     supports_version: ClassVar[bool] = False
+    version_fields: ClassVar[tuple[str, ...]] = ()  # of `version`, 8 bytes of little endian each
     supports_locator: ClassVar[bool] = False
     supports_pin: ClassVar[bool] = False
     supports_groups: ClassVar[bool] = False
+    supports_moves: ClassVar[bool] = False  # `mover` finds one, for some directories
 
     url: str  # what messages and reports call this store
     arena: Arena | None = None
@@ -185,11 +228,38 @@ class Store(ABC):
             found |= pc.is_in(wanted, value_set=batch.column("key")).to_numpy()
         return found
 
+    def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
+        """List a few keys again: a table as of `scan`, of those that are there, in any order.
+
+        The default lists the whole store: override it where keys can be asked for harmlessly.
+        """
+        import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+
+        wanted = as_table(rows).column("key")
+        if isinstance(wanted, pa.ChunkedArray):
+            wanted = wanted.combine_chunks()
+        found = [
+            batch.filter(pc.is_in(batch.column("key"), value_set=wanted))
+            for batch in self.scan(columns)
+        ]
+        return pa.Table.from_batches(found, schema=scan_schema(columns))
+
+    def mover(self, directory: str) -> Mover | None:
+        """Open what renames objects into a directory; None where only copying gets them there."""
+        return None
+
     def flush(self) -> None:  # noqa: B027 - most stores have nothing left to do
         """Make everything written so far durable and visible to servers."""
 
     def free_bytes(self) -> int | None:
         """Count the bytes the store has room for, None where it does not say."""
+        return None
+
+    def side_directory(self) -> Path | None:
+        """Where notes about the store lie beside it, out of servers' sight; it need not exist.
+
+        None where the store has no place for them.
+        """
         return None
 
     def close(self) -> None:  # noqa: B027 - most stores hold nothing

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -28,6 +29,7 @@ from hicachectl.backends.base import (
     BoolArray,
     IntArray,
     Limits,
+    Mover,
     ReadResult,
     Result,
     Rows,
@@ -74,6 +76,8 @@ class FileStore(Store):
         parallel_writes=2,
     )
     supports_version: ClassVar[bool] = True
+    supports_moves: ClassVar[bool] = True
+    version_fields: ClassVar[tuple[str, ...]] = ("inode", "mtime", "ctime", "size")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
@@ -92,6 +96,10 @@ class FileStore(Store):
     def from_url(cls, url: StoreUrl) -> Self:
         """Open the directory of a `file:` URL."""
         return cls(url.path)
+
+    def side_directory(self) -> Path:
+        """Name the sub-directory that SGLang ignores and its `clear()` leaves."""
+        return Path(self.path) / os.fsdecode(OWN_PREFIX)
 
     def close(self) -> None:
         """Let go of the directory."""
@@ -210,6 +218,39 @@ class FileStore(Store):
         """Say which keys are regular files, one stat each."""
         keys = keys_of(rows)
         return np.fromiter(map(self._is_there, keys), dtype=np.bool_, count=len(keys))
+
+    def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
+        """List a few files again, one stat each."""
+        names = [os.fsdecode(key) for key in keys_of(rows) if _is_file_name(key)]
+        try:
+            batch = self._ask_each(scan_schema(columns), names)
+        except OSError as error:
+            raise self._unavailable(error) from error
+        return pa.Table.from_batches([batch])
+
+    def mover(self, directory: str) -> FileMover | None:
+        """Open what renames files into a directory of the same file system and mount."""
+        target = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # Sub-volumes of one mount differ in their device; mounts are told apart before names
+            # are looked up, so that none needs to be there.
+            name = OWN_PREFIX + b"-" + os.urandom(16).hex().encode()
+            crosses = os.fstat(target).st_dev != os.fstat(self._directory).st_dev
+            try:
+                os.rename(name, name, src_dir_fd=target, dst_dir_fd=self._directory)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise self._unavailable(error) from error
+                crosses = True
+            if crosses:
+                os.close(target)
+                return None
+        except BaseException:
+            os.close(target)
+            raise
+        return FileMover(self, target)
 
     def free_bytes(self) -> int | None:
         """Count what the file system leaves to users who are not root."""
@@ -356,7 +397,7 @@ class FileStore(Store):
         here = self._directory
         if not if_absent:
             os.replace(temporary, key, src_dir_fd=here, dst_dir_fd=here)
-        elif not _rename_noreplace(here, temporary, key):
+        elif not _rename_noreplace(here, temporary, here, key):
             os.link(temporary, key, src_dir_fd=here, dst_dir_fd=here, follow_symlinks=False)
             os.unlink(temporary, dir_fd=here)
 
@@ -440,6 +481,88 @@ class FileStore(Store):
         return StoreUnavailable(f"{self.path}: {reason}")
 
 
+class FileMover(Mover):
+    """Renames between a store's directory and another one, by their descriptors."""
+
+    def __init__(self, store: FileStore, directory: int) -> None:
+        self._store = store
+        self._here = store._directory
+        self._there = directory
+
+    def take(self, key: bytes, name: str, version: bytes | None = None) -> Status:
+        """Rename, unless the file is no longer the one listed."""
+        target = os.fsencode(name)
+        _check_key(key)
+        _check_key(target)
+        try:
+            listed = os.stat(key, dir_fd=self._here, follow_symlinks=False)
+            if not stat.S_ISREG(listed.st_mode) or version not in (None, _version(listed)):
+                return Status.CHANGED
+            if not _rename_noreplace(self._here, key, self._there, target):
+                os.rename(key, target, src_dir_fd=self._here, dst_dir_fd=self._there)
+        except OSError as error:
+            if not os.fstat(self._there).st_nlink:
+                raise OSError(errno.ECANCELED, "its new directory was removed") from error
+            return self._missing(error)
+        moved = os.stat(target, dir_fd=self._there, follow_symlinks=False)
+        if moved.st_ino == listed.st_ino:
+            return Status.OK
+        # A writer renamed another file to the key between the two calls.
+        if self.put_back(name, key) == Status.EXISTS:
+            os.unlink(target, dir_fd=self._there)  # and again, after that one was taken
+        return Status.CHANGED
+
+    def put_back(self, name: str, key: bytes) -> Status:
+        """Rename, or link where the file system has no rename that spares what is there."""
+        source = os.fsencode(name)
+        _check_key(source)
+        _check_new_key(key)
+        try:
+            if not _rename_noreplace(self._there, source, self._here, key):
+                os.link(
+                    source,
+                    key,
+                    src_dir_fd=self._there,
+                    dst_dir_fd=self._here,
+                    follow_symlinks=False,
+                )
+                os.unlink(source, dir_fd=self._there)
+        except FileExistsError:
+            return Status.EXISTS
+        except OSError as error:
+            return self._missing(error)
+        return Status.OK
+
+    def flush(self) -> None:
+        """Sync both directories: first the one that gained names."""
+        for directory in (self._there, self._here, self._there):
+            try:
+                os.fsync(directory)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:  # some network file systems need none
+                    raise
+
+    def close(self) -> None:
+        """Close the directory's descriptor."""
+        descriptor, self._there = self._there, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _missing(self, error: OSError) -> Status:
+        """Give the status of an error that is none, or raise it."""
+        if self._store._failed(0, error, {}) == Status.GONE:
+            return Status.GONE
+        raise error
+
+
+def _is_file_name(key: bytes) -> bool:
+    try:
+        _check_key(key)
+    except OSError:
+        return False
+    return True
+
+
 def _check_key(key: bytes) -> None:
     """Raise OSError for bytes that are no name of a file in this very directory."""
     if b"/" in key or b"\0" in key or key in (b"", b".", b".."):
@@ -452,11 +575,11 @@ def _check_new_key(key: bytes) -> None:
         raise OSError(errno.EINVAL, "names in .hicachectl are kept for this tool's own files")
 
 
-def _rename_noreplace(directory: int, old: bytes, new: bytes) -> bool:
+def _rename_noreplace(source: int, old: bytes, target: int, new: bytes) -> bool:
     """Rename unless `new` is there (FileExistsError); False where the system cannot."""
     if not hasattr(_LIBC, "renameat2"):
         return False
-    if not _LIBC.renameat2(directory, old, directory, new, _RENAME_NOREPLACE):
+    if not _LIBC.renameat2(source, old, target, new, _RENAME_NOREPLACE):
         return True
     number = ctypes.get_errno()
     if number in _UNSUPPORTED:

@@ -19,7 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hicachectl.backends.arena import Arena, place
-from hicachectl.backends.base import SCAN_FIELDS, ReadResult, Result, Status, Store, scan_schema
+from hicachectl.backends.base import (
+    SCAN_FIELDS,
+    Mover,
+    ReadResult,
+    Result,
+    Status,
+    Store,
+    scan_schema,
+)
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
@@ -365,6 +373,66 @@ class StoreSuite(ABC):
     def test_the_default_exists_agrees(self, store: Store) -> None:
         self.raw_put(store, self.keys[1], self.value(1))
         assert Store.exists(store, rows_of(self.keys[:3])).tolist() == [False, True, False]
+
+    def test_looking_lists_the_keys_asked_for_as_a_scan_does(self, store: Store) -> None:
+        for n in range(3):
+            self.raw_put(store, self.keys[n], self.value(n))
+        columns = ("nbytes", "mtime_ns", "version")
+        scanned = pa.Table.from_batches(list(store.scan(columns))).sort_by("key").to_pylist()
+        wanted = [row for row in scanned if row["key"] != self.keys[1]]
+        asked = rows_of([self.keys[2], self.keys[5], self.keys[0]])
+        for found in (store.look(asked, columns), Store.look(store, asked, columns)):
+            assert found.schema.equals(scan_schema(columns))
+            assert found.sort_by("key").to_pylist() == wanted
+        assert len(store.look(rows_of([]))) == 0
+
+    def test_objects_are_moved_out_and_back(self, store: Store, tmp_path: Any) -> None:
+        values = [self.value(n) for n in range(2)]
+        with self.opened_mover(store, tmp_path) as mover:
+            for key, value in zip(self.keys, values, strict=False):
+                self.raw_put(store, key, value)
+            before = scanned_rows(store, self.keys[:1]).to_pylist()[0]
+            assert mover.take(self.keys[0], "0", before["version"]) == Status.OK
+            mover.flush()
+            assert set(listing(store)) == {self.keys[1]}
+            assert (tmp_path / "aside" / "0").read_bytes() == values[0]
+            assert mover.put_back("0", self.keys[0]) == Status.OK
+        assert self.raw_get(store, self.keys[0]) == values[0]
+        after = scanned_rows(store, self.keys[:1]).to_pylist()[0]
+        assert after["mtime_ns"] == before["mtime_ns"]
+        assert list((tmp_path / "aside").iterdir()) == []
+
+    def test_an_object_that_has_changed_is_not_moved(self, store: Store, tmp_path: Any) -> None:
+        with self.opened_mover(store, tmp_path) as mover:
+            self.raw_put(store, self.keys[0], self.value(0))
+            before = scanned_rows(store, self.keys[:1]).to_pylist()[0]
+            self.raw_put(store, self.keys[0], self.value(4))
+            assert mover.take(self.keys[0], "0", before["version"]) == Status.CHANGED
+            assert mover.take(self.keys[1], "1") == Status.GONE
+        assert self.raw_get(store, self.keys[0]) == self.value(4)
+        assert list((tmp_path / "aside").iterdir()) == []
+
+    def test_moving_back_replaces_nothing(self, store: Store, tmp_path: Any) -> None:
+        with self.opened_mover(store, tmp_path) as mover:
+            self.raw_put(store, self.keys[0], self.value(0))
+            (tmp_path / "aside" / "0").write_bytes(b"older")
+            assert mover.put_back("0", self.keys[0]) == Status.EXISTS
+            assert mover.put_back("1", self.keys[1]) == Status.GONE
+        assert self.raw_get(store, self.keys[0]) == self.value(0)
+        assert (tmp_path / "aside" / "0").read_bytes() == b"older"
+
+    def opened_mover(self, store: Store, tmp_path: Any) -> Mover:
+        """Open a mover into tmp_path/aside, or skip."""
+        self.need(store, "moves")
+        (tmp_path / "aside").mkdir()
+        mover = store.mover(str(tmp_path / "aside"))
+        assert mover is not None
+        return mover
+
+    def test_without_moves_there_is_no_mover(self, store: Store, tmp_path: Any) -> None:
+        if store.supports_moves:
+            pytest.skip("objects of the store can be moved")
+        assert store.mover(str(tmp_path)) is None
 
     def test_free_space_is_a_count_or_unknown(self, store: Store) -> None:
         free = store.free_bytes()

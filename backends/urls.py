@@ -106,10 +106,10 @@ def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ
     """
     asked = path or environ.get("HICACHECTL_CONFIG")
     file = Path(asked) if asked else _user_config(environ)
-    if not asked and not file.is_file():
+    if file is None:
         return Config()
     try:
-        text = file.read_bytes().decode()
+        text = file.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"config {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -121,7 +121,7 @@ def parse_config(text: str, *, source: str = "config") -> Config:
     """Read a config from TOML text. Raises FormatError naming the key at fault."""
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
         raise FormatError(f"{source}: not TOML: {error}") from error
     _refuse_unknown(document, {"stores"}, source)
     stores = document.get("stores", {})
@@ -132,11 +132,16 @@ def parse_config(text: str, *, source: str = "config") -> Config:
     )
 
 
-def _user_config(environ: Mapping[str, str]) -> Path:
+def _user_config(environ: Mapping[str, str]) -> Path | None:
+    """Find the user's own config file; None where there is none, or none that can be seen."""
     base = Path(environ.get("XDG_CONFIG_HOME") or "")
-    if not base.is_absolute():  # the XDG specification: relative values are ignored
-        base = Path(environ.get("HOME") or Path.home()) / ".config"
-    return base / "hicachectl" / "config.toml"
+    try:
+        if not base.is_absolute():  # the XDG specification: relative values are ignored
+            base = Path(environ.get("HOME") or Path.home()) / ".config"
+        file = base / "hicachectl" / "config.toml"
+        return file if file.is_file() else None
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        return None
 
 
 def _config_url(name: str, table: Any, source: str) -> str:

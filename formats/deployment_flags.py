@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.profile import LAYOUTS, NEWEST_SGLANG
+from hicachectl.formats.profile import (
+    LAYOUTS,
+    MAX_LAYERS,
+    MAX_PAGE_SIZE,
+    MAX_RANKS,
+    NEWEST_SGLANG,
+    above,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 # SpeculativeAlgorithm (srt/speculative/spec_info.py); NEXTN is an alias (spec_registry.py).
 _ALGORITHMS = (
@@ -18,6 +25,12 @@ _ALGORITHMS = (
 )  # fmt: skip
 _BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP")  # SpeculativeAlgorithm.is_eagle
 _PAGE_FIRST_BY_DEFAULT_SINCE = (0, 5, 13)
+_VERSION = re.compile(r"v?([0-9]{1,9}(?:\.[0-9]{1,9})*)(?!\.?[0-9])")
+_BOUNDS = {
+    **dict.fromkeys(("tp", "dp", "cp", "pp", "dcp", "tp_lcm_size"), MAX_RANKS),
+    "page_size": MAX_PAGE_SIZE,
+    "speculative_num_steps": MAX_LAYERS,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +84,9 @@ class DeploymentFlags:
 
 def sglang_version(text: str) -> tuple[int, ...]:
     """Parse the numbers that lead a version. Raises ProfileError without any."""
-    match = re.match(r"v?(\d+(?:\.\d+)*)", text)
+    match = _VERSION.match(text)
     if match is None:
-        raise ProfileError(f"sglang: {text!r} is no version, such as {NEWEST_SGLANG}")
+        raise ProfileError(f"sglang: {text!r:.60} is no version, such as {NEWEST_SGLANG}")
     return tuple(int(number) for number in match[1].split("."))
 
 
@@ -108,17 +121,26 @@ def attention_dp(flags: DeploymentFlags) -> int:
 def attention_tp(flags: DeploymentFlags) -> int:
     """Give the attention TP size (srt/runtime_context.py :: derive_attn_tp_size).
 
-    Raises ProfileError when tp does not divide.
+    Raises ProfileError when tp does not divide, and for sizes beyond belief.
     """
     for name in ("tp", "dp", "cp", "pp", "dcp"):
         if getattr(flags, name) < 1:
             raise ProfileError(f"{name}: must be at least 1, is {getattr(flags, name)}")
+    for problem in _beyond_belief(flags):
+        raise ProfileError(problem)
     groups = attention_dp(flags) * flags.cp
     if flags.tp % groups:
         raise ProfileError(
             f"tp: {flags.tp} is no multiple of attention dp {attention_dp(flags)} x cp {flags.cp}"
         )
     return flags.tp // groups
+
+
+def _beyond_belief(flags: DeploymentFlags) -> Iterator[str]:
+    for name, most in _BOUNDS.items():
+        yield from above(name, getattr(flags, name) or 0, most)
+    yield from above("pp_partition: its stages", len(flags.pp_partition), MAX_RANKS)
+    yield from above("pp_partition", max(flags.pp_partition, default=0), MAX_LAYERS)
 
 
 def canonical_algorithm(flags: DeploymentFlags) -> str:

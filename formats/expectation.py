@@ -8,11 +8,11 @@ HiCacheHF3FS, hicache_key_scheme.py :: plan_unified_kv, managers/cache_controlle
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.deployment_flags import sglang_version
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
 from hicachectl.formats.layouts import (
     MhaGeometry,
@@ -134,10 +134,7 @@ def _has_objects(pool: Pool, scheme: str) -> bool:
 
 def _key_carries_mamba_rank(profile: Profile) -> bool:
     """Tell whether file and 3FS keys of Mamba states name the TP rank beside an MLA target."""
-    numbers = re.match(r"v?(\d+(?:\.\d+)*)", profile.sglang)
-    if numbers is None:
-        raise ProfileError(f"sglang: {profile.sglang!r} is no version, such as 0.5.23")
-    return tuple(int(number) for number in numbers[1].split(".")) >= _MAMBA_TP_PAIR_SINCE
+    return sglang_version(profile.sglang) >= _MAMBA_TP_PAIR_SINCE
 
 
 def _stages(profile: Profile) -> Iterator[tuple[int, int, Shard]]:
@@ -162,7 +159,9 @@ def _check_dcp(profile: Profile) -> None:
     """
     if profile.dcp == 1:
         return
-    if profile.pools[0].kind != "mla":
+    anchor = profile.pools[0]
+    # Of an inferred profile's opaque pools only the form of their keys is known.
+    if anchor.kind != "mla" and not (anchor.kind == "opaque" and anchor.replicated):
         raise UnsupportedByBackend("dcp: SGLang stores DCP pages of MLA models only")
     if profile.layout not in _DCP_LAYOUTS:
         raise UnsupportedByBackend(f"dcp: SGLang has no DCP pages in {profile.layout}")

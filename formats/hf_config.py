@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.profile import MAX_LAYERS, MAX_LENGTH, above, shown
+
+_LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +39,21 @@ class HfConfig:
         """Read a list of `length` strings."""
         value = self._present(name)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(name, f"expected a list of strings, found {_shown(value)}")
+            raise self.error(name, f"expected a list of strings, found {shown(value)}")
         return tuple(self._of_length(name, value, length))
 
     def integers(self, name: str, length: int | None = None) -> tuple[int, ...]:
         """Read a list of whole numbers, of `length` where given."""
         value = self._present(name)
         if not isinstance(value, list) or not all(type(item) is int for item in value):
-            raise self.error(name, f"expected a list of whole numbers, found {_shown(value)}")
+            raise self.error(name, f"expected a list of whole numbers, found {shown(value)}")
         return tuple(value if length is None else self._of_length(name, value, length))
 
     def section(self, name: str) -> HfConfig:
         """Read a table within the config, as a config of its own."""
         value = self._present(name)
         if not isinstance(value, Mapping):
-            raise self.error(name, f"expected a table, found {_shown(value)}")
+            raise self.error(name, f"expected a table, found {shown(value)}")
         return HfConfig(self.architecture, self.outer, value, f"{self.source}: {name}")
 
     def error(self, name: str, problem: str) -> ProfileError:
@@ -65,7 +68,10 @@ class HfConfig:
 
     def _positive(self, name: str, value: Any) -> int:
         if type(value) is not int or value < 1:
-            raise self.error(name, f"expected a whole number of at least 1, found {_shown(value)}")
+            raise self.error(name, f"expected a whole number of at least 1, found {shown(value)}")
+        most = MAX_LAYERS if name in _LAYER_COUNTS else MAX_LENGTH
+        for problem in above(name, value, most):  # before a list of that length is built
+            raise self.error(*problem.split(": ", 1))
         return value
 
     def _of_length(self, name: str, value: list[Any], length: int) -> list[Any]:
@@ -77,7 +83,7 @@ class HfConfig:
 def open_config(document: Mapping[str, Any], *, source: str) -> HfConfig:
     """Find architecture and language model of a config. Raises ProfileError."""
     if not isinstance(document, Mapping):
-        raise ProfileError(f"{source}: expected a JSON object, found {_shown(document)}")
+        raise ProfileError(f"{source}: expected a JSON object, found {shown(document)}")
     architectures = document.get("architectures")
     if (
         not isinstance(architectures, list)
@@ -85,7 +91,7 @@ def open_config(document: Mapping[str, Any], *, source: str) -> HfConfig:
         or not isinstance(architectures[0], str)
     ):
         raise ProfileError(
-            f"{source}: architectures: expected a list of names, found {_shown(architectures)}"
+            f"{source}: architectures: expected a list of names, found {shown(architectures)}"
         )
     text = document.get("text_config")
     return HfConfig(
@@ -94,8 +100,3 @@ def open_config(document: Mapping[str, Any], *, source: str) -> HfConfig:
         text=text if isinstance(text, Mapping) else document,
         source=source,
     )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

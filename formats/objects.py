@@ -28,6 +28,27 @@ class Shard:
     layers: tuple[int, int] | None = None  # half-open range of model layers (unified keys)
     heads: tuple[int, int] | None = None  # half-open range of head groups (unified, split heads)
 
+    def ranks_text(self) -> str:
+        """Say the ranks for people: `tp 0/2 pp 1/4`; "" without any."""
+        return " ".join(
+            f"{axis} {rank}/{'?' if size is None else size}"
+            for axis, rank, size in self._axes()
+            if rank is not None
+        )
+
+    def sizes_text(self) -> str:
+        """Say the sizes for people: `tp size 2`; "without TP ranks" where there are none."""
+        sizes = [f"{axis} size {size}" for axis, _, size in self._axes() if size is not None]
+        return " ".join(sizes) or "without TP ranks"
+
+    def _axes(self) -> tuple[tuple[str, int | None, int | None], ...]:
+        return (
+            ("tp", self.tp_rank, self.tp_size),
+            ("pp", self.pp_rank, self.pp_size),
+            ("cp", self.cp_rank, self.cp_size),
+            ("dcp", self.dcp_rank, self.dcp_size),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Coordinate:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from dataclasses import MISSING, dataclass, field, fields
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hicachectl.formats.errors import ProfileError
@@ -32,7 +33,21 @@ DTYPE_BYTES = {
 }
 MLA_ROWS = ("bf16", "fp8", "fp8_scaled")
 HIT_POLICIES = ("all_pages", "trailing_pages")
+
+# Bounds on what a profile may state, far above any deployment, so that a mistyped or hostile one
+# is refused before anything of its size is built.
+MAX_RANKS = 4096  # along one axis
+MAX_ALL_RANKS = 65_536
+MAX_LAYERS = 10_000
+MAX_PAGE_SIZE = 1 << 20
+MAX_LENGTH = 1 << 40  # of heads, dims and states
+MAX_OBJECT_BYTES = 1 << 62
+_MAX_AXES = 8
+_MAX_STATES = 16
+_MAX_POOLS = 32  # SGLang has 23
 HASH_UNITS = ("token", "bigram")
+
+_NO_TEXT = "holds half a character (a lone surrogate)"
 
 # What every pool of a kind must state. "opaque" gives its bytes, "logical" nothing at all.
 _REQUIRED = {
@@ -176,9 +191,10 @@ class Profile:
 
 def parse_profile(text: str, *, source: str = "profile") -> Profile:
     """Read a profile from TOML or JSON text. Raises ProfileError naming the field at fault."""
+    text = text.removeprefix("\ufeff")
     try:
         document = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
         raise ProfileError(f"{source}: not a TOML or JSON profile: {error}") from error
     return profile_from_mapping(document, source=source)
 
@@ -214,6 +230,9 @@ def profile_to_mapping(profile: Profile) -> dict[str, Any]:
 
 def validate_profile(profile: Profile) -> list[str]:
     """List every problem of a profile, in words; none when it is usable."""
+    problems = [*_size_problems(profile)]
+    if problems:
+        return problems  # the other checks calculate with what is bounded here
     problems = [*_scalar_problems(profile), *_parallel_problems(profile)]
     if not profile.pools:
         return [*problems, "pools: at least the kv pool is needed"]
@@ -226,8 +245,71 @@ def validate_profile(profile: Profile) -> list[str]:
     twice = sorted({name for name in names if names.count(name) > 1})
     problems += [f"pools: {name!r} stated twice" for name in twice]
     for pool in profile.pools:
-        problems += [f"pools[{pool.name}].{problem}" for problem in _pool_problems(pool)]
+        own = [*_pool_problems(pool)] or [*_object_problems(profile, pool)]
+        problems += [f"pools[{pool.name}].{problem}" for problem in own]
     return problems
+
+
+def above(name: str, value: int, most: int) -> Iterator[str]:
+    """Give the problem of a number that is larger than a bound."""
+    if value > most:
+        yield f"{name}: {shown(value)} is larger than {most}"
+
+
+def _size_problems(profile: Profile) -> Iterator[str]:
+    """Check every number against its bound."""
+    for name in ("tp", "pp", "cp", "dcp", "linear_tp", "tp_lcm_size"):
+        yield from above(name, getattr(profile, name), MAX_RANKS)
+    sizes = (profile.tp, profile.pp, profile.cp)
+    if all(0 < size <= MAX_RANKS for size in sizes) and prod(sizes) > MAX_ALL_RANKS:
+        yield f"tp: tp x pp x cp are {prod(sizes)} ranks, more than {MAX_ALL_RANKS}"
+    yield from above("page_size", profile.page_size, MAX_PAGE_SIZE)
+    yield from above("pp_partition", max(profile.pp_partition, default=0), MAX_LAYERS)
+    yield from above("pools: their number", len(profile.pools), _MAX_POOLS)
+    for pool in profile.pools[:_MAX_POOLS]:
+        for problem in _pool_size_problems(pool):
+            yield f"pools[{pool.name}].{problem}"
+
+
+def _pool_size_problems(pool: Pool) -> Iterator[str]:
+    highest = pool.layers if isinstance(pool.layers, int) else max(pool.layers, default=0)
+    yield from above("layers", highest, MAX_LAYERS)
+    yield from above("packed_draft_layers", pool.packed_draft_layers, MAX_LAYERS)
+    yield from above("trailing_pages", pool.trailing_pages, MAX_LENGTH)
+    yield from above("nbytes", pool.nbytes, MAX_OBJECT_BYTES - 1)
+    for name in _COUNTS:
+        if name not in ("packed_draft_layers", "nbytes"):
+            yield from above(name, getattr(pool, name), MAX_LENGTH)
+    yield from above("conv: their number", len(pool.conv), _MAX_STATES)
+    for where, state in _named_states(pool):
+        yield from above(f"{where}.shard_axis", state.shard_axis, _MAX_AXES)
+        yield from above(f"{where}.shape: its axes", len(state.shape), _MAX_AXES)
+        yield from above(f"{where}.shape", max(state.shape, default=0), MAX_LENGTH)
+        yield from above(f"{where}.groups", max(state.groups, default=0), MAX_LENGTH)
+
+
+def _object_problems(profile: Profile, pool: Pool) -> Iterator[str]:
+    """Check that no object of a pool can reach MAX_OBJECT_BYTES, sharded or not."""
+    layers = pool.layers if isinstance(pool.layers, int) else len(pool.layers)
+    layers += pool.packed_draft_layers + 1  # one of padding, under CP layer split
+    widest = max(DTYPE_BYTES.values())
+    rows = {
+        "head_dim": pool.kv_heads * (pool.head_dim + (pool.v_head_dim or pool.head_dim)),
+        "kv_lora_rank": pool.kv_lora_rank + pool.qk_rope_head_dim,
+        "index_head_dim": 2 * pool.index_head_dim,  # with its scales
+    }
+    sizes = {name: layers * profile.page_size * widest * row for name, row in rows.items()}
+    states = [(where, layers * widest * prod(state.shape)) for where, state in _named_states(pool)]
+    sizes |= {f"{where}.shape": nbytes for where, nbytes in states}
+    if sum(sizes.values()) >= MAX_OBJECT_BYTES:
+        yield f"{max(sizes, key=lambda name: sizes[name])}: objects of 2^62 bytes and more"
+
+
+def _named_states(pool: Pool) -> Iterator[tuple[str, StateTensor]]:
+    if pool.temporal is not None:
+        yield "temporal", pool.temporal
+    for index, state in enumerate(pool.conv):
+        yield f"conv[{index}]", state
 
 
 def _scalar_problems(profile: Profile) -> Iterator[str]:
@@ -239,6 +321,9 @@ def _scalar_problems(profile: Profile) -> Iterator[str]:
             yield f"{name}: must not be negative"
     if not profile.model:
         yield "model: missing"
+    for name in ("model", "sglang", "tag", "speculative_algorithm"):
+        if not _is_text(getattr(profile, name)):
+            yield f"{name}: {_NO_TEXT}"
     yield from _choice("layout", profile.layout, LAYOUTS)
     yield from _choice("hash_unit", profile.hash_unit, HASH_UNITS)
 
@@ -261,6 +346,8 @@ def _pool_problems(pool: Pool) -> Iterator[str]:
     if pool.kind not in KINDS:
         yield from _choice("kind", pool.kind, KINDS)
         return
+    if not _is_text(pool.name):
+        yield f"name: {_NO_TEXT}"
     yield from (f"{name}: missing" for name in _REQUIRED[pool.kind] if not getattr(pool, name))
     yield from (f"{name}: must not be negative" for name in _COUNTS if getattr(pool, name) < 0)
     yield from _layer_problems(pool.layers)
@@ -275,10 +362,8 @@ def _pool_problems(pool: Pool) -> Iterator[str]:
     yield from _choice("hit_policy", pool.hit_policy, HIT_POLICIES)
     if pool.dtype:
         yield from _choice("dtype", pool.dtype, tuple(DTYPE_BYTES))
-    if pool.temporal is not None:
-        yield from (f"temporal.{problem}" for problem in _state_problems(pool.temporal))
-    for index, state in enumerate(pool.conv):
-        yield from (f"conv[{index}].{problem}" for problem in _state_problems(state))
+    for where, state in _named_states(pool):
+        yield from (f"{where}.{problem}" for problem in _state_problems(state))
 
 
 def _layer_problems(layers: int | tuple[int, ...]) -> Iterator[str]:
@@ -337,11 +422,29 @@ def _convert(value: Any, annotation: str, where: str) -> Any:
     if "tuple[int, ...]" in annotation and isinstance(value, list):
         if all(type(item) is int for item in value):
             return tuple(value)
-        raise ProfileError(f"{where}: expected whole numbers, found {value!r}")
+        raise ProfileError(f"{where}: expected whole numbers, found {shown(value)}")
     wanted = {"str": str, "bool": bool}.get(annotation, int)
     if annotation == "tuple[int, ...]" or type(value) is not wanted:
-        raise ProfileError(f"{where}: expected {annotation}, found {value!r}")
+        raise ProfileError(f"{where}: expected {annotation}, found {shown(value)}")
     return value
+
+
+def shown(value: Any) -> str:
+    """Write any parsed value for a message, shortened."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # more than 4,300 digits (TOML has hexadecimals), or deep
+        return "a huge value"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_text(text: str) -> bool:
+    """Tell whether a text can be encoded; JSON can spell surrogates that stand alone."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _plain(value: Any) -> Any:

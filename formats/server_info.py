@@ -15,7 +15,7 @@ from typing import Any
 
 from hicachectl.formats.deployment_flags import DeploymentFlags
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.profile import NEWEST_SGLANG, Profile
+from hicachectl.formats.profile import NEWEST_SGLANG, Profile, shown
 
 _SOURCE = "server_info"
 
@@ -56,7 +56,7 @@ class _Reply:
         if type(value) is not int:
             raise ProfileError(
                 f"{_SOURCE}: {name}: "
-                + ("missing" if value is None else f"expected a whole number, found {value!r:.40}")
+                + ("missing" if value is None else f"expected a whole number, found {shown(value)}")
             )
         return value
 
@@ -101,7 +101,7 @@ def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> li
         "key_prefix": (_key_prefix(profile), layout.get("key_prefix")),
     }
     found = [
-        f"{name}: the server has {theirs!r}, the profile means {ours!r}"
+        f"{name}: the server has {shown(theirs)}, the profile means {ours!r}"
         for name, (ours, theirs) in expected.items()
         if theirs is not None and theirs != ours
     ]
@@ -155,7 +155,7 @@ def _extra_config(reply: _Reply) -> Mapping[str, Any]:
     if isinstance(stated, str) and not stated.startswith("@"):
         try:
             stated = json.loads(stated or "{}")
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             # Not quoted: it can hold credentials of the store.
             raise ProfileError(
                 f"{_SOURCE}: hicache_storage_backend_extra_config: not JSON"
@@ -234,6 +234,6 @@ def _pool_contradictions(profile: Profile, pools: list[Any]) -> list[str]:
             theirs = reported[name].get(field)
             if theirs is not None and str(theirs) != value:
                 found.append(
-                    f"pools[{name}].{field}: the server has {theirs!r}, the profile {value}"
+                    f"pools[{name}].{field}: the server has {shown(theirs)}, the profile {value}"
                 )
     return sorted(found)

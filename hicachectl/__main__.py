@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from hicachectl.terminal import escape_controls
 
 if TYPE_CHECKING:
     from types import FrameType
+
+    import click
 
 
 class Terminated(BaseException):
@@ -17,6 +23,7 @@ class Terminated(BaseException):
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit with its status; see the exit codes in hicachectl(1)."""
+    _complete_streams()
     status = run(sys.argv[1:] if arguments is None else arguments)
     sys.exit(_flush(status))
 
@@ -30,28 +37,36 @@ def run(arguments: list[str]) -> int:
     from hicachectl.formats.errors import HicacheError
 
     previous = signal.signal(signal.SIGTERM, _terminate)
+    streams = sys.stdout, sys.stderr
     status = 0
     try:
         status = cli.main(arguments, prog_name="hicachectl", standalone_mode=False) or 0
     except click.exceptions.Exit as request:
         status = request.exit_code
     except click.ClickException as error:
-        error.show()
+        _show(error)
         status = BAD_INPUT
     except HicacheError as error:
-        print(f"hicachectl: {error}", file=sys.stderr)
+        _say(str(error))
         status = exit_code(error)
     except (KeyboardInterrupt, click.Abort):
-        print("hicachectl: interrupted", file=sys.stderr)
+        _say("interrupted")
         status = INTERRUPTED
     except Terminated:
-        print("hicachectl: terminated", file=sys.stderr)
+        _say("terminated")
         status = TERMINATED
     except ClosedPipeError:
         pass  # `| head` has what it wanted
-    except Exception:
-        print("hicachectl: this is a bug, please report it with the lines below", file=sys.stderr)
-        raise
+    except SystemExit:
+        if streams == (sys.stdout, sys.stderr):  # shell completion
+            raise
+        sys.stdout, sys.stderr = streams  # click has met a closed pipe and put wrappers there
+    except Exception as error:
+        if not _is_echo(error):
+            _say("this is a bug, please report it with the lines below")
+            raise
+        _say(f"cannot write output: {getattr(error, 'strerror', None) or error}")
+        status = BAD_INPUT
     finally:
         signal.signal(signal.SIGTERM, previous)
     return status
@@ -61,13 +76,65 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
     raise Terminated
 
 
+def _complete_streams() -> None:
+    """Put something where a standard stream is closed, as after `>&-`.
+
+    Else the next file that is opened would take its number, and what libraries print there.
+    Closed, stdout refuses to be written, and stderr says nothing.
+    """
+    for number, access in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, access)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # nobody is left to be told
+        print(f"hicachectl: {escape_controls(text)}", file=sys.stderr)
+
+
+def _show(error: click.ClickException) -> None:
+    text = io.StringIO()
+    error.show(file=text)
+    with suppress(OSError):
+        sys.stderr.write(escape_controls(text.getvalue(), keep="\n"))
+
+
+def _is_echo(error: Exception) -> bool:
+    """Tell whether writing help, or a remark, is what failed."""
+    import click
+
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    echoing = place is not None and place.tb_frame.f_code is click.echo.__code__
+    return isinstance(error, OSError) and echoing
+
+
 def _flush(status: int) -> int:
     """Flush stdout; a reader that closed it early (`| head`) is no error."""
+    from hicachectl.errors import BAD_INPUT
+
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
+    except OSError as error:
+        _discard_output()
+        if not status:
+            _say(f"cannot write to stdout: {error.strerror or error}")
+            return BAD_INPUT
     return status
+
+
+def _discard_output() -> None:
+    """Let what is still buffered go nowhere, or the interpreter would complain at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

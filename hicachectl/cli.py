@@ -24,6 +24,8 @@ COMMANDS = {
     "ls": CommandEntry("ls", "List the pages of a store, or its objects."),
     "show": CommandEntry("show", "Show one page: its objects and what is wrong with them."),
     "verify": CommandEntry("verify", "Check a store and report what is wrong."),
+    "restore": CommandEntry("restore", "Put quarantined pages back into a store."),
+    "rm": CommandEntry("rm", "Remove pages from a store."),
     "profile": CommandEntry("profile", "Print the profile that would be used."),
     "demo": CommandEntry("demo", "Write a small sample store."),
     "completion": CommandEntry("completion", "Print a shell completion script."),

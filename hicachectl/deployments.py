@@ -36,6 +36,7 @@ class Member:
 
     nbytes: its expected size; None where only the store itself could say.
     trailing: absent from a page together with the rest of its set, or present with it.
+    listed: expected at all; not so a pool that is in the store but not in the profile.
     """
 
     affix: Affix
@@ -43,11 +44,13 @@ class Member:
     nbytes: int | None
     anchor: bool
     trailing: bool
+    listed: bool = True
 
     @property
-    def object_set(self) -> tuple[str, int | None]:
+    def object_set(self) -> tuple[str, int | None, bool]:
         """Members that a page has all of: a pool (of one linear TP size, where trailing)."""
-        return self.coordinate.pool, self.coordinate.shard.tp_size if self.trailing else None
+        linear_tp = self.coordinate.shard.tp_size if self.trailing else None
+        return self.coordinate.pool, linear_tp, self.listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +86,15 @@ def assign_affixes(
     Affixes that the profile does not account for are grouped by model, tag and topology, and
     their deployments expect what was seen of them, no more.
     """
-    deployments: list[Deployment] = []
-    if profile is not None:
-        deployments.append(profiled_deployment(profile, codec))
-    known = {m.affix: m.coordinate for d in deployments for m in d.members}
+    profiled = [] if profile is None else [profiled_deployment(profile, codec)]
+    known = {m.affix: m.coordinate for d in profiled for m in d.members}
     resolved = resolve_affixes(affixes, codec, known)
-    deployments += _inferred_deployments(
-        {a: r.coordinate for a, r in resolved.items() if a not in known and r.coordinate}, codec
-    )
+    rest = {a: r.coordinate for a, r in resolved.items() if a not in known and r.coordinate}
+    for number, deployment in enumerate(profiled):
+        unlisted = _unlisted_members(deployment, rest)
+        profiled[number] = replace(deployment, members=deployment.members + unlisted)
+        rest = {affix: c for affix, c in rest.items() if affix not in {m.affix for m in unlisted}}
+    deployments = [*profiled, *_inferred_deployments(rest, codec)]
     places = {
         member.affix: (number, position)
         for number, deployment in enumerate(deployments)
@@ -117,6 +121,29 @@ def profiled_deployment(profile: Profile, codec: KeyCodec) -> Deployment:
     return Deployment(first.model, first.tag, profile, members)
 
 
+def _unlisted_members(
+    deployment: Deployment, coordinates: Mapping[Affix, Coordinate]
+) -> tuple[Member, ...]:
+    """Side objects that share a profile's anchor though the profile does not list them.
+
+    They are no orphans, and nothing says which of them a page should have.
+    """
+    anchors = {_identity(member.coordinate) for member in deployment.members if member.anchor}
+    return tuple(
+        Member(affix, coordinate, None, anchor=False, trailing=True, listed=False)
+        for affix, coordinate in coordinates.items()
+        if coordinate.pool != ANCHOR_POOL and not anchors.isdisjoint(_owners(coordinate))
+    )
+
+
+def _owners(coordinate: Coordinate) -> set[tuple[str, str, Topology]]:
+    """Identities of the anchors that a side object can belong to."""
+    model, tag, own = _identity(coordinate)
+    # Mamba states carry their TP size beside an anchor that has none (MLA on file).
+    shared = {(model, tag, rankless(own))} if coordinate.pool == "mamba" else set()
+    return {(model, tag, own)} | shared
+
+
 def _inferred_deployments(
     coordinates: Mapping[Affix, Coordinate], codec: KeyCodec
 ) -> list[Deployment]:
@@ -124,10 +151,8 @@ def _inferred_deployments(
     gathered: dict[tuple[str, str, Topology], list[Coordinate]] = defaultdict(list)
     for coordinate in coordinates.values():
         identity = _identity(coordinate)
-        shared = (*identity[:2], rankless(identity[2]))
-        # Mamba states carry their TP size beside an anchor that has none (MLA on file).
-        joins = coordinate.pool == "mamba" and identity not in anchored and shared in anchored
-        gathered[shared if joins else identity].append(coordinate)
+        owners = _owners(coordinate) & anchored
+        gathered[identity if identity in owners or not owners else owners.pop()].append(coordinate)
     return [
         Deployment(model, tag, None, _inferred_members(found, codec))
         for (model, tag, _), found in sorted(gathered.items(), key=repr)

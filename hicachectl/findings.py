@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from hicachectl.vocabulary import SEVERITIES
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-SEVERITIES = ("info", "warning", "error")
 
 SCHEMA = pa.schema(
     [(name, pa.string()) for name in ("code", "severity", "page", "pool", "part", "key", "detail")]
@@ -41,10 +41,11 @@ def findings(
 
 
 def combine(tables: Iterable[pa.Table]) -> pa.Table:
-    """All findings in one table, the worst first, then as the checks gave them."""
+    """Gather all findings in one table: the worst first, then by code, page and key."""
     table = pa.concat_tables([SCHEMA.empty_table(), *tables]).combine_chunks()
-    order = np.argsort(-severity_ranks(table), kind="stable")
-    return table.take(pa.array(order))
+    ranked = table.append_column("rank", pa.array(-severity_ranks(table)))
+    order = [(name, "ascending") for name in ("rank", "code", "page", "key")]
+    return ranked.sort_by(order).drop_columns(["rank"])
 
 
 def severity_ranks(table: pa.Table) -> npt.NDArray[np.int64]:

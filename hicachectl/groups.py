@@ -11,15 +11,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.deployments import UNRESOLVED, Deployment, Member
+from hicachectl.deployments import UNRESOLVED, Deployment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from hicachectl.inventory import IntArray, Inventory
 
 WHOLE, PARTIAL, ORPHAN, UNKNOWN = range(4)
-STATES = ("whole", "partial", "orphan", "unknown")
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -28,9 +27,21 @@ BoolArray = npt.NDArray[np.bool_]
 class Missing:
     """Members that groups of one deployment lack: group `groups[i]` lacks `members[i]`."""
 
+    deployment_id: int
     deployment: Deployment
     groups: IntArray
     members: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSet:
+    """Members of a deployment that a page has all of: a column of `present` and `expected`."""
+
+    pool: str
+    members: IntArray
+    trailing: bool
+    listed: bool
+    anchor: bool
 
 
 class PageGroups:
@@ -45,6 +56,7 @@ class PageGroups:
         table = inventory.table
         self._inventory = inventory
         self.deployments = table.deployments
+        self._sets = [_object_sets(deployment) for deployment in table.deployments]
         pages = pc.dictionary_encode(inventory.objects.column("page").combine_chunks())
         self._distinct_pages = pages.dictionary
         order = np.argsort(pc.array_sort_indices(pages.dictionary).to_numpy()).astype(np.int64)
@@ -78,6 +90,12 @@ class PageGroups:
         """Mtime of each group's newest object, Unix nanoseconds; 0 where the store keeps none."""
         return self._reduce(np.maximum, "mtime_ns")
 
+    @property
+    def has_times(self) -> bool:
+        """Whether the store says when objects were written."""
+        times = self._inventory.objects.column("mtime_ns")
+        return times.null_count < len(times)
+
     def _reduce(self, function: np.ufunc, column: str) -> IntArray:
         if not len(self):
             return np.zeros(0, dtype=np.int64)
@@ -88,81 +106,77 @@ class PageGroups:
         reduced: IntArray = function.reduceat(values[grouped], starts)
         return reduced
 
-    @cached_property
-    def object_sets(self) -> tuple[tuple[str, ...], ...]:
-        """For each deployment the pools of its object sets, in the columns of `present`."""
-        return tuple(tuple(pool for pool, _ in _sets(d)) for d in self.deployments)
+    @property
+    def object_sets(self) -> list[list[ObjectSet]]:
+        """For each deployment its object sets, in the columns of `present`."""
+        return self._sets
 
     @cached_property
     def present(self) -> npt.NDArray[np.int32]:
         """[groups, object sets] how many members of each set are there."""
-        width = max((len(sets) for sets in self.object_sets), default=0)
-        # One lookup per (deployment, member), flattened: Python runs per member, not per object.
-        column_of = [{s: i for i, s in enumerate(_sets(d))} for d in self.deployments]
+        width = max(map(len, self._sets), default=0)
         starts = np.cumsum([0, *(len(d.members) for d in self.deployments)])
-        columns = np.array(
-            [column_of[n][m.object_set] for n, d in enumerate(self.deployments) for m in d.members],
-            dtype=np.int64,
-        )
+        column_of = np.zeros(starts[-1], dtype=np.int64)  # of each member of each deployment
+        for start, sets in zip(starts.tolist(), self._sets, strict=False):
+            for column, object_set in enumerate(sets):
+                column_of[start + object_set.members] = column
         resolved = np.flatnonzero((self.of_object >= 0) & (self._member_ids >= 0))
         groups = self.of_object[resolved]
-        flat = starts[self.deployment_ids[groups]] + self._member_ids[resolved]
-        counts = np.bincount(groups * width + columns[flat], minlength=len(self) * width)
+        columns = column_of[starts[self.deployment_ids[groups]] + self._member_ids[resolved]]
+        counts = np.bincount(groups * width + columns, minlength=len(self) * width)
         return counts.reshape(len(self), width).astype(np.int32)
 
     @cached_property
     def expected(self) -> npt.NDArray[np.int32]:
         """[groups, object sets] how many a page must have; 0 for a trailing set that is absent."""
-        width = self.present.shape[1]
-        full = np.zeros((len(self.deployments) + 1, width), dtype=np.int32)
-        trailing = np.zeros_like(full, dtype=np.bool_)
-        for number, deployment in enumerate(self.deployments):
-            for column, members in enumerate(_sets(deployment).values()):
-                full[number, column] = len(members)
-                trailing[number, column] = members[0].trailing
-        absent = trailing[self.deployment_ids] & (self.present == 0)
-        return np.where(absent, 0, full[self.deployment_ids]).astype(np.int32)
+        full = self._per_set(lambda s: len(s.members) if s.listed else 0)
+        absent = self._per_set(lambda s: s.trailing).astype(np.bool_) & (self.present == 0)
+        return np.where(absent, 0, full).astype(np.int32)
 
     @cached_property
     def states(self) -> npt.NDArray[np.int8]:
         """WHOLE, PARTIAL, ORPHAN or UNKNOWN for each group."""
-        whole = (self.present == self.expected).all(axis=1)
+        listed = self._per_set(lambda s: s.listed).astype(np.bool_)
+        whole = ((self.present == self.expected) | ~listed).all(axis=1)
         states = np.where(whole, WHOLE, PARTIAL).astype(np.int8)
-        has_anchor = np.zeros(len(self), dtype=np.bool_)
-        for column in range(self.present.shape[1]):
-            anchors = [_column_is_anchor(d, column) for d in self.deployments] + [False]
-            has_anchor |= np.array(anchors)[self.deployment_ids] & (self.present[:, column] > 0)
-        loses_anchor = np.array([_can_be_orphan(d) for d in self.deployments] + [False])
-        states[~has_anchor & loses_anchor[self.deployment_ids]] = ORPHAN
+        is_anchor = self._per_set(lambda s: s.anchor).astype(np.bool_)
+        has_anchor = (is_anchor & (self.present > 0)).any(axis=1)
+        can_lose = np.array([_can_be_orphan(d) for d in self.deployments] + [False])
+        states[~has_anchor & can_lose[self.deployment_ids]] = ORPHAN
         states[self.deployment_ids == UNRESOLVED] = UNKNOWN
         return states
 
+    def _per_set(self, value: Callable[[ObjectSet], int]) -> npt.NDArray[np.int32]:
+        """[groups, object sets] a value of each group's sets; 0 in columns it does not have."""
+        table = np.zeros((len(self._sets) + 1, self.present.shape[1]), dtype=np.int32)
+        for number, sets in enumerate(self._sets):
+            table[number, : len(sets)] = [value(object_set) for object_set in sets]
+        return table[self.deployment_ids]
+
     def present_members(self, deployment_id: int, groups: IntArray) -> BoolArray:
         """Say which members of a deployment the given groups have: [groups, members]."""
-        deployment = self.deployments[deployment_id]
         position = np.full(len(self) + 1, -1, dtype=np.int64)
         position[groups] = np.arange(len(groups))
         rows = position[self.of_object]
         wanted = rows >= 0
-        present = np.zeros((len(groups), len(deployment.members)), dtype=np.bool_)
+        members = len(self.deployments[deployment_id].members)
+        present = np.zeros((len(groups), members), dtype=np.bool_)
         present[rows[wanted], self._member_ids[wanted]] = True
         return present
 
     def missing(self) -> Iterator[Missing]:
         """List what groups that are not whole lack, a deployment at a time."""
+        incomplete = (self.states == PARTIAL) | (self.states == ORPHAN)
         for number, deployment in enumerate(self.deployments):
-            incomplete = (self.states == PARTIAL) | (self.states == ORPHAN)
             groups = np.flatnonzero(incomplete & (self.deployment_ids == number))
             if not len(groups):
                 continue
             lacking = ~self.present_members(number, groups)
-            for column, members in enumerate(_sets(deployment).values()):
-                if members[0].trailing:
-                    numbers = [deployment.members.index(member) for member in members]
-                    absent = self.present[groups, column] == 0
-                    lacking[np.ix_(absent, numbers)] = False
+            for column, object_set in enumerate(self._sets[number]):
+                not_due = self.expected[groups, column] == 0
+                lacking[np.ix_(not_due, object_set.members)] = False
             rows, columns = np.nonzero(lacking)
-            yield Missing(deployment, groups[rows], columns.astype(np.int64))
+            yield Missing(number, deployment, groups[rows], columns.astype(np.int64))
 
     def keys_of(self, missing: Missing) -> pa.BinaryArray:
         """Spell the missing keys, exactly as the server would have written them."""
@@ -176,16 +190,18 @@ class PageGroups:
         )
 
 
-def _sets(deployment: Deployment) -> dict[tuple[str, int | None], list[Member]]:
-    sets: dict[tuple[str, int | None], list[Member]] = {}
-    for member in deployment.members:
-        sets.setdefault(member.object_set, []).append(member)
+def _object_sets(deployment: Deployment) -> list[ObjectSet]:
+    members: dict[object, list[int]] = {}
+    for number, member in enumerate(deployment.members):
+        members.setdefault(member.object_set, []).append(number)
+    sets = []
+    for numbers in members.values():
+        first = deployment.members[numbers[0]]
+        positions = np.array(numbers, dtype=np.int64)
+        sets.append(
+            ObjectSet(first.coordinate.pool, positions, first.trailing, first.listed, first.anchor)
+        )
     return sets
-
-
-def _column_is_anchor(deployment: Deployment, column: int) -> bool:
-    sets = list(_sets(deployment).values())
-    return column < len(sets) and sets[column][0].anchor
 
 
 def _can_be_orphan(deployment: Deployment) -> bool:

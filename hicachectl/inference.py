@@ -2,64 +2,215 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.expectation import expected_objects
+from hicachectl.formats.pools import DRAFT_POOLS
 from hicachectl.formats.profile import Profile, profile_from_mapping
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from hicachectl.deployments import Deployment, Member
     from hicachectl.inventory import Inventory
 
+_AXES = ("tp", "pp", "cp", "dcp")
+_OTHER_SOURCES = "give --model-config with the server's flags, --server, or write a profile file"
+# The last release whose Mamba keys name no TP rank beside a KV object that all ranks share.
+_UNRANKED_MAMBA_SGLANG = "0.5.18"
 
-def infer_profile(inventory: Inventory, model: str = "") -> Profile:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which deployment of a store is meant; what is None is left open."""
+
+    model: str | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    dcp: int | None = None
+
+    def fits(self, deployment: Deployment) -> bool:
+        """Tell whether a deployment is one of those that are meant."""
+        if self.model is not None and deployment.model != self.model.replace("/", "-"):
+            return False
+        members = deployment.members
+        return all(getattr(self, axis) in (None, _size(members, axis)) for axis in _AXES)
+
+
+def infer_profile(inventory: Inventory, scheme: str, choice: Choice | None = None) -> Profile:
     """State the shards, pools and object sizes that were seen of the one deployment of a store.
 
-    model: which one, where the store has several. Raises ProfileError when there is none or the
-    choice is open, and where a profile cannot say what was seen.
+    scheme: of the store's keys. Raises ProfileError when there is no deployment or the choice is
+    open, and where a profile cannot say what was seen.
     """
-    wanted = model.replace("/", "-")
-    found = [d for d in inventory.table.deployments if not wanted or d.model == wanted]
+    deployment = _chosen(inventory, choice or Choice())
+    _check_one_mamba_size(deployment)
+    profile = _profile(deployment)
+    _check_says_all(profile, deployment, scheme)
+    return profile
+
+
+def _chosen(inventory: Inventory, choice: Choice) -> Deployment:
+    deployments = inventory.table.deployments
+    if not deployments:
+        raise ProfileError(_nothing_seen(inventory))
+    # Sidecars whose kv is gone are no deployment to speak of beside one that has it.
+    found = [d for d in deployments if choice.fits(d)]
+    found = [d for d in found if _anchors(d)] or found
     if not found:
-        raise ProfileError(f"the store has no pages{f' of model {model!r}' if model else ''}")
+        raise ProfileError(f"the store has no such deployment, but: {_listed(deployments)}")
     if len(found) > 1:
-        names = ", ".join(sorted(f"{d.model} ({_topology(d)})" for d in found))
-        raise ProfileError(f"the store has several deployments, choose one by --model: {names}")
-    return _profile(found[0])
+        remedy = (
+            "choose one" if len(set(map(_options, found))) > 1 else "no option tells them apart"
+        )
+        raise ProfileError(f"the store has several deployments, {remedy}: {_listed(found)}")
+    listed = set(inventory.table.affixes)  # members may stand for ranks that none of them names
+    return replace(found[0], members=tuple(m for m in found[0].members if m.affix in listed))
+
+
+def _nothing_seen(inventory: Inventory) -> str:
+    if not len(inventory.objects):
+        return "the store has no pages"
+    ambiguous = [
+        "<hash>".join(affix)
+        for affix, found in zip(inventory.table.affixes, inventory.table.resolved, strict=True)
+        if found.ambiguous
+    ]
+    if ambiguous:
+        return (
+            f"the keys of the store can be read in several ways ({ambiguous[0]}, "
+            f"{len(ambiguous)} forms in all), so that they show no deployment; {_OTHER_SOURCES}"
+        )
+    return f"none of the {len(inventory.objects)} keys of the store is one that SGLang writes"
+
+
+def _listed(deployments: Iterable[Deployment]) -> str:
+    return "; ".join(sorted(map(_described, deployments)))
+
+
+def _described(deployment: Deployment) -> str:
+    """Write a deployment as the options that choose it, and what they do not say."""
+    ranks = {member.coordinate.shard.tp_rank for member in deployment.members}
+    notes = [] if ranks != {None} else ["no TP ranks in its keys"]
+    if not _anchors(deployment):
+        pools = sorted({member.coordinate.pool for member in deployment.members})
+        notes.append(f"only {', '.join(pools)}")
+    return _options(deployment) + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _options(deployment: Deployment) -> str:
+    sizes = {axis: _size(deployment.members, axis) for axis in _AXES}
+    stated = [f"--{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "tp"]
+    return " ".join([f"--model {quote(deployment.model)}", *stated])
+
+
+def _anchors(deployment: Deployment) -> list[Member]:
+    return [member for member in deployment.members if member.coordinate.pool == "kv"]
+
+
+def _check_one_mamba_size(deployment: Deployment) -> None:
+    sizes = {m.coordinate.shard.tp_size for m in deployment.members if m.coordinate.pool == "mamba"}
+    if len(sizes) > 1:
+        texts = ", ".join(str(size or "none") for size in sorted(sizes, key=lambda s: s or 0))
+        raise ProfileError(
+            f"model {deployment.model!r} has mamba objects of several TP sizes ({texts}) beside "
+            "the same kv, as servers that share a store leave them; a profile states one size: "
+            f"{_OTHER_SOURCES}"
+        )
 
 
 def _profile(deployment: Deployment) -> Profile:
-    pools: dict[str, list[Member]] = {}
-    for member in deployment.members:
-        pools.setdefault(member.coordinate.pool, []).append(member)
-    anchors = [m for m in deployment.members if m.anchor]
+    pools: dict[str, list[Member]] = defaultdict(list)
+    anchors = _anchors(deployment)
     if not anchors:
         raise ProfileError(f"no kv objects of model {deployment.model!r} are in the store")
+    for member in sorted(deployment.members, key=lambda m: m.coordinate.pool != "kv"):
+        pools[member.coordinate.pool].append(member)
     mapping = {
         "model": deployment.model,
         "inferred": True,
         **{axis: _size(anchors, axis) for axis in ("pp", "cp", "dcp")},
-        "tp": max(_size(list(deployment.members), "tp"), 1),
+        "tp": _size(deployment.members, "tp"),
+        "tag": deployment.tag,
         "pools": [_pool(name, members) for name, members in pools.items()],
     }
+    page_size = anchors[0].coordinate.shard.dcp_page_size
+    if page_size is not None:
+        mapping["page_size"] = page_size
+    if "mamba" in pools and not _ranked(pools["mamba"]):
+        mapping["sglang"] = _UNRANKED_MAMBA_SGLANG
     return profile_from_mapping(mapping, source="what the store shows")
 
 
 def _pool(name: str, members: list[Member]) -> dict[str, object]:
-    sizes = {member.nbytes for member in members}
-    if len(sizes) != 1 or None in sizes:
+    nbytes = _common_size(name, members)
+    ranked = _ranked(members)
+    if nbytes:
+        return {"name": name, "kind": "opaque", "nbytes": nbytes, "replicated": not ranked}
+    if name == "kv" and not ranked:  # DeepSeek-V4: empty files stand for the page
+        return {"name": name, "kind": "logical"}
+    raise ProfileError(f"the {name} objects of this store are empty; see hicachectl verify")
+
+
+def _common_size(name: str, members: list[Member]) -> int:
+    """Give the one size of a pool's objects."""
+    by_size: dict[int | None, list[Member]] = defaultdict(list)
+    for member in members:
+        by_size[member.nbytes].append(member)
+    if len(by_size) == 1 and None not in by_size:
+        return next(size for size in by_size if size is not None)
+    if None in by_size:
         raise ProfileError(
-            f"{name} objects have no single size in this store, which an inferred profile cannot "
-            "state; give --model-config or --server"
+            f"{name} objects of one rank have several sizes in this store, none of them usual; "
+            f"see hicachectl ls --objects, and {_OTHER_SOURCES}"
         )
-    ranked = any(member.coordinate.shard.tp_rank is not None for member in members)
-    return {"name": name, "kind": "opaque", "nbytes": sizes.pop(), "replicated": not ranked}
+    shown = ", ".join(f"{size} bytes at {_place(found[0])}" for size, found in by_size.items())
+    raise ProfileError(
+        f"{name} objects have no single size in this store ({shown}): pipeline stages or "
+        "context-parallel ranks with unequal numbers of layers, which an inferred profile cannot "
+        f"state; {_OTHER_SOURCES}"
+    )
 
 
-def _size(members: list[Member], axis: str) -> int:
+def _place(member: Member) -> str:
+    shard = member.coordinate.shard
+    ranks = {axis: getattr(shard, f"{axis}_rank") for axis in ("pp", "cp", "dcp")}
+    texts = [f"{axis} rank {rank}" for axis, rank in ranks.items() if rank is not None]
+    return " ".join(texts) or (member.coordinate.part or "every rank")
+
+
+def _check_says_all(profile: Profile, deployment: Deployment, scheme: str) -> None:
+    """Refuse a profile that does not expect just what was seen, rank by rank."""
+    expected = {e.coordinate for e in expected_objects(profile, scheme)}
+    for member in deployment.members:
+        if member.coordinate not in expected:
+            raise ProfileError(
+                f"a profile cannot state keys like {'<hash>'.join(member.affix)} beside the "
+                f"others of model {deployment.model!r}; {_OTHER_SOURCES}"
+            )
+    anchored = {_stage(member) for member in _anchors(deployment)}
+    for pool in profile.pools:
+        own = {_stage(m) for m in deployment.members if m.coordinate.pool == pool.name}
+        if pool.name not in DRAFT_POOLS and own != anchored:  # a draft is on the last stage alone
+            raise ProfileError(
+                f"{pool.name} objects are on some pipeline or context-parallel ranks only, which "
+                f"an inferred profile cannot state; {_OTHER_SOURCES}"
+            )
+
+
+def _stage(member: Member) -> tuple[int | None, ...]:
+    shard = member.coordinate.shard
+    return shard.pp_rank, shard.cp_rank
+
+
+def _ranked(members: Iterable[Member]) -> bool:
+    return any(member.coordinate.shard.tp_rank is not None for member in members)
+
+
+def _size(members: Iterable[Member], axis: str) -> int:
     return max(getattr(member.coordinate.shard, f"{axis}_size") or 1 for member in members)
-
-
-def _topology(deployment: Deployment) -> str:
-    members = list(deployment.members)
-    return " ".join(f"{axis}={_size(members, axis)}" for axis in ("tp", "pp", "cp", "dcp"))

@@ -1,39 +1,49 @@
-"""One page of a store, in full."""
+"""One page of a store, in full: what is there, what it holds, what is wrong."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.group import check_groups
-from hicachectl.checks.sizes import check_sizes
+from hicachectl.checks.sizes import check_sizes, expected_sizes
 from hicachectl.findings import combine
 from hicachectl.formats.errors import UsageError
 from hicachectl.groups import PageGroups
-from hicachectl.inventory import take_inventory
+from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.listing import object_rows, page_rows
+from hicachectl.pipeline import Loaded, Pipeline, Task
+from hicachectl.reading import ReadingPlan, read_objects, value_checkers
 from hicachectl.selection import Selection, select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from hicachectl.backends.base import Store
+    from hicachectl.checks.values import ValueChecker
     from hicachectl.formats.profile import Profile
+    from hicachectl.reading import ReadingResult
 
 _NAMED_CANDIDATES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PageReport:
-    """A page: its document for JSON, its objects as in `ls --objects`, and its findings."""
+    """A page: its document for JSON, its objects as in `ls --objects` with their digests, findings.
+
+    contents: {"key", "tensor", "layer", "values", "minimum", …} for each tensor and layer of the
+    objects that a profile describes.
+    """
 
     document: dict[str, Any]
     objects: pa.Table
     findings: pa.Table
+    contents: list[dict[str, Any]]
 
 
 def inspect_page(
@@ -44,23 +54,28 @@ def inspect_page(
     grace_seconds: float = 60.0,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> PageReport:
-    """Gather all about the one page whose hash starts with the prefix.
+    """Gather all about the one page whose hash starts with the prefix; reads its objects.
 
     Raises UsageError when there is none, or several; StoreUnavailable.
     """
-    inventory = take_inventory(store, profile, on_batch=on_batch)
-    inventory = select(inventory, Selection(page=prefix))
+    listed = take_inventory(store, profile, on_batch=on_batch)
+    inventory = select(listed, Selection(page=prefix))
     groups = PageGroups(inventory)
     pages = pc.unique(groups.pages).to_pylist()
     if len(pages) != 1:
         raise UsageError(_no_single_page(store.url, prefix, pages))
     in_flight = groups.newest_ns > time.time_ns() - int(grace_seconds * 1e9)
+    checkers = value_checkers(inventory.table, profile, store.scheme)
+    reading = _read(store, inventory, checkers)
     found = combine(
         [
             *check_groups(inventory, groups, in_flight),
             *check_sizes(inventory, groups, in_flight, store.scheme),
+            *reading.findings(inventory),
         ]
     )
+    objects = _with_digests(object_rows(inventory), reading)
+    contents = list(_contents(store, inventory, checkers))
     states = page_rows(groups).drop_columns(["page"]).to_pylist()
     for state in states:
         state["pools"] = {pool: counts for pool, counts in state["pools"].items() if counts}
@@ -69,9 +84,56 @@ def inspect_page(
         "page": pages[0],
         "groups": states,
         "objects": None,
+        "contents": contents,
         "findings": found.to_pylist(),
     }
-    return PageReport(document, object_rows(inventory), found)
+    return PageReport(document, objects, found, contents)
+
+
+def _read(
+    store: Store, inventory: Inventory, checkers: Mapping[int, ValueChecker]
+) -> ReadingResult:
+
+    count = len(inventory.objects)
+    plan = ReadingPlan(
+        rows=np.arange(count),
+        digest=np.ones(count, dtype=np.bool_),
+        checkers=checkers,
+        sizes=expected_sizes(inventory.table),
+    )
+    return read_objects(store, inventory, plan)
+
+
+def _with_digests(objects: pa.Table, reading: ReadingResult) -> pa.Table:
+    digests = [
+        digest.tobytes().hex() if known else None
+        for digest, known in zip(reading.digests, reading.digested, strict=True)
+    ]
+    return objects.append_column("digest", pa.array(digests, pa.string()))
+
+
+def _contents(
+    store: Store, inventory: Inventory, checkers: Mapping[int, ValueChecker]
+) -> Iterator[dict[str, Any]]:
+    """Statistics of each tensor and layer of the objects that have their expected size."""
+
+    sizes = expected_sizes(inventory.table)[inventory.affix_ids]
+    listed = inventory.objects.column("nbytes").fill_null(-1).to_numpy()
+    described = np.isin(inventory.affix_ids, list(checkers)) & (sizes == listed)
+    keys = object_rows(inventory).column("key")
+
+    def work(loaded: Loaded) -> list[dict[str, Any]]:
+        row = int(loaded.task.rows[0])
+        if not loaded.read.all_ok:
+            return []
+        checker = checkers[int(inventory.affix_ids[row])]
+        return [
+            {"key": keys[row].as_py(), **asdict(stats)} for stats in checker.stats(loaded.view(0))
+        ]
+
+    tasks = [Task(np.array([row]), sizes[row : row + 1]) for row in np.flatnonzero(described)]
+    for rows in Pipeline(store, inventory.objects, tasks, work, jobs=1):
+        yield from rows
 
 
 def _no_single_page(store: str, prefix: str, pages: list[str]) -> str:

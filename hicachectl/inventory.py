@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from hicachectl.contradiction import refuse_contradiction
 from hicachectl.deployments import UNRESOLVED, AffixTable, Member, assign_affixes
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.table import KeySplitter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
@@ -36,6 +36,12 @@ class Inventory:
     affix_ids: npt.NDArray[np.int32]
     table: AffixTable
 
+    def of_pool(self, pool: str) -> npt.NDArray[np.bool_]:
+        """[objects] which are, by any reading, of a pool."""
+        resolved = self.table.resolved
+        found = tuple(any(r.pool == pool for r in one.readings) for one in resolved)
+        return self.by_affix(found, 0) != 0
+
     def by_affix(self, values: tuple[int, ...], missing: int) -> IntArray:
         """Spread a list indexed by affix id over the rows; `missing` for foreign keys."""
         padded = np.array([*values, missing], dtype=np.int64)
@@ -46,17 +52,19 @@ def take_inventory(
     store: Store,
     profile: Profile | None = None,
     *,
+    columns: Collection[str] = (),
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
     """Scan a store and understand its keys.
 
-    on_batch is told the number of objects of each batch as it arrives. Memory: about 250 bytes
-    an object. Raises StoreUnavailable.
+    columns: of the scan, beside key, nbytes and mtime_ns. on_batch is told the number of objects of each batch as it arrives. Memory: about 250 bytes
+    an object. Raises StoreUnavailable, and ProfileError where the profile cannot be the one that
+    wrote the store.
     """
     splitter = KeySplitter()
     batches: list[pa.RecordBatch] = []
     ids: list[npt.NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
-    for batch in store.scan(("key", "nbytes", "mtime_ns")):
+    for batch in store.scan(("key", "nbytes", "mtime_ns", *columns)):
         pages, affix_ids = splitter.split(batch.column("key"))
         batches.append(batch.append_column("page", pages))
         ids.append(affix_ids)
@@ -64,32 +72,34 @@ def take_inventory(
     table = assign_affixes(splitter.affixes, codec_for(store.scheme), profile)
     objects = pa.Table.from_batches(batches, schema=batches[0].schema if batches else _SCHEMA)
     affix_ids = np.concatenate(ids)
-    return Inventory(objects, affix_ids, _with_common_sizes(table, objects, affix_ids))
+    table = _with_common_sizes(table, objects, affix_ids)
+    refuse_contradiction(table, affix_ids, objects.column("nbytes").fill_null(-1).to_numpy())
+    return Inventory(objects, affix_ids, table)
 
 
 def _with_common_sizes(
     table: AffixTable, objects: pa.Table, affix_ids: npt.NDArray[np.int32]
 ) -> AffixTable:
-    """Let inferred members expect the size that more than half of their kind have."""
+    """Let members without a stated size expect the one that more than half of their kind have."""
+    kinds: dict[tuple[object, ...], int] = {}
+    kind_of = [
+        UNRESOLVED
+        if deployment == UNRESOLVED
+        else kinds.setdefault(
+            (deployment, *_size_kind(table.deployments[deployment].members[member])), len(kinds)
+        )
+        for deployment, member in zip(table.deployment_ids, table.member_ids, strict=True)
+    ]
     listed = objects.column("nbytes").fill_null(-1).to_numpy()
-    kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for number, (deployment, member) in enumerate(
-        zip(table.deployment_ids, table.member_ids, strict=True)
-    ):
-        if deployment != UNRESOLVED and table.deployments[deployment].profile is None:
-            kinds[deployment, *_size_kind(table.deployments[deployment].members[member])].append(
-                number
-            )
-    sizes = {
-        kind: _common_size(listed[np.isin(affix_ids, numbers)]) for kind, numbers in kinds.items()
-    }
+    common = _common_sizes(np.array([*kind_of, UNRESOLVED])[affix_ids], listed)
     deployments = tuple(
-        deployment
-        if deployment.profile is not None
-        else replace(
+        replace(
             deployment,
             members=tuple(
-                replace(m, nbytes=sizes[number, *_size_kind(m)]) for m in deployment.members
+                replace(m, nbytes=common.get(kinds.get((number, *_size_kind(m)), UNRESOLVED)))
+                if m.nbytes is None
+                else m
+                for m in deployment.members
             ),
         )
         for number, deployment in enumerate(table.deployments)
@@ -98,16 +108,18 @@ def _with_common_sizes(
 
 
 def _size_kind(member: Member) -> tuple[object, ...]:
-    """Equal for members of equal size: pools differ by stage and CP rank, not by TP rank."""
-    coordinate = member.coordinate
-    return coordinate.pool, coordinate.part, coordinate.shard.pp_rank, coordinate.shard.cp_rank
+    """Equal for members of equal size: pools differ by stage and sizes, not by TP rank."""
+    coordinate, shard = member.coordinate, member.coordinate.shard
+    return coordinate.pool, coordinate.part, shard.pp_rank, shard.cp_rank, shard.tp_size
 
 
-def _common_size(sizes: IntArray) -> int | None:
-    values, counts = np.unique(sizes[sizes >= 0], return_counts=True)
-    if not len(counts) or 2 * counts.max() <= len(sizes):
-        return None
-    return int(values[counts.argmax()])
+def _common_sizes(kinds: IntArray, sizes: IntArray) -> dict[int, int]:
+    """The size that more than half of the objects of each kind have; a kind without is left out."""
+    wanted = kinds != UNRESOLVED
+    pairs, counts = np.unique(np.stack([kinds[wanted], sizes[wanted]]), axis=1, return_counts=True)
+    totals = np.bincount(kinds[wanted])
+    frequent = (2 * counts > totals[pairs[0]]) & (pairs[1] >= 0)
+    return dict(zip(pairs[0][frequent].tolist(), pairs[1][frequent].tolist(), strict=True))
 
 
 _SCHEMA = pa.schema(

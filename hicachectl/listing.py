@@ -10,10 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.deployments import UNRESOLVED
-from hicachectl.groups import STATES, PageGroups
+from hicachectl.vocabulary import STATES
 
 if TYPE_CHECKING:
     from hicachectl.formats.keys.resolve import Resolved
+    from hicachectl.groups import PageGroups
     from hicachectl.inventory import Inventory
 
 _SHARD_INTS = (
@@ -50,10 +51,7 @@ def object_rows(inventory: Inventory, rows: Rows | None = None, *, pool: str = "
     objects = inventory.objects
     ids = inventory.affix_ids
     if pool:
-        of_pool = tuple(
-            pool in {r.pool for r in resolved.readings} for resolved in inventory.table.resolved
-        )
-        rows = np.flatnonzero(inventory.by_affix(of_pool, 0))
+        rows = np.flatnonzero(inventory.of_pool(pool))
     if rows is not None:
         objects = objects.take(pa.array(rows))
         ids = ids[rows]
@@ -116,7 +114,8 @@ def page_rows(groups: PageGroups) -> pa.Table:
     ids = pa.array(groups.deployment_ids, mask=groups.deployment_ids == UNRESOLVED)
     models = pa.array([d.model or None for d in groups.deployments], pa.string())
     tags = pa.array([d.tag or None for d in groups.deployments], pa.string())
-    newest = pa.array(groups.newest_ns)
+    shards = [d.members[0].coordinate.shard for d in groups.deployments]
+    newest = pa.array(groups.newest_ns, mask=np.full(len(groups), not groups.has_times))
     return pa.table(
         {
             "page": groups.pages,
@@ -124,25 +123,26 @@ def page_rows(groups: PageGroups) -> pa.Table:
             "tag": tags.take(ids),
             "state": pa.array(STATES).take(pa.array(groups.states)),
             "nbytes": pa.array(groups.nbytes),
-            "mtime": seconds(pc.if_else(pc.greater(newest, 0), newest, None)),
+            "mtime": seconds(newest),
             "pools": _pool_counts(groups),
             "missing": _missing_keys(groups),
+            **{
+                name: pa.array([getattr(shard, name) for shard in shards], pa.int32()).take(ids)
+                for name in ("tp_size", "pp_size", "cp_size", "dcp_size")
+            },
         }
     )
 
 
 def _pool_counts(groups: PageGroups) -> pa.StructArray:
     """{pool: {present, expected}} of each group; a pool its deployment does not have is null."""
-    pools = sorted({pool for sets in groups.object_sets for pool in sets}, key=_pool_order)
-    if not pools:
-        return pa.nulls(len(groups), pa.struct([]))
+    pools = sorted({s.pool for sets in groups.object_sets for s in sets}, key=_pool_order)
     fields = []
-    for pool in pools:
-        member = np.array(
-            [[p == pool for p in _padded(s, groups)] for s in groups.object_sets]
-            + [[False] * groups.present.shape[1]]
-        )
-        columns = member[groups.deployment_ids]
+    for pool in pools or ["kv"]:  # an Arrow struct needs a field
+        of_pool = np.zeros((len(groups.deployments) + 1, groups.present.shape[1]), dtype=np.bool_)
+        for number, sets in enumerate(groups.object_sets):
+            of_pool[number, : len(sets)] = [s.pool == pool for s in sets]
+        columns = of_pool[groups.deployment_ids]
         present = np.where(columns, groups.present, 0).sum(axis=1, dtype=np.int32)
         expected = np.where(columns, groups.expected, 0).sum(axis=1, dtype=np.int32)
         lacks = pa.array(~columns.any(axis=1))
@@ -151,11 +151,7 @@ def _pool_counts(groups: PageGroups) -> pa.StructArray:
                 [pa.array(present), pa.array(expected)], fields=list(_COUNTS), mask=lacks
             )
         )
-    return pa.StructArray.from_arrays(fields, names=pools)
-
-
-def _padded(sets: tuple[str, ...], groups: PageGroups) -> tuple[str, ...]:
-    return (*sets, *[""] * (groups.present.shape[1] - len(sets)))
+    return pa.StructArray.from_arrays(fields, names=pools or ["kv"])
 
 
 def _pool_order(pool: str) -> tuple[bool, str]:
@@ -172,9 +168,9 @@ def _missing_keys(groups: PageGroups) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), texts)
 
 
-def summary_rows(inventory: Inventory, rows: Rows | None = None) -> pa.Table:
-    """Totals by model, tag and pool: pages, objects, bytes. Foreign objects are a row of nulls."""
-    objects = object_rows(inventory, rows).select(["page", "model", "tag", "pool", "nbytes"])
+def summary_rows(inventory: Inventory, *, pool: str = "") -> pa.Table:
+    """Total by model, tag and pool: pages, objects, bytes. Foreign objects are a row of nulls."""
+    objects = object_rows(inventory, pool=pool).select(["page", "model", "tag", "pool", "nbytes"])
     totals = objects.group_by(["model", "tag", "pool"]).aggregate(
         [("page", "count_distinct"), ("nbytes", "count", pc.CountOptions("all")), ("nbytes", "sum")]
     )

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from datetime import datetime
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,13 @@ _UNITS = {
     **{f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)},
     **{f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)},
 }
+_LONGEST_S = 100 * 365.25 * 86400
+_LATEST_S = 2**63 // 10**9 - 1  # stores count nanoseconds in 64 bits
+_TOO_LARGE = 2**63
+
+
+def _shown(value: str) -> str:
+    return repr(value) if len(value) <= 40 else f"{value[:37]!r}..."
 
 
 class Duration(click.ParamType[Any]):
@@ -35,10 +43,13 @@ class Duration(click.ParamType[Any]):
         """Parse the text; a number is passed through."""
         if isinstance(value, (int, float)):
             return float(value)
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", value)
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", value)
         if match is None:
-            self.fail(f"{value!r} is no duration; write 90s, 10m, 2h or 7d", param, ctx)
-        return float(match[1]) * _SECONDS[match[2]]
+            self.fail(f"{_shown(value)} is no duration; write 90s, 10m, 2h or 7d", param, ctx)
+        seconds = float(match[1]) * _SECONDS[match[2]]
+        if seconds > _LONGEST_S:
+            self.fail(f"{_shown(value)} is longer than 100 years", param, ctx)
+        return seconds
 
 
 class PointInTime(click.ParamType[Any]):
@@ -52,12 +63,15 @@ class PointInTime(click.ParamType[Any]):
         """Parse the text; a number is passed through."""
         if isinstance(value, float):
             return value
-        if re.fullmatch(r"\d+(?:\.\d+)?[smhd]", value):
+        if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?[smhd]", value):
             return time.time() - Duration().convert(value, param, ctx)
         try:
-            return datetime.fromisoformat(value).timestamp()
-        except ValueError:
-            self.fail(f"{value!r} is neither ISO 8601 nor a duration ago (7d)", param, ctx)
+            seconds = datetime.fromisoformat(value).timestamp()
+        except (ValueError, OverflowError):
+            self.fail(f"{_shown(value)} is neither ISO 8601 nor a duration ago (7d)", param, ctx)
+        if abs(seconds) > _LATEST_S:
+            self.fail(f"{_shown(value)} is not between the years 1678 and 2262", param, ctx)
+        return seconds
 
 
 class Size(click.ParamType[Any]):
@@ -69,10 +83,13 @@ class Size(click.ParamType[Any]):
         """Parse the text; a number is passed through."""
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGTP]?i?B?)", value)
+        match = re.fullmatch(r"([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([KMGTP]?i?B?)", value)
         if match is None or match[2] not in _UNITS:
-            self.fail(f"{value!r} is no size; write 200GiB, 1.5TB or bytes", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2]])
+            self.fail(f"{_shown(value)} is no size; write 200GiB, 1.5TB or bytes", param, ctx)
+        nbytes = int(Fraction(match[1]) * _UNITS[match[2]])
+        if nbytes >= _TOO_LARGE:
+            self.fail(f"{_shown(value)} is 8 EiB or more", param, ctx)
+        return nbytes
 
 
 class NameList(click.ParamType[Any]):
@@ -138,9 +155,9 @@ profile_options = _stack(
     ),
     click.option(
         "--model-config",
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Hugging Face config.json of the model; with the options below.",
+        help="Hugging Face config.json of the model, or its folder; with the options below.",
     ),
     click.option("--server", metavar="URL", help="Ask a live SGLang server for its deployment."),
     click.option(
@@ -176,9 +193,9 @@ profile_options = _stack(
     click.option("--dsa-decode-backend", metavar="NAME", help="As --dsa-prefill-backend."),
     click.option(
         "--draft-model-config",
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=click.Path(path_type=Path),
         metavar="FILE",
-        help="config.json of the draft model.",
+        help="config.json of the draft model, or its folder.",
     ),
 )
 

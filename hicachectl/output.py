@@ -15,6 +15,8 @@ import pyarrow.compute as pc
 from hicachectl import __version__
 from hicachectl.formats.errors import UsageError
 from hicachectl.jsontext import json_rows, json_values
+from hicachectl.terminal import CONTROL_PATTERN, escape_controls
+from hicachectl.wholefile import whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +44,7 @@ def write_rows(
     """
     with _destination(output, binary=output_format in _BINARY_FORMATS) as stream:
         if output_format == "table":
-            _write_lines(stream, _table_lines(rows, human, colour=_colours(stream)))
+            _write_lines(stream, table_lines(human(rows), colour=_colours(stream)))
         elif output_format == "jsonl":
             _write_lines(stream, _joined(rows, "\n"))
         elif output_format == "json":
@@ -89,9 +91,12 @@ def write_text(text: str, output: Path | None) -> None:
 
 
 def table_lines(rows: pa.Table, *, colour: bool) -> Iterator[str]:
-    """Text columns aligned under their names; numbers, named with a leading ">", to the right."""
+    """Align text columns under their names; numbers, named with a leading ">", to the right.
+
+    Control characters, which names in a store can hold, are written \\xNN.
+    """
     names = [name.lstrip(">").upper() for name in rows.column_names]
-    cells = [pc.fill_null(column.combine_chunks(), "-") for column in rows.columns]
+    cells = [_printable(pc.fill_null(column.combine_chunks(), "-")) for column in rows.columns]
     widths = [
         max(len(name), pc.max(pc.utf8_length(cell)).as_py() or 0)
         for name, cell in zip(names, cells, strict=True)
@@ -137,8 +142,12 @@ def human_column(values: pa.Array, text: Callable[[Any], str]) -> pa.StringArray
     )
 
 
-def _table_lines(rows: pa.Table, human: Human, *, colour: bool) -> Iterator[str]:
-    return table_lines(human(rows), colour=colour)
+def _printable(cells: pa.StringArray) -> pa.StringArray:
+    bad = pc.match_substring_regex(cells, CONTROL_PATTERN)
+    if not pc.any(bad).as_py():
+        return cells
+    escaped = pa.array(map(escape_controls, cells.filter(bad).to_pylist()), cells.type)
+    return pc.replace_with_mask(cells, bad, escaped)
 
 
 def _coloured(padded: pa.StringArray, plain: pa.StringArray) -> pa.StringArray:
@@ -200,18 +209,17 @@ def _flat(rows: pa.Table) -> pa.Table:
 
 @contextmanager
 def _destination(output: Path | None, *, binary: bool) -> Iterator[IO[Any]]:
-    """stdout, or a file that appears whole or not at all."""
-    if output is None:
-        if binary and sys.stdout.isatty():
-            raise UsageError("binary output to a terminal; add -o FILE or a redirection")
-        yield sys.stdout.buffer if binary else sys.stdout
-        return
-    partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        with partial.open("wb") if binary else partial.open("w", encoding="utf-8") as stream:
+    """stdout, or a file that appears whole or not at all. Raises UsageError."""
+    if output is not None:
+        with whole_file(output, "wb" if binary else "w") as stream:
             yield stream
-        partial.replace(output)
+        return
+    if binary and sys.stdout.isatty():
+        raise UsageError("binary output to a terminal; add -o FILE or a redirection")
+    try:
+        yield sys.stdout.buffer if binary else sys.stdout
+        sys.stdout.flush()  # what cannot be written is to be known before the command ends well
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        raise UsageError(f"cannot write {output}: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+        raise UsageError(f"cannot write to stdout: {error.strerror or error}") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,12 +19,25 @@ def pages_for_people(rows: pa.Table) -> pa.Table:
         {
             "page": pc.utf8_slice_codeunits(rows.column("page"), 0, 16),
             "model": rows.column("model"),
+            "sizes": _sizes_text(rows),
             "pools": _pools_text(rows.column("pools")),
             ">size": human_column(rows.column("nbytes"), human_size),
             ">age": _ages(rows.column("mtime")),
             "state": rows.column("state"),
         }
     )
+
+
+def _sizes_text(rows: pa.Table) -> pa.StringArray:
+    """`tp 4 pp 2`: what tells the deployments of one model apart."""
+    texts = [
+        pc.binary_join_element_wise(
+            f"{axis} ", pc.cast(rows.column(f"{axis}_size"), pa.string()), ""
+        )
+        for axis in ("tp", "pp", "cp", "dcp")
+    ]
+    joined = join_present(texts, " ")
+    return pc.if_else(pc.equal(joined, ""), None, joined)
 
 
 def objects_for_people(rows: pa.Table) -> pa.Table:
@@ -36,8 +51,40 @@ def objects_for_people(rows: pa.Table) -> pa.Table:
             "ranks": _ranks_text(rows),
             ">size": human_column(rows.column("nbytes"), human_size),
             ">age": _ages(rows.column("mtime")),
+            **({"digest": _short(rows.column("digest"))} if "digest" in rows.column_names else {}),
         }
     )
+
+
+def contents_for_people(rows: list[dict[str, Any]]) -> pa.Table:
+    """Make the text columns of the statistics of `show`."""
+
+    def column(name: str, form: str) -> pa.Array:
+        values = [row[name] for row in rows]
+        return pa.array([None if v is None else format(v, form) for v in values], pa.string())
+
+    return pa.table(
+        {
+            "object": _object_ends([row["key"] for row in rows]),
+            "tensor": column("tensor", ""),
+            ">layer": column("layer", "d"),
+            ">min": column("minimum", ".4g"),
+            ">max": column("maximum", ".4g"),
+            ">mean |x|": column("mean_magnitude", ".4g"),
+            ">nan": column("nan", "d"),
+            ">inf": column("inf", "d"),
+            ">zero": column("zero", "d"),
+        }
+    )
+
+
+def _object_ends(keys: list[str]) -> pa.Array:
+    """What tells the objects of one page apart: their keys without the page hash."""
+    return pa.array([re.sub("[0-9a-f]{64}", "…", key) for key in keys], pa.string())
+
+
+def _short(digests: pa.Array) -> pa.Array:
+    return pc.utf8_slice_codeunits(digests, 0, 16)
 
 
 def summary_for_people(rows: pa.Table) -> pa.Table:
@@ -50,6 +97,40 @@ def summary_for_people(rows: pa.Table) -> pa.Table:
             ">pages": pc.cast(rows.column("pages"), pa.string()),
             ">objects": pc.cast(rows.column("objects"), pa.string()),
             ">size": human_column(rows.column("nbytes"), human_size),
+        }
+    )
+
+
+def removals_for_people(rows: pa.Table) -> pa.Table:
+    """Make the text columns of `rm`: totals per model, tag and state."""
+    keys = ["model", "tag", "state"]
+    totals = rows.group_by(keys).aggregate(
+        [("page", "count"), ("objects", "sum"), ("nbytes", "sum")]
+    )
+    totals = totals.sort_by([(key, "ascending") for key in keys])
+    return pa.table(
+        {
+            "model": totals.column("model"),
+            "tag": totals.column("tag"),
+            ">pages": pc.cast(totals.column("page_count"), pa.string()),
+            ">objects": pc.cast(totals.column("objects_sum"), pa.string()),
+            ">size": human_column(totals.column("nbytes_sum"), human_size),
+            "state": totals.column("state"),
+        }
+    )
+
+
+def restored_for_people(rows: pa.Table) -> pa.Table:
+    """Make the text columns of `restore`."""
+    return pa.table(
+        {
+            "page": pc.utf8_slice_codeunits(rows.column("page"), 0, 16),
+            "model": rows.column("model"),
+            ">objects": pc.cast(rows.column("objects"), pa.string()),
+            ">size": human_column(rows.column("nbytes"), human_size),
+            "found": pc.binary_join(rows.column("codes"), ","),
+            "state": rows.column("state"),
+            "detail": rows.column("detail"),
         }
     )
 

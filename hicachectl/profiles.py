@@ -26,6 +26,7 @@ _FLAG_OPTIONS = {
         )
     },
 }  # fmt: skip
+_SOURCES = ("profile_file", "model_config", "server")
 _MAX_PROFILE_BYTES = 16 << 20  # a profile is kilobytes
 
 
@@ -44,7 +45,7 @@ def profile_from_options(
     given = sorted(
         name for name in (*_FLAG_OPTIONS, "pp_partition", "draft_model_config") if options.get(name)
     )
-    sources = [n for n in ("profile_file", "model_config", "server") if options.get(n)]
+    sources = [name for name in _SOURCES if options.get(name)]
     if options.get("profile_file"):
         others = [*sources[1:], *given]
         if others:
@@ -57,6 +58,11 @@ def profile_from_options(
     if options.get("server"):
         return _from_server(options, warn)
     return _from_config(options, store)
+
+
+def states_source(options: Mapping[str, Any]) -> bool:
+    """Tell whether the profile options name something to build a profile from."""
+    return any(options.get(name) for name in _SOURCES)
 
 
 def _option(name: str) -> str:
@@ -72,7 +78,7 @@ def _read_profile(path: Path) -> Profile:
     if len(data) > _MAX_PROFILE_BYTES:
         raise FormatError(f"{path}: larger than {_MAX_PROFILE_BYTES} bytes, not a profile")
     try:
-        return parse_profile(data.decode("utf-8"), source=str(path))
+        return parse_profile(data.decode("utf-8-sig"), source=str(path))
     except UnicodeDecodeError as error:
         raise FormatError(f"{path}: not UTF-8 text") from error
 

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.deployments import UNRESOLVED
 from hicachectl.formats.errors import UsageError
-from hicachectl.groups import STATES, BoolArray, PageGroups
+from hicachectl.groups import BoolArray, PageGroups
+from hicachectl.vocabulary import STATES
 
 if TYPE_CHECKING:
     from hicachectl.inventory import Inventory
@@ -23,7 +23,7 @@ class Selection:
 
     model: served name, "/" or "-" alike. page: a prefix of page hashes. since: Unix seconds,
     against the newest object of a group. pool: whole groups that have an object of it. states:
-    names out of `groups.STATES`.
+    names out of `vocabulary.STATES`.
     """
 
     model: str = ""
@@ -73,11 +73,7 @@ def _chosen(groups: PageGroups, inventory: Inventory, selection: Selection) -> B
         wanted = [STATES.index(state) for state in selection.states]
         chosen &= np.isin(groups.states, wanted)
     if selection.pool:
-        of_pool = tuple(
-            selection.pool in {reading.pool for reading in resolved.readings}
-            for resolved in inventory.table.resolved
-        )
-        rows = np.flatnonzero(inventory.by_affix(of_pool, UNRESOLVED) == 1)
+        rows = np.flatnonzero(inventory.of_pool(selection.pool))
         has_pool = np.zeros(len(groups) + 1, dtype=np.bool_)
         has_pool[groups.of_object[rows]] = True
         chosen &= has_pool[:-1]

@@ -49,6 +49,26 @@ def progress(ctx: click.Context, what: str, unit: str) -> Iterator[Callable[[int
         yield bar.update
 
 
+@contextmanager
+def bytes_progress(ctx: click.Context, what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show bytes done of bytes in all, throughput and time left, as `progress` does."""
+    settings: Settings = ctx.obj
+    if settings.quiet or not sys.stderr.isatty():
+        yield lambda amount, total: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(
+        desc=what, unit="B", unit_scale=True, unit_divisor=1024, delay=PROGRESS_DELAY_S, leave=False
+    ) as bar:
+
+        def advance(amount: int, total: int) -> None:
+            bar.total = total
+            bar.update(amount)
+
+        yield advance
+
+
 def remark(ctx: click.Context, text: str) -> None:
     """Say something on stderr that is not the result."""
     settings: Settings = ctx.obj

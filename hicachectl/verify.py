@@ -3,89 +3,86 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from hicachectl.catalogs import Digested, carry_forward, compare
+from hicachectl.checks.digests import check_digests
 from hicachectl.checks.group import check_groups
 from hicachectl.checks.names import check_names
-from hicachectl.checks.sizes import check_sizes, refuse_contradiction
-from hicachectl.findings import SEVERITIES, combine, severity_ranks
-from hicachectl.groups import UNKNOWN, BoolArray, PageGroups
+from hicachectl.checks.replicas import NO_REPLICAS, check_replicas, replica_sets
+from hicachectl.checks.sizes import check_sizes, expected_sizes
+from hicachectl.findings import combine, severity_ranks
+from hicachectl.groups import PageGroups
 from hicachectl.inventory import Inventory, take_inventory
+from hicachectl.pipeline import DEFAULT_BUFFER_BYTES
+from hicachectl.reading import ReadingPlan, ReadingResult, read_objects, value_checkers
 from hicachectl.selection import EVERYTHING, Selection, select
+from hicachectl.settled import changed_groups, unjudged
+from hicachectl.stamps import check_stamp
+from hicachectl.vocabulary import CHECKS, SEVERITIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import pyarrow as pa
+    import numpy.typing as npt
 
     from hicachectl.backends.base import Store
+    from hicachectl.checks.values import ValueChecker
+    from hicachectl.formats.catalog import Catalog
     from hicachectl.formats.profile import Profile
+    from hicachectl.groups import BoolArray
+    from hicachectl.sampling import Sample
 
 INFERRED = "inferred"
-CHECKS = ("names", "groups", "sizes")
+_CLOCK_SKEW_NS = 60 * 10**9  # between our clock and a file server's
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to verify, and how.
+
+    identity: fields in which an object must be as recorded to count as the same object; empty:
+    all that the store has. time_limit_seconds: no object is begun to be read after it. repairs:
+    the report is to be acted on, so that each object's version is noted.
+    """
+
+    profile: Profile | None = None
+    checks: tuple[str, ...] = CHECKS
+    selection: Selection = EVERYTHING
+    grace_seconds: float = 60.0
+    sample: Sample | None = None
+    time_limit_seconds: float | None = None
+    catalog: Catalog | None = None
+    update_catalog: bool = False
+    identity: tuple[str, ...] = ()
+    weights_version: str = ""
+    repairs: bool = False
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    jobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The result of a verification; `document` has the members of the JSON contract."""
+    """The result of a verification; `document` has the members of the JSON contract.
+
+    inventory, groups: what was judged, for a repair. catalog: the one to keep, where asked for.
+    """
 
     document: dict[str, Any]
     findings: pa.Table
     remarks: tuple[str, ...]
+    inventory: Inventory
+    groups: PageGroups
+    catalog: Catalog | None
 
     def reaches(self, severity: str) -> bool:
         """Whether any finding is at least this severe."""
         return bool((severity_ranks(self.findings) >= SEVERITIES.index(severity)).any())
-
-
-def verify_store(
-    store: Store,
-    profile: Profile | None,
-    *,
-    checks: tuple[str, ...] = CHECKS,
-    selection: Selection = EVERYTHING,
-    grace_seconds: float = 60.0,
-    on_batch: Callable[[int], None] = lambda objects: None,
-) -> Report:
-    """Scan a store, run the checks, and gather what they find.
-
-    Groups younger than the grace are in flight: no check judges them. Raises StoreUnavailable,
-    and ProfileError where the profile cannot be the one that wrote the store.
-    """
-    started = time.monotonic()
-    now_ns = time.time_ns()
-    inventory = take_inventory(store, profile, on_batch=on_batch)
-    refuse_contradiction(inventory)
-    inventory = select(inventory, selection)
-    groups = PageGroups(inventory)
-    in_flight = groups.newest_ns > now_ns - int(grace_seconds * 1e9)
-    found = combine(
-        _run(checks, store, inventory, groups, in_flight, now_ns, int(grace_seconds * 1e9))
-    )
-    skipped = _skipped(checks, profile, groups)
-    codes, counts = np.unique(found.column("code").to_pylist(), return_counts=True)
-    document = {
-        "store": store.url,
-        "profile": profile_name(profile),
-        "objects": len(inventory.objects),
-        "pages": len(np.unique(groups.page_ids)),
-        "bytes": int(groups.nbytes.sum()),
-        "seconds": round(time.monotonic() - started, 3),
-        "complete": True,
-        "gone": 0,
-        "in_flight": int(in_flight.sum()),
-        "sampled": len(np.unique(groups.page_ids)),
-        "repaired": 0,
-        "quarantined": 0,
-        "checks": list(checks),
-        "skipped_checks": list(skipped),
-        "findings": None,
-        "counts": dict(zip(codes.tolist(), counts.tolist(), strict=True)),
-    }
-    return Report(document, found, tuple(f"{check}: {why}" for check, why in skipped.items()))
 
 
 def profile_name(profile: Profile | None) -> str:
@@ -93,36 +90,234 @@ def profile_name(profile: Profile | None) -> str:
     return INFERRED if profile is None or profile.inferred else profile.model
 
 
-def _run(
-    checks: tuple[str, ...],
+def verify_store(
     store: Store,
-    inventory: Inventory,
-    groups: PageGroups,
-    in_flight: BoolArray,
-    now_ns: int,
-    grace_ns: int,
-) -> Iterator[pa.Table]:
-    if "names" in checks:
-        yield from check_names(inventory, now_ns=now_ns, grace_ns=grace_ns)
-    if "groups" in checks:
-        yield from check_groups(inventory, groups, in_flight)
-    if "sizes" in checks:
-        yield from check_sizes(inventory, groups, in_flight, store.scheme)
+    request: Request,
+    *,
+    on_listed: Callable[[int], None] = lambda objects: None,
+    on_read: Callable[[int, int], None] = lambda nbytes, total: None,
+) -> Report:
+    """Scan a store, run the checks, and gather what they find.
+
+    Groups younger than the grace are in flight: no check judges them. on_listed is told objects
+    as they are listed; on_read bytes as they are read, and how many there are in all. Raises
+    StoreUnavailable, and ProfileError where the profile cannot be the one that wrote the store.
+    """
+    return _Run(store, request).report(on_listed, on_read)
 
 
-def _skipped(
-    checks: tuple[str, ...], profile: Profile | None, groups: PageGroups
-) -> dict[str, str]:
-    """List what the checks could not look at, and why; said on stderr."""
-    skipped = {}
-    unjudged = int((groups.states == UNKNOWN).sum())
-    if profile_name(profile) == INFERRED and len(groups):
-        skipped["absent-pools"] = (
-            "without a profile the store is measured against itself: a pool, part or rank that "
-            "is absent everywhere cannot be noticed"
+@dataclass(slots=True)
+class _Run:
+    """One verification: the store, what was asked, and what has been seen of it so far."""
+
+    store: Store
+    request: Request
+    started: float = field(default_factory=time.monotonic)
+    now_ns: int = field(default_factory=time.time_ns)
+
+    def report(
+        self, on_listed: Callable[[int], None], on_read: Callable[[int, int], None]
+    ) -> Report:
+        request = self.request
+        versions = self._digests or request.repairs
+        columns = ("version",) if versions and self.store.supports_version else ()
+        listed = take_inventory(self.store, request.profile, columns=columns, on_batch=on_listed)
+        inventory = select(listed, replace(request.selection, pool=""))
+        groups = PageGroups(inventory)
+        in_flight = self._in_flight(groups)
+        moved, gone = changed_groups(self.store, inventory, groups, ~in_flight)
+        in_flight |= moved
+        plan = self._plan(inventory, groups, in_flight)
+        total = int(inventory.objects.column("nbytes").fill_null(0).to_numpy()[plan.rows].sum())
+        reading = read_objects(
+            self.store, inventory, plan, on_read=lambda nbytes: on_read(nbytes, total)
         )
-    if unjudged and "groups" in checks:
-        skipped["ambiguous-groups"] = (
-            f"{unjudged} page groups have ambiguous keys and were not judged"
+        reading.gone += gone
+        outcome, digested = self._compared(inventory, reading)
+        found = combine(
+            [
+                *self._structure(inventory, groups, in_flight),
+                *reading.findings(inventory),
+                *self._bytes(inventory, reading, outcome, digested),
+            ]
         )
-    return skipped
+        if request.selection.pool:
+            found = found.filter(pc.equal(found.column("pool"), request.selection.pool))
+        catalog = None
+        if request.update_catalog:
+            catalog = carry_forward(
+                request.catalog,
+                self._records(inventory, digested, reading),
+                outcome,
+                store=self.store.url,
+                present=listed.objects.column("key").combine_chunks(),
+                now_ns=self.now_ns,
+            )
+        skipped = self._skipped(inventory, groups)
+        return Report(
+            document=self._document(inventory, groups, in_flight, plan, reading, found, skipped),
+            findings=found,
+            remarks=tuple(f"{check}: {why}" for check, why in skipped.items()),
+            inventory=inventory,
+            groups=groups,
+            catalog=catalog,
+        )
+
+    @property
+    def _grace_ns(self) -> int:
+        return int(self.request.grace_seconds * 1e9)
+
+    def _in_flight(self, groups: PageGroups) -> BoolArray:
+        """Say which groups are younger than the grace; a time far ahead is a wrong clock's."""
+        age = self.now_ns - groups.newest_ns
+        young: BoolArray = (age < self._grace_ns) & (age > -max(self._grace_ns, _CLOCK_SKEW_NS))
+        return young
+
+    @property
+    def _digests(self) -> bool:
+        """Whether objects are digested for a catalog."""
+        wanted = self.request.catalog is not None or self.request.update_catalog
+        return wanted and "digests" in self.request.checks
+
+    @property
+    def _values(self) -> bool:
+        profile = self.request.profile
+        known = profile is not None and not profile.inferred
+        return known and "values" in self.request.checks
+
+    def _structure(
+        self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray
+    ) -> Iterator[pa.Table]:
+        """The checks that read no object."""
+        checks = self.request.checks
+        yield check_stamp(self.store, self.request.profile, self.request.weights_version)
+        if "names" in checks:
+            yield from check_names(inventory, now_ns=self.now_ns, grace_ns=self._grace_ns)
+        if "groups" in checks:
+            yield from check_groups(inventory, groups, in_flight)
+        if "sizes" in checks:
+            yield from check_sizes(inventory, groups, in_flight, self.store.scheme)
+
+    def _plan(self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray) -> ReadingPlan:
+        """Choose the objects to read: settled, in the sample, and of use to a check."""
+        checkers: dict[int, ValueChecker] = {}
+        if self._values:
+            checkers = value_checkers(inventory.table, self.request.profile, self.store.scheme)
+        replicated = replica_sets(inventory.table) != NO_REPLICAS
+        has_checker = np.zeros(len(inventory.table.affixes) + 1, dtype=np.bool_)
+        has_checker[list(checkers)] = True
+        ids = inventory.affix_ids
+        of_group = groups.of_object
+        settled = np.append(~in_flight, False)[of_group]
+        if self.request.selection.pool:
+            settled &= inventory.of_pool(self.request.selection.pool)
+        if self.request.sample is not None:
+            settled &= np.append(self.request.sample.contains(groups.pages), False)[of_group]
+        digest = settled & (self._digests | (self._values & replicated[ids]))
+        rows = np.flatnonzero(digest | (settled & has_checker[ids]))
+        limit = self.request.time_limit_seconds
+        return ReadingPlan(
+            rows=rows,
+            digest=digest[rows],
+            checkers=checkers,
+            sizes=expected_sizes(inventory.table),
+            buffer_bytes=self.request.buffer_bytes,
+            jobs=self.request.jobs,
+            deadline=None if limit is None else self.started + limit,
+        )
+
+    def _compared(
+        self, inventory: Inventory, reading: ReadingResult
+    ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int64]]:
+        """What became of each digested object since the catalog, and which objects those are."""
+        rows = np.flatnonzero(reading.digested) if self._digests else np.zeros(0, dtype=np.int64)
+        if self.request.catalog is None:
+            return np.zeros(len(rows), dtype=np.int8), rows
+        fields = self.request.identity or self.store.version_fields
+        records = self._records(inventory, rows, reading)
+        return compare(self.request.catalog, records, fields), rows
+
+    def _records(
+        self, inventory: Inventory, rows: npt.NDArray[np.int64], reading: ReadingResult
+    ) -> Digested:
+        objects = inventory.objects.take(pa.array(rows))
+        fields = self.store.version_fields if "version" in objects.column_names else ()
+        pools = [r.coordinate.pool if r.coordinate else None for r in inventory.table.resolved]
+        ids = pa.array(inventory.affix_ids[rows], mask=inventory.affix_ids[rows] < 0)
+        raw = b"".join(objects.column("version").to_pylist()) if fields else b""
+        return Digested(
+            keys=objects.column("key").combine_chunks(),
+            pages=objects.column("page").combine_chunks(),
+            pools=pa.array(pools, pa.string()).take(ids),
+            nbytes=objects.column("nbytes").fill_null(0).to_numpy(),
+            identities=np.frombuffer(raw, dtype="<u8").reshape(len(rows), len(fields)),
+            identity_fields=fields,
+            digests=reading.digests[rows],
+        )
+
+    def _bytes(
+        self,
+        inventory: Inventory,
+        reading: ReadingResult,
+        outcome: npt.NDArray[np.int8],
+        digested: npt.NDArray[np.int64],
+    ) -> Iterator[pa.Table]:
+        """The checks on digests."""
+        if self._values:
+            yield check_replicas(inventory, reading.digests, reading.digested)
+        yield from check_digests(inventory, digested, outcome, self.store.scheme)
+
+    def _skipped(self, inventory: Inventory, groups: PageGroups) -> dict[str, str]:
+        """List what the checks could not look at, and why; said on stderr."""
+        request = self.request
+        skipped = {}
+        if not len(inventory.objects):
+            skipped["everything"] = (
+                "nothing matches the filters" if request.selection else "the store is empty"
+            )
+            return skipped
+        if profile_name(request.profile) == INFERRED and len(groups):
+            skipped["absent-pools"] = (
+                "without a real profile the store is measured against itself: a pool, part or "
+                "rank that is absent everywhere cannot be noticed"
+            )
+            if "values" in request.checks:
+                skipped["values"] = "only a real profile says what the bytes of an object are"
+        if not self._digests and request.checks != CHECKS and "digests" in request.checks:
+            skipped["digests"] = "give --catalog, or --update-catalog to begin one"
+        return skipped | unjudged(inventory, groups, request.checks)
+
+    def _document(
+        self,
+        inventory: Inventory,
+        groups: PageGroups,
+        in_flight: BoolArray,
+        plan: ReadingPlan,
+        reading: ReadingResult,
+        found: pa.Table,
+        skipped: dict[str, str],
+    ) -> dict[str, Any]:
+        codes, counts = np.unique(found.column("code").to_pylist(), return_counts=True)
+        read_groups = groups.of_object[plan.rows]
+        return {
+            "store": self.store.url,
+            "profile": profile_name(self.request.profile),
+            "objects": len(inventory.objects),
+            "pages": len(np.unique(groups.page_ids)),
+            "bytes": int(inventory.objects.column("nbytes").fill_null(0).to_numpy().sum()),
+            "seconds": round(time.monotonic() - self.started, 3),
+            "complete": reading.complete,
+            "gone": reading.gone,
+            "in_flight": int(in_flight.sum()),
+            "sampled": len(np.unique(groups.page_ids[read_groups[read_groups >= 0]])),
+            "bytes_read": reading.bytes_read,
+            "repaired": 0,
+            "quarantined": 0,
+            "checks": [check for check in self.request.checks if self._ran(check)],
+            "skipped_checks": list(skipped),
+            "findings": None,
+            "counts": dict(zip(codes.tolist(), counts.tolist(), strict=True)),
+        }
+
+    def _ran(self, check: str) -> bool:
+        return {"values": self._values, "digests": self._digests}.get(check, True)

@@ -46,13 +46,14 @@ SIDECAR_POOLS = (
 )
 
 _UNIFIED = UnifiedCodec()
-_NUMBER = "(0|[1-9][0-9]{0,8})"  # as Python prints an int; nine digits bound what we believe
+_NUMBER = "(0|[1-9][0-9]{0,8})"  # as Python prints an int
+_MOST_RANKS = 4096  # larger sizes belong to the model's name: nobody has such a deployment
 _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
 _CP = re.compile(f"_cp{_NUMBER}_{_NUMBER}$")
 _DCP = re.compile(f"_tp{_NUMBER}_dcp{_NUMBER}_{_NUMBER}_page{_NUMBER}$")
 
-# An unfinished write (HiCacheFile.set).
-TEMPORARY_PATTERN = r"^\.[0-9a-f]{32}\.tmp$"
+# An unfinished write, of HiCacheFile.set or of our own file store.
+TEMPORARY_PATTERN = r"^\.(?:hicachectl-)?[0-9a-f]{32}\.tmp$"
 
 
 class FileCodec:
@@ -120,7 +121,9 @@ def _dcp_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
     if match is None:
         return
     tp_size, rank, size, page_size = map(int, match.groups())
-    if not rank < size or size < 2 or tp_size % size or page_size % size or not page_size:
+    if not _is_rank(rank, size) or size < 2 or tp_size % size or page_size % size:
+        return
+    if not page_size or tp_size > _MOST_RANKS:
         return
     shard = Shard(tp_size=tp_size, dcp_rank=rank, dcp_size=size, dcp_page_size=page_size)
     text = text[: match.start()]
@@ -143,21 +146,22 @@ def _rank_readings(text: str, shard: Shard) -> Iterator[tuple[str, Shard]]:
         return
     first, second = int(match[1]), int(match[2])
     model = text[: match.start()]
-    if first < second:
+    if _is_rank(first, second):
         yield model, replace(shard, tp_rank=first, tp_size=second)
-    if first > 1 and second < first:
+    if first > 1 and _is_rank(second, first):
         staged = replace(shard, pp_size=first, pp_rank=second)
         yield model, staged
         tp = _PAIR.search(model)
-        if tp is not None and int(tp[1]) < int(tp[2]):
+        if tp is not None and _is_rank(int(tp[1]), int(tp[2])):
             yield model[: tp.start()], replace(staged, tp_rank=int(tp[1]), tp_size=int(tp[2]))
 
 
 def _strip_cp(text: str, shard: Shard) -> tuple[str, Shard] | None:
     match = _CP.search(text)
-    if match is None or not int(match[1]) < int(match[2]) or int(match[2]) < 2:
+    if match is None or not _is_rank(int(match[1]), int(match[2])) or int(match[2]) < 2:
         return None
     return text[: match.start()], replace(shard, cp_rank=int(match[1]), cp_size=int(match[2]))
 
 
-
+def _is_rank(rank: int, size: int) -> bool:
+    return rank < size <= _MOST_RANKS

@@ -43,8 +43,6 @@ _SPLIT_POOLS = ("draft", "swa", "draft_swa")  # one object, or k and v
 Rank = tuple[bool, Shard]  # whether the rank form is the MHA one, and what it says
 
 
-
-
 class MooncakeCodec:
     """Keys of MooncakeStore, between their text and a `Coordinate`."""
 
@@ -151,7 +149,10 @@ def _rank_readings(text: str, dcp: Shard | None) -> Iterator[Rank]:
     match = _MHA_RANK.fullmatch(text)
     if match is None:
         return
-    yield True, replace(sizes, tp_rank=int(match[1]), pp_rank=None if match[2] is None else int(match[2]))
+    yield (
+        True,
+        replace(sizes, tp_rank=int(match[1]), pp_rank=None if match[2] is None else int(match[2])),
+    )
     if match[2] is None:
         yield False, replace(sizes, pp_rank=int(match[1]))
 
@@ -199,6 +200,3 @@ def _component_text(coordinate: Coordinate) -> str:
     if coordinate.pool in ("kv", "mamba"):
         return str(coordinate.part)
     return coordinate.pool if coordinate.part is None else f"{coordinate.pool}_{coordinate.part}"
-
-
-

@@ -18,7 +18,12 @@ ANCHOR_POOL = "kv"
 
 Topology = tuple[int | None, ...]  # sizes of tp, pp, cp, dcp, and the DCP page
 
-_AXES = (("tp_rank", "tp_size"), ("pp_rank", "pp_size"), ("cp_rank", "cp_size"), ("dcp_rank", "dcp_size"))
+_AXES = (
+    ("tp_rank", "tp_size"),
+    ("pp_rank", "pp_size"),
+    ("cp_rank", "cp_size"),
+    ("dcp_rank", "dcp_size"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +57,11 @@ def resolve_affixes(
         readings = narrow(readings)
     ranks = _ranks_seen(reading for found in readings.values() for reading in found)
     resolved = {
-        affix: Resolved(known[affix], (known[affix],))
-        for affix in readings
-        if affix in known
+        affix: Resolved(known[affix], (known[affix],)) for affix in readings if affix in known
     }
-    anchors = {affix for affix, found in readings.items() if found[:1] and found[0].pool == ANCHOR_POOL}
+    anchors = {
+        affix for affix, found in readings.items() if found[:1] and found[0].pool == ANCHOR_POOL
+    }
     for affix in anchors - resolved.keys():
         resolved[affix] = _choose(readings[affix], ranks)
     deployments = {
@@ -90,8 +95,11 @@ def _explained(reading: Coordinate) -> int:
 
 
 def _is_complete(reading: Coordinate, ranks: Mapping[object, set[object]]) -> bool:
-    sizes = [getattr(reading.shard, size) or 1 for rank, size in _AXES
-             if getattr(reading.shard, rank) is not None]
+    sizes = [
+        getattr(reading.shard, size) or 1
+        for rank, size in _AXES
+        if getattr(reading.shard, rank) is not None
+    ]
     wanted = 1
     for size in sizes:
         wanted *= size
@@ -108,7 +116,9 @@ def _ranks_seen(readings: Iterable[Coordinate]) -> dict[object, set[object]]:
 
 def _rank_set(reading: Coordinate) -> object:
     shard = reading.shard
-    stated = tuple(getattr(shard, size) if getattr(shard, rank) is not None else None for rank, size in _AXES)
+    stated = tuple(
+        getattr(shard, size) if getattr(shard, rank) is not None else None for rank, size in _AXES
+    )
     return reading.model, reading.tag, stated, shard.dcp_page_size
 
 

@@ -37,16 +37,21 @@ def check_groups(
     for missing in groups.missing():
         counted = ~in_flight[missing.groups] & (groups.states[missing.groups] != ORPHAN)
         yield _missing(
-            groups, Missing(missing.deployment, missing.groups[counted], missing.members[counted])
+            groups,
+            Missing(
+                missing.deployment_id,
+                missing.deployment,
+                missing.groups[counted],
+                missing.members[counted],
+            ),
         )
     yield _orphans(inventory, groups, in_flight)
 
 
 def _missing(groups: PageGroups, missing: Missing) -> pa.Table:
     deployment = missing.deployment
-    number = groups.deployments.index(deployment)
     distinct, rows = np.unique(missing.groups, return_inverse=True)
-    present = groups.present_members(number, distinct)
+    present = groups.present_members(missing.deployment_id, distinct)
     codes = _codes(deployment, present)[rows, missing.members]
     names = np.array(list(_WORDS))[codes]
     members = pa.array(missing.members)
@@ -67,33 +72,27 @@ def _codes(deployment: Deployment, present: BoolArray) -> IntArray:
     """Say what the absence of each member is called: [groups, members] indices into _WORDS."""
     pool, part, rank = range(3)
     codes = np.full(present.shape, rank, dtype=np.int64)
+    siblings: dict[object, list[int]] = {}
     for number, member in enumerate(deployment.members):
-        same_object = [i for i, m in enumerate(deployment.members) if _is_sibling(m, member)]
-        anchors = [i for i, m in enumerate(deployment.members) if m.anchor and _serves(m, member)]
-        has_part = present[:, same_object].any(axis=1)
-        has_anchor = present[:, anchors].any(axis=1)
+        siblings.setdefault((member.coordinate.pool, member.coordinate.shard), []).append(number)
+    anchors = [number for number, member in enumerate(deployment.members) if member.anchor]
+    for (_, shard), numbers in siblings.items():
+        member = deployment.members[numbers[0]]
         if not member.anchor and not member.trailing:
-            codes[has_anchor, number] = pool
+            serving = [n for n in anchors if _serves(deployment.members[n], shard)]
+            has_anchor = present[:, serving].any(axis=1)
+            codes[np.ix_(has_anchor, numbers)] = pool
         if member.coordinate.part is not None:
-            codes[has_part, number] = part
+            has_part = present[:, numbers].any(axis=1)
+            codes[np.ix_(has_part, numbers)] = part
     return codes
 
 
-def _is_sibling(one: Member, other: Member) -> bool:
-    """Another part of the same pool and shard."""
-    return (one.coordinate.pool, one.coordinate.shard) == (
-        other.coordinate.pool,
-        other.coordinate.shard,
-    )
-
-
-def _serves(anchor: Member, sidecar: Member) -> bool:
+def _serves(anchor: Member, shard: Shard) -> bool:
     """Whether a rank that holds the anchor also needs the sidecar: equal where both say a rank."""
     return all(
         mine is None or theirs is None or mine == theirs
-        for mine, theirs in zip(
-            _ranks(anchor.coordinate.shard), _ranks(sidecar.coordinate.shard), strict=True
-        )
+        for mine, theirs in zip(_ranks(anchor.coordinate.shard), _ranks(shard), strict=True)
     )
 
 

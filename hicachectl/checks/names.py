@@ -25,10 +25,7 @@ def check_names(inventory: Inventory, *, now_ns: int, grace_ns: int) -> Iterator
     resolved = inventory.table.resolved
     is_object = inventory.by_affix(tuple(bool(r.readings) for r in resolved), 0) != 0
     yield from _foreign(inventory, np.flatnonzero(~is_object), now_ns - grace_ns)
-    for number, affix in enumerate(inventory.table.affixes):
-        if resolved[number].ambiguous:
-            rows = np.flatnonzero(inventory.affix_ids == number)
-            yield _ambiguous(inventory, rows, affix, resolved[number].readings)
+    yield from _ambiguous(inventory)
 
 
 def _foreign(inventory: Inventory, rows: np.ndarray, settled_ns: int) -> Iterator[pa.Table]:
@@ -59,28 +56,29 @@ def _foreign(inventory: Inventory, rows: np.ndarray, settled_ns: int) -> Iterato
     )
 
 
-def _ambiguous(
-    inventory: Inventory, rows: np.ndarray, affix: tuple[str, str], readings: tuple[Coordinate, ...]
-) -> pa.Table:
-    """One finding for the affix, at its first object: its readings fit all of them alike."""
-    objects = inventory.objects.slice(int(rows[0]), 1)
-    example = "".join((affix[0], "<hash>", affix[1]))
-    meanings = " or ".join(_words(reading) for reading in readings)
-    return findings(
+def _ambiguous(inventory: Inventory) -> Iterator[pa.Table]:
+    """One finding for each ambiguous affix, at its first object: all its keys read alike."""
+    table = inventory.table
+    counts = np.bincount(inventory.affix_ids + 1, minlength=len(table.affixes) + 1)[1:]
+    numbers = [n for n, r in enumerate(table.resolved) if r.ambiguous and counts[n]]
+    if not numbers:
+        return
+    distinct, first = np.unique(inventory.affix_ids, return_index=True)
+    rows = first[np.searchsorted(distinct, numbers)]
+    objects = inventory.objects.take(pa.array(rows))
+    details = []
+    for number in numbers:
+        example = "<hash>".join(table.affixes[number])
+        meanings = " or ".join(_words(reading) for reading in table.resolved[number].readings)
+        details.append(f"{counts[number]} keys {example} can be {meanings}; give a profile to tell")
+    yield findings(
         "ambiguous-key",
         "warning",
         keys=key_text(objects.column("key").combine_chunks()),
         pages=objects.column("page"),
-        detail=f"{len(rows)} keys {example} can be {meanings}; give a profile to tell",
+        detail=pa.array(details, pa.string()),
     )
 
 
 def _words(reading: Coordinate) -> str:
-    shard = reading.shard
-    axes = ("tp", "pp", "cp", "dcp")
-    ranks = [
-        f"{axis} rank {getattr(shard, f'{axis}_rank')} of {getattr(shard, f'{axis}_size') or '?'}"
-        for axis in axes
-        if getattr(shard, f"{axis}_rank") is not None
-    ]
-    return " ".join([f"{reading.pool} of model {reading.model!r}", *ranks])
+    return f"{reading.pool} of model {reading.model!r} {reading.shard.ranks_text()}".rstrip()

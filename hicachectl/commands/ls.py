@@ -15,11 +15,12 @@ from hicachectl.options import (
     store_argument,
 )
 from hicachectl.session import opened, progress, remark
+from hicachectl.vocabulary import STATES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-STATES = ("whole", "partial", "orphan", "unknown")
+    from hicachectl.inventory import Inventory
 
 
 @click.command(
@@ -76,19 +77,32 @@ def command(
         profile = profile_from_options(options, source, warn=partial(remark, ctx))
         inventory = select(take_inventory(source, profile, on_batch=advance), selection)
     if objects:
-        rows, name, human = (
-            listing.object_rows(inventory, pool=selection.pool),
-            "objects",
-            people.objects_for_people,
-        )
+        rows, human = listing.object_rows(inventory, pool=selection.pool), people.objects_for_people
     elif summary:
-        rows, name, human = listing.summary_rows(inventory), "summary", people.summary_for_people
-    else:
-        rows, name, human = (
-            listing.page_rows(PageGroups(inventory)),
-            "pages",
-            people.pages_for_people,
+        rows, human = (
+            listing.summary_rows(inventory, pool=selection.pool),
+            people.summary_for_people,
         )
-        if profile is None and len(rows):
-            remark(ctx, "no profile given: expectations are what was seen in the store")
+    else:
+        rows, human = listing.page_rows(PageGroups(inventory)), people.pages_for_people
+    name = "objects" if objects else "summary" if summary else "pages"
+    _say_what_is_odd(
+        ctx, inventory, judged=name != "pages" or profile is not None, filtered=bool(selection)
+    )
     write_rows(rows, name=name, human=human, output_format=output_format, output=output)
+
+
+def _say_what_is_odd(
+    ctx: click.Context, inventory: Inventory, *, judged: bool, filtered: bool
+) -> None:
+    """Remark on what the rows alone do not show."""
+    pages = inventory.objects.column("page")
+    foreign = pages.null_count
+    if not len(inventory.objects):
+        remark(ctx, "nothing matches the filters" if filtered else "the store is empty")
+    elif foreign == len(pages):
+        remark(ctx, f"no pages: {foreign} objects here are not SGLang's")
+    elif any(resolved.ambiguous for resolved in inventory.table.resolved):
+        remark(ctx, "some keys read in several ways; give a profile to tell")
+    elif not judged:
+        remark(ctx, "no profile given: expectations are what was seen in the store")

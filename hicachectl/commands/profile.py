@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hicachectl.options import profile_options
 from hicachectl.session import opened, progress, remark
+
+if TYPE_CHECKING:
+    from hicachectl.formats.profile import Profile
 
 
 @click.command(
@@ -19,7 +23,7 @@ from hicachectl.session import opened, progress, remark
 Examples:
   hicachectl profile --model-config config.json --tp 2 --page-size 64 -o prod.toml
   hicachectl profile --server http://127.0.0.1:30000 -o prod.toml
-  hicachectl profile /tmp/hicache
+  hicachectl profile /tmp/hicache --model Qwen/Qwen3-32B --tp 2
 """,
 )
 @click.argument("store", metavar="[STORE]", required=False)
@@ -52,27 +56,44 @@ def command(
 ) -> None:
     """Print the profile of a deployment: what was served, how it was sharded, its pools.
 
-    From --profile, --model-config with flags, or --server; else inferred from STORE. An inferred
-    profile states only shards, pools and sizes that were seen: it serves ls and the checks names,
-    groups and sizes, and is refused where bytes must be understood.
+    From --profile, --model-config with flags, or --server; else inferred from STORE, where
+    --model, --tp, --pp, --cp and --dcp choose one of several deployments. An inferred profile
+    states only shards, pools and sizes that were seen: it serves ls and the checks names, groups
+    and sizes, and is refused where bytes must be understood.
     """
     from hicachectl.formats.profile import dump_profile, profile_to_mapping
     from hicachectl.output import write_text
-    from hicachectl.profiles import profile_from_options
+    from hicachectl.profiles import profile_from_options, states_source
 
-    profile = profile_from_options(options, warn=partial(remark, ctx))
+    warn = partial(remark, ctx)
+    if store is None or states_source(options):
+        if model is not None:
+            raise click.UsageError("--model chooses from what STORE shows, and is for that alone")
+        with nullcontext() if store is None else opened(ctx, store) as source:
+            profile = profile_from_options(options, source, warn=warn)
+    else:
+        profile = _inferred(ctx, store, model, options)
     if profile is None:
-        if store is None:
-            raise click.UsageError("give --profile, --model-config, --server or a STORE to look at")
-        from hicachectl.inference import infer_profile
-        from hicachectl.inventory import take_inventory
-
-        with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
-            profile = infer_profile(take_inventory(source, on_batch=advance), model or "")
-        remark(ctx, f"inferred from {store}: only shards, pools and sizes that were seen")
+        raise click.UsageError("give --profile, --model-config, --server or a STORE to look at")
     text = (
         dump_profile(profile)
         if output_format == "toml"
         else json.dumps(profile_to_mapping(profile), indent=2) + "\n"
     )
     write_text(text, output)
+
+
+def _inferred(
+    ctx: click.Context, store: str, model: str | None, options: dict[str, Any]
+) -> Profile:
+    from hicachectl.inference import Choice, infer_profile
+    from hicachectl.inventory import take_inventory
+    from hicachectl.profiles import profile_from_options
+
+    sizes = {axis: options.pop(axis) for axis in ("tp", "pp", "cp", "dcp")}
+    profile_from_options(options)  # refuses the flags that choose nothing
+    with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
+        inventory = take_inventory(source, on_batch=advance)
+        profile = infer_profile(inventory, source.scheme, Choice(model=model, **sizes))
+    remark(ctx, f"inferred from {store}: only shards, pools and sizes that were seen")
+    return profile

@@ -73,7 +73,7 @@ def command(
 
 def _lines(report: PageReport, colour: bool) -> Iterator[str]:
     from hicachectl.output import table_lines
-    from hicachectl.people import objects_for_people
+    from hicachectl.people import contents_for_people, objects_for_people
 
     yield f"page {report.document['page']}"
     for group in report.document["groups"]:
@@ -82,6 +82,9 @@ def _lines(report: PageReport, colour: bool) -> Iterator[str]:
         yield from (f"  missing {key}" for key in group["missing"])
     yield ""
     yield from table_lines(objects_for_people(report.objects), colour=colour)
+    if report.contents:
+        yield ""
+        yield from table_lines(contents_for_people(report.contents), colour=colour)
     if len(report.findings):
         yield ""
         columns = report.findings.select(["severity", "code", "key", "detail"])

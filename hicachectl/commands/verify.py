@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.commands.repairing import (
+    finish_earlier,
+    refuse_early,
+    refuse_without_profile,
+    repair_options,
+    repaired,
+)
 from hicachectl.errors import FINDINGS
+from hicachectl.guards import locked
 from hicachectl.options import (
     Duration,
     NameList,
+    Size,
     filter_options,
     output_options,
     profile_options,
     store_argument,
 )
-from hicachectl.session import opened, progress, remark
+from hicachectl.session import bytes_progress, opened, progress, remark
+from hicachectl.vocabulary import CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-    from hicachectl.verify import Report
+    from hicachectl.sampling import Sample
+    from hicachectl.verify import Report, Request
 
-CHECKS = ("names", "groups", "sizes")
+IDENTITY_FIELDS = ("inode", "mtime", "ctime", "size")
 
 
 @click.command(
@@ -32,14 +44,30 @@ CHECKS = ("names", "groups", "sizes")
     epilog="""\b
 Examples:
   hicachectl verify /tmp/hicache --profile prod.toml
-  hicachectl verify prod: --checks groups,sizes --format json
+  hicachectl verify prod: --checks names,groups,sizes --format json
   hicachectl verify /tmp/hicache --model-config config.json --tp 2 --page-size 64
-  hicachectl verify prod: --fail-on error
+  hicachectl verify prod: --profile prod.toml --sample 5% --time-limit 1h
+  hicachectl verify prod: --catalog prod.parquet --update-catalog
+  hicachectl verify prod: --profile prod.toml --repair quarantine --dry-run
+  hicachectl verify prod: --fail-on error --metrics-file /var/lib/node/hicache.prom
 """,
 )
 @store_argument
 @click.option(
-    "--checks", type=NameList(CHECKS), default=CHECKS, help="Which checks to run.  [default: all]"
+    "--checks",
+    type=NameList(CHECKS),
+    default=CHECKS,
+    help="Which checks to run.  [default: all that apply]",
+)
+@click.option("--sample", metavar="PERCENT", help="Read only this share of the pages, such as 5%.")
+@click.option(
+    "--sample-slice",
+    type=click.IntRange(0),
+    metavar="K",
+    help="Which share.  [default: the day, so that nightly runs take turns]",
+)
+@click.option(
+    "--time-limit", type=Duration(), metavar="DURATION", help="Begin no further read after this."
 )
 @click.option(
     "--grace",
@@ -50,11 +78,53 @@ Examples:
     help="Younger page groups are being written and are not judged.",
 )
 @click.option(
+    "--catalog",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Compare with the digests recorded in FILE.",
+)
+@click.option(
+    "--update-catalog", is_flag=True, help="Record digests in the catalog; begin one if need be."
+)
+@click.option(
+    "--identity",
+    type=NameList(IDENTITY_FIELDS),
+    help="What makes a file the one that was recorded.  [default: all]",
+)
+@click.option("--stamp", is_flag=True, help="Record the profile and weights version of the store.")
+@click.option(
+    "--weights-version",
+    metavar="TEXT",
+    help="Version of the weights, for the stamp and against it.",
+)
+@click.option(
     "--fail-on",
     type=click.Choice(["error", "warning", "never"]),
     default="warning",
     show_default=True,
     help="Exit with 4 on findings at least this severe.",
+)
+@click.option(
+    "--metrics-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write Prometheus textfile metrics.",
+)
+@repair_options
+@click.option(
+    "--lock",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Do nothing while another process holds the lock of FILE.",
+)
+@click.option("--jobs", type=click.IntRange(1, 256), metavar="N", help="Threads that read.")
+@click.option(
+    "--buffer-bytes",
+    type=Size(),
+    default="1GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Memory that objects are read into.",
 )
 @filter_options
 @output_options
@@ -64,9 +134,6 @@ def command(
     ctx: click.Context,
     /,
     store: str,
-    checks: tuple[str, ...],
-    grace: float,
-    fail_on: str,
     output_format: str,
     output: Path | None,
     **options: Any,
@@ -74,35 +141,44 @@ def command(
     """Check STORE and report what is wrong with it.
 
     \b
-    names   keys that SGLang did not write, or that can be read in several ways
-    groups  pages of which an object is missing
-    sizes   objects that are shorter or longer than their deployment writes them
+    names    keys that SGLang did not write, or that can be read in several ways
+    groups   pages of which an object is missing
+    sizes    objects that are shorter or longer than their deployment writes them
+    values   NaN, infinities, zeros, scales and memory layout; reads objects, needs a profile
+    digests  bytes that changed since they were recorded; reads objects, needs --catalog
 
     An error is what a server could read as wrong data; a warning costs hits or space. The exit
-    status is 4 when there are findings at --fail-on or above. Nothing in the store is changed.
+    status is 4 when there are findings at --fail-on or above. Nothing in the store is changed
+    without --repair, which takes every object of a page that has an error out of the store, the kv
+    objects first, so that a server recomputes the page; hicachectl-restore(1) puts it back.
     """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.output import write_document
-    from hicachectl.profiles import profile_from_options
-    from hicachectl.selection import Selection
     from hicachectl.verify import verify_store
 
-    selection = Selection(
-        model=options["model"] or "",
-        pool=options["pool"] or "",
-        page=options["page"] or "",
-        since=options["since"],
-    )
-    with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
-        report = verify_store(
-            source,
-            profile_from_options(options, source, warn=partial(remark, ctx)),
-            checks=checks,
-            selection=selection,
-            grace_seconds=grace,
-            on_batch=advance,
-        )
+    _refuse_contradictions(options)
+    refuse_early(options)
+    with locked(options["lock"]) as is_ours, opened(ctx, store) as source:
+        if not is_ours:
+            remark(ctx, f"another process holds {options['lock']}; nothing was done")
+            return
+        request = _request(ctx, source, options)
+        refuse_without_profile(request)
+        finish_earlier(ctx, source, options)
+        with (
+            progress(ctx, "listing", " objects") as on_listed,
+            bytes_progress(ctx, "reading") as on_read,
+        ):
+            report = verify_store(source, request, on_listed=on_listed, on_read=on_read)
+        _keep_records(ctx, source, request, report, options)
+        report, all_well = repaired(ctx, source, request, report, options)
     for text in report.remarks:
         remark(ctx, text)
+    failed = options["fail_on"] != "never" and report.reaches(options["fail_on"])
+    failed = failed or not all_well
+    if options["metrics_file"]:
+        from hicachectl.metrics import write_metrics
+
+        write_metrics(options["metrics_file"], report.document, succeeded=not failed)
     write_document(
         report.document,
         rows=report.findings,
@@ -111,8 +187,78 @@ def command(
         output=output,
         text=lambda colour: _lines(report, colour),
     )
-    if fail_on != "never" and report.reaches(fail_on):
+    if failed:
         ctx.exit(FINDINGS)
+
+
+def _refuse_contradictions(options: dict[str, Any]) -> None:
+    """Fail on options that make no sense together, before the store is opened."""
+    if options["update_catalog"] and not options["catalog"]:
+        raise click.UsageError("--update-catalog needs --catalog FILE")
+    if options["catalog"] and "digests" not in options["checks"]:
+        raise click.UsageError("--catalog needs the check digests")
+    if options["sample_slice"] is not None and not options["sample"]:
+        raise click.UsageError("--sample-slice needs --sample")
+
+
+def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> Request:
+    from hicachectl.catalogs import load_catalog
+    from hicachectl.profiles import profile_from_options
+    from hicachectl.selection import Selection
+    from hicachectl.verify import Request
+
+    path = options["catalog"]
+    begins = options["update_catalog"] and path is not None and not path.exists()
+    catalog = None if path is None or begins else load_catalog(path)
+    if catalog is not None and catalog.store != store.url:
+        remark(ctx, f"{path} records {catalog.store}, not {store.url}; compared by key")
+    return Request(
+        profile=profile_from_options(options, store, warn=partial(remark, ctx)),
+        checks=options["checks"],
+        selection=Selection(
+            model=options["model"] or "",
+            pool=options["pool"] or "",
+            page=options["page"] or "",
+            since=options["since"],
+        ),
+        grace_seconds=options["grace"],
+        sample=_sample(options["sample"], options["sample_slice"]),
+        time_limit_seconds=options["time_limit"],
+        catalog=catalog,
+        update_catalog=options["update_catalog"],
+        identity=options["identity"] or (),
+        weights_version=options["weights_version"] or "",
+        repairs=options["repair"] != "none",
+        buffer_bytes=options["buffer_bytes"],
+        jobs=options["jobs"],
+    )
+
+
+def _sample(text: str | None, number: int | None) -> Sample | None:
+    from hicachectl.sampling import Sample
+
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+(\.\d+)?%", text):
+        raise click.UsageError(f"--sample {text!r}: write a share in percent, such as 5%")
+    return Sample.of(float(text[:-1]), number)
+
+
+def _keep_records(
+    ctx: click.Context, store: Any, request: Request, report: Report, options: dict[str, Any]
+) -> None:
+    """Write the catalog and the stamp, where asked for."""
+    if report.catalog is not None:
+        from hicachectl.catalogs import save_catalog
+
+        save_catalog(report.catalog, options["catalog"])
+    if options["stamp"]:
+        from hicachectl.stamps import Stamp, write_stamp
+
+        if request.profile is None or request.profile.inferred:
+            raise click.UsageError("--stamp needs a profile: --profile, --model-config or --server")
+        path = write_stamp(store, Stamp(request.profile, request.weights_version))
+        remark(ctx, f"stamped: {path}")
 
 
 def _lines(report: Report, colour: bool) -> Iterator[str]:
@@ -120,13 +266,16 @@ def _lines(report: Report, colour: bool) -> Iterator[str]:
 
     document = report.document
     if len(report.findings):
-        yield from table_lines(
-            report.findings.select(["severity", "code", "key", "detail"]), colour=colour
-        )
+        columns = report.findings.select(["severity", "code", "key", "detail"])
+        yield from table_lines(columns, colour=colour)
     in_flight = f", {document['in_flight']} in flight" if document["in_flight"] else ""
+    gone = f", {document['gone']} gone meanwhile" if document["gone"] else ""
+    read = f", {human_size(document['bytes_read'])} read" if document["bytes_read"] else ""
+    cut = "" if document["complete"] else ", time limit reached"
+    fixed = f"; {document['repaired']} pages repaired" if document["repaired"] else ""
     yield (
-        f"{document['objects']} objects, {document['pages']} pages{in_flight}, "
-        f"{human_size(document['bytes'])}: {_verdict(document['counts'])}"
+        f"{document['objects']} objects, {document['pages']} pages{in_flight}{gone}, "
+        f"{human_size(document['bytes'])}{read}{cut}: {_verdict(document['counts'])}{fixed}"
     )
 
 

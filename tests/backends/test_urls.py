@@ -28,6 +28,7 @@ from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
+OK = '[stores.prod]\nurl = "/data"\n'
 EXAMPLE = Scheme("nowhere:Nothing", frozenset({"admin", "metadata", "device"}), host=True)
 
 
@@ -234,3 +235,33 @@ def test_parsing_needs_neither_pyarrow_nor_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(OK, encoding="utf-8-sig")
+    assert load_config(str(path)).stores == {"prod": "/data"}
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "a = " + "9" * 5000])
+def test_what_the_parser_cannot_take_is_a_format_error(text: str) -> None:
+    with pytest.raises(FormatError, match="not TOML"):
+        parse_config(text)
+
+
+def test_a_user_config_that_cannot_be_seen_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(_path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.is_file", refuse)
+    assert load_config(environ={"HOME": str(tmp_path)}) == Config()
+
+
+def test_a_user_without_a_home_has_no_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.home", refuse)
+    assert load_config(environ={}) == Config()

@@ -96,6 +96,7 @@ def test_a_hit_policy_of_ones_own_is_kept() -> None:
 
 texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 counts = st.integers(1, 10_000)
+ranks = st.integers(1, 256)
 layers = st.one_of(counts, st.sets(st.integers(0, 99), min_size=1).map(sorted).map(tuple))
 shapes = st.lists(counts, min_size=1, max_size=3).map(tuple)
 states = st.builds(StateTensor, shape=shapes, dtype=st.sampled_from(sorted(DTYPE_BYTES)))
@@ -149,9 +150,9 @@ profiles = st.builds(
     sglang=texts,
     page_size=counts,
     layout=st.sampled_from(LAYOUTS),
-    tp=counts,
+    tp=ranks,
     linear_tp=st.integers(0, 9),
-    cp=counts,
+    cp=ranks,
     cp_layer_split=st.booleans(),
     tag=texts,
     hash_unit=st.sampled_from(HASH_UNITS),
@@ -233,6 +234,32 @@ def test_broken_syntax_is_a_profile_error(text: str) -> None:
         parse_profile(text, source="p.toml")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"model": ' + "[" * 100_000,
+        "tp = " + "9" * 5000,
+        '{"tp": ' + "9" * 5000 + "}",
+    ],
+)
+def test_what_no_parser_takes_is_a_profile_error(text: str) -> None:
+    with pytest.raises(ProfileError, match=r"p.toml: not a TOML or JSON profile"):
+        parse_profile(text, source="p.toml")
+
+
+@pytest.mark.parametrize("field", ["model", "tp", "pp_partition", "layout"])
+def test_a_number_that_python_does_not_print_is_named(field: str) -> None:
+    lines = [line for line in TOML.splitlines() if not line.startswith(f"{field} =")]
+    with pytest.raises(ProfileError, match=field):
+        parse_profile("\n".join([f"{field} = 0x{'f' * 5000}", *lines]))
+
+
+def test_a_byte_order_mark_is_skipped() -> None:
+    assert parse_profile("\ufeff" + TOML) == PROFILE
+    assert parse_profile("\ufeff" + json.dumps(profile_to_mapping(PROFILE))) == PROFILE
+
+
 def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(ProfileError, match=r"page_size: .*; tp: .*; layout: "):
         profile_from_mapping(mapping(page_size=0, tp=0, layout="x"))
@@ -263,6 +290,17 @@ def test_a_sound_profile_has_no_problems() -> None:
         ({"pp": 2, "pp_partition": (3, 0)}, "pp_partition: every stage needs at least one layer"),
         ({"dcp": 2, "page_size": 3}, "page_size: 3 is no multiple of dcp 2"),
         ({"dcp": 2, "tp": 3}, "tp: 3 is no multiple of dcp 2"),
+        ({"tp": 4097}, "tp: 4097 is larger than 4096"),
+        ({"pp": 10**9}, "pp: 1000000000 is larger than 4096"),
+        ({"cp": 4097}, "cp: 4097 is larger than 4096"),
+        ({"dcp": 4097}, "dcp: 4097 is larger than 4096"),
+        ({"linear_tp": 4097}, "linear_tp: 4097 is larger than 4096"),
+        ({"tp_lcm_size": 4098}, "tp_lcm_size: 4098 is larger than 4096"),
+        ({"tp": 512, "pp": 256}, "tp: tp x pp x cp are 131072 ranks, more than 65536"),
+        ({"page_size": 2**20 + 1}, "page_size: 1048577 is larger than 1048576"),
+        ({"pp": 2, "pp_partition": (1, 10**9)}, "pp_partition: 1000000000 is larger than 10000"),
+        ({"model": "\ud800"}, "model: holds half a character (a lone surrogate)"),
+        ({"pools": (KV,) * 33}, "pools: their number: 33 is larger than 32"),
         ({"pools": ()}, "pools: at least the kv pool is needed"),
         ({"pools": (MAMBA,)}, "pools: the first must be kv, is 'mamba'"),
         ({"pools": (KV, MAMBA, MAMBA)}, "pools: 'mamba' stated twice"),
@@ -302,6 +340,16 @@ def test_a_problem_of_the_deployment_is_told(changes: dict[str, Any], problem: s
         (replace(KV, dtype="int8"), "dtype: 'int8' is none of"),
         (replace(KV, hit_policy="x"), "hit_policy: 'x' is none of"),
         (replace(KV, trailing_pages=0), "trailing_pages: must be at least 1"),
+        (replace(KV, layers=10_001), "layers: 10001 is larger than 10000"),
+        (replace(KV, layers=(3, 10**12)), "layers: 1000000000000 is larger than 10000"),
+        (replace(KV, packed_draft_layers=10**9), "packed_draft_layers: 1000000000 is larger"),
+        (replace(KV, head_dim=10**40), "head_dim: 10000000000000000000000"),
+        (replace(KV, head_dim=2**40, kv_heads=2**12), "head_dim: objects of 2^62 bytes and more"),
+        (
+            replace(MLA, kv_lora_rank=2**40, qk_rope_head_dim=2**40, layers=10_000),
+            "kv_lora_rank: objects of 2^62 bytes",
+        ),
+        (Pool(name="kv", kind="opaque", nbytes=2**62), "nbytes: 4611686018427387904 is larger"),
     ],
 )
 def test_a_problem_of_the_kv_pool_is_told(pool: Pool, problem: str) -> None:
@@ -318,6 +366,9 @@ def test_a_problem_of_the_kv_pool_is_told(pool: Pool, problem: str) -> None:
         (StateTensor(shape=(3,), dtype="float32", shard_axis=1), "shard_axis: 1 is no axis of [3]"),
         (StateTensor(shape=(3,), dtype="float32", groups=(1, 1)), "groups: sum to 2, the axis has"),
         (StateTensor(shape=(3,), dtype="float32", groups=(4, -1)), "groups: lengths must be"),
+        (StateTensor(shape=(2**41,), dtype="float32"), "shape: 2199023255552 is larger than"),
+        (StateTensor(shape=(2**40, 2**30), dtype="float32"), "shape: objects of 2^62 bytes"),
+        (StateTensor(shape=(1,) * 9, dtype="float32"), "shape: its axes: 9 is larger than 8"),
     ],
 )
 def test_a_problem_of_a_state_is_told(state: StateTensor, problem: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hicachectl.formats.deployment_flags import sglang_version
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.model_config import DeploymentFlags, profile_from_config
 from hicachectl.formats.profile import Pool, Profile
@@ -287,3 +288,22 @@ def test_the_physical_page_is_compared_under_decode_context_parallelism() -> Non
 def test_a_layout_of_another_form_is_refused(document: dict[str, Any]) -> None:
     with pytest.raises(ProfileError, match="cache layout"):
         contradictions_with_layout(deepseek(), document)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000])
+def test_an_extra_config_that_no_parser_takes_is_named(text: str) -> None:
+    with pytest.raises(ProfileError, match="extra_config: not JSON"):
+        flags_from_server_info({**REPLY, "hicache_storage_backend_extra_config": text})
+
+
+@pytest.mark.parametrize(
+    "text", ["9999999999.1", "0.5.9999999999", "9" * 5000, "0.5." + "9" * 5000, "main", ""]
+)
+def test_a_version_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ProfileError, match="no version"):
+        sglang_version(text)
+
+
+def test_a_version_may_have_more_behind_its_numbers() -> None:
+    assert sglang_version("v0.5.23.post1+cu129") == (0, 5, 23)
+    assert sglang_version("0.5.23rc1") == (0, 5, 23)

@@ -8,9 +8,10 @@ import pytest
 
 from hicachectl.backends.urls import open_store
 from hicachectl.formats.profile import Profile, parse_profile
-from hicachectl.groups import STATES, PageGroups
+from hicachectl.groups import PageGroups
 from hicachectl.inventory import take_inventory
 from hicachectl.listing import page_rows
+from hicachectl.vocabulary import STATES
 from tests.hicachectl.stores import page, put_pages
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def test_side_objects_without_kv_are_orphans(tmp_path: Path) -> None:
 
 
 def test_a_pool_that_is_absent_everywhere_needs_a_profile_to_be_missed(tmp_path: Path) -> None:
-    put_pages(tmp_path, range(3), "_x-dsa")
+    put_pages(tmp_path, range(3), "_x-dsa", nbytes=4 * 2 * 1152)
     assert set(states(tmp_path).values()) == {"whole"}
     found = page_rows(groups_of(tmp_path, parse_profile(DSA))).to_pylist()
     assert {row["state"] for row in found} == {"partial"}

@@ -71,6 +71,10 @@ def test_pages_have_the_fields_of_the_contract(invoke: Invoke, store: Path) -> N
         "mtime": OLD,
         "pools": {"kv": {"present": 2, "expected": 2}, "mamba": {"present": 2, "expected": 2}},
         "missing": [],
+        "tp_size": 2,
+        "pp_size": None,
+        "cp_size": None,
+        "dcp_size": None,
     }
     assert found[page(0)]["pools"]["mamba"] == {"present": 0, "expected": 0}
     assert found[page(4)]["pools"] == {
@@ -145,7 +149,7 @@ def test_objects_and_summary_exclude_one_another(invoke: Invoke, store: Path) ->
 
 def test_tables_are_for_people(invoke: Invoke, store: Path) -> None:
     out = invoke("ls", store).stdout.splitlines()
-    assert out[0].split() == ["PAGE", "MODEL", "POOLS", "SIZE", "AGE", "STATE"]
+    assert out[0].split() == ["PAGE", "MODEL", "SIZES", "POOLS", "SIZE", "AGE", "STATE"]
     assert any(line.startswith(page(3)[:16]) and "mamba 2/2" in line for line in out)
     assert "tp 1/2" in invoke("ls", store, "--objects").stdout
 
@@ -172,3 +176,32 @@ def test_show_knows_the_sizes_of_the_other_pages(invoke: Invoke, store: Path) ->
     put(store, f"{page(2)}_a-b_0_2.bin", 99)
     document = json.loads(invoke("show", store, page(2), "--format", "json").stdout)
     assert [f["code"] for f in document["findings"]] == ["truncated"]
+
+
+@pytest.mark.parametrize("output_format", ["table", "json", "jsonl", "csv", "parquet", "arrow"])
+def test_every_format_writes_stores_without_pages(
+    invoke: Invoke, tmp_path: Path, output_format: str
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    out = tmp_path / "out"
+    for name in (None, "foreign", f"{page(0)}_x_0_4.bin"):
+        if name is not None:
+            put(store, name)
+        for rows in ([], ["--objects"], ["--summary"]):
+            invoke("ls", store, *rows, "--format", output_format, "-o", out)
+
+
+def test_odd_stores_get_a_line_on_stderr(invoke: Invoke, tmp_path: Path) -> None:
+    assert "empty" in invoke("ls", tmp_path).stderr
+    put(tmp_path, "foreign")
+    assert "1 objects here are not SGLang's" in invoke("ls", tmp_path).stderr
+    assert "filters" in invoke("ls", tmp_path, "--model", "x").stderr
+    put_pages(tmp_path, range(1), "_x_0_4")
+    assert "several ways" in invoke("ls", tmp_path).stderr
+
+
+def test_topologies_of_one_model_are_told_apart(invoke: Invoke, tmp_path: Path) -> None:
+    put_pages(tmp_path, range(1), "_m_0_2", "_m_1_2", *(f"_m_{rank}_4" for rank in range(4)))
+    assert sorted(row["tp_size"] for row in rows(invoke, tmp_path)) == [2, 4]
+    assert "tp 4" in invoke("ls", tmp_path).stdout

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hicachectl.backends.file import FileStore
+from hicachectl.verify import Request, verify_store
 from tests.hicachectl.stores import page, put, put_pages
 from tests.hicachectl.test_groups import DSA
 
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Invoke
+
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
 
 
 @pytest.fixture
@@ -40,7 +46,8 @@ def dsa(tmp_path: Path) -> Path:
 
 
 def verify(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
-    outcome = invoke("verify", *arguments, "--format", "json", exit_code=exit_code)
+    checks = [] if "--checks" in arguments else ["--checks", "names,groups,sizes"]
+    outcome = invoke("verify", *arguments, *checks, "--format", "json", exit_code=exit_code)
     document: dict[str, Any] = json.loads(outcome.stdout)
     return document
 
@@ -72,6 +79,7 @@ def test_the_document_has_the_members_of_the_contract(invoke: Invoke, hybrid: Pa
         "gone",
         "in_flight",
         "sampled",
+        "bytes_read",
         "repaired",
         "quarantined",
         "checks",
@@ -159,7 +167,7 @@ def test_names(invoke: Invoke, hybrid: Path) -> None:
     put_pages(hybrid, range(2), "_other_0_4")
     document = verify(invoke, hybrid, exit_code=4)
     assert brief(document) == [
-        ("ambiguous-key", "warning", document["findings"][1]["key"]),
+        ("ambiguous-key", "warning", document["findings"][0]["key"]),
         ("foreign-object", "info", "README.txt"),
         ("stale-temporary", "warning", ".0123456789abcdef0123456789abcdef.tmp"),
     ]
@@ -218,3 +226,144 @@ def test_a_profile_of_another_size_is_refused_with_both_numbers(invoke: Invoke, 
     assert "5248" in message
     assert "9216" in message
     assert message.count("\n") == 1
+
+
+TP2 = """
+model = "m"
+tp = 2
+[[pools]]
+name = "kv"
+kind = "opaque"
+nbytes = 512
+"""
+
+
+@pytest.fixture
+def tp2_profile(tmp_path: Path) -> Path:
+    path = tmp_path / "tp2.toml"
+    path.write_text(TP2)
+    return path
+
+
+def test_a_pool_that_the_profile_does_not_list_is_no_orphan(
+    invoke: Invoke, hybrid: Path, tp2_profile: Path
+) -> None:
+    document = verify(invoke, hybrid, "--profile", tp2_profile)
+    assert document["findings"] == []
+    assert document["skipped_checks"] == ["unlisted-pools"]
+    rows = json.loads(invoke("ls", hybrid, "--profile", tp2_profile, "--format", "json").stdout)
+    assert len(rows["pages"]) == 8
+    assert {row["state"] for row in rows["pages"]} == {"whole"}
+
+
+def test_mamba_of_another_tp_size_beside_one_mla_anchor_is_no_orphan(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    put_pages(tmp_path, range(7), "_k", nbytes=90)
+    put_pages(tmp_path, range(3), ".mamba_k_0_2", ".mamba_k_1_2", nbytes=80)
+    put_pages(tmp_path, range(3, 7), *(f".mamba_k_{r}_4" for r in range(4)), nbytes=40)
+    assert verify(invoke, tmp_path)["findings"] == []
+    profile = tmp_path.parent / f"{tmp_path.name}.toml"
+    profile.write_text(
+        'model = "k"\ntp = 2\n[[pools]]\nname = "kv"\nkind = "opaque"\nnbytes = 90\n'
+        'replicated = true\n[[pools]]\nname = "mamba"\nkind = "opaque"\nnbytes = 80\n'
+    )
+    document = verify(invoke, tmp_path, "--profile", profile)
+    assert document["findings"] == []
+    assert "unlisted-pools" in document["skipped_checks"]
+
+
+def test_pages_evicted_during_the_scan_are_gone_and_no_finding(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(40), "_m_0_2", "_m_1_2")
+    (tmp_path / f"{page(0)}_m_0_2.bin").unlink()
+
+    class Evicting(FileStore):
+        """Loses ten pages, and gets one back, between the listing and the checks."""
+
+        def scan(self, columns: Collection[str] = ()) -> Iterator[Any]:
+            (tmp_path / f"{page(39)}_m_0_2.bin").rename(tmp_path / "kept")
+            for number in range(20, 30):
+                (tmp_path / f"{page(number)}_m_0_2.bin").unlink()
+            yield from super().scan(columns)
+            for number in range(20, 30):
+                (tmp_path / f"{page(number)}_m_1_2.bin").unlink()
+            (tmp_path / "kept").rename(tmp_path / f"{page(39)}_m_0_2.bin")
+
+    report = verify_store(Evicting(tmp_path), Request(checks=("groups", "sizes")))
+    assert report.findings.column("key").to_pylist() == [f"{page(0)}_m_0_2.bin"]
+    assert report.document["gone"] == 10
+
+
+def test_a_contradiction_shows_through_some_damage(
+    invoke: Invoke, hybrid: Path, tp2_profile: Path
+) -> None:
+    put(hybrid, f"{page(0)}_m_0_2.bin", 10)
+    wrong = tp2_profile.with_name("wrong.toml")
+    wrong.write_text(TP2.replace("512", "600"))
+    message = invoke("verify", hybrid, "--profile", wrong, exit_code=2).stderr
+    assert "600" in message
+    assert "512" in message
+    assert verify(invoke, hybrid, "--profile", tp2_profile, exit_code=4)["counts"] == {
+        "truncated": 1
+    }
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_every_command_refuses_a_profile_that_contradicts_the_store(
+    invoke: Invoke, hybrid: Path, tp2_profile: Path, command: str
+) -> None:
+    wrong = tp2_profile.with_name("wrong.toml")
+    wrong.write_text(TP2.replace("tp = 2", "tp = 4"))
+    arguments = [page(0)] if command == "show" else []
+    message = invoke(command, hybrid, *arguments, "--profile", wrong, exit_code=2).stderr
+    assert "tp size 4" in message
+    assert "tp size 2" in message
+
+
+def test_an_absurd_rank_in_a_name_is_a_model(invoke: Invoke, hybrid: Path) -> None:
+    put(hybrid, f"{page(0)}.mamba_m_0_999999999.bin")
+    document = verify(invoke, hybrid, exit_code=4)
+    assert document["counts"] == {"orphan-sidecar": 1}
+
+
+def test_a_pool_filter_keeps_what_is_missing_of_the_pool(invoke: Invoke, dsa: Path) -> None:
+    (dsa / f"{page(2)}.indexer_x-dsa.bin").unlink()
+    (dsa / f"{page(3)}_x-dsa.bin").unlink()
+    arguments = [dsa, "--profile", dsa.parent / "dsa.toml"]
+    of_indexer = verify(invoke, *arguments, "--pool", "indexer", exit_code=4)
+    assert of_indexer["counts"] == {"missing-pool": 1, "orphan-sidecar": 1}
+    assert verify(invoke, *arguments, "--pool", "kv")["findings"] == []
+
+
+def test_what_was_not_judged_is_said(invoke: Invoke, hybrid: Path, tp2_profile: Path) -> None:
+    put_pages(hybrid, range(3), "_n", nbytes=10)
+    others = invoke("verify", hybrid, "--profile", tp2_profile, "--checks", "groups")
+    assert "other-deployments: objects of n" in others.stderr
+    put_pages(hybrid, range(3, 6), "_n", nbytes=20)
+    assert "sizes" in verify(invoke, hybrid)["skipped_checks"]
+    assert verify(invoke, hybrid, "--model", "typo")["skipped_checks"] == ["everything"]
+
+
+def test_a_clock_that_is_far_ahead_does_not_hide_damage(invoke: Invoke, tmp_path: Path) -> None:
+    put_pages(tmp_path, range(4), "_m_0_2", "_m_1_2", mtime=time.time() + 30 * 86400)
+    (tmp_path / f"{page(0)}_m_0_2.bin").unlink()
+    assert verify(invoke, tmp_path, exit_code=4)["counts"] == {"missing-rank": 1}
+
+
+def test_our_own_leftovers_are_stale_temporaries(invoke: Invoke, hybrid: Path) -> None:
+    put(hybrid, ".hicachectl-0123456789abcdef0123456789abcdef.tmp")
+    assert verify(invoke, hybrid, exit_code=4)["counts"] == {"stale-temporary": 1}
+
+
+def test_findings_come_in_one_order(invoke: Invoke, hybrid: Path) -> None:
+    for number in range(6):
+        (hybrid / f"{page(number)}_m_1_2.bin").unlink()
+    keys = [f["key"] for f in verify(invoke, hybrid, exit_code=4)["findings"]]
+    assert keys == sorted(keys)
+    assert len(keys) == 6
+
+
+def test_many_ranks_are_judged_in_time(invoke: Invoke, tmp_path: Path) -> None:
+    put_pages(tmp_path, range(3), *(f"_m_{rank}_512" for rank in range(512)), nbytes=1)
+    (tmp_path / f"{page(0)}_m_77_512.bin").unlink()
+    assert verify(invoke, tmp_path, exit_code=4)["counts"] == {"missing-rank": 1}

@@ -1,0 +1,42 @@
+"""Check `digests`: objects whose bytes are no longer those that a catalog recorded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from hicachectl.catalogs import MISMATCH, REWRITTEN
+from hicachectl.findings import findings
+from hicachectl.listing import object_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from hicachectl.inventory import IntArray, Inventory
+
+
+def check_digests(
+    inventory: Inventory, rows: IntArray, outcome: npt.NDArray[np.int8], scheme: str
+) -> Iterator[pa.Table]:
+    """Report what a comparison with a catalog found; outcome: [rows] of `catalogs.compare`."""
+    # A file with its inode, mtime and ctime unchanged has not been written through any system
+    # call; other stores' identities can recur.
+    severity = "error" if scheme == "file" else "warning"
+    for value, code, how_bad, detail in (
+        (MISMATCH, "digest-mismatch", severity, "other bytes than recorded, and not rewritten"),
+        (REWRITTEN, "re-recorded", "info", "rewritten since it was recorded"),
+    ):
+        objects = object_rows(inventory, rows[outcome == value])
+        yield findings(
+            code,
+            how_bad,
+            keys=objects.column("key").combine_chunks(),
+            pages=objects.column("page"),
+            pools=objects.column("pool").cast(pa.string()),
+            parts=objects.column("part").cast(pa.string()),
+            detail=detail,
+        )

@@ -1,0 +1,157 @@
+"""Check one object's bytes against the other layouts SGLang could have stored the pool in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hicachectl.checks.tables import stored_layers
+from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
+from hicachectl.formats.layouts import (
+    INDEX_QUANT_BLOCK,
+    Geometry,
+    MhaGeometry,
+    MlaGeometry,
+    TensorLayout,
+    flat_page,
+    part_objects,
+)
+from hicachectl.formats.profile import LAYOUTS
+from hicachectl.kernels.layout import OrderTest, OrderVerdict, RowOrder, log_magnitudes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.formats.expectation import ExpectedObject
+    from hicachectl.formats.profile import Pool, Profile
+    from hicachectl.kernels.layout import Floats, IntArray
+    from hicachectl.kernels.values import Bytes
+
+    _Places = tuple[IntArray, IntArray]  # pages, rows
+
+_ORDERED_AXES = {"layer", "token", "head", "channel"}
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutCheck:
+    """Finds pages whose rows lie in the order of another layout than the profile's.
+
+    tensors: those of the object, all of one axis order.
+    rivals:  names of the layouts of each other order.
+    """
+
+    layout: str
+    rivals: tuple[str, ...]
+    test: OrderTest
+    tensors: tuple[TensorLayout, ...]
+    pool: Pool
+
+    def check(self, objects: Bytes) -> Iterator[tuple[int, str]]:
+        """Find pages [n, nbytes] in another order: their rows, and what was seen."""
+        found = self.test.contradictions(partial(self._read, objects), len(objects))
+        for index, verdict in sorted(found.items(), key=lambda item: item[0]):
+            yield index, self._describe(verdict)
+
+    def _read(self, objects: Bytes, pages: IntArray, rows: IntArray, channels: int) -> Floats:
+        """Read log magnitudes of some channels: [pages, tensors, rows, channels]."""
+        read = _read_codes if self.tensors[0].dtype == "uint8" else _read_floats
+        places = (pages[:, np.newaxis], rows)
+        return np.stack([read(objects, t, self.pool, places, channels) for t in self.tensors], 1)
+
+    def _describe(self, verdict: OrderVerdict) -> str:
+        rival = self.rivals[verdict.rival]
+        return (
+            f"rows lie in the order of {rival}, not of {self.layout}: tokens of one layer and "
+            f"head resemble each other (correlation {verdict.other:.2f}) read as {rival}, and "
+            f"not ({verdict.own:.2f}) read as {self.layout}; {verdict.sigma:.0f} standard errors "
+            f"over {verdict.sets} sets of rows"
+        )
+
+
+def layout_check(expected: ExpectedObject, profile: Profile) -> LayoutCheck | None:
+    """Prepare the check for one kind of object; None where no order could be told from another."""
+    pool = profile.pool(expected.coordinate.pool)
+    if pool is None or pool.kind not in ("mha", "mla") or not expected.tensors:
+        return None
+    stored = expected.tensors[0]
+    if not _ORDERED_AXES.issuperset(stored.axes):
+        return None  # page_unified: nothing else stores under such keys
+    lengths = dict(zip(stored.axes, stored.shape, strict=True))
+    own = _row_order(stored.axes, lengths)
+    rivals: dict[tuple[str, ...], tuple[RowOrder, list[str]]] = {}
+    for layout, axes in _known_orders(pool):
+        order = _row_order(axes, lengths)
+        rivals.setdefault(order.visible, (order, []))[1].append(layout)
+    rivals.pop(own.visible, None)
+    real = [i for i, layer in enumerate(stored_layers(expected, profile)) if layer is not None]
+    test = OrderTest(own, [order for order, _ in rivals.values()], real)
+    if not test.decidable:
+        return None
+    names = tuple(" or ".join(layouts) for _, layouts in rivals.values())
+    return LayoutCheck(profile.layout, names, test, expected.tensors, pool)
+
+
+def _known_orders(pool: Pool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """List the layouts that SGLang builds such a pool in, with their axes."""
+    geometry: Geometry
+    if pool.kind == "mla":
+        geometry = MlaGeometry(layers=1, tokens=1, channels=1, dtype="uint8")
+    else:
+        geometry = MhaGeometry(
+            layers=1,
+            tokens=1,
+            heads=1,
+            head_dim=pool.head_dim,
+            v_head_dim=pool.v_head_dim or pool.head_dim,
+            dtype=pool.dtype,
+        )
+    asymmetric = isinstance(geometry, MhaGeometry) and geometry.asymmetric
+    for layout in LAYOUTS:
+        try:
+            tensors = (part_objects if asymmetric else flat_page)(geometry, layout)
+        except (ProfileError, UnsupportedByBackend):
+            continue
+        yield layout, tensors[0].axes
+
+
+def _row_order(axes: tuple[str, ...], lengths: dict[str, int]) -> RowOrder:
+    rows = tuple(axis for axis in axes if axis != "channel")
+    return RowOrder(rows, tuple(lengths[axis] for axis in rows))
+
+
+def _read_floats(
+    objects: Bytes, tensor: TensorLayout, pool: Pool, places: _Places, channels: int
+) -> Floats:
+    items = _rows(objects, tensor).view(f"u{tensor.itemsize}")
+    # Of MLA rows the latents alone: the rope part has another magnitude in every layer.
+    width = pool.kv_lora_rank if pool.kind == "mla" else tensor.shape[-1]
+    return log_magnitudes(_spread(items[..., :width], channels)[places])
+
+
+def _read_codes(
+    objects: Bytes, tensor: TensorLayout, pool: Pool, places: _Places, channels: int
+) -> Floats:
+    """Read codes times scales; fp8 logarithms have three mantissa bits, so take as many here."""
+    rank, tiles = pool.kv_lora_rank, pool.kv_lora_rank // INDEX_QUANT_BLOCK
+    stored = _rows(objects, tensor)
+    codes = log_magnitudes(_spread(stored[..., :rank], channels)[places])
+    scales = stored[..., rank : rank + 4 * tiles].view(np.uint32)[places] >> 20
+    by_tile = codes.reshape(*codes.shape[:-1], tiles, -1)
+    by_tile += scales.astype(np.float32)[..., np.newaxis]
+    return codes
+
+
+def _rows(objects: Bytes, tensor: TensorLayout) -> Bytes:
+    width = tensor.shape[-1] * tensor.itemsize
+    stored = objects[:, tensor.offset : tensor.offset + tensor.nbytes]
+    return stored.reshape(len(objects), -1, width)
+
+
+def _spread(items: Any, channels: int) -> Any:
+    """View evenly spaced channels of rows, as many as asked for or a few more."""
+    # A power of two, so that every tile of 128 codes gives as many.
+    step = 1 << (max(1, items.shape[-1] // channels).bit_length() - 1)
+    return items[..., ::step]

@@ -1,0 +1,88 @@
+"""Check `values`, between objects: TP ranks that hold the same KV heads must hold equal bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.findings import findings
+from hicachectl.listing import object_rows
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from hicachectl.deployments import AffixTable, Deployment, Member
+    from hicachectl.inventory import Inventory
+
+NO_REPLICAS = -1
+
+
+def replica_sets(table: AffixTable) -> npt.NDArray[np.int64]:
+    """Number the affixes whose objects must be equal on each page; NO_REPLICAS where none must.
+
+    SGLang gives each TP rank one KV head, and the same to several, where there are more ranks
+    than heads (ModelConfig.get_num_kv_heads).
+    """
+    numbers: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for affix, (deployment, member) in enumerate(
+        zip(table.deployment_ids, table.member_ids, strict=True)
+    ):
+        if deployment >= 0:
+            shared = _shared_head(
+                table.deployments[deployment], table.deployments[deployment].members[member]
+            )
+            if shared is not None:
+                numbers[deployment, *shared].append(affix)
+    sets = np.full(len(table.affixes) + 1, NO_REPLICAS, dtype=np.int64)
+    for number, affixes in enumerate(found for found in numbers.values() if len(found) > 1):
+        sets[affixes] = number
+    return sets
+
+
+def _shared_head(deployment: Deployment, member: Member) -> tuple[object, ...] | None:
+    """The head that a rank holds alone among its like, with all else that tells objects apart."""
+    profile, coordinate = deployment.profile, member.coordinate
+    pool = None if profile is None else profile.pool(coordinate.pool)
+    if profile is None or pool is None or pool.kind != "mha" or coordinate.shard.tp_rank is None:
+        return None
+    if not pool.kv_heads or profile.tp <= pool.kv_heads or profile.tp % pool.kv_heads:
+        return None
+    head = coordinate.shard.tp_rank // (profile.tp // pool.kv_heads)
+    shard = coordinate.shard
+    return pool.name, coordinate.part, shard.pp_rank, shard.cp_rank, head
+
+
+def check_replicas(
+    inventory: Inventory, digests: npt.NDArray[np.uint8], digested: npt.NDArray[np.bool_]
+) -> pa.Table:
+    """Find objects that differ from the lowest rank's copy of the same heads."""
+    sets = replica_sets(inventory.table)[inventory.affix_ids]
+    rows = np.flatnonzero((sets != NO_REPLICAS) & digested)
+    pages = pc.dictionary_encode(inventory.objects.column("page").combine_chunks())
+    page_ids = pages.indices.fill_null(0).to_numpy()
+    ranks = np.array([_rank(r.coordinate) for r in inventory.table.resolved] + [0])
+    rank_of = ranks[inventory.affix_ids[rows]]
+    rows = rows[np.lexsort((rank_of, sets[rows], page_ids[rows]))]
+    same_set = np.diff(sets[rows], prepend=NO_REPLICAS) == 0
+    same_set &= np.diff(page_ids[rows], prepend=-1) == 0
+    firsts = np.maximum.accumulate(np.where(same_set, 0, np.arange(len(rows))))
+    differs = (digests[rows] != digests[rows[firsts]]).any(axis=1)
+    objects = object_rows(inventory, np.sort(rows[differs]))
+    return findings(
+        "replica-mismatch",
+        "warning",
+        keys=objects.column("key").combine_chunks(),
+        pages=objects.column("page"),
+        pools=objects.column("pool").cast(pa.string()),
+        parts=objects.column("part").cast(pa.string()),
+        detail="another TP rank holds the same KV heads with other bytes",
+    )
+
+
+def _rank(coordinate: object) -> int:
+    shard = getattr(coordinate, "shard", None)
+    return getattr(shard, "tp_rank", None) or 0

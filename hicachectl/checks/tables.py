@@ -1,0 +1,174 @@
+"""The form of an object for value checks: tensors as tables of rows, and what each item is called.
+
+Sources: SGLang kernels/ops/quantization/dsa_quant_k_cache.py (scaled MLA rows),
+srt/mem_cache/index_key_cache.py (indexer blocks), srt/mem_cache/pool_host/ (padding layers).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.formats.layouts import INDEX_QUANT_BLOCK
+from hicachectl.formats.pools import DRAFT_POOLS, model_layer_count
+from hicachectl.kernels.values import Column, RowTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hicachectl.formats.expectation import ExpectedObject
+    from hicachectl.formats.layouts import TensorLayout
+    from hicachectl.formats.profile import Pool, Profile
+    from hicachectl.kernels.values import IntArray
+
+# act_quant and fused_store_index_cache.cuh divide no less than 1e-4 by the largest code.
+INDEX_SCALE_FLOOR = 1e-4 / 448
+
+_ROW_BYTES = 64 << 10  # longer rows (recurrent states) are cut along their next axis
+_ROW_AXES = ("layer", "token", "kv")
+
+Axes = tuple[tuple[str, ...], tuple[int, ...]]  # names, lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One tensor of an object as a table of rows.
+
+    items:  what the items of each column count, by the column's name.
+    layers: model layer number of each stored layer, None for padding.
+    """
+
+    table: RowTable
+    items: dict[str, Axes]
+    layers: tuple[int | None, ...]
+    dtype: str
+
+    def coordinates(self, rows: IntArray) -> dict[str, IntArray]:
+        """Give what row numbers stand for; a layer as its number in the model."""
+        numbers = np.array([-1 if layer is None else layer for layer in self.layers])
+        return {**self._unravelled(rows), "layer": numbers[self.stored_layer(rows)]}
+
+    def stored_layer(self, rows: IntArray) -> IntArray:
+        """Give the place of each row's layer among those stored."""
+        return self._unravelled(rows)["layer"]
+
+    def _unravelled(self, rows: IntArray) -> dict[str, IntArray]:
+        table = self.table
+        return dict(zip(table.axes, np.unravel_index(rows, table.shape), strict=True))
+
+    def parts(self, rows: IntArray) -> Iterator[tuple[int | None, IntArray]]:
+        """Split rows into those of K (0) and those of V (1) where they share the table."""
+        if "kv" not in self.table.axes:
+            yield None, rows
+            return
+        kv = self.coordinates(rows)["kv"]
+        yield from ((part, rows[kv == part]) for part in range(2) if (kv == part).any())
+
+    def label(self, kv: int | None) -> str:
+        """Name the tensor, or K or V, as people know it."""
+        return self.table.name if kv is None else "kv"[kv]
+
+
+def sections_of(expected: ExpectedObject, profile: Profile) -> tuple[Section, ...]:
+    """Cut an object into tables; none where the form of its bytes is not known."""
+    pool = profile.pool(expected.coordinate.pool)
+    if pool is None:
+        return ()
+    layers = stored_layers(expected, profile)
+    code_dtype = _code_dtype(profile, pool)
+    return tuple(_section(tensor, layers, pool, code_dtype) for tensor in expected.tensors)
+
+
+def stored_layers(expected: ExpectedObject, profile: Profile) -> tuple[int | None, ...]:
+    """List the model layer of each stored layer: padding, as None, lies before packed drafts."""
+    packed = 0
+    if expected.coordinate.pool not in DRAFT_POOLS:
+        total = model_layer_count(profile)
+        packed = sum(layer >= total for layer in expected.layers)
+    own = len(expected.layers) - packed
+    padding = (None,) * expected.padding_layers
+    return (*expected.layers[:own], *padding, *expected.layers[own:])
+
+
+def _code_dtype(profile: Profile, pool: Pool) -> str:
+    """Name the fp8 dtype of quantised codes: SGLang's is_fp8_fnuz decides for a whole process."""
+    fnuz = "float8_e4m3fnuz"
+    return fnuz if fnuz in (pool.dtype, profile.pools[0].dtype) else "float8_e4m3fn"
+
+
+def _section(
+    tensor: TensorLayout, layers: tuple[int | None, ...], pool: Pool, code_dtype: str
+) -> Section:
+    cut = _row_axes(tensor)
+    if pool.kind == "mla" and pool.row == "fp8_scaled":
+        columns, items = _scaled_row(pool, code_dtype)
+    elif pool.kind == "dsa_indexer":
+        columns, items = _index_block(tensor, pool, code_dtype)
+    else:
+        columns = (Column("", 0, prod(tensor.shape[cut:]), tensor.dtype),)
+        items = {"": (tensor.axes[cut:], tensor.shape[cut:])}
+    axes, shape = tensor.axes[:cut], tensor.shape[:cut]
+    table = RowTable(
+        name=tensor.name,
+        offset=tensor.offset,
+        pitch=sum(column.nbytes for column in columns),
+        axes=axes,
+        shape=shape,
+        columns=columns,
+        runs=_runs(axes, shape, layers),
+    )
+    return Section(table, items, layers, tensor.dtype)
+
+
+def _row_axes(tensor: TensorLayout) -> int:
+    """Count the leading axes that number rows: layer and token at least, more for long rows."""
+    cut = 1 + max(i for i, axis in enumerate(tensor.axes) if axis in _ROW_AXES)
+    while len(tensor.axes) - cut > 1 and prod(tensor.shape[cut:]) * tensor.itemsize > _ROW_BYTES:
+        cut += 1
+    return cut
+
+
+def _scaled_row(pool: Pool, code_dtype: str) -> tuple[tuple[Column, ...], dict[str, Axes]]:
+    rank, rope = pool.kv_lora_rank, pool.qk_rope_head_dim
+    tiles = rank // INDEX_QUANT_BLOCK
+    scales = Column("scales", rank, tiles, "float32", scale_floor=0.0)
+    columns = [Column("codes", 0, rank, code_dtype, scales=scales), scales]
+    if rope:  # models without positions in their latents have none
+        columns.append(Column("rope", rank + scales.nbytes, rope, "bfloat16"))
+    items: dict[str, Axes] = {
+        "codes": (("channel",), (rank,)),
+        "scales": (("tile",), (tiles,)),
+        "rope": (("channel",), (rope,)),
+    }
+    return tuple(columns), items
+
+
+def _index_block(
+    tensor: TensorLayout, pool: Pool, code_dtype: str
+) -> tuple[tuple[Column, ...], dict[str, Axes]]:
+    """Keys of all tokens, then their scales."""
+    dim = pool.index_head_dim
+    tiles = dim // INDEX_QUANT_BLOCK
+    tokens = tensor.shape[-1] // (dim + tiles * 4)
+    scales = Column("scales", tokens * dim, tokens * tiles, "float32", INDEX_SCALE_FLOOR)
+    keys = Column("keys", 0, tokens * dim, code_dtype, scales=scales)
+    items: dict[str, Axes] = {
+        "keys": (("token", "channel"), (tokens, dim)),
+        "scales": (("token", "tile"), (tokens, tiles)),
+    }
+    return (keys, scales), items
+
+
+def _runs(
+    axes: Sequence[str], shape: Sequence[int], layers: tuple[int | None, ...]
+) -> tuple[tuple[int, int], ...]:
+    """List half-open ranges of rows whose layer is not padding."""
+    real = np.array([layer is not None for layer in layers], dtype=np.int8)
+    axis = list(axes).index("layer")
+    along = real.reshape([-1 if i == axis else 1 for i in range(len(axes))])
+    rows = np.broadcast_to(along, tuple(shape)).reshape(-1)
+    edges = np.flatnonzero(np.diff(rows, prepend=0, append=0)).reshape(-1, 2)
+    return tuple((int(start), int(stop)) for start, stop in edges)

@@ -1,0 +1,366 @@
+"""Check `values`: numbers that no healthy object holds, and bytes in another layout's order.
+
+All that can be said without the model's weights. NaN, Inf and scales out of range are counted
+exactly. Zero bytes are reported for an object, a layer of a tensor, or a token's row in a layer:
+a hole or a page that was never written reads as zeros, and what a model computes does not. A bf16
+row of exact zeros does not occur, and codes that underflow in float8_e4m3fn and float8_e5m2 keep
+their signs. float8_e4m3fnuz has no -0, so there only an object that is zero throughout counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from hicachectl.checks.layouts import layout_check
+from hicachectl.checks.tables import Section, sections_of
+from hicachectl.kernels.values import (
+    RowTable,
+    bad_items,
+    count_bad,
+    is_inf,
+    is_nan,
+    item_bits,
+    may_hold_bad_values,
+    to_float32,
+    zero_rows,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.formats.expectation import ExpectedObject
+    from hicachectl.formats.profile import Profile
+    from hicachectl.kernels.values import BoolArray, Bytes, Column, IntArray
+
+    Floats = npt.NDArray[np.float32]
+
+_BLOCK_BYTES = 512 << 10  # stays in a core's L2 cache from one pass to the next
+_COUNTED = {"nan": ("NaN", "NaN"), "inf": ("Inf", "Inf"), "bad-scale": ("bad scale", "bad scales")}
+_NAMED_NUMBERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ValueIssue:
+    """One thing wrong with one object: nan, inf, bad-scale, all-zero or layout-mismatch.
+
+    index:  which of the objects checked together.
+    detail: what, how many, in which tensors and layers, and the first place.
+    """
+
+    index: int
+    code: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStats:
+    """Values of one tensor in one layer; extremes and mean are of the finite ones.
+
+    tensor: quantised codes appear as what they stand for, under the tensor's own name; a row's
+        rope part and the scales as tensors of their own.
+    layer:  model layer number.
+    """
+
+    tensor: str
+    layer: int
+    values: int
+    minimum: float | None
+    maximum: float | None
+    mean_magnitude: float | None
+    nan: int
+    inf: int
+    zero: int
+
+
+@dataclass(slots=True)
+class _Damage:
+    """What was found in one object, for each row of a section (given by its number)."""
+
+    counts: dict[tuple[str, int], IntArray] = field(default_factory=dict)
+    zero: dict[int, BoolArray] = field(default_factory=dict)
+
+
+class ValueChecker:
+    """Check objects of one kind. Nothing changes after its construction: threads may share it."""
+
+    def __init__(self, expected: ExpectedObject, profile: Profile) -> None:
+        """Prepare for objects as `expected` of a deployment."""
+        self._nbytes = expected.nbytes
+        self._sections = sections_of(expected, profile)
+        self._layout = layout_check(expected, profile)
+
+    @property
+    def applies(self) -> bool:
+        """Whether the form of the bytes is known, and not all of it is padding."""
+        return any(section.table.runs for section in self._sections)
+
+    def check(self, objects: Bytes) -> list[ValueIssue]:
+        """Find what is wrong with objects [n, nbytes], one issue for each object and code.
+
+        The bytes of an object must be contiguous; the objects may lie apart. Needs a few MB
+        beside them. Raises ValueError on another size than the expected.
+        """
+        self._refuse(objects)
+        damages: dict[int, _Damage] = {}
+        for number, section in enumerate(self._sections):
+            _scan(objects, number, section.table, damages)
+        issues = [
+            ValueIssue(index, code, detail)
+            for index in sorted(damages)
+            for code, detail in self._describe(objects[index : index + 1], damages[index])
+        ]
+        if self._layout is not None:
+            issues += [
+                ValueIssue(index, "layout-mismatch", detail)
+                for index, detail in self._layout.check(objects)
+            ]
+            issues.sort(key=lambda issue: issue.index)
+        return issues
+
+    def stats(self, content: Bytes) -> list[TensorStats]:
+        """Summarise each tensor and layer of one object [nbytes], padding left out.
+
+        Raises ValueError on another size than the expected.
+        """
+        objects = content[np.newaxis]
+        self._refuse(objects)
+        return [stats for section in self._sections for stats in _statistics(section, objects)]
+
+    def _refuse(self, objects: Bytes) -> None:
+        if objects.ndim != 2 or objects.shape[1] != self._nbytes:
+            raise ValueError(f"objects of shape {objects.shape}, expected [n, {self._nbytes}]")
+
+    def _describe(self, content: Bytes, damage: _Damage) -> Iterator[tuple[str, str]]:
+        for code in _COUNTED:
+            found = [
+                text
+                for (its_code, number), counts in damage.counts.items()
+                if its_code == code
+                for text in _describe_items(self._sections[number], content, code, counts)
+            ]
+            if found:
+                yield code, "; ".join(found)
+        zero = self._describe_zero(damage)
+        if zero:
+            yield "all-zero", zero
+
+    def _describe_zero(self, damage: _Damage) -> str:
+        everywhere = all(
+            number in damage.zero and damage.zero[number][start:stop].all()
+            for number, section in enumerate(self._sections)
+            for start, stop in section.table.runs
+        )
+        if everywhere:
+            return "the whole object is zero bytes"
+        return "; ".join(
+            text
+            for number, zero in damage.zero.items()
+            for text in _describe_zero_rows(self._sections[number], zero)
+        )
+
+
+# --- scanning ---
+
+
+def _blocks(objects: Bytes, table: RowTable) -> Iterator[tuple[int, int, Bytes]]:
+    """Cut a table of all objects into blocks: first object, first row, [objects, bytes]."""
+    for start, stop in table.runs:
+        rows = max(1, _BLOCK_BYTES // table.pitch)
+        together = max(1, _BLOCK_BYTES // ((stop - start) * table.pitch))
+        for first in range(0, len(objects), together):
+            group = objects[first : first + together]
+            for row in range(start, stop, rows):
+                yield first, row, table.block(group, row, min(row + rows, stop))
+
+
+def _scan(objects: Bytes, number: int, table: RowTable, damages: dict[int, _Damage]) -> None:
+    """Add what is wrong with one section of all objects to their damages."""
+
+    def damage_of(index: int) -> _Damage:
+        return damages.setdefault(index, _Damage())
+
+    for first, row, block in _blocks(objects, table):
+        if may_hold_bad_values(block, table):
+            for code, found in count_bad(block, table).items():
+                for i in np.flatnonzero(found.any(axis=1)).tolist():
+                    counts = damage_of(first + i).counts
+                    counts.setdefault((code, number), np.zeros(table.rows, np.int64))
+                    counts[code, number][row : row + found.shape[1]] = found[i]
+        zero_objects, zero = zero_rows(block, table)
+        for i in np.unique(zero_objects).tolist():
+            marks = damage_of(first + i).zero
+            marks.setdefault(number, np.zeros(table.rows, np.bool_))
+            marks[number][row + zero[zero_objects == i]] = True
+
+
+# --- words ---
+
+
+def _describe_items(section: Section, content: Bytes, code: str, counts: IntArray) -> Iterator[str]:
+    """Say how many items are bad, in which layers and tokens, and where the first one is."""
+    touched = np.flatnonzero(counts)
+    for kv, rows in section.parts(touched):
+        where = section.coordinates(rows)
+        first = {axis: int(numbers[0]) for axis, numbers in where.items()}
+        column, items, value = _first_item(section, content, int(rows[0]), code)
+        place = _place({**first, **items}) + (f" of {column}" if column else "")
+        worth = f", is {value:g}" if code == "bad-scale" else ""
+        count = _counted(int(counts[rows].sum()), *_COUNTED[code])
+        yield f"{section.label(kv)}: {count} in {_extent(where)}, the first at {place}{worth}"
+
+
+def _first_item(
+    section: Section, content: Bytes, row: int, code: str
+) -> tuple[str, dict[str, int], float]:
+    """Find the first bad item of a row: its column, its place in it, its value."""
+    table = section.table
+    block = table.block(content, row, row + 1)
+    for column in table.columns:
+        bad = np.flatnonzero(bad_items(block, table, column, code)[0, 0])
+        if len(bad):
+            axes, shape = section.items[column.name]
+            place = np.unravel_index(int(bad[0]), shape)
+            bits = item_bits(block, table, column)[0, 0, bad[:1]]
+            value = float(to_float32(bits, column.dtype)[0])
+            return column.name, dict(zip(axes, map(int, place), strict=True)), value
+    raise AssertionError(f"row {row} has no {code}")
+
+
+def _describe_zero_rows(section: Section, zero: BoolArray) -> Iterator[str]:
+    """Say which layers of a tensor are zero bytes throughout, and which tokens' rows are."""
+    if section.dtype == "float8_e4m3fnuz":
+        return
+    for name, layers, tokens in _zero_units(section, zero):
+        if layers:
+            yield f"{name}: {_numbers('layer', layers)} all zero bytes"
+        if tokens:
+            layer, token = tokens[0]
+            where = {"layer": np.array([n for n, _ in tokens])}
+            where["token"] = np.array([n for _, n in tokens])
+            yield (
+                f"{name}: {_counted(len(tokens), 'token row', 'token rows')} of zero bytes in "
+                f"{_extent(where)}, "
+                f"the first at layer {layer}, token {token}"
+            )
+
+
+def _zero_units(
+    section: Section, zero: BoolArray
+) -> Iterator[tuple[str, list[int], list[tuple[int, int]]]]:
+    """Gather pieces of rows: for K, V or the tensor, zero layers, and zero tokens of others."""
+    axes, shape = section.table.axes, section.table.shape
+    units = [axis for axis in ("kv", "layer", "token") if axis in axes]
+    pieces = zero.reshape(shape).transpose(
+        [axes.index(a) for a in units] + [i for i, a in enumerate(axes) if a not in units]
+    )
+    lengths = [shape[axes.index(axis)] for axis in units]
+    by_unit: BoolArray = np.asarray(pieces.reshape(*lengths, -1).all(axis=-1))
+    for kv, part in enumerate(by_unit) if "kv" in units else [(None, by_unit)]:
+        rows = part.reshape(len(section.layers), -1)
+        real = [i for i, layer in enumerate(section.layers) if layer is not None]
+        whole = [i for i in real if rows[i].all()]
+        partial = [i for i in real if i not in whole and rows[i].any()]
+        yield (
+            section.label(kv),
+            [_number(section, i) for i in whole],
+            [
+                (_number(section, i), token)
+                for i in partial
+                for token in np.flatnonzero(rows[i]).tolist()
+            ],
+        )
+
+
+def _number(section: Section, stored: int) -> int:
+    layer = section.layers[stored]
+    assert layer is not None
+    return layer
+
+
+def _extent(where: dict[str, IntArray]) -> str:
+    """Name the layers, and the tokens where rows tell them, that something touches."""
+    parts = [
+        _numbers(axis, np.unique(where[axis]).tolist())
+        for axis in ("layer", "token")
+        if axis in where
+    ]
+    return ", ".join(parts)
+
+
+def _counted(count: int, one: str, more: str) -> str:
+    return f"{count} {one if count == 1 else more}"
+
+
+def _numbers(word: str, numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return f"{word} {numbers[0]}"
+    if len(numbers) <= _NAMED_NUMBERS:
+        return f"{word}s {', '.join(map(str, numbers))}"
+    return f"{len(numbers)} {word}s from {numbers[0]} to {numbers[-1]}"
+
+
+def _place(numbers: dict[str, int]) -> str:
+    """Say a place, the layer and token first."""
+    order = ("layer", "token", "head")
+    hidden = ("kv", "head_group")
+    rest = [axis for axis in numbers if axis not in (*order, *hidden)]
+    named = [axis for axis in order if axis in numbers] + rest
+    return ", ".join(f"{axis.replace('_', ' ')} {numbers[axis]}" for axis in named)
+
+
+# --- statistics ---
+
+
+def _statistics(section: Section, objects: Bytes) -> Iterator[TensorStats]:
+    table = section.table
+    content = table.block(objects, 0, table.rows).reshape(table.rows, table.pitch)
+    for kv, layer, rows in _layer_rows(section):
+        block = content[rows].reshape(1, -1)
+        for column in table.columns:
+            name = section.label(kv)
+            if column.scale_floor is not None or column.name == "rope":
+                name = f"{name}.{column.name}"
+            yield _summary(name, layer, *_values(block, table, column))
+
+
+def _layer_rows(section: Section) -> Iterator[tuple[int | None, int, IntArray]]:
+    """List the rows of each layer that is not padding; K and V apart where they share a table."""
+    for kv, rows in section.parts(np.arange(section.table.rows)):
+        stored = section.stored_layer(rows)
+        for number, layer in enumerate(section.layers):
+            if layer is not None:
+                yield kv, layer, rows[stored == number]
+
+
+def _values(block: Bytes, table: RowTable, column: Column) -> tuple[Floats, BoolArray, BoolArray]:
+    """Give what the items of a column stand for, and which are NaN and Inf."""
+    bits = item_bits(block, table, column)
+    values = to_float32(bits, column.dtype)
+    nan, inf = is_nan(bits, column.dtype), is_inf(bits, column.dtype)
+    if column.scales is not None:
+        scales = to_float32(item_bits(block, table, column.scales), "float32")
+        wide = np.repeat(scales, column.items // column.scales.items, axis=-1)
+        nan &= wide != 0
+        with np.errstate(all="ignore"):
+            values = np.where(wide == 0, np.float32(0), values * wide)
+    return values, nan, inf
+
+
+def _summary(name: str, layer: int, values: Floats, nan: BoolArray, inf: BoolArray) -> TensorStats:
+    finite = values[np.isfinite(values)]
+    some = len(finite) > 0
+    return TensorStats(
+        tensor=name,
+        layer=layer,
+        values=values.size,
+        minimum=float(finite.min()) if some else None,
+        maximum=float(finite.max()) if some else None,
+        mean_magnitude=float(np.abs(finite).mean(dtype=np.float64)) if some else None,
+        nan=int(nan.sum()),
+        inf=int(inf.sum()),
+        zero=int((finite == 0).sum()),
+    )

@@ -1,0 +1,172 @@
+"""The `--repair` part of `verify`: its options, and what becomes of a report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.formats.errors import UsageError
+from hicachectl.guards import agreed, require_consent
+from hicachectl.session import progress, remark
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicachectl.backends.base import Store
+    from hicachectl.planning import RepairPlan
+    from hicachectl.repair import RepairOutcome
+    from hicachectl.verify import Report, Request
+
+_OPTIONS = (
+    click.option(
+        "--repair",
+        type=click.Choice(["none", "quarantine", "delete"]),
+        default="none",
+        show_default=True,
+        help="Take page groups with an error out of the store.",
+    ),
+    click.option(
+        "--repair-code",
+        "repair_codes",
+        multiple=True,
+        metavar="CODE",
+        help="Repair findings of this code too, a warning's say; can be given again.",
+    ),
+    click.option(
+        "--quarantine",
+        metavar="URL",
+        help="Where quarantined objects go.  [default: .hicachectl/quarantine/ in a file store]",
+    ),
+    click.option(
+        "--token-ids",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Prompts, a JSON list of token ids a line: repair also takes the pages that stand "
+        "after a removed one.",
+    ),
+    click.option("--yes", is_flag=True, help="Do not ask before a repair."),
+    click.option("--dry-run", is_flag=True, help="Say what a repair would do, and change nothing."),
+)
+
+
+def repair_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a repair to a command."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def refuse_early(options: dict[str, Any]) -> None:
+    """Fail on options that make no sense together, before the store is opened."""
+    given = [name for name in ("repair_codes", "quarantine", "token_ids", "dry_run", "yes")
+             if options[name]]  # fmt: skip
+    if options["repair"] == "none":
+        if given:
+            name = given[0].replace("repair_codes", "repair_code").replace("_", "-")
+            raise click.UsageError(f"--{name} needs --repair")
+        return
+    if options["repair"] == "delete" and options["quarantine"]:
+        raise click.UsageError("--repair delete keeps nothing; leave out --quarantine")
+    require_consent(yes=options["yes"], dry_run=options["dry_run"])
+
+
+def refuse_without_profile(request: Request) -> None:
+    """Refuse to repair by expectations that come from the store itself."""
+    if request.repairs and (request.profile is None or request.profile.inferred):
+        raise UsageError(
+            "--repair needs a real profile: --profile, --model-config or --server; what the store "
+            "shows of itself is not enough to take pages away"
+        )
+
+
+def finish_earlier(ctx: click.Context, store: Store, options: dict[str, Any]) -> None:
+    """Complete what a repair that was killed had begun, before the store is looked at."""
+    from hicachectl.repair import count_unfinished, finish_unfinished
+
+    if options["repair"] == "none":
+        return
+    if options["dry_run"]:
+        unfinished = count_unfinished(store, options["quarantine"])
+        if unfinished:
+            remark(ctx, f"{unfinished} pages of a repair that was cut short would be completed")
+        return
+    finished = finish_unfinished(store, options["quarantine"])
+    if len(finished.rows):
+        remark(ctx, f"completed {len(finished.rows)} pages that an earlier run had begun with")
+    _say_failures(ctx, finished)
+
+
+def repaired(
+    ctx: click.Context, store: Store, request: Request, report: Report, options: dict[str, Any]
+) -> tuple[Report, bool]:
+    """Repair what a report asks for; the report with its counts, and whether all went well."""
+    from hicachectl.planning import plan_repair
+    from hicachectl.repair import run_repair
+
+    if options["repair"] == "none":
+        return report, True
+    plan = plan_repair(report.groups, report.findings, codes=options["repair_codes"])
+    plan = _with_descendants(plan, request, report, options)
+    if not len(plan.groups):
+        return report, True
+    if not agreed(_question(store, report, plan, options), yes=options["yes"],
+                  dry_run=options["dry_run"]):  # fmt: skip
+        remark(ctx, "nothing was repaired")
+        return report, True
+    with progress(ctx, "repairing", " pages") as advance:
+        outcome = run_repair(
+            store,
+            report.inventory,
+            report.groups,
+            plan,
+            mode=options["repair"],
+            quarantine=options["quarantine"],
+            dry_run=options["dry_run"],
+            on_progress=advance,
+        )
+    _say(ctx, outcome, options)
+    counts = {"repaired": outcome.repaired, "quarantined": outcome.quarantined}
+    if options["dry_run"]:
+        counts = {"repaired": 0, "quarantined": 0}
+    document = {**report.document, **counts, "dry_run": options["dry_run"]}
+    return replace(report, document=document), not (outcome.failed or outcome.remaining)
+
+
+def _with_descendants(
+    plan: RepairPlan, request: Request, report: Report, options: dict[str, Any]
+) -> RepairPlan:
+    from hicachectl.chains import read_chains
+    from hicachectl.planning import with_descendants
+
+    if not options["token_ids"] or request.profile is None:
+        return plan
+    chains = read_chains(options["token_ids"], request.profile)
+    return with_descendants(plan, report.groups, chains)
+
+
+def _question(store: Store, report: Report, plan: RepairPlan, options: dict[str, Any]) -> str:
+    from hicachectl.output import human_size
+
+    nbytes = human_size(int(report.groups.nbytes[plan.groups].sum()))
+    verb = {"quarantine": "Quarantine", "delete": "Delete"}[options["repair"]]
+    return f"{verb} {len(plan.groups)} pages ({nbytes}) of {store.url}?"
+
+
+def _say(ctx: click.Context, outcome: RepairOutcome, options: dict[str, Any]) -> None:
+    would = "would be " if options["dry_run"] else ""
+    where = f" to {outcome.quarantine}" if outcome.quarantine else ""
+    verb = "quarantined" if options["repair"] == "quarantine" else "deleted"
+    remark(ctx, f"{outcome.repaired} pages {would}{verb}{where}")
+    if outcome.kept:
+        remark(ctx, f"{outcome.kept} pages were rewritten meanwhile, and stay")
+    if outcome.remaining:
+        remark(ctx, f"{outcome.remaining} pages could not be taken away; run it again")
+    _say_failures(ctx, outcome)
+
+
+def _say_failures(ctx: click.Context, outcome: RepairOutcome) -> None:
+    for key, message in outcome.failed:
+        remark(ctx, f"{key}: {message}")

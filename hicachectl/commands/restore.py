@@ -1,0 +1,144 @@
+"""`hicachectl restore`: put quarantined pages back."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.errors import FINDINGS
+from hicachectl.guards import agreed, require_consent
+from hicachectl.options import output_options, store_argument
+from hicachectl.session import opened, progress, remark
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from hicachectl.restoring import RestoreOutcome
+
+
+@click.command(
+    "restore",
+    epilog="""\b
+Examples:
+  hicachectl restore /tmp/hicache/.hicachectl/quarantine /tmp/hicache --dry-run
+  hicachectl restore /var/quarantine prod: --pages 4ebfa8a1f3c3 --yes
+""",
+)
+@click.argument("quarantine", metavar="QUARANTINE")
+@store_argument
+@click.option(
+    "--pages",
+    metavar="FILE|PREFIX",
+    help="Only pages listed in FILE (a hash a line, or the JSON lines of ls), or whose hash "
+    "starts with PREFIX.",
+)
+@click.option("--dry-run", is_flag=True, help="List what would be restored, and change nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@output_options
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    quarantine: str,
+    store: str,
+    pages: str | None,
+    dry_run: bool,
+    yes: bool,
+    output_format: str,
+    output: Path | None,
+) -> None:
+    """Put the pages of QUARANTINE, a directory that verify --repair filled, back into STORE.
+
+    Each page comes back with all its objects and their times, the kv objects last, and leaves the
+    quarantine. A page of which any object is in the store again is a conflict: it stays where it
+    is, and the exit status is 4. What was wrong with a page is wrong with it again.
+    """
+    from hicachectl.output import write_document
+    from hicachectl.restoring import restore_groups
+
+    require_consent(yes=yes, dry_run=dry_run)
+    wanted = _wanted(pages)
+    directory = _directory(ctx, quarantine)
+    with opened(ctx, store) as source:
+        started = time.monotonic()
+        if not (yes or dry_run):
+            found = restore_groups(source, directory, wanted=wanted, dry_run=True)
+            if not agreed(_question(found, source.url), yes=yes, dry_run=dry_run):
+                remark(ctx, "nothing was restored")
+                return
+        with progress(ctx, "restoring", " pages") as advance:
+            outcome = restore_groups(
+                source, directory, wanted=wanted, dry_run=dry_run, on_progress=advance
+            )
+        document = {
+            "store": source.url,
+            "quarantine": str(directory),
+            "pages": outcome.restored,
+            "objects": outcome.objects,
+            "bytes": outcome.nbytes,
+            "gone": outcome.gone,
+            "conflicts": outcome.conflicts,
+            "failed": outcome.failed,
+            "seconds": round(time.monotonic() - started, 3),
+            "dry_run": dry_run,
+            "groups": None,
+        }
+    write_document(
+        document,
+        rows=outcome.rows,
+        name="groups",
+        output_format=output_format,
+        output=output,
+        text=lambda colour: _lines(document, outcome, colour),
+    )
+    if outcome.busy:
+        remark(ctx, f"{outcome.busy} runs in {directory} belong to a process that is at work")
+    if dry_run:
+        remark(ctx, "dry run: nothing was restored")
+    if outcome.conflicts or outcome.failed:
+        ctx.exit(FINDINGS)
+
+
+def _wanted(pages: str | None) -> Callable[[str], bool]:
+    from hicachectl.chains import read_pages
+
+    if pages is None:
+        return lambda page: True
+    if re.fullmatch(r"[0-9a-fA-F]{1,64}", pages) and not Path(pages).exists():
+        return lambda page: page.startswith(pages.lower())
+    listed = read_pages(Path(pages))
+    return lambda page: page in listed
+
+
+def _directory(ctx: click.Context, quarantine: str) -> Path:
+    from hicachectl.backends.urls import load_config, parse_url
+
+    config = ctx.obj.config
+    url = parse_url(quarantine, load_config(None if config is None else str(config)))
+    if url.scheme != "file":
+        raise click.UsageError(f"{quarantine}: a quarantine is a directory")
+    return Path(url.path)
+
+
+def _question(found: RestoreOutcome, store: str) -> str:
+    from hicachectl.output import human_size
+
+    return f"Put {found.restored} pages ({human_size(found.nbytes)}) back into {store}?"
+
+
+def _lines(document: dict[str, Any], outcome: RestoreOutcome, colour: bool) -> Iterator[str]:
+    from hicachectl.output import human_size, table_lines
+    from hicachectl.people import restored_for_people
+
+    if len(outcome.rows):
+        yield from table_lines(restored_for_people(outcome.rows), colour=colour)
+    conflicts = f", {document['conflicts']} conflicts" if document["conflicts"] else ""
+    failed = f", {document['failed']} failed" if document["failed"] else ""
+    yield (
+        f"{document['pages']} pages, {document['objects']} objects, "
+        f"{human_size(document['bytes'])} restored{conflicts}{failed}"
+    )

@@ -1,0 +1,247 @@
+"""`hicachectl rm`: take pages out of a store for good."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.errors import FINDINGS
+from hicachectl.guards import agreed, locked, require_consent
+from hicachectl.options import NameList, PointInTime, output_options, store_argument
+from hicachectl.session import opened, progress, remark
+from hicachectl.vocabulary import STATES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.backends.base import Store
+    from hicachectl.groups import PageGroups
+    from hicachectl.inventory import Inventory
+    from hicachectl.planning import Criteria, RepairPlan
+    from hicachectl.repair import RepairOutcome
+
+_SELECTORS = ("model", "tag", "pages", "before", "state")
+
+
+@click.command(
+    "rm",
+    epilog="""\b
+Examples:
+  hicachectl rm /tmp/hicache --model Qwen/Qwen3-32B --dry-run
+  hicachectl rm prod: --before 7d --yes --lock /run/hicachectl.lock
+  hicachectl rm prod: --state orphan
+  hicachectl rm prod: --pages bad-pages.txt --profile prod.toml --token-ids prompts.jsonl
+""",
+)
+@store_argument
+@click.option("--model", metavar="NAME", help="Pages of this model; a / may be written as such.")
+@click.option("--tag", metavar="TAG", help="Pages under this Mooncake extra_backend_tag.")
+@click.option(
+    "--pages",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Pages listed in FILE: a hash a line, or the JSON lines of ls.",
+)
+@click.option(
+    "--before",
+    type=PointInTime(),
+    metavar="TIME",
+    help="Pages last written to before (ISO 8601, or a duration ago such as 7d).",
+)
+@click.option("--state", type=NameList(STATES), help="Pages in these states.")
+@click.option(
+    "--token-ids",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Prompts, a JSON list of token ids a line: also take the pages that stand after a "
+    "removed one, which nothing can reach any more. Needs --profile.",
+)
+@click.option(
+    "--profile",
+    "profile_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Profile of the deployment (TOML or JSON); see hicachectl-profile(1).",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be removed, and change nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option(
+    "--lock",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Do nothing while another process holds the lock of FILE.",
+)
+@output_options
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    store: str,
+    dry_run: bool,
+    yes: bool,
+    lock: Path | None,
+    output_format: str,
+    output: Path | None,
+    **options: Any,
+) -> None:
+    """Remove pages from STORE for good, each with all its objects, the kv objects first.
+
+    Pages are removed that meet all of --model, --tag, --pages, --before and --state; at least one
+    is needed. What a server writes anew meanwhile stays. The exit status is 4 when something
+    could not be removed.
+    """
+    from hicachectl.repair import finish_unfinished, run_repair
+
+    _refuse_contradictions(options)
+    require_consent(yes=yes, dry_run=dry_run)
+    with locked(lock) as is_ours:
+        if not is_ours:
+            remark(ctx, f"another process holds {lock}; nothing was done")
+            return
+        with opened(ctx, store) as source:
+            if not dry_run:
+                _report_finished(ctx, finish_unfinished(source))
+            inventory, groups, plan = _plan(ctx, source, options)
+            started = time.monotonic()
+            if not agreed(_question(source, groups, plan), yes=yes, dry_run=dry_run):
+                remark(ctx, "nothing was removed")
+                return
+            with progress(ctx, "removing", " pages") as advance:
+                outcome = run_repair(
+                    source,
+                    inventory,
+                    groups,
+                    plan,
+                    mode="delete",
+                    dry_run=dry_run,
+                    on_progress=advance,
+                )
+        _write(
+            _document(source.url, outcome, time.monotonic() - started, dry_run),
+            outcome,
+            output_format=output_format,
+            output=output,
+        )
+    if dry_run:
+        remark(ctx, "dry run: nothing was removed")
+    if outcome.failed or outcome.remaining:
+        ctx.exit(FINDINGS)
+
+
+def _refuse_contradictions(options: dict[str, Any]) -> None:
+    """Fail on options that make no sense together, before the store is opened."""
+    if all(options[name] is None for name in _SELECTORS):
+        raise click.UsageError(
+            "name what to remove: --model, --tag, --pages, --before or --state; "
+            "what wipes every model's pages is SGLang's own clear"
+        )
+    if options["token_ids"] and not options["profile_file"]:
+        raise click.UsageError("--token-ids needs --profile, for the page size")
+
+
+def _plan(
+    ctx: click.Context, store: Store, options: dict[str, Any]
+) -> tuple[Inventory, PageGroups, RepairPlan]:
+    from hicachectl.chains import read_chains
+    from hicachectl.groups import UNKNOWN, PageGroups
+    from hicachectl.inventory import take_inventory
+    from hicachectl.planning import plan_removal, with_descendants
+    from hicachectl.profiles import profile_from_options
+
+    criteria = _criteria(store, options)
+    profile = profile_from_options({"profile_file": options["profile_file"]}, store)
+    columns = ("version",) if store.supports_version else ()
+    with progress(ctx, "listing", " objects") as advance:
+        inventory = take_inventory(store, profile, columns=columns, on_batch=advance)
+    groups = PageGroups(inventory)
+    unjudged = int((groups.states == UNKNOWN).sum())
+    if unjudged and (criteria.model is not None or criteria.tag is not None):
+        remark(ctx, f"{unjudged} page groups have ambiguous keys and stay; a profile could tell")
+    plan = plan_removal(groups, criteria.chosen(groups), _why(options))
+    if options["token_ids"] and profile is not None:
+        plan = with_descendants(plan, groups, read_chains(options["token_ids"], profile))
+    return inventory, groups, plan
+
+
+def _criteria(store: Store, options: dict[str, Any]) -> Criteria:
+    from hicachectl.chains import read_pages
+    from hicachectl.formats.errors import UnsupportedByBackend
+    from hicachectl.planning import Criteria
+
+    if options["before"] is not None and not store.supports_times:
+        raise UnsupportedByBackend(f"{store.url}: keeps no times; --before means nothing there")
+    return Criteria(
+        model=options["model"],
+        tag=options["tag"],
+        pages=None if options["pages"] is None else read_pages(options["pages"]),
+        before=options["before"],
+        states=options["state"],
+    )
+
+
+def _why(options: dict[str, Any]) -> str:
+    given = (f"--{name}" for name in _SELECTORS if options[name] is not None)
+    return f"rm {' '.join(given)}"
+
+
+def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
+    from hicachectl.output import human_size
+
+    nbytes = human_size(int(groups.nbytes[plan.groups].sum()))
+    return f"Remove {len(plan.groups)} pages ({nbytes}) from {store.url}?"
+
+
+def _report_finished(ctx: click.Context, finished: RepairOutcome) -> None:
+    if len(finished.rows):
+        remark(ctx, f"completed {len(finished.rows)} pages that an earlier run had begun with")
+    for key, message in finished.failed:
+        remark(ctx, f"{key}: {message}")
+
+
+def _document(store: str, outcome: RepairOutcome, seconds: float, dry_run: bool) -> dict[str, Any]:
+    return {
+        "store": store,
+        "pages": outcome.repaired,
+        "objects": outcome.deleted,
+        "bytes": outcome.nbytes,
+        "gone": outcome.gone,
+        "kept": outcome.kept,
+        "failed": len(outcome.failed),
+        "remaining": outcome.remaining,
+        "seconds": round(seconds, 3),
+        "dry_run": dry_run,
+        "failures": [{"key": key, "detail": detail} for key, detail in outcome.failed],
+        "groups": None,
+    }
+
+
+def _write(
+    document: dict[str, Any], outcome: RepairOutcome, *, output_format: str, output: Path | None
+) -> None:
+    from hicachectl.output import write_document
+
+    write_document(
+        document,
+        rows=outcome.rows,
+        name="groups",
+        output_format=output_format,
+        output=output,
+        text=lambda colour: _lines(document, outcome, colour),
+    )
+
+
+def _lines(document: dict[str, Any], outcome: RepairOutcome, colour: bool) -> Iterator[str]:
+    from hicachectl.output import human_size, table_lines
+    from hicachectl.people import removals_for_people
+
+    if len(outcome.rows):
+        yield from table_lines(removals_for_people(outcome.rows), colour=colour)
+    yield from (f"{failure['key']}: {failure['detail']}" for failure in document["failures"])
+    remaining = f", {document['remaining']} pages remain" if document["remaining"] else ""
+    yield (
+        f"{document['pages']} pages, {document['objects']} objects, "
+        f"{human_size(document['bytes'])} removed{remaining}"
+    )

@@ -1,0 +1,310 @@
+"""Tell from the bytes of a page in which order its rows were stored.
+
+A channel keeps its relative magnitude from token to token, and each (layer, head) has magnitudes
+of its own. So rows (one token of one layer and head) of one layer and head resemble each other
+more than they resemble other rows. Read in a wrong order, this is lost.
+
+Five rows are compared at a time, many times over. From a base row, in the profile's reading:
+    near, far  are the next token and another token of the same layer and head,
+    other      is of the same layer and head in the *other* reading only, and of another token,
+    control    is of the same layer and head in no reading.
+Resemblance is the correlation of log magnitudes over channels, after what all rows have in common
+is taken out; no scale of a row, layer or head enters it. If the profile is right, `near` and `far`
+resemble the base, and `other` no more than `control` does. If the other order is right, `other`
+alone resembles it. A finding needs both: that the other order shows, and that the profile's does
+not. Where neither shows (noise, few layers or tokens), or both (copies, smooth drifts and phases
+of RoPE, which show in `near` at the latest), the statistic abstains.
+
+The bits of a float, without its sign, are its logarithm to within a few percent: that is what is
+compared, so that any float format will do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    BoolArray = npt.NDArray[np.bool_]
+    IntArray = npt.NDArray[np.int64]
+    Floats = npt.NDArray[np.float32]
+    # page numbers, row numbers, most channels -> log magnitudes [pages, tensors, rows, channels],
+    # which the caller may change
+    ReadRows = Callable[[IntArray, IntArray, int], Floats]
+
+# All must hold to contradict the profile. Chance passes MIN_SIGMA less than once in 1e8 pages;
+# the others are for bytes that are not random but not healthy rows of a model either.
+MIN_SIGMA = 8.0
+MIN_GAIN = 0.05  # of correlation, that the other order has over the control
+MAX_OWN_SHARE = 0.25  # of that gain, that the profile's order may have
+MIN_SETS = 32  # with fewer, a few odd rows could decide
+MAX_SETS = 192
+
+# A first look at fewer rows and channels spares most pages the second.
+_SCREEN_OWN_SETS, _SCREEN_OWN_CHANNELS = 32, 32
+_SCREEN_OTHER_SETS, _SCREEN_OTHER_CHANNELS = 64, 64
+_SCREEN_OWN_SIGMA = 5.0  # at which the profile's own order counts as seen
+_SCREEN_OTHER_SIGMA = 2.0  # below which a second look would hardly reach MIN_SIGMA
+_CHANNELS = 128
+
+_DRAWS = 32_768
+_ITEMS_AT_ONCE = 1 << 18
+
+_COPY = 0.95  # a correlation at which two rows are one copied, which says nothing on the order
+_NOTHING_LEFT = 0.05  # of a row's length, once what is common is out: it is like all others
+_FLOOR_SIGMA = 2.0  # log magnitudes further below their row's mean say only "near zero"
+
+_BASE, _NEAR, _FAR, _OTHER, _CONTROL = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """The order of a tensor's rows: `axes` is a permutation of layer and token, perhaps head."""
+
+    axes: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+    def rows(self, layer: IntArray, token: IntArray, head: IntArray) -> IntArray:
+        """Give the row numbers of (layer, token, head)."""
+        by_name = {"layer": layer, "token": token, "head": head}
+        number = np.zeros_like(layer)
+        for axis, length in zip(self.axes, self.lengths, strict=True):
+            number = number * length + by_name[axis]
+        return number
+
+    def coordinates(self, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Give (layer, token, head) of row numbers; head is 0 without such an axis."""
+        found = dict(zip(self.axes, np.unravel_index(rows, self.lengths), strict=True))
+        return found["layer"], found["token"], found.get("head", np.zeros_like(rows))
+
+    def length(self, axis: str) -> int:
+        """Length of an axis, 1 where there is none."""
+        return dict(zip(self.axes, self.lengths, strict=True)).get(axis, 1)
+
+    @property
+    def visible(self) -> tuple[str, ...]:
+        """The axes whose order makes a difference: those longer than 1."""
+        return tuple(a for a, n in zip(self.axes, self.lengths, strict=True) if n > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderVerdict:
+    """What one page says against the profile's order.
+
+    rival: position of the better order among those given.
+    own:   mean correlation of rows that the profile's order puts together, less the control's.
+    other: the same of the better order.
+    sigma: how many standard errors `other` lies above the control and above the profile's order.
+    sets:  how many sets of rows the means are of.
+    """
+
+    rival: int
+    own: float
+    other: float
+    sigma: float
+    sets: int
+
+
+class OrderTest:
+    """Compare the profile's row order with others that a page could have been stored in."""
+
+    def __init__(self, stored: RowOrder, rivals: Sequence[RowOrder], layers: Iterable[int]) -> None:
+        """Draw the rows to compare; `layers` are those that are not padding."""
+        usable = np.array(sorted(layers), dtype=np.int64)
+        distinct = {r.visible: (n, r) for n, r in enumerate(rivals) if r.visible != stored.visible}
+        others = [rival for _, rival in distinct.values()]
+        sets = {n: _draw(stored, rival, others, usable) for n, rival in distinct.values()}
+        self._sets = {n: rows for n, rows in sets.items() if rows.shape[1] >= MIN_SETS}
+
+    @property
+    def decidable(self) -> bool:
+        """Whether any rival order could be told from the profile's."""
+        return bool(self._sets)
+
+    def contradictions(self, read: ReadRows, pages: int) -> dict[int, OrderVerdict]:
+        """Find the pages, out of so many, that contradict the profile, and what they say."""
+        found: dict[int, OrderVerdict] = {}
+        suspects = _filtered(np.arange(pages), self._is_unseen, read)
+        for number, sets in self._sets.items():
+            for page in _filtered(suspects, partial(_is_hinted, sets), read).tolist():
+                verdict = _verdict(number, _read_sets(read, np.array([page]), sets, _CHANNELS))
+                if verdict and (page not in found or found[page].other < verdict.other):
+                    found[page] = verdict
+        return found
+
+    def _is_unseen(self, read: ReadRows, pages: IntArray) -> BoolArray:
+        """Tell which pages do not show the profile's order at a first look."""
+        if not self._sets:
+            return np.zeros(len(pages), np.bool_)
+        sets = next(iter(self._sets.values()))[: _FAR + 1, :_SCREEN_OWN_SETS]
+        base, near, far = _read_sets(read, pages, sets, _SCREEN_OWN_CHANNELS)
+        own = _correlation(base, near) + _correlation(base, far)
+        mean, error = _mean_and_error(own * np.float32(0.5), _filled(base), MIN_SETS // 2)
+        unseen: BoolArray = (mean < _SCREEN_OWN_SIGMA * error) | (mean < MIN_GAIN)
+        return unseen
+
+
+def _filtered(
+    pages: IntArray, keep: Callable[[ReadRows, IntArray], BoolArray], read: ReadRows
+) -> IntArray:
+    """Keep some pages, looking at a bounded number of them at once."""
+    step = max(1, _ITEMS_AT_ONCE // (3 * _SCREEN_OTHER_SETS * _SCREEN_OTHER_CHANNELS))
+    kept = [pages[i : i + step] for i in range(0, len(pages), step)]
+    return np.concatenate([pages[:0], *(some[keep(read, some)] for some in kept)])
+
+
+def _is_hinted(sets: IntArray, read: ReadRows, pages: IntArray) -> BoolArray:
+    """Tell which pages show a rival's order at a first look."""
+    chosen = sets[[_BASE, _OTHER, _CONTROL], :_SCREEN_OTHER_SETS]
+    base, other, control = _read_sets(read, pages, chosen, _SCREEN_OTHER_CHANNELS)
+    gain = _correlation(base, other) - _correlation(base, control)
+    mean, error = _mean_and_error(gain, _filled(base), MIN_SETS // 2)
+    hinted: BoolArray = mean >= _SCREEN_OTHER_SIGMA * error
+    return hinted
+
+
+def log_magnitudes(bits: npt.NDArray[Any]) -> Floats:
+    """Turn floats of any format, given as unsigned integers, into logarithms of their magnitude.
+
+    Unit and zero are the format's own. NaN and infinity read as large numbers.
+    """
+    magnitudes = bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
+    logarithms: Floats = magnitudes.astype(np.float32)
+    return logarithms
+
+
+# --- choosing rows ---
+
+
+def _draw(
+    stored: RowOrder, rival: RowOrder, rivals: Sequence[RowOrder], layers: IntArray
+) -> IntArray:
+    """Draw distinct sets of rows: [base near far other control, sets]."""
+    tokens, heads = stored.length("token"), stored.length("head")
+    if tokens < 3 or not len(layers):
+        return np.zeros((5, 0), np.int64)
+    rng = np.random.default_rng(20_011)  # the same rows of every page, in every run
+    layer, layer_2 = rng.choice(layers, (2, _DRAWS))
+    token, token_2, token_3, their_token = rng.integers(tokens, size=(4, _DRAWS))
+    head, head_2 = rng.integers(heads, size=(2, _DRAWS))
+    base = stored.rows(layer, token, head)
+    near = stored.rows(layer, (token + rng.choice([-1, 1], _DRAWS)) % tokens, head)
+    far = stored.rows(layer, token_2, head)
+    their_layer, _, their_head = rival.coordinates(base)
+    other = rival.rows(their_layer, their_token, their_head)
+    other_layer, other_token, _ = stored.coordinates(other)
+    control_token = np.where(rng.random(_DRAWS) < 0.5, other_token, token_3)
+    control = stored.rows(layer_2, control_token, head_2)
+    good = (token != token_2) & (other != base) & np.isin(other_layer, layers)
+    good &= _strangers(stored, base, other) & _strangers(stored, base, control)
+    for reading in rivals:
+        for row in (near, far, control):
+            good &= _strangers(reading, base, row)
+    # Rows of one token could resemble each other across layers, and rows that are a certain number
+    # of tokens apart too. Where the lengths divide each other, one or both must be put up with: of
+    # as many layers as tokens, all of the same weights, a page would read as transposed.
+    elsewhere = other_token != token
+    matched = control_token == other_token
+    unlike = control_token != token
+    ranked = (good & elsewhere & matched, good & elsewhere & unlike, good & matched, good & unlike)
+    sets = np.stack([base, near, far, other, control])
+    drawn = [_distinct(sets[:, chosen]) for chosen in ranked]
+    enough = max(rows.shape[1] for rows in drawn) / 2
+    return next(rows for rows in drawn if rows.shape[1] >= enough)
+
+
+def _distinct(sets: IntArray) -> IntArray:
+    """Keep the first MAX_SETS sets of distinct (base, other)."""
+    _, first = np.unique(sets[[_BASE, _OTHER]], axis=1, return_index=True)
+    return np.ascontiguousarray(sets[:, np.sort(first)[:MAX_SETS]])
+
+
+def _strangers(reading: RowOrder, base: IntArray, row: IntArray) -> BoolArray:
+    """Whether two rows are not of the same layer and head in a reading."""
+    layer, _, head = reading.coordinates(base)
+    layer_2, _, head_2 = reading.coordinates(row)
+    return ~(np.equal(layer, layer_2) & np.equal(head, head_2))
+
+
+# --- comparing them ---
+
+
+def _read_sets(read: ReadRows, pages: IntArray, sets: IntArray, channels: int) -> list[Floats]:
+    """Read rows [roles, sets], standardised: for each role [pages, tensors * sets, channels]."""
+    rows = _standardised(read(pages, sets.reshape(-1), channels))
+    n, tensors, _, width = rows.shape
+    by_role = rows.reshape(n, tensors, *sets.shape, width)
+    return [
+        by_role[:, :, role].reshape(n, tensors * sets.shape[1], width) for role in range(len(sets))
+    ]
+
+
+def _standardised(rows: Floats) -> Floats:
+    """Take out what rows have in common, and give each length 1; one with nothing left is zero.
+
+    rows: [n, tensors, rows, channels], overwritten.
+    """
+    rows -= rows.mean(axis=-1, keepdims=True)
+    spread = _lengths(rows) / np.sqrt(rows.shape[-1])
+    np.maximum(rows, -_FLOOR_SIGMA * spread.astype(np.float32), out=rows)
+    rows -= rows.mean(axis=-1, keepdims=True)
+    before = _lengths(rows)
+    # Channels that are large in every layer resemble one another in any order.
+    rows -= rows.mean(axis=-2, keepdims=True)
+    length = _lengths(rows)
+    rows /= np.where(length > _NOTHING_LEFT * before, length, np.inf)
+    return rows
+
+
+def _lengths(rows: Floats) -> Floats:
+    lengths: Floats = np.sqrt(np.einsum("...c,...c->...", rows, rows))[..., np.newaxis]
+    return lengths
+
+
+def _filled(rows: Floats) -> BoolArray:
+    """Tell which rows have anything left: [pages, sets]."""
+    filled: BoolArray = np.einsum("nsc,nsc->ns", rows, rows) > 0
+    return filled
+
+
+def _correlation(one: Floats, two: Floats) -> Floats:
+    correlation: Floats = np.einsum("nsc,nsc->ns", one, two)
+    return correlation
+
+
+def _mean_and_error(values: Floats, usable: BoolArray, least: int) -> tuple[Floats, Floats]:
+    """Mean and standard error of each page's usable values: [pages]; fewer than `least` give 0."""
+    count = np.maximum(usable.sum(axis=1), 2)
+    mean = np.where(usable, values, 0).sum(axis=1) / count
+    squares = np.where(usable, (values - mean[:, np.newaxis]) ** 2, 0).sum(axis=1)
+    error = np.sqrt(squares / (count - 1) / count)
+    mean = np.where(count >= least, mean, 0)
+    return mean.astype(np.float32), np.maximum(error, 1e-6).astype(np.float32)
+
+
+def _mean_of_page(values: Floats, usable: BoolArray) -> tuple[float, float]:
+    mean, error = _mean_and_error(values, usable, MIN_SETS)
+    return float(mean[0]), float(error[0])
+
+
+def _verdict(rival: int, roles: list[Floats]) -> OrderVerdict | None:
+    """Judge one page by all its sets."""
+    base = roles[_BASE]
+    to_near, to_far, to_other, to_control = (_correlation(base, row) for row in roles[1:])
+    usable = np.all([_filled(row) for row in roles], axis=0)
+    usable &= np.max([to_near, to_far, to_other, to_control], axis=0) < _COPY
+    gain, error = _mean_of_page(to_other - to_control, usable)
+    sigma, own = gain / error, -1.0
+    for to_own in (to_near, to_far):
+        lead, error = _mean_of_page(to_other - to_own, usable)
+        sigma = min(sigma, lead / error)
+        own = max(own, gain - lead)
+    if sigma < MIN_SIGMA or gain < MIN_GAIN or own > MAX_OWN_SHARE * gain:
+        return None
+    return OrderVerdict(rival, own, gain, sigma, int(usable.sum()))

@@ -1,0 +1,238 @@
+"""Find values that no healthy object holds: NaN, Inf, bad scales, rows of zero bytes.
+
+An object is cut into `RowTable`s. Each kernel takes a block of consecutive rows of several objects
+at once; `may_hold_bad_values` decides on integer views, without a conversion or a copy, and only
+where it says yes are the others asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hicachectl.formats.layouts import TENSOR_DTYPE_BYTES
+
+Bytes = npt.NDArray[np.uint8]
+Bits = npt.NDArray[np.unsignedinteger[Any]]  # unsigned integers of an item's width
+BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
+
+BAD_ITEMS = ("nan", "inf", "bad-scale")
+
+_INF_BITS32 = 0x7F800000
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}
+# Bits of infinity; every larger magnitude is NaN.
+_INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": _INF_BITS32, "float8_e5m2": 0x7C}
+_ONLY_NAN = {"float8_e4m3fn": 0x7F}  # has no infinity
+_FNUZ_NAN = 0x80  # float8_e4m3fnuz: what would be -0
+_FP8_FORM = {  # mantissa bits, exponent bias
+    "float8_e4m3fn": (3, 7),
+    "float8_e4m3fnuz": (3, 8),
+    "float8_e5m2": (2, 15),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A run of equal items in each row of a table.
+
+    offset:      bytes from the start of the row.
+    scale_floor: for fp32 scales, the least that is legal; None for ordinary numbers.
+    scales:      the column of scales for these codes, each for an equal share of them. Where a
+                 scale of 0 is legal, the codes under it mean nothing and are not judged.
+    """
+
+    name: str
+    offset: int
+    items: int
+    dtype: str
+    scale_floor: float | None = None
+    scales: Column | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the column in one row."""
+        return self.items * TENSOR_DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """Equal rows of `pitch` bytes, one after another from `offset` on.
+
+    axes, shape: what the row number counts, outermost first.
+    runs:        half-open ranges of rows to look at; the others are padding.
+    """
+
+    name: str
+    offset: int
+    pitch: int
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    columns: tuple[Column, ...]
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def rows(self) -> int:
+        """How many rows the table has, padding included."""
+        return prod(self.shape)
+
+    def block(self, objects: Bytes, start: int, stop: int) -> Bytes:
+        """View rows of objects [n, nbytes] as [n, rows * pitch]."""
+        return objects[:, self.offset + start * self.pitch : self.offset + stop * self.pitch]
+
+
+def may_hold_bad_values(block: Bytes, table: RowTable) -> bool:
+    """Tell whether `count_bad` can find anything; False is certain, True is not.
+
+    block: [n, rows * pitch] with contiguous rows.
+    """
+    return any(
+        _has_special(_items(block, table, column), column.dtype)
+        if column.scale_floor is None
+        else _has_bad_scale(_items(block, table, column), column.scale_floor)
+        for column in table.columns
+    )
+
+
+def count_bad(block: Bytes, table: RowTable) -> dict[str, IntArray]:
+    """Count bad items of each kind in each row of a block [n, rows * pitch]: [n, rows]."""
+    return {
+        code: sum(
+            (bad_items(block, table, column, code).sum(axis=-1) for column in table.columns),
+            start=np.zeros((len(block), block.shape[1] // table.pitch), np.int64),
+        )
+        for code in BAD_ITEMS
+    }
+
+
+def bad_items(block: Bytes, table: RowTable, column: Column, code: str) -> BoolArray:
+    """Mark the bad items of one kind of BAD_ITEMS in a column: [n, rows, items]."""
+    bits = item_bits(block, table, column)
+    if (code == "bad-scale") != (column.scale_floor is not None):
+        return np.zeros(bits.shape, np.bool_)
+    if column.scale_floor is not None:
+        return is_bad_scale(bits, column.scale_floor)
+    found = is_nan(bits, column.dtype) if code == "nan" else is_inf(bits, column.dtype)
+    if column.scales is not None and not column.scales.scale_floor:
+        live = item_bits(block, table, column.scales) & 0x7FFFFFFF != 0
+        tile = column.items // column.scales.items
+        found &= np.repeat(live, tile, axis=-1)
+    return found
+
+
+def zero_rows(block: Bytes, table: RowTable) -> tuple[IntArray, IntArray]:
+    """Find rows of zero bytes in a block [n, rows * pitch]: their objects and their rows.
+
+    Rows are told by their first word; only where that is zero is the rest read.
+    """
+    width = next(width for width in (8, 4, 2, 1) if table.pitch % width == 0)
+    first = block.view(f"u{width}")[:, :: table.pitch // width] == 0
+    if not first.any():
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    objects, rows = np.nonzero(first)
+    zero = ~block.reshape(len(block), -1, table.pitch)[objects, rows].any(axis=-1)
+    return objects[zero], rows[zero]
+
+
+def is_nan(bits: Bits, dtype: str) -> BoolArray:
+    """Mark NaN among items given as unsigned integers."""
+    if dtype == "float8_e4m3fnuz":
+        nan: BoolArray = bits == _FNUZ_NAN
+    elif dtype in _INFINITY:
+        nan = _magnitudes(bits) > _INFINITY[dtype]
+    else:
+        nan = _magnitudes(bits) == _ONLY_NAN[dtype]
+    return nan
+
+
+def is_inf(bits: Bits, dtype: str) -> BoolArray:
+    """Mark infinities among items given as unsigned integers."""
+    if dtype not in _INFINITY:
+        return np.zeros(bits.shape, np.bool_)
+    inf: BoolArray = _magnitudes(bits) == _INFINITY[dtype]
+    return inf
+
+
+def is_bad_scale(bits: Bits, floor: float) -> BoolArray:
+    """Mark fp32 scales, given as uint32, that are not finite or below the floor by over one ulp.
+
+    Without a floor -0 and subnormal scales are legal, with one it lies among normal numbers.
+    """
+    low = _floor_bits(floor)
+    good = (bits >= low) & (bits < _INF_BITS32)
+    if not floor:
+        good |= bits == 0x80000000
+    return ~good
+
+
+def to_float32(bits: Bits, dtype: str) -> npt.NDArray[np.float32]:
+    """Convert items given as unsigned integers to fp32; exact for every dtype."""
+    if dtype == "float32":
+        values: npt.NDArray[np.float32] = bits.view(np.float32)
+    elif dtype == "float16":
+        values = bits.view(np.float16).astype(np.float32)
+    elif dtype == "bfloat16":
+        values = (bits.astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = fp8_values(dtype)[bits]
+    return values
+
+
+@cache
+def fp8_values(dtype: str) -> npt.NDArray[np.float32]:
+    """Tabulate the 256 codes of an fp8 dtype."""
+    mantissa_bits, bias = _FP8_FORM[dtype]
+    codes = np.arange(256, dtype=np.uint8)
+    exponent = (codes.astype(np.int64) & 0x7F) >> mantissa_bits
+    fraction = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    size = np.where(exponent == 0, fraction * 2.0, 1 + fraction) * 2.0 ** (exponent - bias)
+    values: npt.NDArray[np.float32] = np.where(codes & 0x80, -size, size).astype(np.float32)
+    values[is_inf(codes, dtype)] *= np.float32(np.inf)
+    values[is_nan(codes, dtype)] = np.nan
+    values.flags.writeable = False
+    return values
+
+
+def item_bits(block: Bytes, table: RowTable, column: Column) -> Bits:
+    """View one column of a block [n, rows * pitch] as unsigned integers: [n, rows, items]."""
+    return _items(block, table, column).reshape(len(block), -1, column.items)
+
+
+def _items(block: Bytes, table: RowTable, column: Column) -> Bits:
+    """View a column as unsigned integers, in the shape that reduces fastest."""
+    unsigned = _UNSIGNED[TENSOR_DTYPE_BYTES[column.dtype]]
+    if column.nbytes == table.pitch:
+        return block.view(unsigned)
+    rows = block.reshape(len(block), -1, table.pitch)
+    return rows[..., column.offset : column.offset + column.nbytes].view(unsigned)
+
+
+def _has_special(bits: Bits, dtype: str) -> bool:
+    """Compare two maxima with the first special code, once for each sign."""
+    signed = bits.view(_SIGNED[bits.itemsize])
+    if dtype == "float8_e4m3fnuz":
+        return int(signed.min()) == -0x80
+    first = _INFINITY.get(dtype) or _ONLY_NAN[dtype]
+    sign = 1 << (8 * bits.itemsize - 1)
+    return int(signed.max()) >= first or int(bits.max()) >= first + sign
+
+
+def _has_bad_scale(bits: Bits, floor: float) -> bool:
+    signed = bits.view(np.int32)  # orders positive floats; negative ones lie below all of them
+    return int(signed.min()) < _floor_bits(floor) or int(signed.max()) >= _INF_BITS32
+
+
+def _floor_bits(floor: float) -> int:
+    # The quotient of SGLang's kernels may be rounded the other way.
+    return int(np.float32(floor).view(np.uint32)) - 1 if floor else 0
+
+
+def _magnitudes(bits: Bits) -> Bits:
+    magnitudes: Bits = bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
+    return magnitudes

@@ -1,0 +1,82 @@
+"""Metrics for Prometheus' textfile collector."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+
+def write_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> None:
+    """Write a verification's metrics, whole or not at all. Raises UsageError.
+
+    succeeded: whether the run ended without findings that fail it; else the time of the last
+    success is carried over from the file that is replaced.
+    """
+    last = time.time() if succeeded else _last_success(path)
+    lines = list(_lines(report, last))
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        partial.chmod(0o644)  # the collector is another user
+        partial.replace(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _lines(report: Mapping[str, Any], last_success: float) -> Iterator[str]:
+    store = _label(report["store"])
+    gauges = {
+        "objects": "Objects the store holds.",
+        "pages": "Pages the store holds.",
+        "bytes": "Bytes the store holds.",
+        "gone": "Objects that vanished while they were looked at.",
+        "in_flight": "Page groups that were being written.",
+        "seconds": "Seconds the run took.",
+    }
+    for name, text in gauges.items():
+        yield from _gauge(f"hicachectl_verify_{name}", text, [(f'store="{store}"', report[name])])
+    counts = [
+        (f'store="{store}",code="{_label(code)}"', count)
+        for code, count in report["counts"].items()
+    ]
+    yield from _gauge("hicachectl_verify_findings", "Findings by code.", counts)
+    yield from _gauge(
+        "hicachectl_verify_last_success_timestamp_seconds",
+        "When a run last ended without failing findings; 0 when never.",
+        [(f'store="{store}"', last_success)],
+    )
+    yield from _gauge(
+        "hicachectl_verify_last_run_timestamp_seconds",
+        "When a run last ended.",
+        [(f'store="{store}"', time.time())],
+    )
+
+
+def _gauge(name: str, text: str, samples: list[tuple[str, float]]) -> Iterator[str]:
+    yield f"# HELP {name} {text}"
+    yield f"# TYPE {name} gauge"
+    yield from (f"{name}{{{labels}}} {value}" for labels, value in samples)
+
+
+def _label(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _last_success(path: Path) -> float:
+    """The time that the file about to be replaced states; 0 where there is none to believe."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        name = "hicachectl_verify_last_success_timestamp_seconds{"
+        line = next(line for line in text.splitlines() if line.startswith(name))
+        return float(line.rpartition(" ")[2])
+    except (OSError, ValueError, StopIteration):
+        return 0.0

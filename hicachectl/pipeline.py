@@ -1,0 +1,200 @@
+"""The one data path: bounded read, work and release of a store's objects.
+
+N reader threads take tasks in order. Each reserves a slab of the arena for its whole task, reads
+it with one call of the store, works on it where it is, and gives the slab back; only a task whose
+work holds its slab (`Loaded.hold`) outlives that, for a device or a destination. Memory is the
+arena, whatever the size of the store: a reader waits for room, and for its results to be taken.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import numpy as np
+
+from hicachectl.backends.arena import Arena, ReservationCancelledError, SlabAllocator, place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import numpy.typing as npt
+    import pyarrow as pa
+
+    from hicachectl.backends.arena import Slab
+    from hicachectl.backends.base import IntArray, ReadResult, Store
+
+DEFAULT_BUFFER_BYTES = 1 << 30
+_QUEUED_RESULTS = 64  # finished tasks whose results nobody has taken yet
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """Objects that must be in memory together.
+
+    rows: [n] int64, row numbers of the object table; capacities: [n] int64, bytes of each.
+    """
+
+    rows: IntArray
+    capacities: IntArray
+
+
+@dataclass(slots=True, eq=False)
+class Loaded:
+    """A task whose objects have been read, as far as they could be.
+
+    offsets: [n] int64 into the arena; 4 KiB-aligned, equal steps for equal capacities.
+    read:    the store's answer for each object.
+    """
+
+    task: Task
+    arena: Arena
+    offsets: IntArray
+    read: ReadResult
+    _slab: Slab
+    _held: bool = field(default=False)
+
+    def view(self, index: int) -> npt.NDArray[np.uint8]:
+        """The bytes of one object, in place."""
+        return self.arena.view(int(self.offsets[index]), int(self.task.capacities[index]))
+
+    def block(self) -> npt.NDArray[np.uint8]:
+        """All objects of a task of equal capacities, in place: [n, nbytes], rows strided."""
+        nbytes = int(self.task.capacities[0])
+        step = int(self.offsets[1] - self.offsets[0]) if len(self.offsets) > 1 else nbytes
+        first = self.arena.view(int(self.offsets[0]), step * (len(self.offsets) - 1) + nbytes)
+        return np.lib.stride_tricks.as_strided(
+            first, shape=(len(self.offsets), nbytes), strides=(step, 1), writeable=False
+        )
+
+    def hold(self) -> Slab:
+        """Keep the slab beyond the work; whoever holds it releases it."""
+        self._held = True
+        return self._slab
+
+
+class Pipeline(Generic[T]):
+    """Run a function over tasks, and give its results in the order they are done.
+
+    Iterate once. The first error of a thread, a lost store say, is raised to the iterating
+    thread; so is a task that is larger than the buffer. Leaving the iteration early, by `close`
+    or by an exception such as Ctrl-C, ends the readers after the task they are at.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        objects: pa.Table,
+        tasks: Iterable[Task],
+        work: Callable[[Loaded], T],
+        *,
+        buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+        jobs: int | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        """Prepare; nothing starts before the iteration.
+
+        objects:  the scan's columns of the objects that tasks name by row.
+        work:     called in reader threads.
+        deadline: `time.monotonic()` after which no further task is begun.
+        """
+        self.complete = True  # whether every task was begun, once the iteration is over
+        self._store = store
+        # What a store needs to read an object, in one piece: a table in pieces is slow to pick from.
+        wanted = [name for name in ("key", "locator") if name in objects.column_names]
+        self._objects = objects.select(wanted).combine_chunks()
+        self._tasks = iter(tasks)
+        self._next = threading.Lock()
+        self._work = work
+        self._jobs = jobs or min(store.limits.parallel_reads, (os.cpu_count() or 1))
+        self._buffer_bytes = buffer_bytes
+        self._deadline = deadline
+        self._stopped = threading.Event()
+        self._results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_QUEUED_RESULTS)
+
+    def __iter__(self) -> Iterator[T]:
+        arena = Arena(self._buffer_bytes)
+        allocator = SlabAllocator(arena.nbytes)
+        self._store.attach(arena)
+        readers = [
+            threading.Thread(target=self._read, args=(arena, allocator), name=f"reader-{number}")
+            for number in range(self._jobs)
+        ]
+        for reader in readers:
+            reader.start()
+        try:
+            running = len(readers)
+            while running:
+                item = self._results.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item[0]
+        finally:
+            self._stopped.set()
+            allocator.cancel()
+            while any(reader.is_alive() for reader in readers):
+                with suppress(queue.Empty):  # a reader may wait for room in the queue
+                    self._results.get(timeout=0.01)
+            arena.close()
+
+    def _read(self, arena: Arena, allocator: SlabAllocator) -> None:
+        """Take tasks until there are none, in a thread of its own."""
+        end: BaseException | None = None
+        try:
+            while (task := self._take()) is not None:
+                self._results.put((self._one(task, arena, allocator),))
+        except ReservationCancelledError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised again in the iterating thread
+            end = error
+        self._results.put(end)
+
+    def _take(self) -> Task | None:
+        if self._stopped.is_set():
+            return None
+        with self._next:
+            task = next(self._tasks, None)
+        if task is not None and self._deadline is not None and time.monotonic() > self._deadline:
+            self.complete = False
+            return None
+        return task
+
+    def _one(self, task: Task, arena: Arena, allocator: SlabAllocator) -> T:
+        offsets, nbytes = place(task.capacities)
+        slab = allocator.reserve(max(nbytes, 1), name=f"a task of {len(task.rows)} objects")
+        loaded: Loaded | None = None
+        try:
+            offsets = np.asarray(offsets) + slab.offset
+            rows = self._objects.take(task.rows)
+            read = self._store.read_into(rows, offsets, task.capacities)
+            loaded = Loaded(task, arena, offsets, read, slab)
+            return self._work(loaded)
+        finally:
+            if loaded is None or not loaded._held:  # noqa: SLF001 - its own class's twin
+                slab.release()
+
+
+def batches(
+    rows: IntArray, capacities: IntArray, *, most_objects: int, most_bytes: int
+) -> Iterator[Task]:
+    """Cut rows into tasks of neighbours, none above the limits unless it is a single object."""
+    if not len(rows):
+        return
+    ends = np.cumsum(capacities)
+    start = 0
+    while start < len(rows):
+        before = ends[start - 1] if start else 0
+        end = int(np.searchsorted(ends, before + most_bytes, side="right"))
+        end = min(max(end, start + 1), start + most_objects, len(rows))
+        yield Task(rows[start:end], capacities[start:end])
+        start = end

@@ -1,0 +1,182 @@
+"""Which page groups are to be taken away, and why: plans for `verify --repair` and `rm`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.deployments import UNRESOLVED
+from hicachectl.findings import SCHEMA, combine, findings, severity_ranks
+from hicachectl.formats.keys.table import FOREIGN, KeySplitter
+from hicachectl.vocabulary import SEVERITIES, STATES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from hicachectl.groups import PageGroups
+    from hicachectl.inventory import IntArray
+
+_NOBODY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RepairPlan:
+    """Groups to take away.
+
+    groups: their numbers, rising. outright: those of them that go whatever their objects are.
+    reasons: rows of findings.SCHEMA; about: [reasons] the group of each, rising.
+    unplaced: findings that ask for repair but are about no group: foreign keys, the whole store.
+    """
+
+    groups: IntArray
+    outright: IntArray
+    reasons: pa.Table
+    about: IntArray
+    unplaced: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Criteria:
+    """Which groups `rm` takes: those that meet all that is given.
+
+    model: "/" or "-" alike. before: Unix seconds; older is what was last written to before.
+    """
+
+    model: str | None = None
+    tag: str | None = None
+    pages: Collection[str] | None = None
+    before: float | None = None
+    states: Collection[str] | None = None
+
+    def chosen(self, groups: PageGroups) -> IntArray:
+        """Return the numbers of the groups that meet them. A group without times is never old."""
+        keep = np.ones(len(groups), dtype=np.bool_)
+        for name, value in (("model", (self.model or "").replace("/", "-")), ("tag", self.tag)):
+            if getattr(self, name) is not None:
+                equal = [getattr(deployment, name) == value for deployment in groups.deployments]
+                keep &= np.array([*equal, False])[groups.deployment_ids]
+        if self.pages is not None:
+            named = pa.array(sorted(self.pages), pa.string())
+            keep &= pc.is_in(groups.pages, value_set=named).to_numpy(zero_copy_only=False)
+        if self.before is not None:
+            keep &= (groups.newest_ns > 0) & (groups.newest_ns < int(self.before * 1e9))
+        if self.states is not None:
+            keep &= np.isin(groups.states, [STATES.index(state) for state in self.states])
+        return np.flatnonzero(keep)
+
+
+def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] = ()) -> RepairPlan:
+    """Plan to take away every group with an error, and those with a finding of other `codes`.
+
+    A finding is about the group that its key belongs to, be the object there or missing; one
+    without a key is about all groups of its page.
+    """
+    wanted = severity_ranks(found) == SEVERITIES.index("error")
+    named = pc.is_in(found.column("code"), value_set=pa.array(list(codes), pa.string()))
+    chosen = found.take(pa.array(np.flatnonzero(wanted | named.to_numpy())))
+    rows, about = _place(groups, chosen)
+    order = np.argsort(about, kind="stable")
+    return RepairPlan(
+        groups=np.unique(about),
+        outright=np.zeros(0, dtype=np.int64),
+        reasons=chosen.take(pa.array(rows[order])),
+        about=about[order],
+        unplaced=len(chosen) - len(np.unique(rows)),
+    )
+
+
+def plan_removal(groups: PageGroups, chosen: IntArray, why: str) -> RepairPlan:
+    """Plan to take away the chosen groups, whatever they hold."""
+    numbers = np.unique(chosen)
+    return RepairPlan(numbers, numbers, _outright(groups, numbers, "removed", why), numbers)
+
+
+def with_descendants(
+    plan: RepairPlan, groups: PageGroups, chains: Iterable[Sequence[str]]
+) -> RepairPlan:
+    """Add the groups that stand after a removed page in a chain: nothing can hit them any more.
+
+    chains: page hashes of each, in order.
+    """
+    removed = _pages_by_deployment(groups, plan.groups)
+    unreachable: dict[int, set[str]] = defaultdict(set)
+    for chain in chains:
+        for deployment, pages in removed.items():
+            first = next((n for n, page in enumerate(chain) if page in pages), len(chain))
+            unreachable[deployment].update(chain[first + 1 :])
+    found = [
+        _groups_of(groups, deployment, pa.array(sorted(pages), pa.string()))
+        for deployment, pages in unreachable.items()
+    ]
+    numbers = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *found]))
+    new = np.setdiff1d(numbers[numbers != _NOBODY], plan.groups)
+    why = "a page before it in its chain is taken away, so that no server can reach it"
+    about = np.concatenate([plan.about, new])
+    order = np.argsort(about, kind="stable")
+    reasons = pa.concat_tables([plan.reasons, _outright(groups, new, "descendant", why)])
+    return RepairPlan(
+        groups=np.union1d(plan.groups, new),
+        outright=np.union1d(plan.outright, new),
+        reasons=reasons.take(pa.array(order)),
+        about=about[order],
+        unplaced=plan.unplaced,
+    )
+
+
+def _place(groups: PageGroups, found: pa.Table) -> tuple[IntArray, IntArray]:
+    """Pair findings with groups: [pairs] rows of `found`, [pairs] group numbers."""
+    keys = pc.cast(found.column("key"), pa.binary()).combine_chunks()
+    pages, affix_ids = (splitter := KeySplitter()).split(pc.fill_null(keys, b""))
+    homes = {
+        member.affix: number
+        for number, deployment in enumerate(groups.deployments)
+        for member in deployment.members
+    }
+    of_affix = np.array([homes.get(a, UNRESOLVED) for a in splitter.affixes] + [UNRESOLVED])
+    deployment_ids = of_affix[affix_ids]
+    keyed = affix_ids != FOREIGN
+    keyless = ~keyed & keys.is_null().to_numpy(zero_copy_only=False)
+    rows: list[IntArray] = [np.zeros(0, dtype=np.int64)]
+    about: list[IntArray] = [np.zeros(0, dtype=np.int64)]
+    for deployment in np.unique(groups.deployment_ids).tolist():
+        for mine, names in (
+            (np.flatnonzero(keyed & (deployment_ids == deployment)), pages),
+            (np.flatnonzero(keyless), found.column("page").combine_chunks()),
+        ):
+            numbers = _groups_of(groups, deployment, names.take(pa.array(mine)))
+            rows.append(mine[numbers != _NOBODY])
+            about.append(numbers[numbers != _NOBODY])
+    return np.concatenate(rows), np.concatenate(about)
+
+
+def _groups_of(groups: PageGroups, deployment: int, pages: pa.StringArray) -> IntArray:
+    """Find a deployment's group of each page; _NOBODY where it has none."""
+    mine = np.flatnonzero(groups.deployment_ids == deployment)
+    at = pc.index_in(pages, value_set=groups.pages.take(pa.array(mine)))
+    places = at.fill_null(len(mine)).to_numpy()
+    # A null page is in no group, whatever index_in makes of it.
+    known = pages.is_valid().to_numpy(zero_copy_only=False)
+    return np.where(known, np.append(mine, _NOBODY)[places], _NOBODY).astype(np.int64)
+
+
+def _pages_by_deployment(groups: PageGroups, numbers: IntArray) -> dict[int, set[str]]:
+    pages = groups.pages
+    return {
+        deployment: set(
+            pages.take(pa.array(numbers[groups.deployment_ids[numbers] == deployment])).to_pylist()
+        )
+        for deployment in np.unique(groups.deployment_ids[numbers]).tolist()
+    }
+
+
+def _outright(groups: PageGroups, numbers: IntArray, code: str, why: str) -> pa.Table:
+    if not len(numbers):
+        return SCHEMA.empty_table()
+    nothing = pa.nulls(len(numbers), pa.string())
+    pages = groups.pages.take(pa.array(numbers))
+    return combine([findings(code, "info", keys=nothing, pages=pages, detail=why)])

@@ -1,0 +1,334 @@
+"""Put quarantined page groups back: sidecars first, anchors last, never over what is there."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.base import Status
+from hicachectl.backends.file import FileStore
+from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.quarantine import (
+    Batch,
+    Facts,
+    TakenGroup,
+    TakenObject,
+    batches,
+    lock_run,
+    runs,
+    sweep,
+)
+from hicachectl.relocation import copy_objects, same_bytes
+from hicachectl.removal import look
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hicachectl.backends.base import Mover, Store
+    from hicachectl.removal import Look
+
+RESTORED = "restored"
+CONFLICT = "conflict"
+FAILED = "failed"
+
+_NO_MORE = "is in the quarantine no more"
+
+ROWS = pa.schema(
+    [
+        ("page", pa.string()),
+        ("model", pa.string()),
+        ("tag", pa.string()),
+        ("objects", pa.int64()),
+        ("nbytes", pa.int64()),
+        ("codes", pa.list_(pa.string())),
+        ("state", pa.string()),
+        ("detail", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreOutcome:
+    """What a restore did.
+
+    restored: groups. objects, nbytes: put back. conflicts: groups of which an object is in the
+    store again. gone: objects that were quarantined and are nowhere. failed: groups.
+    busy: runs of the quarantine that another process is working on. rows: each group, with the
+    codes of the findings that it was taken away for.
+    """
+
+    restored: int
+    objects: int
+    nbytes: int
+    conflicts: int
+    gone: int
+    failed: int
+    busy: int
+    rows: pa.Table = field(repr=False)
+
+
+def restore_groups(
+    store: Store,
+    quarantine: Path,
+    *,
+    wanted: Callable[[str], bool] = lambda page: True,
+    dry_run: bool = False,
+    on_progress: Callable[[int], None] = lambda groups: None,
+) -> RestoreOutcome:
+    """Put the groups of a quarantine back whose page is wanted; their records go with them.
+
+    A group of which any object is in the store is a conflict, and stays as it is. One that a
+    killed run had only begun to take away becomes what it was before. Raises UsageError where
+    there is no quarantine or it is of another kind of store, FormatError on a damaged record,
+    StoreUnavailable.
+    """
+    if not quarantine.is_dir():
+        raise UsageError(f"{quarantine}: no such directory; name one that --quarantine filled")
+    ledger = _Ledger()
+    busy = 0
+    for run in list(runs(quarantine)):
+        lock = lock_run(run)
+        if lock is None:
+            busy += 1
+            continue
+        try:
+            for batch in batches(run):
+                chosen = [group for group in batch.record.groups if wanted(group.page)]
+                if not chosen or batch.record.mode == "delete":  # the next rm completes that
+                    continue
+                _refuse_other_kind(batch, store)
+                _Restorer(store, batch, ledger).restore(chosen, dry_run=dry_run)
+                on_progress(len(chosen))
+            if not dry_run:
+                sweep(run)
+        except OSError as error:
+            raise StoreUnavailable(f"cannot work in {run}: {error.strerror}") from error
+        finally:
+            os.close(lock)
+    return ledger.outcome(busy)
+
+
+def _refuse_other_kind(batch: Batch, store: Store) -> None:
+    if batch.record.scheme != store.scheme:
+        raise UsageError(
+            f"{batch.run}: was taken from {batch.record.store}, a {batch.record.scheme} store; "
+            f"{store.url} has keys of another form"
+        )
+
+
+_Problems = dict[int, tuple[str, str]]  # state and detail, by id of a _Group
+
+
+class _Place(Enum):
+    """Where a recorded object is."""
+
+    HERE = 0  # in the quarantine
+    BACK = 1  # in the store: an earlier restore was interrupted, or it had never left
+    BOTH = 2  # in the store, copied there, its copy here not yet deleted
+    TAKEN = 3  # another object has its key
+    LOST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group to restore: the objects that are still in the quarantine."""
+
+    group: TakenGroup
+    here: tuple[TakenObject, ...]
+    double: tuple[TakenObject, ...]
+
+    def of_kind(self, anchor: bool) -> list[TakenObject]:
+        return [o for o in self.here if self.group.shape[o.slot].anchor == anchor]
+
+
+class _Restorer:
+    """Puts back groups of one batch."""
+
+    def __init__(self, store: Store, batch: Batch, ledger: _Ledger) -> None:
+        self._store = store
+        self._batch = batch
+        self._ledger = ledger
+        try:
+            self._held = batch.held()
+        except FileNotFoundError:
+            self._held = {}
+
+    def restore(self, chosen: list[TakenGroup], *, dry_run: bool) -> None:
+        """Put the chosen groups back and take them out of the record."""
+        seen = look(self._store, chosen)
+        ready = [group for group in (self._assess(c, seen) for c in chosen) if group is not None]
+        problems = {} if dry_run or not ready else self._put_back(ready)
+        done = set()
+        for group in ready:
+            if id(group) in problems:
+                self._ledger.note(group.group, *problems[id(group)])
+            else:
+                done.add(id(group.group))
+                self._ledger.note(group.group, RESTORED, "", group.here)
+        if done and not dry_run:
+            self._batch.rewrite([g for g in self._batch.record.groups if id(g) not in done])
+
+    def _assess(self, group: TakenGroup, seen: Look) -> _Group | None:
+        """Find where a group's objects are; None, and a note, where it cannot be restored."""
+        there = seen.of(group)
+        places = {o: self._place(group, o, there.get(o.slot)) for o in group.objects}
+        own = {o.slot for o, place in places.items() if place in (_Place.BACK, _Place.BOTH)}
+        if strange := sorted(there.keys() - own):
+            key = group.key(strange[0]).decode()
+            self._ledger.note(group, CONFLICT, f"{key} is in the store")
+            return None
+        self._ledger.gone += sum(place is _Place.LOST for place in places.values())
+        for taken, place in places.items():
+            problem = _NO_MORE
+            if place is _Place.HERE:
+                size = self._held[taken.file]
+                problem = f"has {size} bytes in the quarantine, had {taken.facts.nbytes}"
+                if taken.facts.nbytes in (None, size):
+                    continue
+            if place in (_Place.HERE, _Place.LOST):
+                self._ledger.note(group, FAILED, f"{group.key(taken.slot).decode()} {problem}")
+                return None
+        return _Group(
+            group,
+            here=tuple(o for o, place in places.items() if place is _Place.HERE),
+            double=tuple(o for o, place in places.items() if place is _Place.BOTH),
+        )
+
+    def _place(self, group: TakenGroup, taken: TakenObject, there: Facts | None) -> _Place:
+        here = taken.file in self._held
+        if there is None:
+            return _Place.HERE if here else _Place.LOST
+        # Restoring changes inode and ctime, and keeps these.
+        if (there.nbytes, there.mtime_ns) != (taken.facts.nbytes, taken.facts.mtime_ns):
+            return _Place.TAKEN
+        if not here:
+            return _Place.BACK
+        with FileStore(self._batch.folder) as folder:
+            row, held_row = _rows([group.key(taken.slot)]), _rows([_name(taken)])
+            equal = same_bytes(self._store, row, folder, held_row, self._held[taken.file])
+        return _Place.BOTH if equal else _Place.TAKEN
+
+    def _put_back(self, ready: list[_Group]) -> _Problems:
+        """Put groups back; what kept some of them from it, by id."""
+        for group in ready:
+            for taken in group.double:
+                (self._batch.folder / str(taken.file)).unlink(missing_ok=True)
+        if not any(group.here for group in ready):  # an earlier restore was killed at the end
+            return {}
+        mover = self._store.mover(str(self._batch.folder))
+        if mover is None:
+            return self._copy_back(ready)
+        with mover:
+            problems = {
+                id(group): problem
+                for group in ready
+                if (problem := self._move_back(mover, group)) is not None
+            }
+            mover.flush()
+        return problems
+
+    def _move_back(self, mover: Mover, group: _Group) -> tuple[str, str] | None:
+        moved: list[TakenObject] = []
+        for taken in (*group.of_kind(False), *group.of_kind(True)):
+            key = group.group.key(taken.slot)
+            try:
+                status = mover.put_back(str(taken.file), key)
+            except OSError as error:
+                problem = FAILED, f"{key.decode()}: {error.strerror or error}"
+            else:
+                if status == Status.OK:
+                    moved.append(taken)
+                    continue
+                problem = CONFLICT, f"{key.decode()} is in the store"
+                if status == Status.GONE:
+                    problem = FAILED, f"{key.decode()} {_NO_MORE}"
+            for other in reversed(moved):
+                with suppress(OSError):  # a restore that is asked for again goes on from here
+                    mover.take(group.group.key(other.slot), str(other.file))
+            return problem
+        return None
+
+    def _copy_back(self, ready: list[_Group]) -> _Problems:
+        """Copy sidecars, then the anchors of the groups whose sidecars all arrived."""
+        problems: _Problems = {}
+        arrived: dict[int, list[bytes]] = defaultdict(list)
+        with FileStore(self._batch.folder) as folder:
+            for anchor in (False, True):
+                pairs = [(g, o) for g in ready if id(g) not in problems for o in g.of_kind(anchor)]
+                keys = [group.group.key(taken.slot) for group, taken in pairs]
+                rows = _rows(keys, [taken.facts.mtime_ns for _, taken in pairs])
+                sizes = np.array([self._held[taken.file] for _, taken in pairs], dtype=np.int64)
+                names = _rows([_name(taken) for _, taken in pairs])
+                result = copy_objects(folder, names, self._store, rows, sizes)
+                for number, (group, _) in enumerate(pairs):
+                    key, status = keys[number], Status(int(result.statuses[number]))
+                    if status is Status.OK:
+                        arrived[id(group)].append(key)
+                    elif status is Status.EXISTS:
+                        problems[id(group)] = CONFLICT, f"{key.decode()} is in the store"
+                    else:
+                        message = result.errors.get(number, _NO_MORE)
+                        problems[id(group)] = FAILED, f"{key.decode()} {message}"
+        undone = [key for group in problems for key in arrived[group]]
+        if undone:
+            self._store.delete(_rows(undone))
+        return problems
+
+
+def _rows(keys: list[bytes], mtimes: list[int | None] | None = None) -> pa.Table:
+    columns = {"key": pa.array(keys, pa.binary())}
+    if mtimes is not None:
+        columns["mtime_ns"] = pa.array(mtimes, pa.int64())
+    return pa.table(columns)
+
+
+def _name(taken: TakenObject) -> bytes:
+    return str(taken.file).encode()
+
+
+class _Ledger:
+    """Notes what became of each group."""
+
+    def __init__(self) -> None:
+        self.gone = 0
+        self._columns: dict[str, list[Any]] = {name: [] for name in ROWS.names}
+
+    def note(
+        self, group: TakenGroup, state: str, detail: str, restored: tuple[TakenObject, ...] = ()
+    ) -> None:
+        objects = restored if state == RESTORED else group.objects
+        row = (
+            group.page,
+            group.model or None,
+            group.tag or None,
+            len(objects),
+            sum(taken.facts.nbytes or 0 for taken in objects),
+            sorted({finding.get("code") or "" for finding in group.findings}),
+            state,
+            detail or None,
+        )
+        for column, value in zip(self._columns.values(), row, strict=True):
+            column.append(value)
+
+    def outcome(self, busy: int) -> RestoreOutcome:
+        rows = pa.table(self._columns, schema=ROWS)
+        states = np.array(self._columns["state"], dtype=object)
+        restored = rows.filter(pa.array(states == RESTORED, pa.bool_()))
+        return RestoreOutcome(
+            restored=len(restored),
+            objects=sum(restored.column("objects").to_pylist()),
+            nbytes=sum(restored.column("nbytes").to_pylist()),
+            conflicts=int((states == CONFLICT).sum()),
+            gone=self.gone,
+            failed=int((states == FAILED).sum()),
+            busy=busy,
+            rows=rows,
+        )

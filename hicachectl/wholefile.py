@@ -1,0 +1,89 @@
+"""Write a file whole or not at all: under a name of its own, then renamed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from hicachectl.formats.errors import HicacheError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def whole_file(
+    path: Path,
+    mode: Literal["wb", "w"] = "wb",
+    *,
+    durable: bool = False,
+    permissions: int | None = None,
+    refusal: type[HicacheError] = UsageError,
+) -> Iterator[IO[Any]]:
+    """Give a stream whose bytes replace a file once the block ends without an exception.
+
+    A symbolic link is followed. What is no regular file (a device, a pipe) is written directly.
+    mode: "w" writes UTF-8. durable: the bytes are on the disk before the name is.
+    permissions: of the file; else those of the file that is replaced, or as the umask says.
+    Raises `refusal` where the file cannot be written; a closed pipe stays a BrokenPipeError.
+    """
+    try:
+        found = _found(path)
+        if found is not None and not stat.S_ISREG(found.st_mode):
+            with _opened(path, mode) as stream:
+                yield stream
+            return
+        if permissions is None and found is not None:
+            permissions = stat.S_IMODE(found.st_mode)
+        with _replacing(Path(os.path.realpath(path)), mode, durable, permissions) as stream:
+            yield stream
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise refusal(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _replacing(
+    target: Path, mode: str, durable: bool, permissions: int | None
+) -> Iterator[IO[Any]]:
+    # Not made of the target's name, which may be as long as a name can be.
+    partial = target.with_name(f".hicachectl-{os.getpid()}-{secrets.token_hex(8)}.tmp")
+    try:
+        with _opened(partial, mode.replace("w", "x")) as stream:
+            yield stream
+            stream.flush()
+            if permissions is not None:
+                os.fchmod(stream.fileno(), permissions)
+            if durable:
+                os.fsync(stream.fileno())
+        partial.replace(target)
+    except BaseException:
+        with suppress(OSError):  # the first error is the one to tell
+            partial.unlink(missing_ok=True)
+        raise
+    if durable:
+        _sync_directory(target.parent)
+
+
+def _found(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _opened(path: Path, mode: str) -> IO[Any]:
+    return path.open(mode) if "b" in mode else path.open(mode, encoding="utf-8")
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,99 @@
+"""Catalogs read back as written, and anything else is refused in words."""
+
+from __future__ import annotations
+
+import io
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicachectl.formats.catalog import SCHEMA, Catalog, read_catalog, write_catalog
+from hicachectl.formats.errors import FormatError
+
+_ENTRY = st.fixed_dictionaries(
+    {
+        "key": st.binary(max_size=20),
+        "page": st.none() | st.just("0" * 64),
+        "pool": st.none() | st.sampled_from(["kv", "mamba"]),
+        "nbytes": st.integers(0, 2**62),
+        "identity": st.none() | st.binary(min_size=32, max_size=32),
+        "digest": st.binary(min_size=32, max_size=32),
+        "first_seen_ns": st.integers(0, 2**62),
+        "last_verified_ns": st.integers(0, 2**62),
+    }
+)
+
+
+def catalog(entries: list[dict[str, object]]) -> Catalog:
+    table = pa.Table.from_pylist(entries, schema=SCHEMA)
+    return Catalog(table, "file:///x", ("inode", "mtime", "ctime", "size"))
+
+
+@given(st.lists(_ENTRY, max_size=5, unique_by=lambda entry: entry["key"]))
+def test_what_was_written_is_read(entries: list[dict[str, object]]) -> None:
+    wanted = catalog(entries)
+    assert read_catalog(write_catalog(wanted)) == wanted
+
+
+ENTRY = {
+    "key": b"k", "page": None, "pool": None, "nbytes": 1, "identity": None,
+    "digest": bytes(32), "first_seen_ns": 1, "last_verified_ns": 1,
+}  # fmt: skip
+GOOD = write_catalog(catalog([ENTRY, {**ENTRY, "key": b"l"}]))
+
+
+@pytest.mark.parametrize("length", [0, 1, 4, 100, len(GOOD) // 2, len(GOOD) - 1])
+def test_a_truncated_catalog_is_refused(length: int) -> None:
+    with pytest.raises(FormatError, match="c.parquet"):
+        read_catalog(GOOD[:length], source="c.parquet")
+
+
+@given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
+def test_a_flipped_byte_never_raises_anything_else(position: int, flip: int) -> None:
+    damaged = bytearray(GOOD)
+    damaged[position] ^= flip
+    try:
+        read_catalog(bytes(damaged))
+    except FormatError as error:
+        assert str(error)
+
+
+def parquet(table: pa.Table, **metadata: str) -> bytes:
+    stream = io.BytesIO()
+    named = {f"hicachectl.{name}": value for name, value in metadata.items()}
+    pq.write_table(table.replace_schema_metadata(named or None), stream)
+    return stream.getvalue()
+
+
+def test_another_parquet_file_is_refused() -> None:
+    with pytest.raises(FormatError, match="not a catalog"):
+        read_catalog(parquet(pa.table({"a": [1]})))
+
+
+def test_another_form_is_refused_by_name() -> None:
+    with pytest.raises(FormatError, match="form"):
+        read_catalog(parquet(SCHEMA.empty_table(), catalog="99"))
+
+
+def test_other_columns_are_refused() -> None:
+    with pytest.raises(FormatError, match="columns"):
+        read_catalog(parquet(pa.table({"a": [1]}), catalog="1"))
+
+
+def test_a_key_recorded_twice_is_refused() -> None:
+    twice = write_catalog(catalog([ENTRY, ENTRY]))
+    with pytest.raises(FormatError, match="twice"):
+        read_catalog(twice)
+
+
+def test_a_bomb_is_refused_before_it_is_inflated() -> None:
+    bomb = pa.table({**ENTRY, "key": [b"\0" * 300_000_000]} | {
+        name: [value] for name, value in ENTRY.items() if name != "key"
+    }, schema=SCHEMA)  # fmt: skip
+    data = parquet(bomb, catalog="1", store="s", identity="")
+    assert len(data) < 50_000_000
+    with pytest.raises(FormatError, match="which no catalog has"):
+        read_catalog(data)

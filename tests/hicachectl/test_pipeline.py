@@ -1,0 +1,159 @@
+"""The pipeline: every object once, bounded memory, errors raised where they are awaited."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hicachectl.backends.base import Status
+from hicachectl.backends.file import FileStore
+from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.pipeline import Loaded, Pipeline, Task, batches
+from tests.hicachectl.stores import put
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZES = np.array([0, 1, 4095, 4096, 4097, 100_000] * 8, dtype=np.int64)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    """Objects `0`, `1`, … of SIZES bytes."""
+    for number, size in enumerate(SIZES.tolist()):
+        put(tmp_path, str(number), size)
+    return FileStore(tmp_path)
+
+
+OBJECTS = pa.table({"key": pa.array([str(n).encode() for n in range(len(SIZES))], pa.binary())})
+
+
+def tasks(most_objects: int = 5, most_bytes: int = 150_000) -> list[Task]:
+    rows = np.arange(len(SIZES))
+    return list(batches(rows, SIZES, most_objects=most_objects, most_bytes=most_bytes))
+
+
+def content(loaded: Loaded) -> list[tuple[int, bytes]]:
+    return [(int(r), loaded.view(i).tobytes()) for i, r in enumerate(loaded.task.rows)]
+
+
+def no_readers() -> bool:
+    return not [t for t in threading.enumerate() if t.name.startswith("reader-")]
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+def test_every_object_is_seen_once_in_a_buffer_for_two_tasks(
+    store: FileStore, tmp_path: Path, jobs: int
+) -> None:
+    seen: dict[int, bytes] = {}
+    for part in Pipeline(store, OBJECTS, tasks(), content, buffer_bytes=350_000, jobs=jobs):
+        for row, data in part:
+            assert row not in seen
+            seen[row] = data
+    assert seen == {n: (tmp_path / str(n)).read_bytes() for n in range(len(SIZES))}
+    assert no_readers()
+
+
+def test_batches_keep_order_and_limits() -> None:
+    parts = tasks(most_objects=3, most_bytes=8192)
+    assert np.concatenate([part.rows for part in parts]).tolist() == list(range(len(SIZES)))
+    for part in parts:
+        assert len(part.rows) <= 3
+        assert len(part.rows) == 1 or part.capacities.sum() <= 8192
+
+
+def test_a_block_shows_equal_objects_in_place(store: FileStore, tmp_path: Path) -> None:
+    rows = np.flatnonzero(SIZES == 4097)
+    task = Task(rows, SIZES[rows])
+
+    def blocks(loaded: Loaded) -> list[bytes]:
+        assert not loaded.block().flags.writeable
+        return [row.tobytes() for row in loaded.block()]
+
+    [found] = list(Pipeline(store, OBJECTS, [task], blocks, buffer_bytes=1 << 20))
+    assert found == [(tmp_path / str(row)).read_bytes() for row in rows.tolist()]
+
+
+def test_an_object_that_is_gone_is_a_status(store: FileStore, tmp_path: Path) -> None:
+    (tmp_path / "3").unlink()
+    statuses: dict[int, int] = {}
+    for loaded in Pipeline(store, OBJECTS, tasks(), lambda loaded: loaded):
+        statuses |= dict(zip(loaded.task.rows.tolist(), loaded.read.statuses.tolist(), strict=True))
+    assert statuses.pop(3) == Status.GONE
+    assert set(statuses.values()) == {Status.OK}
+
+
+def test_a_task_above_the_buffer_is_refused_by_name(store: FileStore) -> None:
+    with pytest.raises(UsageError, match="--buffer-bytes"):
+        list(Pipeline(store, OBJECTS, tasks(), content, buffer_bytes=8192))
+    assert no_readers()
+
+
+def test_a_lost_store_is_raised_to_the_caller(store: FileStore, tmp_path: Path) -> None:
+    class Lost(FileStore):
+        def read_into(self, *_: Any) -> Any:
+            raise StoreUnavailable("gone")
+
+    with pytest.raises(StoreUnavailable):
+        list(Pipeline(Lost(tmp_path), OBJECTS, tasks(), content))
+    assert no_readers()
+
+
+def test_an_error_of_the_work_is_raised_to_the_caller(store: FileStore) -> None:
+    def fail(_loaded: Loaded) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        list(Pipeline(store, OBJECTS, tasks(), fail))
+    assert no_readers()
+
+
+def test_leaving_early_ends_the_readers(store: FileStore) -> None:
+    many = tasks(most_objects=1) * 50
+    iterator = iter(Pipeline(store, OBJECTS, many, content, jobs=4))
+    next(iterator)
+    iterator.close()  # type: ignore[attr-defined]
+    assert no_readers()
+
+
+def test_a_slow_consumer_holds_the_readers_back(store: FileStore) -> None:
+    done: list[int] = []
+    many = [Task(np.array([1]), np.array([1]))] * 1000
+    pipeline = Pipeline(store, OBJECTS, many, lambda _: done.append(1), jobs=2)
+    iterator = iter(pipeline)
+    next(iterator)
+    deadline = time.monotonic() + 5
+    while len(done) < 65 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert len(done) <= 70  # the queue's 64, and one a reader
+    assert len(list(iterator)) == 999
+
+
+def test_held_slabs_outlive_the_work_and_bound_what_is_read(store: FileStore) -> None:
+    held = []
+    kept = Pipeline(
+        store,
+        OBJECTS,
+        tasks(),
+        lambda loaded: (loaded.hold(), content(loaded)),
+        buffer_bytes=500_000,
+    )
+    for slab, part in kept:
+        held.append(part)
+        slab.release()
+    assert sum(len(part) for part in held) == len(SIZES)
+
+
+def test_a_deadline_ends_the_run_between_tasks(store: FileStore) -> None:
+    pipeline = Pipeline(store, OBJECTS, tasks(), content, deadline=time.monotonic() - 1)
+    assert list(pipeline) == []
+    assert not pipeline.complete
+    whole = Pipeline(store, OBJECTS, tasks(), content, deadline=time.monotonic() + 60)
+    assert len(list(whole)) == len(tasks())
+    assert whole.complete

@@ -1,0 +1,865 @@
+"""Repair: bad groups leave whole, healthy ones stay, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hicachectl.backends.base import Mover, Status
+from hicachectl.backends.file import FileMover, FileStore
+from hicachectl.findings import findings
+from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
+from hicachectl.planning import plan_removal, plan_repair, with_descendants
+from hicachectl.quarantine import dump_record, parse_record
+from hicachectl.repair import RepairOutcome, count_unfinished, finish_unfinished, run_repair
+from hicachectl.restoring import restore_groups
+from tests.hicachectl import killed
+from tests.hicachectl.repairs import (
+    DSA,
+    INDEXER_BYTES,
+    Content,
+    content,
+    default_quarantine,
+    dsa_store,
+    indexer,
+    kv,
+    planned,
+    quarantined,
+    repaired,
+    scanned,
+    shorten,
+)
+from tests.hicachectl.stores import page, put, put_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from hicachectl.formats.profile import Profile
+
+KILLS = 10
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Six pages of a model with an indexer."""
+    return dsa_store(tmp_path / "store", 6)
+
+
+@pytest.fixture
+def other_file_system() -> Iterator[Path]:
+    """A directory that nothing of tmp_path can be renamed into."""
+    with _mounted() as mount:
+        yield mount
+
+
+@contextmanager
+def _mounted(size: str = "16m") -> Iterator[Path]:
+    directory = Path(subprocess.check_output(["mktemp", "-d"], text=True).strip())
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
+    try:
+        if subprocess.run(mount, capture_output=True, check=False).returncode:
+            pytest.skip("needs the right to mount a small tmpfs")
+        try:
+            yield directory
+        finally:
+            subprocess.run(["umount", directory], check=True)
+    finally:
+        directory.rmdir()
+
+
+def fill(path: Path) -> None:
+    """Write a file until the file system is full."""
+    with path.open("wb", buffering=0) as stream, suppress(OSError):
+        while True:
+            stream.write(bytes(4096))
+
+
+def without(before: Content, *names: str) -> Content:
+    return {name: value for name, value in before.items() if name not in names}
+
+
+def only(before: Content, *names: str) -> Content:
+    return {name: before[name] for name in names}
+
+
+def bad_value(key: str, code: str = "nan", severity: str = "error") -> pa.Table:
+    """A finding about an object's bytes."""
+    return findings(
+        code,
+        severity,
+        keys=pa.array([key]),
+        pages=pa.array([key[:64]]),
+        pools=pa.array(["kv"]),
+        detail="test",
+    )
+
+
+def repair_findings(
+    directory: Path, found: pa.Table, profile: Profile | None = None
+) -> RepairOutcome:
+    with FileStore(directory) as opened:
+        inventory, groups = scanned(opened, profile)
+        plan = plan_repair(groups, found)
+        return run_repair(opened, inventory, groups, plan, mode="quarantine")
+
+
+# which groups
+
+
+def test_every_object_of_a_bad_group_goes(store: Path) -> None:
+    shorten(store / indexer(2))
+    before = content(store)
+    outcome = repaired(store)
+    assert content(store) == without(before, kv(2), indexer(2))
+    assert quarantined(default_quarantine(store)) == only(before, kv(2), indexer(2))
+    assert (outcome.repaired, outcome.quarantined, outcome.deleted) == (1, 2, 0)
+    assert (outcome.failed, outcome.remaining, outcome.gone) == ((), 0, 0)
+    assert outcome.nbytes == sum(len(before[name][0]) for name in (kv(2), indexer(2)))
+
+
+def test_a_group_that_lacks_a_pool_goes(store: Path) -> None:
+    (store / indexer(3)).unlink()
+    before = content(store)
+    assert repaired(store).repaired == 1
+    assert content(store) == without(before, kv(3))
+
+
+def test_groups_with_warnings_go_only_when_asked_by_code(store: Path) -> None:
+    (store / kv(1)).unlink()
+    before = content(store)
+    assert repaired(store).repaired == 0
+    assert content(store) == before
+    assert repaired(store, codes=("orphan-sidecar",)).repaired == 1
+    assert content(store) == without(before, indexer(1))
+
+
+def test_only_the_group_of_the_damaged_model_goes(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(3), "_a_0_1", "_b_0_1")
+    before = content(tmp_path)
+    repair_findings(tmp_path, bad_value(f"{page(1)}_b_0_1.bin"))
+    assert content(tmp_path) == without(before, f"{page(1)}_b_0_1.bin")
+
+
+def test_an_ambiguous_group_goes_with_all_its_objects(tmp_path: Path) -> None:
+    stems = ("_m_0_2", ".mamba_m_0_2")
+    put_pages(tmp_path, range(2), *stems)
+    before = content(tmp_path)
+    names = [f"{page(1)}{stem}.bin" for stem in stems]
+    assert repair_findings(tmp_path, bad_value(names[0])).repaired == 1
+    assert content(tmp_path) == without(before, *names)
+
+
+def test_findings_that_name_no_group_are_counted(store: Path) -> None:
+    with FileStore(store) as opened:
+        _, groups = scanned(opened)
+        found = pa.concat_tables(
+            [
+                bad_value("README"),
+                bad_value(f"{page(77)}_x-dsa.bin"),
+                bad_value(kv(1)),
+                findings("stamp-mismatch", "error", keys=pa.nulls(1, pa.string()), detail="x"),
+            ]
+        )
+        plan = plan_repair(groups, found)
+    assert plan.unplaced == 3
+    assert groups.pages.take(pa.array(plan.groups)).to_pylist() == [page(1)]
+    assert plan.reasons.column("code").to_pylist() == ["nan"]
+
+
+def test_a_finding_without_a_key_is_about_its_whole_page(store: Path) -> None:
+    before = content(store)
+    nothing = pa.nulls(1, pa.string())
+    found = findings(
+        "layout-mismatch", "error", keys=nothing, pages=pa.array([page(4)]), detail="x"
+    )
+    assert repair_findings(store, found, DSA).repaired == 1
+    assert content(store) == without(before, kv(4), indexer(4))
+
+
+def test_descendants_of_a_removed_page_can_go_too(store: Path) -> None:
+    before = content(store)
+    with FileStore(store) as opened:
+        inventory, groups = scanned(opened)
+        plan = plan_repair(groups, bad_value(kv(1)))
+        chains = [
+            [page(0), page(1), page(2), page(99)],
+            [page(5), page(3)],
+            [page(0), page(1), page(4)],
+        ]
+        plan = with_descendants(plan, groups, chains)
+        outcome = run_repair(opened, inventory, groups, plan, mode="quarantine")
+    assert outcome.repaired == 3
+    gone = [name(number) for number in (1, 2, 4) for name in (kv, indexer)]
+    assert content(store) == without(before, *gone)
+    records = [json.loads(path.read_text()) for path in store.glob(".hicachectl/*/*/*.json")]
+    codes = {g["page"]: [f["code"] for f in g["findings"]] for r in records for g in r["groups"]}
+    assert codes == {page(1): ["nan"], page(2): ["descendant"], page(4): ["descendant"]}
+
+
+# the quarantine
+
+
+def test_the_record_says_why_and_where_from(store: Path) -> None:
+    shorten(store / kv(0))
+    facts = (store / kv(0)).stat()
+    with FileStore(store) as opened:
+        outcome = run_repair(
+            opened,
+            *planned(opened),
+            mode="quarantine",
+            digests={kv(0).encode(): "ab" * 32, kv(1).encode(): "cd" * 32},
+        )
+    assert outcome.quarantine == str(default_quarantine(store))
+    (path,) = default_quarantine(store).glob("*/*.json")
+    record = json.loads(path.read_text())
+    assert (record["store"], record["mode"]) == (f"file://{store}", "quarantine")
+    (group,) = record["groups"]
+    assert (group["page"], group["model"]) == (page(0), "x-dsa")
+    assert [f["code"] for f in group["findings"]] == ["truncated"]
+    entry = next(entry for entry in group["objects"] if entry["key"] == kv(0))
+    assert (entry["nbytes"], entry["mtime_ns"]) == (facts.st_size, facts.st_mtime_ns)
+    assert (entry["blake3"], entry["unwanted"]) == ("ab" * 32, True)
+    moved = path.with_suffix("") / str(entry["file"])
+    assert moved.stat().st_ino == facts.st_ino
+    assert parse_record(path.read_bytes(), source="x") == parse_record(
+        dump_record(parse_record(path.read_bytes(), source="x")), source="x"
+    )
+
+
+def test_the_record_is_there_before_anything_moves(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(store / kv(0))
+    seen: list[int] = []
+    take = FileMover.take
+
+    def watched(mover: FileMover, *arguments: Any) -> Status:
+        seen.extend(
+            len(json.loads(path.read_text())["groups"])
+            for path in default_quarantine(store).glob("*/*.begun")
+        )
+        return take(mover, *arguments)
+
+    monkeypatch.setattr(FileMover, "take", watched)
+    repaired(store)
+    assert seen == [1, 1]
+
+
+def test_anchors_leave_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_pages(tmp_path, range(4), "_m_0_2", "_m_1_2", ".draft_m_0_2", ".draft_m_1_2")
+    put_pages(tmp_path, range(4), ".mamba_m_0_2", ".mamba_m_1_2")
+    taken: list[bytes] = []
+    take = FileMover.take
+
+    def watched(mover: FileMover, key: bytes, *rest: Any) -> Status:
+        taken.append(key)
+        return take(mover, key, *rest)
+
+    monkeypatch.setattr(FileMover, "take", watched)
+    found = bad_value(f"{page(1)}.mamba_m_1_2.bin")
+    assert repair_findings(tmp_path, found).quarantined == 6
+    stems = [key[64:].decode() for key in taken]
+    assert sorted(stems[:2]) == ["_m_0_2.bin", "_m_1_2.bin"]
+    # What is damaged follows at once: no anchor that comes back may find it.
+    assert stems[2] == ".mamba_m_1_2.bin"
+
+
+def test_a_dry_run_changes_nothing_and_says_the_same(store: Path) -> None:
+    shorten(store / kv(0))
+    before = sorted(path for path in store.rglob("*"))
+    rehearsed = repaired(store, dry_run=True)
+    assert sorted(path for path in store.rglob("*")) == before
+    done = repaired(store)
+    for name in ("repaired", "quarantined", "deleted", "nbytes", "quarantine"):
+        assert getattr(rehearsed, name) == getattr(done, name)
+    assert rehearsed.rows.equals(done.rows)
+
+
+def test_delete_keeps_nothing(store: Path) -> None:
+    shorten(store / indexer(2))
+    before = content(store)
+    outcome = repaired(store, mode="delete")
+    assert content(store) == without(before, kv(2), indexer(2))
+    assert list(default_quarantine(store).iterdir()) == []
+    assert (outcome.repaired, outcome.quarantined, outcome.deleted) == (1, 0, 2)
+    assert outcome.quarantine is None
+
+
+def test_a_second_run_finds_nothing_to_do(store: Path) -> None:
+    shorten(store / indexer(2))
+    repaired(store)
+    before = content(store)
+    again = repaired(store)
+    assert (again.repaired, again.quarantined, len(again.rows)) == (0, 0, 0)
+    assert content(store) == before
+
+
+def test_many_groups_go_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicachectl.repair.BATCH_OBJECTS", 7)
+    store = dsa_store(tmp_path / "store", 23)
+    before = content(store)
+    with FileStore(store) as opened:
+        inventory, groups = scanned(opened)
+        plan = plan_removal(groups, np.arange(23), "test")
+        steps: list[int] = []
+        outcome = run_repair(
+            opened, inventory, groups, plan, mode="quarantine", on_progress=steps.append
+        )
+    assert (sum(steps), outcome.repaired, outcome.quarantined) == (23, 23, 46)
+    assert len(steps) == 8
+    assert content(store) == {}
+    assert quarantined(default_quarantine(store)) == before
+
+
+# what a quarantine can be
+
+
+def test_another_file_system_gets_copies(store: Path, other_file_system: Path) -> None:
+    shorten(store / indexer(2))
+    before = content(store)
+    outcome = repaired(store, quarantine=str(other_file_system / "q"))
+    assert content(store) == without(before, kv(2), indexer(2))
+    assert quarantined(other_file_system / "q") == only(before, kv(2), indexer(2))
+    assert (outcome.repaired, outcome.quarantined) == (1, 2)
+    assert not default_quarantine(store).exists()
+
+
+def test_a_full_quarantine_costs_nothing(store: Path) -> None:
+    """Two of three groups do not fit: what has no complete copy stays, and all is said."""
+    for number in range(3):
+        shorten(store / indexer(number))
+    before = content(store)
+    with _mounted(size="44k") as small:
+        outcome = repaired(store, quarantine=str(small / "q"))
+        kept = quarantined(small / "q")
+    assert 0 < outcome.repaired < 3
+    assert outcome.repaired + outcome.remaining == 3
+    assert outcome.failed
+    assert all("No space left on device" in message for _, message in outcome.failed)
+    assert {**content(store), **kept} == before
+    assert len(kept) == 2 * outcome.repaired
+    assert not set(content(store)) & set(kept)
+
+
+def test_a_full_disk_leaves_the_store_as_it_was() -> None:
+    """No room even for the record."""
+    with _mounted(size="256k") as small:
+        store = dsa_store(small / "store", 3)
+        shorten(store / indexer(1))
+        default_quarantine(store).mkdir(parents=True)
+        before = content(store)
+        fill(small / "filler")
+        outcome = repaired(store)
+        assert content(store) == before
+        assert (outcome.repaired, outcome.remaining) == (0, 1)
+        assert outcome.failed == ((str(default_quarantine(store)), "No space left on device"),)
+        (small / "filler").unlink()
+        assert repaired(store).repaired == 1
+        assert content(store) == without(before, kv(1), indexer(1))
+
+
+def test_an_unreadable_copy_fails_only_its_group(
+    store: Path, other_file_system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2):
+        shorten(store / indexer(number))
+    before = content(store)
+    read = FileStore._read
+
+    def broken(opened: FileStore, key: bytes, target: memoryview) -> int:
+        if key == kv(1).encode():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(opened, key, target)
+
+    monkeypatch.setattr(FileStore, "_read", broken)
+    outcome = repaired(store, quarantine=str(other_file_system))
+    assert outcome.failed == ((kv(1), "cannot be copied: Input/output error"),)
+    assert (outcome.repaired, outcome.remaining) == (1, 1)
+    assert content(store) == without(before, kv(2), indexer(2))
+    assert quarantined(other_file_system) == only(before, kv(2), indexer(2))
+
+
+@pytest.mark.parametrize("place", ["{store}", "{store}/x/..", "{file}", "nosuch:"])
+def test_places_that_are_no_quarantine_are_refused(store: Path, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    (store / "x").mkdir()
+    shorten(store / indexer(1))
+    before = content(store)
+    with pytest.raises(UsageError):
+        repaired(store, quarantine=place.format(store=store, file=tmp_path / "file"))
+    assert content(store) == before
+
+
+def test_a_quarantine_that_cannot_be_written_is_said(store: Path) -> None:
+    shorten(store / indexer(1))
+    before = content(store)
+    with pytest.raises(StoreUnavailable, match="quarantine"):
+        repaired(store, quarantine="/proc/hicachectl")
+    assert content(store) == before
+
+
+# a store that changes meanwhile
+
+
+def replan_after(
+    store: Path, change: Callable[[], None], key: str, **options: Any
+) -> RepairOutcome:
+    """Repair with a plan made before `change`."""
+    with FileStore(store) as opened:
+        inventory, groups = scanned(opened)
+        plan = plan_repair(groups, bad_value(key))
+        change()
+        return run_repair(opened, inventory, groups, plan, **{"mode": "quarantine", **options})
+
+
+def rewrite(path: Path, value: bytes | None = None) -> None:
+    """Write an object as SGLang does: a temporary file, and a rename."""
+    value = path.read_bytes() if value is None else value
+    path.with_name(".w.tmp").write_bytes(value)
+    path.with_name(".w.tmp").rename(path)
+
+
+def test_a_damaged_object_that_was_rewritten_is_not_damaged(store: Path) -> None:
+    outcome = replan_after(store, lambda: rewrite(store / indexer(1)), indexer(1))
+    assert (outcome.repaired, outcome.kept) == (0, 1)
+    assert (store / indexer(1)).exists()
+    assert (store / kv(1)).exists()
+
+
+def test_a_rewrite_of_another_object_saves_no_damaged_one(store: Path) -> None:
+    outcome = replan_after(store, lambda: rewrite(store / kv(1)), indexer(1))
+    assert (outcome.repaired, outcome.kept) == (1, 0)
+    assert not (store / indexer(1)).exists()
+    assert not (store / kv(1)).exists()
+
+
+def test_a_pool_that_arrived_heals_its_group(store: Path) -> None:
+    value = (store / indexer(1)).read_bytes()
+    (store / indexer(1)).unlink()
+    with FileStore(store) as opened:
+        inventory, groups, plan = planned(opened)
+        assert len(plan.groups) == 1
+        rewrite(store / indexer(1), value)
+        outcome = run_repair(opened, inventory, groups, plan, mode="quarantine")
+    assert (outcome.repaired, outcome.kept) == (0, 1)
+    assert (store / kv(1)).exists()
+
+
+def test_objects_that_vanished_are_gone_and_no_failure(store: Path) -> None:
+    def vanish() -> None:
+        (store / indexer(1)).unlink()
+
+    outcome = replan_after(store, vanish, indexer(1))
+    assert (outcome.repaired, outcome.quarantined, outcome.gone) == (1, 1, 1)
+    assert outcome.failed == ()
+    assert not (store / kv(1)).exists()
+
+
+def test_a_group_that_vanished_is_gone(store: Path) -> None:
+    def vanish() -> None:
+        (store / indexer(1)).unlink()
+        (store / kv(1)).unlink()
+
+    outcome = replan_after(store, vanish, indexer(1))
+    assert (outcome.repaired, outcome.gone, outcome.failed) == (0, 2, ())
+    assert outcome.rows.column("state").to_pylist() == ["gone"]
+
+
+class Interfering(FileStore):
+    """A store in which something happens right after an object was taken."""
+
+    after: Callable[[bytes], None]
+
+    def mover(self, directory: str) -> FileMover | None:
+        real = super().mover(directory)
+        assert real is not None
+        take = real.take
+
+        def interfered(key: bytes, name: str, version: bytes | None = None) -> Status:
+            status = take(key, name, version)
+            self.after(key)
+            return status
+
+        real.take = interfered  # type: ignore[method-assign]
+        return real
+
+
+def interfered(store: Path, after: Callable[[bytes], None], **options: Any) -> RepairOutcome:
+    with Interfering(store) as opened:
+        opened.after = after
+        inventory, groups = scanned(opened)
+        plan = plan_repair(groups, bad_value(indexer(1)))
+        return run_repair(opened, inventory, groups, plan, **{"mode": "quarantine", **options})
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_anchor_that_comes_back_beside_an_old_sidecar_goes_again(
+    store: Path, times: int
+) -> None:
+    """A server saw the old sidecar, skipped it, and wrote kv after we had taken that away."""
+    value = (store / kv(1)).read_bytes()
+    written: list[bytes] = []
+
+    def server(key: bytes) -> None:
+        if key == kv(1).encode() and len(written) < times:
+            written.append(key)
+            rewrite(store / kv(1), value)
+
+    before = content(store)
+    outcome = interfered(store, server)
+    assert content(store) == without(before, kv(1), indexer(1))
+    assert (outcome.repaired, outcome.quarantined, outcome.deleted) == (1, 2, times)
+    assert quarantined(default_quarantine(store)) == only(before, kv(1), indexer(1))
+
+
+def test_a_whole_new_group_is_left_alone(store: Path) -> None:
+    values = [(store / name(1)).read_bytes() for name in (indexer, kv)]
+
+    def server(key: bytes) -> None:
+        if key == indexer(1).encode():
+            rewrite(store / indexer(1), values[0])
+            rewrite(store / kv(1), values[1])
+
+    outcome = interfered(store, server)
+    assert (outcome.repaired, outcome.quarantined, outcome.deleted) == (1, 2, 0)
+    assert (store / indexer(1)).exists()
+    assert (store / kv(1)).exists()
+
+
+def test_a_page_that_is_being_written_is_left_to_its_writer(store: Path) -> None:
+    def server(key: bytes) -> None:
+        if key == indexer(1).encode():
+            put(store, indexer(1), INDEXER_BYTES, mtime=time.time())
+
+    outcome = interfered(store, server)
+    assert (outcome.repaired, outcome.deleted) == (1, 0)
+    assert (store / indexer(1)).exists()
+
+
+def test_an_anchor_that_never_stays_away_is_said(store: Path) -> None:
+    value = (store / kv(1)).read_bytes()
+    outcome = interfered(
+        store, lambda key: rewrite(store / kv(1), value) if key == kv(1).encode() else None
+    )
+    assert (outcome.repaired, outcome.remaining) == (0, 1)
+    assert outcome.failed == ((kv(1), "written anew 5 times, still not whole"),)
+
+
+def test_what_a_live_server_half_wrote_afterwards_goes(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its anchor comes when the repair has already looked for it and found nothing."""
+    value = (store / kv(1)).read_bytes()
+    put(store, kv(5), len(value), mtime=time.time())  # there is a writer
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        if not slept:
+            rewrite(store / kv(1), value)
+        slept.append(seconds)
+
+    monkeypatch.setattr("hicachectl.repair.time.sleep", sleep)
+    outcome = replan_after(store, lambda: None, indexer(1), settle_seconds=0.2)
+    assert slept
+    assert (outcome.repaired, outcome.quarantined, outcome.deleted) == (1, 2, 1)
+    assert not (store / kv(1)).exists()
+    assert {path.name for path in store.glob(".hicachectl/quarantine/*/*")} == {
+        "000000",
+        "000000.json",
+    }
+
+
+# faults
+
+
+class Faulty(FileStore):
+    """A store some of whose objects cannot be moved."""
+
+    stuck: frozenset[str] = frozenset()
+
+    def mover(self, directory: str) -> FileMover | None:
+        real = super().mover(directory)
+        assert real is not None
+        take = real.take
+
+        def failing(key: bytes, name: str, version: bytes | None = None) -> Status:
+            if key.decode() in self.stuck:
+                raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+            return take(key, name, version)
+
+        real.take = failing  # type: ignore[method-assign]
+        return real
+
+
+def test_sidecars_stay_when_their_anchor_cannot_leave(store: Path) -> None:
+    for number in (1, 2):
+        shorten(store / indexer(number))
+    before = content(store)
+    with Faulty(store) as opened:
+        opened.stuck = frozenset({kv(1)})
+        outcome = run_repair(opened, *planned(opened), mode="quarantine")
+        assert outcome.failed == ((kv(1), "Operation not permitted"),)
+        assert (outcome.repaired, outcome.remaining) == (1, 1)
+        assert outcome.rows.column("state").to_pylist().count("failed") == 1
+        assert content(store) == without(before, kv(2), indexer(2))
+        assert count_unfinished(opened) == 2
+        opened.stuck = frozenset()
+        finished = finish_unfinished(opened)
+    assert (finished.repaired, finished.failed) == (2, ())
+    assert content(store) == without(before, *(n(i) for i in (1, 2) for n in (kv, indexer)))
+    assert quarantined(default_quarantine(store)).keys() == {
+        n(i) for i in (1, 2) for n in (kv, indexer)
+    }
+
+
+def test_a_sidecar_that_cannot_leave_is_said(store: Path) -> None:
+    shorten(store / indexer(1))
+    with Faulty(store) as opened:
+        opened.stuck = frozenset({indexer(1)})
+        outcome = run_repair(opened, *planned(opened), mode="delete")
+    assert outcome.failed == ((indexer(1), "Operation not permitted"),)
+    assert not (store / kv(1)).exists()
+    assert (store / indexer(1)).exists()
+
+
+def test_sidecars_stay_when_their_anchor_cannot_be_deleted(
+    store: Path, other_file_system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for objects that are copied and then deleted."""
+    for number in (1, 2):
+        shorten(store / indexer(number))
+    before = content(store)
+    delete = FileStore.delete
+
+    def failing(opened: FileStore, rows: Any) -> Any:
+        result = delete(opened, rows.filter(pa.array([k != kv(1).encode() for k in keys(rows)])))
+        statuses = np.array(
+            [Status.ERROR if key == kv(1).encode() else Status.OK for key in keys(rows)], np.uint8
+        )
+        assert result.all_ok
+        errors = {n: "Device busy" for n, s in enumerate(statuses) if s == Status.ERROR}
+        return type(result)(statuses, errors)
+
+    def keys(rows: Any) -> list[bytes]:
+        found: list[bytes] = rows.column("key").to_pylist()
+        return found
+
+    monkeypatch.setattr(FileStore, "delete", failing)
+    outcome = repaired(store, quarantine=str(other_file_system))
+    assert outcome.failed == ((kv(1), "Device busy"),)
+    assert content(store) == without(before, kv(2), indexer(2))
+    monkeypatch.undo()
+    repaired(store, quarantine=str(other_file_system))
+    assert content(store) == without(before, *(n(i) for i in (1, 2) for n in (kv, indexer)))
+    assert len(quarantined(other_file_system)) == 4
+
+
+# killed
+
+
+def damaged_store(directory: Path) -> tuple[Path, Content, Content]:
+    """A store of 12 pages, 5 of them bad: its content, and what of it is healthy."""
+    store = dsa_store(directory, 12)
+    for number in (1, 4, 7):
+        shorten(store / indexer(number))
+    shorten(store / kv(8))
+    (store / indexer(10)).unlink()
+    before = content(store)
+    bad = [name(number) for number in (1, 4, 7, 8, 10) for name in (kv, indexer)]
+    return store, before, without(before, *bad)
+
+
+@pytest.mark.parametrize("where", ["beside", "elsewhere"])
+def test_killed_anywhere_and_run_again_every_group_is_whole_or_gone(
+    tmp_path: Path, where: str, request: pytest.FixtureRequest
+) -> None:
+    elsewhere = None
+    if where == "elsewhere":
+        elsewhere = str(request.getfixturevalue("other_file_system") / "q")
+    check_kills(tmp_path, KILLS // 2, elsewhere)
+
+
+def check_kills(base: Path, count: int, elsewhere: str | None) -> None:
+    """Kill a repair at random points, run it again, and put all of it back."""
+    store, before, healthy = damaged_store(base / "store")
+    quarantine = Path(elsewhere) if elsewhere else default_quarantine(store)
+    arguments = {"directory": str(store), "mode": "quarantine", "quarantine": elsewhere}
+    points, words = killed.random_steps(killed.run(0, "repair", **arguments), count)
+    for point in points:
+        shutil.rmtree(store)
+        shutil.rmtree(quarantine, ignore_errors=True)
+        damaged_store(store)
+        assert killed.run(point, "repair", **arguments) == -1, words
+        half = content(store)
+        # A reader between the runs: no page without its indexer but those that were so before.
+        for number in range(12):
+            if kv(number) in half and number != 10:
+                assert indexer(number) in half, (words, point)
+        repaired(store, quarantine=elsewhere)
+        assert content(store) == healthy, (words, point)
+        assert quarantined(quarantine) == without(before, *healthy), (words, point)
+        assert not list(quarantine.glob("*/*.begun")), (words, point)
+        with FileStore(store) as opened:
+            outcome = restore_groups(opened, quarantine)
+        assert (outcome.restored, outcome.failed, outcome.conflicts) == (5, 0, 0), (words, point)
+        assert content(store) == before, (words, point)
+        assert list(quarantine.iterdir()) == []
+
+
+def test_a_killed_repair_can_be_taken_back(tmp_path: Path) -> None:
+    check_taking_back(tmp_path, 3)
+
+
+def check_taking_back(base: Path, count: int) -> None:
+    """Kill a repair at random points, and then restore instead of finishing."""
+    store, before, _ = damaged_store(base / "store")
+    arguments = {"directory": str(store), "mode": "quarantine"}
+    points, words = killed.random_steps(killed.run(0, "repair", **arguments), count)
+    for point in points:
+        shutil.rmtree(store)
+        damaged_store(store)
+        default_quarantine(store).mkdir(parents=True)
+        killed.run(point, "repair", **arguments)
+        with FileStore(store) as opened:
+            restore_groups(opened, default_quarantine(store))
+        assert content(store) == before, (words, point)
+        assert list(default_quarantine(store).iterdir()) == [], (words, point)
+
+
+def test_a_killed_removal_is_completed(tmp_path: Path) -> None:
+    check_removal(tmp_path, 3)
+
+
+def check_removal(base: Path, count: int) -> None:
+    """Kill a removal of everything at random points; the next run completes what was begun."""
+    store = dsa_store(base / "store", 12)
+    points, words = killed.random_steps(killed.run(0, "remove", directory=str(store)), count)
+    for point in points:
+        shutil.rmtree(store)
+        dsa_store(store, 12)
+        killed.run(point, "remove", directory=str(store))
+        with FileStore(store) as opened:
+            finish_unfinished(opened)
+        assert len(content(store)) in (0, 24), (words, point)
+        assert not list(store.glob(".hicachectl/quarantine/*")), (words, point)
+
+
+def test_a_killed_restore_goes_on(tmp_path: Path) -> None:
+    check_restore(tmp_path, 3)
+
+
+def check_restore(base: Path, count: int) -> None:
+    """Kill a restore at random points, and run it again."""
+    store, before, healthy = damaged_store(base / "store")
+    quarantine = default_quarantine(store)
+    arguments = {"directory": str(store), "quarantine": str(quarantine)}
+    repaired(store)
+    points, words = killed.random_steps(killed.run(0, "restore", **arguments), count)
+    for point in points:
+        repaired(store)
+        assert content(store) == healthy, (words, point)
+        killed.run(point, "restore", **arguments)
+        with FileStore(store) as opened:
+            restore_groups(opened, quarantine)
+        assert content(store) == before, (words, point)
+        assert list(quarantine.iterdir()) == [], (words, point)
+
+
+def test_a_run_at_work_is_left_alone(store: Path) -> None:
+    """What one process has begun, another one does not finish."""
+    shorten(store / indexer(1))
+    inside: list[int] = []
+
+    def meanwhile(_: bytes) -> None:
+        with FileStore(store) as other:
+            assert finish_unfinished(other).repaired == 0
+            inside.append(restore_groups(other, default_quarantine(store)).busy)
+
+    outcome = interfered(store, meanwhile)
+    assert outcome.repaired == 1
+    assert inside == [1, 1]
+
+
+def test_an_unfinished_repair_of_another_store_is_not_ours(
+    store: Path, tmp_path: Path, other_file_system: Path
+) -> None:
+    shorten(store / indexer(1))
+    quarantine = str(tmp_path / "shared")
+    with Faulty(store) as opened:
+        opened.stuck = frozenset({kv(1)})
+        run_repair(opened, *planned(opened), mode="quarantine", quarantine=quarantine)
+    other = dsa_store(tmp_path / "other", 6)
+    before = content(other)
+    with FileStore(other) as opened:
+        assert count_unfinished(opened, quarantine) == 0
+        finish_unfinished(opened, quarantine)
+    assert content(other) == before
+    with FileStore(store) as opened:
+        assert count_unfinished(opened, quarantine) == 1
+        assert finish_unfinished(opened, quarantine).repaired == 1
+
+
+# hostile records
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: d.clear(),
+        lambda d: d.update(quarantine=2),
+        lambda d: d.update(mode="format"),
+        lambda d: d["groups"][0].update(page="../../etc"),
+        lambda d: d["groups"][0].update(shape=7),
+        lambda d: d["groups"][0]["objects"][0].update(slot=9),
+        lambda d: d["groups"][0]["objects"][0].update(file="../x"),
+        lambda d: d["groups"][0]["objects"][0].update(file=-1),
+        lambda d: d["groups"][0]["objects"][0].update(key="other"),
+        lambda d: d["groups"][0]["objects"][0].update(version="zz"),
+        lambda d: d["shapes"][0][0].update(prefix="\ud800"),
+        lambda d: d.update(groups=[[]]),
+        lambda d: d["groups"].append(d["groups"][0]),
+    ],
+)
+def test_a_damaged_record_is_refused(store: Path, damage: Callable[[Any], object]) -> None:
+    shorten(store / indexer(1))
+    repaired(store)
+    (path,) = default_quarantine(store).glob("*/*.json")
+    document = json.loads(path.read_text())
+    damage(document)
+    path.write_text(json.dumps(document))
+    before = content(store)
+    with FileStore(store) as opened, pytest.raises(FormatError, match=r"000000\.json"):
+        restore_groups(opened, default_quarantine(store))
+    assert content(store) == before
+
+
+def test_a_record_cannot_name_a_path(store: Path, tmp_path: Path) -> None:
+    shorten(store / indexer(1))
+    repaired(store)
+    (path,) = default_quarantine(store).glob("*/*.json")
+    for name in ("../escaped", ".hicachectl-"):
+        hostile = path.read_text().replace('"prefix": ""', f'"prefix": "{name}"')
+        path.write_text(hostile.replace('"key": "', f'"key": "{name}'))
+        with FileStore(store) as opened:
+            outcome = restore_groups(opened, default_quarantine(store))
+        assert outcome.failed == 1
+        path.write_text(path.read_text().replace(name, ""))
+    assert not list(tmp_path.glob("escaped*"))
+
+
+def test_movers_are_what_they_say(store: Path) -> None:
+    with FileStore(store) as opened:
+        mover = opened.mover(str(store.parent))
+        assert isinstance(mover, Mover)
+        mover.close()

@@ -1,0 +1,349 @@
+"""`rm`: what was asked for leaves, group by group; nothing else does."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.formats.hashing import namespace_seed, page_hashes_hex
+from hicachectl.formats.profile import dump_profile
+from tests.hicachectl.repairs import (
+    DSA,
+    Content,
+    content,
+    default_quarantine,
+    dsa_store,
+    indexer,
+    kv,
+    shorten,
+)
+from tests.hicachectl.stores import OLD, page, put_pages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Two models, one of them with Mamba states on its last pages."""
+    directory = tmp_path / "store"
+    directory.mkdir()
+    put_pages(directory, range(4), "_x-a_0_2", "_x-a_1_2", nbytes=100)
+    put_pages(directory, range(2, 4), ".mamba_x-a_0_2", ".mamba_x-a_1_2", nbytes=30)
+    put_pages(directory, range(6), "_b_0_1", nbytes=10)
+    (directory / "README").write_text("not ours")
+    return directory
+
+
+def removed(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
+    out = invoke("rm", *arguments, "--format", "json", exit_code=exit_code)
+    document: dict[str, Any] = json.loads(out.stdout)
+    return document
+
+
+def left(before: Content, *parts: str) -> Content:
+    return {name: value for name, value in before.items() if not any(p in name for p in parts)}
+
+
+@pytest.mark.parametrize("model", ["x/a", "x-a"])
+def test_a_model_goes_with_all_its_pools(invoke: Invoke, store: Path, model: str) -> None:
+    before = content(store)
+    document = removed(invoke, store, "--model", model, "--yes")
+    assert content(store) == left(before, "_x-a_")
+    assert (document["pages"], document["objects"], document["bytes"]) == (4, 12, 920)
+    assert (document["failed"], document["remaining"], document["dry_run"]) == (0, 0, False)
+    assert not list(default_quarantine(store).iterdir())
+
+
+def test_the_document_has_the_members_of_the_contract(invoke: Invoke, store: Path) -> None:
+    assert list(removed(invoke, store, "--model", "b", "--yes")) == [
+        "schema",
+        "version",
+        "store",
+        "pages",
+        "objects",
+        "bytes",
+        "gone",
+        "kept",
+        "failed",
+        "remaining",
+        "seconds",
+        "dry_run",
+        "failures",
+        "groups",
+    ]
+
+
+def test_a_dry_run_says_the_same_and_changes_nothing(invoke: Invoke, store: Path) -> None:
+    before = content(store)
+    rehearsed = removed(invoke, store, "--model", "b", "--dry-run")
+    assert content(store) == before
+    assert not (store / ".hicachectl").exists()
+    done = removed(invoke, store, "--model", "b", "--yes")
+    assert rehearsed.pop("dry_run")
+    for document in (rehearsed, done):
+        document.pop("seconds")
+    assert rehearsed == {name: done[name] for name in rehearsed}
+    assert (
+        "dry run: nothing was removed" in invoke("rm", store, "--model", "x-a", "--dry-run").stderr
+    )
+
+
+def test_pages_come_from_a_list(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    before = content(store)
+    listed = tmp_path / "pages"
+    listed.write_text(f"{page(1)}\n\n  {page(3)}\n{page(99)}\n")
+    assert removed(invoke, store, "--pages", listed, "--yes")["pages"] == 4
+    assert content(store) == left(before, page(1), page(3))
+
+
+def test_what_ls_prints_can_be_removed(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    (store / f"{page(3)}_x-a_0_2.bin").unlink()
+    before = content(store)
+    listed = tmp_path / "pages.jsonl"
+    invoke("ls", store, "--state", "partial", "--format", "jsonl", "-o", listed)
+    removed(invoke, store, "--pages", listed, "--model", "x/a", "--yes")
+    assert content(store) == left(before, f"{page(3)}_x", f"{page(3)}.m")
+
+
+def test_old_pages_go_by_their_newest_object(invoke: Invoke, store: Path) -> None:
+    os.utime(store / f"{page(2)}_x-a_1_2.bin", (time.time(), time.time()))
+    before = content(store)
+    assert removed(invoke, store, "--model", "x-a", "--before", "1d", "--yes")["pages"] == 3
+    kept = {name for name in before if name.startswith(page(2)) and "_x-a_" in name}
+    assert set(content(store)) == set(left(before, "_x-a_")) | kept
+    assert removed(invoke, store, "--before", "1999-01-01", "--yes")["pages"] == 0
+
+
+def test_pages_go_by_their_state(invoke: Invoke, store: Path) -> None:
+    (store / f"{page(0)}_x-a_1_2.bin").unlink()
+    (store / f"{page(3)}_x-a_0_2.bin").unlink()
+    (store / f"{page(3)}_x-a_1_2.bin").unlink()
+    before = content(store)
+    document = removed(invoke, store, "--state", "partial,orphan", "--yes")
+    assert [(g["page"], g["model"], g["state"]) for g in document["groups"]] == sorted(
+        [(page(0), "x-a", "removed"), (page(3), "x-a", "removed")]
+    )
+    assert content(store) == left(before, f"{page(0)}_x", f"{page(3)}.m")
+
+
+def test_conditions_are_joined(invoke: Invoke, store: Path) -> None:
+    before = content(store)
+    assert removed(invoke, store, "--model", "b", "--state", "partial", "--yes")["pages"] == 0
+    assert removed(invoke, store, "--tag", "t", "--yes")["pages"] == 0
+    assert content(store) == before
+
+
+def test_ambiguous_pages_stay_and_are_said(invoke: Invoke, tmp_path: Path) -> None:
+    directory = tmp_path / "store"
+    directory.mkdir()
+    put_pages(directory, range(3), "_m_0_2")
+    outcome = invoke("rm", directory, "--model", "m", "--yes")
+    assert "3 page groups have ambiguous keys" in outcome.stderr
+    assert len(content(directory)) == 3
+    assert removed(invoke, directory, "--state", "unknown", "--yes")["objects"] == 3
+
+
+def test_something_must_be_selected(invoke: Invoke, store: Path) -> None:
+    message = invoke("rm", store, "--yes", exit_code=2).stderr
+    assert "--model" in message
+    assert "SGLang's own clear" in message
+
+
+def test_without_a_terminal_it_wants_yes(invoke: Invoke, tmp_path: Path) -> None:
+    """Said before the store is opened, which is not even there."""
+    message = invoke("rm", tmp_path / "none", "--model", "b", exit_code=2).stderr
+    assert "--yes" in message
+
+
+def test_a_store_that_is_not_there(invoke: Invoke, tmp_path: Path) -> None:
+    invoke("rm", tmp_path / "none", "--model", "b", "--yes", exit_code=3)
+
+
+def test_bad_lists_are_refused_with_their_line(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "pages"
+    for text in ("abc", "{", '{"page": null}', "/etc/passwd", "\udcff"):
+        listed.write_text(f"{page(0)}\n{text}\n", errors="surrogateescape")
+        message = invoke("rm", store, "--pages", listed, "--yes", exit_code=2).stderr
+        assert "line 2" in message
+    invoke("rm", store, "--pages", tmp_path / "nothing", "--yes", exit_code=2)
+
+
+def test_a_lock_that_is_held_is_no_error(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    before = content(store)
+    lock = tmp_path / "lock"
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX);"
+            "print(flush=True); sys.stdin.read()",
+            str(lock),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        outcome = invoke("rm", store, "--model", "b", "--yes", "--lock", lock)
+        assert outcome.stdout == ""
+        assert outcome.stderr.count("\n") == 1
+        assert content(store) == before
+    finally:
+        holder.communicate()
+    assert removed(invoke, store, "--model", "b", "--yes", "--lock", lock)["pages"] == 6
+    with lock.open("w") as free:
+        fcntl.lockf(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize(("answer", "pages"), [("n", 0), ("y", 6)])
+def test_on_a_terminal_it_asks(store: Path, answer: str, pages: int) -> None:
+    before = content(store)
+    primary, secondary = pty.openpty()
+    command = [sys.executable, "-m", "hicachectl", "rm", str(store), "--model", "b"]
+    done = subprocess.Popen(
+        command, stdin=secondary, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    os.write(primary, f"{answer}\n".encode())
+    out, err = done.communicate(timeout=60)
+    os.close(primary)
+    os.close(secondary)
+    assert done.returncode == 0, err
+    assert f"Remove 6 pages (60 B) from file://{store}?" in err.decode()
+    assert len(before) - len(content(store)) == pages
+    assert (b"removed" in out) == bool(pages)
+
+
+def test_what_an_earlier_run_began_is_completed_first(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dsa_store(tmp_path / "store", 4)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hicachectl.repair.take_away", interrupted)
+        invoke("rm", store, "--model", "x-dsa", "--yes", exit_code=130)
+    assert len(content(store)) == 8
+    outcome = invoke("rm", store, "--model", "nothing", "--yes")
+    assert "completed 4 pages that an earlier run had begun with" in outcome.stderr
+    assert content(store) == {}
+    assert list(default_quarantine(store).iterdir()) == []
+
+
+def test_failures_are_listed_and_exit_with_4(
+    invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hicachectl.backends.file import FileMover
+
+    def stuck(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(FileMover, "take", stuck)
+    document = removed(invoke, store, "--model", "b", "--yes", exit_code=4)
+    assert (document["pages"], document["failed"], document["remaining"]) == (0, 6, 6)
+    assert {f["detail"] for f in document["failures"]} == {"Operation not permitted"}
+    assert {group["state"] for group in document["groups"]} == {"failed"}
+
+
+def test_people_get_totals(invoke: Invoke, store: Path) -> None:
+    lines = invoke("rm", store, "--before", "1d", "--yes").stdout.splitlines()
+    assert lines[0].split() == ["MODEL", "TAG", "PAGES", "OBJECTS", "SIZE", "STATE"]
+    assert lines[1].split() == ["b", "-", "6", "6", "60", "B", "removed"]
+    assert lines[-1] == "10 pages, 18 objects, 980 B removed"
+
+
+# descendants
+
+
+@pytest.fixture
+def chained(tmp_path: Path) -> tuple[Path, Path, list[list[int]]]:
+    """A store of two prompts that share two pages, its profile, and the prompts."""
+    first = list(range(100, 118))  # four pages of 4 tokens, and two tokens more
+    second = [*first[:8], *range(300, 308)]
+    directory = tmp_path / "store"
+    directory.mkdir()
+    for prompt in (first, second):
+        for name in page_hashes_hex(prompt, 4):
+            for stem, nbytes in (("_x-dsa", 9216), (".indexer_x-dsa", 1056)):
+                (directory / f"{name}{stem}.bin").write_bytes(bytes(nbytes))
+                os.utime(directory / f"{name}{stem}.bin", (OLD, OLD))
+    profile = tmp_path / "dsa.toml"
+    profile.write_text(dump_profile(DSA))
+    return directory, profile, [first, second]
+
+
+def test_descendants_go_with_token_ids(
+    invoke: Invoke, tmp_path: Path, chained: tuple[Path, Path, list[list[int]]]
+) -> None:
+    store, profile, (first, second) = chained
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f"{json.dumps(first)}\n\n{json.dumps({'token_ids': second})}\n")
+    listed = tmp_path / "pages"
+    hashes = [page_hashes_hex(prompt, 4) for prompt in (first, second)]
+    listed.write_text(hashes[0][2])
+    arguments = [store, "--pages", listed, "--profile", profile, "--token-ids", prompts, "--yes"]
+    assert removed(invoke, *arguments)["pages"] == 2
+    assert {name[:64] for name in content(store)} == {*hashes[1]}
+    listed.write_text(hashes[0][1])
+    assert removed(invoke, *arguments)["pages"] == 3
+    assert {name[:64] for name in content(store)} == {hashes[1][0]}
+
+
+def test_namespaces_of_prompts_count(
+    invoke: Invoke, tmp_path: Path, chained: tuple[Path, Path, list[list[int]]]
+) -> None:
+    store, profile, (first, _) = chained
+    salted = page_hashes_hex(first, 4, prior=namespace_seed(None, "tenant"))
+    for name in salted:
+        (store / f"{name}_x-dsa.bin").write_bytes(bytes(9216))
+    listed, prompts = tmp_path / "pages", tmp_path / "prompts.jsonl"
+    listed.write_text(salted[1])
+    prompts.write_text(json.dumps({"token_ids": first, "cache_salt": "tenant", "extra_key": ""}))
+    arguments = ["--pages", listed, "--profile", profile, "--token-ids", prompts, "--yes"]
+    assert removed(invoke, store, *arguments)["pages"] == 3
+    assert {name[:64] for name in content(store)} & set(salted) == {salted[0]}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "7", "[[]]", '{"token_ids": "x"}', '{"token_ids": [1], "salt": 2}', "[-1,1,1,1]",
+     '{"token_ids": [1], "extra_key": 5}', "[" * 100_000],
+)  # fmt: skip
+def test_bad_prompts_are_refused_with_their_line(
+    invoke: Invoke, tmp_path: Path, chained: tuple[Path, Path, list[list[int]]], line: str
+) -> None:
+    store, profile, _ = chained
+    before = content(store)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f"[1, 2]\n{line}\n")
+    arguments = ["--model", "x/dsa", "--profile", profile, "--token-ids", prompts, "--yes"]
+    assert "line 2" in invoke("rm", store, *arguments, exit_code=2).stderr
+    assert content(store) == before
+
+
+def test_token_ids_need_a_profile(invoke: Invoke, tmp_path: Path) -> None:
+    arguments = ["rm", tmp_path / "none", "--model", "b", "--yes", "--token-ids", tmp_path / "x"]
+    assert "--profile" in invoke(*arguments, exit_code=2).stderr
+
+
+def test_a_damaged_page_can_be_removed_without_a_profile(invoke: Invoke, tmp_path: Path) -> None:
+    store = dsa_store(tmp_path / "store", 3)
+    shorten(store / kv(1))
+    before = content(store)
+    listed = tmp_path / "pages"
+    listed.write_text(page(1))
+    assert removed(invoke, store, "--pages", listed, "--yes")["objects"] == 2
+    assert content(store) == left(before, kv(1), indexer(1))
