@@ -108,8 +108,12 @@ def _pool_objects(
 ) -> Iterator[ExpectedObject]:
     model = "" if scheme == "hf3fs" else profile.key_model
     tag = profile.tag if scheme == "mooncake" else ""
+    held: dict[tuple[int, int], PoolPiece | None] = {}  # the same for all TP ranks of a stage
     for place in _SCHEMES[scheme].places(profile, pool):
-        piece = pool_piece(profile, pool, pp_rank=place.pp_rank, cp_rank=place.cp_rank)
+        stage = place.pp_rank, place.cp_rank
+        if stage not in held:
+            held[stage] = pool_piece(profile, pool, pp_rank=place.pp_rank, cp_rank=place.cp_rank)
+        piece = held[stage]
         if piece is None:
             continue
         for content in _SCHEMES[scheme].contents(profile, pool, piece):

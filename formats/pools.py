@@ -9,6 +9,7 @@ layer split (srt/layers/cp/utils.py :: get_layer_shard_range) and linear-attenti
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
@@ -65,7 +66,7 @@ def pp_ranges(
         raise ProfileError(f"pp_partition: {sizes} does not split {num_layers} layers over pp {pp}")
     if min(sizes) < 1:
         raise ProfileError(f"pp: {num_layers} layers cannot fill {pp} stages")
-    ends = [sum(sizes[: rank + 1]) for rank in range(pp)]
+    ends = list(accumulate(sizes))
     return tuple(zip([0, *ends], ends, strict=False))
 
 

@@ -62,11 +62,7 @@ def run(arguments: list[str]) -> int:
             raise
         sys.stdout, sys.stderr = streams  # click has met a closed pipe and put wrappers there
     except Exception as error:
-        if not _is_echo(error):
-            _say("this is a bug, please report it with the lines below")
-            raise
-        _say(f"cannot write output: {getattr(error, 'strerror', None) or error}")
-        status = BAD_INPUT
+        status = _unexpected(error)
     finally:
         signal.signal(signal.SIGTERM, previous)
     return status
@@ -105,15 +101,21 @@ def _show(error: click.ClickException) -> None:
         sys.stderr.write(escape_controls(text.getvalue(), keep="\n"))
 
 
-def _is_echo(error: Exception) -> bool:
-    """Tell whether writing help, or a remark, is what failed."""
+def _unexpected(error: Exception) -> int:
+    """Return the status when help or a remark could not be written; else it is a bug: raise."""
     import click
+
+    from hicachectl.errors import BAD_INPUT
 
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
     echoing = place is not None and place.tb_frame.f_code is click.echo.__code__
-    return isinstance(error, OSError) and echoing
+    if isinstance(error, OSError) and echoing:
+        _say(f"cannot write output: {error.strerror or error}")
+        return BAD_INPUT
+    _say("this is a bug, please report it with the lines below")
+    raise error
 
 
 def _flush(status: int) -> int:

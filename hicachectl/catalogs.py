@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.catalog import SCHEMA, Catalog, read_catalog, write_catalog
 from hicachectl.formats.errors import UsageError
+from hicachectl.wholefile import whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,17 +54,8 @@ def load_catalog(path: Path) -> Catalog:
 
 def save_catalog(catalog: Catalog, path: Path) -> None:
     """Replace a catalog file, whole or not at all. Raises UsageError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with partial.open("wb") as file:
-            file.write(write_catalog(catalog))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path, durable=True) as stream:
+        stream.write(write_catalog(catalog))
 
 
 def compare(catalog: Catalog, digested: Digested, fields: tuple[str, ...]) -> npt.NDArray[np.int8]:
@@ -149,7 +140,8 @@ def _same_object(
     positions = [catalog.identity_fields.index(field) for field in used]
     now = digested.identities[:, [digested.identity_fields.index(field) for field in used]]
     same: npt.NDArray[np.bool_] = (before[:, positions] == now).all(axis=1)
-    return same & whole.to_numpy(zero_copy_only=False)
+    same &= whole.to_numpy(zero_copy_only=False)
+    return same
 
 
 def _rows(column: pa.Array | pa.ChunkedArray, width: int) -> npt.NDArray[np.uint8]:

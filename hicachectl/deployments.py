@@ -185,6 +185,8 @@ def _with_fellow_ranks(found: list[Coordinate]) -> set[Coordinate]:
         for coordinate in found
         if coordinate.shard.tp_rank is not None
         for rank in range(coordinate.shard.tp_size or 0)
+        # Under DCP a TP rank is of one DCP rank only (HiCacheStorageConfig.__post_init__).
+        if rank % (coordinate.shard.dcp_size or 1) == (coordinate.shard.dcp_rank or 0)
     }
 
 

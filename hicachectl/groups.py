@@ -94,7 +94,7 @@ class PageGroups:
     def has_times(self) -> bool:
         """Whether the store says when objects were written."""
         times = self._inventory.objects.column("mtime_ns")
-        return times.null_count < len(times)
+        return bool(times.null_count < len(times))
 
     def _reduce(self, function: np.ufunc, column: str) -> IntArray:
         if not len(self):
@@ -147,7 +147,7 @@ class PageGroups:
         return states
 
     def _per_set(self, value: Callable[[ObjectSet], int]) -> npt.NDArray[np.int32]:
-        """[groups, object sets] a value of each group's sets; 0 in columns it does not have."""
+        """Spread a value of object sets: [groups, object sets], 0 in columns a group lacks."""
         table = np.zeros((len(self._sets) + 1, self.present.shape[1]), dtype=np.int32)
         for number, sets in enumerate(self._sets):
             table[number, : len(sets)] = [value(object_set) for object_set in sets]

@@ -40,7 +40,8 @@ class Inventory:
         """[objects] which are, by any reading, of a pool."""
         resolved = self.table.resolved
         found = tuple(any(r.pool == pool for r in one.readings) for one in resolved)
-        return self.by_affix(found, 0) != 0
+        of_pool: npt.NDArray[np.bool_] = self.by_affix(found, 0) != 0
+        return of_pool
 
     def by_affix(self, values: tuple[int, ...], missing: int) -> IntArray:
         """Spread a list indexed by affix id over the rows; `missing` for foreign keys."""
@@ -57,9 +58,9 @@ def take_inventory(
 ) -> Inventory:
     """Scan a store and understand its keys.
 
-    columns: of the scan, beside key, nbytes and mtime_ns. on_batch is told the number of objects of each batch as it arrives. Memory: about 250 bytes
-    an object. Raises StoreUnavailable, and ProfileError where the profile cannot be the one that
-    wrote the store.
+    columns: of the scan, beside key, nbytes and mtime_ns. on_batch is told the number of objects
+    of each batch as it arrives. Memory: about 250 bytes an object. Raises StoreUnavailable, and
+    ProfileError where the profile cannot be the one that wrote the store.
     """
     splitter = KeySplitter()
     batches: list[pa.RecordBatch] = []
@@ -114,7 +115,7 @@ def _size_kind(member: Member) -> tuple[object, ...]:
 
 
 def _common_sizes(kinds: IntArray, sizes: IntArray) -> dict[int, int]:
-    """The size that more than half of the objects of each kind have; a kind without is left out."""
+    """Find the size that more than half of the objects of a kind have, where there is one."""
     wanted = kinds != UNRESOLVED
     pairs, counts = np.unique(np.stack([kinds[wanted], sizes[wanted]]), axis=1, return_counts=True)
     totals = np.bincount(kinds[wanted])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from hicachectl.formats.errors import UsageError
+from hicachectl.wholefile import whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,16 +19,8 @@ def write_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> 
     success is carried over from the file that is replaced.
     """
     last = time.time() if succeeded else _last_success(path)
-    lines = list(_lines(report, last))
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        partial.chmod(0o644)  # the collector is another user
-        partial.replace(path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path, "w", permissions=0o644) as stream:  # the collector is another user
+        stream.writelines(f"{line}\n" for line in _lines(report, last))
 
 
 def _lines(report: Mapping[str, Any], last_success: float) -> Iterator[str]:
@@ -72,7 +63,7 @@ def _label(value: str) -> str:
 
 
 def _last_success(path: Path) -> float:
-    """The time that the file about to be replaced states; 0 where there is none to believe."""
+    """Read the time that the file to be replaced states; 0 where there is none to believe."""
     try:
         text = path.read_text(encoding="utf-8")
         name = "hicachectl_verify_last_success_timestamp_seconds{"

@@ -91,9 +91,9 @@ def write_text(text: str, output: Path | None) -> None:
 
 
 def table_lines(rows: pa.Table, *, colour: bool) -> Iterator[str]:
-    """Align text columns under their names; numbers, named with a leading ">", to the right.
+    r"""Align text columns under their names; numbers, named with a leading ">", to the right.
 
-    Control characters, which names in a store can hold, are written \\xNN.
+    Control characters, which names in a store can hold, are written \xNN.
     """
     names = [name.lstrip(">").upper() for name in rows.column_names]
     cells = [_printable(pc.fill_null(column.combine_chunks(), "-")) for column in rows.columns]

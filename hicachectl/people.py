@@ -79,7 +79,7 @@ def contents_for_people(rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def _object_ends(keys: list[str]) -> pa.Array:
-    """What tells the objects of one page apart: their keys without the page hash."""
+    """Shorten keys to what tells the objects of one page apart: all but the page hash."""
     return pa.array([re.sub("[0-9a-f]{64}", "…", key) for key in keys], pa.string())
 
 

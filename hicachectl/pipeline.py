@@ -62,7 +62,7 @@ class Loaded:
     _held: bool = field(default=False)
 
     def view(self, index: int) -> npt.NDArray[np.uint8]:
-        """The bytes of one object, in place."""
+        """Give the bytes of one object, in place."""
         return self.arena.view(int(self.offsets[index]), int(self.task.capacities[index]))
 
     def block(self) -> npt.NDArray[np.uint8]:
@@ -107,7 +107,7 @@ class Pipeline(Generic[T]):
         """
         self.complete = True  # whether every task was begun, once the iteration is over
         self._store = store
-        # What a store needs to read an object, in one piece: a table in pieces is slow to pick from.
+        # What a store needs to read an object; a table in pieces is slow to pick from.
         wanted = [name for name in ("key", "locator") if name in objects.column_names]
         self._objects = objects.select(wanted).combine_chunks()
         self._tasks = iter(tasks)
@@ -155,7 +155,7 @@ class Pipeline(Generic[T]):
                 self._results.put((self._one(task, arena, allocator),))
         except ReservationCancelledError:
             pass
-        except BaseException as error:  # noqa: BLE001 - raised again in the iterating thread
+        except BaseException as error:
             end = error
         self._results.put(end)
 
@@ -180,7 +180,7 @@ class Pipeline(Generic[T]):
             loaded = Loaded(task, arena, offsets, read, slab)
             return self._work(loaded)
         finally:
-            if loaded is None or not loaded._held:  # noqa: SLF001 - its own class's twin
+            if loaded is None or not loaded._held:
                 slab.release()
 
 

@@ -294,7 +294,7 @@ def lock_run(run: Path) -> int | None:
 
 
 def dump_record(record: Record) -> bytes:
-    """Write a record as JSON."""
+    """Write a record as JSON, a group a line."""
     shapes: dict[int, int] = {}
     distinct: list[Shape] = []
     groups = []
@@ -302,17 +302,17 @@ def dump_record(record: Record) -> bytes:
         if id(group.shape) not in shapes:
             shapes[id(group.shape)] = len(distinct)
             distinct.append(group.shape)
-        groups.append(_group_to_mapping(group, shapes[id(group.shape)]))
-    document = {
+        groups.append(json.dumps(_group_to_mapping(group, shapes[id(group.shape)])))
+    head = {
         "quarantine": FORM,
         "store": record.store,
         "scheme": record.scheme,
         "mode": record.mode,
         "began": record.began,
         "shapes": [[_slot_to_mapping(slot) for slot in shape] for shape in distinct],
-        "groups": groups,
     }
-    return json.dumps(document, indent=1).encode() + b"\n"
+    body = ",\n".join(groups)
+    return f'{json.dumps(head)[:-1]}, "groups": [\n{body}\n]}}\n'.encode()
 
 
 def parse_record(text: bytes, *, source: str) -> Record:

@@ -177,7 +177,7 @@ def _work(
     ok = loaded.read.ok
     digests = np.zeros((len(rows), DIGEST_BYTES), dtype=np.uint8)
     for index in np.flatnonzero(ok & wants_digest[rows]).tolist():
-        digest = blake3(loaded.view(index)).digest()
+        digest = blake3(loaded.view(index).data).digest()
         digests[index] = np.frombuffer(digest, dtype=np.uint8)
     affix = int(inventory.affix_ids[rows[0]])
     checker = plan.checkers.get(affix)

@@ -28,11 +28,11 @@ class Sample:
 
     @classmethod
     def of(cls, percent: float, number: int | None = None) -> Sample:
-        """Make the slice for a share in percent; number defaults to the day, so that they take turns.
+        """Make the slice for a share in percent; number defaults to the day: slices take turns.
 
         Raises UsageError unless 0 < percent <= 100.
         """
-        if not 0 < percent <= 100:  # noqa: PLR2004
+        if not 0 < percent <= 100:
             raise UsageError(f"--sample {percent:g}%: a share above 0% and up to 100%")
         slices = max(1, round(100 / percent))
         day = int(time.time() // _SECONDS_A_DAY)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from hicachectl.terminal import escape_controls
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
@@ -73,4 +75,4 @@ def remark(ctx: click.Context, text: str) -> None:
     """Say something on stderr that is not the result."""
     settings: Settings = ctx.obj
     if not settings.quiet:
-        click.echo(f"hicachectl: {text}", err=True)
+        click.echo(f"hicachectl: {escape_controls(text)}", err=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import pyarrow as pa
 from hicachectl.findings import SCHEMA, findings
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UnsupportedByBackend
 from hicachectl.formats.profile import Profile, profile_from_mapping, profile_to_mapping
+from hicachectl.wholefile import whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,18 +57,12 @@ def write_stamp(store: Store, stamp: Stamp) -> Path:
         "weights_version": stamp.weights_version,
         "profile": profile_to_mapping(stamp.profile),
     }
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(document, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
     except OSError as error:
-        raise StoreUnavailable(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+        raise StoreUnavailable(f"cannot write {directory}: {error.strerror}") from error
+    with whole_file(path, "w", durable=True, refusal=StoreUnavailable) as stream:
+        json.dump(document, stream, indent=2)
     return path
 
 
@@ -116,7 +110,7 @@ def _directory(store: Store) -> Path | None:
 
 
 def _file_name(key_model: str) -> str:
-    """A model name as a file name: it has no "/" any more, but may be anything else."""
+    """Spell a model name as a file name: without "/" already, it may be anything else."""
     return "".join(c if c.isalnum() or c in "-_." else f"%{ord(c):x}" for c in key_model)[:200]
 
 

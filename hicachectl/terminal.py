@@ -10,5 +10,5 @@ _CONTROLS = re.compile(CONTROL_PATTERN)
 
 
 def escape_controls(text: str, *, keep: str = "") -> str:
-    """Write the control characters of a text as \\xNN, but for those in `keep`."""
+    r"""Write the control characters of a text as \xNN, but for those in `keep`."""
     return _CONTROLS.sub(lambda m: m[0] if m[0] in keep else f"\\x{ord(m[0]):02x}", text)

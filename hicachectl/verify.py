@@ -188,7 +188,7 @@ class _Run:
     def _structure(
         self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray
     ) -> Iterator[pa.Table]:
-        """The checks that read no object."""
+        """Run the checks that read no object."""
         checks = self.request.checks
         yield check_stamp(self.store, self.request.profile, self.request.weights_version)
         if "names" in checks:
@@ -229,7 +229,7 @@ class _Run:
     def _compared(
         self, inventory: Inventory, reading: ReadingResult
     ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int64]]:
-        """What became of each digested object since the catalog, and which objects those are."""
+        """Say what became of each digested object since the catalog; and which those are."""
         rows = np.flatnonzero(reading.digested) if self._digests else np.zeros(0, dtype=np.int64)
         if self.request.catalog is None:
             return np.zeros(len(rows), dtype=np.int8), rows
@@ -262,7 +262,7 @@ class _Run:
         outcome: npt.NDArray[np.int8],
         digested: npt.NDArray[np.int64],
     ) -> Iterator[pa.Table]:
-        """The checks on digests."""
+        """Run the checks on digests."""
         if self._values:
             yield check_replicas(inventory, reading.digests, reading.digested)
         yield from check_digests(inventory, digested, outcome, self.store.scheme)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
     Bytes = NDArray[np.uint8]
 
-_CHANNEL_SIGMA = 0.4  # of the natural logarithm of a channel's magnitude
-_LAYER_SIGMA = 0.2
+_CHANNEL_SIGMA = 0.39  # of the natural logarithm of a channel's magnitude
+_LAYER_SIGMA = 0.18
 _OUTLIERS = 3  # channels a head
 _NEAR_ZERO_EVERY = 40  # one layer in so many
 _NEAR_ZERO = 2.0**-7

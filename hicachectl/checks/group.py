@@ -72,7 +72,7 @@ def _codes(deployment: Deployment, present: BoolArray) -> IntArray:
     """Say what the absence of each member is called: [groups, members] indices into _WORDS."""
     pool, part, rank = range(3)
     codes = np.full(present.shape, rank, dtype=np.int64)
-    siblings: dict[object, list[int]] = {}
+    siblings: dict[tuple[str, Shard], list[int]] = {}
     for number, member in enumerate(deployment.members):
         siblings.setdefault((member.coordinate.pool, member.coordinate.shard), []).append(number)
     anchors = [number for number, member in enumerate(deployment.members) if member.anchor]
@@ -81,10 +81,10 @@ def _codes(deployment: Deployment, present: BoolArray) -> IntArray:
         if not member.anchor and not member.trailing:
             serving = [n for n in anchors if _serves(deployment.members[n], shard)]
             has_anchor = present[:, serving].any(axis=1)
-            codes[np.ix_(has_anchor, numbers)] = pool
+            codes[np.ix_(has_anchor, np.array(numbers))] = pool
         if member.coordinate.part is not None:
             has_part = present[:, numbers].any(axis=1)
-            codes[np.ix_(has_part, numbers)] = part
+            codes[np.ix_(has_part, np.array(numbers))] = part
     return codes
 
 

@@ -22,7 +22,7 @@ NO_REPLICAS = -1
 
 
 def replica_sets(table: AffixTable) -> npt.NDArray[np.int64]:
-    """Number the affixes whose objects must be equal on each page; NO_REPLICAS where none must.
+    """Count sets of affixes whose objects must be equal on each page; NO_REPLICAS elsewhere.
 
     SGLang gives each TP rank one KV head, and the same to several, where there are more ranks
     than heads (ModelConfig.get_num_kv_heads).
@@ -44,7 +44,7 @@ def replica_sets(table: AffixTable) -> npt.NDArray[np.int64]:
 
 
 def _shared_head(deployment: Deployment, member: Member) -> tuple[object, ...] | None:
-    """The head that a rank holds alone among its like, with all else that tells objects apart."""
+    """Name the head that a rank holds, with all else that tells its objects from others."""
     profile, coordinate = deployment.profile, member.coordinate
     pool = None if profile is None else profile.pool(coordinate.pool)
     if profile is None or pool is None or pool.kind != "mha" or coordinate.shard.tp_rank is None:

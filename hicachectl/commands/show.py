@@ -9,6 +9,7 @@ import click
 
 from hicachectl.options import Duration, output_options, profile_options, store_argument
 from hicachectl.session import opened, progress, remark
+from hicachectl.terminal import escape_controls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,8 +79,9 @@ def _lines(report: PageReport, colour: bool) -> Iterator[str]:
     yield f"page {report.document['page']}"
     for group in report.document["groups"]:
         pools = " ".join(f"{p} {n['present']}/{n['expected']}" for p, n in group["pools"].items())
-        yield f"model {group['model'] or '-'}: {group['state']}, {pools}"
-        yield from (f"  missing {key}" for key in group["missing"])
+        model = escape_controls(group["model"] or "-")
+        yield f"model {model}: {group['state']}, {pools}"
+        yield from (f"  missing {escape_controls(key)}" for key in group["missing"])
     yield ""
     yield from table_lines(objects_for_people(report.objects), colour=colour)
     if report.contents:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +14,9 @@ from hypothesis import strategies as st
 
 from hicachectl.formats.catalog import SCHEMA, Catalog, read_catalog, write_catalog
 from hicachectl.formats.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 _ENTRY = st.fixed_dictionaries(
     {
@@ -27,8 +32,8 @@ _ENTRY = st.fixed_dictionaries(
 )
 
 
-def catalog(entries: list[dict[str, object]]) -> Catalog:
-    table = pa.Table.from_pylist(entries, schema=SCHEMA)
+def catalog(entries: Sequence[Mapping[str, object]]) -> Catalog:
+    table = pa.Table.from_pylist(list(entries), schema=SCHEMA)
     return Catalog(table, "file:///x", ("inode", "mtime", "ctime", "size"))
 
 
@@ -47,7 +52,7 @@ GOOD = write_catalog(catalog([ENTRY, {**ENTRY, "key": b"l"}]))
 
 @pytest.mark.parametrize("length", [0, 1, 4, 100, len(GOOD) // 2, len(GOOD) - 1])
 def test_a_truncated_catalog_is_refused(length: int) -> None:
-    with pytest.raises(FormatError, match="c.parquet"):
+    with pytest.raises(FormatError, match=r"c\.parquet"):
         read_catalog(GOOD[:length], source="c.parquet")
 
 
@@ -55,10 +60,8 @@ def test_a_truncated_catalog_is_refused(length: int) -> None:
 def test_a_flipped_byte_never_raises_anything_else(position: int, flip: int) -> None:
     damaged = bytearray(GOOD)
     damaged[position] ^= flip
-    try:
+    with contextlib.suppress(FormatError):
         read_catalog(bytes(damaged))
-    except FormatError as error:
-        assert str(error)
 
 
 def parquet(table: pa.Table, **metadata: str) -> bytes:

@@ -237,7 +237,7 @@ def test_stamps_notice_another_deployment(invoke: Invoke, store: Path) -> None:
 def test_a_damaged_stamp_is_one_line(invoke: Invoke, store: Path) -> None:
     profile = store.parent / "p.toml"
     profile.write_text(
-        'model = "m"\npage_size = 5\ntp = 2\n[[pools]]\nname = "kv"\nkind = "opaque"\nnbytes = 5000\n'
+        'model = "m"\ntp = 2\n[[pools]]\nname = "kv"\nkind = "opaque"\nnbytes = 5000\n'
     )
     stamps = store / ".hicachectl" / "stamps"
     stamps.mkdir(parents=True)

@@ -143,3 +143,9 @@ def test_a_column_is_worded_once_a_distinct_value() -> None:
 
     assert human_column(pa.array([1, 2, 1, None]), word).to_pylist() == ["1", "2", "1", None]
     assert calls == [1, 2]
+
+
+def test_control_characters_of_a_table_are_escaped() -> None:
+    rows = pa.table({"name": ["a\nb\x1b", "\u009b é\xa0", None], ">n": ["1", "2", "3"]})
+    lines = list(table_lines(rows, colour=False))
+    assert lines[1:] == ["a\\x0ab\\x1b  1", "\\x9b é\xa0     2", "-           3"]

@@ -164,9 +164,9 @@ def test_a_page_that_appears_meanwhile_is_a_conflict(
     """Its sidecars, already back, leave again."""
     quarantine = other_file_system if elsewhere else default_quarantine(store)
     repaired(store, quarantine=str(quarantine))
-    from hicachectl import restoring
+    from hicachectl import removal, restoring
 
-    look = restoring.look
+    look = removal.look
 
     def overtaken(*arguments: Any) -> Any:
         seen = look(*arguments)

@@ -101,7 +101,7 @@ def test_a_link_as_output_is_followed(invoke: Invoke, store: Path, tmp_path: Pat
         assert target.read_text().count("\n") == 8
         target.chmod(0o640)
     assert target.stat().st_mode & 0o777 == 0o640
-    assert os.listdir(elsewhere) == ["out"]
+    assert list(elsewhere.iterdir()) == [target]
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,7 @@ def test_a_file_is_not_touched_by_a_block_that_fails(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text("old")
     with pytest.raises(ZeroDivisionError), whole_file(path) as stream:
-        stream.write(b"new")
-        raise ZeroDivisionError
+        stream.write(b"new" * (1 // stream.tell()))
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Generator
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def test_pages_evicted_during_the_scan_are_gone_and_no_finding(tmp_path: Path) -
     class Evicting(FileStore):
         """Loses ten pages, and gets one back, between the listing and the checks."""
 
-        def scan(self, columns: Collection[str] = ()) -> Iterator[Any]:
+        def scan(self, columns: Collection[str] = ()) -> Generator[Any, None, None]:
             (tmp_path / f"{page(39)}_m_0_2.bin").rename(tmp_path / "kept")
             for number in range(20, 30):
                 (tmp_path / f"{page(number)}_m_0_2.bin").unlink()
@@ -367,3 +367,10 @@ def test_many_ranks_are_judged_in_time(invoke: Invoke, tmp_path: Path) -> None:
     put_pages(tmp_path, range(3), *(f"_m_{rank}_512" for rank in range(512)), nbytes=1)
     (tmp_path / f"{page(0)}_m_77_512.bin").unlink()
     assert verify(invoke, tmp_path, exit_code=4)["counts"] == {"missing-rank": 1}
+
+
+def test_under_dcp_only_ranks_that_can_be_are_expected(invoke: Invoke, tmp_path: Path) -> None:
+    dcp = [f"_tp4_dcp{rank}_2_page64" for rank in range(2)]
+    put_pages(tmp_path, range(3), *(f"_k{part}" for part in dcp))
+    put_pages(tmp_path, range(1), *(f".mamba_k_{rank}_4{dcp[rank % 2]}" for rank in range(4)))
+    assert verify(invoke, tmp_path)["findings"] == []

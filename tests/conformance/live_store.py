@@ -1,0 +1,141 @@
+"""Keep a file store busy with SGLang's own file backend, as one rank of a server does.
+
+Runs inside the SGLang environment:
+`live_store.py (write|read) DIR --manifest FILE --rank N --log FILE --until FILE`.
+
+The writer backs up every node of the manifest's prompt again and again: what is there SGLang
+skips, what is missing it writes. The reader asks for each page and reads all its pools. Both go on
+until the file of --until exists, and append JSON lines to --log:
+
+    writer   {"round": n} after each time through the prompt
+    reader   {"page", "start", "wrong"} for each page that was read whole; start is Unix
+             nanoseconds, taken before SGLang was asked whether the page is there
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conformance import page_values, rank_pools, sglang_env, write_store
+    from tests.conformance.rank_pools import RankPools
+    from tests.conformance.store_cases import Deployment
+else:
+    import page_values
+    import rank_pools
+    import sglang_env
+    import write_store
+    from store_cases import Deployment
+
+
+def main() -> None:
+    """Write or read until told to stop."""
+    options = _parse_arguments()
+    manifest = json.loads(options.manifest.read_text())
+    deployment = Deployment(**manifest["deployments"][0])
+    rank = rank_pools.ranks(deployment.profile)[options.rank]
+    logging.disable(logging.WARNING)  # a miss is one
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        rank_pools.parallel(deployment, rank),
+        options.log.open("w", buffering=1) as log,
+    ):
+        pools = rank_pools.build_pools(deployment, rank, len(manifest["pages"]))
+        controller = write_store.make_controller(deployment, pools, options.dir)
+        act = _write if options.role == "write" else _read
+        rounds = act(pools, controller, manifest, log)
+        while not options.until.exists():
+            next(rounds)
+
+
+def _write(
+    pools: RankPools, controller: Any, manifest: dict[str, Any], log: IO[str]
+) -> Iterator[None]:
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import StorageOperation
+
+    page_size, per_node = manifest["page_size"], manifest["node_pages"]
+    operations = []
+    for start in range(0, len(manifest["pages"]), per_node):
+        node = manifest["pages"][start : start + per_node]
+        arguments = (
+            pools.host["kv"].alloc(len(node) * page_size),
+            manifest["tokens"][start * page_size :][: len(node) * page_size],
+        )
+        operation = StorageOperation(
+            *arguments, hash_value=node, pool_transfers=write_store.side_transfers(pools, node)
+        )
+        write_store._fill_node(pools, operation, manifest["seed"])
+        operations.append((arguments, node, operation.pool_transfers))
+    number = 0
+    while True:
+        for arguments, node, transfers in operations:
+            controller._page_backup(
+                StorageOperation(*arguments, hash_value=node, pool_transfers=transfers)
+            )
+            yield
+        number += 1
+        log.write(json.dumps({"round": number}) + "\n")
+
+
+def _read(
+    pools: RankPools, controller: Any, manifest: dict[str, Any], log: IO[str]
+) -> Iterator[None]:
+    backend = controller.storage_backend
+    kinds = {table["name"]: table["kind"] for table in pools.profile["pools"]}
+    places = {name: int(host.alloc(host.page_size)[0]) for name, host in pools.host.items()}
+    while True:
+        for page in manifest["pages"]:
+            start = time.time_ns()
+            if not backend.exists(page):
+                continue
+            read = [
+                name
+                for name in kinds
+                if backend._read_page(name, page, pools.host[name], places[name])
+            ]
+            needed = [name for name in kinds if name != "mamba"]
+            if not set(needed) <= set(read):
+                continue  # a miss: the prefix ends before this page
+            wrong = [
+                name for name in read if not _holds(pools, kinds, name, places, page, manifest)
+            ]
+            log.write(json.dumps({"page": page, "start": start, "wrong": wrong}) + "\n")
+        yield
+
+
+def _holds(
+    pools: RankPools,
+    kinds: dict[str, str],
+    name: str,
+    places: dict[str, int],
+    page: str,
+    manifest: dict[str, Any],
+) -> bool:
+    expected = pools.values(name, page_values.page_salt(page, name, manifest["seed"]))
+    view = rank_pools.page_view(pools.host[name], kinds[name], places[name])
+    return rank_pools.holds(view, expected, kinds[name])
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Keep a file store busy with SGLang itself.")
+    parser.add_argument("role", choices=("write", "read"))
+    parser.add_argument("dir", type=Path)
+    parser.add_argument("--manifest", type=Path, required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--until", type=Path, required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sglang_env.prepare()
+    main()

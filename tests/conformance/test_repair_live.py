@@ -1,0 +1,250 @@
+"""Repair while SGLang's own file backend keeps reading and writing the directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from hicachectl.backends.base import Status
+from hicachectl.backends.file import FileMover, FileStore
+from hicachectl.findings import combine, findings
+from hicachectl.formats.profile import parse_profile
+from hicachectl.groups import WHOLE, PageGroups
+from hicachectl.inventory import take_inventory
+from hicachectl.planning import plan_repair
+from hicachectl.repair import run_repair
+from tests.conformance.store_cases import CASES
+
+if TYPE_CHECKING:
+    from hicachectl.groups import PageGroups as Groups
+    from hicachectl.inventory import Inventory
+    from hicachectl.repair import RepairOutcome
+
+pytestmark = pytest.mark.conformance
+
+HERE = Path(__file__).parent
+PATIENCE_S = 120
+Manifest = dict[str, Any]
+SglangStore = Callable[..., tuple[Path, Manifest]]
+Damaged = dict[str, list[str]]  # page to the files that were damaged
+
+
+class Server:
+    """Processes of SGLang that read and write a store."""
+
+    def __init__(self, python: Path, store: Path, manifest: Manifest, folder: Path) -> None:
+        self._python, self._store, self._folder = python, store, folder
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.logs: list[Path] = []
+
+    def start(self, role: str, rank: int) -> Path:
+        log = self._folder / f"{role}-{rank}.jsonl"
+        arguments = [
+            role,
+            str(self._store),
+            f"--manifest={self._folder / 'manifest.json'}",
+            f"--rank={rank}",
+            f"--log={log}",
+            f"--until={self._folder / 'stop'}",
+        ]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        with (self._folder / f"{role}-{rank}.err").open("wb") as errors:
+            self._processes.append(
+                subprocess.Popen(
+                    [self._python, HERE / "live_store.py", *arguments],
+                    env=environment,
+                    stdout=errors,
+                    stderr=errors,
+                )
+            )
+        return log
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not done():
+            for process in self._processes:
+                assert process.poll() is None, self._said()
+            assert time.monotonic() < deadline, self._said()
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        (self._folder / "stop").touch()
+        for process in self._processes:
+            assert process.wait(PATIENCE_S) == 0, self._said()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _said(self) -> str:
+        return "\n".join(path.read_text()[-2000:] for path in self._folder.glob("*.err"))
+
+
+@contextmanager
+def serving(python: Path, store: Path, manifest: Manifest, folder: Path) -> Iterator[Server]:
+    folder.mkdir()
+    server = Server(python, store, manifest, folder)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def lines(log: Path) -> list[dict[str, Any]]:
+    if not log.exists():
+        return []
+    return [json.loads(line) for line in log.read_text().splitlines(keepends=True) if "\n" in line]
+
+
+class Watched(FileStore):
+    """A store that notes when each object was last taken out of it."""
+
+    last_taken: dict[str, int]
+
+    def mover(self, directory: str) -> FileMover | None:
+        real = super().mover(directory)
+        assert real is not None
+        take = real.take
+
+        def noted(key: bytes, name: str, version: bytes | None = None) -> Status:
+            status = take(key, name, version)
+            if status == Status.OK:
+                self.last_taken[key.decode()] = time.time_ns()
+            return status
+
+        real.take = noted  # type: ignore[method-assign]
+        return real
+
+
+def damage(path: Path) -> None:
+    """Change bytes in the middle, as a bad disk would."""
+    facts = path.stat()
+    value = bytearray(path.read_bytes())
+    middle = len(value) // 2
+    value[middle : middle + 64] = bytes(byte ^ 0xFF for byte in value[middle : middle + 64])
+    with path.open("r+b") as stream:
+        stream.write(value)
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+def objects_of_rank_0(manifest: Manifest, page: str) -> dict[str, str]:
+    """The files of a page by pool, those of the rank that the reader is."""
+    return {
+        entry["pool"]: entry["file"]
+        for entry in manifest["objects"]
+        if entry["page"] == page and not entry["tp_rank"]
+    }
+
+
+def scanned(store: FileStore, manifest: Manifest) -> tuple[Inventory, Groups]:
+    profile = parse_profile(json.dumps(manifest["profile"]))
+    inventory = take_inventory(store, profile, columns=("version",))
+    return inventory, PageGroups(inventory)
+
+
+def repair(store: Watched, manifest: Manifest, damaged: Damaged) -> RepairOutcome:
+    inventory, groups = scanned(store, manifest)
+    found = combine(
+        findings(
+            "digest-mismatch",
+            "error",
+            keys=pa.array(files),
+            pages=pa.array([page] * len(files)),
+            detail="test",
+        )
+        for page, files in damaged.items()
+    )
+    return run_repair(store, inventory, groups, plan_repair(groups, found), mode="quarantine")
+
+
+@pytest.mark.parametrize(("case", "writers"), [("mla_indexer", 1), ("hybrid_mamba", 2)])
+def test_no_damaged_page_is_read_once_its_anchor_is_gone(
+    sglang_store: SglangStore, sglang_python: Path, tmp_path: Path, case: str, writers: int
+) -> None:
+    pristine, manifest = sglang_store(case)
+    manifest = {**manifest, "node_pages": CASES[case].node_pages}
+    store = tmp_path / "store"
+    shutil.copytree(pristine, store)
+    damaged: Damaged = {}
+    side = next(pool["name"] for pool in manifest["profile"]["pools"] if pool["name"] != "kv")
+    for number, pool in ((1, "kv"), (2, side), (5, side), (5, "kv"), (7, side)):
+        page = manifest["pages"][number]
+        file = objects_of_rank_0(manifest, page)[pool]
+        damage(store / file)
+        damaged.setdefault(page, []).append(file)
+    bytes_before = {path.name: path.read_bytes() for path in store.iterdir()}
+    inodes = {path.name: path.stat().st_ino for path in store.iterdir()}
+
+    with serving(sglang_python, store, manifest, tmp_path / "server") as server:
+        rounds = [server.start("write", rank) for rank in range(writers)]
+        reads = server.start("read", 0)
+        server.wait_until(lambda: all(len(lines(log)) > 2 for log in rounds))
+        server.wait_until(lambda: {r["page"] for r in lines(reads) if r["wrong"]} == {*damaged})
+        with Watched(store) as opened:
+            opened.last_taken = {}
+            outcome = repair(opened, manifest, damaged)
+        written = [len(lines(log)) for log in rounds]
+        server.wait_until(
+            lambda: all(len(lines(log)) > n + 2 for log, n in zip(rounds, written, strict=True))
+        )
+        server.wait_until(
+            lambda: (
+                {r["page"] for r in lines(reads)[-40:] if not r["wrong"]} == {*manifest["pages"]}
+            )
+        )
+        server.stop()
+
+    assert (outcome.repaired, outcome.failed, outcome.remaining) == (len(damaged), (), 0)
+    gone_at = {
+        page: max(
+            opened.last_taken[entry["file"]]
+            for entry in manifest["objects"]
+            if entry["page"] == page and entry["pool"] == "kv"
+        )
+        for page in damaged
+    }
+    for read in lines(reads):
+        if read["wrong"]:
+            assert read["page"] in damaged
+            assert read["start"] < gone_at[read["page"]], read
+    check_store(store, pristine, inodes, damaged)
+    check_quarantine(store, manifest, bytes_before, damaged)
+    with FileStore(store) as opened_again:
+        _, groups = scanned(opened_again, manifest)
+    assert (groups.states == WHOLE).all()
+    assert len(groups) == len(manifest["pages"])
+
+
+def check_store(store: Path, pristine: Path, inodes: dict[str, int], damaged: Damaged) -> None:
+    """All is there as SGLang writes it, and what was healthy is still the same file."""
+    for path in pristine.iterdir():
+        found = store / path.name
+        assert found.read_bytes() == path.read_bytes(), path.name
+        same = found.stat().st_ino == inodes[path.name]
+        assert same == (path.name[:64] not in damaged), path.name
+
+
+def check_quarantine(
+    store: Path, manifest: Manifest, before: dict[str, bytes], damaged: Damaged
+) -> None:
+    """Every object of the bad groups is there, with the bytes that it had."""
+    held = {}
+    for record in (store / ".hicachectl" / "quarantine").glob("*/*.json"):
+        for group in json.loads(record.read_text())["groups"]:
+            for entry in group["objects"]:
+                path = record.with_suffix("") / str(entry["file"])
+                held[entry["key"]] = path.read_bytes()
+    wanted = {e["file"] for e in manifest["objects"] if e["page"] in damaged}
+    assert held == {name: before[name] for name in wanted}
