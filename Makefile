@@ -14,6 +14,9 @@ else
 SGLANG_ENVIRONMENT :=
 endif
 
+# ruff does not follow the two symbolic links by itself.
+PYTHON_SOURCES := hicachectl hicachectl/backends hicachectl/formats tests
+
 .PHONY: demo test lint man clean
 .DELETE_ON_ERROR:
 
@@ -51,8 +54,8 @@ test: .venv/.dev $(SGLANG_ENVIRONMENT)
 	HICACHECTL_REQUIRE_SGLANG=$(SGLANG_RUNS) $(BIN)/python -m pytest -n auto
 
 lint: .venv/.dev
-	$(BIN)/ruff check hicachectl tests
-	$(BIN)/ruff format --check hicachectl tests
+	$(BIN)/ruff check $(PYTHON_SOURCES)
+	$(BIN)/ruff format --check $(PYTHON_SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -192,7 +192,7 @@ class Store(ABC):
         undefined. Statuses: OK, GONE, SHORT, OVERSIZED, ERROR.
         """
 
-    def write_from(  # noqa: PLR0913 - the design's signature
+    def write_from(
         self,
         rows: Rows,
         offsets: IntArray,

@@ -148,7 +148,7 @@ class FileStore(Store):
                 statuses[index] = Status.SHORT if size < capacity else Status.OVERSIZED
         return ReadResult(statuses, errors, nbytes=nbytes)
 
-    def write_from(  # noqa: PLR0913 - the design's signature
+    def write_from(
         self,
         rows: Rows,
         offsets: IntArray,

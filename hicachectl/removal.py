@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import pyarrow as pa
 
 from hicachectl.backends.base import Mover, Status
-from hicachectl.quarantine import Facts, TakenGroup, TakenObject
+from hicachectl.records import Facts, TakenGroup, TakenObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -57,22 +57,24 @@ class Work:
         """Judge by what is there, by slot."""
         if not there:
             return Standing.NOTHING
-        known = [self.recorded(slot, facts) for slot, facts in there.items()]
-        if any(known_object is not None and known_object.unwanted for known_object in known):
+        known = self.recorded(there)
+        if any(recorded.unwanted for recorded in known.values()):
             return Standing.BAD
         if is_whole(self.group, there):
             return Standing.SOUND
         # No writer skips a sidecar but for one that was there, and is not any more.
         overtaken = any(set(self.group.shape[slot].sidecars) - there.keys() for slot in there)
-        return Standing.BAD if any(known) or overtaken else Standing.COMING
+        return Standing.BAD if known or overtaken else Standing.COMING
 
-    def recorded(self, slot: int, facts: Facts) -> TakenObject | None:
-        """Return the recorded object of a slot, if it is what is there now."""
-        if slot not in self.taken:
-            for candidate in self.group.objects:
-                if candidate.slot == slot and candidate.facts.same(facts):
-                    return candidate
-        return None
+    def recorded(self, there: Mapping[int, Facts]) -> dict[int, TakenObject]:
+        """Return the recorded objects, by slot, that are still what is there."""
+        return {
+            taken.slot: taken
+            for taken in self.group.objects
+            if taken.slot in there
+            and taken.slot not in self.taken
+            and taken.facts.same(there[taken.slot])
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +179,14 @@ def _give_up(store: Store, pending: Sequence[Work]) -> None:
 
 def _targets(work: Work, there: Mapping[int, Facts], seen: Look) -> list[Target]:
     """All that is there, in the order in which it must go: anchors, what is unwanted, the rest."""
+    known = work.recorded(there)
     targets = []
     for slot, facts in there.items():
         key = work.group.key(slot)
         anchor = work.group.shape[slot].anchor
-        recorded = work.recorded(slot, facts)
-        targets.append(Target(slot, key, facts, seen.places[key], recorded, anchor))
-    return sorted(
-        targets, key=lambda t: (not t.anchor, t.recorded is None or not t.recorded.unwanted)
-    )
+        targets.append(Target(slot, key, facts, seen.places[key], known.get(slot), anchor))
+    wanted = {slot for slot in there if slot not in known or not known[slot].unwanted}
+    return sorted(targets, key=lambda target: (not target.anchor, target.slot in wanted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,10 @@ class MovingOut:
 
 @dataclass(frozen=True, slots=True)
 class Deleting:
-    """Objects are deleted by key, those of all groups together: first anchors, then sidecars."""
+    """Objects are deleted by key, those of all groups together: first anchors, then sidecars.
+
+    By key, so that what a server rewrites right after the look goes as well.
+    """
 
     store: Store
 

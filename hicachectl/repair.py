@@ -18,44 +18,25 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.deployments import UNRESOLVED
+from hicachectl.batching import BATCH_OBJECTS, Planned, Planner
 from hicachectl.formats.errors import StoreUnavailable, UsageError
-from hicachectl.formats.keys.resolve import ANCHOR_POOL
-from hicachectl.quarantine import (
-    Batch,
-    Facts,
-    Mode,
-    Record,
-    Run,
-    Shape,
-    Slot,
-    TakenGroup,
-    TakenObject,
-    batches,
-    lock_run,
-    runs,
-    sweep,
-)
+from hicachectl.quarantine import Batch, Run, batches, locked_run, runs, sweep
+from hicachectl.records import Facts, Mode, Record, TakenGroup, TakenObject
 from hicachectl.relocation import OUT_OF_SPACE, copy_objects
 from hicachectl.removal import Deleting, MovingOut, Standing, Work, look, take_away
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from hicachectl.backends.base import Mover, Store
     from hicachectl.backends.urls import Config
-    from hicachectl.deployments import Deployment, Member
     from hicachectl.groups import PageGroups
-    from hicachectl.inventory import IntArray, Inventory
+    from hicachectl.inventory import Inventory
     from hicachectl.planning import RepairPlan
 
-BATCH_OBJECTS = 1024  # about what a killed run leaves to be finished
 SETTLE_SECONDS = 1.0  # longer than a server takes from a page's sidecars to its anchor
 LIVE_SECONDS = 300.0  # a store that was written to so recently has a writer
-
-# What a group lacks: none of its objects is unwanted once nothing is lacking any more.
-STRUCTURAL_CODES = frozenset({"missing-pool", "missing-part", "missing-rank", "orphan-sidecar"})
 
 REMOVED = "removed"
 GONE = "gone"  # it had vanished before we came
@@ -124,7 +105,7 @@ def run_repair(
     directory = quarantine_directory(store, quarantine, config)
     if directory is None and mode == "quarantine":
         raise UsageError(f"{store.url}: name a directory for its objects: --quarantine DIR")
-    planner = _Planner(inventory, groups, plan, digests or {})
+    planner = Planner(inventory, groups, plan, digests or {})
     if dry_run:
         return _rehearse(planner, mode, directory)
     newest_ns = int(groups.newest_ns.max()) if len(groups) else 0
@@ -150,18 +131,17 @@ def finish_unfinished(
     """
     outcome = RepairOutcome()
     directory = quarantine_directory(store, quarantine, config)
-    for run in runs(directory) if directory is not None else ():
-        lock = lock_run(run)
-        if lock is None:
-            continue
+    for run in list(runs(directory)) if directory is not None else ():
         try:
-            for batch in _unfinished(run, store, directory):
-                with _Worker(store, directory, batch.record.mode) as worker:
-                    worker.finish(batch)
-                    outcome = _added(outcome, worker.outcome())
-            sweep(run)
-        finally:
-            os.close(lock)
+            with locked_run(run) as is_ours:
+                if is_ours:
+                    for batch in _unfinished(run, store, directory):
+                        worker = _Worker(store, directory, batch.record.mode)
+                        worker.finish(batch)
+                        outcome = _added(outcome, worker.outcome())
+                    sweep(run)
+        except OSError as error:
+            raise StoreUnavailable(f"cannot work in {run}: {error.strerror}") from error
     return outcome
 
 
@@ -223,7 +203,7 @@ def _added(one: RepairOutcome, other: RepairOutcome) -> RepairOutcome:
     )
 
 
-def _rehearse(planner: _Planner, mode: Mode, directory: Path | None) -> RepairOutcome:
+def _rehearse(planner: Planner, mode: Mode, directory: Path | None) -> RepairOutcome:
     """Say what would be done."""
     ledger = _Ledger()
     objects = 0
@@ -241,197 +221,6 @@ def _rehearse(planner: _Planner, mode: Mode, directory: Path | None) -> RepairOu
         rows=ledger.table(),
         quarantine=str(directory) if keeps else None,
     )
-
-
-# from the plan to what a batch needs
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A group of the plan; scanned, digests and unwanted are by slot of its shape."""
-
-    page: str
-    model: str
-    tag: str
-    shape: Shape
-    scanned: dict[int, Facts]
-    digests: dict[int, str]
-    unwanted: frozenset[int]
-    findings: tuple[dict[str, str | None], ...]
-
-    def as_it_is(self, there: Mapping[int, Facts], first_file: int) -> TakenGroup:
-        """Describe the group as it is now; its objects get file numbers from `first_file`."""
-        same = {
-            s for s, facts in there.items() if s in self.scanned and facts.same(self.scanned[s])
-        }
-        objects = tuple(
-            TakenObject(
-                slot=slot,
-                file=first_file + number,
-                unwanted=slot in self.unwanted and slot in same,
-                facts=facts,
-                blake3=self.digests.get(slot) if slot in same else None,
-            )
-            for number, (slot, facts) in enumerate(there.items())
-        )
-        lacks = {finding["code"] for finding in self.findings} & STRUCTURAL_CODES
-        absent = () if lacks else set(range(len(self.shape))) - self.scanned.keys()
-        return TakenGroup(
-            self.page, self.model, self.tag, self.shape, objects, frozenset(absent), self.findings
-        )
-
-
-class _Planner:
-    """Makes of a plan's groups what batches need, without Python for what is not planned."""
-
-    def __init__(
-        self,
-        inventory: Inventory,
-        groups: PageGroups,
-        plan: RepairPlan,
-        digests: Mapping[bytes, str],
-    ) -> None:
-        self._inventory = inventory
-        self._groups = groups
-        self._plan = plan
-        self._digests = digests
-        self._outright = np.isin(plan.groups, plan.outright)
-        chosen = np.zeros(len(groups) + 1, dtype=np.bool_)
-        chosen[plan.groups] = True
-        rows = np.flatnonzero(chosen[groups.of_object])
-        self._rows = rows[np.argsort(groups.of_object[rows], kind="stable")]
-        self._objects = _spans(groups.of_object[self._rows], plan.groups)
-        self._reasons = _spans(plan.about, plan.groups)
-        self._shapes = [_shape_of(deployment) for deployment in groups.deployments]
-        self._members = inventory.by_affix(inventory.table.member_ids, UNRESOLVED)
-
-    def __len__(self) -> int:
-        return len(self._plan.groups)
-
-    def batches(self) -> Iterator[list[_Planned]]:
-        """Give the groups in batches of about BATCH_OBJECTS objects."""
-        first = 0
-        while first < len(self):
-            limit = self._objects[first] + BATCH_OBJECTS
-            last = int(np.searchsorted(self._objects, limit, side="right")) - 1
-            last = max(first + 1, last)
-            yield self._batch(first, last)
-            first = last
-
-    def _batch(self, first: int, last: int) -> list[_Planned]:
-        start = int(self._objects[first])
-        rows = self._rows[start : self._objects[last]]
-        objects = self._inventory.objects.take(pa.array(rows))
-        keys = objects.column("key").to_pylist()
-        columns = (_values(objects, name) for name in ("nbytes", "mtime_ns", "version"))
-        facts = list(map(Facts, *columns))
-        pages = self._groups.pages.take(pa.array(self._plan.groups[first:last])).to_pylist()
-        planned = []
-        for number in range(first, last):
-            mine = slice(self._objects[number] - start, self._objects[number + 1] - start)
-            planned.append(
-                self._planned(number, pages[number - first], rows[mine], keys[mine], facts[mine])
-            )
-        return planned
-
-    def _planned(
-        self, number: int, page: str, rows: IntArray, keys: list[bytes], facts: list[Facts]
-    ) -> _Planned:
-        deployment_id = int(self._groups.deployment_ids[self._plan.groups[number]])
-        if deployment_id == UNRESOLVED:
-            shape, model, tag = self._ambiguous_shape(rows), "", ""
-            slots = list(range(len(rows)))
-        else:
-            deployment = self._groups.deployments[deployment_id]
-            shape, model, tag = self._shapes[deployment_id], deployment.model, deployment.tag
-            slots = self._members[rows].tolist()
-        reasons = self._plan.reasons.slice(
-            int(self._reasons[number]), int(self._reasons[number + 1] - self._reasons[number])
-        ).to_pylist()
-        damaged = {reason["key"] for reason in reasons if reason["code"] not in STRUCTURAL_CODES}
-        # A finding without a key is about all of its page.
-        everything = bool(self._outright[number]) or None in damaged
-        of_key = dict(zip(keys, slots, strict=True))
-        return _Planned(
-            page=page,
-            model=model,
-            tag=tag,
-            shape=shape,
-            scanned=dict(zip(slots, facts, strict=True)),
-            digests={s: self._digests[key] for key, s in of_key.items() if key in self._digests},
-            unwanted=frozenset(
-                s for key, s in of_key.items() if everything or key.decode() in damaged
-            ),
-            findings=tuple(reasons),
-        )
-
-    def _ambiguous_shape(self, rows: IntArray) -> Shape:
-        """Make a shape of objects whose keys can be read in several ways: all belong together."""
-        table = self._inventory.table
-        return tuple(
-            Slot(
-                prefix=table.affixes[affix][0],
-                suffix=table.affixes[affix][1],
-                anchor=any(r.pool == ANCHOR_POOL for r in table.resolved[affix].readings),
-                required=True,
-            )
-            for affix in self._inventory.affix_ids[rows].tolist()
-        )
-
-
-def _spans(owners: IntArray, groups: IntArray) -> IntArray:
-    """Where each group's run of `owners` starts, and behind the last where it ends."""
-    return np.append(np.searchsorted(owners, groups), len(owners)).astype(np.int64)
-
-
-def _shape_of(deployment: Deployment) -> Shape:
-    """List the slots of a deployment's pages, by member id."""
-    sets: dict[object, int] = {}
-    sidecars = [n for n, member in enumerate(deployment.members) if _is_sidecar(member)]
-    return tuple(
-        Slot(
-            prefix=member.affix[0],
-            suffix=member.affix[1],
-            anchor=member.anchor,
-            required=member.anchor or number in sidecars,
-            trailing=sets.setdefault(member.object_set, len(sets)) if _is_in_set(member) else None,
-            sidecars=tuple(
-                n for n in sidecars if member.anchor and _same_rank(member, deployment.members[n])
-            ),
-        )
-        for number, member in enumerate(deployment.members)
-    )
-
-
-def _is_sidecar(member: Member) -> bool:
-    """Whether every page must have it: servers without speculation write pages without a draft."""
-    return not (member.anchor or member.trailing or member.coordinate.pool.startswith("draft"))
-
-
-def _is_in_set(member: Member) -> bool:
-    """Whether a page has all or nothing of its kind; nothing says so of what no profile lists."""
-    return member.trailing and member.listed
-
-
-def _same_rank(anchor: Member, sidecar: Member) -> bool:
-    """Whether one rank writes both: their ranks are equal where both keys say one."""
-    return all(
-        mine is None or theirs is None or mine == theirs
-        for mine, theirs in (
-            (getattr(anchor.coordinate.shard, axis), getattr(sidecar.coordinate.shard, axis))
-            for axis in ("tp_rank", "pp_rank", "cp_rank", "dcp_rank")
-        )
-    )
-
-
-def _values(table: pa.Table, name: str) -> list[Any]:
-    if name not in table.column_names:
-        return [None] * len(table)
-    values: list[Any] = table.column(name).to_pylist()
-    return values
-
-
-# the work
 
 
 class _Ledger:
@@ -480,7 +269,7 @@ class _Worker:
         """How many groups the ledger has."""
         return len(self._ledger.columns["page"])
 
-    def work(self, planned: Sequence[_Planned]) -> None:
+    def work(self, planned: Sequence[Planned]) -> None:
         """Take a batch away, from its record to its end."""
         works = self._as_they_are(planned)
         bad = [work for work in works if work.standing is Standing.BAD]
@@ -501,6 +290,9 @@ class _Worker:
             mover = self._store.mover(str(batch.folder))
             if mover is not None:
                 exits.enter_context(mover)
+            elif batch.record.mode == "quarantine":
+                for work in works:
+                    work.error = _lost_copy(work.group, held)
             self._take(works, batch, mover)
         for work in works:
             self._note(work)
@@ -538,7 +330,7 @@ class _Worker:
             quarantine=str(self._directory) if keeps else None,
         )
 
-    def _as_they_are(self, planned: Sequence[_Planned]) -> list[Work]:
+    def _as_they_are(self, planned: Sequence[Planned]) -> list[Work]:
         """Look at planned groups again: what has changed since the scan is not what was found."""
         bare = [TakenGroup(p.page, p.model, p.tag, p.shape, ()) for p in planned]
         seen = look(self._store, bare)
@@ -578,7 +370,8 @@ class _Worker:
 
     def _take(self, works: Sequence[Work], batch: Batch, mover: Mover | None) -> None:
         """Take recorded groups away; the record is done once none of them has failed."""
-        take_away(self._store, works, Deleting(self._store) if mover is None else MovingOut(mover))
+        exit_ = Deleting(self._store) if mover is None else MovingOut(mover)
+        take_away(self._store, [work for work in works if work.error is None], exit_)
         if any(work.error is not None for work in works):
             return
         try:
@@ -685,6 +478,14 @@ class _Worker:
                     unsettled[row] = work
                     files += len(there)
         return unsettled
+
+
+def _lost_copy(group: TakenGroup, held: Collection[int]) -> tuple[bytes, str] | None:
+    """Name an object of which the quarantine no longer has the copy, so that it must not go."""
+    for taken in group.objects:
+        if taken.file not in held:
+            return group.key(taken.slot), "its copy is in the quarantine no more"
+    return None
 
 
 def _unblamed(there: Mapping[int, Facts], first_file: int) -> tuple[TakenObject, ...]:

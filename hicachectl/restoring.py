@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,16 +14,7 @@ import pyarrow as pa
 from hicachectl.backends.base import Status
 from hicachectl.backends.file import FileStore
 from hicachectl.formats.errors import StoreUnavailable, UsageError
-from hicachectl.quarantine import (
-    Batch,
-    Facts,
-    TakenGroup,
-    TakenObject,
-    batches,
-    lock_run,
-    runs,
-    sweep,
-)
+from hicachectl.quarantine import Batch, batches, locked_run, runs, sweep
 from hicachectl.relocation import copy_objects, same_bytes
 from hicachectl.removal import look
 
@@ -33,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Mover, Store
+    from hicachectl.records import Facts, TakenGroup, TakenObject
     from hicachectl.removal import Look
 
 RESTORED = "restored"
@@ -95,33 +86,37 @@ def restore_groups(
     ledger = _Ledger()
     busy = 0
     for run in list(runs(quarantine)):
-        lock = lock_run(run)
-        if lock is None:
-            busy += 1
-            continue
         try:
-            for batch in batches(run):
-                chosen = [group for group in batch.record.groups if wanted(group.page)]
-                if not chosen or batch.record.mode == "delete":  # the next rm completes that
-                    continue
-                _refuse_other_kind(batch, store)
-                _Restorer(store, batch, ledger).restore(chosen, dry_run=dry_run)
-                on_progress(len(chosen))
-            if not dry_run:
-                sweep(run)
+            with locked_run(run) as is_ours:
+                busy += not is_ours
+                if is_ours:
+                    for batch in batches(run):
+                        _restore_batch(store, batch, wanted, ledger, dry_run, on_progress)
+                    if not dry_run:
+                        sweep(run)
         except OSError as error:
             raise StoreUnavailable(f"cannot work in {run}: {error.strerror}") from error
-        finally:
-            os.close(lock)
     return ledger.outcome(busy)
 
 
-def _refuse_other_kind(batch: Batch, store: Store) -> None:
+def _restore_batch(
+    store: Store,
+    batch: Batch,
+    wanted: Callable[[str], bool],
+    ledger: _Ledger,
+    dry_run: bool,
+    on_progress: Callable[[int], None],
+) -> None:
+    chosen = [group for group in batch.record.groups if wanted(group.page)]
+    if not chosen or batch.record.mode == "delete":  # the next rm completes that
+        return
     if batch.record.scheme != store.scheme:
         raise UsageError(
             f"{batch.run}: was taken from {batch.record.store}, a {batch.record.scheme} store; "
             f"{store.url} has keys of another form"
         )
+    _Restorer(store, batch, ledger).restore(chosen, dry_run=dry_run)
+    on_progress(len(chosen))
 
 
 _Problems = dict[int, tuple[str, str]]  # state and detail, by id of a _Group

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hicachectl.formats.errors import UsageError
-from hicachectl.formats.objects import Coordinate
+
+if TYPE_CHECKING:
+    from hicachectl.formats.objects import Coordinate
 
 Affix = tuple[str, str]  # the text of a key before and after its page hash
 
@@ -19,11 +21,11 @@ class KeyCodec(Protocol):
         """Every coordinate the text can stand for by grammar alone; none when foreign."""
 
     def affix(self, coordinate: Coordinate) -> Affix:
-        """The text before and after the page hash."""
+        """Spell the text before and after the page hash."""
 
 
 def codec_for(scheme: str) -> KeyCodec:
-    """The codec of a key scheme. Raises UsageError on an unknown one."""
+    """Return the codec of a key scheme. Raises UsageError on an unknown one."""
     from hicachectl.formats.keys.file import FileCodec
     from hicachectl.formats.keys.hf3fs import Hf3fsCodec
     from hicachectl.formats.keys.mooncake import MooncakeCodec

@@ -13,11 +13,14 @@ Keys of the unified scheme (`keys.unified`) lie in files of the same form, with 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from hicachectl.formats.keys.unified import UnifiedCodec
 from hicachectl.formats.objects import Coordinate, Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # SGLang's PoolName values that can stand after the hash; KV has no such part.
 SIDECAR_POOLS = (
@@ -77,7 +80,7 @@ class FileCodec:
         )
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """The text before and after the page hash; inverse of `readings`."""
+        """Spell the text before and after the page hash; inverse of `readings`."""
         shard = coordinate.shard
         if shard.layers is not None:
             return "", _UNIFIED.affix(coordinate)[1] + ".bin"
@@ -116,7 +119,7 @@ def _shard_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
 
 
 def _dcp_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
-    """Readings with a DCP part: MLA targets, so a tp pair only where the pool is mamba."""
+    """Read a DCP part: of MLA targets, so a tp pair only where the pool is mamba."""
     match = _DCP.search(text)
     if match is None:
         return
@@ -140,7 +143,7 @@ def _dcp_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
 
 
 def _rank_readings(text: str, shard: Shard) -> Iterator[tuple[str, Shard]]:
-    """Readings of one or two number pairs at the end: tp, pp, or tp then pp."""
+    """Read one or two number pairs at the end: tp, pp, or tp then pp."""
     match = _PAIR.search(text)
     if match is None:
         return

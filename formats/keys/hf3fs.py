@@ -33,7 +33,7 @@ class Hf3fsCodec:
     scheme = "hf3fs"
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """The coordinate of the text around a page hash; none when foreign."""
+        """Read the text around a page hash; no coordinate when it is foreign."""
         match = _PREFIX.fullmatch(prefix)
         if match is None:
             return ()
@@ -51,7 +51,7 @@ class Hf3fsCodec:
         return (Coordinate("", namespace, part, shard=Shard(tp_rank=rank)),)
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """The text before and after the page hash; inverse of `readings`."""
+        """Spell the text before and after the page hash; inverse of `readings`."""
         shard, pool = coordinate.shard, coordinate.pool
         if pool == "mamba" and shard.tp_size is not None:
             return "0:mamba:", f"_mamba_{shard.tp_rank}_{shard.tp_size}"

@@ -8,7 +8,7 @@ _get_mha_split_heads_buffer_meta, _tag_keys. A key is::
     dcp-part = "tp" tp "_dcp" dcp-size "_page" tokens "_pp" pp-size "_cp" cp-size
     rank     = tp-rank [ "_" pp-rank ]                        MHA and mamba
              | "" | pp-rank | "dcp" r "_cp" c [ "_" pp-rank ] rank-replicated
-             | "['4', '5']"                                   sidecars of split heads: a printed list
+             | "['4', '5']"                     sidecars of split heads: a printed list
 
 No TP or PP size is in a key. A tag cannot be told from the start of a model name without a
 profile, so a reading without one leaves it in `model`.
@@ -17,11 +17,14 @@ profile, so a reading without one leaves it in `model`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from hicachectl.formats.keys.file import SIDECAR_POOLS
 from hicachectl.formats.objects import Coordinate, Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _DCP_PREFIX = re.compile(
@@ -86,7 +89,7 @@ class MooncakeCodec:
         }
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """The text before and after the page hash; inverse of `readings`."""
+        """Spell the text before and after the page hash; inverse of `readings`."""
         shard = coordinate.shard
         parts = [coordinate.tag, coordinate.model]
         if shard.dcp_size is not None:
@@ -99,7 +102,7 @@ class MooncakeCodec:
 
 
 def _read_prefix(text: str) -> tuple[str, Shard | None]:
-    """The model (with any tag) and the sizes that a DCP part states."""
+    """Read the model (with any tag) and the sizes that a DCP part states."""
     match = _DCP_PREFIX.fullmatch(text)
     if match is None:
         return text, None
@@ -158,7 +161,7 @@ def _rank_readings(text: str, dcp: Shard | None) -> Iterator[Rank]:
 
 
 def _slice_readings(text: str, sizes: Shard) -> Iterator[Rank]:
-    """The printed list of slices of a rank, each with the stage where there are several."""
+    """Read the printed list of a rank's slices, each with the stage where there are several."""
     ranks = [_MHA_RANK.fullmatch(rank) for rank in re.findall("'([0-9_]+)'", text)]
     found = [rank for rank in ranks if rank is not None]
     slices = [int(rank[1]) for rank in found]

@@ -8,11 +8,14 @@ is left open, never guessed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hicachectl.formats.keys.base import Affix, KeyCodec
-from hicachectl.formats.objects import Coordinate, Shard
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from hicachectl.formats.keys.base import Affix, KeyCodec
+    from hicachectl.formats.objects import Coordinate, Shard
 
 ANCHOR_POOL = "kv"
 
@@ -38,6 +41,7 @@ class Resolved:
 
     @property
     def ambiguous(self) -> bool:
+        """Whether several readings are left."""
         return self.coordinate is None and bool(self.readings)
 
 
@@ -80,7 +84,7 @@ def resolve_affixes(
 
 
 def _choose(readings: tuple[Coordinate, ...], ranks: Mapping[object, set[object]]) -> Resolved:
-    """The reading that explains most of the text with all of its ranks present, if it is alone."""
+    """Choose the reading that explains most of the text with all its ranks seen, if alone."""
     if len(readings) <= 1:
         return Resolved(next(iter(readings), None), readings)
     complete = [r for r in readings if _explained(r) and _is_complete(r, ranks)]
@@ -107,7 +111,7 @@ def _is_complete(reading: Coordinate, ranks: Mapping[object, set[object]]) -> bo
 
 
 def _ranks_seen(readings: Iterable[Coordinate]) -> dict[object, set[object]]:
-    """The rank tuples of each (model, tag, sizes); a pool's sidecars count with its anchor."""
+    """Gather the rank tuples of each (model, tag, sizes), sidecars with their anchors."""
     seen: dict[object, set[object]] = defaultdict(set)
     for reading in readings:
         seen[_rank_set(reading)].add(tuple(getattr(reading.shard, rank) for rank, _ in _AXES))
@@ -136,10 +140,10 @@ def _has_anchor(reading: Coordinate, deployments: Collection[tuple[str, str, Top
 
 
 def topology(shard: Shard) -> Topology:
-    """The sizes that tell one deployment's keys from another's: tp, pp, cp, dcp, DCP page."""
+    """Return the sizes that tell one deployment's keys from another's."""
     return (shard.tp_size, shard.pp_size, shard.cp_size, shard.dcp_size, shard.dcp_page_size)
 
 
 def rankless(sizes: Topology) -> Topology:
-    """The topology of a rank-replicated target whose Mamba keys have this one."""
+    """Return the topology of a rank-replicated target whose Mamba keys have this one."""
     return (None if sizes[3] is None else sizes[0], *sizes[1:])

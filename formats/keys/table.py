@@ -6,13 +6,15 @@ Keys repeat: one page hash, then a suffix out of a few dozen. Nothing here runs 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.formats.keys.base import Affix
+if TYPE_CHECKING:
+    from hicachectl.formats.keys.base import Affix
 
 HASH_CHARACTERS = 64
 FOREIGN = -1  # affix id of a key without a page hash
@@ -29,7 +31,7 @@ class KeySplitter:
     _ids: dict[Affix, int] = field(default_factory=dict)
 
     def split(self, keys: pa.BinaryArray) -> tuple[pa.StringArray, npt.NDArray[np.int32]]:
-        """The page hash of each key, null when foreign, and the id of its affix or FOREIGN."""
+        """Return each key's page hash, null when foreign, and the id of its affix or FOREIGN."""
         # latin-1 in all but name: RE2 works on bytes, and a key need not be UTF-8.
         found = pc.extract_regex(keys, _AROUND_HASH)
         prefixes, pages, suffixes = found.flatten()

@@ -67,7 +67,7 @@ class UnifiedCodec:
         return "", suffix
 
 
-def unified_namespace(  # noqa: PLR0913  the fields of SGLang's KVCacheNamespace
+def unified_namespace(
     *,
     model_id: str,
     dtype: str,

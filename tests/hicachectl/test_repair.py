@@ -21,7 +21,7 @@ from hicachectl.backends.file import FileMover, FileStore
 from hicachectl.findings import findings
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.planning import plan_removal, plan_repair, with_descendants
-from hicachectl.quarantine import dump_record, parse_record
+from hicachectl.records import dump_record, parse_record
 from hicachectl.repair import RepairOutcome, count_unfinished, finish_unfinished, run_repair
 from hicachectl.restoring import restore_groups
 from tests.hicachectl import killed
@@ -306,7 +306,7 @@ def test_a_second_run_finds_nothing_to_do(store: Path) -> None:
 
 
 def test_many_groups_go_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicachectl.repair.BATCH_OBJECTS", 7)
+    monkeypatch.setattr("hicachectl.batching.BATCH_OBJECTS", 7)
     store = dsa_store(tmp_path / "store", 23)
     before = content(store)
     with FileStore(store) as opened:
@@ -663,6 +663,79 @@ def test_sidecars_stay_when_their_anchor_cannot_be_deleted(
     repaired(store, quarantine=str(other_file_system))
     assert content(store) == without(before, *(n(i) for i in (1, 2) for n in (kv, indexer)))
     assert len(quarantined(other_file_system)) == 4
+
+
+def test_nothing_is_deleted_whose_copy_was_lost(
+    store: Path, other_file_system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between copying and deleting; then somebody empties the quarantine."""
+    shorten(store / indexer(1))
+    before = content(store)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hicachectl.repair.take_away", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            repaired(store, quarantine=str(other_file_system))
+    for path in other_file_system.glob("*/000000/0"):
+        path.unlink()
+    with FileStore(store) as opened:
+        outcome = finish_unfinished(opened, str(other_file_system))
+    assert [message for _, message in outcome.failed] == ["its copy is in the quarantine no more"]
+    assert content(store) == before
+
+
+class Bare(FileStore):
+    """Files as a store has them that cannot rename, and has no place for notes."""
+
+    supports_moves = False
+
+    def mover(self, directory: str) -> None:
+        return None
+
+    def side_directory(self) -> None:  # type: ignore[override]
+        return None
+
+
+def test_a_store_without_a_place_for_records_can_be_deleted_from(store: Path) -> None:
+    shorten(store / indexer(2))
+    before = content(store)
+    with Bare(store) as opened:
+        assert finish_unfinished(opened).repaired == 0
+        outcome = run_repair(opened, *planned(opened), mode="delete")
+    assert content(store) == without(before, kv(2), indexer(2))
+    assert (outcome.repaired, outcome.deleted, outcome.quarantine) == (1, 2, None)
+
+
+def test_a_store_without_a_place_needs_a_quarantine(store: Path, tmp_path: Path) -> None:
+    shorten(store / indexer(2))
+    before = content(store)
+    with Bare(store) as opened:
+        with pytest.raises(UsageError, match="--quarantine DIR"):
+            run_repair(opened, *planned(opened), mode="quarantine")
+        assert content(store) == before
+        quarantine = str(tmp_path / "q")
+        outcome = run_repair(opened, *planned(opened), mode="quarantine", quarantine=quarantine)
+    assert outcome.quarantined == 2
+    assert quarantined(tmp_path / "q") == only(before, kv(2), indexer(2))
+
+
+def test_another_mount_of_the_same_file_system_gets_copies(store: Path, tmp_path: Path) -> None:
+    shorten(store / indexer(2))
+    before = content(store)
+    for name in ("real", "bound"):
+        (tmp_path / name).mkdir()
+    mount = ["mount", "--bind", str(tmp_path / "real"), str(tmp_path / "bound")]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        assert repaired(store, quarantine=str(tmp_path / "bound")).quarantined == 2
+    finally:
+        subprocess.run(["umount", tmp_path / "bound"], check=True)
+    assert quarantined(tmp_path / "real") == only(before, kv(2), indexer(2))
+    assert content(store) == without(before, kv(2), indexer(2))
 
 
 # killed

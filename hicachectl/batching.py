@@ -1,0 +1,211 @@
+"""From a plan of groups to what batches of them need: what was scanned, and what is unwanted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.deployments import UNRESOLVED
+from hicachectl.formats.keys.resolve import ANCHOR_POOL
+from hicachectl.records import Facts, Shape, Slot, TakenGroup, TakenObject
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from hicachectl.deployments import Deployment, Member
+    from hicachectl.groups import PageGroups
+    from hicachectl.inventory import IntArray, Inventory
+    from hicachectl.planning import RepairPlan
+
+BATCH_OBJECTS = 1024  # about what a killed run leaves to be finished
+
+# What a group lacks: none of its objects is unwanted once nothing is lacking any more.
+STRUCTURAL_CODES = frozenset({"missing-pool", "missing-part", "missing-rank", "orphan-sidecar"})
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A group of the plan; scanned, digests and unwanted are by slot of its shape."""
+
+    page: str
+    model: str
+    tag: str
+    shape: Shape
+    scanned: dict[int, Facts]
+    digests: dict[int, str]
+    unwanted: frozenset[int]
+    findings: tuple[dict[str, str | None], ...]
+
+    def as_it_is(self, there: Mapping[int, Facts], first_file: int) -> TakenGroup:
+        """Describe the group as it is now; its objects get file numbers from `first_file`."""
+        same = {
+            s for s, facts in there.items() if s in self.scanned and facts.same(self.scanned[s])
+        }
+        objects = tuple(
+            TakenObject(
+                slot=slot,
+                file=first_file + number,
+                unwanted=slot in self.unwanted and slot in same,
+                facts=facts,
+                blake3=self.digests.get(slot) if slot in same else None,
+            )
+            for number, (slot, facts) in enumerate(there.items())
+        )
+        lacks = {finding["code"] for finding in self.findings} & STRUCTURAL_CODES
+        absent = () if lacks else set(range(len(self.shape))) - self.scanned.keys()
+        return TakenGroup(
+            self.page, self.model, self.tag, self.shape, objects, frozenset(absent), self.findings
+        )
+
+
+class Planner:
+    """Makes of a plan's groups what batches need, without Python for what is not planned."""
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        groups: PageGroups,
+        plan: RepairPlan,
+        digests: Mapping[bytes, str],
+    ) -> None:
+        self._inventory = inventory
+        self._groups = groups
+        self._plan = plan
+        self._digests = digests
+        self._outright = np.isin(plan.groups, plan.outright)
+        chosen = np.zeros(len(groups) + 1, dtype=np.bool_)
+        chosen[plan.groups] = True
+        rows = np.flatnonzero(chosen[groups.of_object])
+        self._rows = rows[np.argsort(groups.of_object[rows], kind="stable")]
+        self._objects = _spans(groups.of_object[self._rows], plan.groups)
+        self._reasons = _spans(plan.about, plan.groups)
+        self._shapes = [_shape_of(deployment) for deployment in groups.deployments]
+        self._members = inventory.by_affix(inventory.table.member_ids, UNRESOLVED)
+
+    def __len__(self) -> int:
+        return len(self._plan.groups)
+
+    def batches(self) -> Iterator[list[Planned]]:
+        """Give the groups in batches of about BATCH_OBJECTS objects."""
+        first = 0
+        while first < len(self):
+            limit = self._objects[first] + BATCH_OBJECTS
+            last = int(np.searchsorted(self._objects, limit, side="right")) - 1
+            last = max(first + 1, last)
+            yield self._batch(first, last)
+            first = last
+
+    def _batch(self, first: int, last: int) -> list[Planned]:
+        start = int(self._objects[first])
+        rows = self._rows[start : self._objects[last]]
+        objects = self._inventory.objects.take(pa.array(rows))
+        keys = objects.column("key").to_pylist()
+        columns = (_values(objects, name) for name in ("nbytes", "mtime_ns", "version"))
+        facts = list(map(Facts, *columns))
+        pages = self._groups.pages.take(pa.array(self._plan.groups[first:last])).to_pylist()
+        planned = []
+        for number in range(first, last):
+            mine = slice(self._objects[number] - start, self._objects[number + 1] - start)
+            planned.append(
+                self._planned(number, pages[number - first], rows[mine], keys[mine], facts[mine])
+            )
+        return planned
+
+    def _planned(
+        self, number: int, page: str, rows: IntArray, keys: list[bytes], facts: list[Facts]
+    ) -> Planned:
+        deployment_id = int(self._groups.deployment_ids[self._plan.groups[number]])
+        if deployment_id == UNRESOLVED:
+            shape, model, tag = self._ambiguous_shape(rows), "", ""
+            slots = list(range(len(rows)))
+        else:
+            deployment = self._groups.deployments[deployment_id]
+            shape, model, tag = self._shapes[deployment_id], deployment.model, deployment.tag
+            slots = self._members[rows].tolist()
+        reasons = self._plan.reasons.slice(
+            int(self._reasons[number]), int(self._reasons[number + 1] - self._reasons[number])
+        ).to_pylist()
+        damaged = {reason["key"] for reason in reasons if reason["code"] not in STRUCTURAL_CODES}
+        # A finding without a key is about all of its page.
+        everything = bool(self._outright[number]) or None in damaged
+        of_key = dict(zip(keys, slots, strict=True))
+        return Planned(
+            page=page,
+            model=model,
+            tag=tag,
+            shape=shape,
+            scanned=dict(zip(slots, facts, strict=True)),
+            digests={s: self._digests[key] for key, s in of_key.items() if key in self._digests},
+            unwanted=frozenset(
+                s for key, s in of_key.items() if everything or key.decode() in damaged
+            ),
+            findings=tuple(reasons),
+        )
+
+    def _ambiguous_shape(self, rows: IntArray) -> Shape:
+        """Make a shape of objects whose keys can be read in several ways: all belong together."""
+        table = self._inventory.table
+        return tuple(
+            Slot(
+                prefix=table.affixes[affix][0],
+                suffix=table.affixes[affix][1],
+                anchor=any(r.pool == ANCHOR_POOL for r in table.resolved[affix].readings),
+                required=True,
+            )
+            for affix in self._inventory.affix_ids[rows].tolist()
+        )
+
+
+def _spans(owners: IntArray, groups: IntArray) -> IntArray:
+    """Where each group's run of `owners` starts, and behind the last where it ends."""
+    return np.append(np.searchsorted(owners, groups), len(owners)).astype(np.int64)
+
+
+def _shape_of(deployment: Deployment) -> Shape:
+    """List the slots of a deployment's pages, by member id."""
+    sets: dict[object, int] = {}
+    sidecars = [n for n, member in enumerate(deployment.members) if _is_sidecar(member)]
+    return tuple(
+        Slot(
+            prefix=member.affix[0],
+            suffix=member.affix[1],
+            anchor=member.anchor,
+            required=member.anchor or number in sidecars,
+            trailing=sets.setdefault(member.object_set, len(sets)) if _is_in_set(member) else None,
+            sidecars=tuple(
+                n for n in sidecars if member.anchor and _same_rank(member, deployment.members[n])
+            ),
+        )
+        for number, member in enumerate(deployment.members)
+    )
+
+
+def _is_sidecar(member: Member) -> bool:
+    """Whether every page must have it: servers without speculation write pages without a draft."""
+    return not (member.anchor or member.trailing or member.coordinate.pool.startswith("draft"))
+
+
+def _is_in_set(member: Member) -> bool:
+    """Whether a page has all or nothing of its kind; nothing says so of what no profile lists."""
+    return member.trailing and member.listed
+
+
+def _same_rank(anchor: Member, sidecar: Member) -> bool:
+    """Whether one rank writes both: their ranks are equal where both keys say one."""
+    return all(
+        mine is None or theirs is None or mine == theirs
+        for mine, theirs in (
+            (getattr(anchor.coordinate.shard, axis), getattr(sidecar.coordinate.shard, axis))
+            for axis in ("tp_rank", "pp_rank", "cp_rank", "dcp_rank")
+        )
+    )
+
+
+def _values(table: pa.Table, name: str) -> list[Any]:
+    if name not in table.column_names:
+        return [None] * len(table)
+    values: list[Any] = table.column(name).to_pylist()
+    return values

@@ -1,0 +1,258 @@
+"""Records of groups that were taken out of a store: what, why and where from, as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from hicachectl.formats.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+FORM = 1
+_PAGE = re.compile(r"[0-9a-f]{64}")
+
+Mode = Literal["quarantine", "delete"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An object that a page of a deployment can have; its key is prefix, page hash, suffix.
+
+    required: a page without it is not whole.
+    trailing: number of a set that a page has all or nothing of; None outside of such sets.
+    sidecars: of an anchor, the slots that its writer has written before it.
+    """
+
+    prefix: str
+    suffix: str
+    anchor: bool
+    required: bool
+    trailing: int | None = None
+    sidecars: tuple[int, ...] = ()
+
+
+Shape = tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a store lists of an object: how to tell it from a later one under its key."""
+
+    nbytes: int | None
+    mtime_ns: int | None
+    version: bytes | None
+
+    def same(self, other: Facts) -> bool:
+        """Whether both are the same object; where a store has no versions, size and time decide."""
+        if self.version is not None and other.version is not None:
+            return self.version == other.version
+        return (self.nbytes, self.mtime_ns) == (other.nbytes, other.mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class TakenObject:
+    """One object of a group, as it was.
+
+    slot: index into the group's shape. file: its number in the batch's folder.
+    unwanted: the group is taken away because of this object.
+    """
+
+    slot: int
+    file: int
+    unwanted: bool
+    facts: Facts
+    blake3: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TakenGroup:
+    """A page group that is taken away.
+
+    absent: slots whose absence is not why. findings: why, with the members of `verify`'s.
+    """
+
+    page: str
+    model: str
+    tag: str
+    shape: Shape
+    objects: tuple[TakenObject, ...]
+    absent: frozenset[int] = frozenset()
+    findings: tuple[Mapping[str, str | None], ...] = ()
+
+    def key(self, slot: int) -> bytes:
+        """Spell the key of one of its objects."""
+        return f"{self.shape[slot].prefix}{self.page}{self.shape[slot].suffix}".encode()
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys of all its slots."""
+        return [self.key(slot) for slot in range(len(self.shape))]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one batch took from where."""
+
+    store: str
+    scheme: str
+    mode: Mode
+    began: float
+    groups: tuple[TakenGroup, ...]
+
+
+def dump_record(record: Record) -> bytes:
+    """Write a record as JSON, a group a line."""
+    shapes: dict[int, int] = {}
+    distinct: list[Shape] = []
+    groups = []
+    for group in record.groups:
+        if id(group.shape) not in shapes:
+            shapes[id(group.shape)] = len(distinct)
+            distinct.append(group.shape)
+        groups.append(json.dumps(_group_to_mapping(group, shapes[id(group.shape)])))
+    head = {
+        "quarantine": FORM,
+        "store": record.store,
+        "scheme": record.scheme,
+        "mode": record.mode,
+        "began": record.began,
+        "shapes": [[_slot_to_mapping(slot) for slot in shape] for shape in distinct],
+    }
+    body = ",\n".join(groups)
+    return f'{json.dumps(head)[:-1]}, "groups": [\n{body}\n]}}\n'.encode()
+
+
+def parse_record(text: bytes, *, source: str) -> Record:
+    """Read a record. Raises FormatError."""
+    try:
+        document = json.loads(text)
+        if document["quarantine"] != FORM:
+            raise FormatError(
+                f"{source}: a record of form {document['quarantine']!r}; this release knows {FORM}"
+            )
+        if document["mode"] not in ("quarantine", "delete"):
+            raise ValueError("mode")
+        shapes = [tuple(_parse_slot(slot) for slot in shape) for shape in document["shapes"]]
+        groups = tuple(_parse_group(group, shapes) for group in document["groups"])
+        numbers = [object_.file for group in groups for object_ in group.objects]
+        if len(set(numbers)) != len(numbers):
+            raise ValueError("a file number twice")
+        return Record(
+            _text(document["store"]),
+            _text(document["scheme"]),
+            document["mode"],
+            float(document["began"]),
+            groups,
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{source}: not the record of a quarantine ({error})") from error
+
+
+def _slot_to_mapping(slot: Slot) -> dict[str, Any]:
+    return {
+        "prefix": slot.prefix,
+        "suffix": slot.suffix,
+        "anchor": slot.anchor,
+        "required": slot.required,
+        "trailing": slot.trailing,
+        "sidecars": list(slot.sidecars),
+    }
+
+
+def _group_to_mapping(group: TakenGroup, shape: int) -> dict[str, Any]:
+    return {
+        "page": group.page,
+        "model": group.model,
+        "tag": group.tag,
+        "findings": [dict(finding) for finding in group.findings],
+        "shape": shape,
+        "absent": sorted(group.absent),
+        "objects": [
+            {
+                "key": group.key(taken.slot).decode(),
+                "slot": taken.slot,
+                "file": taken.file,
+                "unwanted": taken.unwanted,
+                "nbytes": taken.facts.nbytes,
+                "mtime_ns": taken.facts.mtime_ns,
+                "version": None if taken.facts.version is None else taken.facts.version.hex(),
+                "blake3": taken.blake3,
+            }
+            for taken in group.objects
+        ],
+    }
+
+
+def _parse_slot(table: Mapping[str, Any]) -> Slot:
+    return Slot(
+        _text(table["prefix"]),
+        _text(table["suffix"]),
+        bool(table["anchor"]),
+        bool(table["required"]),
+        _optional_count(table["trailing"]),
+        tuple(_count(slot) for slot in table["sidecars"]),
+    )
+
+
+def _parse_group(table: Mapping[str, Any], shapes: Sequence[Shape]) -> TakenGroup:
+    page = _text(table["page"])
+    if not _PAGE.fullmatch(page):
+        raise ValueError(f"page {page!r}")
+    shape = shapes[_count(table["shape"])]
+    absent = frozenset(_count(slot) for slot in table["absent"])
+    group = TakenGroup(
+        page,
+        _text(table["model"]),
+        _text(table["tag"]),
+        shape,
+        tuple(_parse_object(entry) for entry in table["objects"]),
+        absent,
+        tuple(_parse_finding(finding) for finding in table["findings"]),
+    )
+    slots = [taken.slot for taken in group.objects]
+    if len(set(slots)) != len(slots) or any(slot >= len(shape) for slot in (*slots, *absent)):
+        raise ValueError(f"page {page}: its objects do not fit its shape")
+    for taken, entry in zip(group.objects, table["objects"], strict=True):
+        if group.key(taken.slot) != _text(entry["key"]).encode():
+            raise ValueError(f"key {entry['key']!r} is not that of its slot")
+    return group
+
+
+def _parse_object(table: Mapping[str, Any]) -> TakenObject:
+    version, digest = table["version"], table["blake3"]
+    return TakenObject(
+        slot=_count(table["slot"]),
+        file=_count(table["file"]),
+        unwanted=bool(table["unwanted"]),
+        facts=Facts(
+            nbytes=_optional_count(table["nbytes"]),
+            mtime_ns=None if table["mtime_ns"] is None else int(table["mtime_ns"]),
+            version=None if version is None else bytes.fromhex(version),
+        ),
+        blake3=None if digest is None else _text(digest),
+    )
+
+
+def _parse_finding(table: Mapping[str, Any]) -> dict[str, str | None]:
+    return {_text(name): None if value is None else _text(value) for name, value in table.items()}
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.60} is no text")
+    value.encode()  # ValueError for half a surrogate pair, which nothing could print
+    return value
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise TypeError(f"{value!r:.60} is no count")
+    return value
+
+
+def _optional_count(value: object) -> int | None:
+    return None if value is None else _count(value)
