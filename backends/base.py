@@ -83,9 +83,15 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadResult(Result):
-    """The same for a read; nbytes [n] int64 is the object's actual size, -1 where unknown."""
+    """The same for a read.
+
+    nbytes:   [n] int64, the object's actual size, -1 where unknown.
+    versions: [n, len(version_fields)] uint64, the identity of what was read, as in the scan's
+        `version`; undefined for rows that are not OK.
+    """
 
     nbytes: IntArray
+    versions: npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,6 +113,8 @@ def carry_forward(
         },
         schema=SCHEMA,
     ).take(pa.array(recorded))
+    if not len(kept):
+        return Catalog(fresh, store, digested.identity_fields)
     still_there = pc.is_in(kept.column("key"), value_set=present)
     replaced = pc.is_in(kept.column("key"), value_set=fresh.column("key").combine_chunks())
     kept = kept.filter(pc.and_(still_there, pc.invert(replaced)))

@@ -65,6 +65,11 @@ class Loaded:
         """Give the bytes of one object, in place."""
         return self.arena.view(int(self.offsets[index]), int(self.task.capacities[index]))
 
+    def memory(self, index: int) -> memoryview:
+        """Give the bytes of one object as a memoryview, which is made faster than an array."""
+        start = int(self.offsets[index])
+        return self.arena.memory[start : start + int(self.task.capacities[index])]
+
     def block(self) -> npt.NDArray[np.uint8]:
         """All objects of a task of equal capacities, in place: [n, nbytes], rows strided."""
         nbytes = int(self.task.capacities[0])
@@ -169,14 +174,19 @@ class Pipeline(Generic[T]):
             return None
         return task
 
+    def _named(self, rows: IntArray) -> pa.Table:
+        """Give the objects of rows; neighbours need no copy."""
+        if len(rows) and rows[-1] - rows[0] + 1 == len(rows) and (np.diff(rows) == 1).all():
+            return self._objects.slice(int(rows[0]), len(rows))
+        return self._objects.take(rows)
+
     def _one(self, task: Task, arena: Arena, allocator: SlabAllocator) -> T:
         offsets, nbytes = place(task.capacities)
         slab = allocator.reserve(max(nbytes, 1), name=f"a task of {len(task.rows)} objects")
         loaded: Loaded | None = None
         try:
             offsets = np.asarray(offsets) + slab.offset
-            rows = self._objects.take(task.rows)
-            read = self._store.read_into(rows, offsets, task.capacities)
+            read = self._store.read_into(self._named(task.rows), offsets, task.capacities)
             loaded = Loaded(task, arena, offsets, read, slab)
             return self._work(loaded)
         finally:

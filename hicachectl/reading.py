@@ -58,12 +58,13 @@ class ReadingPlan:
 class ReadingResult:
     """What reading found.
 
-    digests: [objects, 32] uint8 of the whole inventory, valid where `digested`. gone: objects
-    that vanished since they were listed. bytes_read: of whole objects. complete: whether all
-    were reached before the deadline.
+    digests: [objects, 32] uint8 of the whole inventory, and versions: [objects, fields] uint64 of
+    what was digested, valid where `digested`. gone: objects that vanished since they were listed.
+    bytes_read: of whole objects. complete: whether all were reached before the deadline.
     """
 
     digests: npt.NDArray[np.uint8]
+    versions: npt.NDArray[np.uint64]
     digested: npt.NDArray[np.bool_]
     gone: int = 0
     bytes_read: int = 0
@@ -130,7 +131,9 @@ def read_objects(
     """
     count = len(inventory.objects)
     result = ReadingResult(
-        np.zeros((count, DIGEST_BYTES), dtype=np.uint8), np.zeros(count, dtype=np.bool_)
+        digests=np.zeros((count, DIGEST_BYTES), dtype=np.uint8),
+        versions=np.zeros((count, len(store.version_fields)), dtype=np.uint64),
+        digested=np.zeros(count, dtype=np.bool_),
     )
     if not len(plan.rows):
         return result
@@ -175,10 +178,10 @@ def _work(
 
     rows = loaded.task.rows
     ok = loaded.read.ok
+    wanted = np.flatnonzero(ok & wants_digest[rows])
     digests = np.zeros((len(rows), DIGEST_BYTES), dtype=np.uint8)
-    for index in np.flatnonzero(ok & wants_digest[rows]).tolist():
-        digest = blake3(loaded.view(index).data).digest()
-        digests[index] = np.frombuffer(digest, dtype=np.uint8)
+    joined = b"".join([blake3(loaded.memory(index)).digest() for index in wanted.tolist()])
+    digests[wanted] = np.frombuffer(joined, dtype=np.uint8).reshape(len(wanted), DIGEST_BYTES)
     affix = int(inventory.affix_ids[rows[0]])
     checker = plan.checkers.get(affix)
     if checker is None or not ok.any() or loaded.task.capacities[0] != plan.sizes[affix]:
@@ -198,9 +201,10 @@ def _gather(
     rows, read = done.loaded.task.rows, done.loaded.read
     ok = read.ok
     result.bytes_read += int(read.nbytes[ok].sum())
-    digested = rows[ok & wants_digest[rows]]
-    result.digests[digested] = done.digests[ok & wants_digest[rows]]
-    result.digested[digested] = True
+    wanted = ok & wants_digest[rows]
+    result.digests[rows[wanted]] = done.digests[wanted]
+    result.versions[rows[wanted]] = read.versions[wanted]
+    result.digested[rows[wanted]] = True
     result.gone += int((read.statuses == Status.GONE).sum())
     for issue in done.issues:
         severity = _SEVERITIES.get(issue.code, "error")

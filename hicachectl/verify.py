@@ -119,8 +119,7 @@ class _Run:
         self, on_listed: Callable[[int], None], on_read: Callable[[int, int], None]
     ) -> Report:
         request = self.request
-        versions = self._digests or request.repairs
-        columns = ("version",) if versions and self.store.supports_version else ()
+        columns = ("version",) if request.repairs and self.store.supports_version else ()
         listed = take_inventory(self.store, request.profile, columns=columns, on_batch=on_listed)
         inventory = select(listed, replace(request.selection, pool=""))
         groups = PageGroups(inventory)
@@ -240,18 +239,16 @@ class _Run:
     def _records(
         self, inventory: Inventory, rows: npt.NDArray[np.int64], reading: ReadingResult
     ) -> Digested:
-        objects = inventory.objects.take(pa.array(rows))
-        fields = self.store.version_fields if "version" in objects.column_names else ()
+        objects = inventory.objects.select(["key", "page", "nbytes"]).take(pa.array(rows))
         pools = [r.coordinate.pool if r.coordinate else None for r in inventory.table.resolved]
         ids = pa.array(inventory.affix_ids[rows], mask=inventory.affix_ids[rows] < 0)
-        raw = b"".join(objects.column("version").to_pylist()) if fields else b""
         return Digested(
             keys=objects.column("key").combine_chunks(),
             pages=objects.column("page").combine_chunks(),
             pools=pa.array(pools, pa.string()).take(ids),
             nbytes=objects.column("nbytes").fill_null(0).to_numpy(),
-            identities=np.frombuffer(raw, dtype="<u8").reshape(len(rows), len(fields)),
-            identity_fields=fields,
+            identities=reading.versions[rows],
+            identity_fields=self.store.version_fields,
             digests=reading.digests[rows],
         )
 

@@ -241,7 +241,8 @@ def _lines(document: dict[str, Any], outcome: RepairOutcome, colour: bool) -> It
         yield from table_lines(removals_for_people(outcome.rows), colour=colour)
     yield from (f"{failure['key']}: {failure['detail']}" for failure in document["failures"])
     remaining = f", {document['remaining']} pages remain" if document["remaining"] else ""
+    would = "would be " if document["dry_run"] else ""
     yield (
         f"{document['pages']} pages, {document['objects']} objects, "
-        f"{human_size(document['bytes'])} removed{remaining}"
+        f"{human_size(document['bytes'])} {would}removed{remaining}"
     )

@@ -1,13 +1,14 @@
 """Keep a file store busy with SGLang's own file backend, as one rank of a server does.
 
 Runs inside the SGLang environment:
-`live_store.py (write|read) DIR --manifest FILE --rank N --log FILE --until FILE`.
+`live_store.py (write|fill|read) DIR --manifest FILE --rank N --log FILE --until FILE`.
 
 The writer backs up every node of the manifest's prompt again and again: what is there SGLang
-skips, what is missing it writes. The reader asks for each page and reads all its pools. Both go on
-until the file of --until exists, and append JSON lines to --log:
+skips, what is missing it writes. The filler does so with the prompt's tokens again and again
+behind its end, so that every page is new. The reader asks for each page and reads all its pools.
+All go on until the file of --until exists, and append JSON lines to --log:
 
-    writer   {"round": n} after each time through the prompt
+    writer   {"round": n} after each time through the prompt; the filler too
     reader   {"page", "start", "wrong"} for each page that was read whole; start is Unix
              nanoseconds, taken before SGLang was asked whether the page is there
 """
@@ -16,10 +17,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import sys
 import time
+from itertools import repeat
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -36,6 +39,8 @@ else:
     import write_store
     from store_cases import Deployment
 
+_PAUSE_S = 0.01  # after each node of the filler, which else writes a gigabyte in seconds
+
 
 def main() -> None:
     """Write or read until told to stop."""
@@ -51,7 +56,7 @@ def main() -> None:
     ):
         pools = rank_pools.build_pools(deployment, rank, len(manifest["pages"]))
         controller = write_store.make_controller(deployment, pools, options.dir)
-        act = _write if options.role == "write" else _read
+        act = {"write": _write, "fill": _fill, "read": _read}[options.role]
         rounds = act(pools, controller, manifest, log)
         while not options.until.exists():
             next(rounds)
@@ -60,6 +65,35 @@ def main() -> None:
 def _write(
     pools: RankPools, controller: Any, manifest: dict[str, Any], log: IO[str]
 ) -> Iterator[None]:
+    return _back_up(pools, controller, manifest, log, repeat(manifest["pages"]))
+
+
+def _fill(
+    pools: RankPools, controller: Any, manifest: dict[str, Any], log: IO[str]
+) -> Iterator[None]:
+    for _ in _back_up(pools, controller, manifest, log, _continued(manifest)):
+        time.sleep(_PAUSE_S)
+        yield
+
+
+def _continued(manifest: dict[str, Any]) -> Iterator[list[str]]:
+    """The page hashes of the prompt's tokens behind the prompt, once more behind these, ..."""
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    pages = manifest["pages"]
+    while True:
+        pages = get_hash_str(manifest["tokens"], pages[-1], page_size=manifest["page_size"])
+        yield pages
+
+
+def _back_up(
+    pools: RankPools,
+    controller: Any,
+    manifest: dict[str, Any],
+    log: IO[str],
+    prompts: Iterator[list[str]],
+) -> Iterator[None]:
+    """Back up one prompt after another, all with the bytes of the manifest's pages."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import StorageOperation
 
     page_size, per_node = manifest["page_size"], manifest["node_pages"]
@@ -70,20 +104,28 @@ def _write(
             pools.host["kv"].alloc(len(node) * page_size),
             manifest["tokens"][start * page_size :][: len(node) * page_size],
         )
-        operation = StorageOperation(
-            *arguments, hash_value=node, pool_transfers=write_store.side_transfers(pools, node)
-        )
+        transfers = write_store.side_transfers(pools, node)
+        operation = StorageOperation(*arguments, hash_value=node, pool_transfers=transfers)
         write_store._fill_node(pools, operation, manifest["seed"])
-        operations.append((arguments, node, operation.pool_transfers))
-    number = 0
-    while True:
-        for arguments, node, transfers in operations:
+        operations.append((arguments, slice(start, start + per_node), transfers))
+    for number, pages in enumerate(prompts, 1):
+        for arguments, part, transfers in operations:
+            node = pages[part]
             controller._page_backup(
-                StorageOperation(*arguments, hash_value=node, pool_transfers=transfers)
+                StorageOperation(
+                    *arguments,
+                    hash_value=node,
+                    pool_transfers=[_of_node(transfer, node) for transfer in transfers],
+                )
             )
             yield
-        number += 1
         log.write(json.dumps({"round": number}) + "\n")
+
+
+def _of_node(transfer: Any, node: list[str]) -> Any:
+    """A transfer of the same slots for another node; what goes with kv has no keys of its own."""
+    keys = transfer.keys and node[-len(transfer.keys) :]
+    return dataclasses.replace(transfer, keys=keys)
 
 
 def _read(
@@ -127,7 +169,7 @@ def _holds(
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Keep a file store busy with SGLang itself.")
-    parser.add_argument("role", choices=("write", "read"))
+    parser.add_argument("role", choices=("write", "fill", "read"))
     parser.add_argument("dir", type=Path)
     parser.add_argument("--manifest", type=Path, required=True)
     parser.add_argument("--rank", type=int, default=0)

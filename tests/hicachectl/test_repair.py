@@ -377,7 +377,7 @@ def test_an_unreadable_copy_fails_only_its_group(
     before = content(store)
     read = FileStore._read
 
-    def broken(opened: FileStore, key: bytes, target: memoryview) -> int:
+    def broken(opened: FileStore, key: bytes, target: memoryview) -> tuple[int, os.stat_result]:
         if key == kv(1).encode():
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(opened, key, target)

@@ -1,0 +1,61 @@
+"""Verify while SGLang's own file backend keeps filling the directory with new pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conformance.store_cases import CASES
+from tests.conformance.test_repair_live import lines, serving
+from tests.hicachectl.stores import OLD
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conformance.test_repair_live import SglangStore
+    from tests.conftest import Invoke
+
+pytestmark = pytest.mark.conformance
+
+WATCHED_S = 3.5
+
+
+@pytest.mark.parametrize(("case", "writers"), [("mla_indexer", 1), ("hybrid_mamba", 2)])
+def test_a_store_that_is_being_filled_is_clean(
+    sglang_store: SglangStore,
+    sglang_python: Path,
+    invoke: Invoke,
+    tmp_path: Path,
+    case: str,
+    writers: int,
+) -> None:
+    pristine, manifest = sglang_store(case)
+    manifest = {**manifest, "node_pages": CASES[case].node_pages}
+    store, profile = tmp_path / "store", tmp_path / "profile.json"
+    shutil.copytree(pristine, store)
+    for path in store.iterdir():
+        os.utime(path, (OLD, OLD))
+    profile.write_text(json.dumps(manifest["profile"]))
+    documents = []
+
+    with serving(sglang_python, store, manifest, tmp_path / "server") as server:
+        rounds = [server.start("fill", rank) for rank in range(writers)]
+        server.wait_until(lambda: all(lines(log) for log in rounds))
+        end = time.monotonic() + WATCHED_S
+        while time.monotonic() < end:
+            out = invoke("verify", store, "--profile", profile, "--format", "json").stdout
+            documents.append(json.loads(out))
+        server.stop()
+
+    assert len(documents) > 1
+    assert all(document["findings"] == [] for document in documents)
+    assert all(document["in_flight"] > 0 for document in documents)
+    assert all(document["sampled"] == len(manifest["pages"]) for document in documents)
+    objects = [document["objects"] for document in documents]
+    assert objects[0] < objects[-1]
+    shutil.rmtree(store)  # hundreds of megabytes
