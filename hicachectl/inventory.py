@@ -116,11 +116,20 @@ def _size_kind(member: Member) -> tuple[object, ...]:
 
 def _common_sizes(kinds: IntArray, sizes: IntArray) -> dict[int, int]:
     """Find the size that more than half of the objects of a kind have, where there is one."""
-    wanted = kinds != UNRESOLVED
-    pairs, counts = np.unique(np.stack([kinds[wanted], sizes[wanted]]), axis=1, return_counts=True)
-    totals = np.bincount(kinds[wanted])
-    frequent = (2 * counts > totals[pairs[0]]) & (pairs[1] >= 0)
-    return dict(zip(pairs[0][frequent].tolist(), pairs[1][frequent].tolist(), strict=True))
+    counted = (
+        pa.table({"kind": kinds, "size": sizes})
+        .group_by(["kind", "size"])
+        .aggregate([([], "count_all")])
+    )
+    totals: dict[int, int] = {}
+    found = list(zip(*(column.to_pylist() for column in counted.columns), strict=True))
+    for kind, _, count in found:
+        totals[kind] = totals.get(kind, 0) + count
+    return {
+        kind: size
+        for kind, size, count in found
+        if kind != UNRESOLVED and size >= 0 and 2 * count > totals[kind]
+    }
 
 
 _SCHEMA = pa.schema(

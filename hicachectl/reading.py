@@ -28,8 +28,8 @@ DIGEST_BYTES = 32
 
 # Tasks are small enough that the bytes are still in the processor's cache when they are worked
 # on, and large enough that small objects are worked on together.
-_TASK_BYTES = 4 << 20
-_TASK_OBJECTS = 128
+_TASK_BYTES = 8 << 20
+_TASK_OBJECTS = 256
 # Objects of one kind are read together within a window of the listing, so that a run that is cut
 # short has seen whole pages and not one rank's objects alone.
 _WINDOW_OBJECTS = 8192
@@ -180,7 +180,7 @@ def _work(
     ok = loaded.read.ok
     wanted = np.flatnonzero(ok & wants_digest[rows])
     digests = np.zeros((len(rows), DIGEST_BYTES), dtype=np.uint8)
-    joined = b"".join([blake3(loaded.memory(index)).digest() for index in wanted.tolist()])
+    joined = b"".join([blake3(content).digest() for content in loaded.contents(wanted)])
     digests[wanted] = np.frombuffer(joined, dtype=np.uint8).reshape(len(wanted), DIGEST_BYTES)
     affix = int(inventory.affix_ids[rows[0]])
     checker = plan.checkers.get(affix)

@@ -377,12 +377,12 @@ def test_an_unreadable_copy_fails_only_its_group(
     before = content(store)
     read = FileStore._read
 
-    def broken(opened: FileStore, key: bytes, target: memoryview) -> tuple[int, os.stat_result]:
+    def broken(key: bytes, here: int, target: memoryview) -> tuple[int, os.stat_result]:
         if key == kv(1).encode():
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(opened, key, target)
+        return read(key, here, target)
 
-    monkeypatch.setattr(FileStore, "_read", broken)
+    monkeypatch.setattr(FileStore, "_read", staticmethod(broken))
     outcome = repaired(store, quarantine=str(other_file_system))
     assert outcome.failed == ((kv(1), "cannot be copied: Input/output error"),)
     assert (outcome.repaired, outcome.remaining) == (1, 1)
