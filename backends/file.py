@@ -615,12 +615,7 @@ def _rename_noreplace(source: int, old: bytes, target: int, new: bytes) -> bool:
 
 
 def _version(facts: os.stat_result) -> bytes:
-    return _VERSION.pack(*_identity(facts))
-
-
-def _identity(facts: os.stat_result) -> tuple[int, int, int, int]:
-    """Pick what `version_fields` names."""
-    return facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size
+    return _VERSION.pack(facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size)
 
 
 def _key_array(names: list[str]) -> Any:
