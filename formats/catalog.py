@@ -28,7 +28,6 @@ from hicachectl.formats.errors import FormatError
 
 FORM = "1"
 DIGEST_BYTES = 32
-IDENTITY_FIELD_BYTES = 8
 
 SCHEMA = pa.schema(
     [

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import Status
+from hicachectl.checks.sizes import oversized_severity
 from hicachectl.findings import findings
 from hicachectl.formats.expectation import expected_objects
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES, Loaded, Pipeline, Task, batches
@@ -222,5 +223,5 @@ def _report_unread(result: ReadingResult, loaded: Loaded, index: int, scheme: st
     elif status is Status.SHORT:
         result.report("truncated", "error", row, f"{now} bytes when read, {listed} when listed")
     else:
-        severity = "warning" if scheme == "mooncake" else "error"
+        severity = oversized_severity(scheme)
         result.report("oversized", severity, row, f"{now} bytes when read, {listed} when listed")

@@ -2,5 +2,4 @@
 
 STATES = ("whole", "partial", "orphan", "unknown")  # of page groups
 CHECKS = ("names", "groups", "sizes", "values", "digests")
-READING_CHECKS = ("values", "digests")
 SEVERITIES = ("info", "warning", "error")

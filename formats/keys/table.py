@@ -16,7 +16,6 @@ import pyarrow.compute as pc
 if TYPE_CHECKING:
     from hicachectl.formats.keys.base import Affix
 
-HASH_CHARACTERS = 64
 FOREIGN = -1  # affix id of a key without a page hash
 
 # A run of exactly 64 hex digits; the first one where the key starts with it, else the last.

@@ -17,6 +17,7 @@ from hicachectl.groups import PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.planning import RepairPlan, plan_repair
 from hicachectl.repair import RepairOutcome, finish_unfinished, run_repair
+from tests.hicachectl import stores
 from tests.hicachectl.stores import page, put
 
 if TYPE_CHECKING:
@@ -26,22 +27,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
 
-DSA = parse_profile("""
-model = "x/dsa"
-page_size = 4
-[[pools]]
-name = "kv"
-kind = "mla"
-layers = 2
-kv_lora_rank = 512
-qk_rope_head_dim = 64
-row = "bf16"
-[[pools]]
-name = "indexer"
-kind = "dsa_indexer"
-layers = 2
-index_head_dim = 128
-""")
+DSA = parse_profile(stores.DSA)
 KV_BYTES, INDEXER_BYTES = 4 * 2 * 1152, 4 * 2 * 132
 
 Content = dict[str, tuple[bytes, int]]  # name to bytes and mtime

@@ -11,6 +11,24 @@ if TYPE_CHECKING:
 
 OLD = 1_700_000_000  # long before any grace
 
+# A profile of a model with an indexer: 9216 bytes of kv a page, and 1056 of indexer.
+DSA = """
+model = "x/dsa"
+page_size = 4
+[[pools]]
+name = "kv"
+kind = "mla"
+layers = 2
+kv_lora_rank = 512
+qk_rope_head_dim = 64
+row = "bf16"
+[[pools]]
+name = "indexer"
+kind = "dsa_indexer"
+layers = 2
+index_head_dim = 128
+"""
+
 
 def page(number: int) -> str:
     """The page hash that test stores give their n-th page."""

@@ -12,27 +12,10 @@ from hicachectl.groups import PageGroups
 from hicachectl.inventory import take_inventory
 from hicachectl.listing import page_rows
 from hicachectl.vocabulary import STATES
-from tests.hicachectl.stores import page, put_pages
+from tests.hicachectl.stores import DSA, page, put_pages
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-DSA = """
-model = "x/dsa"
-page_size = 4
-[[pools]]
-name = "kv"
-kind = "mla"
-layers = 2
-kv_lora_rank = 512
-qk_rope_head_dim = 64
-row = "bf16"
-[[pools]]
-name = "indexer"
-kind = "dsa_indexer"
-layers = 2
-index_head_dim = 128
-"""
 
 
 def groups_of(directory: Path, profile: Profile | None = None) -> PageGroups:

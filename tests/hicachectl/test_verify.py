@@ -11,8 +11,7 @@ import pytest
 
 from hicachectl.backends.file import FileStore
 from hicachectl.verify import Request, verify_store
-from tests.hicachectl.stores import page, put, put_pages
-from tests.hicachectl.test_groups import DSA
+from tests.hicachectl.stores import DSA, page, put, put_pages
 
 if TYPE_CHECKING:
     from pathlib import Path
