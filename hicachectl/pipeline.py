@@ -121,7 +121,7 @@ class Pipeline(Generic[T]):
         self._tasks = iter(tasks)
         self._next = threading.Lock()
         self._work = work
-        self._jobs = jobs or min(store.limits.parallel_reads, (os.cpu_count() or 1))
+        self._jobs = jobs or min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
         self._buffer_bytes = buffer_bytes
         self._deadline = deadline
         self._stopped = threading.Event()

@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from hicachectl.__main__ import run
+from tests.mooncake_fixtures import (  # noqa: F401 - fixtures
+    mooncake_cluster,
+    mooncake_package,
+    shared_mooncake_cluster,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
