@@ -51,7 +51,7 @@ demo: .venv/.runtime
 	$(BIN)/hicachectl verify $(DAMAGED) --profile $(DEMO)/.hicachectl/demo.toml --grace 0s; test $$? -eq 4
 
 test: .venv/.dev $(SGLANG_ENVIRONMENT)
-	HICACHECTL_REQUIRE_SGLANG=$(SGLANG_RUNS) $(BIN)/python -m pytest -n auto
+	HICACHECTL_REQUIRE_SGLANG=$(SGLANG_RUNS) $(BIN)/python -m pytest -n auto --dist loadgroup
 
 lint: .venv/.dev
 	$(BIN)/ruff check $(PYTHON_SOURCES)

@@ -40,6 +40,13 @@ SCAN_FIELDS = {
     "locator": pa.field("locator", pa.int64()),
     # Opaque bytes that change whenever the object may hold other data under the same key.
     "version": pa.field("version", pa.binary()),
+    # Copies of the object that the store itself keeps: "memory", "disk", "local_disk" or "nof".
+    "replicas": pa.field(
+        "replicas",
+        pa.list_(
+            pa.struct([("kind", pa.string()), ("location", pa.string()), ("nbytes", pa.int64())])
+        ),
+    ),
 }
 
 
@@ -61,11 +68,12 @@ class Status(IntEnum):
     EXISTS = 4  # left as it was, since if_absent was asked for
     ERROR = 5  # anything else; the result's `errors` says what
     CHANGED = 6  # another object has taken the key since the row was listed; left as it is
+    UNREACHABLE = 7  # the store knows the object, but where its bytes lie nobody answers
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of each row: statuses [n] uint8, and the message of each row with ERROR."""
+    """What became of each row: statuses [n] uint8, and the message of each ERROR, UNREACHABLE."""
 
     statuses: StatusArray
     errors: dict[int, str] = field(default_factory=dict)
@@ -87,7 +95,7 @@ class ReadResult(Result):
 
     nbytes:   [n] int64, the object's actual size, -1 where unknown.
     versions: [n, len(version_fields)] uint64, the identity of what was read, as in the scan's
-        `version`; undefined for rows that are not OK.
+        `version`; undefined for rows that are not OK, and where it was not asked for.
     """
 
     nbytes: IntArray
@@ -162,13 +170,20 @@ class Store(ABC):
     supports_empty: ClassVar[bool] = True  # zero-byte objects
     supports_version: ClassVar[bool] = False
     version_fields: ClassVar[tuple[str, ...]] = ()  # of `version`, 8 bytes of little endian each
+    versions_recur: ClassVar[bool] = False  # another object can get the version of an earlier one
     supports_locator: ClassVar[bool] = False
     supports_pin: ClassVar[bool] = False
     supports_groups: ClassVar[bool] = False
     supports_moves: ClassVar[bool] = False  # `mover` finds one, for some directories
+    supports_replicas: ClassVar[bool] = False  # `replicas` is listed
+    supports_leases: ClassVar[bool] = False  # readers hold objects, and the two settings below act
+
+    logs_natively: ClassVar[bool] = False  # its library writes to descriptor 2 by itself
 
     url: str  # what messages and reports call this store
     arena: Arena | None = None
+    allow_leases: bool = False  # a listing may ask in ways that keep objects from being evicted
+    lease_wait_seconds: float = 0.0  # how long to wait for readers before a delete gives up
 
     @classmethod
     @abstractmethod
@@ -184,18 +199,36 @@ class Store(ABC):
         whatever the listing holds.
         """
 
+    @classmethod
+    def lists(cls, column: str) -> bool:
+        """Whether a scan knows a column's values, beside key and nbytes."""
+        flags = {
+            "mtime_ns": cls.supports_times,
+            "version": cls.supports_version,
+            "locator": cls.supports_locator,
+            "replicas": cls.supports_replicas,
+        }
+        return flags[column]
+
     def attach(self, arena: Arena) -> None:
-        """Make `arena` the memory of reads and writes; called once, before the first of them."""
+        """Make `arena` the memory of reads and writes, until `detach`."""
         self.arena = arena
 
+    def detach(self) -> None:
+        """Let go of the arena, which may then be closed."""
+        self.arena = None
+
     @abstractmethod
-    def read_into(self, rows: Rows, offsets: IntArray, capacities: IntArray) -> ReadResult:
+    def read_into(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
         """Read whole objects into the arena.
 
         offsets:    [n] int64, bytes into the arena
         capacities: [n] int64, the size expected of each object; never is more written
+        identify:   whether versions are wanted; some stores have to be asked for them
         OK means that the object has exactly its capacity; the arena bytes of any other row are
-        undefined. Statuses: OK, GONE, SHORT, OVERSIZED, ERROR.
+        undefined. Statuses: OK, GONE, SHORT, OVERSIZED, UNREACHABLE, ERROR.
         """
 
     def write_from(

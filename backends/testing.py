@@ -174,6 +174,8 @@ class StoreSuite(ABC):
 
     def test_the_version_changes_when_the_object_does(self, store: Store) -> None:
         self.need(store, "version", "replace")
+        if store.versions_recur:
+            pytest.skip("the store gives the version of an earlier object again")
         self.raw_put(store, self.keys[0], self.value(0))
         before = scanned_rows(store, self.keys[:1]).column("version").to_pylist()
         again = scanned_rows(store, self.keys[:1]).column("version").to_pylist()

@@ -38,6 +38,11 @@ class Scheme:
 
 SCHEMES = {
     "file": Scheme("hicachectl.backends.file:FileStore"),
+    "mooncake": Scheme(
+        "hicachectl.backends.mooncake:MooncakeStore",
+        frozenset({"admin", "device", "metadata", "protocol", "tenant"}),
+        host=True,
+    ),
 }
 
 _NAMED = re.compile(r"([^/:]*):(.*)", re.DOTALL)

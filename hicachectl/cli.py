@@ -83,4 +83,4 @@ def cli(ctx: click.Context, verbose: int, quiet: bool, config: Path | None) -> N
     """Look into SGLang's HiCache L3 store: inspect, verify, migrate and prewarm its pages."""
     level = logging.WARNING - 10 * min(verbose, 2) if not quiet else logging.ERROR
     logging.basicConfig(level=level, format="hicachectl: %(message)s", force=True)
-    ctx.obj = Settings(config, quiet)
+    ctx.obj = Settings(config, quiet, bool(verbose))

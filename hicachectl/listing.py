@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.base import SCAN_FIELDS
 from hicachectl.deployments import UNRESOLVED
 from hicachectl.vocabulary import STATES
 
@@ -67,7 +68,6 @@ def object_rows(inventory: Inventory, rows: Rows | None = None, *, pool: str = "
         codes = pc.dictionary_encode(pa.array([f.get(name) for f in known], pa.string()))
         return pa.DictionaryArray.from_arrays(codes.indices.take(indices), codes.dictionary)
 
-    nothing = pa.nulls(len(ids), pa.int64())
     columns = {
         "key": pa.chunked_array([key_text(c) for c in objects.column("key").chunks], pa.string()),
         "page": objects.column("page"),
@@ -76,10 +76,17 @@ def object_rows(inventory: Inventory, rows: Rows | None = None, *, pool: str = "
         **{name: text(name) for name in ("layers", "heads")},
         "nbytes": objects.column("nbytes"),
         "mtime": seconds(objects.column("mtime_ns")),
-        "replicas": nothing,
-        "offset": nothing,
+        "replicas": _column(objects, "replicas"),
+        "offset": _column(objects, "locator"),
     }
     return pa.table(columns)
+
+
+def _column(objects: pa.Table, name: str) -> pa.Array | pa.ChunkedArray:
+    """Give a column that not every scan has."""
+    if name in objects.column_names:
+        return objects.column(name)
+    return pa.nulls(len(objects), SCAN_FIELDS[name].type)
 
 
 def _known_fields(resolved: Resolved) -> dict[str, str | int | None]:

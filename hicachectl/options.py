@@ -145,6 +145,18 @@ output_options = _stack(
     ),
 )
 
+allow_leases_option = click.option(
+    "--allow-leases",
+    is_flag=True,
+    help="Mooncake: ask also in ways that keep objects from being evicted for a while.",
+)
+lease_wait_option = click.option(
+    "--lease-wait",
+    type=Duration(),
+    metavar="DURATION",
+    help="Mooncake: how long to wait for readers before a removal fails.  [default: 20s]",
+)
+
 profile_options = _stack(
     click.option(
         "--profile",

@@ -42,7 +42,8 @@ EVERYTHING = Selection()
 def select(inventory: Inventory, selection: Selection) -> Inventory:
     """Return the inventory without the groups that the selection leaves out.
 
-    Raises UsageError on a page prefix that is no hexadecimal.
+    Raises UsageError on a page prefix that is no hexadecimal, and where `since` asks for times
+    that the store does not keep.
     """
     if not selection:
         return inventory
@@ -68,6 +69,8 @@ def _chosen(groups: PageGroups, inventory: Inventory, selection: Selection) -> B
             raise UsageError(f"{selection.page!r} is no prefix of a page hash (hexadecimal)")
         chosen &= pc.starts_with(groups.pages, prefix).to_numpy(zero_copy_only=False)
     if selection.since is not None:
+        if len(groups) and not groups.has_times:
+            raise UsageError("--since: the store does not say when objects were written")
         chosen &= groups.newest_ns >= int(selection.since * 1e9)
     if selection.states:
         wanted = [STATES.index(state) for state in selection.states]

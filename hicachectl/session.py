@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from hicachectl.terminal import escape_controls
+from hicachectl.terminal import escape_controls, mute_native_logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,17 +24,32 @@ class Settings(NamedTuple):
 
     config: Path | None
     quiet: bool
+    verbose: bool = False
 
 
 @contextmanager
-def opened(ctx: click.Context, text: str) -> Iterator[Store]:
-    """Open the store that a STORE argument names, with the config of the command line."""
+def opened(
+    ctx: click.Context,
+    text: str,
+    *,
+    allow_leases: bool = False,
+    lease_wait: float | None = None,
+) -> Iterator[Store]:
+    """Open the store that a STORE argument names, with the config of the command line.
+
+    allow_leases, lease_wait (seconds; None: the store's own): see `Store`.
+    """
     from hicachectl.backends.urls import load_config, open_store
 
     settings: Settings = ctx.obj
     with open_store(
         text, config=load_config(None if settings.config is None else str(settings.config))
     ) as store:
+        if store.logs_natively and not settings.verbose:
+            mute_native_logs()
+        store.allow_leases = allow_leases
+        if lease_wait is not None:
+            store.lease_wait_seconds = lease_wait
         yield store
 
 

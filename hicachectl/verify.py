@@ -14,10 +14,11 @@ from hicachectl.catalogs import Digested, carry_forward, compare
 from hicachectl.checks.digests import check_digests
 from hicachectl.checks.group import check_groups
 from hicachectl.checks.names import check_names
+from hicachectl.checks.placement import check_placement
 from hicachectl.checks.replicas import NO_REPLICAS, check_replicas, replica_sets
 from hicachectl.checks.sizes import check_sizes, expected_sizes
 from hicachectl.findings import combine, severity_ranks
-from hicachectl.groups import PageGroups
+from hicachectl.groups import ORPHAN, PARTIAL, PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.reading import ReadingPlan, ReadingResult, read_objects, value_checkers
@@ -63,6 +64,7 @@ class Request:
     weights_version: str = ""
     repairs: bool = False
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    bytes_per_second: int | None = None
     jobs: int | None = None
 
 
@@ -96,14 +98,17 @@ def verify_store(
     *,
     on_listed: Callable[[int], None] = lambda objects: None,
     on_read: Callable[[int, int], None] = lambda nbytes, total: None,
+    on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
 ) -> Report:
     """Scan a store, run the checks, and gather what they find.
 
     Groups younger than the grace are in flight: no check judges them. on_listed is told objects
-    as they are listed; on_read bytes as they are read, and how many there are in all. Raises
-    StoreUnavailable, and ProfileError where the profile cannot be the one that wrote the store.
+    as they are listed; on_read bytes as they are read, and how many there are in all. Where the
+    store keeps no times, what is not whole is looked at again once the grace is over: on_wait is
+    told for how long, and for how many groups. Raises StoreUnavailable, and ProfileError where
+    the profile cannot be the one that wrote the store.
     """
-    return _Run(store, request).report(on_listed, on_read)
+    return _Run(store, request).report(on_listed, on_read, on_wait)
 
 
 @dataclass(slots=True)
@@ -116,21 +121,32 @@ class _Run:
     now_ns: int = field(default_factory=time.time_ns)
 
     def report(
-        self, on_listed: Callable[[int], None], on_read: Callable[[int, int], None]
+        self,
+        on_listed: Callable[[int], None],
+        on_read: Callable[[int, int], None],
+        on_wait: Callable[[float, int], None],
     ) -> Report:
         request = self.request
-        columns = ("version",) if request.repairs and self.store.supports_version else ()
+        columns = [
+            name
+            for name, wanted in (("version", request.repairs), ("replicas", True))
+            if wanted and self.store.lists(name)
+        ]
         listed = take_inventory(self.store, request.profile, columns=columns, on_batch=on_listed)
         inventory = select(listed, replace(request.selection, pool=""))
         groups = PageGroups(inventory)
         in_flight = self._in_flight(groups)
-        moved, gone = changed_groups(self.store, inventory, groups, ~in_flight)
-        in_flight |= moved
+        gone = 0
+        if self.store.supports_times:
+            moved, gone = changed_groups(self.store, inventory, groups, ~in_flight)
+            in_flight |= moved
         plan = self._plan(inventory, groups, in_flight)
         total = int(inventory.objects.column("nbytes").fill_null(0).to_numpy()[plan.rows].sum())
         reading = read_objects(
             self.store, inventory, plan, on_read=lambda nbytes: on_read(nbytes, total)
         )
+        if not self.store.supports_times:
+            in_flight, gone = self._look_again(inventory, groups, on_wait)
         reading.gone += gone
         outcome, digested = self._compared(inventory, reading)
         found = combine(
@@ -172,6 +188,18 @@ class _Run:
         young: BoolArray = (age < self._grace_ns) & (age > -max(self._grace_ns, _CLOCK_SKEW_NS))
         return young
 
+    def _look_again(
+        self, inventory: Inventory, groups: PageGroups, on_wait: Callable[[float, int], None]
+    ) -> tuple[BoolArray, int]:
+        """Say which groups have changed within the grace, and how many of their objects are gone."""
+        suspects = int(np.isin(groups.states, (PARTIAL, ORPHAN)).sum())
+        left = self.started + self.request.grace_seconds - time.monotonic()
+        if suspects and left > 0:
+            on_wait(left, suspects)
+            time.sleep(left)
+        settled = np.ones(len(groups), dtype=np.bool_)
+        return changed_groups(self.store, inventory, groups, settled)
+
     @property
     def _digests(self) -> bool:
         """Whether objects are digested for a catalog."""
@@ -196,6 +224,8 @@ class _Run:
             yield from check_groups(inventory, groups, in_flight)
         if "sizes" in checks:
             yield from check_sizes(inventory, groups, in_flight, self.store.scheme)
+            if self.store.supports_replicas:
+                yield from check_placement(inventory)
 
     def _plan(self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray) -> ReadingPlan:
         """Choose the objects to read: settled, in the sample, and of use to a check."""
@@ -262,7 +292,9 @@ class _Run:
         """Run the checks on digests."""
         if self._values:
             yield check_replicas(inventory, reading.digests, reading.digested)
-        yield from check_digests(inventory, digested, outcome, self.store.scheme)
+        yield from check_digests(
+            inventory, digested, outcome, identities_recur=self.store.versions_recur
+        )
 
     def _skipped(self, inventory: Inventory, groups: PageGroups) -> dict[str, str]:
         """List what the checks could not look at, and why; said on stderr."""

@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 
 
 def check_digests(
-    inventory: Inventory, rows: IntArray, outcome: npt.NDArray[np.int8], scheme: str
+    inventory: Inventory,
+    rows: IntArray,
+    outcome: npt.NDArray[np.int8],
+    *,
+    identities_recur: bool,
 ) -> Iterator[pa.Table]:
-    """Report what a comparison with a catalog found; outcome: [rows] of `catalogs.compare`."""
-    # A file with its inode, mtime and ctime unchanged has not been written through any system
-    # call; other stores' identities can recur.
-    severity = "error" if scheme == "file" else "warning"
+    """Report what a comparison with a catalog found; outcome: [rows] of `catalogs.compare`.
+
+    identities_recur: an object can have the identity that another had, so that nothing shows
+    whether it was rewritten.
+    """
+    severity = "warning" if identities_recur else "error"
     for value, code, how_bad, detail in (
         (MISMATCH, "digest-mismatch", severity, "other bytes than recorded, and not rewritten"),
         (REWRITTEN, "re-recorded", "info", "rewritten since it was recorded"),

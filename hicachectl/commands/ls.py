@@ -9,6 +9,7 @@ import click
 
 from hicachectl.options import (
     NameList,
+    allow_leases_option,
     filter_options,
     output_options,
     profile_options,
@@ -37,6 +38,7 @@ Examples:
 @click.option("--objects", is_flag=True, help="A line per object instead of per page.")
 @click.option("--summary", is_flag=True, help="Totals per model and pool.")
 @click.option("--state", type=NameList(STATES), help="Only pages in these states.")
+@allow_leases_option
 @filter_options
 @output_options
 @profile_options
@@ -73,9 +75,15 @@ def command(
         since=options["since"],
         states=state or (),
     )
-    with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
+    with (
+        opened(ctx, store, allow_leases=options["allow_leases"]) as source,
+        progress(ctx, "listing", " objects") as advance,
+    ):
         profile = profile_from_options(options, source, warn=partial(remark, ctx))
-        inventory = select(take_inventory(source, profile, on_batch=advance), selection)
+        columns = [name for name in ("replicas", "locator") if objects and source.lists(name)]
+        inventory = select(
+            take_inventory(source, profile, columns=columns, on_batch=advance), selection
+        )
     if objects:
         rows, human = listing.object_rows(inventory, pool=selection.pool), people.objects_for_people
     elif summary:

@@ -10,7 +10,13 @@ import click
 
 from hicachectl.errors import FINDINGS
 from hicachectl.guards import agreed, locked, require_consent
-from hicachectl.options import NameList, PointInTime, output_options, store_argument
+from hicachectl.options import (
+    NameList,
+    PointInTime,
+    lease_wait_option,
+    output_options,
+    store_argument,
+)
 from hicachectl.session import opened, progress, remark
 from hicachectl.vocabulary import STATES
 
@@ -74,6 +80,7 @@ Examples:
     metavar="FILE",
     help="Do nothing while another process holds the lock of FILE.",
 )
+@lease_wait_option
 @output_options
 @click.pass_context
 def command(
@@ -101,7 +108,7 @@ def command(
         if not is_ours:
             remark(ctx, f"another process holds {lock}; nothing was done")
             return
-        with opened(ctx, store) as source:
+        with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
             if not dry_run:
                 _report_finished(ctx, finish_unfinished(source))
             inventory, groups, plan = _plan(ctx, source, options)

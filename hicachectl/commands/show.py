@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.options import Duration, output_options, profile_options, store_argument
+from hicachectl.options import (
+    Duration,
+    allow_leases_option,
+    output_options,
+    profile_options,
+    store_argument,
+)
 from hicachectl.session import opened, progress, remark
 from hicachectl.terminal import escape_controls
 
@@ -36,6 +42,7 @@ Examples:
     metavar="DURATION",
     help="A younger page group is being written and is not judged.",
 )
+@allow_leases_option
 @output_options
 @profile_options
 @click.pass_context
@@ -57,7 +64,10 @@ def command(
     from hicachectl.output import write_document
     from hicachectl.profiles import profile_from_options
 
-    with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
+    with (
+        opened(ctx, store, allow_leases=options["allow_leases"]) as source,
+        progress(ctx, "listing", " objects") as advance,
+    ):
         profile = profile_from_options(options, source, warn=partial(remark, ctx))
         report = inspect_page(source, profile, page, grace_seconds=grace, on_batch=advance)
     if profile is None:

@@ -22,7 +22,9 @@ from hicachectl.options import (
     Duration,
     NameList,
     Size,
+    allow_leases_option,
     filter_options,
+    lease_wait_option,
     output_options,
     profile_options,
     store_argument,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from hicachectl.sampling import Sample
     from hicachectl.verify import Report, Request
 
-IDENTITY_FIELDS = ("inode", "mtime", "ctime", "size")
+IDENTITY_FIELDS = ("inode", "mtime", "ctime", "size", "segment", "address")
 
 
 @click.command(
@@ -89,7 +91,7 @@ Examples:
 @click.option(
     "--identity",
     type=NameList(IDENTITY_FIELDS),
-    help="What makes a file the one that was recorded.  [default: all]",
+    help="What makes an object the one that was recorded.  [default: all that the store has]",
 )
 @click.option("--stamp", is_flag=True, help="Record the profile and weights version of the store.")
 @click.option(
@@ -126,6 +128,11 @@ Examples:
     metavar="SIZE",
     help="Memory that objects are read into.",
 )
+@click.option(
+    "--bwlimit", type=Size(), metavar="SIZE", help="Read at most so many bytes a second."
+)
+@allow_leases_option
+@lease_wait_option
 @filter_options
 @output_options
 @profile_options
@@ -151,13 +158,18 @@ def command(
     status is 4 when there are findings at --fail-on or above. Nothing in the store is changed
     without --repair, which takes every object of a page that has an error out of the store, the kv
     objects first, so that a server recomputes the page; hicachectl-restore(1) puts it back.
+
+    Reading objects of a Mooncake store grants each a lease: it is not evicted, and cannot be
+    removed, for the next seconds, and moves back in the order of eviction. --checks
+    names,groups,sizes reads none; --bwlimit and --sample make the others gentler.
     """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.output import write_document
     from hicachectl.verify import verify_store
 
     _refuse_contradictions(options)
     refuse_early(options)
-    with locked(options["lock"]) as is_ours, opened(ctx, store) as source:
+    leases = {name: options[name] for name in ("allow_leases", "lease_wait")}
+    with locked(options["lock"]) as is_ours, opened(ctx, store, **leases) as source:
         if not is_ours:
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
             return
@@ -168,7 +180,13 @@ def command(
             progress(ctx, "listing", " objects") as on_listed,
             bytes_progress(ctx, "reading") as on_read,
         ):
-            report = verify_store(source, request, on_listed=on_listed, on_read=on_read)
+            report = verify_store(
+                source,
+                request,
+                on_listed=on_listed,
+                on_read=on_read,
+                on_wait=partial(_say_wait, ctx),
+            )
         _keep_records(ctx, source, request, report, options)
         report, all_well = repaired(ctx, source, request, report, options)
     for text in report.remarks:
@@ -230,7 +248,16 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> Request
         weights_version=options["weights_version"] or "",
         repairs=options["repair"] != "none",
         buffer_bytes=options["buffer_bytes"],
+        bytes_per_second=options["bwlimit"],
         jobs=options["jobs"],
+    )
+
+
+def _say_wait(ctx: click.Context, seconds: float, groups: int) -> None:
+    remark(
+        ctx,
+        f"{groups} pages are not whole; the store keeps no times, so they are looked at again in "
+        f"{seconds:.0f}s (--grace)",
     )
 
 

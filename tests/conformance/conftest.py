@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from typing import IO
+
     from tests.conformance.store_cases import CASES, DEFAULT_LAYOUT, LEGACY, VARIANTS, store_name
 else:  # these modules also run where nothing of ours is installed: no package holds them
     sys.path.insert(0, str(Path(__file__).parent))
@@ -86,6 +88,58 @@ def sglang_read_back(sglang_python: Path, tmp_path_factory: pytest.TempPathFacto
     return read
 
 
+class SglangSession:
+    """A process with SGLang in it, which runs scripts of this folder (session.py)."""
+
+    def __init__(self, python: Path, log: Path) -> None:
+        self._log = log
+        with log.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [python, HERE / "session.py"],
+                env=_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                bufsize=1,
+            )
+
+    def run(self, script: str, *arguments: object, accepted: tuple[int, ...] = (0,)) -> Any:
+        """Run a script and return the JSON that it prints."""
+        request = {"script": script, "arguments": [str(argument) for argument in arguments]}
+        print(json.dumps(request), file=self._stream(self._process.stdin))
+        line = self._stream(self._process.stdout).readline()
+        answer = json.loads(line) if line else {"code": None, "error": self._log.read_text()}
+        if answer["code"] not in accepted:
+            pytest.fail(f"{script} {arguments}: exit {answer['code']}\n{answer['error'][-4000:]}")
+        return json.loads(answer["output"])
+
+    def close(self) -> None:
+        """End the process."""
+        self._stream(self._process.stdin).close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._stream(self._process.stdout).close()
+
+    @staticmethod
+    def _stream(stream: IO[str] | None) -> IO[str]:
+        assert stream is not None
+        return stream
+
+
+@pytest.fixture(scope="session")
+def sglang_session(
+    sglang_python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SglangSession]:
+    """One process with SGLang, for all tests of a worker."""
+    session = SglangSession(sglang_python, tmp_path_factory.mktemp("sglang") / "session.log")
+    yield session
+    session.close()
+
+
 def _written(python: Path, folder: Path, arguments: list[str]) -> Manifest:
     """The manifest of a folder's store, which the first caller of all processes writes."""
     folder.mkdir(exist_ok=True)
@@ -113,7 +167,7 @@ def _run(
     python: Path, script: str, arguments: list[str], release: str, accepted: tuple[int, ...] = (0,)
 ) -> str:
     """Run a script of this folder with SGLang and return its stdout."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    environment = _environment()
     if release == LEGACY:
         packages = python.parents[1] / "legacy"
         if not packages.is_dir():
@@ -132,6 +186,10 @@ def _run(
             f"{script} {' '.join(arguments)}: exit {done.returncode}\n{done.stderr[-4000:]}"
         )
     return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def _unavailable(reason: str) -> None:

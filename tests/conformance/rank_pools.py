@@ -115,7 +115,7 @@ def build_pools(deployment: Deployment, rank: Rank, pages: int) -> RankPools:
         window = _mha_device(profile, tables["swa"], rank, size)
         pools.add(tables["swa"], window, _host(window, profile))
     if "draft" in tables:
-        draft = _mha_device(profile, tables["draft"], rank, size)
+        draft = _draft_device(profile, tables["draft"], rank, size)
         capacity = pools.host["kv"].logical_size  # its indices are those of kv
         pools.add(tables["draft"], draft, _host(draft, profile, host_token_capacity=capacity))
     if "mamba" in tables:
@@ -253,6 +253,15 @@ def _mla_device(
     if not profile.get("cp_layer_split"):
         return DSATokenToKVPool(**common)
     return _layer_split_device(rank, profile["cp"], common)
+
+
+def _draft_device(
+    profile: Mapping[str, Any], table: Mapping[str, Any], rank: Rank, size: int
+) -> Any:
+    """A draft's pool, whose kind does not follow the target's."""
+    if table["kind"] == "mla":
+        return _mla_device(profile, {"kv": table}, rank, size)
+    return _mha_device(profile, table, rank, size)
 
 
 def _layer_split_device(rank: Rank, cp: int, arguments: Mapping[str, Any]) -> Any:

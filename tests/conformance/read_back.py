@@ -1,8 +1,9 @@
-"""Read a store with SGLang's own file backend and compare with the values that were written.
+"""Read a store with SGLang's own backend and compare with the values that were written.
 
-Runs inside the SGLang environment: `read_back.py DIR --manifest FILE [--profile FILE]`. The
-manifest is write_store.py's. A profile (JSON) takes the place of the manifest's first one: so a
-store that was re-sharded or re-ordered is read as the server it was made for would read it.
+Runs inside the SGLang environment: `read_back.py PLACE --manifest FILE [--profile FILE]`. PLACE,
+--backend and the manifest are write_store.py's. A profile (JSON) takes the place of the
+manifest's first one: so a store that was re-sharded or re-ordered is read as the server it was
+made for would read it.
 
 Prints a JSON list with an entry for each deployment and rank: model, pp, cp, tp (ranks);
 hit_pages, what `batch_exists_v2` gives for the whole chain; read and wrong, which map each pool
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.conformance import page_values, rank_pools, sglang_env, write_store
     from tests.conformance.rank_pools import Rank, RankPools
     from tests.conformance.store_cases import Deployment
@@ -34,8 +37,8 @@ else:
 
 def main() -> None:
     """Read what the command line names and print the result."""
-    parser = argparse.ArgumentParser(description="Read a file store with SGLang itself.")
-    parser.add_argument("dir", type=Path)
+    parser = argparse.ArgumentParser(description="Read a store with SGLang itself.")
+    write_store.add_place(parser)
     parser.add_argument("--manifest", type=Path, required=True)
     parser.add_argument("--profile", type=Path, help="read as this deployment instead")
     options = parser.parse_args()
@@ -47,7 +50,7 @@ def main() -> None:
         deployments = [Deployment(profile, first.linear_attention, first.attention_dp)]
     with contextlib.redirect_stdout(sys.stderr):
         results = [
-            _read_rank(deployment, rank, manifest, options.dir)
+            _read_rank(deployment, rank, manifest, write_store.place(options))
             for deployment in deployments
             for rank in rank_pools.ranks(deployment.profile)
         ]
@@ -57,13 +60,13 @@ def main() -> None:
 
 
 def _read_rank(
-    deployment: Deployment, rank: Rank, manifest: dict[str, Any], directory: Path
+    deployment: Deployment, rank: Rank, manifest: dict[str, Any], place: Path | str
 ) -> dict[str, Any]:
     profile, pages = deployment.profile, manifest["pages"]
     result: dict[str, Any] = {"model": profile["model"], **dataclasses.asdict(rank)}
     with rank_pools.parallel(deployment, rank):
         pools = rank_pools.build_pools(deployment, rank, len(pages))
-        backend = write_store.make_controller(deployment, pools, directory).storage_backend
+        backend = write_store.make_controller(deployment, pools, place).storage_backend
         found = backend.batch_exists_v2(pages, _queries(profile))
         result |= {"hit_pages": found.kv_hit_pages, "read": {}, "wrong": {}}
         for table in profile["pools"]:
@@ -95,14 +98,14 @@ def _read_pool(
     """Positions of the pages that were read, and of those that are short or have other values."""
     name, kind = table["name"], table["kind"]
     host = pools.host[name]
+    exists, load = _file_calls(backend) if hasattr(backend, "_read_page") else _calls(backend)
     read, wrong = [], []
     for position, page in enumerate(manifest["pages"]):
-        if not backend.exists(backend._log_key(name, page)):
+        if not exists(name, page):
             continue
-        index = int(host.alloc(host.page_size)[0])
-        try:
-            backend._read_page(name, page, host, index)
-        except OSError:  # a short file: SGLang would lose the whole batch
+        indices = host.alloc(host.page_size)
+        index = int(indices[0])
+        if not load(name, page, host, indices):
             wrong.append(position)
             continue
         read.append(position)
@@ -111,6 +114,43 @@ def _read_pool(
         if not rank_pools.holds(rank_pools.page_view(host, kind, index), expected, kind):
             wrong.append(position)
     return read, wrong
+
+
+Calls = tuple["Callable[[str, str], bool]", "Callable[[str, str, Any, Any], bool]"]
+
+
+def _file_calls(backend: Any) -> Calls:
+    """How a page's pool is asked for and read; the second says whether it was read."""
+
+    def load(name: str, page: str, host: Any, indices: Any) -> bool:
+        try:
+            backend._read_page(name, page, host, int(indices[0]))
+        except OSError:  # a short file: SGLang would lose the whole batch
+            return False
+        return True
+
+    return lambda name, page: backend.exists(backend._log_key(name, page)), load
+
+
+def _calls(backend: Any) -> Calls:
+    """The same with Mooncake, where a short object is read with success."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+    def exists(name: str, page: str) -> bool:
+        if name == "kv":
+            return bool(backend.batch_exists([page]) == 1)
+        names, _ = backend._get_hybrid_page_component_keys(
+            [page], PoolTransfer(name=PoolName(name))
+        )
+        return all(code == 1 for code in backend._batch_exist(backend._tag_keys(names)))
+
+    def load(name: str, page: str, host: Any, indices: Any) -> bool:
+        if name == "kv":
+            return all(backend.batch_get_v1([page], indices))
+        transfer = PoolTransfer(name=PoolName(name), host_indices=indices, keys=[page])
+        return all(backend.batch_get_v2([transfer])[transfer.name])
+
+    return exists, load
 
 
 if __name__ == "__main__":

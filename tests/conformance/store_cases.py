@@ -25,16 +25,18 @@ class Deployment:
 
     linear_attention: class in sglang.srt.configs.mamba_utils and the arguments of its `create`.
     attention_dp: DP attention is on, which makes keys count the attention TP ranks.
+    groups: `enable_group_semantics`: Mooncake evicts the objects of a page together.
     """
 
     profile: dict[str, Any]
     linear_attention: dict[str, Any] | None = None
     attention_dp: bool = False
+    groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Deployments that share one directory and serve the same prompt.
+    """Deployments that share one store and serve the same prompt.
 
     node_pages: pages of a radix node, which is what SGLang backs up at a time; mamba states
     lie at the end of a node, sliding windows on its last pages.
@@ -57,9 +59,9 @@ def _mha(name: str, layers: int | list[int], kv_heads: int = 4, **more: Any) -> 
     }
 
 
-def _mla(layers: int | list[int], row: str = "bf16") -> dict[str, Any]:
+def _mla(layers: int | list[int], row: str = "bf16", name: str = "kv") -> dict[str, Any]:
     return {
-        "name": "kv",
+        "name": name,
         "kind": "mla",
         "layers": layers,
         "kv_lora_rank": 512,
@@ -135,10 +137,20 @@ def _mla_mamba(sglang: str) -> Deployment:
     return Deployment({**profile, "sglang": sglang}, linear_attention=_KIMI_DELTA)
 
 
+def _hybrid_mamba(*, groups: bool = False, **fields: Any) -> Deployment:
+    pools = [_mha("kv", [3, 7]), _GATED_DELTA_POOL]
+    profile = _profile("Qwen/Qwen3-Next-Tiny", pools, tp=2, **fields)
+    return Deployment(profile, linear_attention=_GATED_DELTA, groups=groups)
+
+
 def _split_layers(attention_dp: bool) -> Deployment:
     # Five layers over two ranks: rank 0 owns three, rank 1 two and a padding layer in kv.
     profile = _dsa("zai-org/GLM-Tiny", [_mla(5), _indexer(5)], cp=2, cp_layer_split=True)
     return Deployment(profile, attention_dp=attention_dp)
+
+
+def _drafted(model: str, pools: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    return _profile(model, pools, tp=2, speculative_algorithm="STANDALONE", **fields)
 
 
 _SWA = _mha("swa", [0, 1, 3, 4], trailing_pages=2, hit_policy="trailing_pages")
@@ -152,24 +164,12 @@ CASES: dict[str, Case] = {
     "mla_fp8_indexer": Case(
         (Deployment(_dsa("deepseek-ai/DeepSeek-Tiny", [_mla(3, "fp8_scaled"), _indexer(3)], tp=2)),)
     ),
-    "hybrid_mamba": Case(
-        (
-            Deployment(
-                _profile("Qwen/Qwen3-Next-Tiny", [_mha("kv", [3, 7]), _GATED_DELTA_POOL], tp=2),
-                linear_attention=_GATED_DELTA,
-            ),
-        )
-    ),
+    "hybrid_mamba": Case((_hybrid_mamba(),)),
     "mla_mamba": Case((_mla_mamba(NEWEST),)),
     "mha_draft": Case(
         (
             Deployment(
-                _profile(
-                    "meta-llama/Llama-Tiny",
-                    [_mha("kv", 4), _mha("draft", 1, kv_heads=2)],
-                    tp=2,
-                    speculative_algorithm="STANDALONE",
-                )
+                _drafted("meta-llama/Llama-Tiny", [_mha("kv", 4), _mha("draft", 1, kv_heads=2)])
             ),
         )
     ),
@@ -192,6 +192,52 @@ CASES: dict[str, Case] = {
 VARIANTS: tuple[tuple[str, str], ...] = (
     *((case, DEFAULT_LAYOUT) for case in CASES if case != "mha_layouts"),
     *(("mha_layouts", layout) for layout in LAYOUTS),
+)
+
+_SPLIT = {"layout": "page_head", "tp_lcm_size": 4}
+# What SGLang writes to Mooncake: what it writes to files, and what only Mooncake knows.
+MOONCAKE_CASES: dict[str, Case] = {
+    **{name: case for name, case in CASES.items() if case.sglang == NEWEST},
+    "mla_pp2": Case(
+        (
+            Deployment(
+                _dsa(
+                    "deepseek-ai/DeepSeek-Tiny",
+                    [_mla(4), _indexer(4)],
+                    tp=2,
+                    pp=2,
+                    pp_partition=[3, 1],
+                )
+            ),
+        )
+    ),
+    "mla_mla_draft": Case(
+        (Deployment(_drafted("deepseek-ai/DeepSeek-Tiny", [_mla(3), _mla(1, name="draft")])),)
+    ),
+    # Every rank stores its own shard of such a draft, though only the first stores kv.
+    "mla_mha_draft": Case(
+        (Deployment(_drafted("deepseek-ai/DeepSeek-Tiny", [_mla(3), _mha("draft", 1)])),)
+    ),
+    "tag_and_none": Case((_hybrid_mamba(tag="teamA"), _hybrid_mamba())),
+    "groups": Case((_hybrid_mamba(groups=True),)),
+    "split_heads": Case(
+        (Deployment(_profile("Qwen/Qwen3-Tiny", [_mha("kv", 3)], tp=2, **_SPLIT)),)
+    ),
+    # The keys of its draft hold a printed list, with commas.
+    "split_heads_draft": Case(
+        (
+            Deployment(
+                _drafted("meta-llama/Llama-Tiny", [_mha("kv", 3), _mha("draft", 1)], **_SPLIT)
+            ),
+        )
+    ),
+}
+# (case, layout); in layer_first MooncakeStore takes MLA pages only, and no indexer beside them.
+MOONCAKE_VARIANTS: tuple[tuple[str, str], ...] = (
+    *((name, case.deployments[0].profile["layout"]) for name, case in MOONCAKE_CASES.items()),
+    ("mla_mla_draft", "layer_first"),
+    ("hybrid_mamba", "page_first_direct"),
+    ("mha_layouts", "page_head"),
 )
 
 

@@ -6,7 +6,6 @@ import shutil
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from hicachectl.formats.profile import profile_from_mapping
@@ -14,13 +13,11 @@ from hicachectl.formats.profile import profile_from_mapping
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from numpy.typing import NDArray
-
-    from tests.conformance import page_values
     from tests.conformance.conftest import ReadBack, WriteStore
+    from tests.conformance.object_bytes import expected_bytes
     from tests.conformance.store_cases import LEGACY, NEWEST, VARIANTS, store_name
 else:
-    import page_values
+    from object_bytes import expected_bytes
     from store_cases import LEGACY, NEWEST, VARIANTS, store_name
 
 pytestmark = pytest.mark.conformance
@@ -59,7 +56,7 @@ def test_objects_hold_their_values_in_the_documented_order(
     wrong = [
         entry["file"]
         for entry in manifest["objects"]
-        if (directory / entry["file"]).read_bytes() != _expected_bytes(manifest, entry)
+        if (directory / entry["file"]).read_bytes() != expected_bytes(manifest, entry)
     ]
     assert wrong == []
 
@@ -147,57 +144,3 @@ def _positions(manifest: dict[str, Any], pool: str) -> set[int]:
         for entry in manifest["objects"]
         if entry["pool"] == pool
     }
-
-
-def _expected_bytes(manifest: dict[str, Any], entry: dict[str, Any]) -> bytes:
-    """An object's bytes, spelled out from the description of the formats (flat pages)."""
-    profile, table = _tables(manifest, entry)
-    salt = page_values.page_salt(entry["page"], entry["pool"], manifest["seed"])
-    whole = page_values.logical_page(table, profile["page_size"], salt)
-    layers, padding = _layers(profile, table, entry)
-    # An older release keeps rank 0's state under a key without ranks.
-    tp = profile.get("tp", 1) if table["kind"] in ("mha", "mamba") else 1
-    parts = page_values.shard(table, whole, layers, entry["tp_rank"] or 0, tp)
-    flat = [
-        _in_order(table["kind"], profile["layout"], values, padding) for values in parts.values()
-    ]
-    return b"".join(values.tobytes() for values in flat)
-
-
-def _tables(
-    manifest: dict[str, Any], entry: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    for deployment in manifest["deployments"]:
-        profile = deployment["profile"]
-        if profile["model"].replace("/", "-") == entry["model"]:
-            table = next(pool for pool in profile["pools"] if pool["name"] == entry["pool"])
-            return profile, table
-    raise AssertionError(f"no deployment serves {entry['model']}")
-
-
-def _layers(
-    profile: dict[str, Any], table: dict[str, Any], entry: dict[str, Any]
-) -> tuple[slice, int]:
-    """The rank's layers on the pool's layer axis, and how many empty ones follow them."""
-    count = page_values.layer_count(table)
-    if entry["pp_size"]:
-        before = sum(profile["pp_partition"][: entry["pp_rank"]])
-        return slice(before, before + profile["pp_partition"][entry["pp_rank"]]), 0
-    if not entry["cp_size"]:
-        return slice(0, count), 0
-    share, more = divmod(count, entry["cp_size"])
-    start = entry["cp_rank"] * share + min(entry["cp_rank"], more)
-    mine = share + (entry["cp_rank"] < more)
-    padded = -(-count // entry["cp_size"]) - mine if entry["pool"] == "kv" else 0
-    return slice(start, start + mine), padded
-
-
-def _in_order(kind: str, layout: str, values: NDArray[Any], padding: int) -> NDArray[Any]:
-    if kind == "mla":
-        values = np.concatenate([values, np.zeros_like(values[:1]).repeat(padding, axis=0)])
-        return values.swapaxes(0, 1) if layout == "page_first" else values
-    if kind != "mha":
-        return values
-    # From [k or v, layer, token, head, dim].
-    orders = {"page_first": (0, 2, 1, 3, 4), "page_head": (0, 3, 2, 1, 4)}
-    return values.transpose(orders.get(layout, (0, 1, 2, 3, 4)))

@@ -1,22 +1,24 @@
-"""Have SGLang write a file store, and say what it really wrote.
+"""Have SGLang write a store, and say what it really wrote.
 
-Runs inside the SGLang environment: `write_store.py CASE DIR [--manifest FILE]`. CASE is a name
-in store_cases.py, or `all` for every case of the installed release, each in a folder of DIR
-(store_cases.store_name).
+Runs inside the SGLang environment: `write_store.py CASE PLACE [--backend B] [--manifest FILE]`.
+CASE is a name in store_cases.py; PLACE is a directory (backend file), or host:port of a
+Mooncake master. With files, `all` writes every case of the installed release, each to a folder
+of PLACE (store_cases.store_name).
 
 SGLang hashes the pages, allocates host slots, decides what each rank writes and names the
 objects; this program only puts the values of page_values.py into the host pools, and plays the
-radix tree by handing the controller one node after another. The manifest lists every call of
-`HiCacheFile.set`, with the file that appeared through it:
+radix tree by handing the controller one node after another. The manifest lists every object
+that went through `HiCacheFile.set` or through MooncakeStore's puts:
 
     case, sglang, layout, page_size, seed
     tokens        token ids of the prompt, a whole number of pages
     pages         page hashes in chain order
-    objects       file, page, pool, part (null: the file backend stores whole pages), model,
-                  tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size (null where the key
-                  carries none), nbytes
-    ignored       calls that wrote nothing, since the file existed: file, and the writer's ranks
-    deployments   profile, linear_attention, attention_dp (see store_cases.Deployment)
+    objects       key (of a file: `file`), page, pool, part (null where the object is the whole
+                  page), model, tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size (null where
+                  the key carries none), nbytes; of Mooncake, whose keys state ranks but no
+                  sizes, also tag, heads (the slices of split heads) and group (its group id)
+    ignored       file: calls that wrote nothing, since the file existed, with the writer's ranks
+    deployments   profile, linear_attention, … (see store_cases.Deployment)
     profile       of the first deployment
 
 For `all` it is one object with a manifest for each store's name.
@@ -28,10 +30,12 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import random
+import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +44,8 @@ if TYPE_CHECKING:
     from tests.conformance.rank_pools import Rank, RankPools
     from tests.conformance.store_cases import (
         CASES,
-        DEFAULT_LAYOUT,
         LAYOUTS,
+        MOONCAKE_CASES,
         VARIANTS,
         Case,
         Deployment,
@@ -51,7 +55,7 @@ else:
     import page_values
     import rank_pools
     import sglang_env
-    from store_cases import CASES, DEFAULT_LAYOUT, LAYOUTS, VARIANTS, store_name
+    from store_cases import CASES, LAYOUTS, MOONCAKE_CASES, VARIANTS, store_name
 
 VOCABULARY = 151_936  # Qwen3's
 
@@ -59,13 +63,14 @@ VOCABULARY = 151_936  # Qwen3's
 def main() -> None:
     """Write the stores that the command line names."""
     options = _parse_arguments()
+    cases = MOONCAKE_CASES if options.backend == "mooncake" else CASES
     # SGLang prints to stdout now and then; the manifest must stand there alone.
     with contextlib.redirect_stdout(sys.stderr):
         if options.case == "all":
             document = _write_all(options)
         else:
-            case = CASES[options.case]
-            document = write_case(options.case, case, options.dir, options)
+            case = cases[options.case]
+            document = write_case(options.case, case, place(options), options)
     text = json.dumps(document, indent=1)
     if options.manifest is None:
         print(text)
@@ -73,23 +78,32 @@ def main() -> None:
         options.manifest.write_text(text)
 
 
-def write_case(
-    name: str, case: Case, directory: Path, options: argparse.Namespace
-) -> dict[str, Any]:
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `place` reads."""
+    parser.add_argument("place", help="a directory, or host:port of a Mooncake master")
+    parser.add_argument("--backend", choices=("file", "mooncake"), default="file")
+
+
+def place(options: argparse.Namespace) -> Place:
+    """The place that the command line names."""
+    return Path(options.place) if options.backend == "file" else str(options.place)
+
+
+def write_case(name: str, case: Case, place: Place, options: argparse.Namespace) -> dict[str, Any]:
     """Write one store and return its manifest. Raises where SGLang does something unforeseen."""
     _check_release(name, case)
     deployments = [_with_layout(deployment, options.layout) for deployment in case.deployments]
     page_sizes = {deployment.profile["page_size"] for deployment in deployments}
-    if len(page_sizes) > 1 or any(directory.glob("*")):
+    if len(page_sizes) > 1 or (isinstance(place, Path) and any(place.glob("*"))):
         raise SystemExit(f"{name}: one page size and an empty directory, please")
     page_size = page_sizes.pop()
     chance = random.Random(options.seed)
     tokens = [chance.randrange(VOCABULARY) for _ in range(options.pages * page_size)]
     prompt = _Prompt(tokens, hash_pages(tokens, page_size), case.node_pages, options.seed)
-    recorder = _Recorder(directory)
+    recorder = _FileRecorder(place) if isinstance(place, Path) else _MooncakeRecorder()
     for deployment in deployments:
         for rank in rank_pools.ranks(deployment.profile):
-            _write_rank(deployment, rank, prompt, recorder)
+            _write_rank(deployment, rank, prompt, place, recorder)
     first = deployments[0].profile
     return {
         "case": name,
@@ -114,13 +128,13 @@ def hash_pages(tokens: Sequence[int], page_size: int) -> list[str]:
     return hashes
 
 
-def make_controller(deployment: Deployment, pools: RankPools, directory: Path) -> Any:
-    """SGLang's controller with only what moves pages between host pools and a file store.
+def make_controller(deployment: Deployment, pools: RankPools, place: Place) -> Any:
+    """SGLang's controller with only what moves pages between host pools and a store.
 
     Its threads and process groups are left out; which rank writes what, under which
     coordinates and in which order stays its own decision.
     """
-    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolName
+    from sglang.srt.mem_cache.hicache_storage import PoolName
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
     try:
@@ -143,10 +157,23 @@ def make_controller(deployment: Deployment, pools: RankPools, directory: Path) -
     controller.mem_pool_host = HostPoolGroup(entries)
     controller.storage_host_pool = pools.host["kv"]
     controller.page_size = deployment.profile["page_size"]
-    controller.storage_backend_type = "file"
     controller.enable_storage_metrics = False
-    controller.page_set_func = controller._generic_page_set
     controller.get_attn_cp_rank_and_size = lambda: (pools.rank.cp, deployment.profile.get("cp", 1))
+    if isinstance(place, Path):
+        _attach_files(controller, deployment, place)
+    else:
+        _attach_mooncake(controller, deployment, place)
+    controller.storage_backend.register_mem_pool_host(pools.host["kv"])
+    for entry in entries:
+        controller.storage_backend.register_mem_host_pool_v2(entry.host_pool, entry.name)
+    return controller
+
+
+def _attach_files(controller: Any, deployment: Deployment, directory: Path) -> None:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+
+    controller.storage_backend_type = "file"
+    controller.page_set_func = controller._generic_page_set
     config = controller._generate_storage_config(
         deployment.profile["model"], {"file_storage_path": str(directory)}
     )
@@ -156,20 +183,41 @@ def make_controller(deployment: Deployment, pools: RankPools, directory: Path) -
         controller.has_draft = False
     # 0.5.18 does not know file_storage_path.
     controller.storage_backend = HiCacheFile(config, str(directory))
-    controller.storage_backend.register_mem_pool_host(pools.host["kv"])
-    for entry in entries:
-        controller.storage_backend.register_mem_host_pool_v2(entry.host_pool, entry.name)
-    return controller
 
 
-def _write_rank(deployment: Deployment, rank: Rank, prompt: _Prompt, recorder: _Recorder) -> None:
+def _attach_mooncake(controller: Any, deployment: Deployment, master: str) -> None:
+    from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+
+    profile = deployment.profile
+    settings = {
+        "master_server_address": master,
+        "local_hostname": master.partition(":")[0],
+        "protocol": "tcp",
+        "global_segment_size": 0,  # the data is to outlive this process
+        "enable_group_semantics": deployment.groups,
+    }
+    if "tag" in profile:
+        settings["extra_backend_tag"] = profile["tag"]
+    if "tp_lcm_size" in profile:
+        settings["tp_lcm_size"] = profile["tp_lcm_size"]
+    controller.storage_backend_type = "mooncake"
+    controller.page_set_func = controller._page_set_zero_copy
+    config = controller._generate_storage_config(profile["model"], settings)
+    controller.storage_config = config
+    controller.storage_backend = MooncakeStore(config, controller.storage_host_pool)
+    _CLIENTS.append(controller)  # the end of each would take a second
+
+
+def _write_rank(
+    deployment: Deployment, rank: Rank, prompt: _Prompt, place: Place, recorder: _Recorder
+) -> None:
     """Fill a rank's host pools and have its controller back them up, node by node."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import StorageOperation
 
     page_size = deployment.profile["page_size"]
     with rank_pools.parallel(deployment, rank):
         pools = rank_pools.build_pools(deployment, rank, len(prompt.pages))
-        controller = make_controller(deployment, pools, recorder.directory)
+        controller = make_controller(deployment, pools, place)
         recorder.attach(controller.storage_backend, controller.storage_config)
         pools.host["kv"].alloc(page_size)  # so that page i is not at slot i
         for start in range(0, len(prompt.pages), prompt.node_pages):
@@ -238,6 +286,9 @@ def _placed_pages(pools: RankPools, operation: Any) -> Iterator[tuple[str, str, 
             yield name, page, int(indices[number * pools.host[name].page_size])
 
 
+Place = Path | str  # a directory of files, or host:port of a Mooncake master
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Prompt:
     """A prompt of whole pages, and how it lies in the radix tree."""
@@ -248,7 +299,19 @@ class _Prompt:
     seed: int
 
 
-class _Recorder:
+_CLIENTS: list[Any] = []
+
+
+class _Recorder(Protocol):
+    """Notes what the backends it is attached to write."""
+
+    objects: list[dict[str, Any]]
+    ignored: list[dict[str, Any]]
+
+    def attach(self, backend: Any, config: Any) -> None: ...
+
+
+class _FileRecorder:
     """Notes every `set` of the backends it is attached to, and the file that came of it."""
 
     def __init__(self, directory: Path) -> None:
@@ -286,6 +349,71 @@ class _Recorder:
         self.objects.append({**entry, **_coordinates(entry, config), "nbytes": nbytes})
 
 
+class _MooncakeRecorder:
+    """Notes every object that the backends it is attached to put."""
+
+    def __init__(self) -> None:
+        self.objects: list[dict[str, Any]] = []
+        self.ignored: list[dict[str, Any]] = []
+
+    def attach(self, backend: Any, config: Any) -> None:
+        names_of_sidecars: Callable[..., Any] = backend._get_hybrid_page_component_keys
+        put: Callable[..., list[int]] = backend._put_batch_zero_copy_impl
+        pools: dict[str, str] = {}  # of each name without prefix
+
+        def recording_names(page_keys: list[str], transfer: Any) -> Any:
+            names, parts = names_of_sidecars(page_keys, transfer)
+            pools.update(dict.fromkeys(names, transfer.name.value))
+            return names, parts
+
+        def recording_put(
+            keys: list[str], pointers: Any, sizes: Any, groups: Any = None, **more: Any
+        ) -> list[int]:
+            codes = put(keys, pointers, sizes, groups, **more)
+            if any(codes):
+                raise AssertionError(f"puts failed: {dict(zip(keys, codes, strict=True))}")
+            for key, size, group in zip(keys, sizes, groups or [None] * len(keys), strict=True):
+                name = key.removeprefix(f"{backend.config_prefix}_")
+                entry = {"key": key, "page": name[:64], "pool": pools.get(name, "kv")}
+                nbytes = size if isinstance(size, int) else sum(size)
+                entry |= _mooncake_coordinates(name[64:], entry["pool"], backend, config)
+                self.objects.append({**entry, "nbytes": nbytes, "group": group})
+            return codes
+
+        backend._get_hybrid_page_component_keys = recording_names
+        backend._put_batch_zero_copy_impl = recording_put
+
+
+def _mooncake_coordinates(suffix: str, pool: str, backend: Any, config: Any) -> dict[str, Any]:
+    """What a key's end says, found by spelling it out again; sizes are the deployment's."""
+    named = re.search("(?:^|_)(k|v|temporal|conv_[0-9]+)$", suffix)
+    part = named[1] if named else None
+    words = ("" if pool in ("kv", "mamba") else pool, part or "")
+    rank = suffix.removeprefix("_").removesuffix("_".join(filter(None, words)))
+    found: dict[str, Any] = dict.fromkeys(
+        ("tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "heads")
+    )
+    mine = [backend.mha_suffix] if isinstance(backend.mha_suffix, str) else backend.mha_suffix
+    first = config.tp_rank * len(mine)
+    spelled = {f"{text}_": (first + n, first + n + 1) for n, text in enumerate(mine)}
+    spelled[f"{backend.mha_suffix}_"] = (first, first + len(mine))
+    if rank in spelled:
+        found["tp_size"] = config.tp_size
+        if config.should_split_heads:
+            found["heads"] = "-".join(map(str, spelled[rank]))
+        else:
+            found["tp_rank"] = config.tp_rank
+    elif rank != f"{backend.mla_suffix}_":
+        raise AssertionError(f"{suffix} of {pool} is of no known form")
+    if config.pp_size > 1:
+        found |= {"pp_rank": config.pp_rank, "pp_size": config.pp_size}
+    model = config.model_name.replace("/", "-")
+    tag = (config.extra_config or {}).get("extra_backend_tag")
+    if backend.config_prefix != "_".join(filter(None, (tag, model))):
+        raise AssertionError(f"{backend.config_prefix} is not tag {tag} and model {model}")
+    return {"part": part, "model": model, "tag": tag, **found}
+
+
 def _coordinates(entry: dict[str, Any], config: Any) -> dict[str, Any]:
     """The ranks that a file's name carries, found by spelling the name out again."""
     model = config.model_name.replace("/", "-")
@@ -308,7 +436,9 @@ def _coordinates(entry: dict[str, Any], config: Any) -> dict[str, Any]:
     return {"model": model, **ranks}
 
 
-def _with_layout(deployment: Deployment, layout: str) -> Deployment:
+def _with_layout(deployment: Deployment, layout: str | None) -> Deployment:
+    if layout is None:
+        return deployment
     return dataclasses.replace(deployment, profile={**deployment.profile, "layout": layout})
 
 
@@ -327,17 +457,17 @@ def _write_all(options: argparse.Namespace) -> dict[str, Any]:
         if CASES[case].sglang == __version__:
             name = store_name(case, layout)
             choices = argparse.Namespace(**{**vars(options), "layout": layout})
-            manifests[name] = write_case(case, CASES[case], options.dir / name, choices)
+            manifests[name] = write_case(case, CASES[case], Path(options.place) / name, choices)
     return manifests
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Write a file store with SGLang itself.")
-    parser.add_argument("case", choices=(*CASES, "all"))
-    parser.add_argument("dir", type=Path)
+    parser = argparse.ArgumentParser(description="Write a store with SGLang itself.")
+    parser.add_argument("case", choices=("all", *dict.fromkeys((*CASES, *MOONCAKE_CASES))))
+    add_place(parser)
     parser.add_argument("--manifest", type=Path, help="write it here instead of stdout")
     parser.add_argument("--pages", type=int, default=8)
-    parser.add_argument("--layout", choices=LAYOUTS, default=DEFAULT_LAYOUT)
+    parser.add_argument("--layout", choices=LAYOUTS, help="instead of the case's own")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -345,3 +475,6 @@ def _parse_arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     sglang_env.prepare()
     main()
+    if _CLIENTS:
+        sys.stdout.flush()
+        os._exit(0)

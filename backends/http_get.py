@@ -1,0 +1,214 @@
+"""GET requests to one HTTP service of a store: connections kept, deadlines, no endless replies.
+
+`urllib` and `requests` bound each read from the socket, not an answer; both take a body that ends
+early, or headers that trickle in, as they come.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hicachectl.formats.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+    T = TypeVar("T")
+
+CONNECT_TIMEOUT_S = 5.0
+MAX_REPLY_BYTES = 256 << 20
+
+_BLOCK_BYTES = 1 << 20
+_TRIES = 3
+_PAUSE_S = 0.1
+_SAID_BYTES = 200  # of what a service says went wrong
+# A service that restarts, or that had closed a connection we kept.
+_PASSING = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole reply."""
+
+    status: int
+    body: bytes
+
+
+class HttpGet:
+    """One service; safe to call from threads. Every failure is StoreUnavailable.
+
+    who:       names the service in messages, as "Mooncake master".
+    hint:      what to do about an address where something else, or nothing, answers.
+    timeout_s: for a whole answer; for each block of one that is streamed.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, who: str, hint: str, timeout_s: float = 15.0
+    ) -> None:
+        self.hint = hint
+        self._name = f"{who} {f'[{host}]' if ':' in host else host}:{port}"
+        self._place = (host, port)
+        self._timeout_s = timeout_s
+        self._idle: list[_Connection] = []
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Close the connections that are not in use."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def get(self, path: str) -> Reply:
+        """Get a whole reply, whatever its status; a connection that is reset is tried again.
+
+        path: percent-encoded.
+        """
+        deadline = time.monotonic() + self._timeout_s
+
+        def attempt() -> Reply:
+            connection, response = self._ask(path, deadline)
+            return Reply(response.status, self._whole(connection, response))
+
+        return self._tried(attempt, deadline)
+
+    def stream(self, path: str) -> Generator[bytes, None, None]:
+        """Get the body of a 200 reply in blocks; one that ends early is an error, at its end."""
+        deadline = time.monotonic() + self._timeout_s
+        connection, response = self._tried(lambda: self._ask(path, deadline), deadline)
+        try:
+            if response.status != http.client.OK:
+                raise self.refused(path, Reply(response.status, self._whole(connection, response)))
+            for block in _blocks(response):
+                yield block
+                connection.extend(time.monotonic() + self._timeout_s)
+            self._keep(connection, response)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._failed(error) from error
+        finally:
+            if not response.isclosed():
+                connection.close()
+
+    def lost(self, what: str, remedy: str = "") -> StoreUnavailable:
+        """Make the error that says what is wrong with the service."""
+        return StoreUnavailable(f"{self._name}: {what}" + (f"; {remedy}" if remedy else ""))
+
+    def refused(self, path: str, reply: Reply) -> StoreUnavailable:
+        """Make the error for a reply whose status is not the one hoped for."""
+        endpoint = path.partition("?")[0]
+        if reply.status == http.client.NOT_FOUND:
+            return self.lost(f"has no {endpoint}", self.hint)
+        said = reply.body[:_SAID_BYTES].decode(errors="replace")
+        said = "".join(char if char.isprintable() else " " for char in said).strip()
+        return self.lost(
+            f"{endpoint} failed with HTTP {reply.status}" + (f": {said}" if said else "")
+        )
+
+    def _ask(self, path: str, deadline: float) -> tuple[_Connection, http.client.HTTPResponse]:
+        with self._lock:
+            connection = self._idle.pop() if self._idle else _Connection(*self._place)
+        try:
+            return connection, connection.ask(path, deadline)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _whole(self, connection: _Connection, response: http.client.HTTPResponse) -> bytes:
+        body = bytearray()
+        try:
+            for block in _blocks(response):
+                body += block
+                if len(body) > MAX_REPLY_BYTES:
+                    raise self.lost(f"an answer is larger than {MAX_REPLY_BYTES} bytes", self.hint)
+            self._keep(connection, response)
+        finally:
+            if not response.isclosed():
+                connection.close()
+        return bytes(body)
+
+    def _keep(self, connection: _Connection, response: http.client.HTTPResponse) -> None:
+        if response.will_close:
+            connection.close()
+        else:
+            with self._lock:
+                self._idle.append(connection)
+
+    def _tried(self, attempt: Callable[[], T], deadline: float) -> T:
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                return attempt()
+            except _PASSING as error:
+                self.close()  # the others were opened to the same process
+                if not tries_left or time.monotonic() + _PAUSE_S > deadline:
+                    raise self._failed(error) from error
+                time.sleep(_PAUSE_S)
+            except (OSError, http.client.HTTPException) as error:
+                raise self._failed(error) from error
+        raise AssertionError("the last try returns or raises")
+
+    def _failed(self, error: Exception) -> StoreUnavailable:
+        known = {
+            TimeoutError: (f"no answer within {self._timeout_s:g} s", "is it stuck or cut off?"),
+            ConnectionRefusedError: ("connection refused: is it running?", self.hint),
+            http.client.IncompleteRead: ("an answer ended early", "did it end meanwhile?"),
+            ConnectionError: ("the connection is closed without an answer", self.hint),
+            http.client.HTTPException: ("what answers does not speak HTTP as it should", self.hint),
+            socket.gaierror: ("the host's name is not known", ""),
+        }
+        for kind, (what, remedy) in known.items():
+            if isinstance(error, kind):
+                return self.lost(what, remedy)
+        return self.lost(str(getattr(error, "strerror", "") or error))
+
+
+class _DeadlineSocket(socket.socket):
+    """A socket whose reads all end at one time, instead of each after some time of its own."""
+
+    deadline = 0.0
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        self.settimeout(_time_left(self.deadline))
+        return super().recv_into(*args, **kwargs)
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection that is kept between requests."""
+
+    def ask(self, path: str, deadline: float) -> http.client.HTTPResponse:
+        """Send a request and read the head of its reply."""
+        if self.sock is None:
+            timeout = min(CONNECT_TIMEOUT_S, _time_left(deadline))
+            plain = socket.create_connection((self.host, self.port), timeout)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.sock = _DeadlineSocket(fileno=plain.detach())
+        self.extend(deadline)
+        self.request("GET", path)
+        return self.getresponse()
+
+    def extend(self, deadline: float) -> None:
+        """Set the time at which what is under way has to end."""
+        if isinstance(self.sock, _DeadlineSocket):  # it is gone once a reply said so
+            self.sock.deadline = deadline
+            self.sock.settimeout(_time_left(deadline))
+
+
+def _blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Read a body. Raises IncompleteRead where it ends early, which `read(n)` passes over."""
+    if response.length is None and not response.chunked:
+        raise http.client.HTTPException("a reply without a length")
+    while block := response.read(_BLOCK_BYTES):
+        yield block
+    if response.length:
+        raise http.client.IncompleteRead(b"", response.length)
+
+
+def _time_left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

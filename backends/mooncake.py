@@ -1,0 +1,452 @@
+"""SGLang's Mooncake store: objects in the memory of a cluster, listed by its master.
+
+What is listed and asked about goes over the master's HTTP endpoints, which grant no lease and
+change no eviction order; the data client is set up when objects are first read or written.
+Source: sglang srt/mem_cache/storage/mooncake_store/mooncake_store.py :: MooncakeStore.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.arena import Arena, place
+from hicachectl.backends.base import (
+    BoolArray,
+    IntArray,
+    Limits,
+    ReadResult,
+    Result,
+    Rows,
+    Status,
+    Store,
+    as_table,
+    keys_of,
+    scan_schema,
+)
+from hicachectl.backends.mooncake_client import (
+    EXISTS,
+    HAS_LEASE,
+    INVALID,
+    NOT_FOUND,
+    NOT_READY,
+    TRANSFER_FAILED,
+    MooncakeClient,
+    message_of,
+)
+from hicachectl.backends.mooncake_master import VERSION_BYTES, MasterAdmin
+from hicachectl.backends.mooncake_settings import MooncakeSettings, settings_from
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Generator, Sequence
+
+    import numpy.typing as npt
+
+    from hicachectl.backends.urls import StoreUrl
+
+    Codes = npt.NDArray[np.int64]
+
+SCAN_ROWS = 16384
+LEASE_SECONDS = 10.0  # of Mooncake 0.3.13; --default_kv_lease_ttl of the master
+_LEASE_POLL_SECONDS = 0.5
+_WITH_MESSAGE = (Status.ERROR, Status.UNREACHABLE)
+_NOT_TEXT = "the key is not UTF-8: Mooncake has no such keys"
+_READ_BACK_BYTES = 64 << 20  # at once
+
+
+class MooncakeStore(Store):
+    """The default tenant's objects, used as a guest that contributes no segment."""
+
+    scheme: ClassVar[str] = "mooncake"
+    limits: ClassVar[Limits] = Limits(
+        batch_objects=128,  # SGLang's own batches are of 128 pages
+        batch_bytes=256 << 20,
+        parallel_reads=2,  # one reads while the other's objects are checked
+        parallel_writes=1,
+    )
+    supports_times: ClassVar[bool] = False
+    supports_empty: ClassVar[bool] = False
+    supports_version: ClassVar[bool] = True
+    supports_replicas: ClassVar[bool] = True
+    supports_leases: ClassVar[bool] = True
+    supports_pin: ClassVar[bool] = True
+    supports_groups: ClassVar[bool] = True
+    logs_natively: ClassVar[bool] = True
+    lease_wait_seconds: float = 2 * LEASE_SECONDS
+    version_fields: ClassVar[tuple[str, ...]] = ("size", "segment", "address")
+    versions_recur: ClassVar[bool] = True  # freed memory is used again
+
+    def __init__(self, settings: MooncakeSettings) -> None:
+        self._settings = settings
+        self.url = str(settings)
+        self._admin = MasterAdmin(settings.admin)
+        self._client: MooncakeClient | None = None
+        self._registered: int | None = None  # address of the arena
+        self._opening = threading.Lock()
+        try:
+            self._admin.check()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> Self:
+        """Reach the master that a URL, the environment or SGLang's config names."""
+        return cls(settings_from(url, os.environ))
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        self.detach()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        self._admin.close()
+
+    def attach(self, arena: Arena) -> None:
+        """Register the arena for transfers."""
+        self.detach()
+        self._data().register(arena.address, arena.nbytes)
+        self._registered = arena.address
+        super().attach(arena)
+
+    def detach(self) -> None:
+        """Undo the registration."""
+        if self._registered is not None and self._client is not None:
+            self._client.unregister(self._registered)
+        self._registered = None
+        super().detach()
+
+    # listing
+
+    def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
+        """List the default tenant's objects; those without a readable replica are not listed.
+
+        An object that is gone, or not yet whole, when its size is asked for is left out. A key
+        with a comma cannot be asked about: it has no size, unless `allow_leases` is set.
+        """
+        schema = scan_schema(columns)
+        for keys in self._admin.key_batches(SCAN_ROWS):
+            yield self._described(schema, keys)
+
+    def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
+        """Ask for a few objects again; for those with commas in their keys, in a listing of all."""
+        keys = _key_array(rows)
+        answer = self._admin.query(keys)
+        unaskable = _unaskable(answer)
+        if unaskable.any():
+            listed = self._listed(keys.filter(pa.array(unaskable)))
+            known = pa.array(~unaskable | _is_in(keys, listed))
+            keys, answer = keys.filter(known), answer.filter(known)
+        return pa.Table.from_batches([self._batch(scan_schema(columns), keys, answer)])
+
+    def exists(self, rows: Rows) -> BoolArray:
+        """Say which objects are there and readable."""
+        keys = _key_array(rows)
+        answer = self._admin.query(keys)
+        unaskable = _unaskable(answer)
+        there: BoolArray = _codes(answer) == 0
+        if unaskable.any():
+            there |= unaskable & _is_in(keys, self._listed(keys.filter(pa.array(unaskable))))
+        return there
+
+    def free_bytes(self) -> int | None:
+        """Count what the cluster's segments have room for."""
+        return self._admin.free_bytes()
+
+    def _described(self, schema: Any, keys: Any) -> Any:
+        """Make a batch of listed keys; asks the master only for columns that need it."""
+        if not set(schema.names) & {"nbytes", "version", "replicas"}:
+            return _of_schema(schema, {"key": keys}, len(keys))
+        return self._batch(schema, keys, self._admin.query(keys))
+
+    def _batch(self, schema: Any, keys: Any, answer: Any) -> Any:
+        """Make a batch of what the master said of keys that are there."""
+        unaskable = _unaskable(answer)
+        sizes = answer.column("nbytes")
+        if self.allow_leases and unaskable.any():
+            sizes = self._leased_sizes(keys, sizes, np.flatnonzero(unaskable))
+        kept = pa.array((_codes(answer) == 0) | unaskable)
+        columns = {
+            "key": keys.filter(kept),
+            "nbytes": sizes.filter(kept),
+            "version": answer.column("version").filter(kept).cast(pa.binary()),
+            "replicas": answer.column("replicas").filter(kept),
+        }
+        return _of_schema(schema, columns, len(columns["key"]))
+
+    def _leased_sizes(self, keys: Any, sizes: Any, places: IntArray) -> Any:
+        """Ask for sizes in the way that grants leases, one call each."""
+        found = sizes.to_pylist()
+        for place_ in places.tolist():
+            key = _text(keys[place_].as_py())
+            size = NOT_FOUND if key is None else self._data().size(key)
+            found[place_] = size if size > 0 else None
+        return pa.array(found, pa.int64())
+
+    def _listed(self, wanted: Any) -> Any:
+        """Find which of some keys the master lists."""
+        found = [
+            keys.filter(pa.array(_is_in(keys, wanted)))
+            for keys in self._admin.key_batches(SCAN_ROWS)
+        ]
+        return pa.concat_arrays(found or [pa.array([], pa.binary())])
+
+    # data
+
+    def read_into(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
+        """Read whole objects; each is leased, so that what is identified is what was read."""
+        self._memory(offsets, capacities, len(rows))
+        keys = _texts(rows)
+        codes = np.full(len(rows), INVALID, dtype=np.int64)
+        chosen = np.array([key is not None for key in keys], dtype=np.bool_) & (capacities > 0)
+        places = np.flatnonzero(chosen)
+        if len(places):
+            codes[places] = self._data().get_into(
+                [keys[at] or "" for at in places],
+                self._addresses(offsets[places]),
+                capacities[places].tolist(),
+            )
+        nbytes = np.where(codes > 0, codes, -1)
+        statuses = np.full(len(rows), Status.ERROR, dtype=np.uint8)
+        statuses[codes == capacities] = Status.OK
+        statuses[(codes > 0) & (codes < capacities)] = Status.SHORT
+        statuses[(codes == NOT_FOUND) | (codes == NOT_READY)] = Status.GONE
+        versions = np.zeros((len(rows), len(self.version_fields)), dtype=np.uint64)
+        unclear = (statuses == Status.ERROR) | (identify & (statuses == Status.OK))
+        if unclear.any():
+            self._clear_up(rows, np.flatnonzero(unclear), statuses, nbytes, versions, capacities)
+        statuses[(statuses == Status.ERROR) & (codes == TRANSFER_FAILED)] = Status.UNREACHABLE
+        errors = {
+            at: _NOT_TEXT if keys[at] is None else message_of(int(codes[at]))
+            for at in np.flatnonzero(np.isin(statuses, _WITH_MESSAGE)).tolist()
+        }
+        return ReadResult(statuses, errors, nbytes=nbytes, versions=versions)
+
+    def _clear_up(
+        self,
+        rows: Rows,
+        places: IntArray,
+        statuses: npt.NDArray[np.uint8],
+        nbytes: IntArray,
+        versions: npt.NDArray[np.uint64],
+        capacities: IntArray,
+    ) -> None:
+        """Ask the master which object each was that was read, and why others were not."""
+        answer = self._admin.query(_key_array(rows).take(pa.array(places)))
+        codes, sizes = _codes(answer), answer.column("nbytes").fill_null(-1).to_numpy()
+        known = codes == 0
+        versions[places[known]] = _version_rows(answer.column("version").filter(pa.array(known)))
+        failed = statuses[places] == Status.ERROR
+        statuses[places[failed & ((codes == NOT_FOUND) | (codes == NOT_READY))]] = Status.GONE
+        larger = failed & known & (sizes > capacities[places])
+        statuses[places[larger]] = Status.OVERSIZED
+        nbytes[places[larger]] = sizes[larger]
+
+    def write_from(
+        self,
+        rows: Rows,
+        offsets: IntArray,
+        sizes: IntArray,
+        *,
+        if_absent: bool,
+        group: Sequence[str] | None = None,
+        pin: bool = False,
+    ) -> Result:
+        """Put objects, and read them back: a put of a key that exists is answered like any other.
+
+        Without if_absent, an object that is there is removed first, once no reader has a lease.
+        """
+        self._memory(offsets, sizes, len(rows))
+        keys = _texts(rows)
+        statuses = np.zeros(len(rows), dtype=np.uint8)
+        errors: dict[int, str] = {}
+        for at, key in enumerate(keys):
+            if key is None or not sizes[at]:
+                statuses[at] = Status.ERROR
+                errors[at] = _NOT_TEXT if key is None else "Mooncake stores no empty objects"
+        self._make_room(rows, statuses, errors, if_absent=if_absent)
+        places = np.flatnonzero(statuses == Status.OK)
+        if len(places):
+            codes = self._data().put_from(
+                [keys[at] or "" for at in places],
+                self._addresses(offsets[places]),
+                sizes[places].tolist(),
+                groups=None if group is None else [group[at] for at in places],
+                pin=pin,
+            )
+            statuses[places[codes == EXISTS]] = Status.EXISTS
+            _note_errors(statuses, errors, places, codes, (0, EXISTS))
+            put = places[codes == 0]
+            self._read_back(keys, put, offsets[put], sizes[put], statuses, errors)
+        return Result(statuses, errors)
+
+    def _make_room(
+        self,
+        rows: Rows,
+        statuses: npt.NDArray[np.uint8],
+        errors: dict[int, str],
+        *,
+        if_absent: bool,
+    ) -> None:
+        """Mark what is there as existing, or remove it."""
+        fine = np.flatnonzero(statuses == Status.OK)
+        chosen = as_table(rows).take(pa.array(fine))
+        if if_absent:
+            statuses[fine[self.exists(chosen)]] = Status.EXISTS
+            return
+        removed = self.delete(chosen)
+        for index, why in removed.errors.items():
+            statuses[fine[index]] = Status.ERROR
+            errors[int(fine[index])] = why
+
+    def _read_back(
+        self,
+        keys: Sequence[str | None],
+        places: IntArray,
+        offsets: IntArray,
+        sizes: IntArray,
+        statuses: npt.NDArray[np.uint8],
+        errors: dict[int, str],
+    ) -> None:
+        """Compare what the cluster has with what was put; other bytes are another writer's."""
+        assert self.arena is not None
+        for chunk in _chunks(sizes, _READ_BACK_BYTES):
+            where, total = place(sizes[chunk])
+            with Arena(total) as copy:
+                codes = self._read_copy([keys[at] or "" for at in places[chunk]], copy, where,
+                                        sizes[chunk])  # fmt: skip
+                for index, (at, code) in enumerate(zip(places[chunk], codes.tolist(), strict=True)):
+                    size = int(sizes[chunk][index])
+                    mine = self.arena.view(int(offsets[chunk][index]), size)
+                    if code == NOT_FOUND:
+                        statuses[at] = Status.ERROR
+                        errors[int(at)] = "evicted as soon as it was put; the cluster is full"
+                    elif code < 0 and code != INVALID:
+                        statuses[at] = Status.ERROR
+                        errors[int(at)] = f"cannot be read back: {message_of(code)}"
+                    elif code != size or not np.array_equal(
+                        copy.view(int(where[index]), size), mine
+                    ):
+                        statuses[at] = Status.EXISTS
+
+    def _read_copy(
+        self, keys: Sequence[str], copy: Arena, offsets: IntArray, sizes: IntArray
+    ) -> Codes:
+        """Read objects into memory of their own."""
+        client = self._data()
+        client.register(copy.address, copy.nbytes)
+        try:
+            return client.get_into(keys, (copy.address + offsets).tolist(), sizes.tolist())
+        finally:
+            client.unregister(copy.address)
+
+    def delete(self, rows: Rows) -> Result:
+        """Remove objects, waiting for the leases of readers to end; never by force."""
+        keys = _texts(rows)
+        codes = np.full(len(rows), NOT_FOUND, dtype=np.int64)
+        pending = np.flatnonzero([key is not None for key in keys])
+        deadline = time.monotonic() + self.lease_wait_seconds
+        while len(pending):
+            codes[pending] = self._data().remove([keys[at] or "" for at in pending])
+            pending = pending[codes[pending] == HAS_LEASE]
+            if time.monotonic() >= deadline:
+                break
+            if len(pending):
+                time.sleep(_LEASE_POLL_SECONDS)
+        statuses = np.zeros(len(rows), dtype=np.uint8)
+        errors: dict[int, str] = {}
+        statuses[codes == NOT_FOUND] = Status.GONE
+        _note_errors(statuses, errors, np.arange(len(rows)), codes, (0, NOT_FOUND))
+        return Result(statuses, errors)
+
+    def _data(self) -> MooncakeClient:
+        with self._opening:
+            if self._client is None:
+                self._client = MooncakeClient(self._settings)
+            return self._client
+
+    def _addresses(self, offsets: IntArray) -> list[int]:
+        if self.arena is None:
+            raise ValueError("attach an arena first")
+        addresses: list[int] = (self.arena.address + offsets).tolist()
+        return addresses
+
+
+def _note_errors(
+    statuses: npt.NDArray[np.uint8],
+    errors: dict[int, str],
+    places: IntArray,
+    codes: Codes,
+    fine: tuple[int, ...],
+) -> None:
+    """Mark the rows at `places` whose code is none of the `fine` ones."""
+    for at, code in zip(places.tolist(), codes.tolist(), strict=True):
+        if code not in fine:
+            statuses[at] = Status.ERROR
+            errors[at] = message_of(code)
+
+
+def _chunks(sizes: IntArray, most_bytes: int) -> list[slice]:
+    """Cut objects into runs of at most so many bytes, or of one object."""
+    ends = np.cumsum(sizes)
+    chunks, start = [], 0
+    while start < len(sizes):
+        before = ends[start - 1] if start else 0
+        end = max(start + 1, int(np.searchsorted(ends, before + most_bytes, side="right")))
+        chunks.append(slice(start, end))
+        start = end
+    return chunks
+
+
+def _text(key: bytes) -> str | None:
+    try:
+        return key.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _texts(rows: Rows) -> list[str | None]:
+    return list(map(_text, keys_of(rows)))
+
+
+def _key_array(rows: Rows) -> Any:
+    """Give the keys of rows as one binary array."""
+    keys = rows.column("key")
+    return keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
+
+
+def _codes(answer: Any) -> Codes:
+    """Codes of the master's answer; what could not be asked is 1."""
+    codes: Codes = answer.column("code").fill_null(1).to_numpy().astype(np.int64)
+    return codes
+
+
+def _unaskable(answer: Any) -> BoolArray:
+    found: BoolArray = answer.column("code").is_null().to_numpy(zero_copy_only=False)
+    return found
+
+
+def _is_in(keys: Any, some: Any) -> BoolArray:
+    import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+
+    found: BoolArray = pc.is_in(keys, value_set=some).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _version_rows(versions: Any) -> npt.NDArray[np.uint64]:
+    """Spell versions as numbers: [n, fields]; 0 for objects on disk, which have none."""
+    joined = b"".join(versions.fill_null(b"\0" * VERSION_BYTES).to_pylist())
+    return np.frombuffer(joined, dtype="<u8").reshape(len(versions), VERSION_BYTES // 8)
+
+
+def _of_schema(schema: Any, columns: dict[str, Any], rows: int) -> Any:
+    """Build a batch of `schema`; columns that the master knows nothing about are null."""
+    arrays = [columns[f.name] if f.name in columns else pa.nulls(rows, f.type) for f in schema]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -1,0 +1,219 @@
+"""Our data client of a Mooncake cluster: a guest, which contributes no segment.
+
+Data put on a segment of ours would vanish with our process. Every call that reads grants the
+objects a lease: they are not evicted, and cannot be removed, until it ends.
+Source: Mooncake mooncake-store/include/types.h :: ErrorCode, and the calls as tried on
+mooncake-transfer-engine 0.3.13.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicachectl.backends.mooncake_settings import MooncakeSettings
+
+    Codes = npt.NDArray[np.int64]
+
+NO_SPACE = -200
+INVALID = -600  # among others: the buffer is smaller than the object
+NOT_READY = -703  # its writer has not finished
+NOT_FOUND = -704
+EXISTS = -705
+HAS_LEASE = -706
+LEASE_EXPIRED = -707  # between the question where it lies and the transfer
+TRANSFER_FAILED = -800
+CHECKSUM_FAILED = -801
+RPC_FAILED = -900
+RPC_TIMEOUT = -901
+NOT_AVAILABLE = -1010
+# The master does not answer: no answer about one object means anything.
+LOST = (RPC_FAILED, RPC_TIMEOUT, NOT_AVAILABLE)
+
+MESSAGES = {
+    NO_SPACE: "the cluster has no room; remove pages, or add a storage process",
+    INVALID: "refused by the client as invalid",
+    NOT_READY: "it is being written",
+    HAS_LEASE: "a reader holds a lease on it; wait longer with --lease-wait",
+    LEASE_EXPIRED: "its lease ended before it was transferred; read smaller batches",
+    TRANSFER_FAILED: "its storage process does not answer",
+    CHECKSUM_FAILED: "its bytes were changed in transfer",
+    -1700: "the tenant has no quota left",
+    -1701: "the tenant is not registered with the master",
+    -1702: "the tenant is unknown",
+}
+_LOCAL_BUFFER_BYTES = 16 << 20  # SGLang's; reads and writes of ours go to the arena instead
+_PROBE_KEY = "hicachectl-probe"
+_CALLS = ("batch_get_into", "batch_put_from", "batch_remove", "register_buffer")
+_OLDEST = "0.3.13"
+
+_INSTALL = (
+    "pip install 'hicachectl[mooncake]', or mooncake-transfer-engine-non-cuda where there is no CUDA"
+)
+
+
+def message_of(code: int) -> str:
+    """Say what an error code means for one object."""
+    return MESSAGES.get(code, f"Mooncake error {code}")
+
+
+class MooncakeClient:
+    """`mooncake.store.MooncakeDistributedStore`, made safe to hold: no call after `close`.
+
+    Calls return Mooncake's codes, [n] int64, and raise StoreUnavailable when the master does not
+    answer. Keys are text: Mooncake has no others.
+    """
+
+    def __init__(self, settings: MooncakeSettings) -> None:
+        """Connect. Raises UsageError without the package, StoreUnavailable without the cluster."""
+        self._settings = settings
+        self._calls = threading.Condition()
+        self._running = 0
+        module = _module()
+        self._configuration = module.ReplicateConfig
+        self._soft_pin = getattr(module, "SoftPinAction", None)
+        self._store: Any = module.MooncakeDistributedStore()
+        code = self._store.setup(
+            settings.local_hostname,
+            settings.metadata,
+            0,  # our segment
+            _LOCAL_BUFFER_BYTES,
+            settings.protocol,
+            settings.device,
+            settings.master,
+        )
+        if code:
+            self._store = None
+            raise StoreUnavailable(
+                f"mooncake://{settings.master}: no client could be set up (error {code}); check "
+                f"that the master answers there, protocol {settings.protocol!r}, device "
+                f"{settings.device!r} and metadata {settings.metadata!r}"
+            )
+        try:
+            self._probe()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def supports_groups(self) -> bool:
+        """Whether objects can be put in groups that live and die together."""
+        return hasattr(self._configuration, "group_ids")
+
+    @property
+    def supports_pin(self) -> bool:
+        """Whether objects can be protected from eviction."""
+        return self._soft_pin is not None
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Make memory fit for transfers. Raises StoreUnavailable where that is refused."""
+        if self._call("register_buffer", address, nbytes)[0]:
+            raise StoreUnavailable(
+                f"mooncake://{self._settings.master}: {nbytes} bytes of memory could not be "
+                "registered for transfers; raise `ulimit -l`, or give a smaller --buffer-bytes"
+            )
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        self._call("unregister_buffer", address)
+
+    def get_into(
+        self, keys: Sequence[str], addresses: Sequence[int], capacities: Sequence[int]
+    ) -> Codes:
+        """Read objects into registered memory: sizes, or codes. Grants leases."""
+        return self._call("batch_get_into", keys, addresses, capacities)
+
+    def put_from(
+        self,
+        keys: Sequence[str],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        groups: Sequence[str] | None = None,
+        pin: bool = False,
+    ) -> Codes:
+        """Write objects from registered memory; 0 also for those that exist, which stay."""
+        configuration = self._configuration()
+        if groups is not None and self.supports_groups:
+            configuration.group_ids = list(groups)
+        if pin:
+            if self._soft_pin is None:
+                raise UnsupportedByBackend("this version of Mooncake cannot pin objects")
+            configuration.soft_pin_action = self._soft_pin.ENABLE
+        return self._call("batch_put_from", keys, addresses, sizes, configuration)
+
+    def remove(self, keys: Sequence[str]) -> Codes:
+        """Remove objects that nobody has leased."""
+        return self._call("batch_remove", keys)
+
+    def size(self, key: str) -> int:
+        """Ask for an object's size; a code where it has none. Grants a lease."""
+        return int(self._call("get_size", key)[0])
+
+    def close(self) -> None:
+        """Leave the cluster, once the calls of other threads have returned."""
+        with self._calls:
+            store, self._store = self._store, None
+            while self._running:
+                self._calls.wait()
+        if store is not None:
+            store.close()
+
+    def _call(self, name: str, *arguments: Any) -> Codes:
+        # The module crashes on calls after its close.
+        with self._calls:
+            if self._store is None:
+                raise ValueError("the store is closed")
+            store = self._store
+            self._running += 1
+        try:
+            answer = getattr(store, name)(*arguments)
+        finally:
+            with self._calls:
+                self._running -= 1
+                self._calls.notify_all()
+        codes = np.atleast_1d(np.array(answer, dtype=np.int64))
+        if lost := next((int(code) for code in LOST if (codes == code).any()), 0):
+            raise StoreUnavailable(
+                f"mooncake://{self._settings.master}: the master does not answer (error {lost}); "
+                "is it running, and of the version of the mooncake package here?"
+            )
+        return codes
+
+    def _probe(self) -> None:
+        """Find out now whether the master understands us; `setup` says 0 to any version."""
+        try:
+            code = int(self._call("is_exist", _PROBE_KEY)[0])
+        except StoreUnavailable as error:
+            raise StoreUnavailable(
+                f"mooncake://{self._settings.master}: the master was reached, but does not "
+                "understand the mooncake package here; install the version that the cluster runs"
+            ) from error
+        if code < 0:
+            raise StoreUnavailable(
+                f"mooncake://{self._settings.master}: the master refused us: {message_of(code)}"
+            )
+
+
+def _module() -> Any:
+    try:
+        from mooncake import store
+    except ModuleNotFoundError as error:
+        raise UsageError(f"Mooncake stores need a package that is missing: {_INSTALL}") from error
+    except ImportError as error:  # the CUDA build without a driver, or without libibverbs
+        raise UsageError(
+            f"the mooncake package cannot be loaded ({error}): install what it lacks, or {_INSTALL}"
+        ) from error
+    if lacks := [name for name in _CALLS if not hasattr(store.MooncakeDistributedStore, name)]:
+        raise UsageError(
+            f"the mooncake package is too old: it has no {lacks[0]}; {_OLDEST} or later is needed"
+        )
+    return store

@@ -1,0 +1,59 @@
+"""Where a store keeps its own copies of an object: copies that differ, or that are slow to get."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.findings import findings
+from hicachectl.listing import object_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.inventory import IntArray, Inventory
+
+_IN_MEMORY = pa.array(["memory", "nof"])  # nof: the memory of another host, over fabrics
+
+
+def check_placement(inventory: Inventory) -> Iterator[pa.Table]:
+    """Find replica-mismatch and disk-only, in a scan that has `replicas`."""
+    column = inventory.objects.column("replicas").combine_chunks()
+    counts = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
+    rows = np.flatnonzero(counts)
+    replicas = column.flatten()
+    starts = np.cumsum(counts[rows]) - counts[rows]
+    sizes = replicas.field("nbytes").fill_null(-1).to_numpy()
+    in_memory = pc.is_in(replicas.field("kind"), _IN_MEMORY).to_numpy(zero_copy_only=False)
+    if not len(rows):
+        return
+    smallest, largest = (f.reduceat(sizes, starts) for f in (np.minimum, np.maximum))
+    fast = np.logical_or.reduceat(in_memory, starts)
+    yield _found(
+        inventory,
+        "replica-mismatch",
+        "warning",
+        rows[smallest != largest],
+        "its replicas differ in size",
+    )
+    yield _found(
+        inventory, "disk-only", "info", rows[~fast], "no replica in memory: slow to restore"
+    )
+
+
+def _found(
+    inventory: Inventory, code: str, severity: str, rows: IntArray, detail: str
+) -> pa.Table:
+    objects = object_rows(inventory, rows)
+    return findings(
+        code,
+        severity,
+        keys=objects.column("key").combine_chunks(),
+        pages=objects.column("page"),
+        pools=objects.column("pool").cast(pa.string()),
+        parts=objects.column("part").cast(pa.string()),
+        detail=detail,
+    )

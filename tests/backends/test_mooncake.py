@@ -1,0 +1,202 @@
+"""Tests of backends.mooncake: the shared suite on a real cluster, and what only Mooncake has."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from hicachectl.backends.arena import Arena
+from hicachectl.backends.base import Status, Store
+from hicachectl.backends.mooncake import MooncakeStore
+from hicachectl.backends.testing import (
+    ARENA_BYTES,
+    PAGE_HASHES,
+    StoreSuite,
+    listing,
+    read,
+    rows_of,
+    scanned_rows,
+    write,
+)
+from hicachectl.backends.urls import open_store
+from tests.mooncake_cluster import Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LEASE_MS = 300
+KEY = f"m_{PAGE_HASHES[0]}_0_k".encode()
+SPLIT_HEADS_KEY = f"m_{PAGE_HASHES[1]}_['4', '5']_mamba_temporal".encode()
+
+
+@pytest.fixture(scope="module")
+def brief_cluster(mooncake_package: None) -> Iterator[Cluster]:
+    """A cluster whose leases end soon, since what was just read cannot be removed."""
+    with Cluster(lease_ms=LEASE_MS) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(brief_cluster: Cluster) -> Cluster:
+    brief_cluster.clear()
+    return brief_cluster
+
+
+@pytest.fixture
+def store(cluster: Cluster) -> Iterator[MooncakeStore]:
+    opened = open_store(cluster.url)
+    assert isinstance(opened, MooncakeStore)
+    with Arena(ARENA_BYTES) as arena, opened:
+        opened.attach(arena)
+        yield opened
+
+
+class TestMooncakeStore(StoreSuite):
+    keys = tuple(f"m_{page}_0_k".encode() for page in PAGE_HASHES)
+
+    @pytest.fixture
+    def store(self, cluster: Cluster) -> Iterator[Store]:
+        self.cluster = cluster
+        with open_store(cluster.url) as opened:
+            yield opened
+
+    def reopen(self, store: Store) -> Store:
+        return open_store(self.cluster.url)
+
+    def raw_put(self, store: Store, key: bytes, value: bytes) -> None:
+        self.cluster.put(key.decode(), value)
+
+    def raw_get(self, store: Store, key: bytes) -> bytes | None:
+        return self.cluster.client().get(key.decode()) or None
+
+    def raw_delete(self, store: Store, key: bytes) -> None:
+        self.cluster.client().remove(key.decode(), True)
+
+
+def test_reading_identifies_what_was_read_as_the_listing_did(
+    store: MooncakeStore, cluster: Cluster
+) -> None:
+    cluster.put(KEY.decode(), b"x" * 5000)
+    rows = scanned_rows(store, [KEY])
+    result, _ = read(store, rows, [5000])
+    assert result.versions.tobytes() == rows.column("version").to_pylist()[0]
+    assert result.versions[0, 0] == 5000
+
+
+def test_a_replica_in_memory_is_listed_with_its_place(
+    store: MooncakeStore, cluster: Cluster
+) -> None:
+    cluster.put(KEY.decode(), b"x" * 5000)
+    (replica,) = scanned_rows(store, [KEY]).column("replicas").to_pylist()[0]
+    assert replica["kind"] == "memory"
+    assert replica["nbytes"] == 5000
+    assert replica["location"].startswith("127.0.0.1:")
+
+
+def test_a_key_with_a_comma_is_listed_without_a_size_but_is_there(
+    store: MooncakeStore, cluster: Cluster
+) -> None:
+    cluster.put(SPLIT_HEADS_KEY.decode(), b"x" * 5000)
+    assert listing(store) == {SPLIT_HEADS_KEY: None}
+    assert store.exists(rows_of([SPLIT_HEADS_KEY, SPLIT_HEADS_KEY + b","])).tolist() == [
+        True,
+        False,
+    ]
+    assert store.look(rows_of([SPLIT_HEADS_KEY, KEY])).column("key").to_pylist() == [
+        SPLIT_HEADS_KEY
+    ]
+
+
+def test_with_leases_allowed_a_key_with_a_comma_has_a_size(
+    store: MooncakeStore, cluster: Cluster
+) -> None:
+    cluster.put(SPLIT_HEADS_KEY.decode(), b"x" * 5000)
+    store.allow_leases = True
+    assert listing(store) == {SPLIT_HEADS_KEY: 5000}
+
+
+def test_looking_leaves_no_lease_and_reading_does(store: MooncakeStore, cluster: Cluster) -> None:
+    cluster.put(KEY.decode(), b"x" * 5000)
+    rows = scanned_rows(store, [KEY])
+    store.exists(rows)
+    store.look(rows)
+    client = cluster.client()
+    assert client.remove(KEY.decode()) == 0
+    cluster.put(KEY.decode(), b"x" * 5000)
+    read(store, rows, [5000])
+    assert client.remove(KEY.decode()) == -706
+
+
+def test_a_removal_waits_for_readers_and_says_so_when_it_cannot(
+    store: MooncakeStore, cluster: Cluster
+) -> None:
+    cluster.put(KEY.decode(), b"x" * 5000)
+    rows = scanned_rows(store, [KEY])
+    read(store, rows, [5000])
+    store.lease_wait_seconds = 0
+    refused = store.delete(rows)
+    assert refused.statuses.tolist() == [Status.ERROR]
+    assert "lease" in refused.errors[0]
+    assert "--lease-wait" in refused.errors[0]
+    store.lease_wait_seconds = 10
+    began = time.monotonic()
+    assert store.delete(rows).all_ok
+    assert time.monotonic() - began < 5
+    assert listing(store) == {}
+
+
+def test_what_another_writer_put_meanwhile_is_not_called_ours(
+    store: MooncakeStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put answers 0 whether or not it wrote: the race between question and put is staged."""
+    cluster.put(KEY.decode(), b"theirs" * 1000)
+    monkeypatch.setattr(store, "exists", lambda rows: np.zeros(len(rows), dtype=np.bool_))
+    result = write(store, {KEY: b"ours!!" * 1000}, if_absent=True)
+    assert result.statuses.tolist() == [Status.EXISTS]
+    assert cluster.client().get(KEY.decode()) == b"theirs" * 1000
+
+
+def test_an_empty_object_is_refused_before_it_is_put(store: MooncakeStore) -> None:
+    result = write(store, {KEY: b""}, if_absent=True)
+    assert result.statuses.tolist() == [Status.ERROR]
+    assert "empty" in result.errors[0]
+
+
+def test_objects_that_find_no_room_are_errors_and_the_others_are_written(cluster: Cluster) -> None:
+    with Cluster(segment_bytes=16 << 20, lease_ms=60_000) as small, Arena(32 << 20) as arena:
+        with open_store(small.url) as store:
+            store.attach(arena)
+            keys = [f"m_{n:064x}_0_k".encode() for n in range(24)]
+            result = write(store, dict.fromkeys(keys, b"x" * (1 << 20)), if_absent=True)
+            written = set(listing(store))
+        assert 0 < result.ok.sum() < len(keys)
+        assert written == {key for key, ok in zip(keys, result.ok, strict=True) if ok}
+        assert "no room" in next(iter(result.errors.values()))
+
+
+def test_groups_live_and_die_together(store: MooncakeStore, cluster: Cluster) -> None:
+    """A lease on one object of a group keeps the others."""
+    assert store.arena is not None
+    keys = [f"m_{PAGE_HASHES[0]}_{rank}_{part}".encode() for rank in (0, 1) for part in "kv"]
+    one = np.full(4, 4096, dtype=np.int64)
+    offsets = np.arange(4) * 4096
+    written = store.write_from(
+        rows_of(keys), offsets, one, if_absent=True, group=["page"] * 3 + ["other"]
+    )
+    assert written.all_ok
+    time.sleep(2 * LEASE_MS / 1000)  # what was written has been read back
+    client = cluster.client()
+    assert client.is_exist(keys[0].decode()) == 1
+    assert client.remove(keys[1].decode()) == -706
+    assert client.remove(keys[3].decode()) == 0
+
+
+def test_a_call_after_the_end_is_an_error_and_no_crash(cluster: Cluster) -> None:
+    with Arena(ARENA_BYTES) as arena:
+        store = open_store(cluster.url)
+        store.attach(arena)
+        store.close()
+        store.close()

@@ -1,0 +1,126 @@
+"""Proof that looking does not disturb: what is evicted, and what can be removed, stays the same."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.mooncake_cluster import Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+    Look = Callable[[Cluster, list[str]], None]
+
+LEASE_S = 0.1
+PAGES = 50
+OBJECT_BYTES = 512 << 10
+FILLING_BYTES = 10 << 20  # from 78 to 94 % of the segment, in one step
+PROFILE = {
+    "model": "x/m",
+    "page_size": 64,
+    "pools": [
+        {
+            "name": "kv",
+            "kind": "mha",
+            "dtype": "bfloat16",
+            "layers": 16,
+            "kv_heads": 4,
+            "head_dim": 64,
+        }
+    ],
+}
+LOOKS = (
+    ("ls",),
+    ("ls", "--objects"),
+    ("ls", "--summary"),
+    ("verify", "--checks", "names,groups,sizes", "--grace", "0s"),
+)
+
+
+@pytest.fixture(scope="module")
+def evicting(mooncake_package: None) -> Iterator[Cluster]:
+    """A cluster that evicts above 90 %, and whose leases end at once."""
+    with Cluster(
+        64 << 20, lease_ms=round(LEASE_S * 1000), eviction_high_watermark_ratio=0.9,
+        eviction_ratio=0.05,
+    ) as cluster:  # fmt: skip
+        yield cluster
+
+
+@pytest.fixture
+def look(invoke: Invoke, tmp_path: Path) -> Look:
+    """Every command that promises not to disturb."""
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps(PROFILE))
+
+    def call(cluster: Cluster, keys: list[str]) -> None:
+        for command, *options in LOOKS:
+            out = invoke(command, cluster.url, *options, "--profile", profile).stdout
+            assert out
+        objects = invoke("ls", cluster.url, "--objects", "--format", "jsonl").stdout
+        assert {json.loads(line)["key"] for line in objects.splitlines()} == set(keys)
+
+    return call
+
+
+def put_pages(cluster: Cluster, pages: int, nbytes: int = OBJECT_BYTES) -> list[str]:
+    """Put whole pages, the oldest first; their keys in that order."""
+    keys = [f"x-m_{page:064x}_0_{part}" for page in range(pages) for part in "kv"]
+    for key in keys:
+        assert cluster.client().put(key, bytes(nbytes)) == 0
+    return keys
+
+
+def evicted_after(cluster: Cluster, look: Look) -> list[int]:
+    """Fill the segment after a look; which of the objects were evicted, by age."""
+    cluster.clear()
+    keys = put_pages(cluster, PAGES)
+    time.sleep(LEASE_S)
+    look(cluster, keys)
+    time.sleep(2 * LEASE_S)  # so that a lease would show in the order, not in what is spared
+    assert cluster.client().put("filling", bytes(FILLING_BYTES)) == 0
+    left = settled_keys(cluster)
+    return [age for age, key in enumerate(keys) if key not in left]
+
+
+def settled_keys(cluster: Cluster) -> set[str]:
+    """The keys once eviction has begun and ended."""
+    deadline = time.monotonic() + 10
+    before, keys = set[str](), set(cluster.keys())
+    while len(keys) > 2 * PAGES or keys != before:
+        assert time.monotonic() < deadline, "nothing is evicted"
+        time.sleep(0.05)
+        before, keys = keys, set(cluster.keys())
+    return keys
+
+
+def ask_with_leases(cluster: Cluster, keys: list[str]) -> None:
+    """What a look must not do."""
+    assert cluster.client().batch_is_exist(keys[: PAGES // 2]) == [1] * (PAGES // 2)
+
+
+def test_the_same_objects_are_evicted_with_and_without_a_look(
+    evicting: Cluster, look: Look
+) -> None:
+    undisturbed = evicted_after(evicting, lambda cluster, keys: None)
+    assert undisturbed == list(range(len(undisturbed)))  # the oldest
+    assert undisturbed
+    assert evicted_after(evicting, look) == undisturbed
+    # The comparison would show it: an ordinary question saves what it asks about.
+    assert not set(evicted_after(evicting, ask_with_leases)) & set(range(PAGES // 2))
+
+
+def test_objects_can_be_removed_right_after_a_look(mooncake_cluster: Cluster, look: Look) -> None:
+    keys = put_pages(mooncake_cluster, 3)
+    look(mooncake_cluster, keys)
+    client = mooncake_cluster.client()
+    assert [client.remove(key) for key in keys[1:]] == [0] * 5
+    assert client.is_exist(keys[0]) == 1
+    assert client.remove(keys[0]) == -706  # it has a lease now

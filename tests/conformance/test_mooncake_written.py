@@ -1,0 +1,384 @@
+"""What SGLang's own MooncakeStore wrote into a cluster: all of it is understood, and only that."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from hicachectl.formats.expectation import ExpectedObject, expected_objects
+from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys.mooncake import WARM_UP_PATTERN
+from hicachectl.formats.profile import profile_from_mapping
+from tests.conformance.object_bytes import expected_bytes
+from tests.conformance.store_cases import MOONCAKE_VARIANTS
+from tests.conformance.test_cli_values import NAN, WORDS
+from tests.mooncake_cluster import Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conformance.conftest import Manifest, SglangSession
+    from tests.conftest import Invoke
+
+Entry = dict[str, Any]
+Affix = tuple[str, str]
+
+_COORDINATES = (
+    "key", "page", "pool", "part", "model", "tag", "tp_rank", "tp_size", "pp_rank", "pp_size",
+    "cp_rank", "cp_size", "heads", "nbytes",
+)  # fmt: skip
+
+# One worker holds the process that has SGLang in it, and the cluster that it writes into.
+pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-mooncake")]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A cluster with what SGLang wrote of one case, and its warm-up keys."""
+
+    cluster: Cluster
+    manifest: Manifest
+
+    @property
+    def objects(self) -> dict[str, Entry]:
+        return {entry["key"]: entry for entry in self.manifest["objects"]}
+
+    @property
+    def warm_up_keys(self) -> set[str]:
+        return set(self.cluster.keys()) - self.objects.keys()
+
+    @property
+    def expected(self) -> dict[Affix, ExpectedObject]:
+        """What each affix of a key stands for, after the deployments' profiles."""
+        codec = codec_for("mooncake")
+        return {
+            codec.affix(expected.coordinate): expected
+            for deployment in self.manifest["deployments"]
+            for expected in expected_objects(
+                profile_from_mapping(deployment["profile"]), "mooncake"
+            )
+        }
+
+    def profiles(self, folder: Path) -> dict[tuple[str, str | None], Path]:
+        """The deployments' profiles as files, by model and tag as manifests have them."""
+        paths = {}
+        for number, deployment in enumerate(self.manifest["deployments"]):
+            profile = deployment["profile"]
+            path = folder / f"profile-{number}.json"
+            path.write_text(json.dumps(profile))
+            paths[profile["model"].replace("/", "-"), profile.get("tag")] = path
+        return paths
+
+    def of(self, model: str, tag: str | None) -> list[Entry]:
+        """What a deployment wrote."""
+        return [e for e in self.manifest["objects"] if (e["model"], e["tag"]) == (model, tag)]
+
+    @contextmanager
+    def damaged(self, values: dict[str, bytes | None]) -> Iterator[None]:
+        """Put other bytes in the place of objects, or none."""
+        client = self.cluster.client()
+        before = {key: client.get(key) for key in values}
+        for key, value in values.items():
+            if value is None:
+                self.cluster.remove(key)
+            else:
+                self.cluster.put(key, value)
+        try:
+            yield
+        finally:
+            for key, value in before.items():
+                self.cluster.put(key, value)
+
+
+@pytest.fixture(scope="module")
+def cluster(mooncake_package: None) -> Iterator[Cluster]:
+    """A cluster that no other module empties, as the cases stay from test to test."""
+    # What verify reads is leased: a repair of it need not wait long here.
+    with Cluster(lease_ms=500) as cluster:
+        yield cluster
+
+
+@pytest.fixture(
+    scope="module",
+    params=MOONCAKE_VARIANTS,
+    ids=["-".join(variant) for variant in MOONCAKE_VARIANTS],
+)
+def written(
+    request: pytest.FixtureRequest, cluster: Cluster, sglang_session: SglangSession
+) -> Written:
+    """Each case in turn; a test that changes the store leaves it as it was."""
+    case, layout = request.param
+    return write(sglang_session, cluster, case, layout=layout)
+
+
+def write(session: SglangSession, cluster: Cluster, case: str, **options: Any) -> Written:
+    """Have SGLang write a case, and nothing else be there."""
+    cluster.clear()
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    return Written(
+        cluster,
+        session.run("write_store", case, cluster.master, "--backend=mooncake", *arguments),
+    )
+
+
+def affix_of(entry: Entry) -> Affix:
+    before, _, after = entry["key"].partition(entry["page"])
+    return before, after
+
+
+def without_size(entry: Entry) -> bool:
+    """Whether the master cannot be asked about the key without a lease: it cuts keys at commas."""
+    return "," in entry["key"]
+
+
+def listed(invoke: Invoke, url: str, *arguments: object) -> dict[str, Entry]:
+    out = invoke("ls", url, *arguments, "--objects", "--format", "jsonl").stdout
+    return {row["key"]: row for row in map(json.loads, out.splitlines())}
+
+
+def verified(invoke: Invoke, url: str, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
+    out = invoke(
+        "verify", url, *arguments, "--grace", "0s", "--format", "json", exit_code=exit_code
+    )
+    document: dict[str, Any] = json.loads(out.stdout)
+    return document
+
+
+def complaints(document: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """The findings that are more than information."""
+    return sorted(
+        (found["code"], found["severity"], found["key"])
+        for found in document["findings"]
+        if found["severity"] != "info"
+    )
+
+
+def one_of_each_kind(entries: list[Entry]) -> list[Entry]:
+    """One object of each pool, part and rank, each on the last page that has it."""
+    return list({affix_of(entry): entry for entry in entries}.values())
+
+
+# --- what was written, against the formats ---
+
+
+def test_every_written_object_was_predicted_and_every_predicted_one_written(
+    written: Written,
+) -> None:
+    expected = written.expected
+    pages_of: dict[Affix, set[str]] = defaultdict(set)
+    for key, entry in written.objects.items():
+        assert entry["nbytes"] == expected[affix_of(entry)].nbytes, key
+        pages_of[affix_of(entry)].add(entry["page"])
+    assert pages_of.keys() == expected.keys()
+    for affix, object_ in expected.items():
+        assert object_.trailing or pages_of[affix] == set(written.manifest["pages"]), affix
+
+
+def test_the_store_holds_what_was_put_and_warm_up_keys(written: Written) -> None:
+    assert set(written.cluster.keys()) >= written.objects.keys()
+    assert written.warm_up_keys
+    assert all(re.search(WARM_UP_PATTERN, key) for key in written.warm_up_keys)
+
+
+def test_objects_hold_their_values_in_the_documented_order(written: Written) -> None:
+    client = written.cluster.client()
+    wrong = [
+        key
+        for key, entry in written.objects.items()
+        if client.get(key) != expected_bytes(written.manifest, entry)
+    ]
+    assert wrong == []
+
+
+# --- the commands ---
+
+
+def test_ls_lists_exactly_what_sglang_wrote(
+    written: Written, invoke: Invoke, tmp_path: Path
+) -> None:
+    for (model, tag), profile in written.profiles(tmp_path).items():
+        rows = listed(invoke, written.cluster.url, "--profile", profile)
+        assert rows.keys() == written.objects.keys() | written.warm_up_keys
+        for entry in written.of(model, tag):
+            wanted = {name: entry[name] for name in _COORDINATES}
+            wanted["nbytes"] = None if without_size(entry) else entry["nbytes"]
+            row = rows[entry["key"]]
+            assert {name: row[name] for name in _COORDINATES} == wanted
+
+
+def test_ls_without_a_profile_knows_pages_pools_parts_and_sizes(
+    written: Written, invoke: Invoke
+) -> None:
+    rows = listed(invoke, written.cluster.url, "--allow-leases")
+    names = ("key", "page", "pool", "part", "nbytes")
+    for key, entry in written.objects.items():
+        assert {name: rows[key][name] for name in names} == {name: entry[name] for name in names}
+    assert all(rows[key]["page"] is None for key in written.warm_up_keys)
+
+
+def test_verify_is_clean_and_takes_warm_up_keys_for_what_they_are(
+    written: Written, invoke: Invoke, tmp_path: Path
+) -> None:
+    deployments = written.profiles(tmp_path)
+    for profile in deployments.values():
+        document = verified(invoke, written.cluster.url, "--profile", profile)
+        assert {found["code"] for found in document["findings"]} == {"foreign-object"}
+        assert {found["severity"] for found in document["findings"]} == {"info"}
+        assert {found["key"] for found in document["findings"]} == written.warm_up_keys
+        assert document["objects"] == len(written.objects) + len(written.warm_up_keys)
+        assert document["pages"] == len(written.manifest["pages"])
+        assert document["checks"] == ["names", "groups", "sizes", "values"]
+        others = ["other-deployments"] if len(deployments) > 1 else []
+        assert document["skipped_checks"] == others
+        assert document["bytes_read"] > 0
+
+
+def test_each_lost_object_is_found_and_nothing_else(
+    written: Written, invoke: Invoke, tmp_path: Path
+) -> None:
+    for (model, tag), profile in written.profiles(tmp_path).items():
+        entries = written.of(model, tag)
+        for entry in one_of_each_kind(entries):
+            wanted = loss_findings(entries, entry)
+            with written.damaged({entry["key"]: None}):
+                document = verified(
+                    invoke, written.cluster.url, "--profile", profile,
+                    "--checks", "names,groups,sizes", exit_code=4 if wanted else 0,
+                )  # fmt: skip
+            assert complaints(document) == wanted, entry["key"]
+
+
+def loss_findings(entries: list[Entry], entry: Entry) -> list[tuple[str, str, str]]:
+    """What must be found when one object is gone, told from the manifest alone."""
+    mates = [e for e in entries if e["page"] == entry["page"] and e is not entry]
+    same_pool = [e for e in mates if e["pool"] == entry["pool"]]
+    ranks = ("tp_rank", "pp_rank", "heads")
+    trailing = entry["pool"] in ("mamba", "swa")
+    weak = trailing or entry["pool"].startswith("draft")
+    key = entry["key"]
+    if any(all(e[rank] == entry[rank] for rank in ranks) for e in same_pool):
+        return [("missing-part", "warning" if weak else "error", key)]
+    if entry["pool"] == "kv" and not same_pool:
+        return sorted(("orphan-sidecar", "warning", e["key"]) for e in mates)
+    if entry["pool"] == "kv" or trailing:
+        return [("missing-rank", "warning", key)] if same_pool else []
+    return [("missing-pool", "warning" if weak else "error", key)]
+
+
+def test_short_long_and_bad_objects_are_found_each_and_nothing_else(
+    written: Written, invoke: Invoke, tmp_path: Path
+) -> None:
+    client = written.cluster.client()
+    for (model, tag), profile in written.profiles(tmp_path).items():
+        pages = {
+            code: [e for e in written.of(model, tag) if e["page"] in places]
+            for code, places in zip(
+                ("nan", "truncated", "oversized"), thirds(written.manifest["pages"]), strict=True
+            )
+        }
+        planted: dict[str, bytes | None] = {}
+        wanted = []
+        for code, entries in pages.items():
+            for entry in one_of_each_kind(entries):
+                value = damage(code, client.get(entry["key"]), written.expected[affix_of(entry)])
+                if value is not None:
+                    planted[entry["key"]] = value
+                    wanted.append((code, "error", entry["key"]))
+        assert {code for code, _, _ in wanted} == pages.keys()
+        with written.damaged(planted):
+            document = verified(invoke, written.cluster.url, "--profile", profile, exit_code=4)
+        assert complaints(document) == sorted(wanted)
+
+
+def thirds(pages: list[str]) -> list[list[str]]:
+    """Three runs of a chain, each with the end of a node."""
+    return [pages[:3], pages[3:6], pages[6:]]
+
+
+def damage(code: str, value: bytes, expected: ExpectedObject) -> bytes | None:
+    """An object with something wrong; None where its kind cannot have it."""
+    if code == "truncated":
+        return value[: len(value) // 2]
+    if code == "oversized":
+        return value + b"\0"
+    tensor = next((tensor for tensor in expected.tensors if tensor.dtype in NAN), None)
+    if tensor is None:
+        return None
+    data = np.frombuffer(value, dtype=np.uint8).copy()
+    words = data[tensor.offset : tensor.offset + tensor.nbytes].view(WORDS[tensor.itemsize])
+    words[len(words) // 2] = NAN[tensor.dtype]
+    return data.tobytes()
+
+
+# --- back to SGLang ---
+
+
+def read_back(written: Written, session: SglangSession, folder: Path) -> list[dict[str, Any]]:
+    """What SGLang reads of a store, for each deployment and rank."""
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(written.manifest))
+    place = (written.cluster.master, "--backend=mooncake", f"--manifest={path}")
+    results: list[dict[str, Any]] = session.run("read_back", *place, accepted=(0, 1))
+    return results
+
+
+def test_sglang_reads_a_short_object_with_success_and_other_values(
+    cluster: Cluster, sglang_session: SglangSession, tmp_path: Path
+) -> None:
+    """What makes `truncated` an error here: the rest of the page stays what it was."""
+    written = write(sglang_session, cluster, "gqa_tp2")
+    results = read_back(written, sglang_session, tmp_path)
+    assert all(result["hit_pages"] == 8 for result in results)
+    assert all(result["wrong"] == {"kv": []} for result in results)
+    entry = next(e for e in written.of("Qwen-Qwen3-Tiny", None) if e["tp_rank"] == 0)
+    position = written.manifest["pages"].index(entry["page"])
+    with written.damaged({entry["key"]: bytes(entry["nbytes"] // 2)}):
+        first, second = read_back(written, sglang_session, tmp_path)
+    assert first["hit_pages"] == second["hit_pages"] == 8
+    assert (first["wrong"], second["wrong"]) == ({"kv": [position]}, {"kv": []})
+
+
+def test_second_context_parallel_rank_reads_the_layers_of_the_first(
+    cluster: Cluster, sglang_session: SglangSession, tmp_path: Path
+) -> None:
+    """Mooncake's keys name no CP rank, so that what the second one has is never stored."""
+    written = write(sglang_session, cluster, "cp2")
+    first, second = read_back(written, sglang_session, tmp_path)
+    assert first["wrong"]["kv"] == []
+    assert second["wrong"]["kv"] == list(range(8))
+
+
+@pytest.mark.parametrize("case", ["hybrid_mamba", "mla_indexer", "mla_mha_draft"])
+def test_sglang_reads_what_was_quarantined_and_restored(
+    cluster: Cluster, sglang_session: SglangSession, invoke: Invoke, tmp_path: Path, case: str
+) -> None:
+    written = write(sglang_session, cluster, case)
+    client = cluster.client()
+    before = {key: client.get(key) for key in written.objects}
+    profile = next(iter(written.profiles(tmp_path).values()))
+    page = written.manifest["pages"][4]
+    entry = next(e for e in written.manifest["objects"] if (e["page"], e["pool"]) == (page, "kv"))
+    bad = damage("nan", before[entry["key"]], written.expected[affix_of(entry)])
+    with written.damaged({entry["key"]: bad}):
+        verified(
+            invoke, cluster.url, "--profile", profile, "--repair", "quarantine",
+            "--quarantine", tmp_path / "quarantine", "--yes", "--lease-wait", "5s", exit_code=4,
+        )  # fmt: skip
+        left = cluster.keys()
+        assert not any(page in key for key in left)
+        results = read_back(written, sglang_session, tmp_path)
+        assert {result["hit_pages"] for result in results} <= {3, 4}
+        invoke("restore", tmp_path / "quarantine", cluster.url, "--yes")
+        assert client.get(entry["key"]) == bad
+    assert {key: client.get(key) for key in written.objects} == before
+    for result in read_back(written, sglang_session, tmp_path):
+        assert result["hit_pages"] == 8
+        assert not any(result["wrong"].values())

@@ -1,0 +1,292 @@
+"""A real Mooncake cluster for tests: a master, and processes that own segments, on loopback.
+
+The data lives in processes of their own, as in production, so that a test can kill any part.
+The same file is the program of an owner: `mooncake_cluster.py MASTER BYTES` holds a segment
+until its stdin ends, which it also does when the test process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+HOST = "127.0.0.1"
+STARTS = 3  # another process can take a free port before the master binds it
+START_TIMEOUT_S = 30
+STOP_TIMEOUT_S = 5
+LOCAL_BUFFER_BYTES = 16 << 20
+PROBE = "hicachectl-probe"
+
+# What a child runs before it becomes the program: no end of its parent leaves it behind.
+_FOLLOW_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Cluster:
+    """A master and its segment owners; a context manager that leaves nothing behind.
+
+    flags: more options of mooncake_master, such as eviction_ratio=0.1. Raises RuntimeError with
+    the end of the log where a part does not come up.
+    """
+
+    def __init__(
+        self,
+        segment_bytes: int = 64 << 20,
+        *,
+        lease_ms: int = 10_000,
+        stores: int = 1,
+        **flags: object,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="mooncake-")
+        self._segment_bytes = segment_bytes
+        self._flags = {"default_kv_lease_ttl": lease_ms, **flags}
+        self._client: Any = None
+        self._stores: dict[str, subprocess.Popen[bytes]] = {}
+        self._master: subprocess.Popen[bytes] | None = None
+        self.master = self.admin = ""
+        try:
+            self._start_master()
+            for _ in range(stores):
+                self.add_store()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """The cluster as a store of ours."""
+        return f"mooncake://{self.master}?admin={self.admin}&protocol=tcp"
+
+    def add_store(self, segment_bytes: int | None = None) -> str:
+        """Start a process that owns a segment; its name, once objects can be put there."""
+        known = self._segments()
+        number = len(self._stores)
+        program = (__file__, self.master, str(segment_bytes or self._segment_bytes))
+        process = self._spawn(f"store-{number}", sys.executable, *program, stdin=subprocess.PIPE)
+        self._stores[f"starting-{number}"] = process
+        fresh = self._await(process, f"store-{number}", lambda: self._segments() - known)
+        name: str = fresh.pop()
+        self._stores[name] = self._stores.pop(f"starting-{number}")
+        if number == 0:
+            self._probe(process)
+        return name
+
+    def kill_store(self, name: str | None = None) -> None:
+        """SIGKILL an owner, the last one unless named; the master notices after its client_ttl."""
+        _kill(self._stores.pop(name) if name else self._stores.popitem()[1])
+
+    def kill_master(self) -> None:
+        """SIGKILL the master."""
+        if self._master is not None:
+            _kill(self._master)
+        self._master = None
+
+    def client(self) -> Any:
+        """A MooncakeDistributedStore without a segment, the same at every call."""
+        if self._client is None:
+            client = _new_store()
+            if client.setup(HOST, "P2PHANDSHAKE", 0, LOCAL_BUFFER_BYTES, "tcp", "", self.master):
+                raise RuntimeError(f"no client of {self.master}\n{self._log_end('master')}")
+            self._client = client
+        return self._client
+
+    def put(self, key: str, value: bytes) -> None:
+        """Put an object in the place of any other."""
+        client = self.client()
+        client.remove(key, True)  # a put on an existing key keeps the old bytes
+        code = client.put(key, value)
+        assert code == 0, f"put of {key}: {code}"
+
+    def remove(self, key: str) -> None:
+        """Remove an object whatever its lease."""
+        code = self.client().remove(key, True)
+        assert code == 0, f"remove of {key}: {code}"
+
+    def keys(self) -> list[str]:
+        """Every key the master lists."""
+        return self.ask("get_all_keys").splitlines()
+
+    def ask(self, path: str) -> str:
+        """GET from the master's admin port."""
+        with urllib.request.urlopen(f"http://{self.admin}/{path}", timeout=10) as reply:
+            return str(reply.read().decode())
+
+    def clear(self) -> None:
+        """Remove every object, leased or not."""
+        self.client().remove_all(True)
+        _await(lambda: not self.keys(), "keys stay after remove_all", START_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End every process and remove the logs."""
+        self._client = None  # its close() takes seconds, and would crash a late caller
+        children = [*self._stores.values(), *([self._master] if self._master else [])]
+        for child in children:
+            child.terminate()
+        for child in children:
+            _kill(child, STOP_TIMEOUT_S)
+        self._stores, self._master = {}, None
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start_master(self) -> None:
+        for attempt in range(STARTS):
+            ports = _free_ports(2)
+            self.master, self.admin = (f"{HOST}:{port}" for port in ports)
+            flags = {
+                "rpc_address": HOST,
+                "rpc_port": ports[0],
+                "rpc_thread_num": 4,
+                "metrics_host": HOST,
+                "metrics_port": ports[1],
+                "logtostderr": True,
+                **self._flags,
+            }
+            options = [f"--{name}={_flag(value)}" for name, value in flags.items()]
+            self._master = self._spawn("master", str(_package() / "mooncake_master"), *options)
+            try:
+                self._await(self._master, "master", self._healthy)
+                return
+            except RuntimeError:
+                self.kill_master()
+                if attempt == STARTS - 1:
+                    raise
+
+    def _healthy(self) -> bool:
+        # A master whose own port was taken may find another cluster's answer there: ask the
+        # process's state after the reply, not before (_await does).
+        return '"service_ready":true' in self.ask("health")
+
+    def _segments(self) -> set[str]:
+        return set(self.ask("get_all_segments").split())
+
+    def _probe(self, owner: subprocess.Popen[bytes]) -> None:
+        """Put and get an object, and leave nothing."""
+        client = self.client()
+        self._await(owner, "store-0", lambda: client.put(PROBE, PROBE.encode()) == 0)
+        self._await(owner, "store-0", lambda: client.get(PROBE) == PROBE.encode())
+        self.remove(PROBE)
+
+    def _spawn(self, name: str, *command: str, stdin: int | None = None) -> subprocess.Popen[bytes]:
+        follow = [sys.executable, "-c", _FOLLOW_PARENT, str(os.getpid()), *command]
+        with self._log(name).open("wb") as log:
+            return subprocess.Popen(
+                follow,
+                stdin=stdin or subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder.name,
+                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            )
+
+    def _await(self, process: subprocess.Popen[bytes], name: str, ready: Callable[[], Any]) -> Any:
+        """Wait until `ready` gives something true, while the process lives."""
+
+        def check() -> Any:
+            found = None
+            with contextlib.suppress(OSError):
+                found = ready()
+            if process.poll() is not None:
+                raise RuntimeError(f"{name} ended: {process.returncode}\n{self._log_end(name)}")
+            return found
+
+        return _await(check, f"{name} does not come up", START_TIMEOUT_S)
+
+    def _log(self, name: str) -> Path:
+        return Path(self._folder.name) / f"{name}.log"
+
+    def _log_end(self, name: str) -> str:
+        return self._log(name).read_text(errors="replace")[-3000:]
+
+
+def unavailable() -> str:
+    """Why no cluster can be started here; empty when it can."""
+    try:
+        _new_store()
+    except (ImportError, OSError) as error:
+        return f"no Mooncake package that loads: {error}"
+    return ""
+
+
+def _new_store() -> Any:
+    from mooncake.store import MooncakeDistributedStore
+
+    return MooncakeDistributedStore()
+
+
+def _package() -> Path:
+    import mooncake
+
+    return Path(next(iter(mooncake.__path__)))
+
+
+def _flag(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _await(ready: Callable[[], Any], complaint: str, timeout_s: float) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := ready()):
+        if time.monotonic() > deadline:
+            raise RuntimeError(complaint)
+        time.sleep(0.01)
+    return found
+
+
+def _kill(process: subprocess.Popen[bytes], patience_s: float = 0) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience_s)
+    process.kill()
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _own_segment(master: str, nbytes: int) -> None:
+    """Be the process that a segment's data lives in, until stdin ends."""
+    store = _new_store()
+    code = store.setup(HOST, "P2PHANDSHAKE", nbytes, LOCAL_BUFFER_BYTES, "tcp", "", master)
+    if code:
+        sys.exit(f"setup: {code}")
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGKILL)  # close() would take seconds; nobody needs the data
+
+
+if __name__ == "__main__":
+    _own_segment(sys.argv[1], int(sys.argv[2]))

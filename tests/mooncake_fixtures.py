@@ -1,0 +1,37 @@
+"""The Mooncake cluster as fixtures; tests/conftest.py brings them to every test."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.mooncake_cluster import Cluster, unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session")
+def mooncake_package() -> None:
+    """Skip where the package is missing, or fail where it is required."""
+    reason = unavailable()
+    if reason and os.environ.get("HICACHECTL_REQUIRE_MOONCAKE") == "1":
+        pytest.fail(reason, pytrace=False)
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def shared_mooncake_cluster(mooncake_package: None) -> Iterator[Cluster]:
+    """One cluster for each worker process, since a listing covers the whole store."""
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def mooncake_cluster(shared_mooncake_cluster: Cluster) -> Cluster:
+    """The worker's cluster, empty; a test that kills a part starts one of its own."""
+    shared_mooncake_cluster.clear()
+    return shared_mooncake_cluster
