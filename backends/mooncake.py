@@ -320,8 +320,8 @@ class MooncakeStore(Store):
         for chunk in _chunks(sizes, _READ_BACK_BYTES):
             where, total = place(sizes[chunk])
             with Arena(total) as copy:
-                codes = self._read_copy([keys[at] or "" for at in places[chunk]], copy, where,
-                                        sizes[chunk])  # fmt: skip
+                names = [keys[at] or "" for at in places[chunk].tolist()]
+                codes = self._read_copy(names, copy, where, sizes[chunk])
                 for index, (at, code) in enumerate(zip(places[chunk], codes.tolist(), strict=True)):
                     size = int(sizes[chunk][index])
                     mine = self.arena.view(int(offsets[chunk][index]), size)

@@ -56,7 +56,8 @@ _CALLS = ("batch_get_into", "batch_put_from", "batch_remove", "register_buffer")
 _OLDEST = "0.3.13"
 
 _INSTALL = (
-    "pip install 'hicachectl[mooncake]', or mooncake-transfer-engine-non-cuda where there is no CUDA"
+    "pip install 'hicachectl[mooncake]', "
+    "or mooncake-transfer-engine-non-cuda where there is no CUDA"
 )
 
 

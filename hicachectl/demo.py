@@ -14,12 +14,13 @@ from hicachectl.backends.urls import open_store
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.hashing import page_hashes_hex
-from hicachectl.formats.keys.file import FileCodec
+from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import Pool, Profile, StateTensor, dump_profile
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from hicachectl.backends.base import Store
     from hicachectl.formats.layouts import TensorLayout
 
 PROFILE = Profile(
@@ -58,11 +59,22 @@ def write_demo(directory: Path, pages: int) -> Path:
         profile_path.write_text(dump_profile(PROFILE), encoding="utf-8")
     except OSError as error:
         raise StoreUnavailable(f"cannot write {directory}: {error.strerror}") from error
+    with open_store(str(directory)) as store:
+        fill(store, pages)
+    return profile_path
+
+
+def fill(store: Store, pages: int) -> None:
+    """Put the sample pages into a store as SGLang would name them there.
+
+    Raises StoreUnavailable when one cannot be written.
+    """
     rng = np.random.default_rng(_SEED)
     tokens = rng.integers(0, 150_000, pages * PROFILE.page_size)
     hashes = page_hashes_hex(tokens, PROFILE.page_size)
-    members = expected_objects(PROFILE, "file")
-    with open_store(str(directory)) as store, Arena(sum(m.nbytes for m in members)) as arena:
+    members = expected_objects(PROFILE, store.scheme)
+    spell = codec_for(store.scheme).affix
+    with Arena(sum(m.nbytes for m in members)) as arena:
         store.attach(arena)
         start_ns = time.time_ns() - _AGE_S * 10**9
         for number, page in enumerate(hashes):
@@ -75,18 +87,15 @@ def write_demo(directory: Path, pages: int) -> Path:
                 arena.view(offset, member.nbytes)[:] = _values(member, rng)
             rows = pa.table(
                 {
-                    "key": pa.array([_key(member, page) for member in present], pa.binary()),
+                    "key": pa.array(
+                        [page.join(spell(m.coordinate)).encode() for m in present], pa.binary()
+                    ),
                     "mtime_ns": pa.array([start_ns + number * 10**9] * len(present)),
                 }
             )
             if not store.write_from(rows, offsets, sizes, if_absent=True).all_ok:
-                raise StoreUnavailable(f"cannot write page {page} to {directory}")
-    return profile_path
-
-
-def _key(member: ExpectedObject, page: str) -> bytes:
-    prefix, suffix = FileCodec().affix(member.coordinate)
-    return f"{prefix}{page}{suffix}".encode()
+                raise StoreUnavailable(f"cannot write page {page} to {store.url}")
+        store.detach()
 
 
 def _values(member: ExpectedObject, rng: np.random.Generator) -> npt.NDArray[np.uint8]:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import Status
-from hicachectl.checks.sizes import oversized_severity
+from hicachectl.checks.sizes import UNKNOWN_SIZE, oversized_severity
 from hicachectl.findings import findings
 from hicachectl.formats.expectation import expected_objects
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES, Loaded, Pipeline, Task, batches
@@ -143,7 +143,7 @@ def read_objects(
     pipeline: Pipeline[_Done] = Pipeline(
         store,
         inventory.objects,
-        _tasks(inventory, plan.rows),
+        _tasks(inventory, plan),
         lambda loaded: _work(loaded, inventory, plan, wants_digest),
         buffer_bytes=plan.buffer_bytes,
         jobs=plan.jobs,
@@ -156,9 +156,14 @@ def read_objects(
     return result
 
 
-def _tasks(inventory: Inventory, rows: IntArray) -> Iterator[Task]:
-    """Cut the rows into tasks of objects of one affix and size."""
-    listed = inventory.objects.column("nbytes").fill_null(0).to_numpy()
+def _tasks(inventory: Inventory, plan: ReadingPlan) -> Iterator[Task]:
+    """Cut the rows into tasks of objects of one affix and size.
+
+    Where the listing knows no size it is the expected one; without that, nothing can be read.
+    """
+    listed = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
+    listed = np.where(listed == UNKNOWN_SIZE, plan.sizes[inventory.affix_ids], listed)
+    rows = plan.rows[listed[plan.rows] != UNKNOWN_SIZE]
     for start in range(0, len(rows), _WINDOW_OBJECTS):
         window = rows[start : start + _WINDOW_OBJECTS]
         affixes, sizes = inventory.affix_ids[window], listed[window]

@@ -191,7 +191,7 @@ class _Run:
     def _look_again(
         self, inventory: Inventory, groups: PageGroups, on_wait: Callable[[float, int], None]
     ) -> tuple[BoolArray, int]:
-        """Say which groups have changed within the grace, and how many of their objects are gone."""
+        """Say which groups have changed within the grace, and how many listed objects are gone."""
         suspects = int(np.isin(groups.states, (PARTIAL, ORPHAN)).sum())
         left = self.started + self.request.grace_seconds - time.monotonic()
         if suspects and left > 0:

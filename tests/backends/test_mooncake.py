@@ -39,6 +39,15 @@ def brief_cluster(mooncake_package: None) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def opened_store(brief_cluster: Cluster) -> Iterator[MooncakeStore]:
+    """One for all tests: Mooncake's client takes a second to close."""
+    opened = open_store(brief_cluster.url)
+    assert isinstance(opened, MooncakeStore)
+    with opened:
+        yield opened
+
+
 @pytest.fixture
 def cluster(brief_cluster: Cluster) -> Cluster:
     brief_cluster.clear()
@@ -46,22 +55,25 @@ def cluster(brief_cluster: Cluster) -> Cluster:
 
 
 @pytest.fixture
-def store(cluster: Cluster) -> Iterator[MooncakeStore]:
-    opened = open_store(cluster.url)
-    assert isinstance(opened, MooncakeStore)
-    with Arena(ARENA_BYTES) as arena, opened:
-        opened.attach(arena)
-        yield opened
+def store(
+    cluster: Cluster, opened_store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MooncakeStore]:
+    for name in ("allow_leases", "lease_wait_seconds"):
+        monkeypatch.setattr(opened_store, name, getattr(MooncakeStore, name))
+    with Arena(ARENA_BYTES) as arena:
+        opened_store.attach(arena)
+        yield opened_store
+        opened_store.detach()
 
 
 class TestMooncakeStore(StoreSuite):
     keys = tuple(f"m_{page}_0_k".encode() for page in PAGE_HASHES)
 
     @pytest.fixture
-    def store(self, cluster: Cluster) -> Iterator[Store]:
+    def store(self, cluster: Cluster, opened_store: MooncakeStore) -> Iterator[Store]:
         self.cluster = cluster
-        with open_store(cluster.url) as opened:
-            yield opened
+        yield opened_store
+        opened_store.detach()
 
     def reopen(self, store: Store) -> Store:
         return open_store(self.cluster.url)

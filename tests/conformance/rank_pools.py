@@ -100,6 +100,10 @@ def parallel(deployment: Deployment, rank: Rank) -> Iterator[None]:
 
 def build_pools(deployment: Deployment, rank: Rank, pages: int) -> RankPools:
     """Build every pool of `deployment` that `rank` holds, with room for `pages` pages and more."""
+    from sglang.srt.mem_cache.pool_host import base
+
+    # SGLang leaves 10 GB to others; these pools are tiny, and so may the machine be.
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     profile = deployment.profile
     tables = {pool["name"]: pool for pool in profile["pools"]}
     size = pages * profile["page_size"]

@@ -289,10 +289,12 @@ def test_short_long_and_bad_objects_are_found_each_and_nothing_else(
         for code, entries in pages.items():
             for entry in one_of_each_kind(entries):
                 value = damage(code, client.get(entry["key"]), written.expected[affix_of(entry)])
-                if value is not None:
+                # Only a size tells that an object is too long: Mooncake refuses to hand it out.
+                if value is not None and not (code == "oversized" and without_size(entry)):
                     planted[entry["key"]] = value
-                    wanted.append((code, "error", entry["key"]))
-        assert {code for code, _, _ in wanted} == pages.keys()
+                    severity = "warning" if code == "oversized" else "error"
+                    wanted.append((code, severity, entry["key"]))
+        assert {code for code, _, _ in wanted} >= {"truncated", "oversized"}
         with written.damaged(planted):
             document = verified(invoke, written.cluster.url, "--profile", profile, exit_code=4)
         assert complaints(document) == sorted(wanted)

@@ -1,0 +1,108 @@
+"""An HTTP service that misbehaves as scripted, over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Script = Callable[["Call"], None]
+
+PATIENCE_S = 20.0  # longer than any test waits
+
+
+def reply(body: bytes, status: int = 200) -> bytes:
+    """Make a reply that says how long it is."""
+    return b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
+
+
+class Call:
+    """One request: its path, and what may be done about it.
+
+    number: of the connection, from 0. turn: of the request on that connection, from 0.
+    """
+
+    def __init__(
+        self, peer: socket.socket, path: str, number: int, turn: int, over: threading.Event
+    ) -> None:
+        self.path = path
+        self.number = number
+        self.turn = turn
+        self._peer = peer
+        self._over = over
+
+    def answer(self, body: bytes, status: int = 200) -> None:
+        self.send(reply(body, status))
+
+    def send(self, raw: bytes) -> None:
+        self._peer.sendall(raw)
+
+    def trickle(self, raw: bytes, pause_s: float) -> None:
+        """Send a byte at a time, until the test is over."""
+        for byte in raw:
+            self.send(bytes([byte]))
+            if self._over.wait(pause_s):
+                return
+
+    def hang(self) -> None:
+        self._over.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        self._peer.shutdown(socket.SHUT_RDWR)
+
+    def reset(self) -> None:
+        """Close the connection as a process does that dies with data unread."""
+        self._peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        socket.close(self._peer.detach())
+
+
+@contextmanager
+def serving(script: Script) -> Iterator[str]:
+    """Serve on loopback; gives host:port."""
+    over = threading.Event()
+    peers: list[socket.socket] = []
+    threads: list[threading.Thread] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = listener.accept()
+                peers.append(peer)
+                serve = threading.Thread(target=_serve, args=(peer, len(peers) - 1, script, over))
+                threads.append(serve)
+                serve.start()
+
+    accepting = threading.Thread(target=accept)
+    accepting.start()
+    try:
+        yield "{}:{}".format(*listener.getsockname())
+    finally:
+        over.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        accepting.join()
+        for peer in peers:
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+        for peer in peers:
+            peer.close()
+
+
+def _serve(peer: socket.socket, number: int, script: Script, over: threading.Event) -> None:
+    with contextlib.suppress(OSError), peer.makefile("rb") as stream:
+        turn = 0
+        while first := stream.readline():
+            while stream.readline().strip():
+                pass
+            path = first.split()[1].decode()
+            script(Call(peer, path, number, turn, over))
+            turn += 1

@@ -1,0 +1,294 @@
+"""Tests of backends.http_get, against services that misbehave."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicachectl.backends import http_get
+from hicachectl.backends.http_get import HttpGet, Reply
+from hicachectl.formats.errors import StoreUnavailable
+from tests.backends.http_scripts import Call, reply, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.backends.http_scripts import Script
+
+SHORT_S = 0.3
+LONG_HEAD = b"HTTP/1.1 200 OK\r\nX: " + b"y" * 999
+
+
+@contextmanager
+def client_of(script: Script, timeout_s: float = 10.0) -> Iterator[HttpGet]:
+    with serving(script) as address, closing(_client(address, timeout_s)) as client:
+        yield client
+
+
+def _client(address: str, timeout_s: float = 10.0) -> HttpGet:
+    host, _, port = address.rpartition(":")
+    return HttpGet(host, int(port), who="Example", hint="try another port", timeout_s=timeout_s)
+
+
+def test_a_reply_is_given_whatever_its_status() -> None:
+    with client_of(lambda call: call.answer(call.path.encode(), 418)) as client:
+        assert client.get("/pot?a=%20b") == Reply(418, b"/pot?a=%20b")
+
+
+def test_one_connection_serves_consecutive_requests() -> None:
+    with client_of(lambda call: call.answer(b"%d.%d" % (call.number, call.turn))) as client:
+        assert [client.get("/").body for _ in range(3)] == [b"0.0", b"0.1", b"0.2"]
+        assert b"".join(client.stream("/")) == b"0.3"
+        assert client.get("/").body == b"0.4"
+
+
+def test_threads_have_connections_of_their_own() -> None:
+    together = threading.Barrier(2, timeout=10)
+
+    def script(call: Call) -> None:
+        together.wait()  # passes only when both requests are here
+        call.answer(call.path.encode())
+
+    with client_of(script) as client:
+        found: dict[str, bytes] = {}
+        threads = [
+            threading.Thread(target=lambda path=path: found.update({path: client.get(path).body}))
+            for path in ("/a", "/b")
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == {"/a": b"/a", "/b": b"/b"}
+
+
+def test_a_connection_that_the_service_has_closed_is_opened_again() -> None:
+    def script(call: Call) -> None:
+        call.answer(b"%d" % call.number)
+        call.close()
+
+    with client_of(script) as client:
+        assert [client.get("/").body for _ in range(3)] == [b"0", b"1", b"2"]
+
+
+@pytest.mark.parametrize("resets", [1, 2])
+def test_a_passing_reset_is_tried_again(resets: int) -> None:
+    def script(call: Call) -> None:
+        if call.number < resets:
+            call.reset()
+        else:
+            call.answer(b"well")
+
+    with client_of(script) as client:
+        assert client.get("/").body == b"well"
+    with client_of(script) as client:
+        assert list(client.stream("/")) == [b"well"]
+
+
+def test_resets_are_not_tried_again_for_ever() -> None:
+    seen: list[int] = []
+
+    def script(call: Call) -> None:
+        seen.append(call.number)
+        call.reset()
+
+    with (
+        client_of(script) as client,
+        pytest.raises(
+            StoreUnavailable,
+            match=r"^Example 127\.0\.0\.1:\d+: the connection is closed without an answer; "
+            "try another port$",
+        ),
+    ):
+        client.get("/")
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(lambda call: call.hang(), id="nothing"),
+        pytest.param(lambda call: call.trickle(LONG_HEAD, 0.05), id="head trickles"),
+        pytest.param(lambda call: call.trickle(reply(b"y" * 999), 0.05), id="body trickles"),
+        pytest.param(lambda call: (call.send(reply(b"yy")[:-1]), call.hang()), id="byte missing"),
+    ],
+)  # fmt: skip
+def test_a_service_that_hangs_or_trickles_is_given_up_in_time(script: Script) -> None:
+    with client_of(script, timeout_s=SHORT_S) as client:
+        start = time.monotonic()
+        with pytest.raises(StoreUnavailable, match=r"no answer within 0\.3 s; is it stuck"):
+            client.get("/")
+        assert SHORT_S <= time.monotonic() - start < SHORT_S + 2
+
+
+def test_a_service_that_takes_no_request_is_given_up_in_time() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,  # nobody accepts or reads
+        closing(_client("{}:{}".format(*listener.getsockname()), SHORT_S)) as client,
+        pytest.raises(StoreUnavailable, match="no answer"),
+    ):
+        client.get("/" + "x" * (16 << 20))
+
+
+def test_a_stream_that_stops_is_given_up_though_it_may_last_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_get, "_BLOCK_BYTES", 1)
+
+    def script(call: Call) -> None:
+        call.send(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n")
+        call.trickle(b"abcdefgh", SHORT_S / 4)
+        call.hang()
+
+    blocks: list[bytes] = []
+    with client_of(script, timeout_s=SHORT_S) as client:
+        start = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="no answer within"):
+            for block in client.stream("/"):
+                blocks.append(block)
+        assert 2 * SHORT_S < time.monotonic() - start < 2 * SHORT_S + 2
+    assert b"".join(blocks) == b"abcdefgh"
+
+
+@pytest.mark.parametrize("length", [0, 1, 6, 7, 8, 15])
+def test_a_stream_is_the_body_in_blocks(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    monkeypatch.setattr(http_get, "_BLOCK_BYTES", 7)
+    body = bytes(range(length))
+    with client_of(lambda call: call.answer(body)) as client:
+        blocks = list(client.stream("/"))
+    assert b"".join(blocks) == body
+    assert all(0 < len(block) <= 7 for block in blocks)
+
+
+def test_a_chunked_body_is_read_whole() -> None:
+    raw = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+    with client_of(lambda call: call.send(raw)) as client:
+        assert client.get("/").body == b"abcde"
+        assert b"".join(client.stream("/")) == b"abcde"
+
+
+CUT_SHORT = [
+    pytest.param(reply(b"abcdef")[:-1], id="by its length"),
+    pytest.param(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nabc", id="in a chunk"),
+]
+
+
+@pytest.mark.parametrize("raw", CUT_SHORT)
+def test_a_body_that_ends_early_is_an_error(raw: bytes) -> None:
+    def script(call: Call) -> None:
+        call.send(raw)
+        call.close()
+
+    with client_of(script) as client:
+        with pytest.raises(StoreUnavailable, match="ended early"):
+            client.get("/")
+        with pytest.raises(StoreUnavailable, match="ended early"):
+            list(client.stream("/"))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.0 200 OK\r\n\r\nhow long?",
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 200 + b"\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000 + b"\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_named_as_such(raw: bytes) -> None:
+    def script(call: Call) -> None:
+        call.send(raw)
+        call.close()
+
+    with client_of(script) as client, pytest.raises(StoreUnavailable, match="does not speak HTTP"):
+        client.get("/")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_absurd_reply_is_refused(monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
+    monkeypatch.setattr(http_get, "MAX_REPLY_BYTES", 1000)
+    monkeypatch.setattr(http_get, "_BLOCK_BYTES", 100)
+    endless = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"64\r\n%s\r\n" % (
+        b"y" * 100
+    )
+
+    def script(call: Call) -> None:
+        if not chunked:
+            call.send(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999\r\n\r\n" + b"y" * 2000)
+            call.hang()
+        call.send(endless)
+        while True:
+            call.send(b"64\r\n%s\r\n" % (b"y" * 100))
+
+    with client_of(script) as client, pytest.raises(StoreUnavailable, match="larger than 1000"):
+        client.get("/")
+
+
+def test_a_listing_given_up_early_does_not_spoil_the_next_request() -> None:
+    with client_of(lambda call: call.answer(b"x" * (4 << 20))) as client:
+        stream = client.stream("/")
+        next(stream)
+        stream.close()
+        assert len(client.get("/").body) == 4 << 20
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (404, b"no", r"has no /get; try another port$"),
+        (500, b"Failed\n to", r"/get failed with HTTP 500: Failed  to$"),
+        (503, b"", r"/get failed with HTTP 503$"),
+        (500, b"\x1b[31m\xff" + b"y" * 999, r"HTTP 500: \[31m\S{195}$"),
+    ],
+)
+def test_a_refusal_says_what_the_service_said(status: int, body: bytes, message: str) -> None:
+    with (
+        client_of(lambda call: call.answer(body, status)) as client,
+        pytest.raises(StoreUnavailable, match=message),
+    ):
+        list(client.stream("/get?x=1"))
+
+
+def test_nobody_there_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = "{}:{}".format(*listener.getsockname())
+    with pytest.raises(StoreUnavailable, match="connection refused: is it running"):
+        _client(address).get("/")
+
+
+def test_an_unknown_host_is_one_clear_line() -> None:
+    with pytest.raises(StoreUnavailable, match=r"^Example nowhere\.invalid:1: the host's name"):
+        _client("nowhere.invalid:1").get("/")
+
+
+def test_an_ipv6_host_is_reached_and_shown_in_brackets() -> None:
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    port = listener.getsockname()[1]
+    listener.close()
+    with pytest.raises(StoreUnavailable, match=rf"^Example \[::1\]:{port}: connection refused"):
+        HttpGet("::1", port, who="Example", hint="").get("/")
+
+
+def test_the_standard_library_does_not_notice_a_body_cut_short() -> None:
+    """The reason for a check of our own; when this fails, it may go."""
+
+    def script(call: Call) -> None:
+        call.send(reply(b"abcdef")[:-1])
+        call.close()
+
+    with serving(script) as address:
+        connection = http.client.HTTPConnection(address)
+        connection.request("GET", "/")
+        response = connection.getresponse()
+        assert response.read(100) + response.read(100) == b"abcde"
+        connection.close()

@@ -1,0 +1,50 @@
+"""`make demo-mooncake`: a Mooncake cluster on this machine, and the main commands on it.
+
+Run as `python -m tests.demo_mooncake`. Nothing stays behind: the cluster ends with the program.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from hicachectl.backends.urls import open_store
+from hicachectl.demo import PROFILE, fill
+from hicachectl.formats.profile import dump_profile
+from hicachectl.terminal import mute_native_logs
+from tests.mooncake_cluster import Cluster
+
+PAGES = 8
+
+
+def main() -> None:
+    """Start a cluster, fill it, and look at it; then damage it and look again."""
+    mute_native_logs()
+    with Cluster() as cluster, tempfile.TemporaryDirectory() as folder:
+        profile = str(Path(folder) / "demo.toml")
+        Path(profile).write_text(dump_profile(PROFILE), encoding="utf-8")
+        with open_store(cluster.url) as store:
+            fill(store, PAGES)
+        show("ls", cluster.url, "--profile", profile)
+        show("ls", cluster.url, "--summary")
+        show("verify", cluster.url, "--profile", profile)
+        print("\n# One object removed, as by an eviction.", flush=True)
+        cluster.remove(next(key for key in cluster.keys() if key.endswith("_1_v")))
+        show("verify", cluster.url, "--profile", profile, "--grace", "0s", status=4)
+
+
+def show(*arguments: str, status: int = 0) -> None:
+    """Run a command as a user would, and insist on its exit status."""
+    print(f"\n$ hicachectl {shlex.join(arguments)}", flush=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "hicachectl", *arguments], stderr=sys.stderr, check=False
+    )
+    if done.returncode != status:
+        sys.exit(f"exit status {done.returncode}, not {status}")
+
+
+if __name__ == "__main__":
+    main()
