@@ -1,5 +1,5 @@
 # Two commands do everything on a machine with Python 3.11 or later and make:
-#   make demo   a sample store, and the main commands on it
+#   make demo   a sample store, and the main commands on it (demo-mooncake: on a cluster)
 #   make test   the test suite
 PYTHON ?= python3
 BIN := .venv/bin
@@ -17,7 +17,7 @@ endif
 # ruff does not follow the two symbolic links by itself.
 PYTHON_SOURCES := hicachectl hicachectl/backends hicachectl/formats tests
 
-.PHONY: demo test lint man clean
+.PHONY: demo demo-mooncake test lint man clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -49,6 +49,9 @@ demo: .venv/.runtime
 	rm $(DAMAGED)/2b8f38ab*.mamba_*_1_2.bin
 	truncate -s 1000 $(DAMAGED)/33c26b86*_0_2.bin
 	$(BIN)/hicachectl verify $(DAMAGED) --profile $(DEMO)/.hicachectl/demo.toml --grace 0s; test $$? -eq 4
+
+demo-mooncake: .venv/.dev
+	$(BIN)/python -m tests.demo_mooncake
 
 test: .venv/.dev $(SGLANG_ENVIRONMENT)
 	HICACHECTL_REQUIRE_SGLANG=$(SGLANG_RUNS) $(BIN)/python -m pytest -n auto --dist loadgroup

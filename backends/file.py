@@ -131,7 +131,9 @@ class FileStore(Store):
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def read_into(self, rows: Rows, offsets: IntArray, capacities: IntArray) -> ReadResult:
+    def read_into(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
         """Read whole files; nothing is read of one that has not the size expected."""
         memory = self._memory(offsets, capacities, len(rows))
         statuses = np.zeros(len(rows), dtype=np.uint8)

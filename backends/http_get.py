@@ -6,6 +6,7 @@ early, or headers that trickle in, as they come.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import threading
@@ -54,15 +55,18 @@ class HttpGet:
         self._name = f"{who} {f'[{host}]' if ':' in host else host}:{port}"
         self._place = (host, port)
         self._timeout_s = timeout_s
-        self._idle: list[_Connection] = []
         self._lock = threading.Lock()
+        self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+        self._closed = False
 
     def close(self) -> None:
-        """Close the connections that are not in use."""
+        """Close every connection; requests that other threads wait for fail at once."""
         with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+            self._closed = True
+            for connection in self._busy:
+                connection.abort()
+        self._drop_idle()
 
     def get(self, path: str) -> Reply:
         """Get a whole reply, whatever its status; a connection that is reset is tried again.
@@ -73,7 +77,10 @@ class HttpGet:
 
         def attempt() -> Reply:
             connection, response = self._ask(path, deadline)
-            return Reply(response.status, self._whole(connection, response))
+            try:
+                return Reply(response.status, self._body(response))
+            finally:
+                self._put_back(connection, response)
 
         return self._tried(attempt, deadline)
 
@@ -83,16 +90,14 @@ class HttpGet:
         connection, response = self._tried(lambda: self._ask(path, deadline), deadline)
         try:
             if response.status != http.client.OK:
-                raise self.refused(path, Reply(response.status, self._whole(connection, response)))
+                raise self.refused(path, Reply(response.status, self._body(response)))
             for block in _blocks(response):
                 yield block
                 connection.extend(time.monotonic() + self._timeout_s)
-            self._keep(connection, response)
         except (OSError, http.client.HTTPException) as error:
             raise self._failed(error) from error
         finally:
-            if not response.isclosed():
-                connection.close()
+            self._put_back(connection, response)
 
     def lost(self, what: str, remedy: str = "") -> StoreUnavailable:
         """Make the error that says what is wrong with the service."""
@@ -112,39 +117,45 @@ class HttpGet:
     def _ask(self, path: str, deadline: float) -> tuple[_Connection, http.client.HTTPResponse]:
         with self._lock:
             connection = self._idle.pop() if self._idle else _Connection(*self._place)
+            self._busy.add(connection)
         try:
             return connection, connection.ask(path, deadline)
         except BaseException:
-            connection.close()
+            self._put_back(connection, None)
             raise
 
-    def _whole(self, connection: _Connection, response: http.client.HTTPResponse) -> bytes:
+    def _body(self, response: http.client.HTTPResponse) -> bytes:
         body = bytearray()
-        try:
-            for block in _blocks(response):
-                body += block
-                if len(body) > MAX_REPLY_BYTES:
-                    raise self.lost(f"an answer is larger than {MAX_REPLY_BYTES} bytes", self.hint)
-            self._keep(connection, response)
-        finally:
-            if not response.isclosed():
-                connection.close()
+        for block in _blocks(response):
+            body += block
+            if len(body) > MAX_REPLY_BYTES:
+                raise self.lost(f"an answer is larger than {MAX_REPLY_BYTES} bytes", self.hint)
         return bytes(body)
 
-    def _keep(self, connection: _Connection, response: http.client.HTTPResponse) -> None:
-        if response.will_close:
-            connection.close()
-        else:
-            with self._lock:
+    def _put_back(self, connection: _Connection, response: http.client.HTTPResponse | None) -> None:
+        """Keep a connection whose response was read to its end, or close it."""
+        fit = response is not None and response.isclosed() and not response.will_close
+        with self._lock:
+            self._busy.discard(connection)
+            keep = fit and not self._closed
+            if keep:
                 self._idle.append(connection)
+        if not keep:
+            connection.close()
+
+    def _drop_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
 
     def _tried(self, attempt: Callable[[], T], deadline: float) -> T:
         for tries_left in reversed(range(_TRIES)):
             try:
                 return attempt()
             except _PASSING as error:
-                self.close()  # the others were opened to the same process
-                if not tries_left or time.monotonic() + _PAUSE_S > deadline:
+                self._drop_idle()  # they lead to the same process
+                if not tries_left or self._closed or time.monotonic() + _PAUSE_S > deadline:
                     raise self._failed(error) from error
                 time.sleep(_PAUSE_S)
             except (OSError, http.client.HTTPException) as error:
@@ -154,7 +165,7 @@ class HttpGet:
     def _failed(self, error: Exception) -> StoreUnavailable:
         known = {
             TimeoutError: (f"no answer within {self._timeout_s:g} s", "is it stuck or cut off?"),
-            ConnectionRefusedError: ("connection refused: is it running?", self.hint),
+            ConnectionRefusedError: ("connection refused (is it running?)", self.hint),
             http.client.IncompleteRead: ("an answer ended early", "did it end meanwhile?"),
             ConnectionError: ("the connection is closed without an answer", self.hint),
             http.client.HTTPException: ("what answers does not speak HTTP as it should", self.hint),
@@ -195,6 +206,13 @@ class _Connection(http.client.HTTPConnection):
         if isinstance(self.sock, _DeadlineSocket):  # it is gone once a reply said so
             self.sock.deadline = deadline
             self.sock.settimeout(_time_left(deadline))
+
+    def abort(self) -> None:
+        """End what another thread waits for on this connection."""
+        sock = self.sock
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 def _blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:

@@ -66,7 +66,7 @@ class MooncakeStore(Store):
     limits: ClassVar[Limits] = Limits(
         batch_objects=128,  # SGLang's own batches are of 128 pages
         batch_bytes=256 << 20,
-        parallel_reads=2,  # one reads while the other's objects are checked
+        parallel_reads=2,  # one reads while the other works on what it has read
         parallel_writes=1,
     )
     supports_times: ClassVar[bool] = False
@@ -88,6 +88,7 @@ class MooncakeStore(Store):
         self._client: MooncakeClient | None = None
         self._registered: int | None = None  # address of the arena
         self._opening = threading.Lock()
+        self._reading = threading.Lock()  # transfers at the same time are slower than in turn
         try:
             self._admin.check()
         except BaseException:
@@ -208,11 +209,12 @@ class MooncakeStore(Store):
         chosen = np.array([key is not None for key in keys], dtype=np.bool_) & (capacities > 0)
         places = np.flatnonzero(chosen)
         if len(places):
-            codes[places] = self._data().get_into(
-                [keys[at] or "" for at in places],
-                self._addresses(offsets[places]),
-                capacities[places].tolist(),
-            )
+            names = [keys[at] or "" for at in places.tolist()]
+            addresses = self._addresses(offsets[places])
+            with self._reading:
+                codes[places] = self._data().get_into(
+                    names, addresses, capacities[places].tolist()
+                )
         nbytes = np.where(codes > 0, codes, -1)
         statuses = np.full(len(rows), Status.ERROR, dtype=np.uint8)
         statuses[codes == capacities] = Status.OK

@@ -13,6 +13,7 @@ import http.client
 import re
 import secrets
 import string
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -70,7 +71,7 @@ ANSWER_SCHEMA = pa.schema(
     ]
 )
 
-_WRONG_PORT = "the admin address has the port of the master's --metrics_port, 9003 by default"
+_WRONG_PORT = "the admin port is the master's --metrics_port, 9003 by default"
 _OLD_MASTER = "Mooncake 0.3.12 or newer is needed"
 
 
@@ -151,6 +152,8 @@ class _ErrorReply(msgspec.Struct):
     error_message: str
 
 
+# UnicodeDecodeError is a ValueError and none of msgspec's own errors.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _BATCH = msgspec.json.Decoder(_BatchReply)
 _NO_BUFFERS = [_Buffer(0, 0, "")]
 
@@ -170,9 +173,9 @@ class MasterAdmin:
         self._threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="hicachectl-master")
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; what other threads ask fails."""
+        self._http.close()  # first: it ends what the threads wait for
         self._threads.shutdown(cancel_futures=True)
-        self._http.close()
 
     def check(self) -> MasterHealth:
         """Make sure that a master is here, serves, and can be asked without extending leases."""
@@ -181,7 +184,7 @@ class MasterAdmin:
             raise self._http.lost(f"an old master; {_OLD_MASTER}")
         try:
             health = msgspec.json.decode(reply.body, type=_HealthReply)
-        except (msgspec.DecodeError, RecursionError):
+        except _UNREADABLE:
             raise self._http.lost("what answers is no Mooncake master", _WRONG_PORT) from None
         if not health.service_ready:
             leader = health.leader_address or "not known to it"
@@ -238,7 +241,7 @@ class MasterAdmin:
         reply = self._ok("/get_segments_detail")
         try:
             items = msgspec.json.decode(reply, type=_SegmentsReply).segments
-        except (msgspec.DecodeError, RecursionError) as error:
+        except _UNREADABLE as error:
             raise self._http.lost(f"/get_segments_detail cannot be read: {error}") from None
         return [
             Segment(
@@ -280,12 +283,25 @@ class MasterAdmin:
         ends = np.cumsum(pc.binary_length(keys).to_numpy(zero_copy_only=False) + 1) // URL_BYTES
         cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(texts)]
         chunks = [texts[start:end] for start, end in pairwise(cuts) if end > start]
-        if len(chunks) <= 1:
-            batches = [self._ask(chunk) for chunk in chunks]
-        else:
-            batches = list(self._threads.map(self._ask, chunks))
+        batches = self._ask_each(chunks)
         table = pa.Table.from_batches(batches, schema=ANSWER_SCHEMA).combine_chunks()
         return table.to_batches()[0] if len(table) else _no_answers()
+
+    def _ask_each(self, chunks: Sequence[Sequence[str]]) -> list[Any]:
+        if len(chunks) <= 1:
+            return [self._ask(chunk) for chunk in chunks]
+        failed = threading.Event()
+
+        def ask(chunk: Sequence[str]) -> Any:
+            if failed.is_set():  # a thread takes the next chunk before the caller hears of it
+                return None
+            try:
+                return self._ask(chunk)
+            except BaseException:
+                failed.set()
+                raise
+
+        return list(self._threads.map(ask, chunks))
 
     def _ask(self, keys: Sequence[str]) -> Any:
         body = self._ok("/batch_query_keys?keys=" + _url_keys(keys))
@@ -300,7 +316,7 @@ class MasterAdmin:
     def _decoded(self, body: bytes) -> dict[str, _Item]:
         try:
             return _BATCH.decode(body).data
-        except (msgspec.DecodeError, RecursionError) as error:
+        except _UNREADABLE as error:
             raise self._http.lost(f"/batch_query_keys cannot be read: {error}") from None
 
     def _ok(self, path: str) -> bytes:

@@ -14,7 +14,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
 
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import FormatError, HicacheError, UsageError
@@ -219,15 +218,11 @@ def _refuse_tenant(url: StoreUrl, given: _Given) -> None:
 
 
 def _without_secrets(metadata: str) -> str:
-    """Hide user and password of a metadata server's URL."""
-    try:
-        parts = urlsplit(metadata)
-    except ValueError:
-        return "..."
-    if "@" not in metadata:
+    """Show of a metadata server's URL only the scheme where the rest may hold a password."""
+    if "@" not in metadata and "?" not in metadata:
         return metadata
-    place = "..." + parts.netloc[parts.netloc.rfind("@") :] if "@" in parts.netloc else "..."
-    return urlunsplit((parts.scheme, place, parts.path, "", ""))
+    scheme, separator, _ = metadata.partition("://")
+    return f"{scheme}://..." if separator else "..."
 
 
 # sources

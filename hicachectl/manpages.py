@@ -32,12 +32,43 @@ _EXIT_STATUS = (
 _STORES = (
     ("/dir, file:///dir", "The directory of SGLang's file backend (HiCacheFile)."),
     ("file:", "The directory that SGLang itself would use; see ENVIRONMENT."),
+    (
+        "mooncake://HOST:50051?admin=HOST:9003&protocol=tcp",
+        "A Mooncake cluster, by its master; see MOONCAKE.",
+    ),
+    ("mooncake:", "The cluster that SGLang's configuration names; see ENVIRONMENT."),
     ("NAME:", "A store of the config file."),
+)
+_MOONCAKE = (
+    "hicachectl is a guest of the cluster: it gives no memory to it. Listing, and the checks "
+    "names, groups and sizes, go over the master's HTTP service, which extends no lease and "
+    "changes no order of eviction. Reading objects grants each a lease: for some seconds it is "
+    "not evicted and cannot be removed, and it is evicted later than others. Removals wait for "
+    "leases to end (--lease-wait) and are never forced.",
+    "The listing is of the tenant default, and leaves out objects without a readable replica. "
+    "A key with a comma (the side pools of split heads) can only be asked for its size with "
+    "--allow-leases. The store keeps no times: what is not whole is looked at again after --grace.",
+)
+_MOONCAKE_PARAMETERS = (
+    ("admin=HOST:PORT", "The master's HTTP service; default: port 9003 of the master's host."),
+    ("protocol=NAME", "How objects are transferred: tcp, rdma (the default), ..."),
+    ("device=NAME", "Network devices, for rdma."),
+    ("metadata=URL", "Metadata service of the transfer engine; default: P2PHANDSHAKE."),
+    ("tenant=NAME", "Only default can be listed."),
 )
 _ENVIRONMENT = (
     ("HICACHECTL_CONFIG", "The config file, where --config is not given."),
     ("HICACHECTL_API_KEY", "Bearer key for --server."),
     ("NO_COLOR", "When set and not empty, no colours are written."),
+    (
+        "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH",
+        "SGLang's JSON config of Mooncake, for what a mooncake: URL leaves out.",
+    ),
+    (
+        "MOONCAKE_MASTER, MOONCAKE_PROTOCOL, MOONCAKE_DEVICE, MOONCAKE_TE_META_DATA_SERVER, "
+        "MOONCAKE_MASTER_METRICS_PORT, MOONCAKE_LOCAL_HOSTNAME",
+        "The same, as for SGLang, where there is no such config.",
+    ),
     (
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
         "The directory of the store file:, as for SGLang; /tmp/hicache when unset.",
@@ -117,6 +148,10 @@ def main_page() -> str:
     for name, entry in COMMANDS.items():
         lines += [f".It Xr hicachectl-{name} 1", _text(entry.summary)]
     lines += [".El", ".Sh STORES", *_list(_STORES)]
+    lines += [".Sh MOONCAKE"]
+    for number, paragraph in enumerate(_MOONCAKE):
+        lines += [*([".Pp"] if number else []), *_sentences(paragraph)]
+    lines += [".Pp", "Parameters of the URL:", *_list(_MOONCAKE_PARAMETERS)]
     lines += [".Sh PAGE STATES", *_list(_STATES)]
     lines += [".Sh ENVIRONMENT", *_list(_ENVIRONMENT)]
     lines += [

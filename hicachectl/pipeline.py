@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.arena import Slab
     from hicachectl.backends.base import IntArray, ReadResult, Store
+    from hicachectl.pacing import Pace
 
 DEFAULT_BUFFER_BYTES = 1 << 30
 _QUEUED_RESULTS = 64  # finished tasks whose results nobody has taken yet
@@ -106,12 +107,16 @@ class Pipeline(Generic[T]):
         buffer_bytes: int = DEFAULT_BUFFER_BYTES,
         jobs: int | None = None,
         deadline: float | None = None,
+        pace: Pace | None = None,
+        identify: bool = True,
     ) -> None:
         """Prepare; nothing starts before the iteration.
 
         objects:  the scan's columns of the objects that tasks name by row.
         work:     called in reader threads.
         deadline: `time.monotonic()` after which no further task is begun.
+        pace:     how fast to read.
+        identify: whether the versions of what is read are wanted.
         """
         self.complete = True  # whether every task was begun, once the iteration is over
         self._store = store
@@ -124,6 +129,8 @@ class Pipeline(Generic[T]):
         self._jobs = jobs or min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
         self._buffer_bytes = buffer_bytes
         self._deadline = deadline
+        self._pace = pace
+        self._identify = identify
         self._stopped = threading.Event()
         self._results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_QUEUED_RESULTS)
 
@@ -153,6 +160,7 @@ class Pipeline(Generic[T]):
             while any(reader.is_alive() for reader in readers):
                 with suppress(queue.Empty):  # a reader may wait for room in the queue
                     self._results.get(timeout=0.01)
+            self._store.detach()
             arena.close()
 
     def _read(self, arena: Arena, allocator: SlabAllocator) -> None:
@@ -189,7 +197,11 @@ class Pipeline(Generic[T]):
         loaded: Loaded | None = None
         try:
             offsets = np.asarray(offsets) + slab.offset
-            read = self._store.read_into(self._named(task.rows), offsets, task.capacities)
+            if self._pace is not None:
+                self._pace.wait(int(task.capacities.sum()), self._stopped)
+            read = self._store.read_into(
+                self._named(task.rows), offsets, task.capacities, identify=self._identify
+            )
             loaded = Loaded(task, arena, offsets, read, slab)
             return self._work(loaded)
         finally:

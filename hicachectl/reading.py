@@ -225,6 +225,8 @@ def _report_unread(result: ReadingResult, loaded: Loaded, index: int, scheme: st
     now, listed = int(loaded.read.nbytes[index]), int(loaded.task.capacities[index])
     if status is Status.ERROR:
         result.report("unreadable", "error", row, loaded.read.errors.get(index, "cannot be read"))
+    elif status is Status.UNREACHABLE:  # a miss for servers too
+        result.report("no-replica", "warning", row, loaded.read.errors.get(index, "out of reach"))
     elif status is Status.SHORT:
         result.report("truncated", "error", row, f"{now} bytes when read, {listed} when listed")
     else:

@@ -32,7 +32,7 @@ def main() -> None:
         show("ls", cluster.url, "--summary")
         show("verify", cluster.url, "--profile", profile)
         print("\n# One object removed, as by an eviction.", flush=True)
-        cluster.remove(next(key for key in cluster.keys() if key.endswith("_1_v")))
+        cluster.remove(next(key for key in cluster.list_keys() if key.endswith("_1_v")))
         show("verify", cluster.url, "--profile", profile, "--grace", "0s", status=4)
 
 

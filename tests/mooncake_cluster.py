@@ -8,6 +8,7 @@ until its stdin ends, which it also does when the test process dies.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -100,6 +101,11 @@ class Cluster:
             _kill(self._master)
         self._master = None
 
+    def freeze_master(self) -> None:
+        """SIGSTOP the master: it holds its connections and answers nothing."""
+        if self._master is not None:
+            self._master.send_signal(signal.SIGSTOP)
+
     def client(self) -> Any:
         """A MooncakeDistributedStore without a segment, the same at every call."""
         if self._client is None:
@@ -121,7 +127,18 @@ class Cluster:
         code = self.client().remove(key, True)
         assert code == 0, f"remove of {key}: {code}"
 
-    def keys(self) -> list[str]:
+    def store_names(self) -> list[str]:
+        """The segments, in the order they were added."""
+        return list(self._stores)
+
+    def store_of(self, key: str) -> str:
+        """The owner of the memory that an object lies in."""
+        replicas = json.loads(self.ask(f"batch_query_keys?keys={key}"))["data"][key]["values"]
+        segments = json.loads(self.ask("get_segments_detail"))["segments"]
+        names = {segment["te_endpoint"]: str(segment["segment_name"]) for segment in segments}
+        return names[replicas[0]["transport_endpoint_"]]
+
+    def list_keys(self) -> list[str]:
         """Every key the master lists."""
         return self.ask("get_all_keys").splitlines()
 
@@ -133,7 +150,7 @@ class Cluster:
     def clear(self) -> None:
         """Remove every object, leased or not."""
         self.client().remove_all(True)
-        _await(lambda: not self.keys(), "keys stay after remove_all", START_TIMEOUT_S)
+        _await(lambda: not self.list_keys(), "keys stay after remove_all", START_TIMEOUT_S)
 
     def close(self) -> None:
         """End every process and remove the logs."""

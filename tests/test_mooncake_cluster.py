@@ -29,9 +29,9 @@ def test_what_was_put_is_listed_and_read_until_it_is_cleared(mooncake_cluster: C
     mooncake_cluster.put("a", b"old")
     mooncake_cluster.put("a", b"new!")
     assert mooncake_cluster.client().get("a") == b"new!"
-    assert mooncake_cluster.keys() == ["a"]
+    assert mooncake_cluster.list_keys() == ["a"]
     mooncake_cluster.clear()
-    assert mooncake_cluster.keys() == []
+    assert mooncake_cluster.list_keys() == []
 
 
 def test_no_process_outlives_a_killed_test_process(mooncake_package: None, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import http.client
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
@@ -52,20 +53,17 @@ def test_threads_have_connections_of_their_own() -> None:
     together = threading.Barrier(2, timeout=10)
 
     def script(call: Call) -> None:
+        if call.path == "/refuse":
+            return call.answer(b"", 500)
         together.wait()  # passes only when both requests are here
-        call.answer(call.path.encode())
+        return call.answer(call.path.encode())
 
-    with client_of(script) as client:
-        found: dict[str, bytes] = {}
-        threads = [
-            threading.Thread(target=lambda path=path: found.update({path: client.get(path).body}))
-            for path in ("/a", "/b")
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert found == {"/a": b"/a", "/b": b"/b"}
+    with client_of(script) as client, ThreadPoolExecutor(2) as pool:
+        for _ in range(2):  # a refusal gives its connection back, once
+            with pytest.raises(StoreUnavailable):
+                list(client.stream("/refuse"))
+            replies = pool.map(client.get, ["/a", "/b"])
+            assert [found.body for found in replies] == [b"/a", b"/b"]
 
 
 def test_a_connection_that_the_service_has_closed_is_opened_again() -> None:
@@ -150,8 +148,7 @@ def test_a_stream_that_stops_is_given_up_though_it_may_last_longer(
     with client_of(script, timeout_s=SHORT_S) as client:
         start = time.monotonic()
         with pytest.raises(StoreUnavailable, match="no answer within"):
-            for block in client.stream("/"):
-                blocks.append(block)
+            blocks.extend(client.stream("/"))  # keeps what came before the error
         assert 2 * SHORT_S < time.monotonic() - start < 2 * SHORT_S + 2
     assert b"".join(blocks) == b"abcdefgh"
 
@@ -239,6 +236,23 @@ def test_a_listing_given_up_early_does_not_spoil_the_next_request() -> None:
         assert len(client.get("/").body) == 4 << 20
 
 
+def test_close_ends_what_other_threads_wait_for() -> None:
+    arrived = threading.Event()
+
+    def script(call: Call) -> None:
+        arrived.set()
+        call.hang()
+
+    with client_of(script) as client, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.get, "/")
+        assert arrived.wait(5)
+        start = time.monotonic()
+        client.close()
+        with pytest.raises(StoreUnavailable, match="closed without an answer"):
+            waiting.result(5)
+        assert time.monotonic() - start < 1
+
+
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
@@ -259,7 +273,7 @@ def test_a_refusal_says_what_the_service_said(status: int, body: bytes, message:
 def test_nobody_there_is_one_clear_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = "{}:{}".format(*listener.getsockname())
-    with pytest.raises(StoreUnavailable, match="connection refused: is it running"):
+    with pytest.raises(StoreUnavailable, match=r"connection refused \(is it running\?\); try another"):
         _client(address).get("/")
 
 

@@ -93,11 +93,11 @@ def evicted_after(cluster: Cluster, look: Look) -> list[int]:
 def settled_keys(cluster: Cluster) -> set[str]:
     """The keys once eviction has begun and ended."""
     deadline = time.monotonic() + 10
-    before, keys = set[str](), set(cluster.keys())
+    before, keys = set[str](), set(cluster.list_keys())
     while len(keys) > 2 * PAGES or keys != before:
         assert time.monotonic() < deadline, "nothing is evicted"
         time.sleep(0.05)
-        before, keys = keys, set(cluster.keys())
+        before, keys = keys, set(cluster.list_keys())
     return keys
 
 

@@ -59,13 +59,13 @@ def found(document: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def keys_of_page(cluster: Cluster, number: int = 0) -> list[str]:
-    pages = sorted({key.split("_")[1] for key in cluster.keys()})
-    return sorted(key for key in cluster.keys() if pages[number] in key)
+    pages = sorted({key.split("_")[1] for key in cluster.list_keys()})
+    return sorted(key for key in cluster.list_keys() if pages[number] in key)
 
 
 def test_objects_are_listed_with_their_replicas(invoke: Invoke, cluster: Cluster) -> None:
     rows = json.loads(invoke("ls", cluster.url, "--objects", "--format", "json").stdout)["objects"]
-    assert {row["key"] for row in rows} == set(cluster.keys())
+    assert {row["key"] for row in rows} == set(cluster.list_keys())
     for row in rows:
         (replica,) = row["replicas"]
         assert replica["kind"] == "memory"
@@ -144,7 +144,7 @@ def test_a_bad_page_is_quarantined_whole_and_restored(
         tmp_path / "aside", "--yes", exit_code=4,
     )  # fmt: skip
     assert found(document) == [("nan", "error", keys[0])]
-    assert not set(keys) & set(cluster.keys())
+    assert not set(keys) & set(cluster.list_keys())
     assert document["repaired"] == 1
     invoke("restore", tmp_path / "aside", cluster.url, "--yes")
     after = {key: cluster.client().get(key) for key in keys}
@@ -174,7 +174,7 @@ def test_removal_takes_the_pages_of_a_model(invoke: Invoke, cluster: Cluster) ->
     other = f"other_{'0' * 64}_0_k"
     cluster.put(other, b"x" * 100)
     invoke("rm", cluster.url, "--model", PROFILE.model, "--yes")
-    assert cluster.keys() == [other]
+    assert cluster.list_keys() == [other]
 
 
 def test_removal_by_age_is_refused_where_nothing_has_one(

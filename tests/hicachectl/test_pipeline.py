@@ -96,7 +96,7 @@ def test_a_task_above_the_buffer_is_refused_by_name(store: FileStore) -> None:
 
 def test_a_lost_store_is_raised_to_the_caller(store: FileStore, tmp_path: Path) -> None:
     class Lost(FileStore):
-        def read_into(self, *_: Any) -> Any:
+        def read_into(self, *_: Any, **_options: Any) -> Any:
             raise StoreUnavailable("gone")
 
     with pytest.raises(StoreUnavailable):

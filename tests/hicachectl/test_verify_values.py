@@ -125,8 +125,8 @@ def test_an_object_that_cannot_be_read_is_a_finding_and_the_run_goes_on(store: P
     class Failing(FileStore):
         """EIO on one file, as a bad disk gives; no file can be made to."""
 
-        def read_into(self, rows: Any, offsets: Any, capacities: Any) -> Any:
-            result = super().read_into(rows, offsets, capacities)
+        def read_into(self, rows: Any, offsets: Any, capacities: Any, **options: Any) -> Any:
+            result = super().read_into(rows, offsets, capacities, **options)
             for index, key in enumerate(rows.column("key").to_pylist()):
                 if key.decode() == target.name:
                     result.statuses[index] = 5
