@@ -212,9 +212,7 @@ class MooncakeStore(Store):
             names = [keys[at] or "" for at in places.tolist()]
             addresses = self._addresses(offsets[places])
             with self._reading:
-                codes[places] = self._data().get_into(
-                    names, addresses, capacities[places].tolist()
-                )
+                codes[places] = self._data().get_into(names, addresses, capacities[places].tolist())
         nbytes = np.where(codes > 0, codes, -1)
         statuses = np.full(len(rows), Status.ERROR, dtype=np.uint8)
         statuses[codes == capacities] = Status.OK
@@ -223,7 +221,8 @@ class MooncakeStore(Store):
         versions = np.zeros((len(rows), len(self.version_fields)), dtype=np.uint64)
         unclear = (statuses == Status.ERROR) | (identify & (statuses == Status.OK))
         if unclear.any():
-            self._clear_up(rows, np.flatnonzero(unclear), statuses, nbytes, versions, capacities)
+            self._clear_up(keys, rows, np.flatnonzero(unclear), statuses, nbytes, versions)
+            statuses[(statuses == Status.ERROR) & (nbytes > capacities)] = Status.OVERSIZED
         statuses[(statuses == Status.ERROR) & (codes == TRANSFER_FAILED)] = Status.UNREACHABLE
         errors = {
             at: _NOT_TEXT if keys[at] is None else message_of(int(codes[at]))
@@ -233,23 +232,27 @@ class MooncakeStore(Store):
 
     def _clear_up(
         self,
+        keys: Sequence[str | None],
         rows: Rows,
         places: IntArray,
         statuses: npt.NDArray[np.uint8],
         nbytes: IntArray,
         versions: npt.NDArray[np.uint64],
-        capacities: IntArray,
     ) -> None:
-        """Ask the master which object each was that was read, and why others were not."""
+        """Ask which object each was that was read, and whether the others are there, of what size.
+
+        Those whose keys have commas are asked in the way that grants a lease: the read tried to.
+        """
         answer = self._admin.query(_key_array(rows).take(pa.array(places)))
         codes, sizes = _codes(answer), answer.column("nbytes").fill_null(-1).to_numpy()
         known = codes == 0
         versions[places[known]] = _version_rows(answer.column("version").filter(pa.array(known)))
         failed = statuses[places] == Status.ERROR
         statuses[places[failed & ((codes == NOT_FOUND) | (codes == NOT_READY))]] = Status.GONE
-        larger = failed & known & (sizes > capacities[places])
-        statuses[places[larger]] = Status.OVERSIZED
-        nbytes[places[larger]] = sizes[larger]
+        nbytes[places[failed & known]] = sizes[failed & known]
+        for at in places[failed & _unaskable(answer)].tolist():
+            key = keys[at]
+            nbytes[at] = max(-1, self._data().size(key)) if key is not None else -1
 
     def write_from(
         self,
@@ -280,7 +283,7 @@ class MooncakeStore(Store):
                 [keys[at] or "" for at in places],
                 self._addresses(offsets[places]),
                 sizes[places].tolist(),
-                groups=None if group is None else [group[at] for at in places],
+                groups=None if group is None else [group[at] for at in places.tolist()],
                 pin=pin,
             )
             statuses[places[codes == EXISTS]] = Status.EXISTS

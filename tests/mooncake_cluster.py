@@ -8,6 +8,7 @@ until its stdin ends, which it also does when the test process dies.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -62,6 +63,7 @@ class Cluster:
         self._flags = {"default_kv_lease_ttl": lease_ms, **flags}
         self._client: Any = None
         self._stores: dict[str, subprocess.Popen[bytes]] = {}
+        self._numbers = itertools.count()
         self._master: subprocess.Popen[bytes] | None = None
         self.master = self.admin = ""
         try:
@@ -80,7 +82,7 @@ class Cluster:
     def add_store(self, segment_bytes: int | None = None) -> str:
         """Start a process that owns a segment; its name, once objects can be put there."""
         known = self._segments()
-        number = len(self._stores)
+        number = next(self._numbers)
         program = (__file__, self.master, str(segment_bytes or self._segment_bytes))
         process = self._spawn(f"store-{number}", sys.executable, *program, stdin=subprocess.PIPE)
         self._stores[f"starting-{number}"] = process
@@ -100,11 +102,6 @@ class Cluster:
         if self._master is not None:
             _kill(self._master)
         self._master = None
-
-    def freeze_master(self) -> None:
-        """SIGSTOP the master: it holds its connections and answers nothing."""
-        if self._master is not None:
-            self._master.send_signal(signal.SIGSTOP)
 
     def client(self) -> Any:
         """A MooncakeDistributedStore without a segment, the same at every call."""

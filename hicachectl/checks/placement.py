@@ -44,9 +44,7 @@ def check_placement(inventory: Inventory) -> Iterator[pa.Table]:
     )
 
 
-def _found(
-    inventory: Inventory, code: str, severity: str, rows: IntArray, detail: str
-) -> pa.Table:
+def _found(inventory: Inventory, code: str, severity: str, rows: IntArray, detail: str) -> pa.Table:
     objects = object_rows(inventory, rows)
     return findings(
         code,

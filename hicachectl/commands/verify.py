@@ -128,9 +128,7 @@ Examples:
     metavar="SIZE",
     help="Memory that objects are read into.",
 )
-@click.option(
-    "--bwlimit", type=Size(), metavar="SIZE", help="Read at most so many bytes a second."
-)
+@click.option("--bwlimit", type=Size(), metavar="SIZE", help="Read at most so many bytes a second.")
 @allow_leases_option
 @lease_wait_option
 @filter_options

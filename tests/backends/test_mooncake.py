@@ -122,6 +122,15 @@ def test_a_key_with_a_comma_is_listed_without_a_size_but_is_there(
     ]
 
 
+def test_a_longer_object_under_a_key_with_a_comma_says_its_size(
+    store: MooncakeStore, cluster: Cluster
+) -> None:
+    cluster.put(SPLIT_HEADS_KEY.decode(), b"x" * 5000)
+    result, _ = read(store, rows_of([SPLIT_HEADS_KEY]), [4000])
+    assert result.statuses.tolist() == [Status.OVERSIZED]
+    assert result.nbytes.tolist() == [5000]
+
+
 def test_with_leases_allowed_a_key_with_a_comma_has_a_size(
     store: MooncakeStore, cluster: Cluster
 ) -> None:

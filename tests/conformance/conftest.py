@@ -109,10 +109,14 @@ class SglangSession:
         request = {"script": script, "arguments": [str(argument) for argument in arguments]}
         print(json.dumps(request), file=self._stream(self._process.stdin))
         line = self._stream(self._process.stdout).readline()
-        answer = json.loads(line) if line else {"code": None, "error": self._log.read_text()}
+        died = {"code": None, "output": "", "error": ""}
+        answer: dict[str, Any] = json.loads(line) if line else {**died, "error": self._log_text()}
         if answer["code"] not in accepted:
             pytest.fail(f"{script} {arguments}: exit {answer['code']}\n{answer['error'][-4000:]}")
         return json.loads(answer["output"])
+
+    def _log_text(self) -> str:
+        return self._log.read_text(errors="replace")
 
     def close(self) -> None:
         """End the process."""

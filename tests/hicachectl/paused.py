@@ -39,8 +39,8 @@ class Paused:
         folder.mkdir()
         self._folder = folder
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, folder, call, str(number)]
-            + [str(argument) for argument in arguments],
+            [sys.executable, "-m", __spec__.name]
+            + [str(argument) for argument in (folder, call, number, *arguments)],
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -73,9 +73,7 @@ def test_objects_are_listed_with_their_replicas(invoke: Invoke, cluster: Cluster
         assert row["mtime"] is None
 
 
-def test_a_healthy_cluster_has_no_findings(
-    invoke: Invoke, cluster: Cluster, profile: Path
-) -> None:
+def test_a_healthy_cluster_has_no_findings(invoke: Invoke, cluster: Cluster, profile: Path) -> None:
     document = verified(invoke, cluster.url, "--profile", profile)
     assert document["findings"] == []
     assert document["bytes_read"] == document["bytes"] > 0
@@ -96,9 +94,7 @@ def test_a_short_and_a_long_object_are_told_apart_in_severity(
     short, long = keys_of_page(cluster, 0)[0], keys_of_page(cluster, 1)[0]
     cluster.put(short, b"x" * 100)
     cluster.put(long, b"x" * 100_000)
-    document = verified(
-        invoke, cluster.url, "--profile", profile, "--checks", "sizes", exit_code=4
-    )
+    document = verified(invoke, cluster.url, "--profile", profile, "--checks", "sizes", exit_code=4)
     assert found(document) == [("truncated", "error", short), ("oversized", "warning", long)]
 
 
@@ -161,9 +157,7 @@ def test_a_catalog_notices_changed_bytes(
     value = bytearray(cluster.client().get(key))
     value[10] ^= 1
     cluster.put(key, bytes(value))
-    document = verified(
-        invoke, cluster.url, "--profile", profile, *catalog, "--fail-on", "never"
-    )
+    document = verified(invoke, cluster.url, "--profile", profile, *catalog, "--fail-on", "never")
     (code, severity, where) = found(document)[0]
     # Freed memory is used again, so that a rewritten object can look like the one recorded.
     assert (code, severity) in {("re-recorded", "info"), ("digest-mismatch", "warning")}
@@ -177,9 +171,7 @@ def test_removal_takes_the_pages_of_a_model(invoke: Invoke, cluster: Cluster) ->
     assert cluster.list_keys() == [other]
 
 
-def test_removal_by_age_is_refused_where_nothing_has_one(
-    invoke: Invoke, cluster: Cluster
-) -> None:
+def test_removal_by_age_is_refused_where_nothing_has_one(invoke: Invoke, cluster: Cluster) -> None:
     outcome = invoke("rm", cluster.url, "--before", "1d", "--yes", exit_code=2)
     assert "--before" in outcome.stderr
     assert "--since" in invoke("ls", cluster.url, "--since", "1d", exit_code=2).stderr
