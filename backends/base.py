@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.urls import StoreUrl
+    from hicachectl.formats.profile import Profile
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -209,6 +210,13 @@ class Store(ABC):
             "replicas": cls.supports_replicas,
         }
         return flags[column]
+
+    def use_profile(self, profile: Profile) -> None:  # noqa: B027 - most stores need none
+        """Tell the store what wrote it, for what only that tells: 3FS keeps no object sizes.
+
+        Called before the first scan. Raises ProfileError where the store shows that the profile
+        is another deployment's, UnsupportedByBackend where such a store cannot hold its objects.
+        """
 
     def attach(self, arena: Arena) -> None:
         """Make `arena` the memory of reads and writes, until `detach`."""
