@@ -111,6 +111,7 @@ class Limits:
     batch_bytes: int  # most bytes a call
     parallel_reads: int  # threads that read at once
     parallel_writes: int
+    forkable: bool = False  # forked processes may read, each with an arena of its own
 
 
 class Mover(ABC):
@@ -237,6 +238,12 @@ class Store(ABC):
         identify:   whether versions are wanted; some stores have to be asked for them
         OK means that the object has exactly its capacity; the arena bytes of any other row are
         undefined. Statuses: OK, GONE, SHORT, OVERSIZED, UNREACHABLE, ERROR.
+        """
+
+    def expect(self, rows: Rows, capacities: IntArray) -> None:  # noqa: B027 - a hint
+        """Say which objects are read next, so that a store may fetch them early.
+
+        capacities: [n] int64, the size expected of each. Never raises for an object.
         """
 
     def write_from(

@@ -75,6 +75,7 @@ class FileStore(Store):
         batch_bytes=256 << 20,
         parallel_reads=4,
         parallel_writes=2,
+        forkable=True,  # all that reading needs is the directory's descriptor
     )
     supports_version: ClassVar[bool] = True
     supports_moves: ClassVar[bool] = True
@@ -170,6 +171,17 @@ class FileStore(Store):
         statuses[known & (nbytes > capacities)] = Status.OVERSIZED
         fields = np.frombuffer(versions, dtype="<u8").reshape(len(rows), len(self.version_fields))
         return ReadResult(statuses, errors, nbytes=nbytes, versions=fields)
+
+    def expect(self, rows: Rows, capacities: IntArray) -> None:
+        """Let the system begin to read files that are not in memory yet."""
+        for key, capacity in zip(keys_of(rows), capacities.tolist(), strict=True):
+            with suppress(OSError):  # the read will say what is wrong
+                _check_key(key)
+                descriptor = self._open(key, self._directory)
+                try:
+                    _read_ahead(descriptor, capacity)
+                finally:
+                    os.close(descriptor)
 
     def write_from(
         self,
@@ -359,15 +371,19 @@ class FileStore(Store):
     # reading and writing one file
 
     @staticmethod
-    def _read(key: bytes, here: int, target: memoryview) -> tuple[int, os.stat_result]:
-        """Give the file's size and facts; its bytes are in `target` when that is as long."""
+    def _open(key: bytes, here: int) -> int:
+        """Open a file to be read; its atime stays, where the system lets us: for the owner."""
         try:
-            # Without a change of atime, where the system lets us: only for the owner.
-            descriptor = os.open(key, _READ_FLAGS | os.O_NOATIME, dir_fd=here)
+            return os.open(key, _READ_FLAGS | os.O_NOATIME, dir_fd=here)
         except PermissionError as error:
             if error.errno != errno.EPERM:
                 raise
-            descriptor = os.open(key, _READ_FLAGS, dir_fd=here)
+            return os.open(key, _READ_FLAGS, dir_fd=here)
+
+    @classmethod
+    def _read(cls, key: bytes, here: int, target: memoryview) -> tuple[int, os.stat_result]:
+        """Give the file's size and facts; its bytes are in `target` when that is as long."""
+        descriptor = cls._open(key, here)
         try:
             facts = os.fstat(descriptor)
             size = facts.st_size
@@ -574,6 +590,19 @@ class FileMover(Mover):
         if self._store._failed(0, error, {}) == Status.GONE:
             return Status.GONE
         raise error
+
+
+def _read_ahead(descriptor: int, nbytes: int) -> None:
+    """Begin to read a file, unless its last page is in memory: then all is, as a rule.
+
+    The question costs 1 us; the advice alone, on 4.5 MB that are in memory, 60 us.
+    """
+    try:
+        os.preadv(descriptor, (bytearray(1),), max(0, nbytes - 1), os.RWF_NOWAIT)
+    except OSError as error:
+        if error.errno not in {errno.EAGAIN, *_UNSUPPORTED}:
+            raise
+        os.posix_fadvise(descriptor, 0, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def _is_file_name(key: bytes) -> bool:

@@ -211,6 +211,18 @@ class StoreSuite(ABC):
         assert result.all_ok
         assert found == [self.value(0)]
 
+    def test_expecting_objects_changes_nothing_and_never_fails(self, store: Store) -> None:
+        for n in range(2):
+            self.raw_put(store, self.keys[n], self.value(n))
+        rows = scanned_rows(store, self.keys[:2])
+        self.raw_delete(store, self.keys[1])
+        sizes = np.array([len(self.value(0)) + 1, len(self.value(1))], dtype=np.int64)
+        store.expect(rows, sizes)
+        store.expect(rows_of([]), sizes[:0])
+        result, found = read(store, rows, [len(self.value(0)), len(self.value(1))])
+        assert result.statuses.tolist() == [Status.OK, Status.GONE]
+        assert found[0] == self.value(0)
+
     def test_reading_no_rows_is_allowed(self, store: Store) -> None:
         result, found = read(store, rows_of([]), [])
         assert len(result.statuses) == len(result.nbytes) == 0

@@ -112,7 +112,9 @@ def carry_forward(
             "last_verified_ns": np.full(len(digested), now_ns, dtype=np.int64),
         },
         schema=SCHEMA,
-    ).take(pa.array(recorded))
+    )
+    if len(recorded) < len(fresh):
+        fresh = fresh.take(pa.array(recorded))
     if not len(kept):
         return Catalog(fresh, store, digested.identity_fields)
     still_there = pc.is_in(kept.column("key"), value_set=present)

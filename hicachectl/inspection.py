@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.group import check_groups
-from hicachectl.checks.sizes import check_sizes, expected_sizes
+from hicachectl.checks.sizes import UNKNOWN_SIZE, check_sizes, expected_sizes
 from hicachectl.findings import combine
 from hicachectl.formats.errors import UsageError
 from hicachectl.groups import PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.listing import object_rows, page_rows
 from hicachectl.pipeline import Loaded, Pipeline, Task
-from hicachectl.reading import ReadingPlan, read_objects, value_checkers
+from hicachectl.reading import ReadingPlan, read_objects, readable_sizes, value_checkers
 from hicachectl.selection import Selection, select
 
 if TYPE_CHECKING:
@@ -94,12 +94,15 @@ def _read(
     store: Store, inventory: Inventory, checkers: Mapping[int, ValueChecker]
 ) -> ReadingResult:
 
-    count = len(inventory.objects)
+    expected = expected_sizes(inventory.table)
+    sizes = readable_sizes(inventory, expected)
+    rows = np.flatnonzero(sizes != UNKNOWN_SIZE)
     plan = ReadingPlan(
-        rows=np.arange(count),
-        digest=np.ones(count, dtype=np.bool_),
+        rows=rows,
+        capacities=sizes[rows],
+        digest=np.ones(len(rows), dtype=np.bool_),
         checkers=checkers,
-        sizes=expected_sizes(inventory.table),
+        sizes=expected,
     )
     return read_objects(store, inventory, plan)
 

@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 DEFAULT_BUFFER_BYTES = 1 << 30
 _QUEUED_RESULTS = 64  # finished tasks whose results nobody has taken yet
+# A store is told early of large objects, which take longer to fetch than to announce; of as many
+# as keep a disk busy while the readers work.
+_ANNOUNCED_BYTES = 1 << 20
+_AHEAD_BYTES = 64 << 20
 
 T = TypeVar("T")
 
@@ -124,6 +129,8 @@ class Pipeline(Generic[T]):
         wanted = [name for name in ("key", "locator") if name in objects.column_names]
         self._objects = objects.select(wanted).combine_chunks()
         self._tasks = iter(tasks)
+        self._ahead: deque[Task] = deque()  # announced, and not begun
+        self._ahead_bytes = 0
         self._next = threading.Lock()
         self._work = work
         self._jobs = jobs or min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
@@ -179,11 +186,31 @@ class Pipeline(Generic[T]):
         if self._stopped.is_set():
             return None
         with self._next:
-            task = next(self._tasks, None)
+            fresh = self._look_ahead()
+            task = self._ahead.popleft() if self._ahead else None
+            if task is not None:
+                self._ahead_bytes -= int(task.capacities.sum())
+        for announced in fresh:
+            if announced is not task:
+                self._store.expect(self._named(announced.rows), announced.capacities)
         if task is not None and self._deadline is not None and time.monotonic() > self._deadline:
             self.complete = False
             return None
         return task
+
+    def _look_ahead(self) -> list[Task]:
+        """Draw tasks as far as is looked ahead; give those to announce."""
+        fresh = []
+        while not self._ahead or self._ahead_bytes < _AHEAD_BYTES:
+            task = next(self._tasks, None)
+            if task is None:
+                break
+            self._ahead.append(task)
+            self._ahead_bytes += int(task.capacities.sum())
+            if int(task.capacities.max(initial=0)) < _ANNOUNCED_BYTES:
+                break
+            fresh.append(task)
+        return fresh
 
     def _named(self, rows: IntArray) -> pa.Table:
         """Give the objects of rows; neighbours need no copy."""

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
+from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.backends.base import Status
 from hicachectl.checks.sizes import UNKNOWN_SIZE, oversized_severity
 from hicachectl.findings import findings
+from hicachectl.forking import Children, Tickets
 from hicachectl.formats.expectation import expected_objects
+from hicachectl.pacing import Pace
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES, Loaded, Pipeline, Task, batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import numpy.typing as npt
 
@@ -24,6 +30,8 @@ if TYPE_CHECKING:
     from hicachectl.deployments import AffixTable
     from hicachectl.formats.profile import Profile
     from hicachectl.inventory import IntArray, Inventory
+
+    Window = tuple[int, int]
 
 DIGEST_BYTES = 32
 
@@ -34,6 +42,14 @@ _TASK_OBJECTS = 256
 # Objects of one kind are read together within a window of the listing, so that a run that is cut
 # short has seen whole pages and not one rank's objects alone.
 _WINDOW_OBJECTS = 8192
+_LEAST_WINDOW_OBJECTS = 1024
+# From how many objects on, and up to which size of them, forked processes read faster than
+# threads: below, the forks cost more than they bring; above, threads wait for copies and BLAKE3,
+# which are done without the GIL.
+_FORK_OBJECTS = 4096
+_FORK_MEAN_BYTES = 256 << 10
+_MOST_PROCESSES = 8
+_TELL_SECONDS = 0.05
 
 _SEVERITIES = {"all-zero": "warning"}
 
@@ -42,15 +58,18 @@ _SEVERITIES = {"all-zero": "warning"}
 class ReadingPlan:
     """What to read and what to do with it.
 
-    rows: [n] int64, the objects to read. digest: [n] bool, which of them to digest. checkers: by
-    affix id, for objects of `sizes[affix]` bytes.
+    rows: [n] int64, the objects to read. capacities: [n] int64, how many bytes of each. digest:
+    [n] bool, which of them to digest. checkers: by affix id, for objects of `sizes[affix]` bytes,
+    the last entry of foreign keys. jobs: how many threads, or processes, read.
     """
 
     rows: IntArray
+    capacities: IntArray
     digest: npt.NDArray[np.bool_]
     checkers: Mapping[int, ValueChecker]
     sizes: IntArray
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    bytes_per_second: int | None = None
     jobs: int | None = None
     deadline: float | None = None
 
@@ -75,6 +94,27 @@ class ReadingResult:
     def report(self, code: str, severity: str, row: int, detail: str) -> None:
         """Note one finding about an object."""
         self._issues.setdefault((code, severity), []).append((row, detail))
+
+    @property
+    def has_issues(self) -> bool:
+        """Whether anything was reported."""
+        return bool(self._issues)
+
+    def take_notes(self) -> list[Any]:
+        """Give all but the arrays, in JSON's types, and forget it: for `add_notes` elsewhere."""
+        issues = [[code, severity, noted] for (code, severity), noted in self._issues.items()]
+        notes = [self.bytes_read, self.gone, self.complete, issues]
+        self.bytes_read, self.gone, self._issues = 0, 0, {}
+        return notes
+
+    def add_notes(self, bytes_read: int, gone: int, complete: bool, issues: list[Any]) -> None:
+        """Add what another reader of the same objects noted."""
+        self.bytes_read += bytes_read
+        self.gone += gone
+        self.complete &= complete
+        for code, severity, noted in issues:
+            for row, detail in noted:
+                self.report(code, severity, row, detail)
 
     def findings(self, inventory: Inventory) -> Iterator[pa.Table]:
         """Give the noted findings, each kind in the order of the objects."""
@@ -127,51 +167,159 @@ def read_objects(
 ) -> ReadingResult:
     """Read the planned objects, digest and check them.
 
-    on_read is told the bytes of each task as it is done. Raises StoreUnavailable, and UsageError
-    when one object is larger than the buffer.
+    Many small objects are read in forked processes, where the store allows it. on_read is told
+    bytes as they are done. Raises StoreUnavailable, and UsageError when one object is larger than
+    the buffer.
     """
     count = len(inventory.objects)
     result = ReadingResult(
-        digests=np.zeros((count, DIGEST_BYTES), dtype=np.uint8),
-        versions=np.zeros((count, len(store.version_fields)), dtype=np.uint64),
-        digested=np.zeros(count, dtype=np.bool_),
+        digests=_shared_zeros((count, DIGEST_BYTES), np.dtype(np.uint8)),
+        versions=_shared_zeros((count, len(store.version_fields)), np.dtype(np.uint64)),
+        digested=_shared_zeros((count,), np.dtype(np.bool_)),
     )
     if not len(plan.rows):
         return result
-    wants_digest = np.zeros(count, dtype=np.bool_)
-    wants_digest[plan.rows] = plan.digest
-    pipeline: Pipeline[_Done] = Pipeline(
-        store,
-        inventory.objects,
-        _tasks(inventory, plan),
-        lambda loaded: _work(loaded, inventory, plan, wants_digest),
-        buffer_bytes=plan.buffer_bytes,
-        jobs=plan.jobs,
-        deadline=plan.deadline,
-    )
-    for done in pipeline:
-        _gather(result, done, wants_digest, store.scheme)
-        on_read(int(done.loaded.task.capacities.sum()))
-    result.complete = pipeline.complete
+    reader = _Reader(store, inventory, plan, result)
+    processes = reader.processes
+    if processes == 1 or not reader.read_forked(processes, on_read):
+        reader.read(on_read)
     return result
 
 
-def _tasks(inventory: Inventory, plan: ReadingPlan) -> Iterator[Task]:
-    """Cut the rows into tasks of objects of one affix and size.
+def readable_sizes(inventory: Inventory, expected: IntArray) -> IntArray:
+    """Say what to read of each object: the listed size, else the one expected of its affix.
 
-    Where the listing knows no size it is the expected one; without that, nothing can be read.
+    UNKNOWN_SIZE where there is neither: such an object cannot be read.
     """
     listed = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
-    listed = np.where(listed == UNKNOWN_SIZE, plan.sizes[inventory.affix_ids], listed)
-    rows = plan.rows[listed[plan.rows] != UNKNOWN_SIZE]
-    for start in range(0, len(rows), _WINDOW_OBJECTS):
-        window = rows[start : start + _WINDOW_OBJECTS]
-        affixes, sizes = inventory.affix_ids[window], listed[window]
-        order = np.lexsort((sizes, affixes))
-        window, affixes, sizes = window[order], affixes[order], sizes[order]
-        changes = np.flatnonzero((np.diff(affixes) != 0) | (np.diff(sizes) != 0)) + 1
+    sizes: IntArray = np.where(
+        listed == UNKNOWN_SIZE, expected[inventory.affix_ids], listed
+    ).astype(np.int64)
+    return sizes
+
+
+def _shared_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Make an array that forked processes share: what they write to it is seen here."""
+    count = int(np.prod(shape))
+    memory = mmap.mmap(-1, max(1, count * dtype.itemsize))
+    return np.frombuffer(memory, dtype=dtype, count=count).reshape(shape)
+
+
+class _Reader:
+    """One reading: in threads of this process, or in forked ones that share its result."""
+
+    def __init__(
+        self, store: Store, inventory: Inventory, plan: ReadingPlan, result: ReadingResult
+    ) -> None:
+        self._store = store
+        self._inventory = inventory
+        self._plan = plan
+        self._result = result
+        self._sizes = plan.capacities
+        self._wants_digest = np.zeros(len(inventory.objects), dtype=np.bool_)
+        self._wants_digest[plan.rows] = plan.digest
+
+    @property
+    def processes(self) -> int:
+        """How many processes to read in; 1 where threads of this one do as well.
+
+        Small objects cost more Python than copying, and threads take turns at Python.
+        """
+        count, nbytes = len(self._sizes), int(self._sizes.sum())
+        if not self._store.limits.forkable or count < _FORK_OBJECTS:
+            return 1
+        if nbytes > count * _FORK_MEAN_BYTES:
+            return 1
+        wanted = self._plan.jobs or min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+        # Each has its share of the buffer, which must hold any task.
+        fit = self._plan.buffer_bytes // max(int(self._sizes.max()) + ALIGNMENT, 2 * _TASK_BYTES)
+        return max(1, min(wanted, fit))
+
+    def read(self, on_read: Callable[[int], None]) -> None:
+        """Read in threads of this process."""
+        windows = _windows(len(self._plan.rows), least=_WINDOW_OBJECTS)
+        for nbytes in self._read(self._pipeline(windows, self._plan.jobs)):
+            on_read(nbytes)
+
+    def read_forked(self, processes: int, on_read: Callable[[int], None]) -> bool:
+        """Read in forked processes; False when the system has none for us."""
+        windows = _windows(len(self._plan.rows), least=_LEAST_WINDOW_OBJECTS, readers=processes)
+        try:
+            tickets = Tickets()
+        except OSError:
+            return False
+        # Made before the fork, so that its table of keys is one for all.
+        pipeline = self._pipeline(tickets.deal(windows), 1, share=processes)
+
+        def work(send: Callable[[Any], None]) -> None:
+            unsent, sent_at = 0, time.monotonic()
+            for nbytes in self._read(pipeline):
+                unsent += nbytes
+                now = time.monotonic()
+                if self._result.has_issues or now - sent_at > _TELL_SECONDS:
+                    send([unsent, *self._result.take_notes()])
+                    unsent, sent_at = 0, now
+            send([unsent, *self._result.take_notes()])
+
+        try:
+            children = Children(processes, work)
+        except OSError:
+            return False
+        finally:
+            tickets.close()
+        with children:
+            for nbytes, *notes in children:
+                self._result.add_notes(*notes)
+                on_read(nbytes)
+        return True
+
+    def _pipeline(
+        self, windows: Iterable[Window], jobs: int | None, *, share: int = 1
+    ) -> Pipeline[_Done]:
+        inventory, plan, wants_digest = self._inventory, self._plan, self._wants_digest
+        return Pipeline(
+            self._store,
+            inventory.objects,
+            _tasks(plan.rows, self._sizes, inventory.affix_ids, windows),
+            lambda loaded: _work(loaded, inventory, plan, wants_digest),
+            buffer_bytes=plan.buffer_bytes // share,
+            jobs=jobs,
+            deadline=plan.deadline,
+            pace=None if plan.bytes_per_second is None else Pace(plan.bytes_per_second // share),
+            identify=bool(plan.digest.any()),
+        )
+
+    def _read(self, pipeline: Pipeline[_Done]) -> Iterator[int]:
+        """Gather the results of the tasks, and give the bytes of each."""
+        for done in pipeline:
+            _gather(self._result, done, self._wants_digest, self._store.scheme)
+            yield int(done.loaded.task.capacities.sum())
+        self._result.complete = pipeline.complete
+
+
+def _windows(count: int, *, least: int, readers: int = 1) -> list[Window]:
+    """Cut the listing into windows, smaller ones to the end: readers are then done together."""
+    windows = []
+    start = 0
+    while start < count:
+        size = min(_WINDOW_OBJECTS, max(least, (count - start) // (2 * readers)))
+        windows.append((start, min(start + size, count)))
+        start += size
+    return windows
+
+
+def _tasks(
+    rows: IntArray, sizes: IntArray, affix_ids: npt.NDArray[np.int32], windows: Iterable[Window]
+) -> Iterator[Task]:
+    """Cut the rows of each window into tasks of objects of one affix and size."""
+    for start, stop in windows:
+        window, window_sizes = rows[start:stop], sizes[start:stop]
+        affixes = affix_ids[window]
+        order = np.lexsort((window_sizes, affixes))
+        window, affixes, window_sizes = window[order], affixes[order], window_sizes[order]
+        changes = np.flatnonzero((np.diff(affixes) != 0) | (np.diff(window_sizes) != 0)) + 1
         for part, part_sizes in zip(
-            np.split(window, changes), np.split(sizes, changes), strict=True
+            np.split(window, changes), np.split(window_sizes, changes), strict=True
         ):
             yield from batches(part, part_sizes, most_objects=_TASK_OBJECTS, most_bytes=_TASK_BYTES)
 

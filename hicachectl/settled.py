@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from hicachectl.checks.sizes import UNKNOWN_SIZE, expected_sizes
 from hicachectl.deployments import UNRESOLVED
 from hicachectl.groups import ORPHAN, PARTIAL, UNKNOWN, BoolArray, PageGroups
 
@@ -63,6 +64,13 @@ def unjudged(inventory: Inventory, groups: PageGroups, checks: Collection[str]) 
     sizeless = _pools_without_size(inventory)
     if sizeless and "sizes" in checks:
         skipped["sizes"] = f"{', '.join(sizeless)}: no size that most objects share"
+    unsized = inventory.affix_ids[inventory.objects.column("nbytes").is_null().to_numpy()]
+    unreadable = int((expected_sizes(inventory.table)[unsized] == UNKNOWN_SIZE).sum())
+    if unreadable and {"values", "digests"} & set(checks):
+        skipped["unread-objects"] = (
+            f"{unreadable} objects were not read, since the store lists no size for them; give a "
+            "profile, or --allow-leases"
+        )
     return skipped
 
 

@@ -16,12 +16,18 @@ from hicachectl.checks.group import check_groups
 from hicachectl.checks.names import check_names
 from hicachectl.checks.placement import check_placement
 from hicachectl.checks.replicas import NO_REPLICAS, check_replicas, replica_sets
-from hicachectl.checks.sizes import check_sizes, expected_sizes
+from hicachectl.checks.sizes import UNKNOWN_SIZE, check_sizes, expected_sizes
 from hicachectl.findings import combine, severity_ranks
 from hicachectl.groups import ORPHAN, PARTIAL, PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES
-from hicachectl.reading import ReadingPlan, ReadingResult, read_objects, value_checkers
+from hicachectl.reading import (
+    ReadingPlan,
+    ReadingResult,
+    read_objects,
+    readable_sizes,
+    value_checkers,
+)
 from hicachectl.selection import EVERYTHING, Selection, select
 from hicachectl.settled import changed_groups, unjudged
 from hicachectl.stamps import check_stamp
@@ -141,7 +147,7 @@ class _Run:
             moved, gone = changed_groups(self.store, inventory, groups, ~in_flight)
             in_flight |= moved
         plan = self._plan(inventory, groups, in_flight)
-        total = int(inventory.objects.column("nbytes").fill_null(0).to_numpy()[plan.rows].sum())
+        total = int(plan.capacities.sum())
         reading = read_objects(
             self.store, inventory, plan, on_read=lambda nbytes: on_read(nbytes, total)
         )
@@ -243,14 +249,18 @@ class _Run:
         if self.request.sample is not None:
             settled &= np.append(self.request.sample.contains(groups.pages), False)[of_group]
         digest = settled & (self._digests | (self._values & replicated[ids]))
-        rows = np.flatnonzero(digest | (settled & has_checker[ids]))
+        expected = expected_sizes(inventory.table)
+        sizes = readable_sizes(inventory, expected)
+        rows = np.flatnonzero((digest | (settled & has_checker[ids])) & (sizes != UNKNOWN_SIZE))
         limit = self.request.time_limit_seconds
         return ReadingPlan(
             rows=rows,
+            capacities=sizes[rows],
             digest=digest[rows],
             checkers=checkers,
-            sizes=expected_sizes(inventory.table),
+            sizes=expected,
             buffer_bytes=self.request.buffer_bytes,
+            bytes_per_second=self.request.bytes_per_second,
             jobs=self.request.jobs,
             deadline=None if limit is None else self.started + limit,
         )
@@ -269,7 +279,9 @@ class _Run:
     def _records(
         self, inventory: Inventory, rows: npt.NDArray[np.int64], reading: ReadingResult
     ) -> Digested:
-        objects = inventory.objects.select(["key", "page", "nbytes"]).take(pa.array(rows))
+        objects = inventory.objects.select(["key", "page", "nbytes"])
+        if len(rows) < len(objects):
+            objects = objects.take(pa.array(rows))
         pools = [r.coordinate.pool if r.coordinate else None for r in inventory.table.resolved]
         ids = pa.array(inventory.affix_ids[rows], mask=inventory.affix_ids[rows] < 0)
         return Digested(
@@ -332,13 +344,13 @@ class _Run:
             "store": self.store.url,
             "profile": profile_name(self.request.profile),
             "objects": len(inventory.objects),
-            "pages": len(np.unique(groups.page_ids)),
+            "pages": _distinct(groups.page_ids),
             "bytes": int(inventory.objects.column("nbytes").fill_null(0).to_numpy().sum()),
             "seconds": round(time.monotonic() - self.started, 3),
             "complete": reading.complete,
             "gone": reading.gone,
             "in_flight": int(in_flight.sum()),
-            "sampled": len(np.unique(groups.page_ids[read_groups[read_groups >= 0]])),
+            "sampled": _distinct(groups.page_ids[read_groups[read_groups >= 0]]),
             "bytes_read": reading.bytes_read,
             "repaired": 0,
             "quarantined": 0,
@@ -350,3 +362,8 @@ class _Run:
 
     def _ran(self, check: str) -> bool:
         return {"values": self._values, "digests": self._digests}.get(check, True)
+
+
+def _distinct(ids: npt.NDArray[np.int64]) -> int:
+    """Count the different ones of small numbers, without a sort."""
+    return int(np.count_nonzero(np.bincount(ids)))

@@ -119,7 +119,12 @@ Examples:
     metavar="FILE",
     help="Do nothing while another process holds the lock of FILE.",
 )
-@click.option("--jobs", type=click.IntRange(1, 256), metavar="N", help="Threads that read.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(1, 256),
+    metavar="N",
+    help="How many threads read; processes, where there are many small files.",
+)
 @click.option(
     "--buffer-bytes",
     type=Size(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -12,8 +13,9 @@ import textwrap
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from hicachectl.backends import file
@@ -454,3 +456,31 @@ def test_a_temporary_name_is_one_that_sglang_ignores(store: FileStore) -> None:
     assert name.startswith(b".")
     assert not name.endswith(b".bin")
     assert (Path(store.path) / os.fsdecode(name)).read_bytes() == b"abc"
+
+
+def test_only_files_that_are_not_in_memory_are_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cold", "warm"):
+        (tmp_path / name).write_bytes(bytes(1 << 20))
+    preadv = os.preadv
+    advised: list[tuple[str, int, int]] = []
+
+    def name_of(descriptor: int) -> str:
+        return Path(f"/proc/self/fd/{descriptor}").readlink().name
+
+    def read(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        # What the system says of a page that is not in memory; not every one can be made so.
+        if flags & os.RWF_NOWAIT and name_of(descriptor) == "cold":
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return preadv(descriptor, buffers, offset)
+
+    def advise(descriptor: int, offset: int, nbytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        advised.append((name_of(descriptor), offset, nbytes))
+
+    monkeypatch.setattr(os, "preadv", read)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    with FileStore(tmp_path) as store:
+        store.expect(rows_of([b"warm", b"cold"]), np.full(2, 1 << 20))
+    assert advised == [("cold", 0, 1 << 20)]

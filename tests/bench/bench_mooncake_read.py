@@ -64,7 +64,6 @@ def ours(store: Store, keys: list[str], nbytes: int, batch: int) -> float:
         lambda loaded: loaded.read.all_ok,
         buffer_bytes=BUFFER_BYTES,
         identify=False,
-        jobs=int(__import__("os").environ.get("J", "0")) or None,
     )
     assert all(pipeline)
     return time.perf_counter() - began

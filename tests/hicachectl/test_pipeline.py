@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hicachectl.backends.base import Status
+from hicachectl import pipeline
+from hicachectl.backends.base import Status, keys_of
 from hicachectl.backends.file import FileStore
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.pipeline import Loaded, Pipeline, Task, batches
@@ -157,3 +158,36 @@ def test_a_deadline_ends_the_run_between_tasks(store: FileStore) -> None:
     whole = Pipeline(store, OBJECTS, tasks(), content, deadline=time.monotonic() + 60)
     assert len(list(whole)) == len(tasks())
     assert whole.complete
+
+
+def test_large_objects_are_announced_before_they_are_read_and_small_ones_not(
+    store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_ANNOUNCED_BYTES", 100_000)
+    monkeypatch.setattr(pipeline, "_AHEAD_BYTES", 200_000)
+    seen: list[tuple[str, list[bytes]]] = []
+
+    class Told(FileStore):
+        def expect(self, rows: Any, capacities: Any) -> None:
+            seen.append(("told", keys_of(rows)))
+            super().expect(rows, capacities)
+
+        def read_into(self, rows: Any, *arguments: Any, **options: Any) -> Any:
+            seen.append(("read", keys_of(rows)))
+            return super().read_into(rows, *arguments, **options)
+
+    each = tasks(most_objects=1)
+    assert len(list(Pipeline(Told(tmp_path), OBJECTS, each, content, jobs=1))) == len(each)
+    large = [b"%d" % row for row in np.flatnonzero(SIZES == 100_000)]
+    told = [keys[0] for verb, keys in seen if verb == "told"]
+    assert [keys[0] for verb, keys in seen if verb == "read"] == [b"%d" % n for n in range(48)]
+    assert set(told) <= set(large)
+    assert len(set(told)) == len(told) > 0
+    for key in told:
+        assert seen.index(("told", [key])) < seen.index(("read", [key]))
+    only_large = [task for task in each if task.capacities[0] == 100_000]
+    seen.clear()
+    list(Pipeline(Told(tmp_path), OBJECTS, only_large, content, jobs=1))
+    # The first is read at once, and two are announced ahead of it.
+    assert [verb for verb, _ in seen[:3]] == ["told", "read", "told"]
+    assert {keys[0] for verb, keys in seen if verb == "told"} == set(large[1:])
