@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import mmap
+import os
+import secrets
 import threading
 import time
 from bisect import bisect_left
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 ALIGNMENT = 4096  # of slabs and objects: what O_DIRECT and page registration ask for
+_SHARED_MEMORY = Path("/dev/shm")  # where shm_open keeps its objects on Linux
 
 
 class ReservationCancelledError(Exception):
@@ -31,20 +35,43 @@ class Arena:
 
     Pages are taken from the system when they are first touched. Shared, not private: memory
     registered for RDMA or with CUDA then stays the same physical memory across a fork.
+
+    named: make it a POSIX shared memory object that other processes can open by `name`, until
+        `forget_name`; then its pages are taken at once.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, named: bool = False) -> None:
         if nbytes < 1:
             raise ValueError(f"an arena of {nbytes} bytes")
         self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self.name = f"hicachectl-{secrets.token_hex(16)}" if named else None
         try:
-            self._map = mmap.mmap(-1, self.nbytes)
+            self._map = self._mapped()
         except (OSError, OverflowError) as error:
+            self.forget_name()
             raise UsageError(
                 f"cannot map a buffer of {nbytes} bytes: {error}; give a smaller --buffer-bytes"
             ) from error
         self.memory = memoryview(self._map)
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+
+    def _mapped(self) -> mmap.mmap:
+        if self.name is None:
+            return mmap.mmap(-1, self.nbytes)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(_SHARED_MEMORY / self.name, flags, 0o600)
+        try:
+            # Without its pages, touching what no longer fits would kill the process.
+            os.posix_fallocate(descriptor, 0, self.nbytes)
+            return mmap.mmap(descriptor, self.nbytes)
+        finally:
+            os.close(descriptor)
+
+    def forget_name(self) -> None:
+        """Take the name away; who has the memory open keeps it, and a crash leaves nothing."""
+        name, self.name = self.name, None
+        if name is not None:
+            (_SHARED_MEMORY / name).unlink(missing_ok=True)
 
     @property
     def address(self) -> int:
@@ -59,6 +86,7 @@ class Arena:
 
     def close(self) -> None:
         """Unmap; where views are still in use, once the last of them is gone."""
+        self.forget_name()
         self.memory.release()
         self.memory = memoryview(b"")
         self.array = np.empty(0, dtype=np.uint8)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from hicachectl.backends.arena import Arena
+    from hicachectl.backends.hf3fs_snapshot import PageTable
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.profile import Profile
 
@@ -178,12 +179,15 @@ class Store(ABC):
     supports_groups: ClassVar[bool] = False
     supports_moves: ClassVar[bool] = False  # `mover` finds one, for some directories
     supports_replicas: ClassVar[bool] = False  # `replicas` is listed
+    supports_confirm: ClassVar[bool] = False  # `read_confirmed` tells damage from a race
+    supports_holes: ClassVar[bool] = False  # `holes` can find some
     supports_leases: ClassVar[bool] = False  # readers hold objects, and the two settings below act
 
     logs_natively: ClassVar[bool] = False  # its library writes to descriptor 2 by itself
 
     url: str  # what messages and reports call this store
     arena: Arena | None = None
+    named_arena: bool = False  # reads are fastest into memory that another process can open
     allow_leases: bool = False  # a listing may ask in ways that keep objects from being evicted
     lease_wait_seconds: float = 0.0  # how long to wait for readers before a delete gives up
 
@@ -245,6 +249,35 @@ class Store(ABC):
 
         capacities: [n] int64, the size expected of each. Never raises for an object.
         """
+
+    def read_confirmed(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
+        """Read objects so that no writer can have changed them meanwhile; else they are GONE.
+
+        For a few that look damaged: to ask may count as use, which keeps them and evicts others.
+        """
+        return self.read_into(rows, offsets, capacities, identify=identify)
+
+    def confirm(self, rows: Rows) -> StatusArray:
+        """Ask whether objects are still where they were listed: OK, CHANGED or GONE.
+
+        As costly as `read_confirmed`.
+        """
+        return np.where(self.exists(rows), Status.OK, Status.GONE).astype(np.uint8)
+
+    def holes(self, rows: Rows) -> BoolArray:
+        """Say whose bytes were never written, wholly or in part, as far as the store can tell."""
+        return np.zeros(len(rows), dtype=np.bool_)
+
+    def page_tables(self) -> tuple[PageTable, ...]:
+        """Give the store's own tables of keys and pages, for checks; most stores have none."""
+        return ()
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a reader of a listing or report should know about how it came about."""
+        return ()
 
     def write_from(
         self,

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.backends.http_get import HttpGet, Reply
+from hicachectl.backends.http_service import HttpService, Reply
 from hicachectl.backends.mooncake_settings import split_address
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class MasterAdmin:
     def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
         self.address = address
         host, port = split_address(address, "the admin address")
-        self._http = HttpGet(
+        self._http = HttpService(
             host, port, who="Mooncake master", hint=_WRONG_PORT, timeout_s=timeout_s
         )
         self._threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="hicachectl-master")

@@ -38,6 +38,11 @@ class Scheme:
 
 SCHEMES = {
     "file": Scheme("hicachectl.backends.file:FileStore"),
+    # Its path is a prefix: of /data/hicache.0.bin, /data/hicache.1.bin and so on.
+    "hf3fs": Scheme(
+        "hicachectl.backends.hf3fs:Hf3fsStore",
+        frozenset({"config", "file_size", "ranks", "server", "snapshot"}),
+    ),
     "mooncake": Scheme(
         "hicachectl.backends.mooncake:MooncakeStore",
         frozenset({"admin", "device", "metadata", "protocol", "tenant"}),
@@ -64,7 +69,10 @@ class StoreUrl:
     def __str__(self) -> str:
         host = quote(self.host, safe=":[]@,;")
         path = quote_from_bytes(os.fsencode(self.path), safe="/:@,=+~")
-        pairs = [f"{name}={quote(value, safe='/:,')}" for name, value in self.params.items()]
+        values = {
+            name: quote(os.fsencode(value), safe="/:,") for name, value in self.params.items()
+        }
+        pairs = [f"{name}={value}" for name, value in values.items()]
         return f"{self.scheme}://{host}{path}" + ("?" + "&".join(pairs) if pairs else "")
 
 

@@ -65,7 +65,10 @@ def take_inventory(
     splitter = KeySplitter()
     batches: list[pa.RecordBatch] = []
     ids: list[npt.NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
-    for batch in store.scan(("key", "nbytes", "mtime_ns", *columns)):
+    wanted = {"key", "nbytes", "mtime_ns", *columns}
+    if store.supports_locator:  # which its reads are faster with
+        wanted.add("locator")
+    for batch in store.scan(wanted):
         pages, affix_ids = splitter.split(batch.column("key"))
         batches.append(batch.append_column("page", pages))
         ids.append(affix_ids)

@@ -114,6 +114,7 @@ class Pipeline(Generic[T]):
         deadline: float | None = None,
         pace: Pace | None = None,
         identify: bool = True,
+        confirm: bool = False,
     ) -> None:
         """Prepare; nothing starts before the iteration.
 
@@ -122,6 +123,7 @@ class Pipeline(Generic[T]):
         deadline: `time.monotonic()` after which no further task is begun.
         pace:     how fast to read.
         identify: whether the versions of what is read are wanted.
+        confirm:  read by `Store.read_confirmed`.
         """
         self.complete = True  # whether every task was begun, once the iteration is over
         self._store = store
@@ -138,6 +140,7 @@ class Pipeline(Generic[T]):
         self._deadline = deadline
         self._pace = pace
         self._identify = identify
+        self._read_call = store.read_confirmed if confirm else store.read_into
         self._stopped = threading.Event()
         self._results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_QUEUED_RESULTS)
 
@@ -226,7 +229,7 @@ class Pipeline(Generic[T]):
             offsets = np.asarray(offsets) + slab.offset
             if self._pace is not None:
                 self._pace.wait(int(task.capacities.sum()), self._stopped)
-            read = self._store.read_into(
+            read = self._read_call(
                 self._named(task.rows), offsets, task.capacities, identify=self._identify
             )
             loaded = Loaded(task, arena, offsets, read, slab)

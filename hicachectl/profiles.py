@@ -38,10 +38,24 @@ def profile_from_options(
 ) -> Profile | None:
     """Build the profile that the profile options ask for; None when none of them was given.
 
-    store: asked for its model name where nothing else gives one. warn: told what the operator
-    should know of a server's answer. Raises UsageError on options that contradict one another,
-    ProfileError and StoreUnavailable from the source.
+    store: asked for its model name where nothing else gives one, and told the profile. warn: told
+    what the operator should know of a server's answer. Raises UsageError on options that
+    contradict one another, ProfileError and StoreUnavailable from the source or the store.
     """
+    profile = _asked_for(options, store, warn)
+    if profile is not None and store is not None:
+        store.use_profile(profile)
+    return profile
+
+
+def states_source(options: Mapping[str, Any]) -> bool:
+    """Tell whether the profile options name something to build a profile from."""
+    return any(options.get(name) for name in _SOURCES)
+
+
+def _asked_for(
+    options: Mapping[str, Any], store: Store | None, warn: Callable[[str], None]
+) -> Profile | None:
     given = sorted(
         name for name in (*_FLAG_OPTIONS, "pp_partition", "draft_model_config") if options.get(name)
     )
@@ -58,11 +72,6 @@ def profile_from_options(
     if options.get("server"):
         return _from_server(options, warn)
     return _from_config(options, store)
-
-
-def states_source(options: Mapping[str, Any]) -> bool:
-    """Tell whether the profile options name something to build a profile from."""
-    return any(options.get(name) for name in _SOURCES)
 
 
 def _option(name: str) -> str:

@@ -60,7 +60,8 @@ class ReadingPlan:
 
     rows: [n] int64, the objects to read. capacities: [n] int64, how many bytes of each. digest:
     [n] bool, which of them to digest. checkers: by affix id, for objects of `sizes[affix]` bytes,
-    the last entry of foreign keys. jobs: how many threads, or processes, read.
+    the last entry of foreign keys. jobs: how many threads, or processes, read. confirm: so that no
+    writer can have interfered, see `Store.read_confirmed`.
     """
 
     rows: IntArray
@@ -72,6 +73,26 @@ class ReadingPlan:
     bytes_per_second: int | None = None
     jobs: int | None = None
     deadline: float | None = None
+    confirm: bool = False
+
+
+    def without(self, left_out: npt.NDArray[np.bool_]) -> ReadingPlan:
+        """Plan the same but for some of the rows, [n] bool."""
+        return self._picked(~left_out)
+
+    def only(self, chosen: npt.NDArray[np.bool_]) -> ReadingPlan:
+        """Plan some of the rows, [n] bool, to be confirmed."""
+        return replace(self._picked(chosen), confirm=True)
+
+    def _picked(self, chosen: npt.NDArray[np.bool_]) -> ReadingPlan:
+        if chosen.all():
+            return self
+        return replace(
+            self,
+            rows=self.rows[chosen],
+            capacities=self.capacities[chosen],
+            digest=self.digest[chosen],
+        )
 
 
 @dataclass(slots=True)
@@ -115,6 +136,23 @@ class ReadingResult:
         for code, severity, noted in issues:
             for row, detail in noted:
                 self.report(code, severity, row, detail)
+
+    def suspects(self) -> IntArray:
+        """List the rows that something was reported of, rising."""
+        rows = {row for noted in self._issues.values() for row, _ in noted}
+        return np.array(sorted(rows), dtype=np.int64)
+
+    def replace(self, rows: IntArray, again: ReadingResult) -> None:
+        """Let what a second reading of some rows found stand in the place of the first."""
+        redone = set(rows.tolist())
+        for kind, noted in self._issues.items():
+            self._issues[kind] = [note for note in noted if note[0] not in redone]
+        self._issues = {kind: noted for kind, noted in self._issues.items() if noted}
+        self.gone += again.gone
+        for kind, noted in again._issues.items():
+            self._issues.setdefault(kind, []).extend(noted)
+        for name in ("digests", "versions", "digested"):
+            getattr(self, name)[rows] = getattr(again, name)[rows]
 
     def findings(self, inventory: Inventory) -> Iterator[pa.Table]:
         """Give the noted findings, each kind in the order of the objects."""
@@ -287,6 +325,7 @@ class _Reader:
             deadline=plan.deadline,
             pace=None if plan.bytes_per_second is None else Pace(plan.bytes_per_second // share),
             identify=bool(plan.digest.any()),
+            confirm=plan.confirm,
         )
 
     def _read(self, pipeline: Pipeline[_Done]) -> Iterator[int]:

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.catalogs import Digested, carry_forward, compare
+from hicachectl.backends.base import Status
+from hicachectl.catalogs import MISMATCH, Digested, carry_forward, compare
 from hicachectl.checks.digests import check_digests
 from hicachectl.checks.group import check_groups
 from hicachectl.checks.names import check_names
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from hicachectl.sampling import Sample
 
 INFERRED = "inferred"
+_HOLES_AT_ONCE = 8192
 _CLOCK_SKEW_NS = 60 * 10**9  # between our clock and a file server's
 
 
@@ -133,12 +135,9 @@ class _Run:
         on_wait: Callable[[float, int], None],
     ) -> Report:
         request = self.request
-        columns = [
-            name
-            for name, wanted in (("version", request.repairs), ("replicas", True))
-            if wanted and self.store.lists(name)
-        ]
-        listed = take_inventory(self.store, request.profile, columns=columns, on_batch=on_listed)
+        listed = take_inventory(
+            self.store, request.profile, columns=self._columns(), on_batch=on_listed
+        )
         inventory = select(listed, replace(request.selection, pool=""))
         groups = PageGroups(inventory)
         in_flight = self._in_flight(groups)
@@ -147,10 +146,7 @@ class _Run:
             moved, gone = changed_groups(self.store, inventory, groups, ~in_flight)
             in_flight |= moved
         plan = self._plan(inventory, groups, in_flight)
-        total = int(plan.capacities.sum())
-        reading = read_objects(
-            self.store, inventory, plan, on_read=lambda nbytes: on_read(nbytes, total)
-        )
+        reading = self._read(inventory, plan, on_read)
         if not self.store.supports_times:
             in_flight, gone = self._look_again(inventory, groups, on_wait)
         reading.gone += gone
@@ -178,11 +174,19 @@ class _Run:
         return Report(
             document=self._document(inventory, groups, in_flight, plan, reading, found, skipped),
             findings=found,
-            remarks=tuple(f"{check}: {why}" for check, why in skipped.items()),
+            remarks=(
+                *(f"{check}: {why}" for check, why in skipped.items()),
+                *self.store.remarks,
+            ),
             inventory=inventory,
             groups=groups,
             catalog=catalog,
         )
+
+    def _columns(self) -> list[str]:
+        """Name the columns of the scan that checks and repairs need."""
+        wanted = {"version": self.request.repairs, "replicas": "sizes" in self.request.checks}
+        return [name for name, needed in wanted.items() if needed and self.store.lists(name)]
 
     @property
     def _grace_ns(self) -> int:
@@ -264,6 +268,37 @@ class _Run:
             jobs=self.request.jobs,
             deadline=None if limit is None else self.started + limit,
         )
+
+    def _read(
+        self, inventory: Inventory, plan: ReadingPlan, on_read: Callable[[int, int], None]
+    ) -> ReadingResult:
+        """Read what is planned; what looks damaged once more, where that can be a race."""
+        total = int(plan.capacities.sum())
+        hollow = self._unwritten(inventory, plan)
+        reading = read_objects(
+            self.store, inventory, plan.without(hollow), on_read=lambda n: on_read(n, total)
+        )
+        if self.store.supports_confirm:
+            outcome, digested = self._compared(inventory, reading)
+            suspects = np.union1d(reading.suspects(), digested[outcome == MISMATCH])
+            again = plan.only(np.isin(plan.rows, suspects))
+            reading.replace(again.rows, read_objects(self.store, inventory, again))
+        for row in plan.rows[hollow].tolist():
+            reading.report("unwritten-page", "error", row, "its page was never written")
+        return reading
+
+    def _unwritten(self, inventory: Inventory, plan: ReadingPlan) -> BoolArray:
+        """Say which of the planned objects have bytes that were never written."""
+        hollow = np.zeros(len(plan.rows), dtype=np.bool_)
+        if not self.store.supports_holes:
+            return hollow
+        for start in range(0, len(plan.rows), _HOLES_AT_ONCE):
+            rows = inventory.objects.take(pa.array(plan.rows[start : start + _HOLES_AT_ONCE]))
+            found = np.flatnonzero(self.store.holes(rows))
+            if len(found):
+                where = self.store.confirm(rows.take(pa.array(found)))
+                hollow[start + found[where == Status.OK]] = True
+        return hollow
 
     def _compared(
         self, inventory: Inventory, reading: ReadingResult

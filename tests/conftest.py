@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from hicachectl.__main__ import run
+from tests.hf3fs_fixtures import (  # noqa: F401 - fixtures
+    metadata_server,
+    metadata_server_python,
+    shared_metadata_server,
+)
 from tests.mooncake_fixtures import (  # noqa: F401 - fixtures
     mooncake_cluster,
     mooncake_package,

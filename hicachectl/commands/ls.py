@@ -84,6 +84,8 @@ def command(
         inventory = select(
             take_inventory(source, profile, columns=columns, on_batch=advance), selection
         )
+        for text in source.remarks:
+            remark(ctx, text)
     if objects:
         rows, human = listing.object_rows(inventory, pool=selection.pool), people.objects_for_people
     elif summary:

@@ -23,15 +23,22 @@ def reply(body: bytes, status: int = 200) -> bytes:
 
 
 class Call:
-    """One request: its path, and what may be done about it.
+    """One request: its path and body, and what may be done about it.
 
     number: of the connection, from 0. turn: of the request on that connection, from 0.
     """
 
     def __init__(
-        self, peer: socket.socket, path: str, number: int, turn: int, over: threading.Event
+        self,
+        peer: socket.socket,
+        path: str,
+        body: bytes,
+        number: int,
+        turn: int,
+        over: threading.Event,
     ) -> None:
         self.path = path
+        self.body = body
         self.number = number
         self.turn = turn
         self._peer = peer
@@ -101,8 +108,10 @@ def _serve(peer: socket.socket, number: int, script: Script, over: threading.Eve
     with contextlib.suppress(OSError), peer.makefile("rb") as stream:
         turn = 0
         while first := stream.readline():
-            while stream.readline().strip():
-                pass
+            length = 0
+            while header := stream.readline().strip():
+                name, _, value = header.partition(b":")
+                length = int(value) if name.lower() == b"content-length" else length
             path = first.split()[1].decode()
-            script(Call(peer, path, number, turn, over))
+            script(Call(peer, path, stream.read(length), number, turn, over))
             turn += 1

@@ -476,7 +476,7 @@ def test_many_requests_to_a_master_that_hangs_take_no_longer_than_one(
 def test_keys_are_found_wherever_blocks_part(
     monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr("hicachectl.backends.http_get._BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("hicachectl.backends.http_service._BLOCK_BYTES", block_bytes)
     body = b"a\n\n\xffb,c\r\n\n\nlonger key\nz\n"
     with scripted(lambda call: call.answer(body)) as admin:
         assert keys_of(admin.key_batches(2)) == [b"a", b"\xffb,c\r", b"longer key", b"z"]

@@ -1,4 +1,4 @@
-"""Tests of backends.http_get, against services that misbehave."""
+"""Tests of backends.http_service, against services that misbehave."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.backends import http_get
-from hicachectl.backends.http_get import HttpGet, Reply
+from hicachectl.backends import http_service
+from hicachectl.backends.http_service import HttpService, Reply
 from hicachectl.formats.errors import StoreUnavailable
 from tests.backends.http_scripts import Call, reply, serving
 
@@ -27,14 +27,14 @@ LONG_HEAD = b"HTTP/1.1 200 OK\r\nX: " + b"y" * 999
 
 
 @contextmanager
-def client_of(script: Script, timeout_s: float = 10.0) -> Iterator[HttpGet]:
+def client_of(script: Script, timeout_s: float = 10.0) -> Iterator[HttpService]:
     with serving(script) as address, closing(_client(address, timeout_s)) as client:
         yield client
 
 
-def _client(address: str, timeout_s: float = 10.0) -> HttpGet:
+def _client(address: str, timeout_s: float = 10.0) -> HttpService:
     host, _, port = address.rpartition(":")
-    return HttpGet(host, int(port), who="Example", hint="try another port", timeout_s=timeout_s)
+    return HttpService(host, int(port), who="Example", hint="try another port", timeout_s=timeout_s)
 
 
 def test_a_reply_is_given_whatever_its_status() -> None:
@@ -89,6 +89,36 @@ def test_a_passing_reset_is_tried_again(resets: int) -> None:
         assert list(client.stream("/")) == [b"well"]
 
 
+def test_a_body_is_posted_and_the_reply_given_whatever_its_status() -> None:
+    with client_of(lambda call: call.answer(call.body[::-1], 500)) as client:
+        assert client.post("/", b"abc", repeatable=False) == Reply(500, b"cba")
+        assert client.post("/", b"", repeatable=True) == Reply(500, b"")
+
+
+@pytest.mark.parametrize(("repeatable", "sent"), [(True, [0, 1, 2]), (False, [0])])
+def test_only_a_repeatable_post_is_sent_again(repeatable: bool, sent: list[int]) -> None:
+    seen: list[int] = []
+
+    def script(call: Call) -> None:
+        seen.append(call.number)
+        call.reset()
+
+    with client_of(script) as client, pytest.raises(StoreUnavailable, match="without an answer"):
+        client.post("/", b"{}", repeatable=repeatable)
+    assert seen == sent
+
+
+def test_a_kept_connection_that_has_died_does_not_fail_what_is_sent_once() -> None:
+    def script(call: Call) -> None:
+        if call.turn:
+            call.reset()
+        call.answer(b"well")
+
+    with client_of(script) as client:
+        for _ in range(3):
+            assert client.post("/", b"{}", repeatable=False).body == b"well"
+
+
 def test_resets_are_not_tried_again_for_ever() -> None:
     seen: list[int] = []
 
@@ -137,7 +167,7 @@ def test_a_service_that_takes_no_request_is_given_up_in_time() -> None:
 def test_a_stream_that_stops_is_given_up_though_it_may_last_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_get, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(http_service, "_BLOCK_BYTES", 1)
 
     def script(call: Call) -> None:
         call.send(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n")
@@ -155,7 +185,7 @@ def test_a_stream_that_stops_is_given_up_though_it_may_last_longer(
 
 @pytest.mark.parametrize("length", [0, 1, 6, 7, 8, 15])
 def test_a_stream_is_the_body_in_blocks(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
-    monkeypatch.setattr(http_get, "_BLOCK_BYTES", 7)
+    monkeypatch.setattr(http_service, "_BLOCK_BYTES", 7)
     body = bytes(range(length))
     with client_of(lambda call: call.answer(body)) as client:
         blocks = list(client.stream("/"))
@@ -210,8 +240,8 @@ def test_what_is_not_http_is_named_as_such(raw: bytes) -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_an_absurd_reply_is_refused(monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
-    monkeypatch.setattr(http_get, "MAX_REPLY_BYTES", 1000)
-    monkeypatch.setattr(http_get, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(http_service, "MAX_REPLY_BYTES", 1000)
+    monkeypatch.setattr(http_service, "_BLOCK_BYTES", 100)
     endless = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"64\r\n%s\r\n" % (
         b"y" * 100
     )
@@ -290,7 +320,7 @@ def test_an_ipv6_host_is_reached_and_shown_in_brackets() -> None:
     port = listener.getsockname()[1]
     listener.close()
     with pytest.raises(StoreUnavailable, match=rf"^Example \[::1\]:{port}: connection refused"):
-        HttpGet("::1", port, who="Example", hint="").get("/")
+        HttpService("::1", port, who="Example", hint="").get("/")
 
 
 def test_the_standard_library_does_not_notice_a_body_cut_short() -> None:

@@ -1,4 +1,4 @@
-"""GET requests to one HTTP service of a store: connections kept, deadlines, no endless replies.
+"""Requests to one HTTP service of a store: connections kept, deadlines, no endless replies.
 
 `urllib` and `requests` bound each read from the socket, not an answer; both take a body that ends
 early, or headers that trickle in, as they come.
@@ -40,7 +40,15 @@ class Reply:
     body: bytes
 
 
-class HttpGet:
+@dataclass(frozen=True, slots=True)
+class _Request:
+    method: str
+    path: str
+    body: bytes | None = None
+    repeatable: bool = True
+
+
+class HttpService:
     """One service; safe to call from threads. Every failure is StoreUnavailable.
 
     who:       names the service in messages, as "Mooncake master".
@@ -73,21 +81,23 @@ class HttpGet:
 
         path: percent-encoded.
         """
-        deadline = time.monotonic() + self._timeout_s
+        return self._reply(_Request("GET", path))
 
-        def attempt() -> Reply:
-            connection, response = self._ask(path, deadline)
-            try:
-                return Reply(response.status, self._body(response))
-            finally:
-                self._put_back(connection, response)
+    def post(self, path: str, body: bytes, *, repeatable: bool) -> Reply:
+        """Post JSON and get a whole reply, whatever its status.
 
-        return self._tried(attempt, deadline)
+        path:       percent-encoded.
+        repeatable: whether a request that was obeyed, but whose reply got lost, may be sent again.
+            Where not, it is sent once, on a connection of its own, which no service that was
+            restarted or grew tired of waiting has closed; after an error it may have been obeyed.
+        """
+        return self._reply(_Request("POST", path, body, repeatable))
 
     def stream(self, path: str) -> Generator[bytes, None, None]:
         """Get the body of a 200 reply in blocks; one that ends early is an error, at its end."""
+        request = _Request("GET", path)
         deadline = time.monotonic() + self._timeout_s
-        connection, response = self._tried(lambda: self._ask(path, deadline), deadline)
+        connection, response = self._tried(lambda: self._ask(request, deadline), deadline, _TRIES)
         try:
             if response.status != http.client.OK:
                 raise self.refused(path, Reply(response.status, self._body(response)))
@@ -114,12 +124,27 @@ class HttpGet:
             f"{endpoint} failed with HTTP {reply.status}" + (f": {said}" if said else "")
         )
 
-    def _ask(self, path: str, deadline: float) -> tuple[_Connection, http.client.HTTPResponse]:
+    def _reply(self, request: _Request) -> Reply:
+        deadline = time.monotonic() + self._timeout_s
+
+        def attempt() -> Reply:
+            connection, response = self._ask(request, deadline)
+            try:
+                return Reply(response.status, self._body(response))
+            finally:
+                self._put_back(connection, response)
+
+        return self._tried(attempt, deadline, _TRIES if request.repeatable else 1)
+
+    def _ask(
+        self, request: _Request, deadline: float
+    ) -> tuple[_Connection, http.client.HTTPResponse]:
         with self._lock:
-            connection = self._idle.pop() if self._idle else _Connection(*self._place)
+            kept = request.repeatable and self._idle
+            connection = self._idle.pop() if kept else _Connection(*self._place)
             self._busy.add(connection)
         try:
-            return connection, connection.ask(path, deadline)
+            return connection, connection.ask(request, deadline)
         except BaseException:
             self._put_back(connection, None)
             raise
@@ -149,8 +174,8 @@ class HttpGet:
         for connection in idle:
             connection.close()
 
-    def _tried(self, attempt: Callable[[], T], deadline: float) -> T:
-        for tries_left in reversed(range(_TRIES)):
+    def _tried(self, attempt: Callable[[], T], deadline: float, tries: int) -> T:
+        for tries_left in reversed(range(tries)):
             try:
                 return attempt()
             except _PASSING as error:
@@ -190,7 +215,7 @@ class _DeadlineSocket(socket.socket):
 class _Connection(http.client.HTTPConnection):
     """A connection that is kept between requests."""
 
-    def ask(self, path: str, deadline: float) -> http.client.HTTPResponse:
+    def ask(self, request: _Request, deadline: float) -> http.client.HTTPResponse:
         """Send a request and read the head of its reply."""
         if self.sock is None:
             timeout = min(CONNECT_TIMEOUT_S, _time_left(deadline))
@@ -198,7 +223,8 @@ class _Connection(http.client.HTTPConnection):
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.sock = _DeadlineSocket(fileno=plain.detach())
         self.extend(deadline)
-        self.request("GET", path)
+        headers = {} if request.body is None else {"Content-Type": "application/json"}
+        self.request(request.method, request.path, request.body, headers)
         return self.getresponse()
 
     def extend(self, deadline: float) -> None:

@@ -1,0 +1,584 @@
+"""SGLang's 3FS store: pages in preallocated files, and a metadata server that knows their keys.
+
+The server lists nothing, so what is listed comes from the snapshot that it saves, and is as old;
+of what it is asked while looking, only `exists` leaves its eviction order alone. Nothing on disk
+says which key a page belongs to, or how long pages are: the first the server's table tells, the
+second the profile. Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS,
+mini_3fs_metadata_server.py :: RankMetadata.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.base import (
+    BoolArray,
+    IntArray,
+    Limits,
+    ReadResult,
+    Result,
+    Rows,
+    Status,
+    StatusArray,
+    Store,
+    keys_of,
+    scan_schema,
+)
+from hicachectl.backends.hf3fs_files import DataFiles, PageReader, Pages
+from hicachectl.backends.hf3fs_keys import Share, TableName, prefix_of, shares_of, texts_of
+from hicachectl.backends.hf3fs_metadata import MetadataClient
+from hicachectl.backends.hf3fs_settings import Hf3fsSettings, settings_from
+from hicachectl.backends.hf3fs_sizes import PageSizes
+from hicachectl.backends.hf3fs_snapshot import Snapshot, read_snapshot
+from hicachectl.backends.hf3fs_usrbio import UsrbioReader, find_usrbio
+from hicachectl.backends.hf3fs_writing import PageWriter
+from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Generator, Iterator, Sequence
+
+    from hicachectl.backends.arena import Arena
+    from hicachectl.backends.hf3fs_snapshot import PageTable
+    from hicachectl.backends.urls import StoreUrl
+    from hicachectl.formats.profile import Profile
+
+SCAN_ROWS = 16384
+_HIGHEST = np.iinfo(np.int64).max
+_UNKNOWN = -1  # no page index
+_VERSION_BYTES = 8
+
+
+@dataclass(slots=True, eq=False)
+class _Saved:
+    """A snapshot as it was read, by the file that it was read from.
+
+    shared:  [rank and namespace] the pages that several keys hold, once somebody asked.
+    checked: whether its keys are known to be all of the profile's deployment.
+    """
+
+    file: tuple[int, ...]
+    snapshot: Snapshot
+    shared: dict[TableName, IntArray] = field(default_factory=dict)
+    checked: bool = False
+
+    def has(self, name: TableName) -> bool:
+        return any((table.rank, table.namespace) == name for table in self.snapshot.tables)
+
+    def shared_pages(self, table: PageTable) -> IntArray:
+        name = table.rank, table.namespace
+        if name not in self.shared:
+            indices, counts = np.unique(table.indices, return_counts=True)
+            self.shared[name] = indices[counts > 1]
+        return self.shared[name]
+
+
+class Hf3fsStore(Store):
+    """Tables of a metadata server, or of its snapshot alone, and the files of their pages.
+
+    Objects have no sizes before `use_profile`: how long a page is only a profile tells.
+    """
+
+    scheme: ClassVar[str] = "hf3fs"
+    limits: ClassVar[Limits] = Limits(
+        batch_objects=256,
+        batch_bytes=256 << 20,
+        parallel_reads=8,
+        parallel_writes=2,
+    )
+    supports_times: ClassVar[bool] = False
+    supports_sizes: ClassVar[bool] = False
+    supports_empty: ClassVar[bool] = False
+    supports_version: ClassVar[bool] = True
+    supports_locator: ClassVar[bool] = True
+    supports_confirm: ClassVar[bool] = True
+    supports_holes: ClassVar[bool] = True
+    version_fields: ClassVar[tuple[str, ...]] = ("page_index",)
+    versions_recur: ClassVar[bool] = True  # freed pages are handed out at once
+
+    def __init__(self, settings: Hf3fsSettings, *, direct: bool | None = None) -> None:
+        """Open a store. direct: whether to read past the page cache (see DataFiles)."""
+        self.settings = settings
+        self.url = str(settings)
+        self.touched_keys = 0  # how many were asked for in a way that makes them the most recent
+        self._files = DataFiles(direct=direct)
+        self._reader: PageReader = self._files
+        self._sizes = PageSizes({}, frozenset())
+        self._last: _Saved | None = None
+        self._loading = threading.Lock()
+        self._server: MetadataClient | None = None
+        directory = Path(settings.prefix).parent
+        if not directory.is_dir():
+            raise StoreUnavailable(
+                f"{directory}: no such directory; check the prefix, and whether 3FS is mounted"
+            )
+        self._usrbio = find_usrbio(settings.prefix)
+        self.named_arena = self._usrbio is not None
+        if settings.server is not None:
+            self._server = MetadataClient(settings.server)
+
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> Self:
+        """Open the store that a URL, SGLang's config or its environment names."""
+        return cls(settings_from(url, os.environ))
+
+    def close(self) -> None:
+        """Close the data files and the connections to the server."""
+        self.detach()
+        self._files.close()
+        if self._server is not None:
+            self._server.close()
+
+    # what the profile tells
+
+    def use_profile(self, profile: Profile) -> None:
+        """Learn the bytes of pages, and check them against the tables' page counts.
+
+        An inferred profile tells nothing. Raises ProfileError when no table of a namespace has as
+        many pages as fit into its file, UnsupportedByBackend for what 3FS cannot hold.
+        """
+        if profile.inferred:
+            return
+        sizes = PageSizes.of(profile)
+        if self.settings.snapshot is not None:
+            file_size = self.settings.file_size or self._largest_file(sizes.nbytes)
+            if file_size is not None:
+                sizes.check_page_counts(self.url, self.page_tables(), file_size)
+        self._sizes = sizes
+
+    def _largest_file(self, tables: Collection[TableName]) -> int | None:
+        sizes = [self._files.size(self.settings.data_file(*table)) for table in tables]
+        return max((size for size in sizes if size is not None), default=None)
+
+    # listing
+
+    @property
+    def snapshot_age(self) -> float | None:
+        """Seconds since the snapshot was saved; None without one."""
+        if self.settings.snapshot is None:
+            return None
+        return max(0.0, time.time() - self._saved().snapshot.saved_at_ns / 1e9)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """How old the listing is, and what looking at it has changed."""
+        said = []
+        if self._last is not None:
+            age = max(0.0, time.time() - self._last.snapshot.saved_at_ns / 1e9)
+            said.append(f"snapshot: saved {age:.0f} s ago; what was stored since is not listed")
+        if self.touched_keys:
+            said.append(
+                f"recency: {self.touched_keys} times a key was asked for in the one way that tells "
+                "its page, which the server counts as use: it will evict other keys first"
+            )
+        return tuple(said)
+
+    def page_tables(self) -> tuple[PageTable, ...]:
+        """Give the tables of the ranks looked at, as the snapshot last saved has them.
+
+        Raises UsageError where no snapshot is named.
+        """
+        ranks = self.settings.ranks
+        tables = self._saved().snapshot.tables
+        return tuple(table for table in tables if ranks is None or table.rank < ranks)
+
+    def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
+        """List the snapshot's keys, the locator being the page index; least recent first.
+
+        With a server, those that it no longer has are left out. What was written since the
+        snapshot was saved is not listed. Raises UsageError where no snapshot is named.
+        """
+        schema = scan_schema(columns)
+        for table in self.page_tables():
+            for start in range(0, len(table.keys), SCAN_ROWS):
+                keys = table.keys.slice(start, SCAN_ROWS)
+                indices = table.indices[start : start + SCAN_ROWS]
+                if self._server is not None:
+                    there = self._asked((table.rank, table.namespace), texts_of(keys))
+                    keys, indices = keys.filter(pa.array(there)), indices[there]
+                yield self._batch(schema, (table.rank, table.namespace), keys, indices)
+
+    def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
+        """List a few keys again; one that is newer than the snapshot has no locator, no version."""
+        schema = scan_schema(columns)
+        found = []
+        for share in shares_of(rows):
+            _, first = np.unique(share.names, return_index=True)
+            once = share.only(np.sort(first))
+            kept = once.only(self._there(once))
+            indices = self._indices_of(kept)
+            found.append(self._batch(schema, share.table, kept.keys, indices))
+        return pa.Table.from_batches(found, schema=schema)
+
+    def exists(self, rows: Rows) -> BoolArray:
+        """Say which keys the server has, or the snapshot where there is no server."""
+        found = np.zeros(len(rows), dtype=np.bool_)
+        for share in shares_of(rows):
+            found[share.at] = self._there(share)
+        return found
+
+    def free_bytes(self) -> int | None:
+        """Count the free pages of the snapshot, in bytes where a profile tells their size."""
+        if self.settings.snapshot is None or not self._sizes.nbytes:
+            return None
+        return sum(
+            len(table.free) * self._sizes.nbytes.get((table.rank, table.namespace), 0)
+            for table in self.page_tables()
+        )
+
+    def _batch(self, schema: Any, table: TableName, keys: Any, indices: IntArray) -> Any:
+        import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+
+        unknown = indices == _UNKNOWN
+        prefix = pa.scalar(prefix_of(table), pa.binary())
+        versions = pa.FixedSizeBinaryArray.from_buffers(
+            pa.binary(_VERSION_BYTES),
+            len(indices),
+            [None, pa.py_buffer(np.ascontiguousarray(indices, dtype="<i8"))],
+        ).cast(pa.binary())
+        known = {
+            "key": pc.binary_join_element_wise(prefix, keys, b""),
+            "nbytes": pa.array([self._sizes.nbytes.get(table)], pa.int64()).take(
+                pa.array(np.zeros(len(indices), dtype=np.int64))
+            ),
+            "locator": pa.array(indices, mask=unknown),
+            "version": pc.if_else(pa.array(unknown), None, versions),
+        }
+        arrays = [
+            known[f.name] if f.name in known else pa.nulls(len(indices), f.type) for f in schema
+        ]
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    def _saved(self) -> _Saved:
+        """Read the snapshot, unless it is the one that was read last."""
+        path = self.settings.snapshot
+        if path is None:
+            raise UsageError(
+                f"{self.url}: a 3FS metadata server lists nothing; give snapshot=FILE, where it "
+                "saves its tables (--persistence-path)"
+            )
+        with self._loading:
+            try:
+                facts = Path(path).stat()
+            except OSError as error:
+                raise StoreUnavailable(
+                    f"{path}: {error.strerror}; is it the metadata server's --persistence-path?"
+                ) from error
+            file = facts.st_dev, facts.st_ino, facts.st_mtime_ns, facts.st_size
+            if self._last is None or self._last.file != file:
+                self._last = None  # two would need twice the memory
+                self._last = _Saved(file, read_snapshot(path))
+            return self._last
+
+    def _there(self, share: Share) -> BoolArray:
+        """Say which keys of a table are there: [n] bool."""
+        if self._server is not None:
+            return self._asked(share.table, share.names)
+        there: BoolArray = self._indices_of(share) != _UNKNOWN
+        return there
+
+    def _asked(self, table: TableName, names: Sequence[str]) -> BoolArray:
+        """Ask the server which keys it has; none of a table that the snapshot does not have."""
+        assert self._server is not None
+        # The server has no answer about a pool that no engine has registered.
+        if self.settings.snapshot is not None and not (self._last or self._saved()).has(table):
+            return np.zeros(len(names), dtype=np.bool_)
+        return self._server.exists(*table, names)
+
+    def _indices_of(self, share: Share) -> IntArray:
+        """Find keys in the snapshot: [n] int64 page indices, _UNKNOWN where it has them not."""
+        import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+
+        indices = np.full(len(share.names), _UNKNOWN, dtype=np.int64)
+        table = None if self.settings.snapshot is None else self._table(share.table)
+        if table is not None:
+            wanted = share.keys
+            # The few are hashed and the many looked up, not the other way round.
+            rows = np.flatnonzero(pc.is_in(table.keys, value_set=wanted).to_numpy(False))
+            held = pc.index_in(wanted, value_set=table.keys.take(pa.array(rows)))
+            known = held.is_valid().to_numpy(False)
+            indices[known] = table.indices[rows[held.drop_null().to_numpy()]]
+        return indices
+
+    def _table(self, name: TableName) -> PageTable | None:
+        return next((t for t in self.page_tables() if (t.rank, t.namespace) == name), None)
+
+    # reading
+
+    def attach(self, arena: Arena) -> None:
+        """Make `arena` the memory of reads; those are by USRBIO where it has a name for that."""
+        self.detach()
+        super().attach(arena)
+        if self._usrbio is not None and arena.name is not None:
+            self._reader = UsrbioReader(self._usrbio, arena)
+
+    def detach(self) -> None:
+        """Let go of the arena."""
+        reader, self._reader = self._reader, self._files
+        if reader is not self._files:
+            reader.close()
+        super().detach()
+
+    def expect(self, rows: Rows, capacities: IntArray) -> None:
+        """Let the system begin to read pages that are not in memory yet."""
+        if "locator" not in rows.schema.names or self._reader is not self._files:
+            return
+        column = rows.column("locator").fill_null(_UNKNOWN)
+        located = np.array(column.to_numpy(), dtype=np.int64)
+        for share in shares_of(rows):
+            nbytes = self._sizes.nbytes.get(share.table)
+            if nbytes is not None:
+                path = self.settings.data_file(*share.table)
+                known = located[share.at][located[share.at] != _UNKNOWN]
+                self._files.expect(path, _positions(known, nbytes), nbytes)
+
+    def read_into(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
+        """Read pages; with a server, a key that it has no more afterwards is GONE.
+
+        A page whose key was evicted and stored again meanwhile is read as OK, with other bytes:
+        see `read_confirmed`. SHORT: the data file ends within the page.
+        """
+        return self._read(rows, offsets, capacities, self._located(rows), check=True)
+
+    def read_confirmed(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
+        """Read pages that no writer can have reused: asked where they are before and after.
+
+        For suspects only: the server counts such a question as use, and evicts others first. A key
+        that is gone, or on another page than the row says, is GONE.
+        """
+        located = self._located(rows)
+        before = self._current(rows)
+        result = self._read(rows, offsets, capacities, located, check=False)
+        moved = (before != located) | (self._current(rows) != located)
+        result.statuses[moved] = Status.GONE
+        result.nbytes[moved] = -1
+        for at in np.flatnonzero(moved).tolist():
+            result.errors.pop(at, None)
+        return result
+
+    def confirm(self, rows: Rows) -> StatusArray:
+        """Ask where pages are: OK on the page listed, CHANGED on another, GONE.
+
+        For suspects only: the server counts the question as use, and evicts others first.
+        """
+        current = self._current(rows)
+        statuses = np.full(len(rows), Status.CHANGED, dtype=np.uint8)
+        statuses[current == self._located(rows)] = Status.OK
+        statuses[current == _UNKNOWN] = Status.GONE
+        return statuses
+
+    def holes(self, rows: Rows) -> BoolArray:
+        """Say which pages were never written, wholly or in part: [n] bool.
+
+        Only a file system that keeps holes, and says so, can tell.
+        """
+        found = np.zeros(len(rows), dtype=np.bool_)
+        located = self._located(rows)
+        for share in shares_of(rows):
+            nbytes = self._sizes.nbytes.get(share.table)
+            known = located[share.at] != _UNKNOWN
+            if nbytes is not None and known.any():
+                positions = _positions(located[share.at[known]], nbytes)
+                path = self.settings.data_file(*share.table)
+                found[share.at[known]] = self._files.holes(path, positions, nbytes)
+        return found
+
+    def _located(self, rows: Rows) -> IntArray:
+        """Find the page index of every row: [n] int64, its own or else the snapshot's."""
+        if "locator" in rows.schema.names:
+            column = rows.column("locator").fill_null(_UNKNOWN)
+            located: IntArray = np.array(column.to_numpy(), dtype=np.int64)
+        else:
+            located = np.full(len(rows), _UNKNOWN, dtype=np.int64)
+        if (located == _UNKNOWN).any():
+            for share in shares_of(rows):
+                lacking = share.only(located[share.at] == _UNKNOWN)
+                if lacking.names:
+                    located[lacking.at] = self._indices_of(lacking)
+        return located
+
+    def _current(self, rows: Rows) -> IntArray:
+        """Ask the server for page indices, which bumps the keys: [n] int64; else the snapshot."""
+        current = np.full(len(rows), _UNKNOWN, dtype=np.int64)
+        for share in shares_of(rows):
+            if self._server is None:
+                current[share.at] = self._indices_of(share)
+                continue
+            self.touched_keys += len(share.names)
+            answer = self._server.page_indices(*share.table, share.names)
+            current[share.at] = [_UNKNOWN if index is None else index for index in answer]
+        return current
+
+    def _read(
+        self,
+        rows: Rows,
+        offsets: IntArray,
+        capacities: IntArray,
+        located: IntArray,
+        *,
+        check: bool,
+    ) -> ReadResult:
+        memory = self._memory(offsets, capacities, len(rows))
+        result = ReadResult(
+            np.full(len(rows), Status.GONE, dtype=np.uint8),
+            {},
+            nbytes=np.full(len(rows), -1, dtype=np.int64),
+            versions=located.astype(np.uint64).reshape(-1, 1),
+        )
+        for share in shares_of(rows):
+            there = np.ones(len(share.at), dtype=np.bool_)
+            if (located[share.at] == _UNKNOWN).any():
+                there = self._there(share)
+            self._read_share(share.only(there), offsets, capacities, located, memory, result)
+            if check and self._server is not None:
+                gone = share.at[there & ~self._asked(share.table, share.names)]
+                result.statuses[gone] = Status.GONE
+                result.nbytes[gone] = -1
+                for at in gone.tolist():
+                    result.errors.pop(at, None)
+        return result
+
+    def _read_share(
+        self,
+        share: Share,
+        offsets: IntArray,
+        capacities: IntArray,
+        located: IntArray,
+        memory: memoryview,
+        result: ReadResult,
+    ) -> None:
+        """Read the pages of one table."""
+        at, nbytes = share.at, self._sizes.nbytes.get(share.table)
+        rank, namespace = share.table
+        if nbytes is None:
+            reason = f"only a profile tells how long the pages of {rank}:{namespace} are"
+            return _fail(result, at, f"{reason}; give --profile")
+        result.nbytes[at] = nbytes
+        result.statuses[at[capacities[at] > nbytes]] = Status.SHORT
+        result.statuses[at[capacities[at] < nbytes]] = Status.OVERSIZED
+        at = at[capacities[at] == nbytes]
+        unknown = located[at] == _UNKNOWN
+        _fail(result, at[unknown], "newer than the snapshot, which alone tells where it is")
+        at = at[~unknown]
+        if not len(at):
+            return None
+        path = self.settings.data_file(rank, namespace)
+        pages = Pages(_positions(located[at], nbytes), offsets[at], nbytes)
+        counts = self._reader.read(path, pages, memory)
+        result.statuses[at] = np.where(counts == nbytes, Status.OK, Status.SHORT)
+        result.nbytes[at] = counts
+        for code in np.unique(counts[counts < 0]).tolist():
+            _fail(result, at[counts == code], f"{path}: {os.strerror(-code)}")
+        return None
+
+    # writing
+
+    def write_from(
+        self,
+        rows: Rows,
+        offsets: IntArray,
+        sizes: IntArray,
+        *,
+        if_absent: bool,
+        group: Sequence[str] | None = None,
+        pin: bool = False,
+    ) -> Result:
+        """Write pages as SGLang does: reserve, write, confirm.
+
+        A full table makes room by dropping its least recently used keys. An object that is replaced
+        gets another page, and its old one is freed. Raises UnsupportedByBackend, before anything
+        is written, for objects that the profile does not have.
+        """
+        self._refuse_pin(pin)
+        memory = self._memory(offsets, sizes, len(rows))
+        server = self._needed_server()
+        if not self._sizes.nbytes:
+            raise UnsupportedByBackend(f"{self.url}: to write pages a profile is needed")
+        self._sizes.refuse_strangers(self.url, keys_of(rows), sizes)
+        if self.settings.snapshot is not None and not self._saved().checked:
+            self._sizes.refuse_other_models(self.url, self.page_tables())
+            self._saved().checked = True
+        writer = PageWriter(server, self._files)
+        statuses = np.full(len(rows), Status.ERROR, dtype=np.uint8)
+        errors: dict[int, str] = {}
+        for share in shares_of(rows):
+            path = self.settings.data_file(*share.table)
+            nbytes = self._sizes.nbytes[share.table]
+            spans = zip(offsets[share.at].tolist(), sizes[share.at].tolist(), strict=True)
+            outcome = writer.write(
+                share.table,
+                path,
+                share.names,
+                [memory[offset : offset + size] for offset, size in spans],
+                num_pages=(self._files.size(path) or 0) // nbytes,
+                if_absent=if_absent,
+            )
+            statuses[share.at] = outcome.statuses
+            errors |= {int(share.at[n]): why for n, why in outcome.errors.items()}
+        return Result(statuses, errors)
+
+    def _needed_server(self) -> MetadataClient:
+        if self._server is None:
+            raise UnsupportedByBackend(
+                f"{self.url}: only the metadata server can store and delete; give server="
+            )
+        return self._server
+
+    def delete(self, rows: Rows) -> Result:
+        """Delete keys through the server, which frees their pages; readers can see them reused.
+
+        Keys that share a page go in one call, since after the first of them the page would be free
+        while the other still means it; one that is named without the others stays, an ERROR.
+        """
+        server = self._needed_server()
+        statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)
+        errors: dict[int, str] = {}
+        for share in shares_of(rows):
+            found = share.only(self._there(share))
+            for at, mate in self._left_behind(found):
+                statuses[at] = Status.ERROR
+                errors[at] = f"shares its page with {mate}, which would be left on a free page"
+            doomed = found.only(statuses[found.at] != Status.ERROR)
+            if doomed.names:
+                server.delete(*doomed.table, doomed.names)
+                statuses[doomed.at] = Status.OK
+        return Result(statuses, errors)
+
+    def _left_behind(self, share: Share) -> Iterator[tuple[int, str]]:
+        """Find rows on a page that another key holds, which is there and not among them."""
+        table = None if self.settings.snapshot is None else self._table(share.table)
+        if table is None:
+            return
+        shared = self._saved().shared_pages(table)
+        if not len(shared):
+            return
+        named = set(share.names)
+        mine = self._indices_of(share)
+        for n in np.flatnonzero(np.isin(mine, shared)).tolist():
+            holders = table.keys.take(pa.array(np.flatnonzero(table.indices == mine[n])))
+            mates = [name for name in texts_of(holders) if name not in named]
+            there = self._asked(share.table, mates)
+            if there.any():
+                yield int(share.at[n]), mates[int(np.flatnonzero(there)[0])]
+
+
+def _positions(indices: IntArray, nbytes: int) -> IntArray:
+    """Where pages begin in their file; an index that no file can have is at the end of all."""
+    return np.where(indices <= _HIGHEST // nbytes - 1, indices, _HIGHEST // nbytes - 1) * nbytes
+
+
+def _fail(result: ReadResult, at: IntArray, message: str) -> None:
+    result.statuses[at] = Status.ERROR
+    result.nbytes[at] = -1
+    result.errors.update(dict.fromkeys(at.tolist(), message))

@@ -1,0 +1,288 @@
+"""The data files of a 3FS store, read and written in place by plain system calls.
+
+A file is an array of pages of one size, without keys, lengths or checksums. It is never created,
+resized or truncated here: a client of SGLang's does that, and what it cut off reads as zeros.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hicachectl.formats.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    IntArray = npt.NDArray[np.int64]
+    BoolArray = npt.NDArray[np.bool_]
+
+# The file system itself is gone: no answer about one page means anything.
+LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
+
+_BLOCK = mmap.PAGESIZE  # what O_DIRECT wants everything to be a multiple of
+_RUN_PAGES = 256  # below IOV_MAX
+_RUN_BYTES = 64 << 20
+_IN_FLIGHT = 16  # reads at once where each waits for a network; SGLang's default numjobs
+_NO_HOLES = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENXIO})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """Pages of one data file, and where they go.
+
+    positions: [n] int64, bytes into the file; targets: [n] int64, bytes into the arena.
+    nbytes:    of each page.
+    """
+
+    positions: IntArray
+    targets: IntArray
+    nbytes: int
+
+
+class PageReader(Protocol):
+    """What fetches pages into the arena; several threads call it at once."""
+
+    def read(self, path: str, pages: Pages, memory: memoryview) -> IntArray:
+        """Read pages: [n] int64, the bytes that were there of each, or -errno.
+
+        Raises StoreUnavailable when the file system is lost.
+        """
+
+    def close(self) -> None:
+        """Let go of files and memory."""
+
+
+class DataFiles:
+    """The data files that were used so far, kept open.
+
+    direct: read past the page cache, which on a FUSE mount can be older than what others wrote to
+    the same file by other ways; None does so on FUSE mounts alone.
+    """
+
+    def __init__(self, *, direct: bool | None = None) -> None:
+        self._direct = direct
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, int], int] = {}
+        self._past_cache: dict[str, bool] = {}
+        self._waiting: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        """Close every file."""
+        with self._lock:
+            descriptors, self._open = list(self._open.values()), {}
+            pool, self._waiting = self._waiting, None
+        if pool is not None:
+            pool.shutdown()
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def read(self, path: str, pages: Pages, memory: memoryview) -> IntArray:
+        """Read pages in the order of the file, neighbours by one call."""
+        counts = np.zeros(len(pages.positions), dtype=np.int64)
+        try:
+            past_cache = self._reads_past_cache(path)
+            source = self._source(path, pages, past_cache=past_cache)
+        except OSError as error:
+            _raise_lost(path, error)
+            counts[:] = -(error.errno or errno.EIO)
+            return counts
+        order = np.argsort(pages.positions, kind="stable")
+        runs = list(_runs(pages.positions[order], pages.nbytes))
+
+        def read_run(run: slice) -> None:
+            counts[order[run]] = source.read(
+                pages.positions[order[run]], pages.targets[order[run]], memory
+            )
+
+        if past_cache and len(runs) > 1:
+            list(self._waiters().map(read_run, runs))
+        else:
+            for run in runs:
+                read_run(run)
+        return counts
+
+    def expect(self, path: str, positions: IntArray, nbytes: int) -> None:
+        """Let the system begin to read pages, where it has a cache to put them in."""
+        with suppress(OSError):  # the read will say what is wrong
+            if self._reads_past_cache(path):
+                return
+            descriptor = self._descriptor(path, os.O_RDONLY)
+            ordered = np.sort(positions)
+            for run in _runs(ordered, nbytes):
+                start = int(ordered[run.start])
+                length = (run.stop - run.start) * nbytes
+                os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_WILLNEED)
+
+    def write(self, path: str, position: int, page: memoryview) -> None:
+        """Write one page in place. Raises OSError; EFBIG where the file ends before the page."""
+        descriptor = self._descriptor(path, os.O_RDWR)
+        if position + len(page) > os.fstat(descriptor).st_size:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        done = 0
+        while done < len(page):
+            done += os.pwrite(descriptor, page[done:], position + done)
+
+    def sync(self, path: str) -> None:
+        """Make what was written durable, and visible to readers that have no page cache."""
+        os.fdatasync(self._descriptor(path, os.O_RDWR))
+
+    def holes(self, path: str, positions: IntArray, nbytes: int) -> BoolArray:
+        """Say of which pages a part was never written: [n] bool.
+
+        Known in whole blocks of a file system that tells; where it does not, there are none.
+        """
+        found = np.zeros(len(positions), dtype=np.bool_)
+        try:
+            descriptor = self._descriptor(path, os.O_RDONLY)
+            size = os.fstat(descriptor).st_size
+            for at, position in enumerate(positions.tolist()):
+                if 0 <= position < size:
+                    end = min(position + nbytes, size)
+                    found[at] = os.lseek(descriptor, position, os.SEEK_HOLE) < end
+        except OSError as error:
+            if error.errno not in (*_NO_HOLES, errno.ENOENT):
+                _raise_lost(path, error)
+        return found
+
+    def size(self, path: str) -> int | None:
+        """Ask for a file's length; None where it cannot be opened."""
+        try:
+            return os.fstat(self._descriptor(path, os.O_RDONLY)).st_size
+        except OSError as error:
+            _raise_lost(path, error)
+            return None
+
+    def _source(self, path: str, pages: Pages, *, past_cache: bool) -> _Source:
+        if past_cache and not (
+            pages.nbytes % _BLOCK
+            or (pages.targets % _BLOCK).any()
+            or (pages.positions % _BLOCK).any()
+        ):
+            with suppress(OSError):  # a file system without it
+                descriptor = self._descriptor(path, os.O_RDONLY | os.O_DIRECT)
+                return _Source(path, descriptor, pages.nbytes, drops_cache=False)
+        descriptor = self._descriptor(path, os.O_RDONLY)
+        return _Source(path, descriptor, pages.nbytes, drops_cache=past_cache)
+
+    def _reads_past_cache(self, path: str) -> bool:
+        if self._direct is not None:
+            return self._direct
+        if path not in self._past_cache:
+            self._past_cache[path] = _is_on_fuse(self._descriptor(path, os.O_RDONLY))
+        return self._past_cache[path]
+
+    def _waiters(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._waiting is None:
+                self._waiting = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="hicachectl-3fs")
+            return self._waiting
+
+    def _descriptor(self, path: str, flags: int) -> int:
+        """Open a file, once for each use of it. Raises OSError."""
+        with self._lock:
+            if (path, flags) not in self._open:
+                self._open[path, flags] = open_data_file(path, flags)
+            return self._open[path, flags]
+
+
+def open_data_file(path: str, flags: int) -> int:
+    """Open a data file that is there: a descriptor. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """An open data file, and how it is read."""
+
+    path: str
+    descriptor: int
+    nbytes: int  # of a page
+    drops_cache: bool
+
+    def read(self, positions: IntArray, targets: IntArray, memory: memoryview) -> IntArray:
+        """Read pages that follow one another; one by one where that fails."""
+        if self.drops_cache:
+            self._drop_cache(int(positions[0]), len(positions) * self.nbytes)
+        ends = (targets + self.nbytes).tolist()
+        views = [memory[a:b] for a, b in zip(targets.tolist(), ends, strict=True)]
+        try:
+            done = self._read_run(int(positions[0]), views)
+        except OSError as error:
+            if len(views) == 1:
+                _raise_lost(self.path, error)
+                return np.array([-(error.errno or errno.EIO)], dtype=np.int64)
+            single = [slice(at, at + 1) for at in range(len(views))]
+            return np.concatenate([self.read(positions[s], targets[s], memory) for s in single])
+        begins = np.arange(len(views), dtype=np.int64) * self.nbytes
+        return np.clip(done - begins, 0, self.nbytes)
+
+    def _read_run(self, position: int, views: Sequence[memoryview]) -> int:
+        """Fill the views from one place of the file on; fewer bytes only at its end."""
+        total = len(views) * self.nbytes
+        done = os.preadv(self.descriptor, views, position)
+        count = done
+        while count and done < total:
+            first, inside = divmod(done, self.nbytes)
+            rest = [views[first][inside:], *views[first + 1 :]]
+            try:
+                count = os.preadv(self.descriptor, rest, position + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                break  # O_DIRECT, at the end of a file that is no multiple of a block
+            done += count
+        return done
+
+    def _drop_cache(self, position: int, nbytes: int) -> None:
+        """Have the system read these bytes anew; what is not yet written back stays."""
+        start = position // _BLOCK * _BLOCK
+        end = -(-(position + nbytes) // _BLOCK) * _BLOCK
+        with suppress(OSError):
+            os.posix_fadvise(self.descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+def _runs(positions: IntArray, nbytes: int) -> Iterator[slice]:
+    """Cut rising positions into runs of pages that follow one another."""
+    if not len(positions):
+        return
+    most = max(1, min(_RUN_PAGES, _RUN_BYTES // nbytes))
+    breaks = np.flatnonzero(np.diff(positions) != nbytes) + 1
+    edges = [0, *breaks.tolist(), len(positions)]
+    for start, end in pairwise(edges):
+        for first in range(start, end, most):
+            yield slice(first, min(first + most, end))
+
+
+def _raise_lost(path: str, error: OSError) -> None:
+    """Raise StoreUnavailable for errors that concern the whole file system."""
+    if error.errno in LOST:
+        raise StoreUnavailable(f"{path}: {error.strerror}; is 3FS still mounted?") from error
+
+
+def _is_on_fuse(descriptor: int) -> bool:
+    """Tell whether a file lies on a FUSE mount, as 3FS's own is."""
+    device = os.fstat(descriptor).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+            fields, _, rest = line.partition(" - ")
+            if fields.split()[2] == number:
+                return rest.startswith("fuse")
+    return False

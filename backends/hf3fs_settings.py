@@ -1,0 +1,242 @@
+"""Where a 3FS store is: the store URL, or the JSON config that SGLang's own servers are given.
+
+A URL is `hf3fs:///PREFIX?server=&snapshot=&file_size=&ranks=`; with `config=FILE`, or as `hf3fs:`
+alone with SGLANG_HICACHE_HF3FS_CONFIG_PATH set, prefix, file size and server come from that file.
+Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS.from_env_config.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from hicachectl.backends.urls import StoreUrl
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.profile import MAX_RANKS, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CONFIG_VARIABLE = "SGLANG_HICACHE_HF3FS_CONFIG_PATH"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_FILE_SIZE = (1 << 63) - 1
+
+_REQUIRED = ("file_path_prefix", "file_size", "numjobs", "entries")
+_OPTIONAL = ("metadata_server_url", "client_timeout")
+_KV = "kv"  # the one pool whose file has no name of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hf3fsSettings:
+    """Where pages lie and who knows which; `str` gives a URL that leads to equal settings.
+
+    prefix:    SGLang's file_path_prefix, absolute.
+    file_size: bytes of each data file; None where nobody said.
+    ranks:     the ranks that are looked at, 0 to ranks - 1; None for all.
+    server:    URL of the metadata server.
+    snapshot:  the file that the metadata server saves its tables to, absolute.
+    """
+
+    prefix: str
+    file_size: int | None = None
+    ranks: int | None = None
+    server: str | None = None
+    snapshot: str | None = None
+
+    def data_file(self, rank: int, namespace: str) -> str:
+        """Name the file that holds a pool's pages (register_mem_host_pool_v2)."""
+        path = f"{self.prefix}.{rank}.bin"
+        return path if namespace == _KV else f"{path}.{namespace}"
+
+    def __str__(self) -> str:
+        stated = {
+            "server": self.server,
+            "snapshot": self.snapshot,
+            "file_size": self.file_size,
+            "ranks": self.ranks,
+        }
+        params = {name: str(value) for name, value in stated.items() if value is not None}
+        return str(StoreUrl("hf3fs", self.prefix, params=params))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Config:
+    """What SGLang's JSON config says."""
+
+    where: str
+    prefix: str
+    file_size: int
+    server: str | None
+
+
+def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
+    """Find out where the store that a URL names is.
+
+    Raises UsageError for the URL and for what it contradicts, FormatError for the JSON config.
+    """
+    config = _config(url, environ)
+    settings = Hf3fsSettings(
+        prefix=_prefix(url.path, "hf3fs", UsageError) if config is None else config.prefix,
+        file_size=_file_size(url, config),
+        ranks=_count(url, "ranks", MAX_RANKS),
+        server=_server(url, config),
+        snapshot=_snapshot(url),
+    )
+    if settings.server is None and settings.snapshot is None:
+        raise UsageError(
+            f"{settings}: no metadata is named; give server=http://HOST:18000 and snapshot=FILE, "
+            "where that server saves its tables. Without such a server SGLang keeps them in its "
+            "own process, and what it stored cannot be told apart by anybody else"
+        )
+    return settings
+
+
+def _config(url: StoreUrl, environ: Mapping[str, str]) -> _Config | None:
+    """Read the JSON config, where the URL or the environment names one."""
+    if "config" in url.params:
+        return _read_config(url.params["config"], "config")
+    if url.path:
+        return None
+    path = environ.get(CONFIG_VARIABLE)
+    if path:
+        return _read_config(path, CONFIG_VARIABLE)
+    raise UsageError(
+        "hf3fs: no data files are named; write hf3fs:///DIRECTORY/PREFIX?server=…&snapshot=…, "
+        f"give config=FILE, or set {CONFIG_VARIABLE}"
+    )
+
+
+# the settings, one by one
+
+
+def _prefix(path: str, where: str, error: type[UsageError | FormatError]) -> str:
+    if not path.startswith("/") or path.endswith("/") or "\0" in path:
+        raise error(
+            f"{where}: {path!r} is no prefix of data files; they are named PREFIX.RANK.bin, and "
+            "PREFIX is an absolute path"
+        )
+    return path
+
+
+def _file_size(url: StoreUrl, config: _Config | None) -> int | None:
+    stated = _count(url, "file_size", MAX_FILE_SIZE)
+    if config is None or stated in (None, config.file_size):
+        return stated if config is None else config.file_size
+    raise UsageError(f"file_size={stated} contradicts {config.where}: file_size {config.file_size}")
+
+
+def _server(url: StoreUrl, config: _Config | None) -> str | None:
+    stated = None if "server" not in url.params else _service(url.params["server"], "server")
+    known = None if config is None else config.server
+    if stated and known and stated != known:
+        assert config is not None
+        raise UsageError(f"server={stated} contradicts {config.where}: metadata_server_url {known}")
+    return stated or known
+
+
+def _service(text: str, where: str, error: type[UsageError | FormatError] = UsageError) -> str:
+    """Check the address of the metadata server; a slash at its end means nothing."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:  # a port that is no number, brackets that do not match
+        parts, port = urlsplit(""), None
+    plain = parts.scheme in ("http", "https") and parts.hostname and text.isprintable()
+    if not plain or port == 0 or " " in text or parts.query or parts.fragment:
+        raise error(f"{where}: {shown(text)} is no address; write http://HOST:18000")
+    if "@" in parts.netloc:
+        raise error(f"{where}: a metadata server asks for no password; write http://HOST:18000")
+    return text.rstrip("/")
+
+
+def _snapshot(url: StoreUrl) -> str | None:
+    if "snapshot" not in url.params:
+        return None
+    if not url.params["snapshot"]:
+        raise UsageError("snapshot: name the file that the metadata server saves its tables to")
+    return str(Path(url.params["snapshot"]).absolute())
+
+
+def _count(url: StoreUrl, name: str, most: int) -> int | None:
+    text = url.params.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most))):
+        raise UsageError(f"{name}: {shown(text)} is no whole number")
+    if not 1 <= int(text) <= most:
+        raise UsageError(f"{name}: {text} is not between 1 and {most}")
+    return int(text)
+
+
+# SGLang's JSON config
+
+
+def _read_config(path: str, source: str) -> _Config:
+    where = f"{source} {path}"
+    document = _read_json(path, where)
+    for name in document:
+        if name not in (*_REQUIRED, *_OPTIONAL):
+            known = ", ".join((*_REQUIRED, *_OPTIONAL))
+            raise FormatError(f"{where}: unknown key {shown(name)}; known: {known}")
+    if missing := [name for name in _REQUIRED if name not in document]:
+        raise FormatError(f"{where}: {', '.join(missing)}: missing")
+    server = document.get("metadata_server_url")
+    return _Config(
+        where=where,
+        prefix=_prefix(
+            _text(document["file_path_prefix"], f"{where}: file_path_prefix"),
+            f"{where}: file_path_prefix",
+            FormatError,
+        ),
+        file_size=_whole(document["file_size"], f"{where}: file_size"),
+        server=_service(
+            _text(server, f"{where}: metadata_server_url"),
+            f"{where}: metadata_server_url",
+            FormatError,
+        )
+        if server  # SGLang takes null and "" for none
+        else None,
+    )
+
+
+def _read_json(path: str, where: str) -> dict[str, Any]:
+    try:
+        if not Path(path).is_file():  # opening a FIFO would wait for a writer
+            raise UsageError(f"{where}: there is no such file")
+        with Path(path).open("rb") as stream:
+            text = stream.read(MAX_CONFIG_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        raise UsageError(f"{where}: {getattr(error, 'strerror', None) or error}") from error
+    if len(text) > MAX_CONFIG_BYTES:
+        raise FormatError(f"{where}: larger than {MAX_CONFIG_BYTES} bytes: no config of SGLang's")
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{where}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise FormatError(f"{where}: expected a JSON object")
+    return document
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise FormatError(f"{where}: expected a text, found {shown(value)}")
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:  # JSON can spell half a character
+        raise FormatError(f"{where}: {value!r} is no text") from None
+    return value
+
+
+def _whole(value: Any, where: str) -> int:
+    """Take what Python's int() takes of a JSON value, as SGLang does, within bounds."""
+    plain = isinstance(value, int) and not isinstance(value, bool)
+    digits = isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20
+    exact = isinstance(value, float) and value.is_integer()
+    if not (plain or digits or exact) or not 1 <= int(value) <= MAX_FILE_SIZE:
+        raise FormatError(f"{where}: {shown(value)} is no size in bytes")
+    return int(value)

@@ -1,0 +1,254 @@
+"""Check the page tables of a 3FS store: what keys, free pages and data files say of each other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.findings import findings
+from hicachectl.listing import key_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from hicachectl.backends.hf3fs_snapshot import PageTable
+
+    BoolArray = npt.NDArray[np.bool_]
+    IntArray = npt.NDArray[np.int64]
+
+_NAMED_PAGES = 8  # leaked ones that a finding lists
+_PAGE_AND_REST = r"(?s)^(?P<page>[0-9a-f]{64})(?P<rest>.*)$"
+_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """The file that the pages of one table lie in, as it was when somebody looked."""
+
+    path: str
+    nbytes: int
+    mtime_ns: int
+
+
+def check_page_tables(
+    tables: Sequence[PageTable],
+    *,
+    files: Mapping[str, DataFile],
+    bytes_per_page: Mapping[str, int],
+    saved_at_ns: int,
+    grace_s: float,
+    earlier: Sequence[PageTable] | None = None,
+) -> Iterator[pa.Table]:
+    """Find what is wrong with tables: tables of findings, some of them empty.
+
+    files, bytes_per_page: by table name, RANK:NAMESPACE; what is unknown of a table is not checked.
+    saved_at_ns: of the snapshot that the tables are from.
+    earlier: tables from a snapshot saved before; what is leaked in only one of the two is being
+        written, and no finding. Without them all of it is one.
+
+    On a live store page-index-free is a suspicion: the server gathers keys before free pages, so
+    that a key deleted in between is in both. It holds for a key that is still there on that page.
+    """
+    known = {table.name: table for table in earlier or ()}
+    for table in tables:
+        yield _shared(table)
+        yield _out_of_range(table)
+        yield _mapped_and_free(table)
+        if earlier is None or table.name in known:
+            yield _leaked(table, *([] if earlier is None else [known[table.name]]))
+        if table.name in files:
+            yield from _checked_file(
+                table, files[table.name], bytes_per_page.get(table.name), saved_at_ns, grace_s
+            )
+    yield from _page_counts(tables)
+
+
+# what tables hold: also what repair goes by
+
+
+def shared_pages(table: PageTable) -> BoolArray:
+    """Say which keys have a page that another key has too, [m] bool."""
+    return _holders(table) > 1
+
+
+def mapped_and_free(table: PageTable) -> BoolArray:
+    """Say which keys have a page that is free, [m] bool."""
+    return np.isin(table.indices, table.free)
+
+
+def out_of_range(table: PageTable) -> BoolArray:
+    """Say which keys have a page that the table has not, [m] bool."""
+    return table.indices >= table.num_pages
+
+
+@dataclass(frozen=True, slots=True)
+class PageRuns:
+    """Sets of consecutive pages, in order: as small as the table, however many pages it claims."""
+
+    starts: IntArray
+    lengths: IntArray
+
+    def __len__(self) -> int:
+        return int(self.lengths.sum())
+
+    def first(self, count: int) -> list[int]:
+        """List the first pages, at most `count`."""
+        pages: list[int] = []
+        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
+            pages += range(start, start + min(length, count - len(pages)))
+            if len(pages) == count:
+                break
+        return pages
+
+
+def leaked_pages(*tables: PageTable) -> PageRuns:
+    """Find pages that are neither free nor held by a key, in any of several states of one table."""
+    lists = [pages for table in tables for pages in (table.free, table.indices)]
+    num_pages = min(table.num_pages for table in tables)
+    known = np.sort(np.concatenate(lists))
+    known = known[: np.searchsorted(known, num_pages)]
+    bounds = np.concatenate([[-1], known, [num_pages]])
+    lengths = np.diff(bounds) - 1
+    gaps = lengths > 0
+    return PageRuns(bounds[:-1][gaps] + 1, lengths[gaps])
+
+
+def _holders(table: PageTable) -> IntArray:
+    """Count the keys that have each key's page, [m]."""
+    holders = np.ones(len(table.indices), dtype=np.int64)
+    ordered = np.sort(table.indices)
+    repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if len(repeated):
+        rows = np.flatnonzero(np.isin(table.indices, repeated))
+        _, inverse, counts = np.unique(table.indices[rows], return_inverse=True, return_counts=True)
+        holders[rows] = counts[inverse]
+    return holders
+
+
+# findings
+
+
+def _shared(table: PageTable) -> pa.Table:
+    holders = _holders(table)
+    rows = np.flatnonzero(holders > 1)
+    # Those of one page stand together.
+    rows = rows[np.argsort(table.indices[rows], kind="stable")]
+    detail = ("page ", table.indices[rows], " is held by ", holders[rows], " keys")
+    return _key_findings("page-index-shared", table, rows, *detail)
+
+
+def _out_of_range(table: PageTable) -> pa.Table:
+    rows = np.flatnonzero(out_of_range(table))
+    pages = f", but the table has {table.num_pages} pages"
+    return _key_findings(
+        "page-index-out-of-range", table, rows, "page ", table.indices[rows], pages
+    )
+
+
+def _mapped_and_free(table: PageTable) -> pa.Table:
+    rows = np.flatnonzero(mapped_and_free(table))
+    detail = ("page ", table.indices[rows], " is also free: it is given to the next writer")
+    return _key_findings("page-index-free", table, rows, *detail)
+
+
+def _leaked(table: PageTable, *before: PageTable) -> pa.Table:
+    leaked = leaked_pages(table, *before)
+    pages = leaked.first(_NAMED_PAGES)
+    named = ", ".join(map(str, pages)) + (", …" if len(leaked) > len(pages) else "")
+    detail = (
+        f"{len(leaked)} of {table.num_pages} pages of {table.name} are neither free nor held by a "
+        f"key, and lost until they are released: {named}"
+    )
+    return _table_findings("page-leaked", table.namespace, [detail] if pages else [])
+
+
+def _checked_file(
+    table: PageTable, file: DataFile, bytes_per_page: int | None, saved_at_ns: int, grace_s: float
+) -> Iterator[pa.Table]:
+    if bytes_per_page is not None:
+        yield _beyond_the_end(table, file, bytes_per_page)
+        yield _wrong_stride(table, file, bytes_per_page)
+    behind_ns = file.mtime_ns - saved_at_ns
+    if behind_ns > grace_s * _NS:
+        behind = timedelta(seconds=behind_ns // _NS)
+        detail = f"{file.path} was written {behind} after the snapshot was saved"
+        yield _table_findings("snapshot-stale", table.namespace, [detail])
+
+
+def _beyond_the_end(table: PageTable, file: DataFile, bytes_per_page: int) -> pa.Table:
+    whole = file.nbytes // bytes_per_page
+    rows = np.flatnonzero((table.indices >= whole) & ~out_of_range(table))
+    ending = f", but {file.path} ends after {file.nbytes} bytes, {whole} pages of {bytes_per_page}"
+    return _key_findings("truncated", table, rows, "page ", table.indices[rows], ending)
+
+
+def _wrong_stride(table: PageTable, file: DataFile, bytes_per_page: int) -> pa.Table:
+    whole = file.nbytes // bytes_per_page
+    detail = (
+        f"{table.name} has {table.num_pages} pages, but {file.path} has {whole} of "
+        f"{bytes_per_page} bytes: what wrote it has pages of another size, or the file was cut"
+    )
+    wrong = whole != table.num_pages
+    return _table_findings("page-count-mismatch", table.namespace, [detail] if wrong else [])
+
+
+def _page_counts(tables: Sequence[PageTable]) -> Iterator[pa.Table]:
+    """Compare ranks: each has a file of the same size."""
+    ranks: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for table in tables:
+        ranks[table.namespace][table.num_pages].append(table.rank)
+    for namespace, counts in ranks.items():
+        if len(counts) > 1:
+            said = "; ".join(
+                f"{num_pages} pages at {_ranks_text(counts[num_pages])}"
+                for num_pages in sorted(counts)
+            )
+            detail = f"the ranks of {namespace} have files of different sizes: {said}"
+            yield _table_findings("page-count-mismatch", namespace, [detail])
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_NAMED_PAGES]))
+    return f"rank {shown}" + (", …" if len(ranks) > _NAMED_PAGES else "")
+
+
+def _key_findings(code: str, table: PageTable, rows: IntArray, *detail: str | IntArray) -> pa.Table:
+    """Make an error of each row; detail: what to join."""
+    keys = key_text(table.keys.take(pa.array(rows)))
+    named = pc.extract_regex(keys, _PAGE_AND_REST)
+    rest = named.field("rest")
+    part = pc.if_else(
+        pc.is_in(rest, pa.array(["-k", "-v"])), pc.utf8_slice_codeunits(rest, 1, 2), None
+    )
+    texts = [
+        pa.repeat(text, len(rows)) if isinstance(text, str) else pa.array(text).cast(pa.string())
+        for text in detail
+    ]
+    return findings(
+        code,
+        "error",
+        keys=pc.binary_join_element_wise(pa.repeat(f"{table.name}:", len(rows)), keys, ""),
+        pages=named.field("page"),
+        pools=pa.repeat(table.namespace, len(rows)),
+        parts=part,
+        detail=pc.binary_join_element_wise(*texts, ""),
+    )
+
+
+def _table_findings(code: str, namespace: str, details: Sequence[str]) -> pa.Table:
+    """Make a warning of each detail, about a whole table."""
+    return findings(
+        code,
+        "warning",
+        keys=pa.nulls(len(details), pa.string()),
+        pools=pa.repeat(namespace, len(details)),
+        detail=pa.array(details, pa.string()),
+    )

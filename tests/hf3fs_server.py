@@ -1,0 +1,287 @@
+"""SGLang's real 3FS metadata server for tests, in the interpreter that has SGLang.
+
+The same file is the program of the server process, `hf3fs_server.py PORT SNAPSHOT INTERVAL`: it
+runs the file that SGLang ships, as it is. It leaves out SGLang's storage class, which that file
+imports for its clients alone and which takes 9 s to load, and it obeys commands on stdin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType, TracebackType
+    from typing import IO
+
+HOST = "127.0.0.1"
+STARTS = 3  # another process can take a free port before the server binds it
+START_TIMEOUT_S = 60
+ANSWER_TIMEOUT_S = 30
+NEVER_S = 1 << 20  # a save interval that no test lives to see
+HF3FS_FOLDER = "srt/mem_cache/storage/hf3fs"
+
+# What a child runs before it becomes the program: no end of its parent leaves it behind.
+_FOLLOW_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class MetadataServer:
+    """One server process with persistence; a context manager that leaves nothing behind.
+
+    It saves at its start and at `save()`; with save_interval_s also by its own timer. Its port
+    and its snapshot stay the same when it is killed and started again. Raises RuntimeError with
+    the end of its log where it does not come up.
+    """
+
+    def __init__(self, python: Path, *, save_interval_s: int = NEVER_S) -> None:
+        self._python = python
+        self._interval_s = save_interval_s
+        self._folder = tempfile.TemporaryDirectory(prefix="hf3fs-metadata-")
+        self._process: subprocess.Popen[str] | None = None
+        self.snapshot = Path(self._folder.name) / "metadata.json"
+        self.port = 0
+        try:
+            self._start_anywhere()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """What SGLang's config calls metadata_server_url."""
+        return f"http://{HOST}:{self.port}"
+
+    def save(self) -> Path:
+        """Have the server write its snapshot; its path, once everything so far is in it."""
+        self._command("save")
+        return self.snapshot
+
+    def reset(self) -> None:
+        """Forget every rank, in memory and in the snapshot."""
+        self._command("reset")
+        self.save()
+
+    def kill(self) -> None:
+        """SIGKILL the server: what it has not saved is lost."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                with contextlib.suppress(OSError):
+                    _stream(pipe).close()
+        self._process = None
+
+    def start(self) -> None:
+        """Start the server again where it was, with the snapshot that now lies there."""
+        self.kill()
+        follow = [str(self._python), "-c", _FOLLOW_PARENT, str(os.getpid())]
+        program = [__file__, str(self.port), str(self.snapshot), str(self._interval_s)]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*follow, str(self._python), *program],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=self._folder.name,
+                env={**environment, "PYTHONDONTWRITEBYTECODE": "1"},
+                text=True,
+            )
+        self._await_listening(self._process)
+
+    def initialize(self, rank: int, num_pages: int, namespace: str = "kv") -> None:
+        """Create a table, as a starting server rank does; an existing one stays as it is."""
+        self.post(rank, "initialize", num_pages=num_pages, namespace=namespace)
+
+    def reserve(
+        self, rank: int, keys: Sequence[str], namespace: str = "kv"
+    ) -> list[tuple[bool, int]]:
+        """Ask for pages to write to: whether each key was there already, and its page."""
+        pairs = [[key, ""] for key in keys]
+        verb = "reserve_and_allocate_page_indices"
+        reply = self.post(rank, verb, keys=pairs, namespace=namespace)
+        return [(existed, index) for existed, index in reply["indices"]]
+
+    def confirm(
+        self,
+        rank: int,
+        written: Sequence[tuple[str, int]],
+        released: Sequence[int] = (),
+        namespace: str = "kv",
+    ) -> None:
+        """Map keys to pages, and free others; the server believes whatever it is told."""
+        body = {"written_keys_to_confirm": list(written), "pages_to_release": list(released)}
+        self.post(rank, "confirm_write", **body, namespace=namespace)
+
+    def put(self, rank: int, keys: Sequence[str], namespace: str = "kv") -> list[int]:
+        """Reserve and confirm: the page of each key."""
+        indices = [index for _, index in self.reserve(rank, keys, namespace)]
+        self.confirm(rank, list(zip(keys, indices, strict=True)), namespace=namespace)
+        return indices
+
+    def delete(self, rank: int, keys: Sequence[str], namespace: str = "kv") -> None:
+        """Delete keys and free their pages."""
+        self.post(rank, "delete_keys", keys=list(keys), namespace=namespace)
+
+    def exists(self, rank: int, keys: Sequence[str], namespace: str = "kv") -> list[bool]:
+        """Say which keys are there."""
+        found: list[bool] = self.post(rank, "exists", keys=list(keys), namespace=namespace)[
+            "exists"
+        ]
+        return found
+
+    def page_indices(
+        self, rank: int, keys: Sequence[str], namespace: str = "kv"
+    ) -> list[int | None]:
+        """Give the page of each key, which makes them the most recent ones."""
+        body = {"keys": list(keys), "namespace": namespace}
+        indices: list[int | None] = self.post(rank, "get_page_indices", **body)["indices"]
+        return indices
+
+    def post(self, rank: int | str, verb: str, **body: object) -> Any:
+        """Call a verb; its reply, None where it has none. Raises urllib.error.HTTPError."""
+        request = urllib.request.Request(
+            f"{self.url}/{rank}/{verb}", json.dumps(body).encode(), method="POST"
+        )
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as reply:
+            return json.loads(reply.read() or b"null")
+
+    def saved(self) -> dict[str, dict[str, Any]]:
+        """Save, and parse what was saved."""
+        document: dict[str, dict[str, Any]] = json.loads(self.save().read_bytes())
+        return document
+
+    def keys_by_recency(self, rank: int, namespace: str = "kv") -> list[str]:
+        """List the keys of a table, the next to be evicted first."""
+        return [key for key, _ in self.saved()[f"{rank}:{namespace}"]["key_to_index"]]
+
+    def close(self) -> None:
+        """End the server and remove its files."""
+        self.kill()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def _log(self) -> Path:
+        return Path(self._folder.name) / "server.log"
+
+    def _start_anywhere(self) -> None:
+        for attempt in range(STARTS):
+            with socket.create_server((HOST, 0)) as listener:
+                self.port = listener.getsockname()[1]
+            try:
+                self.start()
+                return
+            except RuntimeError:
+                if attempt == STARTS - 1:
+                    raise
+
+    def _await_listening(self, process: subprocess.Popen[str]) -> None:
+        # Its own word for it: on a port that was taken, another server would answer.
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "Uvicorn running on" not in (said := self._log.read_text(errors="replace")):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the metadata server does not come up\n{said[-3000:]}")
+            time.sleep(0.01)
+
+    def _command(self, word: str) -> None:
+        if self._process is None:
+            raise RuntimeError("the metadata server was killed")
+        print(word, file=_stream(self._process.stdin), flush=True)
+        if _stream(self._process.stdout).readline() != "done\n":
+            end = self._log.read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"the metadata server did not {word}\n{end}")
+
+
+def _stream(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream
+
+
+# the server process
+
+
+def _serve(port: int, snapshot: str, interval_s: int) -> None:
+    import threading
+
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # uvicorn logs requests to stdout
+    module = _sglang_module()
+    state_class = module.GlobalMetadataState
+    saving, save = threading.Lock(), state_class.save_to_disk
+
+    def save_alone(state: Any) -> None:
+        with saving:  # the timer and a command would write the same temporary file
+            save(state)
+
+    state_class.save_to_disk = save_alone
+    threading.Thread(target=_obey, args=(module, answers), daemon=True).start()
+    module.run_metadata_server(HOST, port, snapshot, interval_s)
+
+
+def _obey(module: ModuleType, answers: IO[str]) -> None:
+    for line in sys.stdin:
+        state = module.server.state
+        if line == "reset\n":
+            state.ranks.clear()
+            done = True
+        else:
+            before = state.persistence_path.stat().st_ino
+            state.save_to_disk()  # logs what goes wrong, and raises nothing
+            done = state.persistence_path.stat().st_ino != before
+        print("done" if done else "failed", file=answers, flush=True)
+
+
+def _sglang_module() -> ModuleType:
+    """Load mini_3fs_metadata_server.py with stand-ins for the two modules that its clients need."""
+    import importlib.util
+    import types
+
+    package = importlib.util.find_spec("sglang")
+    if package is None or package.origin is None:
+        sys.exit(f"sglang is not installed for {sys.executable}")
+    for name, attribute, value in (
+        ("hicache_storage", "PoolName", types.SimpleNamespace(KV="kv")),
+        ("storage.hf3fs.storage_hf3fs", "Hf3fsMetadataInterface", object),
+    ):
+        stand_in = types.ModuleType(f"sglang.srt.mem_cache.{name}")
+        setattr(stand_in, attribute, value)
+        sys.modules[stand_in.__name__] = stand_in
+    path = Path(package.origin).parent / HF3FS_FOLDER / "mini_3fs_metadata_server.py"
+    spec = importlib.util.spec_from_file_location("mini_3fs_metadata_server", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
