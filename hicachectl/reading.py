@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -38,12 +38,27 @@ _WINDOW_OBJECTS = 8192
 _SEVERITIES = {"all-zero": "warning"}
 
 
+class Device(Protocol):
+    """Digests and checks objects somewhere else than in the processor."""
+
+    names: tuple[str, ...]
+    slab_bytes: int  # of objects that it takes at once
+    most_objects: int
+    lanes: int  # threads that it keeps busy besides those that read
+
+    def examine(
+        self, loaded: Loaded, wanted: npt.NDArray[np.bool_], checker: ValueChecker | None
+    ) -> tuple[npt.NDArray[np.uint8], list[ValueIssue]] | None:
+        """Give digests [n, 32] of the wanted objects and issues of all; None: it cannot."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingPlan:
     """What to read and what to do with it.
 
     rows: [n] int64, the objects to read. digest: [n] bool, which of them to digest. checkers: by
-    affix id, for objects of `sizes[affix]` bytes.
+    affix id, for objects of `sizes[affix]` bytes. device: what digests and checks in place of the
+    processor.
     """
 
     rows: IntArray
@@ -53,6 +68,7 @@ class ReadingPlan:
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     jobs: int | None = None
     deadline: float | None = None
+    device: Device | None = None
 
 
 @dataclass(slots=True)
@@ -143,10 +159,10 @@ def read_objects(
     pipeline: Pipeline[_Done] = Pipeline(
         store,
         inventory.objects,
-        _tasks(inventory, plan.rows),
+        _tasks(inventory, plan),
         lambda loaded: _work(loaded, inventory, plan, wants_digest),
         buffer_bytes=plan.buffer_bytes,
-        jobs=plan.jobs,
+        jobs=_jobs(store, plan),
         deadline=plan.deadline,
     )
     for done in pipeline:
@@ -156,8 +172,18 @@ def read_objects(
     return result
 
 
-def _tasks(inventory: Inventory, rows: IntArray) -> Iterator[Task]:
+def _jobs(store: Store, plan: ReadingPlan) -> int | None:
+    """Count the threads: those that wait for a device do not read meanwhile."""
+    if plan.jobs is not None or plan.device is None:
+        return plan.jobs
+    return store.limits.parallel_reads + plan.device.lanes
+
+
+def _tasks(inventory: Inventory, plan: ReadingPlan) -> Iterator[Task]:
     """Cut the rows into tasks of objects of one affix and size."""
+    rows, most_objects, most_bytes = plan.rows, _TASK_OBJECTS, _TASK_BYTES
+    if plan.device is not None:
+        most_objects, most_bytes = plan.device.most_objects, plan.device.slab_bytes
     listed = inventory.objects.column("nbytes").fill_null(0).to_numpy()
     for start in range(0, len(rows), _WINDOW_OBJECTS):
         window = rows[start : start + _WINDOW_OBJECTS]
@@ -168,32 +194,48 @@ def _tasks(inventory: Inventory, rows: IntArray) -> Iterator[Task]:
         for part, part_sizes in zip(
             np.split(window, changes), np.split(sizes, changes), strict=True
         ):
-            yield from batches(part, part_sizes, most_objects=_TASK_OBJECTS, most_bytes=_TASK_BYTES)
+            yield from batches(part, part_sizes, most_objects=most_objects, most_bytes=most_bytes)
 
 
 def _work(
     loaded: Loaded, inventory: Inventory, plan: ReadingPlan, wants_digest: npt.NDArray[np.bool_]
 ) -> _Done:
     """Digest and check one task's objects; runs in a reader thread."""
-    from blake3 import blake3
-
     rows = loaded.task.rows
     ok = loaded.read.ok
-    wanted = np.flatnonzero(ok & wants_digest[rows])
-    digests = np.zeros((len(rows), DIGEST_BYTES), dtype=np.uint8)
-    joined = b"".join([blake3(content).digest() for content in loaded.contents(wanted)])
-    digests[wanted] = np.frombuffer(joined, dtype=np.uint8).reshape(len(wanted), DIGEST_BYTES)
     affix = int(inventory.affix_ids[rows[0]])
     checker = plan.checkers.get(affix)
-    if checker is None or not ok.any() or loaded.task.capacities[0] != plan.sizes[affix]:
-        return _Done(loaded, digests, [])
+    if checker is not None and loaded.task.capacities[0] != plan.sizes[affix]:
+        checker = None
+    if plan.device is not None:
+        examined = plan.device.examine(loaded, ok & wants_digest[rows], checker)
+        if examined is not None:
+            return _Done(loaded, *examined)
+    return _Done(
+        loaded, _digests(loaded, np.flatnonzero(ok & wants_digest[rows])), _issues(loaded, checker)
+    )
+
+
+def _digests(loaded: Loaded, wanted: IntArray) -> npt.NDArray[np.uint8]:
+    """Digest some objects of a task: [n, 32], zeros for the others."""
+    from blake3 import blake3
+
+    digests = np.zeros((len(loaded.task.rows), DIGEST_BYTES), dtype=np.uint8)
+    joined = b"".join([blake3(content).digest() for content in loaded.contents(wanted)])
+    digests[wanted] = np.frombuffer(joined, dtype=np.uint8).reshape(len(wanted), DIGEST_BYTES)
+    return digests
+
+
+def _issues(loaded: Loaded, checker: ValueChecker | None) -> list[ValueIssue]:
+    """Check the values of a task's objects, as far as they could be read."""
+    ok = loaded.read.ok
+    if checker is None or not ok.any():
+        return []
     if ok.all():
-        return _Done(loaded, digests, checker.check(loaded.block()))
+        return checker.check(loaded.block())
     places = np.flatnonzero(ok)
     issues = checker.check(loaded.block()[places])
-    return _Done(
-        loaded, digests, [replace(issue, index=int(places[issue.index])) for issue in issues]
-    )
+    return [replace(issue, index=int(places[issue.index])) for issue in issues]
 
 
 def _gather(

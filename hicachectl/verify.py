@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from hicachectl.checks.sizes import check_sizes, expected_sizes
 from hicachectl.findings import combine, severity_ranks
 from hicachectl.groups import PageGroups
 from hicachectl.inventory import Inventory, take_inventory
+from hicachectl.loaders.devices import DEFAULT_DEVICE_BYTES, open_checker
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.reading import ReadingPlan, ReadingResult, read_objects, value_checkers
 from hicachectl.selection import EVERYTHING, Selection, select
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.catalog import Catalog
     from hicachectl.formats.profile import Profile
     from hicachectl.groups import BoolArray
+    from hicachectl.loaders.checker import DeviceChecker
     from hicachectl.sampling import Sample
 
 INFERRED = "inferred"
@@ -48,7 +51,8 @@ class Request:
 
     identity: fields in which an object must be as recorded to count as the same object; empty:
     all that the store has. time_limit_seconds: no object is begun to be read after it. repairs:
-    the report is to be acted on, so that each object's version is noted.
+    the report is to be acted on, so that each object's version is noted. devices: as
+    `hicachectl.loaders.devices.parse_devices` gives them; device_bytes: of memory on each.
     """
 
     profile: Profile | None = None
@@ -62,6 +66,8 @@ class Request:
     identity: tuple[str, ...] = ()
     weights_version: str = ""
     repairs: bool = False
+    devices: tuple[str, ...] = ("cpu",)
+    device_bytes: int = DEFAULT_DEVICE_BYTES
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     jobs: int | None = None
 
@@ -128,9 +134,12 @@ class _Run:
         in_flight |= moved
         plan = self._plan(inventory, groups, in_flight)
         total = int(inventory.objects.column("nbytes").fill_null(0).to_numpy()[plan.rows].sum())
-        reading = read_objects(
-            self.store, inventory, plan, on_read=lambda nbytes: on_read(nbytes, total)
-        )
+        remarks: list[str] = []
+        with self._device(inventory, plan, remarks) as device:
+            plan = replace(plan, device=device)
+            reading = read_objects(
+                self.store, inventory, plan, on_read=lambda nbytes: on_read(nbytes, total)
+            )
         reading.gone += gone
         outcome, digested = self._compared(inventory, reading)
         found = combine(
@@ -156,7 +165,7 @@ class _Run:
         return Report(
             document=self._document(inventory, groups, in_flight, plan, reading, found, skipped),
             findings=found,
-            remarks=tuple(f"{check}: {why}" for check, why in skipped.items()),
+            remarks=(*remarks, *(f"{check}: {why}" for check, why in skipped.items())),
             inventory=inventory,
             groups=groups,
             catalog=catalog,
@@ -224,6 +233,29 @@ class _Run:
             jobs=self.request.jobs,
             deadline=None if limit is None else self.started + limit,
         )
+
+    @contextmanager
+    def _device(
+        self, inventory: Inventory, plan: ReadingPlan, remarks: list[str]
+    ) -> Iterator[DeviceChecker | None]:
+        """Open what reading hands its objects to, where that is not the processor."""
+        sizes = inventory.objects.column("nbytes").fill_null(0).to_numpy()[plan.rows]
+        if not len(sizes):
+            yield None
+            return
+        largest = int(sizes.argmax())
+        key = inventory.objects.column("key")[int(plan.rows[largest])].as_py()
+        with open_checker(
+            self.request.devices,
+            device_bytes=self.request.device_bytes,
+            buffer_bytes=self.request.buffer_bytes,
+            largest=int(sizes[largest]),
+            largest_name=key.decode(errors="backslashreplace"),
+            remark=remarks.append,
+        ) as device:
+            yield device
+            if device is not None and device.failure is not None:
+                remarks.append(f"{device.failure}; the CPU did what was left")
 
     def _compared(
         self, inventory: Inventory, reading: ReadingResult
@@ -308,6 +340,7 @@ class _Run:
             "in_flight": int(in_flight.sum()),
             "sampled": len(np.unique(groups.page_ids[read_groups[read_groups >= 0]])),
             "bytes_read": reading.bytes_read,
+            "device": "cpu" if plan.device is None else ",".join(plan.device.names),
             "repaired": 0,
             "quarantined": 0,
             "checks": [check for check in self.request.checks if self._ran(check)],

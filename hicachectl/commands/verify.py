@@ -49,6 +49,7 @@ Examples:
   hicachectl verify prod: --profile prod.toml --sample 5% --time-limit 1h
   hicachectl verify prod: --catalog prod.parquet --update-catalog
   hicachectl verify prod: --profile prod.toml --repair quarantine --dry-run
+  hicachectl verify prod: --profile prod.toml --device cuda
   hicachectl verify prod: --fail-on error --metrics-file /var/lib/node/hicache.prom
 """,
 )
@@ -110,6 +111,21 @@ Examples:
     metavar="FILE",
     help="Write Prometheus textfile metrics.",
 )
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="cpu|cuda|auto",
+    help="Where to check and digest; cuda:0,cuda:1 share the work.",
+)
+@click.option(
+    "--device-bytes",
+    type=Size(),
+    default="2GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Memory to use on each device.",
+)
 @repair_options
 @click.option(
     "--lock",
@@ -151,6 +167,10 @@ def command(
     status is 4 when there are findings at --fail-on or above. Nothing in the store is changed
     without --repair, which takes every object of a page that has an error out of the store, the kv
     objects first, so that a server recomputes the page; hicachectl-restore(1) puts it back.
+
+    With --device cuda objects are loaded into GPU memory as a server loads them, layer by layer,
+    and checked and digested there. The findings are the same as without; a GPU that is missing or
+    fails ends the run, with --device auto the CPU goes on.
     """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.output import write_document
     from hicachectl.verify import verify_store
@@ -193,6 +213,9 @@ def command(
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
     """Fail on options that make no sense together, before the store is opened."""
+    from hicachectl.loaders.devices import parse_devices
+
+    parse_devices(options["device"])
     if options["update_catalog"] and not options["catalog"]:
         raise click.UsageError("--update-catalog needs --catalog FILE")
     if options["catalog"] and "digests" not in options["checks"]:
@@ -203,6 +226,7 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
 
 def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> Request:
     from hicachectl.catalogs import load_catalog
+    from hicachectl.loaders.devices import parse_devices
     from hicachectl.profiles import profile_from_options
     from hicachectl.selection import Selection
     from hicachectl.verify import Request
@@ -229,6 +253,8 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> Request
         identity=options["identity"] or (),
         weights_version=options["weights_version"] or "",
         repairs=options["repair"] != "none",
+        devices=parse_devices(options["device"]),
+        device_bytes=options["device_bytes"],
         buffer_bytes=options["buffer_bytes"],
         jobs=options["jobs"],
     )
