@@ -20,6 +20,7 @@ import numpy.typing as npt
 from hicachectl.formats.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 ALIGNMENT = 4096  # of slabs and objects: what O_DIRECT and page registration ask for
@@ -53,6 +54,7 @@ class Arena:
                 f"cannot map a buffer of {nbytes} bytes: {error}; give a smaller --buffer-bytes"
             ) from error
         self.memory = memoryview(self._map)
+        self._at_close: list[Callable[[], None]] = []
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
 
     def _mapped(self) -> mmap.mmap:
@@ -84,8 +86,14 @@ class Arena:
             raise ValueError(f"bytes {offset}+{nbytes} of an arena of {self.nbytes}")
         return self.array[offset : offset + nbytes]
 
+    def at_close(self, undo: Callable[[], None]) -> None:
+        """Have a registration of the memory undone before it is unmapped; the last comes first."""
+        self._at_close.append(undo)
+
     def close(self) -> None:
         """Unmap; where views are still in use, once the last of them is gone."""
+        while self._at_close:
+            self._at_close.pop()()
         self.forget_name()
         self.memory.release()
         self.memory = memoryview(b"")

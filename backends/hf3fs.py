@@ -185,8 +185,11 @@ class Hf3fsStore(Store):
 
         Raises UsageError where no snapshot is named.
         """
+        return self._looked_at(self._saved())
+
+    def _looked_at(self, saved: _Saved) -> tuple[PageTable, ...]:
         ranks = self.settings.ranks
-        tables = self._saved().snapshot.tables
+        tables = saved.snapshot.tables
         return tuple(table for table in tables if ranks is None or table.rank < ranks)
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
@@ -506,9 +509,9 @@ class Hf3fsStore(Store):
         if not self._sizes.nbytes:
             raise UnsupportedByBackend(f"{self.url}: to write pages a profile is needed")
         self._sizes.refuse_strangers(self.url, keys_of(rows), sizes)
-        if self.settings.snapshot is not None and not self._saved().checked:
-            self._sizes.refuse_other_models(self.url, self.page_tables())
-            self._saved().checked = True
+        if self.settings.snapshot is not None and not (saved := self._saved()).checked:
+            self._sizes.refuse_other_models(self.url, self._looked_at(saved))
+            saved.checked = True
         writer = PageWriter(server, self._files)
         statuses = np.full(len(rows), Status.ERROR, dtype=np.uint8)
         errors: dict[int, str] = {}

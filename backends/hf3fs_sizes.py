@@ -59,10 +59,11 @@ class PageSizes:
             if table.num_pages == file_size // nbytes:
                 agreeing.add(table.namespace)
             else:
-                disagreeing[table.namespace] = (
+                problem = (
                     f"table {table.name} has {table.num_pages} pages, but {file_size // nbytes} of "
                     f"{nbytes} bytes fit into a file of {file_size}"
                 )
+                disagreeing.setdefault(table.namespace, problem)
         for namespace, problem in disagreeing.items():
             if namespace not in agreeing:
                 raise ProfileError(

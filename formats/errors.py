@@ -26,3 +26,7 @@ class UnsupportedByBackend(HicacheError):
 
 class StoreUnavailable(HicacheError):
     """A store that cannot be reached, opened or read at all."""
+
+
+class DeviceError(HicacheError):
+    """A CUDA device that fails while it is worked with."""

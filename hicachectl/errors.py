@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hicachectl.formats.errors import (
+    DeviceError,
     FormatError,
     HicacheError,
     ProfileError,
@@ -25,6 +26,7 @@ EXIT_CODES: dict[type[HicacheError], int] = {
     ProfileError: BAD_INPUT,
     UnsupportedByBackend: BAD_INPUT,
     StoreUnavailable: UNAVAILABLE,
+    DeviceError: UNAVAILABLE,
 }
 
 

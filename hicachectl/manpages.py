@@ -24,7 +24,7 @@ _EXIT_STATUS = (
     ("0", "Done, and clean. In a cache, objects that vanished meanwhile are no error."),
     ("1", "A bug of hicachectl: please report the traceback."),
     ("2", "Usage or bad input: an option, a profile, a config, a URL."),
-    ("3", "The store or server cannot be reached or refuses."),
+    ("3", "The store, server or device cannot be reached, refuses or fails."),
     ("4", "Finished, with findings at the level asked for, or with failed objects."),
     ("130", "Interrupted (SIGINT)."),
     ("143", "Terminated (SIGTERM)."),

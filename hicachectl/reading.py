@@ -6,7 +6,7 @@ import mmap
 import os
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -54,6 +54,20 @@ _TELL_SECONDS = 0.05
 _SEVERITIES = {"all-zero": "warning"}
 
 
+class Device(Protocol):
+    """Digests and checks objects somewhere else than in the processor."""
+
+    names: tuple[str, ...]
+    slab_bytes: int  # of objects that it takes at once
+    most_objects: int
+    lanes: int  # threads that it keeps busy besides those that read
+
+    def examine(
+        self, loaded: Loaded, wanted: npt.NDArray[np.bool_], checker: ValueChecker | None
+    ) -> tuple[npt.NDArray[np.uint8], list[ValueIssue]] | None:
+        """Give digests [n, 32] of the wanted objects and issues of all; None: it cannot."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingPlan:
     """What to read and what to do with it.
@@ -61,7 +75,8 @@ class ReadingPlan:
     rows: [n] int64, the objects to read. capacities: [n] int64, how many bytes of each. digest:
     [n] bool, which of them to digest. checkers: by affix id, for objects of `sizes[affix]` bytes,
     the last entry of foreign keys. jobs: how many threads, or processes, read. confirm: so that no
-    writer can have interfered, see `Store.read_confirmed`.
+    writer can have interfered, see `Store.read_confirmed`. device: what digests and checks
+    in place of the processor.
     """
 
     rows: IntArray
@@ -74,7 +89,7 @@ class ReadingPlan:
     jobs: int | None = None
     deadline: float | None = None
     confirm: bool = False
-
+    device: Device | None = None
 
     def without(self, left_out: npt.NDArray[np.bool_]) -> ReadingPlan:
         """Plan the same but for some of the rows, [n] bool."""
@@ -266,6 +281,8 @@ class _Reader:
         count, nbytes = len(self._sizes), int(self._sizes.sum())
         if not self._store.limits.forkable or count < _FORK_OBJECTS:
             return 1
+        if self._plan.device is not None:  # CUDA does not outlive a fork
+            return 1
         if nbytes > count * _FORK_MEAN_BYTES:
             return 1
         wanted = self._plan.jobs or min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
@@ -276,7 +293,10 @@ class _Reader:
     def read(self, on_read: Callable[[int], None]) -> None:
         """Read in threads of this process."""
         windows = _windows(len(self._plan.rows), least=_WINDOW_OBJECTS)
-        for nbytes in self._read(self._pipeline(windows, self._plan.jobs)):
+        jobs, device = self._plan.jobs, self._plan.device
+        if jobs is None and device is not None:  # threads that wait for it do not read meanwhile
+            jobs = self._store.limits.parallel_reads + device.lanes
+        for nbytes in self._read(self._pipeline(windows, jobs)):
             on_read(nbytes)
 
     def read_forked(self, processes: int, on_read: Callable[[int], None]) -> bool:
@@ -318,7 +338,7 @@ class _Reader:
         return Pipeline(
             self._store,
             inventory.objects,
-            _tasks(plan.rows, self._sizes, inventory.affix_ids, windows),
+            _tasks(plan, inventory.affix_ids, windows),
             lambda loaded: _work(loaded, inventory, plan, wants_digest),
             buffer_bytes=plan.buffer_bytes // share,
             jobs=jobs,
@@ -348,11 +368,14 @@ def _windows(count: int, *, least: int, readers: int = 1) -> list[Window]:
 
 
 def _tasks(
-    rows: IntArray, sizes: IntArray, affix_ids: npt.NDArray[np.int32], windows: Iterable[Window]
+    plan: ReadingPlan, affix_ids: npt.NDArray[np.int32], windows: Iterable[Window]
 ) -> Iterator[Task]:
     """Cut the rows of each window into tasks of objects of one affix and size."""
+    most_objects, most_bytes = _TASK_OBJECTS, _TASK_BYTES
+    if plan.device is not None:
+        most_objects, most_bytes = plan.device.most_objects, plan.device.slab_bytes
     for start, stop in windows:
-        window, window_sizes = rows[start:stop], sizes[start:stop]
+        window, window_sizes = plan.rows[start:stop], plan.capacities[start:stop]
         affixes = affix_ids[window]
         order = np.lexsort((window_sizes, affixes))
         window, affixes, window_sizes = window[order], affixes[order], window_sizes[order]
@@ -360,32 +383,48 @@ def _tasks(
         for part, part_sizes in zip(
             np.split(window, changes), np.split(window_sizes, changes), strict=True
         ):
-            yield from batches(part, part_sizes, most_objects=_TASK_OBJECTS, most_bytes=_TASK_BYTES)
+            yield from batches(part, part_sizes, most_objects=most_objects, most_bytes=most_bytes)
 
 
 def _work(
     loaded: Loaded, inventory: Inventory, plan: ReadingPlan, wants_digest: npt.NDArray[np.bool_]
 ) -> _Done:
     """Digest and check one task's objects; runs in a reader thread."""
-    from blake3 import blake3
-
     rows = loaded.task.rows
     ok = loaded.read.ok
-    wanted = np.flatnonzero(ok & wants_digest[rows])
-    digests = np.zeros((len(rows), DIGEST_BYTES), dtype=np.uint8)
-    joined = b"".join([blake3(content).digest() for content in loaded.contents(wanted)])
-    digests[wanted] = np.frombuffer(joined, dtype=np.uint8).reshape(len(wanted), DIGEST_BYTES)
     affix = int(inventory.affix_ids[rows[0]])
     checker = plan.checkers.get(affix)
-    if checker is None or not ok.any() or loaded.task.capacities[0] != plan.sizes[affix]:
-        return _Done(loaded, digests, [])
+    if checker is not None and loaded.task.capacities[0] != plan.sizes[affix]:
+        checker = None
+    if plan.device is not None:
+        examined = plan.device.examine(loaded, ok & wants_digest[rows], checker)
+        if examined is not None:
+            return _Done(loaded, *examined)
+    return _Done(
+        loaded, _digests(loaded, np.flatnonzero(ok & wants_digest[rows])), _issues(loaded, checker)
+    )
+
+
+def _digests(loaded: Loaded, wanted: IntArray) -> npt.NDArray[np.uint8]:
+    """Digest some objects of a task: [n, 32], zeros for the others."""
+    from blake3 import blake3
+
+    digests = np.zeros((len(loaded.task.rows), DIGEST_BYTES), dtype=np.uint8)
+    joined = b"".join([blake3(content).digest() for content in loaded.contents(wanted)])
+    digests[wanted] = np.frombuffer(joined, dtype=np.uint8).reshape(len(wanted), DIGEST_BYTES)
+    return digests
+
+
+def _issues(loaded: Loaded, checker: ValueChecker | None) -> list[ValueIssue]:
+    """Check the values of a task's objects, as far as they could be read."""
+    ok = loaded.read.ok
+    if checker is None or not ok.any():
+        return []
     if ok.all():
-        return _Done(loaded, digests, checker.check(loaded.block()))
+        return checker.check(loaded.block())
     places = np.flatnonzero(ok)
     issues = checker.check(loaded.block()[places])
-    return _Done(
-        loaded, digests, [replace(issue, index=int(places[issue.index])) for issue in issues]
-    )
+    return [replace(issue, index=int(places[issue.index])) for issue in issues]
 
 
 def _gather(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from hicachectl.checks.sizes import UNKNOWN_SIZE, check_sizes, expected_sizes
 from hicachectl.findings import combine, severity_ranks
 from hicachectl.groups import ORPHAN, PARTIAL, PageGroups
 from hicachectl.inventory import Inventory, take_inventory
+from hicachectl.loaders.devices import DEFAULT_DEVICE_BYTES, open_checker
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.reading import (
     ReadingPlan,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.catalog import Catalog
     from hicachectl.formats.profile import Profile
     from hicachectl.groups import BoolArray
+    from hicachectl.loaders.checker import DeviceChecker
     from hicachectl.sampling import Sample
 
 INFERRED = "inferred"
@@ -57,7 +60,8 @@ class Request:
 
     identity: fields in which an object must be as recorded to count as the same object; empty:
     all that the store has. time_limit_seconds: no object is begun to be read after it. repairs:
-    the report is to be acted on, so that each object's version is noted.
+    the report is to be acted on, so that each object's version is noted. devices: as
+    `hicachectl.loaders.devices.parse_devices` gives them; device_bytes: of memory on each.
     """
 
     profile: Profile | None = None
@@ -71,6 +75,8 @@ class Request:
     identity: tuple[str, ...] = ()
     weights_version: str = ""
     repairs: bool = False
+    devices: tuple[str, ...] = ("cpu",)
+    device_bytes: int = DEFAULT_DEVICE_BYTES
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     bytes_per_second: int | None = None
     jobs: int | None = None
@@ -146,7 +152,10 @@ class _Run:
             moved, gone = changed_groups(self.store, inventory, groups, ~in_flight)
             in_flight |= moved
         plan = self._plan(inventory, groups, in_flight)
-        reading = self._read(inventory, plan, on_read)
+        remarks: list[str] = []
+        with self._device(inventory, plan, remarks) as device:
+            plan = replace(plan, device=device)
+            reading = self._read(inventory, plan, on_read)
         if not self.store.supports_times:
             in_flight, gone = self._look_again(inventory, groups, on_wait)
         reading.gone += gone
@@ -175,6 +184,7 @@ class _Run:
             document=self._document(inventory, groups, in_flight, plan, reading, found, skipped),
             findings=found,
             remarks=(
+                *remarks,
                 *(f"{check}: {why}" for check, why in skipped.items()),
                 *self.store.remarks,
             ),
@@ -300,6 +310,28 @@ class _Run:
                 hollow[start + found[where == Status.OK]] = True
         return hollow
 
+    @contextmanager
+    def _device(
+        self, inventory: Inventory, plan: ReadingPlan, remarks: list[str]
+    ) -> Iterator[DeviceChecker | None]:
+        """Open what reading hands its objects to, where that is not the processor."""
+        if not len(plan.rows):
+            yield None
+            return
+        largest = int(plan.capacities.argmax())
+        key = inventory.objects.column("key")[int(plan.rows[largest])].as_py()
+        with open_checker(
+            self.request.devices,
+            device_bytes=self.request.device_bytes,
+            buffer_bytes=self.request.buffer_bytes,
+            largest=int(plan.capacities[largest]),
+            largest_name=key.decode(errors="backslashreplace"),
+            remark=remarks.append,
+        ) as device:
+            yield device
+            if device is not None and device.failure is not None:
+                remarks.append(f"{device.failure}; the CPU did what was left")
+
     def _compared(
         self, inventory: Inventory, reading: ReadingResult
     ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int64]]:
@@ -387,6 +419,7 @@ class _Run:
             "in_flight": int(in_flight.sum()),
             "sampled": _distinct(groups.page_ids[read_groups[read_groups >= 0]]),
             "bytes_read": reading.bytes_read,
+            "device": "cpu" if plan.device is None else ",".join(plan.device.names),
             "repaired": 0,
             "quarantined": 0,
             "checks": [check for check in self.request.checks if self._ran(check)],

@@ -20,7 +20,15 @@ from hicachectl.formats.layouts import (
     part_objects,
 )
 from hicachectl.formats.profile import LAYOUTS
-from hicachectl.kernels.layout import OrderTest, OrderVerdict, RowOrder, log_magnitudes
+from hicachectl.kernels.layout import (
+    FIRST_CHANNELS,
+    SECOND_CHANNELS,
+    OrderLook,
+    OrderTest,
+    OrderVerdict,
+    RowOrder,
+    log_magnitudes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +36,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.formats.profile import Pool, Profile
     from hicachectl.kernels.layout import Floats, IntArray
-    from hicachectl.kernels.values import Bytes
+    from hicachectl.kernels.values import BoolArray, Bytes
 
     _Places = tuple[IntArray, IntArray]  # pages, rows
 
@@ -54,6 +62,39 @@ class LayoutCheck:
         found = self.test.contradictions(partial(self._read, objects), len(objects))
         for index, verdict in sorted(found.items(), key=lambda item: item[0]):
             yield index, self._describe(verdict)
+
+    def unseen(self, objects: Bytes) -> BoolArray:
+        """Tell which pages [n, nbytes] do not show the profile's order at a first look."""
+        return self.test.unseen(partial(self._read, objects), np.arange(len(objects)))
+
+    def hinted(self, objects: Bytes) -> BoolArray:
+        """Tell which pages [n, nbytes] show the order of a rival at a first look."""
+        return self.test.hinted(partial(self._read, objects), np.arange(len(objects)))
+
+    @property
+    def first_look(self) -> OrderLook:
+        """Say which numbers `unseen` compares, for those who look at them elsewhere."""
+        return self._look(self.test.first_sets, FIRST_CHANNELS)
+
+    @property
+    def second_looks(self) -> list[OrderLook]:
+        """Say the same of what tells whether a rival's order shows, for each rival."""
+        return [self._look(sets, SECOND_CHANNELS) for sets in self.test.second_sets]
+
+    def _look(self, sets: IntArray, channels: int) -> OrderLook:
+        layer, token, head = self.test.stored.coordinates(sets)
+        tensor = self.tensors[0]
+        latent = self.pool.kind == "mla"
+        width = self.pool.kv_lora_rank if latent else tensor.shape[-1]
+        return OrderLook(
+            layer=layer,
+            token=token,
+            head=head,
+            width=width,
+            step=_channel_step(width, channels),
+            itemsize=tensor.itemsize,
+            scaled=tensor.dtype == "uint8",
+        )
 
     def _read(self, objects: Bytes, pages: IntArray, rows: IntArray, channels: int) -> Floats:
         """Read log magnitudes of some channels: [pages, tensors, rows, channels]."""
@@ -152,6 +193,9 @@ def _rows(objects: Bytes, tensor: TensorLayout) -> Bytes:
 
 def _spread(items: Any, channels: int) -> Any:
     """View evenly spaced channels of rows, as many as asked for or a few more."""
+    return items[..., :: _channel_step(items.shape[-1], channels)]
+
+
+def _channel_step(width: int, channels: int) -> int:
     # A power of two, so that every tile of 128 codes gives as many.
-    step = 1 << (max(1, items.shape[-1] // channels).bit_length() - 1)
-    return items[..., ::step]
+    return 1 << (max(1, width // channels).bit_length() - 1)

@@ -223,8 +223,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 def _key_findings(code: str, table: PageTable, rows: IntArray, *detail: str | IntArray) -> pa.Table:
     """Make an error of each row; detail: what to join."""
     keys = key_text(table.keys.take(pa.array(rows)))
-    named = pc.extract_regex(keys, _PAGE_AND_REST)
-    rest = named.field("rest")
+    page, rest = pc.extract_regex(keys, _PAGE_AND_REST).flatten()
     part = pc.if_else(
         pc.is_in(rest, pa.array(["-k", "-v"])), pc.utf8_slice_codeunits(rest, 1, 2), None
     )
@@ -236,7 +235,7 @@ def _key_findings(code: str, table: PageTable, rows: IntArray, *detail: str | In
         code,
         "error",
         keys=pc.binary_join_element_wise(pa.repeat(f"{table.name}:", len(rows)), keys, ""),
-        pages=named.field("page"),
+        pages=page,
         pools=pa.repeat(table.namespace, len(rows)),
         parts=part,
         detail=pc.binary_join_element_wise(*texts, ""),

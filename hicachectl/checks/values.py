@@ -89,9 +89,11 @@ class ValueChecker:
 
     def __init__(self, expected: ExpectedObject, profile: Profile) -> None:
         """Prepare for objects as `expected` of a deployment."""
+        self.expected = expected
+        self.profile = profile
+        self.layout = layout_check(expected, profile)
         self._nbytes = expected.nbytes
         self._sections = sections_of(expected, profile)
-        self._layout = layout_check(expected, profile)
 
     @property
     def applies(self) -> bool:
@@ -113,10 +115,10 @@ class ValueChecker:
             for index in sorted(damages)
             for code, detail in self._describe(objects[index : index + 1], damages[index])
         ]
-        if self._layout is not None:
+        if self.layout is not None:
             issues += [
                 ValueIssue(index, "layout-mismatch", detail)
-                for index, detail in self._layout.check(objects)
+                for index, detail in self.layout.check(objects)
             ]
             issues.sort(key=lambda issue: issue.index)
         return issues

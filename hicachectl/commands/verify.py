@@ -51,6 +51,7 @@ Examples:
   hicachectl verify prod: --profile prod.toml --sample 5% --time-limit 1h
   hicachectl verify prod: --catalog prod.parquet --update-catalog
   hicachectl verify prod: --profile prod.toml --repair quarantine --dry-run
+  hicachectl verify prod: --profile prod.toml --device cuda
   hicachectl verify prod: --fail-on error --metrics-file /var/lib/node/hicache.prom
 """,
 )
@@ -112,6 +113,21 @@ Examples:
     metavar="FILE",
     help="Write Prometheus textfile metrics.",
 )
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="cpu|cuda|auto",
+    help="Where to check and digest; cuda:0,cuda:1 share the work.",
+)
+@click.option(
+    "--device-bytes",
+    type=Size(),
+    default="2GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Memory to use on each device.",
+)
 @repair_options
 @click.option(
     "--lock",
@@ -165,6 +181,10 @@ def command(
     Reading objects of a Mooncake store grants each a lease: it is not evicted, and cannot be
     removed, for the next seconds, and moves back in the order of eviction. --checks
     names,groups,sizes reads none; --bwlimit and --sample make the others gentler.
+
+    With --device cuda objects are loaded into GPU memory as a server loads them, layer by layer,
+    and checked and digested there. The findings are the same as without; a GPU that is missing or
+    fails ends the run, with --device auto the CPU goes on.
     """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.output import write_document
     from hicachectl.verify import verify_store
@@ -214,6 +234,9 @@ def command(
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
     """Fail on options that make no sense together, before the store is opened."""
+    from hicachectl.loaders.devices import parse_devices
+
+    parse_devices(options["device"])
     if options["update_catalog"] and not options["catalog"]:
         raise click.UsageError("--update-catalog needs --catalog FILE")
     if options["catalog"] and "digests" not in options["checks"]:
@@ -224,6 +247,7 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
 
 def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> Request:
     from hicachectl.catalogs import load_catalog
+    from hicachectl.loaders.devices import parse_devices
     from hicachectl.profiles import profile_from_options
     from hicachectl.selection import Selection
     from hicachectl.verify import Request
@@ -250,6 +274,8 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> Request
         identity=options["identity"] or (),
         weights_version=options["weights_version"] or "",
         repairs=options["repair"] != "none",
+        devices=parse_devices(options["device"]),
+        device_bytes=options["device_bytes"],
         buffer_bytes=options["buffer_bytes"],
         bytes_per_second=options["bwlimit"],
         jobs=options["jobs"],

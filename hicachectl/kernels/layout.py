@@ -47,8 +47,8 @@ MIN_SETS = 32  # with fewer, a few odd rows could decide
 MAX_SETS = 192
 
 # A first look at fewer rows and channels spares most pages the second.
-_SCREEN_OWN_SETS, _SCREEN_OWN_CHANNELS = 32, 32
-_SCREEN_OTHER_SETS, _SCREEN_OTHER_CHANNELS = 64, 64
+FIRST_SETS, FIRST_CHANNELS = 32, 32
+SECOND_SETS, SECOND_CHANNELS = 64, 64
 _SCREEN_OWN_SIGMA = 5.0  # at which the profile's own order counts as seen
 _SCREEN_OTHER_SIGMA = 2.0  # below which a second look would hardly reach MIN_SIGMA
 _CHANNELS = 128
@@ -57,8 +57,8 @@ _DRAWS = 32_768
 _ITEMS_AT_ONCE = 1 << 18
 
 _COPY = 0.95  # a correlation at which two rows are one copied, which says nothing on the order
-_NOTHING_LEFT = 0.05  # of a row's length, once what is common is out: it is like all others
-_FLOOR_SIGMA = 2.0  # log magnitudes further below their row's mean say only "near zero"
+NOTHING_LEFT = 0.05  # of a row's length, once what is common is out: it is like all others
+FLOOR_SIGMA = 2.0  # log magnitudes further below their row's mean say only "near zero"
 
 _BASE, _NEAR, _FAR, _OTHER, _CONTROL = range(5)
 
@@ -111,11 +111,29 @@ class OrderVerdict:
     sets: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OrderLook:
+    """What a look at a page's order compares: rows [base, one, another; sets] of each tensor.
+
+    Of each row every `step`-th of the first `width` items; of scaled rows the codes, whose scales
+    (fp32, one for 128 codes) follow all of them.
+    """
+
+    layer: IntArray
+    token: IntArray
+    head: IntArray
+    width: int
+    step: int
+    itemsize: int
+    scaled: bool
+
+
 class OrderTest:
     """Compare the profile's row order with others that a page could have been stored in."""
 
     def __init__(self, stored: RowOrder, rivals: Sequence[RowOrder], layers: Iterable[int]) -> None:
         """Draw the rows to compare; `layers` are those that are not padding."""
+        self.stored = stored
         usable = np.array(sorted(layers), dtype=np.int64)
         distinct = {r.visible: (n, r) for n, r in enumerate(rivals) if r.visible != stored.visible}
         others = [rival for _, rival in distinct.values()]
@@ -130,7 +148,7 @@ class OrderTest:
     def contradictions(self, read: ReadRows, pages: int) -> dict[int, OrderVerdict]:
         """Find the pages, out of so many, that contradict the profile, and what they say."""
         found: dict[int, OrderVerdict] = {}
-        suspects = _filtered(np.arange(pages), self._is_unseen, read)
+        suspects = _filtered(np.arange(pages), self.unseen, read)
         for number, sets in self._sets.items():
             for page in _filtered(suspects, partial(_is_hinted, sets), read).tolist():
                 verdict = _verdict(number, _read_sets(read, np.array([page]), sets, _CHANNELS))
@@ -138,34 +156,64 @@ class OrderTest:
                     found[page] = verdict
         return found
 
-    def _is_unseen(self, read: ReadRows, pages: IntArray) -> BoolArray:
-        """Tell which pages do not show the profile's order at a first look."""
-        if not self._sets:
+    def unseen(self, read: ReadRows, pages: IntArray) -> BoolArray:
+        """Tell which pages do not show the profile's order at a first look: [pages]."""
+        if not self._sets or not len(pages):
             return np.zeros(len(pages), np.bool_)
-        sets = next(iter(self._sets.values()))[: _FAR + 1, :_SCREEN_OWN_SETS]
-        base, near, far = _read_sets(read, pages, sets, _SCREEN_OWN_CHANNELS)
+        base, near, far = _read_sets(read, pages, self.first_sets, FIRST_CHANNELS)
         own = _correlation(base, near) + _correlation(base, far)
-        mean, error = _mean_and_error(own * np.float32(0.5), _filled(base), MIN_SETS // 2)
-        unseen: BoolArray = (mean < _SCREEN_OWN_SIGMA * error) | (mean < MIN_GAIN)
-        return unseen
+        return is_unseen(own * np.float32(0.5), _filled(base))
+
+    def hinted(self, read: ReadRows, pages: IntArray) -> BoolArray:
+        """Tell which pages show the order of any rival at a first look: [pages]."""
+        by_rival = [_is_hinted(sets, read, pages) for sets in self._sets.values()]
+        return np.asarray(np.logical_or.reduce(by_rival))
+
+    @property
+    def first_sets(self) -> IntArray:
+        """The rows of a first look, of the profile's order: [base near far, sets]."""
+        return next(iter(self._sets.values()))[: _FAR + 1, :FIRST_SETS]
+
+    @property
+    def second_sets(self) -> list[IntArray]:
+        """The rows of a second look, for each rival order: [base other control, sets]."""
+        return [sets[[_BASE, _OTHER, _CONTROL], :SECOND_SETS] for sets in self._sets.values()]
+
+
+def is_unseen(own: Floats, usable: BoolArray, margin: float = 0.0) -> BoolArray:
+    """Tell by mean correlations of sets [pages, sets] which pages do not show their order.
+
+    margin: of correlation, by which others may have computed it less exactly.
+    """
+    mean, error = _mean_and_error(own, usable, MIN_SETS // 2)
+    unseen: BoolArray = (mean - margin < _SCREEN_OWN_SIGMA * error) | (mean - margin < MIN_GAIN)
+    return unseen
 
 
 def _filtered(
     pages: IntArray, keep: Callable[[ReadRows, IntArray], BoolArray], read: ReadRows
 ) -> IntArray:
     """Keep some pages, looking at a bounded number of them at once."""
-    step = max(1, _ITEMS_AT_ONCE // (3 * _SCREEN_OTHER_SETS * _SCREEN_OTHER_CHANNELS))
+    step = max(1, _ITEMS_AT_ONCE // (3 * SECOND_SETS * SECOND_CHANNELS))
     kept = [pages[i : i + step] for i in range(0, len(pages), step)]
     return np.concatenate([pages[:0], *(some[keep(read, some)] for some in kept)])
 
 
 def _is_hinted(sets: IntArray, read: ReadRows, pages: IntArray) -> BoolArray:
     """Tell which pages show a rival's order at a first look."""
-    chosen = sets[[_BASE, _OTHER, _CONTROL], :_SCREEN_OTHER_SETS]
-    base, other, control = _read_sets(read, pages, chosen, _SCREEN_OTHER_CHANNELS)
+    chosen = sets[[_BASE, _OTHER, _CONTROL], :SECOND_SETS]
+    base, other, control = _read_sets(read, pages, chosen, SECOND_CHANNELS)
     gain = _correlation(base, other) - _correlation(base, control)
-    mean, error = _mean_and_error(gain, _filled(base), MIN_SETS // 2)
-    hinted: BoolArray = mean >= _SCREEN_OTHER_SIGMA * error
+    return is_hinted(gain, _filled(base))
+
+
+def is_hinted(gain: Floats, usable: BoolArray, margin: float = 0.0) -> BoolArray:
+    """Tell by gains of correlation of sets [pages, sets] which pages hint at a rival's order.
+
+    margin: of correlation, by which others may have computed it less exactly.
+    """
+    mean, error = _mean_and_error(gain, usable, MIN_SETS // 2)
+    hinted: BoolArray = mean + margin >= _SCREEN_OTHER_SIGMA * error
     return hinted
 
 
@@ -252,13 +300,13 @@ def _standardised(rows: Floats) -> Floats:
     """
     rows -= rows.mean(axis=-1, keepdims=True)
     spread = _lengths(rows) / np.sqrt(rows.shape[-1])
-    np.maximum(rows, -_FLOOR_SIGMA * spread.astype(np.float32), out=rows)
+    np.maximum(rows, -FLOOR_SIGMA * spread.astype(np.float32), out=rows)
     rows -= rows.mean(axis=-1, keepdims=True)
     before = _lengths(rows)
     # Channels that are large in every layer resemble one another in any order.
     rows -= rows.mean(axis=-2, keepdims=True)
     length = _lengths(rows)
-    rows /= np.where(length > _NOTHING_LEFT * before, length, np.inf)
+    rows /= np.where(length > NOTHING_LEFT * before, length, np.inf)
     return rows
 
 

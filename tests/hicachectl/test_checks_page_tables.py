@@ -207,8 +207,8 @@ def test_each_kind_of_damage_that_sglang_s_server_lets_happen_is_found(
     metadata_server.put(1, ["sound"])
     assert metadata_server.put(0, ["a", "b", "c"]) == [7, 6, 5]
     metadata_server.confirm(0, [("twin of a", 7), ("far", 8), ("twin of b", 6)])
-    metadata_server.delete(0, ["twin of b"])
     metadata_server.reserve(0, ["never confirmed"])
+    metadata_server.delete(0, ["twin of b"])
     rows = found_in(*read_snapshot(metadata_server.save()).tables)
     assert codes(rows) == {
         "page-index-shared": ["0:kv:a", "0:kv:twin of a"],

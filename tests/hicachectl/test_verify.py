@@ -79,6 +79,7 @@ def test_the_document_has_the_members_of_the_contract(invoke: Invoke, hybrid: Pa
         "in_flight",
         "sampled",
         "bytes_read",
+        "device",
         "repaired",
         "quarantined",
         "checks",

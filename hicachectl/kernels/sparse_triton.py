@@ -1,0 +1,358 @@
+"""Kernels of the sparse loader; what they must do: `hicachectl.kernels.sparse_reference`.
+
+One program plans a step for one request. Positions of the top-k are marked in a table over all
+positions of the request, with the entry that selects them; the walk over the slots, least recent
+first, reads the table to tell hits from slots that may be overwritten, and puts the slot number of
+a hit in place of its entry. What still shows an entry then is missing. The table is cleared again
+before the step ends, so that layers share it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import triton
+import triton.language as tl
+
+UNIT_BYTES = 16  # one access of a thread
+LINE_UNITS = 8  # one request on the bus
+NO_ENTRY = 0x7FFFFFFF  # of a position that is not selected; above any entry, for atomic_min
+_GATHER_BLOCK = 1024  # units of one iteration of a program
+_GATHER_PROGRAMS = 2048  # of all requests together: enough reads in flight for the bus
+_PLAN_LANES = 256  # slots of one warp
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostRows:
+    """Where the host keeps the row of (request, position, layer). Strides are bytes.
+
+    memory: 1D uint8 on the host; for a CUDA device, page-locked: its kernels read it in place.
+    pages:  [R, pages] int64 on the device: the number of each page in memory, below 0 or too large
+            where it is not there. The caller may add pages; after another change, `reset`.
+
+    The row is at pages[request, position // page_size] * page_stride
+    + position % page_size * token_stride + layer * layer_stride.
+    Raises ValueError where rows are not 16-byte aligned or not inside the memory.
+    """
+
+    memory: torch.Tensor
+    pages: torch.Tensor
+    layers: int
+    page_size: int
+    row_bytes: int
+    page_stride: int
+    token_stride: int
+    layer_stride: int
+
+    def __post_init__(self) -> None:
+        if self.memory.dtype != torch.uint8 or self.memory.ndim != 1 or self.memory.is_cuda:
+            raise ValueError("memory is not a 1D uint8 tensor on the host")
+        if self.pages.dtype != torch.int64 or self.pages.ndim != 2:
+            raise ValueError("pages is not an int64 tensor [requests, pages]")
+        if not self.memory.is_contiguous() or not self.pages.is_contiguous():
+            raise ValueError("memory or pages is not contiguous")
+        if min(self.layers, self.page_size, self.row_bytes, self.page_stride, len(self.pages)) < 1:
+            raise ValueError("layers, page_size, row_bytes, page_stride or requests are below 1")
+        if min(self.token_stride, self.layer_stride) < 0:
+            raise ValueError("token_stride or layer_stride is negative")
+        for name in ("row_bytes", "page_stride", "token_stride", "layer_stride"):
+            if getattr(self, name) % UNIT_BYTES:
+                raise ValueError(f"{name} {getattr(self, name)} is no multiple of {UNIT_BYTES}")
+        if self.memory.data_ptr() % UNIT_BYTES or len(self.memory) % UNIT_BYTES:
+            raise ValueError(f"memory does not begin and end at multiples of {UNIT_BYTES}")
+
+    @classmethod
+    def of_layout(
+        cls,
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        *,
+        layout: str,
+        layers: int,
+        page_size: int,
+        row_bytes: int,
+        page_stride: int | None = None,
+    ) -> Self:
+        """Describe page objects of a memory layout: page_first, page_first_direct or layer_first.
+
+        page_stride: bytes from one object to the next; default: they touch.
+        """
+        if layout not in ("page_first", "page_first_direct", "layer_first"):
+            raise ValueError(f"no token rows in layout {layout!r}")
+        by_token = layout == "page_first"
+        return cls(
+            memory=memory,
+            pages=pages,
+            layers=layers,
+            page_size=page_size,
+            row_bytes=row_bytes,
+            page_stride=layers * page_size * row_bytes if page_stride is None else page_stride,
+            token_stride=layers * row_bytes if by_token else row_bytes,
+            layer_stride=row_bytes if by_token else page_size * row_bytes,
+        )
+
+    @property
+    def page_limit(self) -> int:
+        """How many pages the memory has room for."""
+        last = (self.page_size - 1) * self.token_stride + (self.layers - 1) * self.layer_stride
+        room = len(self.memory) - last - self.row_bytes
+        return room // self.page_stride + 1 if room >= 0 else 0
+
+
+class StepPlan:
+    """The scratch of a step, and what it leaves for the gather.
+
+    positions, slots: [R, N] int32, the rows to fetch and where to, in the first counts[r] columns.
+    """
+
+    def __init__(self, requests: int, slots: int, context: int, device: torch.device) -> None:
+        def table(columns: int, fill: int) -> torch.Tensor:
+            return torch.full((requests, columns), fill, dtype=torch.int32, device=device)
+
+        self.positions = table(slots, 0)
+        self.slots = table(slots, 0)
+        self.counts = torch.zeros(requests, dtype=torch.int32, device=device)
+        self.marks = table(context, NO_ENTRY)
+        self.victims = table(slots, 0)
+        self.used = table(slots, 0)
+
+
+def plan_step(
+    top_k: torch.Tensor,
+    seq_len: torch.Tensor,
+    rows: HostRows,
+    tokens: torch.Tensor,
+    lru: torch.Tensor,
+    loaded: torch.Tensor,
+    plan: StepPlan,
+) -> torch.Tensor:
+    """Find what is resident and choose slots for the rest: locs [R, k] int32.
+
+    top_k:       [R, k] int32. seq_len: [R] int32.
+    tokens, lru: [R, N] int32, updated in place. loaded: [R] int32, likewise.
+    plan:        overwritten. Does not check and does not synchronise.
+    """
+    requests, k = top_k.shape
+    slots = tokens.shape[1]
+    block_n = triton.next_power_of_2(slots)
+    locs = torch.empty((requests, k), dtype=torch.int32, device=top_k.device)
+    _plan_step[(requests,)](
+        top_k,
+        seq_len,
+        rows.pages,
+        tokens,
+        lru,
+        loaded,
+        plan.positions,
+        plan.slots,
+        plan.counts,
+        plan.marks,
+        plan.victims,
+        plan.used,
+        locs,
+        rows.pages.shape[1],
+        rows.page_limit,
+        N=slots,
+        K=k,
+        PAGE_SIZE=rows.page_size,
+        BLOCK_N=block_n,
+        BLOCK_K=triton.next_power_of_2(k),
+        num_warps=min(16, max(1, block_n // _PLAN_LANES)),
+    )
+    return locs
+
+
+def gather_rows(rows: HostRows, layer: int, plan: StepPlan, pool: torch.Tensor) -> None:
+    """Copy the planned rows of one layer from the host's memory into a pool [R, N + 1, row_bytes].
+
+    Does not check and does not synchronise.
+    """
+    requests, slots = plan.positions.shape
+    row_units = rows.row_bytes // UNIT_BYTES
+    # All lines that a row can touch, wherever in its first line it begins.
+    window = triton.cdiv(row_units + LINE_UNITS - 1, LINE_UNITS) * LINE_UNITS
+    most = triton.cdiv(slots * window, _GATHER_BLOCK)
+    programs = min(most, triton.cdiv(_GATHER_PROGRAMS, requests))
+    _gather_rows[(requests, programs)](
+        rows.memory.view(torch.int32),
+        pool.view(torch.int32),
+        rows.pages,
+        plan.positions,
+        plan.slots,
+        plan.counts,
+        rows.pages.shape[1],
+        rows.page_limit,
+        rows.page_stride // UNIT_BYTES,
+        rows.token_stride // UNIT_BYTES,
+        layer * rows.layer_stride // UNIT_BYTES,
+        rows.memory.data_ptr() // UNIT_BYTES % LINE_UNITS,
+        N=slots,
+        PAGE_SIZE=rows.page_size,
+        ROW_UNITS=row_units,
+        WINDOW=window,
+        LINE_UNITS=LINE_UNITS,
+        BLOCK=_GATHER_BLOCK,
+        num_warps=8,
+    )
+
+
+@triton.jit(do_not_specialize=["page_limit", "page_columns"])
+def _plan_step(
+    top_k,
+    seq_len,
+    pages,
+    tokens,
+    lru,
+    loaded,
+    positions,
+    slots,
+    counts,
+    marks,
+    victims,
+    used,
+    locs,
+    page_columns,
+    page_limit,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Plan the step of one request; see the module for the way."""
+    request = tl.program_id(0).to(tl.int64)
+    entry = tl.arange(0, BLOCK_K)
+    in_k = entry < K
+    slot = tl.arange(0, BLOCK_N)
+    in_n = slot < N
+    tokens += request * N
+    lru += request * N
+    positions += request * N
+    slots += request * N
+    victims += request * N
+    used += request * N
+    marks += request * page_columns * PAGE_SIZE
+
+    length = tl.load(seq_len + request)
+    if length <= 0:
+        tl.store(locs + request * K + entry, entry * 0 - 1, mask=in_k)
+        tl.store(counts + request, 0)
+        return
+    newest = length - 1
+    short = length <= N
+    position = tl.load(top_k + request * K + entry, mask=in_k, other=-1)
+    asked = (position >= 0) & (position < length)
+    column = position // PAGE_SIZE
+    page = tl.load(
+        pages + request * page_columns + column, mask=asked & (column < page_columns), other=-1
+    )
+    there = asked & (page >= 0) & (page < page_limit)
+    order = tl.load(lru + slot, mask=in_n, other=0)
+
+    if short:
+        # Every position has the slot of its number, and what the buffer lacks is loaded at once.
+        tl.store(tokens + slot, tl.where(slot < length, slot, -1), mask=in_n)
+        begin = tl.load(loaded + request)
+        count = tl.maximum(newest - begin, 0)
+        tl.store(positions + slot, begin + slot, mask=slot < count)
+        tl.store(slots + slot, begin + slot, mask=slot < count)
+        tl.store(loaded + request, length)
+        want = there | (position == newest)
+        found = position
+    else:
+        want = there & (position != newest)
+        tl.atomic_min(marks + position, entry, mask=want)
+        tl.debug_barrier()
+        # After a sequence was cut back, what lay behind the cut is another token's row.
+        token = tl.load(tokens + order, mask=in_n, other=-1)
+        token = tl.where(token < newest, token, -1)
+        tl.store(tokens + order, token, mask=in_n)
+        mark = tl.load(marks + token, mask=token >= 0, other=0x7FFFFFFF)
+        hit = mark != 0x7FFFFFFF
+        tl.store(marks + token, -1 - order, mask=hit)
+        stale = in_n & (~hit)
+        tl.store(victims + tl.cumsum(stale.to(tl.int32), 0) - 1, order, mask=stale)
+        tl.debug_barrier()
+        mark = tl.load(marks + position, mask=want, other=-1)
+        miss = mark == entry  # of duplicates, the first
+        rank = tl.cumsum(miss.to(tl.int32), 0) - 1
+        count = tl.sum(miss.to(tl.int32), 0)
+        victim = tl.load(victims + rank, mask=miss, other=0)
+        tl.store(positions + rank, position, mask=miss)
+        tl.store(slots + rank, victim, mask=miss)
+        tl.store(tokens + victim, position, mask=miss)
+        tl.debug_barrier()
+        tl.store(marks + position, -1 - victim, mask=miss)
+        tl.debug_barrier()
+        found = -1 - tl.load(marks + position, mask=want, other=-1)
+        tl.debug_barrier()
+        tl.store(marks + position, entry * 0 + 0x7FFFFFFF, mask=want)
+        tl.store(loaded + request, 0)
+
+    tl.store(counts + request, count)
+    loc = tl.where(want, found, tl.where(asked & (position == newest), N, -1))
+    loc = tl.where(loc >= 0, loc + (request * (N + 1)).to(tl.int32), -1)
+    tl.store(locs + request * K + entry, loc, mask=in_k)
+
+    # Slots of this step become the most recent, in the order of their numbers.
+    tl.store(used + slot, slot * 0, mask=in_n)
+    tl.debug_barrier()
+    tl.store(used + found, entry * 0 + 1, mask=want)
+    tl.debug_barrier()
+    old = in_n & (tl.load(used + order, mask=in_n, other=1) == 0)
+    new = in_n & (tl.load(used + slot, mask=in_n, other=0) == 1)
+    olds = tl.sum(old.to(tl.int32), 0)
+    tl.store(lru + tl.cumsum(old.to(tl.int32), 0) - 1, order, mask=old)
+    tl.store(lru + olds + tl.cumsum(new.to(tl.int32), 0) - 1, slot, mask=new)
+
+
+@triton.jit(do_not_specialize=["page_limit", "page_columns", "layer_offset", "first_unit"])
+def _gather_rows(
+    memory,
+    pool,
+    pages,
+    positions,
+    slots,
+    counts,
+    page_columns,
+    page_limit,
+    page_stride,
+    token_stride,
+    layer_offset,
+    first_unit,
+    N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROW_UNITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LINE_UNITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy planned rows of one request; strides and offsets are counted in units of 16 bytes.
+
+    first_unit is where in a line the memory begins. Threads are laid over whole lines, so that
+    each line of a row is asked for once, by neighbouring threads.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    total = tl.load(counts + request) * WINDOW
+    word = tl.arange(0, 4)[None, :]
+    for start in range(tl.program_id(1) * BLOCK, total, tl.num_programs(1) * BLOCK):
+        unit = start + tl.arange(0, BLOCK)
+        live = unit < total
+        row = unit // WINDOW
+        position = tl.load(positions + request * N + row, mask=live, other=0)
+        slot = tl.load(slots + request * N + row, mask=live, other=0)
+        column = position // PAGE_SIZE
+        live &= column < page_columns
+        page = tl.load(pages + request * page_columns + column, mask=live, other=-1)
+        live &= (page >= 0) & (page < page_limit)
+        token = (position % PAGE_SIZE).to(tl.int64)
+        begin = page * page_stride + token * token_stride + layer_offset
+        within = unit % WINDOW - (begin + first_unit) % LINE_UNITS
+        live &= (within >= 0) & (within < ROW_UNITS)
+        read = begin + within
+        write = (request * (N + 1) + slot) * ROW_UNITS + within
+        # The inner axis makes a unit one access of its thread.
+        values = tl.load(memory + (read[:, None] * 4 + word), mask=live[:, None])
+        tl.store(pool + (write[:, None] * 4 + word), values, mask=live[:, None])

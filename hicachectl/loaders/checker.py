@@ -1,0 +1,294 @@
+"""Check objects on devices, in the place of the processor: what `verify --device` puts in.
+
+The reading thread calls `examine` with objects that are in the arena, and has the results when it
+returns; several threads keep several lanes busy.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import torch
+
+from hicachectl.formats.errors import DeviceError
+from hicachectl.kernels.blake3_triton import digests as blake3_digests
+from hicachectl.loaders.arena import HostArenas
+from hicachectl.loaders.kinds import Kind, Passage, form_of
+from hicachectl.loaders.lanes import allocate_lanes, slab_size, to_host
+from hicachectl.loaders.providers import best_provider
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Sequence
+    from types import TracebackType
+
+    import numpy.typing as npt
+
+    from hicachectl.backends.base import BoolArray
+    from hicachectl.checks.values import ValueChecker, ValueIssue
+    from hicachectl.loaders.lanes import Lane
+    from hicachectl.loaders.providers import Provider
+    from hicachectl.pipeline import Loaded
+
+    Digests = npt.NDArray[np.uint8]
+
+DIGEST_BYTES = 32
+MOST_OBJECTS = 4096  # of a task: small objects are worked on together
+
+
+class DeviceChecker:
+    """Digests and checks objects on one or several devices.
+
+    slab_bytes: the most bytes of a task that is copied at once; larger ones are cut. failure: what
+    went wrong, once `examine` has begun to answer None.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        *,
+        device_bytes: int,
+        buffer_bytes: int,
+        largest: int,
+        largest_name: str = "an object",
+        falls_back: bool = False,
+        provider: Provider | None = None,
+    ) -> None:
+        """Allocate all device memory of the run.
+
+        device_bytes: of each device. largest: bytes of the largest object. falls_back: after a
+        device has failed, `examine` answers None instead of raising. Raises UsageError where one
+        object does not fit.
+        """
+        slab = slab_size(device_bytes, buffer_bytes, largest, largest_name)
+        lanes = allocate_lanes(devices, device_bytes, slab, max(1, largest))
+        self.names = tuple(dict.fromkeys(str(lane.device) for lane in lanes))
+        self.slab_bytes = len(lanes[0].staging)
+        self.most_objects = MOST_OBJECTS
+        self.lanes = len(lanes)
+        self.failure: str | None = None
+        self._falls_back = falls_back
+        self._provider = provider or best_provider(devices[0])
+        self._free: queue.Queue[Lane] = queue.Queue()
+        for lane in lanes:
+            self._free.put(lane)
+        self._arenas = HostArenas()
+        self._preparing = threading.Lock()
+        self._kinds: dict[Hashable, Kind] = {}
+        self._prepared: set[tuple[int, bool]] = set()
+
+    def examine(
+        self, loaded: Loaded, wanted: BoolArray, checker: ValueChecker | None
+    ) -> tuple[Digests, list[ValueIssue]] | None:
+        """Send the objects of a task through a device: digests [n, 32] and issues.
+
+        wanted:  which objects to digest. checker: of objects that are all of its kind; None where
+                 nothing is to be checked. Objects that could not be read are left out.
+        None: the processor has to look at them, in the arena, where they still are; so it is once
+        the device has failed, if that is wanted, else DeviceError is raised.
+        """
+        try:
+            if self.failure is not None or not self._takes(loaded, checker):
+                return None
+            digests = np.zeros((len(wanted), DIGEST_BYTES), dtype=np.uint8)
+            issues = [
+                issue
+                for start, stop in self._cuts(loaded)
+                for issue in self._part(loaded, start, stop, wanted, checker, digests)
+            ]
+        except DeviceError as error:
+            if not self._falls_back:
+                raise
+            if self.failure is None:
+                self.failure = str(error)
+            return None
+        return digests, issues
+
+    def _takes(self, loaded: Loaded, checker: ValueChecker | None) -> bool:
+        """Whether there is anything to send, and its form is one that the kernels can look at."""
+        if not loaded.task.capacities[0]:
+            return False
+        return checker is None or self._kind(checker, _step(loaded)).supported
+
+    def _cuts(self, loaded: Loaded) -> Iterator[tuple[int, int]]:
+        """Cut a task into runs of objects that fit a slab."""
+        step = _step(loaded)
+        together = max(1, self.slab_bytes // step)
+        count = len(loaded.offsets)
+        return ((at, min(at + together, count)) for at in range(0, count, together))
+
+    def _part(
+        self,
+        loaded: Loaded,
+        start: int,
+        stop: int,
+        wanted: BoolArray,
+        checker: ValueChecker | None,
+        digests: Digests,
+    ) -> list[ValueIssue]:
+        try:
+            flags = self._on_device(loaded, start, stop, wanted, checker, digests)
+        except torch.OutOfMemoryError as error:
+            if stop - start < 2:
+                raise DeviceError(
+                    "CUDA is out of memory for one page; free some, give a smaller "
+                    "--device-bytes, or run with --device cpu"
+                ) from error
+            middle = (start + stop) // 2
+            return [
+                issue
+                for part in ((start, middle), (middle, stop))
+                for issue in self._part(loaded, *part, wanted, checker, digests)
+            ]
+        if checker is None:
+            return []
+        suspects = np.flatnonzero(flags[:, 0] & loaded.read.ok[start:stop])
+        return _judged(loaded, checker, start + suspects, flags[suspects, 1])
+
+    def _on_device(
+        self,
+        loaded: Loaded,
+        start: int,
+        stop: int,
+        wanted: BoolArray,
+        checker: ValueChecker | None,
+        digests: Digests,
+    ) -> npt.NDArray[np.bool_]:
+        """Run one slab through a lane; fills in digests, and gives flags [n, 2]."""
+        step, count = _step(loaded), stop - start
+        chosen = np.flatnonzero(wanted[start:stop])
+        kind = None if checker is None else self._kind(checker, step)
+        if kind is not None:
+            self._prepare(kind, digests=len(chosen) > 0)
+        with self._lane() as lane, lane.in_use():
+            first = int(loaded.offsets[start])
+            nbytes = (count - 1) * step + int(loaded.task.capacities[stop - 1])
+            passage = None if kind is None else lane.passages[id(kind)]
+            host = self._arenas.tensor(loaded.arena)[first : first + nbytes]
+            lane.staging[:nbytes].copy_(host, non_blocking=True)
+            launched = None if passage is None else passage.start_checks(count)
+            made = None
+            if len(chosen) and passage is not None:
+                made = passage.start_digests(count)
+            elif len(chosen):
+                sizes = loaded.task.capacities[start:stop]
+                made = to_host(blake3_digests(lane.staging, np.arange(count) * step, sizes))
+            lane.wait()
+            if made is not None:
+                digests[start + chosen] = made.numpy()[chosen]
+            if passage is None or launched is None:
+                return np.zeros((count, 2), np.bool_)
+            return passage.suspects(launched, count)
+
+    def _prepare(self, kind: Kind, *, digests: bool) -> None:
+        """Have every lane ready for objects of a kind: compile, upload, capture.
+
+        Captures are for one thread at a time that has the devices to itself: it waits for all
+        lanes, and whoever needs one waits for it.
+        """
+        if (id(kind), digests) in self._prepared:
+            return
+        with self._preparing:
+            if (id(kind), digests) in self._prepared:
+                return
+            lanes = [self._free.get() for _ in range(self.lanes)]
+            try:
+                for lane in lanes:
+                    with _named_errors(lane), lane.in_use():
+                        passage = lane.passages.get(id(kind))
+                        if passage is None:
+                            passage = lane.passages[id(kind)] = Passage(kind, lane, self._provider)
+                        if digests:
+                            passage.prepare_digests()
+                        lane.wait()
+            finally:
+                for lane in lanes:
+                    self._free.put(lane)
+            self._prepared |= {(id(kind), False), (id(kind), digests)}
+
+    def _kind(self, checker: ValueChecker, step: int) -> Kind:
+        key = (form_of(checker), step)
+        if key not in self._kinds:  # of two threads that come here at once, the first one's stays
+            self._kinds.setdefault(key, Kind(checker, step))
+        return self._kinds[key]
+
+    @contextmanager
+    def _lane(self) -> Iterator[Lane]:
+        """Wait for a free lane."""
+        lane = self._free.get()
+        try:
+            with _named_errors(lane):
+                yield lane
+        finally:
+            self._free.put(lane)
+
+    def close(self) -> None:
+        """Give the device memory back."""
+        while not self._free.empty():
+            self._free.get_nowait().passages.clear()
+        self._kinds.clear()
+        if torch.cuda.is_available():
+            with suppress(RuntimeError):  # a device that has failed has nothing to give back
+                torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@contextmanager
+def _named_errors(lane: Lane) -> Iterator[None]:
+    """Raise DeviceError for what goes wrong on a lane's device, but for lack of memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if "CUDA" not in str(error):
+            raise  # a bug of ours
+        reason = str(error).partition("\n")[0]
+        raise DeviceError(
+            f"{lane.device} failed: {reason}; run again, or with --device cpu"
+        ) from error
+
+
+def _step(loaded: Loaded) -> int:
+    """Give the distance of a task's objects, which are of equal size."""
+    offsets = loaded.offsets
+    if len(offsets) > 1:
+        return int(offsets[1] - offsets[0])
+    return -(-max(1, int(loaded.task.capacities[0])) // 4096) * 4096
+
+
+def _judged(
+    loaded: Loaded,
+    checker: ValueChecker,
+    suspects: npt.NDArray[np.int64],
+    certain: npt.NDArray[np.bool_],
+) -> list[ValueIssue]:
+    """Have the host look at suspects, in the bytes that are still in the arena.
+
+    certain: [suspects] bool, where the host must find something, too.
+    """
+    if not len(suspects):
+        return []
+    issues = checker.check(loaded.block()[suspects])
+    found = {issue.index for issue in issues}
+    for number in np.flatnonzero(certain).tolist():
+        if number not in found:
+            raise DeviceError(
+                f"object {suspects[number]} of a task is healthy in host memory and not on the "
+                "device: the device, or the way to it, damages data; run with --device cpu"
+            )
+    return [replace(issue, index=int(suspects[issue.index])) for issue in issues]

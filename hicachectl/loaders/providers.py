@@ -1,0 +1,265 @@
+"""Who carries out copy plans on a device: SGLang's own kernels, Triton, or plain torch.
+
+All give the same bytes. `best_provider` picks the first that can run, in the order of the design;
+`--device` says nothing about it, since the result is the same.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.kernels.copies import CopyPlan
+
+# sgl_kernel's kernels move words of 8 bytes: TORCH_CHECK(item_size % 8 == 0) in transfer.cu.
+_SGL_WORD = 8
+# Thread blocks of a launch. A server spares the processors for its model, with 2; here none runs.
+_SGL_BLOCKS = 64
+
+
+class Provider(Protocol):
+    """Carries out copy plans between 1D uint8 tensors of one device, on the current stream."""
+
+    name: str
+    capturable: bool  # whether its launches can be captured in a CUDA graph
+
+    def supports(self, plan: CopyPlan) -> bool:
+        """Whether this provider can carry out a plan."""
+
+    def copy(
+        self,
+        plan: CopyPlan,
+        source: torch.Tensor,
+        source_places: torch.Tensor,
+        destination: torch.Tensor,
+        destination_places: torch.Tensor,
+    ) -> None:
+        """Carry a plan out for each pair of places ([n] int64, on the device)."""
+
+
+class TorchProvider:
+    """Plain torch: one strided copy an object. The reference, on any device."""
+
+    name = "torch"
+    capturable = False
+
+    def supports(self, plan: CopyPlan) -> bool:
+        """Whether this provider can carry out a plan: any."""
+        return True
+
+    def copy(
+        self,
+        plan: CopyPlan,
+        source: torch.Tensor,
+        source_places: torch.Tensor,
+        destination: torch.Tensor,
+        destination_places: torch.Tensor,
+    ) -> None:
+        """Carry a plan out for each pair of places; reads the places back to the host."""
+        shape = (*(axis.length for axis in plan.axes), plan.run)
+        steps = (
+            (*(axis.source for axis in plan.axes), 1),
+            (*(axis.destination for axis in plan.axes), 1),
+        )
+        for first, last in zip(source_places.tolist(), destination_places.tolist(), strict=True):
+            start = plan.source_offset + first * plan.source_step
+            end = plan.destination_offset + last * plan.destination_step
+            destination.as_strided(shape, steps[1], end).copy_(
+                source.as_strided(shape, steps[0], start)
+            )
+
+
+class TritonProvider:
+    """Our kernel: one launch a plan, whatever the number of objects."""
+
+    name = "triton"
+    capturable = True
+
+    def __init__(self) -> None:
+        from hicachectl.kernels.copy_triton import strided_copy
+
+        self._copy = strided_copy
+
+    def supports(self, plan: CopyPlan) -> bool:
+        """Whether this provider can carry out a plan: any."""
+        return True
+
+    def copy(
+        self,
+        plan: CopyPlan,
+        source: torch.Tensor,
+        source_places: torch.Tensor,
+        destination: torch.Tensor,
+        destination_places: torch.Tensor,
+    ) -> None:
+        """Carry a plan out for each pair of places."""
+        self._copy(plan, source, source_places, destination, destination_places)
+
+
+class SglKernelProvider:
+    """The server's kernels: sgl_kernel.kvcacheio, one launch a layer.
+
+    Their page-first forms read the row of index i at i * layout_dim and write that of index j at
+    j * item_size, with layout_dim and item_size in bytes (csrc/kvcacheio/transfer.cu ::
+    get_global_offset_pf, get_global_offset_lf). With layout_dim as the plan's unit, an index is an
+    address, and every layout is of that form. Rows and units must be whole words of 8 bytes.
+    """
+
+    name = "sgl_kernel"
+    capturable = True
+
+    def __init__(self, operations: Any = None) -> None:
+        """Take the server's operations; others of the same signatures for a test."""
+        if operations is None:
+            from sgl_kernel import kvcacheio
+
+            operations = kvcacheio
+        self._load = operations.transfer_kv_per_layer_mla_pf_lf
+        self._load_kv = operations.transfer_kv_per_layer_pf_lf
+        self._back_up = operations.transfer_kv_all_layer_mla_lf_pf
+
+    def supports(self, plan: CopyPlan) -> bool:
+        """Whether rows are whole words, and one side of the plan is made of rows alone."""
+        return plan.unit % _SGL_WORD == 0 and (_dense(plan) or _dense(plan.reversed()))
+
+    def copy(
+        self,
+        plan: CopyPlan,
+        source: torch.Tensor,
+        source_places: torch.Tensor,
+        destination: torch.Tensor,
+        destination_places: torch.Tensor,
+    ) -> None:
+        """Carry a plan out for each pair of places."""
+        if _dense(plan):
+            self._scatter(plan, source, source_places, destination, destination_places)
+        else:
+            back = plan.reversed()
+            self._gather(back, destination, destination_places, source, source_places)
+
+    def _scatter(
+        self,
+        plan: CopyPlan,
+        objects: torch.Tensor,
+        object_places: torch.Tensor,
+        pools: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        kinds = [axis for axis in plan.axes if axis.name == "kv"]
+        for layer in _layers(plan):
+            from_rows, to_rows = _rows(layer, object_places, slots)
+            from_units = from_rows // layer.unit
+            to_items = to_rows // layer.run
+            first, last = objects[layer.source_offset :], pools[layer.destination_offset :]
+            if kinds:
+                second = objects[layer.source_offset + kinds[0].source :]
+                values = pools[layer.destination_offset + kinds[0].destination :]
+                self._load_kv(
+                    first, last, second, values, from_units, to_items, 0, layer.run, layer.unit,
+                    block_quota=_SGL_BLOCKS,
+                )  # fmt: skip
+            else:
+                self._load(
+                    first, last, from_units, to_items, 0, layer.run, layer.unit,
+                    block_quota=_SGL_BLOCKS,
+                )  # fmt: skip
+
+    def _gather(
+        self,
+        plan: CopyPlan,
+        objects: torch.Tensor,
+        object_places: torch.Tensor,
+        pools: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Run a scatter plan backwards."""
+        kinds = [axis for axis in plan.axes if axis.name == "kv"]
+        offsets = [(0, 0), *((axis.source, axis.destination) for axis in kinds)]
+        for layer, (to_kind, from_kind) in product(_layers(plan), offsets):
+            object_rows, pool_rows = _rows(layer, object_places, slots)
+            pool = pools[layer.destination_offset + from_kind :]
+            address = pool.data_ptr()
+            table = torch.full((1,), address, dtype=torch.int64, device=pools.device)
+            self._back_up(
+                table.view(torch.uint64),
+                objects[layer.source_offset + to_kind :],
+                pool_rows // layer.run,
+                object_rows // layer.unit,
+                layer.run,
+                layer.unit,
+                1,
+                block_quota=_SGL_BLOCKS,
+            )
+
+
+def _dense(plan: CopyPlan) -> bool:
+    """Tell whether a plan writes whole rows of layers: what `*_pf_lf` are made for."""
+    steps = [axis.destination for axis in plan.axes if axis.name not in ("kv", "layer")]
+    return all(step % plan.run == 0 for step in (*steps, plan.destination_step)) and any(
+        axis.name == "layer" and axis.destination >= plan.destination_step for axis in plan.axes
+    )
+
+
+def _layers(plan: CopyPlan) -> Iterator[CopyPlan]:
+    """Cut a plan by layer, K and V together."""
+    count = next(axis.length for axis in plan.axes if axis.name == "layer")
+    return (plan.of_layer(layer) for layer in range(count))
+
+
+def _rows(
+    plan: CopyPlan, object_places: torch.Tensor, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """List the byte offset of every row of K, or of the only kind, on both sides."""
+    axes = [axis for axis in plan.axes if axis.name != "kv"]
+    sides = (
+        (object_places * plan.source_step, [axis.source for axis in axes]),
+        (slots * plan.destination_step, [axis.destination for axis in axes]),
+    )
+    found = []
+    for first, steps in sides:
+        rows = first
+        for axis, step in zip(axes, steps, strict=True):
+            along = torch.arange(axis.length, device=rows.device) * step
+            rows = (rows[:, None] + along).reshape(-1)
+        found.append(rows)
+    return found[0], found[1]
+
+
+class FirstThatCan:
+    """Hands each plan to the first of several providers that supports it."""
+
+    def __init__(self, *providers: Provider) -> None:
+        self._providers = providers
+        self.name = ", ".join(provider.name for provider in providers)
+        self.capturable = all(provider.capturable for provider in providers)
+
+    def supports(self, plan: CopyPlan) -> bool:
+        """Whether any of them can carry out a plan."""
+        return any(provider.supports(plan) for provider in self._providers)
+
+    def copy(
+        self,
+        plan: CopyPlan,
+        source: torch.Tensor,
+        source_places: torch.Tensor,
+        destination: torch.Tensor,
+        destination_places: torch.Tensor,
+    ) -> None:
+        """Carry a plan out for each pair of places."""
+        able = next(provider for provider in self._providers if provider.supports(plan))
+        able.copy(plan, source, source_places, destination, destination_places)
+
+
+def best_provider(device: torch.device) -> Provider:
+    """Choose who moves bytes on a device: the server's kernels, ours, or torch."""
+    if device.type != "cuda":
+        return TorchProvider()
+    try:
+        return FirstThatCan(SglKernelProvider(), TritonProvider())
+    except (ImportError, AttributeError, OSError):  # not installed, or another version's
+        return TritonProvider()

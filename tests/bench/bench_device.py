@@ -1,0 +1,394 @@
+"""Measure what `verify --device cuda` is made of against what the device can do, in one run.
+
+    python -m tests.bench.bench_device [--part kernels,bus,verify] [--store DIR] [--bytes 8GiB]
+
+Ceilings: a copy within the device (bytes read and written), a bare loop of cudaMemcpyAsync from
+pinned memory, and reads of the same store into the arena. Kernels run on about 1 GiB of pages that
+look like a model's, several times the cache, and are timed by events: the median of some rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.file import FileStore
+from hicachectl.formats.expectation import expected_objects
+from hicachectl.formats.keys.file import FileCodec
+from hicachectl.formats.profile import Pool, Profile, StateTensor
+from hicachectl.pipeline import Pipeline, batches
+from hicachectl.verify import Request, verify_store
+from tests.kvgen import KvGenerator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from hicachectl.formats.expectation import ExpectedObject
+
+ROUNDS, WARM_UP = 15, 3
+TOTAL_BYTES = 1 << 30
+DISTINCT_PAGES = 12
+ALIGNMENT = 4096
+MOST_OBJECTS = 4096
+OLD = 1_700_000_000
+
+KV: dict[str, Any] = {"name": "kv"}
+LLAMA: dict[str, Any] = KV | {
+    "kind": "mha", "dtype": "bfloat16", "layers": 32, "kv_heads": 8, "head_dim": 128,
+}  # fmt: skip
+LATENT: dict[str, Any] = KV | {
+    "kind": "mla", "layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "row": "bf16",
+}  # fmt: skip
+INDEXER = {"name": "indexer", "kind": "dsa_indexer", "layers": 61, "index_head_dim": 128}
+STATES = {
+    "name": "mamba",
+    "kind": "mamba",
+    "layers": 36,
+    "temporal": StateTensor(shape=(32, 128, 128), dtype="float32"),
+    "conv": (StateTensor(shape=(8192, 3), dtype="bfloat16"),),
+}
+
+
+class Case(NamedTuple):
+    """One kind of object to measure on."""
+
+    name: str
+    profile: Profile
+    pool: str = "kv"
+
+
+def cases() -> Iterator[Case]:
+    def profile(*pools: dict[str, Any], layout: str, page_size: int = 64, tp: int = 1) -> Profile:
+        made = tuple(Pool(**pool) for pool in pools)
+        return Profile(model="m", page_size=page_size, layout=layout, tp=tp, pools=made)
+
+    for layout in ("page_first", "page_first_direct", "page_head"):
+        yield Case(f"bf16 K/V 8.4 MB {layout}", profile(LLAMA, layout=layout))
+    fp8 = LLAMA | {"dtype": "float8_e4m3fn"}
+    yield Case("fp8 K/V 4.2 MB page_first", profile(fp8, layout="page_first"))
+    small = LLAMA | {"layers": 13}
+    yield Case(
+        "bf16 K/V 53 KB page_first, page 1", profile(small, layout="page_first", page_size=1)
+    )
+    scaled = LATENT | {"row": "fp8_scaled"}
+    for layout in ("page_first", "page_first_direct"):
+        yield Case(f"bf16 MLA 4.5 MB {layout}", profile(LATENT, layout=layout))
+        yield Case(f"656-byte rows 2.6 MB {layout}", profile(scaled, layout=layout))
+    yield Case("indexer 515 KB", profile(LATENT, INDEXER, layout="page_first"), "indexer")
+    yield Case("mamba 77 MB", profile(LLAMA, STATES, layout="page_first"), "mamba")
+
+
+def expected_of(case: Case) -> ExpectedObject:
+    return next(e for e in expected_objects(case.profile, "file") if e.coordinate.pool == case.pool)
+
+
+def pages(case: Case, expected: ExpectedObject, count: int) -> np.ndarray:
+    """Objects at aligned offsets, a few distinct ones repeated: [count, stride]."""
+    stride = -(-expected.nbytes // ALIGNMENT) * ALIGNMENT
+    distinct = min(count, DISTINCT_PAGES if expected.nbytes > 1 << 20 else 64)
+    made = np.zeros((count, stride), np.uint8)
+    objects = KvGenerator(expected, case.profile, seed=1).objects(range(distinct))
+    for start in range(0, count, distinct):
+        part = made[start : start + distinct]
+        part[:, : expected.nbytes] = objects[: len(part)]
+    return made
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """Time device work by events: the median of some rounds."""
+    import torch
+
+    for _ in range(WARM_UP):
+        work()
+    times = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return float(statistics.median(times))
+
+
+def replayed(work: Callable[[], object]) -> Callable[[], object]:
+    """Capture launches, as verify does: small kernels are not timed by what Python takes."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+        graph = torch.cuda.CUDAGraph()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            work()
+    return graph.replay
+
+
+def rate(nbytes: int, work: Callable[[], object]) -> float:
+    """GB/s of device work over so many bytes."""
+    return float(nbytes / milliseconds(work) / 1e6)
+
+
+def device_copy(device: torch.device) -> float:
+    import torch
+
+    source = torch.empty(TOTAL_BYTES, dtype=torch.uint8, device=device).random_()
+    copy = torch.empty_like(source)
+    return rate(2 * TOTAL_BYTES, lambda: copy.copy_(source))
+
+
+def measure_kernels(device: torch.device) -> None:
+    ceiling = device_copy(device)
+    print(f"copy within the device: {ceiling:.0f} GB/s read and written\n")
+    print("GB/s; in brackets the ratio to that copy: scatter and gather by bytes read and written,")
+    print("checks by bytes read; digest alone")
+    print(f"{'':38}{'scatter':>14}{'gather':>14}{'checks':>14}{'digest':>8}")
+    for case in cases():
+        measure_case(case, ceiling, device)
+
+
+def measure_case(case: Case, ceiling: float, device: torch.device) -> None:
+    import torch
+
+    from hicachectl.kernels.blake3_triton import digest_ranges, ranges_of
+    from hicachectl.kernels.values_triton import block_statistics
+    from hicachectl.loaders.fields import fields_of
+    from hicachectl.loaders.plans import pool_form
+    from hicachectl.loaders.providers import TritonProvider
+
+    provider = TritonProvider()
+    expected = expected_of(case)
+    count = max(2, TOTAL_BYTES // expected.nbytes)
+    host = pages(case, expected, min(count, 64))
+    few = torch.from_numpy(host).to(device)
+    stride = few.shape[1]
+    objects = few.repeat(-(-count // len(few)), 1)[:count].reshape(-1)
+    before = objects.clone()
+    form = pool_form(expected.tensors)
+    pools = torch.empty(count * form.page_bytes, dtype=torch.uint8, device=device)
+    places = torch.arange(count, device=device) * (stride // 16)
+    slots = torch.from_numpy(np.random.default_rng(2).permutation(count)).to(device)
+    plans = form.plans(count)
+
+    def scatter() -> None:
+        for plan in plans:
+            provider.copy(plan, objects, places, pools, slots)
+
+    def gather() -> None:
+        for plan in plans:
+            provider.copy(plan.reversed(), pools, slots, objects, places)
+
+    looks = [
+        (pools[count * piece.offset :], piece, field)
+        for piece, fields in fields_of(expected, case.profile, form)
+        for field in fields
+    ]
+    blocks = {
+        piece.name: torch.arange(count * piece.layers, device=device) for piece in form.pieces
+    }
+
+    def check() -> None:
+        for pool, piece, field in looks:
+            block_statistics(pool, blocks[piece.name], piece.slot_bytes, field)
+
+    moved = 2 * count * expected.nbytes
+    scattered = rate(moved, replayed(scatter))
+    checked = rate(moved // 2, replayed(check))
+    objects.fill_(0xA5)
+    gathered = rate(moved, replayed(gather))
+    whole = (objects.view(count, -1)[:, : expected.nbytes],
+             before.view(count, -1)[:, : expected.nbytes])  # fmt: skip
+    same = torch.equal(*whole)
+    assert same, f"{case.name}: not what was scattered"
+    offsets = np.arange(count, dtype=np.int64) * stride
+    lengths = np.full(count, expected.nbytes, dtype=np.int64)
+    ranges = ranges_of(objects, offsets, lengths)
+    digested = rate(moved // 2, replayed(partial(digest_ranges, objects, ranges)))
+    figures = "".join(
+        f"{figure:8.0f} ({figure / ceiling:.2f})" for figure in (scattered, gathered, checked)
+    )
+    print(f"{case.name:38}{figures}{digested:8.0f}", flush=True)
+
+
+# --- the way there ---
+
+
+def measure_bus(device: torch.device) -> None:
+    import torch
+
+    from hicachectl.backends.arena import Arena
+    from hicachectl.loaders.arena import HostArenas
+
+    slab = SLAB_BYTES
+    staging = [torch.empty(slab, dtype=torch.uint8, device=device) for _ in range(4)]
+
+    def loop(host: torch.Tensor) -> None:
+        for number in range(TOTAL_BYTES // slab):
+            part = host[number * slab : (number + 1) * slab]
+            staging[number % 4].copy_(part, non_blocking=True)
+
+    bare = rate(
+        TOTAL_BYTES, partial(loop, torch.empty(TOTAL_BYTES, dtype=torch.uint8).pin_memory())
+    )
+    with Arena(TOTAL_BYTES) as arena:
+        started = time.monotonic()
+        host = HostArenas().tensor(arena)
+        registering = time.monotonic() - started
+        through = rate(TOTAL_BYTES, partial(loop, host))
+        del host
+    print(f"bare loop of cudaMemcpyAsync, pinned, {slab >> 20} MiB each: {bare:.1f} GB/s")
+    print(f"the same through the arena: {through:.1f} GB/s ({through / bare:.2f})")
+    print(f"page-locking the arena once: {registering * 1e3:.0f} ms for {TOTAL_BYTES >> 20} MiB")
+
+
+# --- the whole way ---
+
+
+def write_store(directory: Path, case: Case, nbytes: int, distinct_bytes: int) -> int:
+    """Write one object a page; beyond `distinct_bytes` further names of the same files."""
+    expected = expected_of(case)
+    before, after = FileCodec().affix(expected.coordinate)
+    objects = KvGenerator(expected, case.profile, seed=1).objects(range(DISTINCT_PAGES))
+    count, distinct = nbytes // expected.nbytes, min(nbytes, distinct_bytes) // expected.nbytes
+    names = [f"{before}{hashlib.sha256(str(n).encode()).hexdigest()}{after}" for n in range(count)]
+
+    def write(number: int) -> None:
+        objects[number % DISTINCT_PAGES].tofile(directory / names[number])
+        os.utime(directory / names[number], (OLD, OLD))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(distinct)))
+    for number in range(distinct, count):
+        (directory / names[number]).hardlink_to(directory / names[number % distinct])
+    return count * expected.nbytes
+
+
+def timed_reads(directory: Path, jobs: int, slab_bytes: int) -> tuple[float, float]:
+    """Read all of a store into the arena and do nothing else: GB/s while reading, seconds."""
+    with FileStore(directory) as store:
+        objects = pa.Table.from_batches(list(store.scan()))
+        sizes = objects.column("nbytes").to_numpy()
+        tasks = batches(
+            np.arange(len(sizes)), sizes, most_objects=MOST_OBJECTS, most_bytes=slab_bytes
+        )
+        clock = Clock()
+        work = lambda loaded: int(loaded.task.capacities.sum())  # noqa: E731
+        for nbytes in Pipeline(store, objects, tasks, work, jobs=jobs):
+            clock.add(nbytes)
+    return clock.rate, clock.seconds
+
+
+class Clock:
+    """Rate of bytes from the first task that is done to the last one."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.first = self.last = 0.0
+        self.nbytes = 0
+
+    def add(self, nbytes: int, total: int = 0) -> None:
+        self.last = time.monotonic()
+        if self.first:
+            self.nbytes += nbytes
+        else:
+            self.first = self.last
+
+    @property
+    def rate(self) -> float:
+        return self.nbytes / max(self.last - self.first, 1e-9) / 1e9
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+
+def measure_verify(device: torch.device) -> None:
+    """Verify a store on tmpfs; the ceilings are its reads into the arena and the bus."""
+    nbytes, distinct = STORE_BYTES
+    bus = bus_rate(device)
+    print(f"{nbytes >> 30} GiB of objects, {distinct >> 30} GiB distinct; GB/s while reading")
+    print(f"bus: {bus:.1f} GB/s from pinned memory")
+    print(f"{'':34}{'jobs':>6}{'reads':>8}{'values':>15}{'and digests':>15}{'all, s':>9}")
+    for name in ("bf16 K/V 8.4 MB page_first", "656-byte rows 2.6 MB page_first"):
+        case = next(case for case in cases() if case.name == name)
+        with tempfile.TemporaryDirectory(dir=STORE_DIRECTORY) as directory:
+            write_store(Path(directory), case, nbytes, distinct)
+            for jobs in VERIFY_JOBS:
+                reads = max(timed_reads(Path(directory), jobs, SLAB_BYTES)[0] for _ in range(2))
+                ceiling = min(reads, bus)
+                figures = ""
+                for catalog in (False, True):
+                    verify_once(Path(directory), case, jobs, catalog, device)  # compiles
+                    done, seconds = verify_once(Path(directory), case, jobs, catalog, device)
+                    figures += f"{done:8.1f} ({done / ceiling:.2f})"
+                print(f"{case.name:34}{jobs:6}{reads:8.1f}{figures}{seconds:9.2f}", flush=True)
+
+
+def verify_once(
+    directory: Path, case: Case, jobs: int, catalog: bool, device: torch.device
+) -> tuple[float, float]:
+    request = Request(
+        profile=case.profile,
+        devices=(str(device),),
+        jobs=jobs,
+        update_catalog=catalog,
+    )
+    clock = Clock()
+    with FileStore(directory) as store:
+        report = verify_store(store, request, on_read=clock.add)
+    assert not len(report.findings), report.findings.slice(0, 3).to_pylist()
+    assert report.document["device"] == str(device), report.remarks
+    return clock.rate, clock.seconds
+
+
+def bus_rate(device: torch.device) -> float:
+    import torch
+
+    host = torch.empty(TOTAL_BYTES, dtype=torch.uint8).pin_memory()
+    staging = torch.empty(SLAB_BYTES, dtype=torch.uint8, device=device)
+
+    def loop() -> None:
+        for start in range(0, TOTAL_BYTES, SLAB_BYTES):
+            staging.copy_(host[start : start + SLAB_BYTES], non_blocking=True)
+
+    return rate(TOTAL_BYTES, loop)
+
+
+PARTS = {"kernels": measure_kernels, "bus": measure_bus, "verify": measure_verify}
+SLAB_BYTES = 64 << 20
+STORE_BYTES = (96 << 30, 8 << 30)
+STORE_DIRECTORY = "/dev/shm"
+VERIFY_JOBS: tuple[int, ...] = (12, 16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", default=",".join(PARTS))
+    arguments = parser.parse_args()
+    import torch
+
+    device = torch.device("cuda", 0)
+    started = time.monotonic()
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
+    for part in arguments.part.split(","):
+        print(f"\n# {part}")
+        PARTS[part](device)
+    print(f"\n{time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

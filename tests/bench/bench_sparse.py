@@ -1,0 +1,332 @@
+"""Measure the sparse loader, and the digest kernel alone.
+
+    python -m tests.bench.bench_sparse --part fraction [--pattern FILE.npy] [--slots 2048,4096]
+    python -m tests.bench.bench_sparse --part gather,digest [--host-bytes 4GiB] [--memory huge]
+
+fraction: the share of selected tokens that a step has to fetch, for each layer, by the model of the
+          loader; needs no device. The pattern is [steps, layers, k] int32, of one request, -1 for
+          none; without one it is generated: tokens have scores that drift, the k best are selected.
+          Its persistence decides the fraction, so only a recorded pattern says something of a
+          model.
+gather:   400 missing rows of 656 bytes for each of 64 requests, out of page objects in
+          page-locked mapped memory, against a kernel that reads the same memory from end to end.
+digest:   over 1 GiB, against host-to-device copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import time
+from functools import partial
+from itertools import count, cycle
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.backends.arena import Arena
+from hicachectl.kernels.sparse_reference import SparseModel
+from tests.bench.bench_device import ROUNDS, WARM_UP, milliseconds, rate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from hicachectl.kernels.sparse_triton import HostRows
+    from hicachectl.loaders.sparse import SparseLoader
+
+    Pattern = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+REQUESTS, TOP_K, MISSES = 64, 2048, 400
+LAYERS, PAGE_SIZE, ROW_BYTES = 61, 64, 656
+DIGEST_BYTES = 1 << 30
+OBJECT_BYTES = (40_016, 515_328, 2_561_024, 4_497_408, 75_497_472)
+GIB = 1 << 30
+DEVICE = "cuda"
+
+
+def generated(options: argparse.Namespace) -> Pattern:
+    """Select the k best of scores that keep a share of themselves from step to step."""
+    rng = np.random.default_rng(options.seed)
+    keep = options.persistence
+    fresh = np.float32((1 - keep * keep) ** 0.5)
+    shape = (options.layers, options.context)
+    scores = rng.standard_normal(shape, np.float32)
+    pattern = np.empty((options.steps, options.layers, options.k), np.int32)
+    for step in pattern:
+        step[:] = np.argpartition(scores, -options.k, axis=1)[:, -options.k :]
+        scores = keep * scores + fresh * rng.standard_normal(shape, np.float32)
+    return pattern
+
+
+def loaded(path: Path) -> Pattern:
+    pattern: Pattern = np.load(path, mmap_mode="r", allow_pickle=False)
+    if pattern.dtype != np.int32 or pattern.ndim != 3 or not pattern.size:
+        raise SystemExit(f"{path}: {pattern.dtype} {pattern.shape}, not int32 [steps, layers, k]")
+    return pattern
+
+
+def fractions(pattern: Pattern, slots: int) -> np.ndarray:
+    """Fetched tokens over selected ones, by step and layer."""
+    steps, layers = pattern.shape[:2]
+    length = int(pattern.max()) + 2  # so that the newest token is none of them
+    there = [True] * length
+    shares = np.empty((steps, layers))
+    for layer in range(layers):
+        model = SparseModel(min(slots, length - 1))
+        for step in range(steps):
+            top_k = pattern[step, layer].tolist()
+            selected = sum(position >= 0 for position in top_k)
+            shares[step, layer] = len(model.step(top_k, length, there)[1]) / max(1, selected)
+    return shares
+
+
+def print_fractions(options: argparse.Namespace) -> None:
+    pattern = loaded(options.pattern) if options.pattern else generated(options)
+    steps, layers, k = pattern.shape
+    source = options.pattern or (
+        f"context {options.context}, persistence {options.persistence}, seed {options.seed}"
+    )
+    print(f"fraction fetched, {steps} steps, {layers} layers, k {k}; {source}")
+    print(f"{'slots':>8}{'first':>8}{'later':>8}{'layers, least':>16}{'most':>8}{'s':>8}")
+    for slots in options.slots or (k, 2 * k, 4 * k):
+        start = time.perf_counter()
+        shares = fractions(pattern, slots)
+        by_layer = shares[1:].mean(axis=0) if steps > 1 else shares[0]
+        print(
+            f"{slots:8}{shares[0].mean():8.3f}{by_layer.mean():8.3f}{by_layer.min():16.3f}"
+            f"{by_layer.max():8.3f}{time.perf_counter() - start:8.1f}"
+        )
+
+
+def page_locked(nbytes: int, kind: str) -> torch.Tensor:
+    """Random bytes that kernels can read; they live as long as the process.
+
+    kind: arena, as the loaders have it; huge, a private mapping that asks for huge pages.
+    """
+    import torch
+
+    if kind == "huge":
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        array = np.frombuffer(mapping, np.uint8)
+    else:
+        array = Arena(nbytes).array
+    block = np.random.default_rng(1).integers(0, 256, 64 << 20, np.uint8)
+    for start in range(0, nbytes, len(block)):
+        array[start : start + len(block)] = block[: len(array) - start]
+    # Repeated blocks, but a word of each 4 KiB tells where it is.
+    array.view(np.int64)[::512] = np.arange(-(-len(array) // 4096))
+    status = int(torch.cuda.cudart().cudaHostRegister(array.ctypes.data, len(array), 3))
+    assert status == 0, f"cudaHostRegister: {status}"
+    return torch.from_numpy(array)[:nbytes]
+
+
+def mapped_read_gb_s(memory: torch.Tensor) -> float:
+    """Read mapped memory from end to end with a kernel: the ceiling of any gather from it."""
+    import torch
+
+    from tests.bench.stream_triton import stream
+
+    nbytes = 256 << 20
+    target = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+    starts = cycle(range(0, len(memory) - nbytes + 1, nbytes))
+    first = next(starts)
+    stream(memory[first : first + nbytes], target)
+    assert torch.equal(target.cpu(), memory[first : first + nbytes])
+
+    def read() -> None:
+        start = next(starts)
+        stream(memory[start : start + nbytes], target)
+
+    return rate(nbytes, read)
+
+
+def copy_gb_s(memory: torch.Tensor) -> float:
+    import torch
+
+    nbytes = 256 << 20
+    target = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+    starts = cycle(range(0, len(memory) - nbytes + 1, nbytes))
+
+    def copy() -> None:
+        start = next(starts)
+        target.copy_(memory[start : start + nbytes], non_blocking=True)
+
+    return rate(nbytes, copy)
+
+
+def print_gather(memory: torch.Tensor) -> None:
+    import torch
+
+    from hicachectl.kernels.sparse_triton import HostRows
+    from hicachectl.loaders.sparse import SparseLoader
+
+    ceiling = mapped_read_gb_s(memory)
+    print(f"mapped read {ceiling:.1f} GB/s, cudaMemcpyAsync {copy_gb_s(memory):.1f} GB/s")
+    pages = len(memory) // (LAYERS * PAGE_SIZE * ROW_BYTES)
+    table = torch.arange(pages, device=DEVICE).repeat(REQUESTS, 1)
+    print(f"{'':20}{'us a layer':>12}{'ms, 61 layers':>15}{'GB/s':>8}{'of ceiling':>12}")
+    for layout in ("page_first", "page_first_direct"):
+        rows = HostRows.of_layout(
+            memory, table, layout=layout, layers=LAYERS, page_size=PAGE_SIZE, row_bytes=ROW_BYTES
+        )
+        loader = SparseLoader(rows, top_k=TOP_K)
+        check_rows(loader)
+        for name, ms in timings(loader, rows):
+            nbytes = REQUESTS * MISSES * ROW_BYTES if "400" in name else 0
+            speed = nbytes / ms / 1e6
+            print(
+                f"{layout:20}{ms * 1e3:12.1f}{ms * LAYERS:15.2f}{speed:8.1f}{speed / ceiling:12.2f}"
+                f"  {name}"
+            )
+        del loader
+
+
+def shifting_top_k(rows: HostRows) -> Iterator[torch.Tensor]:
+    """Yield top-k sets of which each has 400 tokens that no step of the request had before."""
+    import torch
+
+    context = rows.pages.shape[1] * rows.page_size
+    order = np.random.default_rng(2).permutation(context - 1).astype(np.int32)
+    requests = np.arange(REQUESTS)[:, None] * (context // REQUESTS)
+    for step in count():
+        entries = (requests + MISSES * step + np.arange(TOP_K)) % len(order)
+        yield torch.from_numpy(order[entries]).to(DEVICE)
+
+
+def lengths_of(rows: HostRows) -> torch.Tensor:
+    import torch
+
+    context = rows.pages.shape[1] * rows.page_size
+    return torch.full((REQUESTS,), context, dtype=torch.int32, device=DEVICE)
+
+
+def check_rows(loader: SparseLoader) -> None:
+    """Compare what two steps brought in with the host's bytes, in the first and last layer."""
+    rows = loader.rows
+    top_k = shifting_top_k(rows)
+    for layer in (0, rows.layers - 1, rows.layers - 1):
+        selected = next(top_k)
+        locs = loader.step(layer, selected, lengths_of(rows))
+        found = loader.pool(layer)[locs[::9].long()].cpu().numpy()
+        position = selected[::9].cpu().numpy().astype(np.int64)
+        start = (
+            position // rows.page_size * rows.page_stride
+            + position % rows.page_size * rows.token_stride
+            + layer * rows.layer_stride
+        )
+        host = np.lib.stride_tricks.sliding_window_view(rows.memory.numpy(), rows.row_bytes)
+        assert (host[start] == found).all(), f"layer {layer}"
+    for request in range(REQUESTS):
+        loader.reset(request)
+
+
+def timings(loader: SparseLoader, rows: HostRows) -> Iterator[tuple[str, float]]:
+    """Milliseconds a layer, by name."""
+    from hicachectl.kernels.sparse_triton import gather_rows
+
+    top_k = shifting_top_k(rows)
+    lengths = lengths_of(rows)
+    selected = next(top_k).clone()
+    step_all = captured(lambda: [loader.step(layer, selected, lengths) for layer in range(LAYERS)])
+    upcoming = iter([next(top_k) for _ in range(WARM_UP + ROUNDS)])
+
+    def shift_and_step() -> None:
+        selected.copy_(next(upcoming))
+        step_all()
+
+    ms = milliseconds(shift_and_step) / LAYERS
+    assert loader.fetched.tolist() == [MISSES] * REQUESTS
+    yield "step with 400 missing rows", ms
+    plan = loader._plan  # the last one, over and over
+
+    def gather_layers() -> None:
+        for layer in range(LAYERS):
+            gather_rows(rows, layer, plan, loader._pools[layer])
+
+    gather_all = captured(gather_layers)
+    yield "gather of 400 rows alone", milliseconds(gather_all) / LAYERS
+    yield "step with no missing row", milliseconds(step_all) / LAYERS
+
+
+def captured(work: Callable[[], object]) -> Callable[[], object]:
+    """Capture device work as a graph, as servers do, so that launches cost nothing: its replay."""
+    import torch
+
+    work()  # kernels are compiled before
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    replay: Callable[[], object] = graph.replay
+    return replay
+
+
+def print_digest(memory: torch.Tensor) -> None:
+    from blake3 import blake3
+
+    from hicachectl.kernels.blake3_triton import digests
+
+    copy = copy_gb_s(memory)
+    print(f"digest of {DIGEST_BYTES >> 20} MiB, GB/s; host-to-device {copy:.1f}")
+    buffer = memory[:DIGEST_BYTES].to(DEVICE)
+    lanes = (32, 64, 128, 256)
+    print(f"{'bytes an object':>16}" + "".join(f"{f'{n} lanes':>12}" for n in lanes))
+    for size in OBJECT_BYTES:
+        stride = -(-size // 4096) * 4096
+        offsets = np.arange(DIGEST_BYTES // stride) * stride
+        lengths = np.full(len(offsets), size)
+        rates = []
+        for n in lanes:
+            found = digests(buffer, offsets, lengths, lanes=n).cpu().numpy()
+            for number in (0, len(offsets) - 1):
+                start = int(offsets[number])
+                data = memory[start : start + size].numpy().tobytes()
+                assert found[number].tobytes() == blake3(data).digest()
+            rates.append(
+                rate(size * len(offsets), partial(digests, buffer, offsets, lengths, lanes=n))
+            )
+        print(f"{size:16}" + "".join(f"{speed:12.0f}" for speed in rates))
+
+
+def size(text: str) -> int:
+    number, unit = text[:-3], text[-3:]
+    return int(float(number) * {"GiB": 1 << 30, "MiB": 1 << 20}[unit])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", default="fraction", help="of fraction, gather, digest")
+    parser.add_argument("--pattern", type=Path, help="[steps, layers, k] int32, .npy")
+    parser.add_argument("--save", type=Path, help="where to write the generated pattern")
+    parser.add_argument("--slots", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--k", type=int, default=TOP_K)
+    parser.add_argument("--context", type=int, default=16384)
+    parser.add_argument("--persistence", type=float, default=0.95)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--host-bytes", type=size, default=4 * GIB)
+    parser.add_argument("--memory", choices=("arena", "huge"), default="arena")
+    options = parser.parse_args()
+    parts = options.part.split(",")
+    if options.save:
+        np.save(options.save, generated(options))
+    if "fraction" in parts:
+        print_fractions(options)
+    if {"gather", "digest"} & set(parts):
+        import torch
+
+        print(f"{torch.cuda.get_device_name()}, {options.memory} {options.host_bytes >> 20} MiB")
+        memory = page_locked(options.host_bytes, options.memory)
+        if "gather" in parts:
+            print_gather(memory)
+        if "digest" in parts:
+            print_digest(memory)
+
+
+if __name__ == "__main__":
+    main()

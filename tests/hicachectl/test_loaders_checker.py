@@ -1,0 +1,370 @@
+"""`verify --device`: the same report as without, through lanes, pools and back."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.hicachectl.devices import DEVICES, HAS_CUDA, torch
+
+from hicachectl.backends.file import FileStore  # isort: skip
+from hicachectl.formats.errors import DeviceError, UsageError  # isort: skip
+from hicachectl.formats.keys.file import FileCodec  # isort: skip
+from hicachectl.formats.profile import dump_profile  # isort: skip
+from hicachectl.loaders import devices  # isort: skip
+from hicachectl.loaders.checker import DeviceChecker  # isort: skip
+from hicachectl.loaders.devices import parse_devices  # isort: skip
+from hicachectl.loaders.kinds import Passage  # isort: skip
+from hicachectl.loaders.lanes import allocate_lanes, lane_bytes, slab_size  # isort: skip
+from hicachectl.loaders.providers import TorchProvider, TritonProvider  # isort: skip
+from hicachectl.formats.expectation import expected_objects  # isort: skip
+from hicachectl.verify import Report, Request, verify_store  # isort: skip
+from tests.hicachectl.stores import OLD, page  # isort: skip
+from tests.hicachectl.value_cases import tiny  # isort: skip
+from tests.kvgen import KvGenerator  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hicachectl.formats.profile import Profile
+    from tests.conftest import Invoke
+
+PAGES = 3
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+JOBS = 4 if HAS_CUDA else 1  # Triton's interpreter belongs to one thread
+KINDS = ("bfloat16", "float8_e4m3fn", "fp8_scaled", "indexer", "mamba")
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let the names of CUDA devices mean a device that the kernels can run on here."""
+
+    def use(device: str) -> None:
+        def named(names: tuple[str, ...]) -> list[Any]:
+            return [torch.device(device)] * len(names)
+
+        monkeypatch.setattr(devices, "cuda_devices", named)
+        monkeypatch.setattr(
+            "hicachectl.loaders.checker.best_provider", lambda found: TritonProvider()
+        )
+
+    return use
+
+
+def write_store(directory: Path, kind: str) -> tuple[Path, Profile]:
+    """Write pages of a kind of pool beside those of the others of its model."""
+    profile, _ = tiny(kind)
+    store = directory / "store"
+    store.mkdir()
+    for expected in expected_objects(profile, "file"):
+        before, after = FileCodec().affix(expected.coordinate)
+        objects = KvGenerator(expected, profile, seed=3).objects(range(PAGES))
+        for number, content in enumerate(objects):
+            put(store / f"{before}{page(number)}{after}", content.tobytes())
+    (directory / "p.toml").write_text(dump_profile(profile))
+    return store, profile
+
+
+def put(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    os.utime(path, (OLD, OLD))
+
+
+def verified(store: Path, profile: Profile, *names: str, **fields: Any) -> Report:
+    request = Request(profile=profile, devices=names or ("cpu",), jobs=JOBS, **fields)
+    with FileStore(store) as source:
+        return verify_store(source, request)
+
+
+def found(report: Report) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = report.findings.to_pylist()
+    return rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@DEVICES
+def test_healthy_pages_are_healthy_on_the_device(
+    tmp_path: Path, on_device: Callable[[str], None], device: str, kind: str
+) -> None:
+    store, profile = write_store(tmp_path, kind)
+    on_device(device)
+    report = verified(store, profile, "cuda")
+    assert found(report) == []
+    assert report.document["device"] == device
+    assert report.document["bytes_read"] == report.document["bytes"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@DEVICES
+def test_findings_are_those_of_the_cpu_word_for_word(
+    tmp_path: Path, on_device: Callable[[str], None], device: str, kind: str
+) -> None:
+    store, profile = write_store(tmp_path, kind)
+    paths = sorted(store.iterdir())
+    rng = np.random.default_rng(7)
+    for path in paths[::2]:
+        content = np.fromfile(path, np.uint8)
+        first = int(rng.integers(len(content) // 16)) * 16
+        content[first : first + 16] = 0xFF
+        put(path, content.tobytes())
+    put(paths[1], bytes(paths[1].stat().st_size))
+    os.truncate(paths[-1], 100)
+    os.utime(paths[-1], (OLD, OLD))
+    expected = found(verified(store, profile))
+    assert {row["code"] for row in expected} >= {"all-zero", "truncated"}
+    on_device(device)
+    assert found(verified(store, profile, "cuda")) == expected
+
+
+@DEVICES
+def test_digests_are_of_the_bytes_that_came_back_from_the_pools(
+    tmp_path: Path, on_device: Callable[[str], None], device: str
+) -> None:
+    store, profile = write_store(tmp_path, "fp8_scaled")
+    foreign = store / "notes.txt"
+    foreign.write_bytes(b"x" * 1001)
+    on_host = verified(store, profile, update_catalog=True).catalog
+    on_device(device)
+    report = verified(store, profile, "cuda", catalog=on_host, update_catalog=True)
+    assert report.document["counts"].get("digest-mismatch") is None
+    assert verified(store, profile, catalog=report.catalog).document["counts"].keys() == {
+        "foreign-object"
+    }
+    foreign.unlink()
+    path = next(store.glob(f"*{page(1)}*"))
+    content = bytearray(path.read_bytes())
+    content[700] ^= 1
+    status = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    report = verified(store, profile, "cuda", catalog=on_host, identity=("mtime", "size"))
+    assert report.document["counts"]["digest-mismatch"] == 1
+
+
+@DEVICES
+def test_a_task_larger_than_a_lane_is_cut(
+    tmp_path: Path, on_device: Callable[[str], None], device: str
+) -> None:
+    store, profile = write_store(tmp_path, "bfloat16")
+    damaged = sorted(store.iterdir())[2]
+    put(damaged, b"\xff" * damaged.stat().st_size)
+    expected = found(verified(store, profile))
+    on_device(device)
+    one_object = lane_bytes(4096)
+    report = verified(store, profile, "cuda", device_bytes=one_object)
+    assert found(report) == expected
+
+
+class Replaying:
+    """A CUDA graph's stand-in: launches for all slots, into the same results each time."""
+
+    def __init__(self, launch: Callable[[int], Any], most: int) -> None:
+        self.replayed, self._launch, self._most = 0, launch, most
+        self.results = launch(most)
+
+    def replay(self) -> None:
+        self.replayed += 1
+        self.results.copy_(self._launch(self._most))
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="launches are captured and replayed in every test")
+def test_what_lies_in_slots_without_an_object_is_not_reported(
+    tmp_path: Path, on_device: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, profile = write_store(tmp_path, "bfloat16")
+    paths = sorted(store.iterdir())
+    put(paths[0], b"\xff" * paths[0].stat().st_size)
+    expected = found(verified(store, profile))
+    graphs: list[Replaying] = []
+
+    def captured(passage: Passage, launch: Callable[[int], Any]) -> tuple[Replaying, Any]:
+        passage._lane.staging.fill_(0xFF)
+        graphs.append(Replaying(launch, passage.most))
+        return graphs[-1], graphs[-1].results
+
+    monkeypatch.setattr(Passage, "_captured", captured)
+    for name in ("MOST_LANES", "_FEWEST_LANES"):
+        monkeypatch.setattr(f"hicachectl.loaders.lanes.{name}", 1)
+    on_device("cpu")
+    one_lane = lane_bytes((PAGES + 1) * 4096)
+    report = verified(store, profile, "cuda", device_bytes=one_lane, update_catalog=True)
+    assert found(report) == expected
+    assert [graph.replayed for graph in graphs] == [1, 1]
+    assert found(verified(store, profile, catalog=report.catalog)) == expected
+
+
+@DEVICES
+def test_devices_share_the_work(
+    tmp_path: Path, on_device: Callable[[str], None], device: str
+) -> None:
+    store, profile = write_store(tmp_path, "bfloat16")
+    on_device(device)
+    report = verified(store, profile, "cuda:0", "cuda:1", device_bytes=lane_bytes(4096))
+    assert found(report) == []
+
+
+def test_a_budget_too_small_for_one_page_says_what_it_needs(
+    tmp_path: Path, on_device: Callable[[str], None]
+) -> None:
+    store, profile = write_store(tmp_path, "bfloat16")
+    on_device("cpu")
+    with pytest.raises(UsageError, match=r"--device-bytes 5000 is too small for one page: .*\.bin"):
+        verified(store, profile, "cuda", device_bytes=5000)
+    report = verified(store, profile, "auto", device_bytes=5000)
+    assert found(report) == []
+    assert report.document["device"] == "cpu"
+    assert "too small for one page" in report.remarks[0]
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="there is a CUDA device")
+def test_without_cuda_a_named_device_is_refused_and_auto_goes_on(
+    tmp_path: Path, invoke: Invoke
+) -> None:
+    store, _ = write_store(tmp_path, "bfloat16")
+    arguments = ["verify", store, "--profile", tmp_path / "p.toml", "--device"]
+    refused = invoke(*arguments, "cuda", exit_code=2).stderr
+    assert "no CUDA device" in refused
+    assert len(refused.splitlines()) == 1
+    outcome = invoke(*arguments, "auto", "--format", "json")
+    assert json.loads(outcome.stdout)["device"] == "cpu"
+    said = [line for line in outcome.stderr.splitlines() if "--device auto" in line]
+    assert len(said) == 1
+    assert "no CUDA device" in said[0]
+
+
+class Failing(TorchProvider):
+    """A device that breaks after some copies, or has no memory for more than one object."""
+
+    def __init__(self, good: int = 0, at_most: int | None = None, error: Any = None) -> None:
+        self.good, self.at_most = good, at_most
+        self.error = error or RuntimeError("CUDA error: unspecified launch failure\nmore")
+
+    def copy(self, plan: Any, source: Any, places: Any, *rest: Any) -> None:
+        self.good -= 1
+        if self.good < 0 and (self.at_most is None or len(places) > self.at_most):
+            raise self.error
+        super().copy(plan, source, places, *rest)
+
+
+@pytest.fixture
+def provided(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    def use(provider: Any) -> None:
+        monkeypatch.setattr(
+            devices, "cuda_devices", lambda names: [torch.device(DEVICE)] * len(names)
+        )
+        monkeypatch.setattr("hicachectl.loaders.checker.best_provider", lambda found: provider)
+
+    return use
+
+
+def test_a_device_that_fails_ends_the_run_or_leaves_the_rest_to_the_cpu(
+    tmp_path: Path, provided: Callable[[Any], None]
+) -> None:
+    store, profile = write_store(tmp_path, "indexer")
+    damaged = sorted(store.iterdir())[3]
+    put(damaged, bytes(damaged.stat().st_size))
+    expected = found(verified(store, profile))
+    provided(Failing(good=1))
+    with pytest.raises(DeviceError, match="failed: CUDA error: unspecified launch failure;"):
+        verified(store, profile, "cuda")
+    provided(Failing(good=1))
+    report = verified(store, profile, "auto", device_bytes=lane_bytes(16384))
+    assert found(report) == expected
+    assert any("the CPU did what was left" in remark for remark in report.remarks)
+
+
+def test_without_memory_for_many_objects_fewer_are_sent(
+    tmp_path: Path, provided: Callable[[Any], None]
+) -> None:
+    store, profile = write_store(tmp_path, "latent")
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    provided(Failing(at_most=1, error=error))
+    assert found(verified(store, profile, "cuda")) == []
+    provided(Failing(at_most=0, error=error))
+    with pytest.raises(DeviceError, match="out of memory for one page"):
+        verified(store, profile, "cuda")
+
+
+def test_a_device_that_damages_data_is_told_from_a_damaged_store(
+    tmp_path: Path, provided: Callable[[Any], None]
+) -> None:
+    class Damaging(TorchProvider):
+        def copy(self, *arguments: Any) -> None:
+            super().copy(*arguments)
+            arguments[3].fill_(0xFF)
+
+    store, profile = write_store(tmp_path, "bfloat16")
+    provided(Damaging())
+    with pytest.raises(DeviceError, match="healthy in host memory and not on the device"):
+        verified(store, profile, "cuda")
+
+
+def test_lanes_stay_within_the_budget_and_grow_with_the_largest_object() -> None:
+    for budget in (1 << 20, 100 << 20, 2 << 30):
+        slab = slab_size(budget, 1 << 30, 50_000, "x")
+        lanes = max(1, budget // lane_bytes(slab))
+        assert lanes * lane_bytes(slab) <= budget
+    assert slab_size(4 << 30, 1 << 30, 77_000_000, "x") >= 77_000_000
+
+
+def test_a_full_device_gets_fewer_lanes_then_smaller_slabs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, largest, allowed = torch.empty, 4000, 3
+
+    def empty(nbytes: Any, **options: Any) -> Any:
+        nonlocal allowed
+        if nbytes > largest or not allowed:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        allowed -= 1
+        return real(nbytes, **options)
+
+    monkeypatch.setattr("hicachectl.loaders.lanes.torch.empty", empty)
+    cpu = torch.device("cpu")
+    lanes = allocate_lanes([cpu], 1 << 20, 4000, 1000)
+    assert [len(lane.staging) for lane in lanes] == [4000]
+    largest, allowed = 2500, 1000
+    lanes = allocate_lanes([cpu], 1 << 20, 4000, 1000)
+    assert {len(lane.staging) for lane in lanes} == {2000}
+    largest = 999
+    with pytest.raises(UsageError, match="out of memory"):
+        allocate_lanes([cpu], 1 << 20, 4000, 1000)
+
+
+def test_device_names() -> None:
+    assert parse_devices("cpu") == ("cpu",)
+    assert parse_devices("cuda:0,cuda:3") == ("cuda:0", "cuda:3")
+    for wrong in ("", "gpu", "cpu,cuda", "auto,cuda:0", "cuda:x", "cuda:0,", "cuda:0,cuda:0"):
+        with pytest.raises(UsageError, match="--device"):
+            parse_devices(wrong)
+
+
+@DEVICES
+def test_an_arena_is_page_locked_until_it_is_closed(device: str) -> None:
+    from hicachectl.backends.arena import Arena
+    from hicachectl.loaders.arena import HostArenas
+
+    arenas = HostArenas()
+    arena = Arena(1 << 20)
+    tensor = arenas.tensor(arena)
+    assert arenas.tensor(arena) is tensor
+    assert tensor.is_pinned() == (device == "cuda")
+    arena.array[5] = 7
+    assert tensor[5] == 7
+    arena.close()
+    with Arena(1 << 20) as again:
+        assert arenas.tensor(again)[5] == 0
+
+
+def test_a_checker_gives_its_lanes_back() -> None:
+    cpu = torch.device("cpu")
+    with DeviceChecker(
+        [cpu], device_bytes=1 << 22, buffer_bytes=1 << 22, largest=100, provider=TorchProvider()
+    ) as checker:
+        assert checker.names == ("cpu",)
+        assert checker.lanes >= 1
