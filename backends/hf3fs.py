@@ -213,11 +213,11 @@ class Hf3fsStore(Store):
         schema = scan_schema(columns)
         found = []
         for share in shares_of(rows):
-            _, first = np.unique(share.names, return_index=True)
+            _, first = np.unique(share.keys, return_index=True)
             once = share.only(np.sort(first))
             kept = once.only(self._there(once))
             indices = self._indices_of(kept)
-            found.append(self._batch(schema, share.table, kept.keys, indices))
+            found.append(self._batch(schema, share.table, kept.array, indices))
         return pa.Table.from_batches(found, schema=schema)
 
     def exists(self, rows: Rows) -> BoolArray:
@@ -299,10 +299,10 @@ class Hf3fsStore(Store):
         """Find keys in the snapshot: [n] int64 page indices, _UNKNOWN where it has them not."""
         import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
 
-        indices = np.full(len(share.names), _UNKNOWN, dtype=np.int64)
+        indices = np.full(len(share.keys), _UNKNOWN, dtype=np.int64)
         table = None if self.settings.snapshot is None else self._table(share.table)
         if table is not None:
-            wanted = share.keys
+            wanted = share.array
             # The few are hashed and the many looked up, not the other way round.
             rows = np.flatnonzero(pc.is_in(table.keys, value_set=wanted).to_numpy(False))
             held = pc.index_in(wanted, value_set=table.keys.take(pa.array(rows)))
@@ -407,7 +407,7 @@ class Hf3fsStore(Store):
         if (located == _UNKNOWN).any():
             for share in shares_of(rows):
                 lacking = share.only(located[share.at] == _UNKNOWN)
-                if lacking.names:
+                if lacking.keys:
                     located[lacking.at] = self._indices_of(lacking)
         return located
 
@@ -418,7 +418,7 @@ class Hf3fsStore(Store):
             if self._server is None:
                 current[share.at] = self._indices_of(share)
                 continue
-            self.touched_keys += len(share.names)
+            self.touched_keys += len(share.keys)
             answer = self._server.page_indices(*share.table, share.names)
             current[share.at] = [_UNKNOWN if index is None else index for index in answer]
         return current
@@ -553,7 +553,7 @@ class Hf3fsStore(Store):
                 statuses[at] = Status.ERROR
                 errors[at] = f"shares its page with {mate}, which would be left on a free page"
             doomed = found.only(statuses[found.at] != Status.ERROR)
-            if doomed.names:
+            if doomed.keys:
                 server.delete(*doomed.table, doomed.names)
                 statuses[doomed.at] = Status.OK
         return Result(statuses, errors)

@@ -100,14 +100,18 @@ class DataFiles:
             counts[:] = -(error.errno or errno.EIO)
             return counts
         order = np.argsort(pages.positions, kind="stable")
-        runs = list(_runs(pages.positions[order], pages.nbytes))
+        positions = pages.positions[order].tolist()
+        targets = pages.targets[order].tolist()
+        views = [memory[target : target + pages.nbytes] for target in targets]
+        counts[:] = pages.nbytes
 
         def read_run(run: slice) -> None:
-            counts[order[run]] = source.read(
-                pages.positions[order[run]], pages.targets[order[run]], memory
-            )
+            done = source.read(positions[run.start], views[run])
+            if done < (run.stop - run.start) * pages.nbytes:
+                counts[order[run]] = source.read_each(positions[run], views[run])
 
-        if past_cache and len(runs) > 1:
+        runs = _runs(pages.positions[order], pages.nbytes)
+        if past_cache:
             list(self._waiters().map(read_run, runs))
         else:
             for run in runs:
@@ -115,11 +119,13 @@ class DataFiles:
         return counts
 
     def expect(self, path: str, positions: IntArray, nbytes: int) -> None:
-        """Let the system begin to read pages, where it has a cache to put them in."""
+        """Let the system begin to read pages, where it has a cache and they are not in it."""
         with suppress(OSError):  # the read will say what is wrong
-            if self._reads_past_cache(path):
+            if self._reads_past_cache(path) or not len(positions):
                 return
             descriptor = self._descriptor(path, os.O_RDONLY)
+            if _is_in_memory(descriptor, int(positions[-1]) + nbytes - 1):
+                return  # and so are the others, as a rule: to advise costs as much as to read
             ordered = np.sort(positions)
             for run in _runs(ordered, nbytes):
                 start = int(ordered[run.start])
@@ -216,38 +222,32 @@ class _Source:
     nbytes: int  # of a page
     drops_cache: bool
 
-    def read(self, positions: IntArray, targets: IntArray, memory: memoryview) -> IntArray:
-        """Read pages that follow one another; one by one where that fails."""
+    def read(self, position: int, views: Sequence[memoryview]) -> int:
+        """Fill the views from one place of the file on: bytes, fewer where something is wrong."""
         if self.drops_cache:
-            self._drop_cache(int(positions[0]), len(positions) * self.nbytes)
-        ends = (targets + self.nbytes).tolist()
-        views = [memory[a:b] for a, b in zip(targets.tolist(), ends, strict=True)]
+            self._drop_cache(position, len(views) * self.nbytes)
         try:
-            done = self._read_run(int(positions[0]), views)
+            return os.preadv(self.descriptor, views, position)
         except OSError as error:
-            if len(views) == 1:
-                _raise_lost(self.path, error)
-                return np.array([-(error.errno or errno.EIO)], dtype=np.int64)
-            single = [slice(at, at + 1) for at in range(len(views))]
-            return np.concatenate([self.read(positions[s], targets[s], memory) for s in single])
-        begins = np.arange(len(views), dtype=np.int64) * self.nbytes
-        return np.clip(done - begins, 0, self.nbytes)
+            _raise_lost(self.path, error)
+            return 0
 
-    def _read_run(self, position: int, views: Sequence[memoryview]) -> int:
-        """Fill the views from one place of the file on; fewer bytes only at its end."""
-        total = len(views) * self.nbytes
-        done = os.preadv(self.descriptor, views, position)
-        count = done
-        while count and done < total:
-            first, inside = divmod(done, self.nbytes)
-            rest = [views[first][inside:], *views[first + 1 :]]
-            try:
-                count = os.preadv(self.descriptor, rest, position + done)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                break  # O_DIRECT, at the end of a file that is no multiple of a block
-            done += count
+    def read_each(self, positions: Sequence[int], views: Sequence[memoryview]) -> list[int]:
+        """Read pages one by one: bytes, or -errno; fewer bytes only at the end of the file."""
+        return [self._read_one(*page) for page in zip(positions, views, strict=True)]
+
+    def _read_one(self, position: int, view: memoryview) -> int:
+        done = 0
+        try:
+            while done < len(view):
+                count = os.preadv(self.descriptor, (view[done:],), position + done)
+                if not count:
+                    break
+                done += count
+        except OSError as error:
+            _raise_lost(self.path, error)
+            # O_DIRECT, behind the end of a file that is no multiple of a block.
+            return done if done and error.errno == errno.EINVAL else -(error.errno or errno.EIO)
         return done
 
     def _drop_cache(self, position: int, nbytes: int) -> None:
@@ -268,6 +268,15 @@ def _runs(positions: IntArray, nbytes: int) -> Iterator[slice]:
     for start, end in pairwise(edges):
         for first in range(start, end, most):
             yield slice(first, min(first + most, end))
+
+
+def _is_in_memory(descriptor: int, position: int) -> bool:
+    """Tell whether a byte of a file is in the page cache; True where the system cannot tell."""
+    try:
+        os.preadv(descriptor, (bytearray(1),), position, os.RWF_NOWAIT)
+    except OSError as error:
+        return error.errno != errno.EAGAIN
+    return True
 
 
 def _raise_lost(path: str, error: OSError) -> None:

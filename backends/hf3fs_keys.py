@@ -18,46 +18,64 @@ from hicachectl.backends.base import IntArray, Rows, keys_of
 TableName = tuple[int, str]  # rank and namespace
 Affix = tuple[bytes, bytes]  # of a key before and after its page hash
 
-_KEY = re.compile(rb"(0|[1-9][0-9]{0,8}):([A-Za-z0-9_.-]{1,100}):(.*)", re.DOTALL)
+_KEY = re.compile(rb"(?:0|[1-9][0-9]{0,8}):[A-Za-z0-9_.-]{1,100}:")
 _PAGE_KEY = re.compile(rb"([^:]*:[^:]*:)[0-9a-f]{64}(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """The rows of one table: their places among all rows [n] int64, and the server's names."""
+    """The rows of one table: their places among all rows [n] int64, and what the server calls them.
+
+    keys: UTF-8 all of them, since the server's are text.
+    """
 
     table: TableName
     at: IntArray
-    names: list[str]
+    keys: list[bytes]
 
     def only(self, chosen: npt.NDArray[Any]) -> Share:
         """Keep some of them, chosen by number or by flag."""
         places = np.arange(len(self.at))[chosen]
-        return Share(self.table, self.at[places], [self.names[n] for n in places.tolist()])
+        return Share(self.table, self.at[places], [self.keys[n] for n in places.tolist()])
 
     @property
-    def keys(self) -> Any:
-        """The names as a binary array."""
-        return pa.array([name.encode() for name in self.names], pa.binary())
+    def names(self) -> list[str]:
+        """The keys as texts."""
+        return [key.decode() for key in self.keys]
+
+    @property
+    def array(self) -> Any:
+        """The keys as a binary array."""
+        return pa.array(self.keys, pa.binary())
 
 
 def shares_of(rows: Rows) -> list[Share]:
     """Sort rows by the table of their keys; keys that no table can have are in none."""
-    places: dict[Affix, list[int]] = {}
-    names: dict[Affix, list[str]] = {}
+    found: dict[TableName, tuple[list[int], list[bytes]]] = {}
+    prefix, places, keys = b"\0", [], []  # of the table before, as neighbours mostly share it
     for at, key in enumerate(keys_of(rows)):
-        if match := _KEY.fullmatch(key):
-            rank, namespace, name = match.groups()
-            try:
-                text = name.decode()
-            except UnicodeDecodeError:  # the server's keys are text
+        if not key.startswith(prefix):
+            match = _KEY.match(key)
+            if match is None:
                 continue
-            places.setdefault((rank, namespace), []).append(at)
-            names.setdefault((rank, namespace), []).append(text)
+            prefix = match[0]
+            places, keys = found.setdefault(table_of(prefix), ([], []))
+        if key.isascii() or _is_text(key):
+            places.append(at)
+            keys.append(key[len(prefix) :])
     return [
-        Share((int(table[0]), table[1].decode()), np.array(at, dtype=np.int64), names[table])
-        for table, at in places.items()
+        Share(table, np.array(places, dtype=np.int64), keys)
+        for table, (places, keys) in found.items()
+        if keys
     ]
+
+
+def _is_text(key: bytes) -> bool:
+    try:
+        key.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def prefix_of(table: TableName) -> bytes:

@@ -67,8 +67,8 @@ class PageSizes:
         for namespace, problem in disagreeing.items():
             if namespace not in agreeing:
                 raise ProfileError(
-                    f"{url}: {problem}: the profile is another deployment's, or the table was made "
-                    "for another file size (then give file_size=)"
+                    f"{url}: {problem}: the profile is another deployment's, the file was cut off, "
+                    "or the table was made for another file size (then give file_size=)"
                 )
 
     def refuse_strangers(self, url: str, keys: Sequence[bytes], sizes: IntArray) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,6 +56,34 @@ def test_closing_leaves_views_that_are_in_use_alive() -> None:
 def test_memory_that_cannot_be_had_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="--buffer-bytes"):
         Arena(1 << 62)
+
+
+def test_a_named_arena_is_opened_by_others_until_its_name_is_forgotten() -> None:
+    with Arena(8192, named=True) as arena:
+        assert arena.name is not None
+        path = Path("/dev/shm") / arena.name
+        assert path.stat().st_size == 8192
+        arena.view(4096, 3)[:] = (1, 2, 3)
+        assert path.read_bytes()[4096:4099] == b"\1\2\3"
+        arena.forget_name()
+        assert arena.name is None
+        assert not path.exists()
+        assert arena.view(4096, 1).tolist() == [1]
+
+
+def test_closing_a_named_arena_leaves_no_file_behind() -> None:
+    arena = Arena(4096, named=True)
+    path = Path("/dev/shm") / str(arena.name)
+    assert path.exists()
+    arena.close()
+    assert not path.exists()
+
+
+def test_shared_memory_that_cannot_be_had_is_a_usage_error_and_leaves_nothing() -> None:
+    before = set(Path("/dev/shm").glob("hicachectl-*"))
+    with pytest.raises(UsageError, match="--buffer-bytes"):
+        Arena(1 << 50, named=True)
+    assert set(Path("/dev/shm").glob("hicachectl-*")) <= before
 
 
 def test_a_request_larger_than_the_arena_is_refused_by_name() -> None:

@@ -86,9 +86,9 @@ def test_a_config_with_local_metadata_needs_a_snapshot_of_somebodys(config: Any)
 def test_what_is_stated_twice_must_agree(config: Any) -> None:
     path = config()
     assert settings_of(f"hf3fs:?config={path}&server={SERVER}&file_size={1 << 40}").server == SERVER
-    with pytest.raises(UsageError, match="server=.* contradicts .*metadata_server_url"):
+    with pytest.raises(UsageError, match=r"server=.* contradicts .*metadata_server_url"):
         settings_of(f"hf3fs:?config={path}&server=http://other:18000")
-    with pytest.raises(UsageError, match="file_size=4096 contradicts .*file_size 10995"):
+    with pytest.raises(UsageError, match=r"file_size=4096 contradicts .*file_size 10995"):
         settings_of(f"hf3fs:?config={path}&file_size=4096")
 
 

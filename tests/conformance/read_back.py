@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _read_rank(
-    deployment: Deployment, rank: Rank, manifest: dict[str, Any], place: Path | str
+    deployment: Deployment, rank: Rank, manifest: dict[str, Any], place: write_store.Place
 ) -> dict[str, Any]:
     profile, pages = deployment.profile, manifest["pages"]
     result: dict[str, Any] = {"model": profile["model"], **dataclasses.asdict(rank)}
@@ -133,12 +133,15 @@ def _file_calls(backend: Any) -> Calls:
 
 
 def _calls(backend: Any) -> Calls:
-    """The same with Mooncake, where a short object is read with success."""
+    """The same with Mooncake, where a short object is read with success, and with 3FS."""
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
     def exists(name: str, page: str) -> bool:
         if name == "kv":
             return bool(backend.batch_exists([page]) == 1)
+        if hasattr(backend, "metadata_client"):
+            key = backend._pool_component_key(page, PoolName(name))
+            return all(backend.metadata_client.exists(backend.rank, [key], PoolName(name)))
         names, _ = backend._get_hybrid_page_component_keys(
             [page], PoolTransfer(name=PoolName(name))
         )

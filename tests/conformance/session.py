@@ -28,6 +28,7 @@ _IMPORTED_ONCE = (
     "sglang.srt.configs.mamba_utils",
     "sglang.srt.layers.cp.utils",
     "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller",
+    "sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server",
     "sglang.srt.mem_cache.storage.mooncake_store.mooncake_store",
     "sglang.srt.runtime_context",
 )

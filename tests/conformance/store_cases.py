@@ -245,6 +245,19 @@ MOONCAKE_VARIANTS: tuple[tuple[str, str], ...] = (
 )
 
 
+# What SGLang can write to 3FS: no MHA pool beside kv, and no second stage, rank of CP, or model.
+HF3FS_CASES: dict[str, Case] = {
+    name: CASES[name] for name in ("gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba")
+}
+# (case, layout): K and V apart in the page_first ones, as one flat page in layer_first.
+HF3FS_VARIANTS: tuple[tuple[str, str], ...] = (
+    *((name, DEFAULT_LAYOUT) for name in HF3FS_CASES),
+    ("gqa_tp2", "layer_first"),
+    ("hybrid_mamba", "page_first_direct"),
+    ("mla_indexer", "layer_first"),
+)
+
+
 def store_name(case: str, layout: str) -> str:
     """The folder of a variant."""
     return f"{case}-{layout}" if case == "mha_layouts" else case

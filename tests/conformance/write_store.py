@@ -1,14 +1,14 @@
 """Have SGLang write a store, and say what it really wrote.
 
 Runs inside the SGLang environment: `write_store.py CASE PLACE [--backend B] [--manifest FILE]`.
-CASE is a name in store_cases.py; PLACE is a directory (backend file), or host:port of a
-Mooncake master. With files, `all` writes every case of the installed release, each to a folder
-of PLACE (store_cases.store_name).
+CASE is a name in store_cases.py; PLACE is a directory (backend file), host:port of a Mooncake
+master, or SGLang's own JSON config (backend hf3fs). With files, `all` writes every case of the
+installed release, each to a folder of PLACE (store_cases.store_name).
 
 SGLang hashes the pages, allocates host slots, decides what each rank writes and names the
 objects; this program only puts the values of page_values.py into the host pools, and plays the
 radix tree by handing the controller one node after another. The manifest lists every object
-that went through `HiCacheFile.set` or through MooncakeStore's puts:
+that went through `HiCacheFile.set`, MooncakeStore's puts or HiCacheHF3FS's confirmations:
 
     case, sglang, layout, page_size, seed
     tokens        token ids of the prompt, a whole number of pages
@@ -16,7 +16,8 @@ that went through `HiCacheFile.set` or through MooncakeStore's puts:
     objects       key (of a file: `file`), page, pool, part (null where the object is the whole
                   page), model, tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size (null where
                   the key carries none), nbytes; of Mooncake, whose keys state ranks but no
-                  sizes, also tag, heads (the slices of split heads) and group (its group id)
+                  sizes, also tag, heads (the slices of split heads) and group (its group id);
+                  of 3FS, whose keys name no model, the one that wrote it, and its page index
     ignored       file: calls that wrote nothing, since the file existed, with the writer's ranks
     deployments   profile, linear_attention, … (see store_cases.Deployment)
     profile       of the first deployment
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from tests.conformance.rank_pools import Rank, RankPools
     from tests.conformance.store_cases import (
         CASES,
+        HF3FS_CASES,
         LAYOUTS,
         MOONCAKE_CASES,
         VARIANTS,
@@ -55,7 +57,7 @@ else:
     import page_values
     import rank_pools
     import sglang_env
-    from store_cases import CASES, LAYOUTS, MOONCAKE_CASES, VARIANTS, store_name
+    from store_cases import CASES, HF3FS_CASES, LAYOUTS, MOONCAKE_CASES, VARIANTS, store_name
 
 VOCABULARY = 151_936  # Qwen3's
 
@@ -63,7 +65,7 @@ VOCABULARY = 151_936  # Qwen3's
 def main() -> None:
     """Write the stores that the command line names."""
     options = _parse_arguments()
-    cases = MOONCAKE_CASES if options.backend == "mooncake" else CASES
+    cases = {"file": CASES, "hf3fs": HF3FS_CASES, "mooncake": MOONCAKE_CASES}[options.backend]
     # SGLang prints to stdout now and then; the manifest must stand there alone.
     with contextlib.redirect_stdout(sys.stderr):
         if options.case == "all":
@@ -80,13 +82,17 @@ def main() -> None:
 
 def add_place(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `place` reads."""
-    parser.add_argument("place", help="a directory, or host:port of a Mooncake master")
-    parser.add_argument("--backend", choices=("file", "mooncake"), default="file")
+    parser.add_argument(
+        "place", help="a directory, host:port of a Mooncake master, or SGLang's config of 3FS"
+    )
+    parser.add_argument("--backend", choices=("file", "hf3fs", "mooncake"), default="file")
 
 
 def place(options: argparse.Namespace) -> Place:
     """The place that the command line names."""
-    return Path(options.place) if options.backend == "file" else str(options.place)
+    kinds = {"file": Path, "hf3fs": Hf3fsConfig, "mooncake": str}
+    named: Place = kinds[options.backend](options.place)
+    return named
 
 
 def write_case(name: str, case: Case, place: Place, options: argparse.Namespace) -> dict[str, Any]:
@@ -100,7 +106,7 @@ def write_case(name: str, case: Case, place: Place, options: argparse.Namespace)
     chance = random.Random(options.seed)
     tokens = [chance.randrange(VOCABULARY) for _ in range(options.pages * page_size)]
     prompt = _Prompt(tokens, hash_pages(tokens, page_size), case.node_pages, options.seed)
-    recorder = _FileRecorder(place) if isinstance(place, Path) else _MooncakeRecorder()
+    recorder = _recorder(place)
     for deployment in deployments:
         for rank in rank_pools.ranks(deployment.profile):
             _write_rank(deployment, rank, prompt, place, recorder)
@@ -161,6 +167,8 @@ def make_controller(deployment: Deployment, pools: RankPools, place: Place) -> A
     controller.get_attn_cp_rank_and_size = lambda: (pools.rank.cp, deployment.profile.get("cp", 1))
     if isinstance(place, Path):
         _attach_files(controller, deployment, place)
+    elif isinstance(place, Hf3fsConfig):
+        _attach_hf3fs(controller, deployment, place)
     else:
         _attach_mooncake(controller, deployment, place)
     controller.storage_backend.register_mem_pool_host(pools.host["kv"])
@@ -183,6 +191,22 @@ def _attach_files(controller: Any, deployment: Deployment, directory: Path) -> N
         controller.has_draft = False
     # 0.5.18 does not know file_storage_path.
     controller.storage_backend = HiCacheFile(config, str(directory))
+
+
+def _attach_hf3fs(controller: Any, deployment: Deployment, place: Hf3fsConfig) -> None:
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    os.environ["SGLANG_HICACHE_HF3FS_CONFIG_PATH"] = place.path
+    controller.storage_backend_type = "hf3fs"
+    controller.page_set_func = controller._page_set_zero_copy
+    config = controller._generate_storage_config(
+        deployment.profile["model"],
+        {"use_mock_hf3fs_client": True},  # SGLang's own, for plain files
+    )
+    controller.storage_config = config
+    controller.storage_backend = StorageBackendFactory.create_backend(
+        "hf3fs", config, controller.storage_host_pool
+    )
 
 
 def _attach_mooncake(controller: Any, deployment: Deployment, master: str) -> None:
@@ -286,7 +310,14 @@ def _placed_pages(pools: RankPools, operation: Any) -> Iterator[tuple[str, str, 
             yield name, page, int(indices[number * pools.host[name].page_size])
 
 
-Place = Path | str  # a directory of files, or host:port of a Mooncake master
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hf3fsConfig:
+    """The JSON file that SGLang's 3FS backend is configured by."""
+
+    path: str
+
+
+Place = Path | Hf3fsConfig | str  # a directory of files, 3FS, or host:port of a Mooncake master
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -309,6 +340,12 @@ class _Recorder(Protocol):
     ignored: list[dict[str, Any]]
 
     def attach(self, backend: Any, config: Any) -> None: ...
+
+
+def _recorder(place: Place) -> _Recorder:
+    if isinstance(place, Path):
+        return _FileRecorder(place)
+    return _Hf3fsRecorder() if isinstance(place, Hf3fsConfig) else _MooncakeRecorder()
 
 
 class _FileRecorder:
@@ -347,6 +384,50 @@ class _FileRecorder:
             raise AssertionError(f"{file}: {nbytes} bytes handed over, {size} on disk")
         self._seen |= appeared
         self.objects.append({**entry, **_coordinates(entry, config), "nbytes": nbytes})
+
+
+class _Hf3fsRecorder:
+    """Notes every object that the backends it is attached to confirm at the metadata server."""
+
+    def __init__(self) -> None:
+        self.objects: list[dict[str, Any]] = []
+        self.ignored: list[dict[str, Any]] = []
+
+    def attach(self, backend: Any, config: Any) -> None:
+        client = backend.metadata_client
+        original: Callable[..., None] = client.confirm_write
+        page_bytes = {"kv": backend.bytes_per_page}
+        page_bytes |= {
+            str(name): pool.bytes_per_page for name, pool in backend._pool_storage_ctx.items()
+        }
+
+        def recording_confirm(
+            rank: int, written: list[tuple[str, int]], released: list[int], namespace: Any = "kv"
+        ) -> None:
+            original(rank, written, released, namespace)
+            if released:
+                raise AssertionError(f"{rank}:{namespace}: writing failed for {released}")
+            for name, index in written:
+                entry = {"key": f"{rank}:{namespace}:{name}", "page": name[:64], "index": index}
+                entry |= _hf3fs_coordinates(name[64:], str(namespace), rank, config)
+                self.objects.append({**entry, "nbytes": page_bytes[str(namespace)]})
+
+        client.confirm_write = recording_confirm
+
+
+def _hf3fs_coordinates(suffix: str, namespace: str, rank: int, config: Any) -> dict[str, Any]:
+    """What a key and the table that it is in say; the model is the one that wrote it."""
+    found: dict[str, Any] = dict.fromkeys(
+        ("part", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size")
+    )
+    found |= {"pool": namespace, "tp_rank": rank, "model": config.model_name.replace("/", "-")}
+    if suffix in ("-k", "-v"):
+        found["part"] = suffix[1]
+    elif suffix == f"_mamba_{config.tp_rank}_{config.tp_size}":
+        found |= {"tp_rank": config.tp_rank, "tp_size": config.tp_size}
+    elif suffix != ("" if namespace == "kv" else f"_{namespace}"):
+        raise AssertionError(f"{suffix} in {namespace} is of no known form")
+    return found
 
 
 class _MooncakeRecorder:
@@ -463,7 +544,9 @@ def _write_all(options: argparse.Namespace) -> dict[str, Any]:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Write a store with SGLang itself.")
-    parser.add_argument("case", choices=("all", *dict.fromkeys((*CASES, *MOONCAKE_CASES))))
+    parser.add_argument(
+        "case", choices=("all", *dict.fromkeys((*CASES, *MOONCAKE_CASES, *HF3FS_CASES)))
+    )
     add_place(parser)
     parser.add_argument("--manifest", type=Path, help="write it here instead of stdout")
     parser.add_argument("--pages", type=int, default=8)

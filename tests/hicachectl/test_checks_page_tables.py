@@ -96,12 +96,12 @@ def test_a_sound_table_has_no_findings() -> None:
 def test_every_key_of_a_shared_page_is_named() -> None:
     keys = [f"{PAGE}-k", f"{PAGE}-v", "b", f"{PAGE}_mamba_0_2", "c"]
     rows = found_in(table_of([3, 4, 3, 5, 3], [], 6, keys=keys), earlier=[])
-    assert [row["key"] for row in rows] == [f"0:kv:{key}" for key in ("b", "c", f"{PAGE}-k")]
+    assert [row["key"] for row in rows] == [f"0:kv:{key}" for key in (f"{PAGE}-k", "b", "c")]
     assert {row["detail"] for row in rows} == {"page 3 is held by 3 keys"}
     assert {(row["code"], row["severity"], row["pool"]) for row in rows} == {
         ("page-index-shared", "error", "kv")
     }
-    assert [(row["page"], row["part"]) for row in rows] == [(None, None)] * 2 + [(PAGE, "k")]
+    assert [(row["page"], row["part"]) for row in rows] == [(PAGE, "k"), (None, None), (None, None)]
 
 
 def test_a_page_beyond_the_table_is_out_of_range_and_nothing_else() -> None:

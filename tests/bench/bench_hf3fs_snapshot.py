@@ -1,0 +1,133 @@
+"""Reading a metadata server's snapshot, against a bare parse of the same file; run by hand.
+
+    python tests/bench/bench_hf3fs_snapshot.py [--keys 1000000] [--runs 5] [--file FILE]
+
+Writes a snapshot as SGLang's server would, half of its pages free. Each run reads the file and
+parses it with msgspec and with orjson (where installed) into Python objects, and right after it
+with read_snapshot; printed are medians, and the most memory that each takes in a process of its
+own. The aim: at most twice the time of a bare parse, and memory of the size of the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from hicachectl.backends.hf3fs_snapshot import PageTable, Snapshot, read_snapshot, write_repaired
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PEAK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tests.bench.bench_hf3fs_snapshot import PARSERS, peak_kib
+before = peak_kib()
+PARSERS[sys.argv[2]](Path(sys.argv[3]))
+print(peak_kib() - before)
+"""
+
+
+def peak_kib() -> int:
+    """Give the most memory that this process had; ru_maxrss would count its parent's too."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
+
+
+def write_sample(path: Path, keys: int) -> None:
+    """Write a rank of an MHA model: keys of K and V objects, and as many free pages."""
+    pages = (hashlib.sha256(str(number).encode()).hexdigest() for number in range(-(-keys // 2)))
+    names = [f"{page}{part}".encode() for page in pages for part in ("-k", "-v")][:keys]
+    indices = np.arange(2 * keys - 1, keys - 1, -1)
+    table = PageTable(0, "kv", 2 * keys, np.arange(keys), pa.array(names, pa.binary()), indices)
+    write_repaired(Snapshot(0, (table,)), path)
+
+
+def bare_msgspec(path: Path) -> object:
+    """Parse with msgspec."""
+    import msgspec
+
+    return msgspec.json.decode(path.read_bytes())
+
+
+def bare_orjson(path: Path) -> object:
+    """Parse with orjson."""
+    import orjson
+
+    return orjson.loads(path.read_bytes())
+
+
+PARSERS: dict[str, Callable[[Path], object]] = {
+    "msgspec": bare_msgspec,
+    "orjson": bare_orjson,
+    "read_snapshot": read_snapshot,
+}
+
+
+def seconds(parse: Callable[[Path], object], path: Path) -> float:
+    """Time one parse; letting go of the result is not part of it."""
+    begin = time.perf_counter()
+    result = parse(path)
+    elapsed = time.perf_counter() - begin
+    del result
+    return elapsed
+
+
+def measure(path: Path, runs: int) -> None:
+    """Print times, ratios and memory."""
+    names = list(PARSERS)
+    try:
+        import orjson  # noqa: F401
+    except ImportError:
+        names.remove("orjson")
+    path.read_bytes()  # warm
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(runs):
+        for name in names:
+            times[name].append(seconds(PARSERS[name], path))
+    ours = statistics.median(times["read_snapshot"])
+    print(f"{path.stat().st_size / 1e6:.0f} MB")
+    for name in names:
+        median = statistics.median(times[name])
+        print(
+            f"{name:14} {median:7.3f} s   read_snapshot takes {ours / median:.2f}x   "
+            f"{peak_mib(name, path)} MiB"
+        )
+
+
+def peak_mib(name: str, path: Path) -> int:
+    """Measure the memory that a parse adds to a fresh process."""
+    root = str(Path(__file__).parents[2])
+    output = subprocess.check_output([sys.executable, "-c", PEAK, root, name, str(path)], text=True)
+    return int(output) >> 10
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--keys", type=int, default=1_000_000)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--file", type=Path, help="an existing snapshot instead of a sample")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.file or Path(folder) / "metadata.json"
+        if options.file is None:
+            write_sample(path, options.keys)
+        measure(path, options.runs)
+
+
+if __name__ == "__main__":
+    main()

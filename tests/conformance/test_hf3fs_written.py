@@ -1,0 +1,326 @@
+"""What SGLang's own HiCacheHF3FS wrote to page files and its metadata server: all is understood."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hicachectl.backends.arena import Arena, place
+from hicachectl.backends.hf3fs import Hf3fsStore
+from hicachectl.backends.urls import open_store
+from hicachectl.formats.expectation import ExpectedObject, expected_objects
+from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.profile import profile_from_mapping
+from tests.conformance.object_bytes import expected_bytes
+from tests.conformance.store_cases import HF3FS_VARIANTS
+from tests.conformance.test_mooncake_written import (
+    Affix,
+    Entry,
+    affix_of,
+    complaints,
+    damage,
+    listed,
+    loss_findings,
+    one_of_each_kind,
+    verified,
+)
+from tests.hf3fs_server import MetadataServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conformance.conftest import Manifest, SglangSession
+    from tests.conftest import Invoke
+
+FILE_SIZE = 1 << 24
+
+# A key says no model; the ranks of a file, and of a Mamba state beside an MLA target.
+_COORDINATES = ("key", "page", "pool", "part", "tp_rank", "tp_size", "pp_rank", "cp_rank", "nbytes")
+
+# One worker holds the process that has SGLang in it, and the server that it writes to.
+pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-hf3fs")]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A store with what SGLang wrote of one case."""
+
+    server: MetadataServer
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def config(self) -> Path:
+        """The JSON config that SGLang had."""
+        return self.folder / "hf3fs.json"
+
+    @property
+    def profile(self) -> Path:
+        """The deployment's profile, as a file."""
+        path = self.folder / "profile.json"
+        path.write_text(json.dumps(self.manifest["profile"]))
+        return path
+
+    @property
+    def url(self) -> str:
+        """The store, its snapshot saved just now."""
+        return f"hf3fs:?config={self.config}&snapshot={self.server.save()}"
+
+    @property
+    def objects(self) -> dict[str, Entry]:
+        return {entry["key"]: {**entry, "heads": None} for entry in self.manifest["objects"]}
+
+    @property
+    def expected(self) -> dict[Affix, ExpectedObject]:
+        """What each affix of a key stands for, after the deployment's profile."""
+        codec = codec_for("hf3fs")
+        profile = profile_from_mapping(self.manifest["profile"])
+        return {codec.affix(each.coordinate): each for each in expected_objects(profile, "hf3fs")}
+
+    def file(self, entry: Entry) -> Path:
+        rank, namespace, _ = entry["key"].split(":")
+        name = f"hicache.{rank}.bin" + ("" if namespace == "kv" else f".{namespace}")
+        return self.folder / "data" / name
+
+    def get(self, entry: Entry) -> bytes:
+        """The bytes of an object's page."""
+        with self.file(entry).open("rb") as file:
+            return os.pread(file.fileno(), entry["nbytes"], entry["index"] * entry["nbytes"])
+
+    def put(self, entry: Entry, value: bytes) -> None:
+        """Put other bytes on an object's page."""
+        with self.file(entry).open("r+b") as file:
+            os.pwrite(file.fileno(), value, entry["index"] * entry["nbytes"])
+
+    @contextmanager
+    def without(self, entry: Entry) -> Iterator[None]:
+        """Let an object be gone."""
+        rank, namespace, name = entry["key"].split(":")
+        self.server.delete(int(rank), [name], namespace)
+        try:
+            yield
+        finally:
+            # The page freed last is handed out first: the same one.
+            assert self.server.put(int(rank), [name], namespace) == [entry["index"]]
+
+    @contextmanager
+    def file_as_it_was(self, entry: Entry) -> Iterator[Path]:
+        """Restore an object's data file afterwards, holes and all."""
+        path = self.file(entry)
+        mates = [e for e in self.objects.values() if self.file(e) == path]
+        before = {e["key"]: self.get(e) for e in mates}
+        try:
+            yield path
+        finally:
+            os.truncate(path, FILE_SIZE)
+            for mate in mates:
+                self.put(mate, before[mate["key"]])
+
+
+@pytest.fixture(scope="module")
+def server(sglang_python: Path) -> Iterator[MetadataServer]:
+    """A server that no other module empties, as the cases stay from test to test."""
+    with MetadataServer(sglang_python) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=HF3FS_VARIANTS, ids="-".join)
+def written(
+    request: pytest.FixtureRequest,
+    server: MetadataServer,
+    sglang_session: SglangSession,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Written:
+    """Each case in turn; a test that changes the store leaves it as it was."""
+    case, layout = request.param
+    folder = tmp_path_factory.mktemp("hf3fs")
+    config = folder / "hf3fs.json"
+    settings = {
+        "file_path_prefix": str(folder / "data" / "hicache"),
+        "file_size": FILE_SIZE,
+        "numjobs": 2,
+        "entries": 4,
+        "metadata_server_url": server.url,
+    }
+    config.write_text(json.dumps(settings))
+    server.reset()
+    place_ = (config, "--backend=hf3fs", f"--layout={layout}")
+    return Written(server, folder, sglang_session.run("write_store", case, *place_))
+
+
+def read_back(written: Written, session: SglangSession) -> list[dict[str, Any]]:
+    """What SGLang reads of the store, for each rank."""
+    path = written.folder / "manifest.json"
+    path.write_text(json.dumps(written.manifest))
+    place_ = (written.config, "--backend=hf3fs", f"--manifest={path}")
+    results: list[dict[str, Any]] = session.run("read_back", *place_, accepted=(0, 1))
+    return results
+
+
+# --- what was written, against the formats ---
+
+
+def test_every_written_object_was_predicted_and_every_predicted_one_written(
+    written: Written,
+) -> None:
+    expected = written.expected
+    pages_of: dict[Affix, set[str]] = defaultdict(set)
+    for key, entry in written.objects.items():
+        assert entry["nbytes"] == expected[affix_of(entry)].nbytes, key
+        pages_of[affix_of(entry)].add(entry["page"])
+    assert pages_of.keys() == expected.keys()
+    for affix, object_ in expected.items():
+        assert object_.trailing or pages_of[affix] == set(written.manifest["pages"]), affix
+
+
+def test_pages_hold_their_values_in_the_documented_order(written: Written) -> None:
+    wrong = [
+        key
+        for key, entry in written.objects.items()
+        if written.get(entry) != expected_bytes(written.manifest, entry)
+    ]
+    assert wrong == []
+
+
+# --- the commands ---
+
+
+def test_ls_lists_exactly_what_sglang_wrote(written: Written, invoke: Invoke) -> None:
+    rows = listed(invoke, written.url, "--profile", written.profile)
+    assert rows.keys() == written.objects.keys()
+    for key, entry in written.objects.items():
+        assert {name: rows[key][name] for name in _COORDINATES} == {
+            name: entry[name] for name in _COORDINATES
+        }
+        assert rows[key]["offset"] == entry["index"]
+
+
+def test_verify_is_clean(written: Written, invoke: Invoke) -> None:
+    document = verified(invoke, written.url, "--profile", written.profile)
+    assert document["findings"] == []
+    assert document["objects"] == len(written.objects)
+    assert document["pages"] == len(written.manifest["pages"])
+    assert document["bytes_read"] == sum(e["nbytes"] for e in written.objects.values())
+    assert {"names", "groups", "sizes", "values"} <= set(document["checks"])
+    assert document["skipped_checks"] == []
+
+
+def test_verify_changes_nothing(written: Written, invoke: Invoke) -> None:
+    before = written.server.saved()
+    verified(invoke, written.url, "--profile", written.profile)
+    assert written.server.saved() == before
+
+
+def test_each_lost_object_is_found_and_nothing_else(written: Written, invoke: Invoke) -> None:
+    entries = list(written.objects.values())
+    for entry in one_of_each_kind(entries):
+        wanted = loss_findings(entries, entry)
+        with written.without(entry):
+            document = verified(
+                invoke, written.url, "--profile", written.profile,
+                "--checks", "names,groups,sizes", exit_code=4 if wanted else 0,
+            )  # fmt: skip
+        assert complaints(document) == wanted, entry["key"]
+
+
+def test_bad_values_are_found_each_and_nothing_else(written: Written, invoke: Invoke) -> None:
+    planted = []
+    for entry in one_of_each_kind(list(written.objects.values())):
+        value = damage("nan", written.get(entry), written.expected[affix_of(entry)])
+        if value is not None:
+            planted.append((entry, written.get(entry)))
+            written.put(entry, value)
+    assert planted
+    try:
+        document = verified(invoke, written.url, "--profile", written.profile, exit_code=4)
+    finally:
+        for entry, before in planted:
+            written.put(entry, before)
+    assert complaints(document) == sorted(("nan", "error", e["key"]) for e, _ in planted)
+
+
+def highest_page(written: Written) -> Entry:
+    """The object that lies last in rank 0's file of kv: pages are handed out from the end."""
+    return max(
+        (e for e in written.objects.values() if e["key"].startswith("0:kv:")),
+        key=lambda entry: int(entry["index"]),
+    )
+
+
+def test_a_file_that_was_cut_off_is_found(written: Written, invoke: Invoke) -> None:
+    entry = highest_page(written)
+    with written.file_as_it_was(entry) as path:
+        os.truncate(path, entry["index"] * entry["nbytes"] + 10)
+        document = verified(invoke, written.url, "--profile", written.profile, exit_code=4)
+        assert path.stat().st_size == entry["index"] * entry["nbytes"] + 10
+    assert ("truncated", "error", entry["key"]) in complaints(document)
+
+
+def test_a_page_that_an_engine_cut_off_and_stretched_again_is_found(
+    written: Written, invoke: Invoke
+) -> None:
+    """What SGLang's clients do when they open a file that is too short."""
+    entry = highest_page(written)
+    with written.file_as_it_was(entry) as path:
+        os.truncate(path, entry["index"] * entry["nbytes"])
+        os.truncate(path, FILE_SIZE)
+        document = verified(invoke, written.url, "--profile", written.profile, exit_code=4)
+    assert complaints(document) == [("unwritten-page", "error", entry["key"])]
+
+
+# --- back to SGLang; these come last, since they leave objects on other pages or none ---
+
+
+def test_sglang_reads_what_hicachectl_wrote_byte_for_byte(
+    written: Written, sglang_session: SglangSession
+) -> None:
+    """Into an empty store, other pages in other places."""
+    objects = {key: written.get(entry) for key, entry in written.objects.items()}
+    for table in written.server.saved():
+        rank, namespace = table.split(":")
+        written.server.post(int(rank), "clear", namespace=namespace)
+    for entry in one_of_each_kind(list(written.objects.values())):
+        os.truncate(written.file(entry), 0)
+        os.truncate(written.file(entry), FILE_SIZE)
+    assert all(result["hit_pages"] == 0 for result in read_back(written, sglang_session))
+
+    order = np.random.default_rng(0).permutation(len(objects)).tolist()
+    keys = [list(objects)[n] for n in order]
+    sizes = np.array([len(objects[key]) for key in keys], dtype=np.int64)
+    offsets, total = place(sizes)
+    with Arena(total) as arena, open_store(written.url) as store:
+        assert isinstance(store, Hf3fsStore)
+        store.use_profile(profile_from_mapping(written.manifest["profile"]))
+        store.attach(arena)
+        for key, offset, size in zip(keys, offsets.tolist(), sizes.tolist(), strict=True):
+            arena.view(offset, size)[:] = np.frombuffer(objects[key], dtype=np.uint8)
+        rows = pa.table({"key": pa.array([key.encode() for key in keys], pa.binary())})
+        assert store.write_from(rows, offsets, sizes, if_absent=True).all_ok
+    for result in read_back(written, sglang_session):
+        assert result["hit_pages"] == len(written.manifest["pages"])
+        assert not any(result["wrong"].values())
+    tables = written.server.saved()
+    assert sum(len(table["key_to_index"]) for table in tables.values()) == len(objects)
+    for table in tables.values():
+        assert len(table["free_pages"]) + len(table["key_to_index"]) == table["num_pages"]
+
+
+def test_sglang_misses_what_hicachectl_deleted(
+    written: Written, sglang_session: SglangSession
+) -> None:
+    page = written.manifest["pages"][4]
+    keys = [key.encode() for key, entry in written.objects.items() if entry["page"] == page]
+    with open_store(written.url) as store:
+        assert store.delete(pa.table({"key": pa.array(keys, pa.binary())})).all_ok
+    hits = [result["hit_pages"] for result in read_back(written, sglang_session)]
+    # A state lies at the end of a node of three pages: the hit ends there.
+    assert set(hits) == {3 if any(b":mamba:" in k for k in map(str.encode, written.objects)) else 4}
