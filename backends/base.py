@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from hicachectl.backends.arena import Arena
-    from hicachectl.backends.hf3fs_snapshot import PageTable
+    from hicachectl.backends.page_tables import TableState
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.profile import Profile
 
@@ -270,9 +270,9 @@ class Store(ABC):
         """Say whose bytes were never written, wholly or in part, as far as the store can tell."""
         return np.zeros(len(rows), dtype=np.bool_)
 
-    def page_tables(self) -> tuple[PageTable, ...]:
+    def table_state(self) -> TableState | None:
         """Give the store's own tables of keys and pages, for checks; most stores have none."""
-        return ()
+        return None
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -40,6 +41,7 @@ from hicachectl.backends.hf3fs_sizes import PageSizes
 from hicachectl.backends.hf3fs_snapshot import Snapshot, read_snapshot
 from hicachectl.backends.hf3fs_usrbio import UsrbioReader, find_usrbio
 from hicachectl.backends.hf3fs_writing import PageWriter
+from hicachectl.backends.page_tables import DataFile, TableState
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend, UsageError
 
 if TYPE_CHECKING:
@@ -166,20 +168,6 @@ class Hf3fsStore(Store):
             return None
         return max(0.0, time.time() - self._saved().snapshot.saved_at_ns / 1e9)
 
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """How old the listing is, and what looking at it has changed."""
-        said = []
-        if self._last is not None:
-            age = max(0.0, time.time() - self._last.snapshot.saved_at_ns / 1e9)
-            said.append(f"snapshot: saved {age:.0f} s ago; what was stored since is not listed")
-        if self.touched_keys:
-            said.append(
-                f"recency: {self.touched_keys} times a key was asked for in the one way that tells "
-                "its page, which the server counts as use: it will evict other keys first"
-            )
-        return tuple(said)
-
     def page_tables(self) -> tuple[PageTable, ...]:
         """Give the tables of the ranks looked at, as the snapshot last saved has them.
 
@@ -191,6 +179,40 @@ class Hf3fsStore(Store):
         ranks = self.settings.ranks
         tables = saved.snapshot.tables
         return tuple(table for table in tables if ranks is None or table.rank < ranks)
+
+    def table_state(self) -> TableState | None:
+        """Give the tables of the ranks looked at with the facts of their files."""
+        if self.settings.snapshot is None:
+            return None
+        saved = self._saved()
+        tables = self._looked_at(saved)
+        files = {}
+        for table in tables:
+            path = self.settings.data_file(table.rank, table.namespace)
+            with suppress(OSError):
+                facts = Path(path).stat()
+                files[table.name] = DataFile(path, facts.st_size, facts.st_mtime_ns)
+        return TableState(
+            tables=tables,
+            saved_at_ns=saved.snapshot.saved_at_ns,
+            files=files,
+            page_bytes={f"{rank}:{name}": n for (rank, name), n in self._sizes.nbytes.items()},
+            live=self._server is not None,
+        )
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """How old the listing is, and what looking has moved in the order of eviction."""
+        texts = []
+        if (last := self._last) is not None:
+            age = max(0, time.time_ns() - last.snapshot.saved_at_ns) / 1e9
+            texts.append(f"listed from a snapshot saved {age:.0f}s ago: {self.settings.snapshot}")
+        if self.touched_keys:
+            texts.append(
+                f"keys that looked damaged were asked for {self.touched_keys} times, which the "
+                "server counts as use: they are evicted later"
+            )
+        return tuple(texts)
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """List the snapshot's keys, the locator being the page index; least recent first.
@@ -213,7 +235,7 @@ class Hf3fsStore(Store):
         schema = scan_schema(columns)
         found = []
         for share in shares_of(rows):
-            _, first = np.unique(share.keys, return_index=True)
+            _, first = np.unique(share.names, return_index=True)
             once = share.only(np.sort(first))
             kept = once.only(self._there(once))
             indices = self._indices_of(kept)
@@ -299,7 +321,7 @@ class Hf3fsStore(Store):
         """Find keys in the snapshot: [n] int64 page indices, _UNKNOWN where it has them not."""
         import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
 
-        indices = np.full(len(share.keys), _UNKNOWN, dtype=np.int64)
+        indices = np.full(len(share.at), _UNKNOWN, dtype=np.int64)
         table = None if self.settings.snapshot is None else self._table(share.table)
         if table is not None:
             wanted = share.array
@@ -407,7 +429,7 @@ class Hf3fsStore(Store):
         if (located == _UNKNOWN).any():
             for share in shares_of(rows):
                 lacking = share.only(located[share.at] == _UNKNOWN)
-                if lacking.keys:
+                if len(lacking.at):
                     located[lacking.at] = self._indices_of(lacking)
         return located
 
@@ -418,7 +440,7 @@ class Hf3fsStore(Store):
             if self._server is None:
                 current[share.at] = self._indices_of(share)
                 continue
-            self.touched_keys += len(share.keys)
+            self.touched_keys += len(share.at)
             answer = self._server.page_indices(*share.table, share.names)
             current[share.at] = [_UNKNOWN if index is None else index for index in answer]
         return current
@@ -553,7 +575,7 @@ class Hf3fsStore(Store):
                 statuses[at] = Status.ERROR
                 errors[at] = f"shares its page with {mate}, which would be left on a free page"
             doomed = found.only(statuses[found.at] != Status.ERROR)
-            if doomed.keys:
+            if len(doomed.at):
                 server.delete(*doomed.table, doomed.names)
                 statuses[doomed.at] = Status.OK
         return Result(statuses, errors)

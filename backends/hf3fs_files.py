@@ -14,7 +14,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,10 +24,11 @@ import numpy.typing as npt
 from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     IntArray = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]
+    Run = tuple[int, int]  # of pages that lie one after the other: the first, and behind the last
 
 # The file system itself is gone: no answer about one page means anything.
 LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
@@ -92,6 +93,8 @@ class DataFiles:
     def read(self, path: str, pages: Pages, memory: memoryview) -> IntArray:
         """Read pages in the order of the file, neighbours by one call."""
         counts = np.zeros(len(pages.positions), dtype=np.int64)
+        if not len(counts):
+            return counts
         try:
             past_cache = self._reads_past_cache(path)
             source = self._source(path, pages, past_cache=past_cache)
@@ -103,19 +106,12 @@ class DataFiles:
         positions = pages.positions[order].tolist()
         targets = pages.targets[order].tolist()
         views = [memory[target : target + pages.nbytes] for target in targets]
-        counts[:] = pages.nbytes
-
-        def read_run(run: slice) -> None:
-            done = source.read(positions[run.start], views[run])
-            if done < (run.stop - run.start) * pages.nbytes:
-                counts[order[run]] = source.read_each(positions[run], views[run])
-
         runs = _runs(pages.positions[order], pages.nbytes)
         if past_cache:
-            list(self._waiters().map(read_run, runs))
+            done = self._waiters().map(lambda run: source.read([run], positions, views), runs)
+            counts[order] = list(chain.from_iterable(done))
         else:
-            for run in runs:
-                read_run(run)
+            counts[order] = source.read(runs, positions, views)
         return counts
 
     def expect(self, path: str, positions: IntArray, nbytes: int) -> None:
@@ -127,10 +123,9 @@ class DataFiles:
             if _is_in_memory(descriptor, int(positions[-1]) + nbytes - 1):
                 return  # and so are the others, as a rule: to advise costs as much as to read
             ordered = np.sort(positions)
-            for run in _runs(ordered, nbytes):
-                start = int(ordered[run.start])
-                length = (run.stop - run.start) * nbytes
-                os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_WILLNEED)
+            for first, end in _runs(ordered, nbytes):
+                length = (end - first) * nbytes
+                os.posix_fadvise(descriptor, int(ordered[first]), length, os.POSIX_FADV_WILLNEED)
 
     def write(self, path: str, position: int, page: memoryview) -> None:
         """Write one page in place. Raises OSError; EFBIG where the file ends before the page."""
@@ -222,18 +217,23 @@ class _Source:
     nbytes: int  # of a page
     drops_cache: bool
 
-    def read(self, position: int, views: Sequence[memoryview]) -> int:
-        """Fill the views from one place of the file on: bytes, fewer where something is wrong."""
+    def read(
+        self, runs: Sequence[Run], positions: Sequence[int], views: Sequence[memoryview]
+    ) -> list[int]:
+        """Read the pages of some runs: bytes, or -errno, of each."""
         if self.drops_cache:
-            self._drop_cache(position, len(views) * self.nbytes)
-        try:
-            return os.preadv(self.descriptor, views, position)
-        except OSError as error:
-            _raise_lost(self.path, error)
-            return 0
+            for first, end in runs:
+                self._drop_cache(positions[first], (end - first) * self.nbytes)
+        read, descriptor = os.preadv, self.descriptor  # this loop is what small pages cost
+        start, stop = runs[0][0], runs[-1][1]
+        with suppress(OSError):  # which page it is of is told below
+            counts = [read(descriptor, views[first:end], positions[first]) for first, end in runs]
+            if sum(counts) == (stop - start) * self.nbytes:
+                return [self.nbytes] * (stop - start)
+        return self._read_each(positions[start:stop], views[start:stop])
 
-    def read_each(self, positions: Sequence[int], views: Sequence[memoryview]) -> list[int]:
-        """Read pages one by one: bytes, or -errno; fewer bytes only at the end of the file."""
+    def _read_each(self, positions: Sequence[int], views: Sequence[memoryview]) -> list[int]:
+        """Read pages one by one; fewer bytes than a page only at the end of the file."""
         return [self._read_one(*page) for page in zip(positions, views, strict=True)]
 
     def _read_one(self, position: int, view: memoryview) -> int:
@@ -258,16 +258,20 @@ class _Source:
             os.posix_fadvise(self.descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
 
 
-def _runs(positions: IntArray, nbytes: int) -> Iterator[slice]:
+def _runs(positions: IntArray, nbytes: int) -> list[Run]:
     """Cut rising positions into runs of pages that follow one another."""
     if not len(positions):
-        return
-    most = max(1, min(_RUN_PAGES, _RUN_BYTES // nbytes))
+        return []
     breaks = np.flatnonzero(np.diff(positions) != nbytes) + 1
     edges = [0, *breaks.tolist(), len(positions)]
-    for start, end in pairwise(edges):
-        for first in range(start, end, most):
-            yield slice(first, min(first + most, end))
+    most = max(1, min(_RUN_PAGES, _RUN_BYTES // nbytes))
+    if len(positions) <= most:
+        return list(pairwise(edges))
+    return [
+        (first, min(first + most, end))
+        for start, end in pairwise(edges)
+        for first in range(start, end, most)
+    ]
 
 
 def _is_in_memory(descriptor: int, position: int) -> bool:

@@ -6,19 +6,22 @@ The grammar of what KEY says is in formats.keys.hf3fs.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hicachectl.backends.base import IntArray, Rows, keys_of
+if TYPE_CHECKING:
+    from hicachectl.backends.base import IntArray, Rows
 
 TableName = tuple[int, str]  # rank and namespace
 Affix = tuple[bytes, bytes]  # of a key before and after its page hash
 
 _KEY = re.compile(rb"(?:0|[1-9][0-9]{0,8}):[A-Za-z0-9_.-]{1,100}:")
+_LONGEST = 1 << 30  # of a key; binary_slice wants an end
 _PAGE_KEY = re.compile(rb"([^:]*:[^:]*:)[0-9a-f]{64}(.*)", re.DOTALL)
 
 
@@ -26,47 +29,58 @@ _PAGE_KEY = re.compile(rb"([^:]*:[^:]*:)[0-9a-f]{64}(.*)", re.DOTALL)
 class Share:
     """The rows of one table: their places among all rows [n] int64, and what the server calls them.
 
-    keys: UTF-8 all of them, since the server's are text.
+    keys: string array [n], since the server's are text.
     """
 
     table: TableName
     at: IntArray
-    keys: list[bytes]
+    keys: Any
 
     def only(self, chosen: npt.NDArray[Any]) -> Share:
         """Keep some of them, chosen by number or by flag."""
         places = np.arange(len(self.at))[chosen]
-        return Share(self.table, self.at[places], [self.keys[n] for n in places.tolist()])
+        if len(places) == len(self.at):
+            return self
+        return Share(self.table, self.at[places], self.keys.take(pa.array(places)))
 
     @property
     def names(self) -> list[str]:
-        """The keys as texts."""
-        return [key.decode() for key in self.keys]
+        """The keys as a list."""
+        names: list[str] = self.keys.to_pylist()
+        return names
 
     @property
     def array(self) -> Any:
         """The keys as a binary array."""
-        return pa.array(self.keys, pa.binary())
+        return self.keys.cast(pa.binary())
 
 
 def shares_of(rows: Rows) -> list[Share]:
     """Sort rows by the table of their keys; keys that no table can have are in none."""
+    import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+
+    column = rows.column("key")
+    keys = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    match = _KEY.match(keys[0].as_py()) if len(keys) else None
+    if match is not None and pc.all(pc.starts_with(keys, match[0])).as_py():
+        with suppress(pa.ArrowInvalid):  # not all are text
+            names = pc.binary_slice(keys, len(match[0]), _LONGEST).cast(pa.string())
+            return [Share(table_of(match[0]), np.arange(len(keys)), names)]
+    return _mixed_shares(keys.to_pylist())
+
+
+def _mixed_shares(keys: list[bytes]) -> list[Share]:
+    """Sort keys of several tables, or of none."""
     found: dict[TableName, tuple[list[int], list[bytes]]] = {}
-    prefix, places, keys = b"\0", [], []  # of the table before, as neighbours mostly share it
-    for at, key in enumerate(keys_of(rows)):
-        if not key.startswith(prefix):
-            match = _KEY.match(key)
-            if match is None:
-                continue
-            prefix = match[0]
-            places, keys = found.setdefault(table_of(prefix), ([], []))
-        if key.isascii() or _is_text(key):
+    for at, key in enumerate(keys):
+        match = _KEY.match(key)
+        if match is not None and (key.isascii() or _is_text(key)):
+            places, names = found.setdefault(table_of(match[0]), ([], []))
             places.append(at)
-            keys.append(key[len(prefix) :])
+            names.append(key[match.end() :])
     return [
-        Share(table, np.array(places, dtype=np.int64), keys)
-        for table, (places, keys) in found.items()
-        if keys
+        Share(table, np.array(places), pa.array(names, pa.binary()).cast(pa.string()))
+        for table, (places, names) in found.items()
     ]
 
 

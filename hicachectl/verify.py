@@ -34,6 +34,7 @@ from hicachectl.reading import (
 from hicachectl.selection import EVERYTHING, Selection, select
 from hicachectl.settled import changed_groups, unjudged
 from hicachectl.stamps import check_stamp
+from hicachectl.table_checks import check_tables
 from hicachectl.vocabulary import CHECKS, SEVERITIES
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class _Run:
         on_wait: Callable[[float, int], None],
     ) -> Report:
         request = self.request
+        tables = self.store.table_state() if "groups" in request.checks else None
         listed = take_inventory(
             self.store, request.profile, columns=self._columns(), on_batch=on_listed
         )
@@ -160,9 +162,11 @@ class _Run:
             in_flight, gone = self._look_again(inventory, groups, on_wait)
         reading.gone += gone
         outcome, digested = self._compared(inventory, reading)
+        of_tables, unsure = check_tables(self.store, tables, grace_seconds=request.grace_seconds)
         found = combine(
             [
                 *self._structure(inventory, groups, in_flight),
+                *of_tables,
                 *reading.findings(inventory),
                 *self._bytes(inventory, reading, outcome, digested),
             ]
@@ -180,6 +184,8 @@ class _Run:
                 now_ns=self.now_ns,
             )
         skipped = self._skipped(inventory, groups)
+        if unsure is not None:
+            skipped["page-leaked"] = unsure
         return Report(
             document=self._document(inventory, groups, in_flight, plan, reading, found, skipped),
             findings=found,

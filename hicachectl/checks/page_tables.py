@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.backends.hf3fs_snapshot import PageTable
+    from hicachectl.backends.page_tables import DataFile
 
     BoolArray = npt.NDArray[np.bool_]
     IntArray = npt.NDArray[np.int64]
@@ -27,15 +28,6 @@ if TYPE_CHECKING:
 _NAMED_PAGES = 8  # leaked ones that a finding lists
 _PAGE_AND_REST = r"(?s)^(?P<page>[0-9a-f]{64})(?P<rest>.*)$"
 _NS = 1_000_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class DataFile:
-    """The file that the pages of one table lie in, as it was when somebody looked."""
-
-    path: str
-    nbytes: int
-    mtime_ns: int
 
 
 def check_page_tables(

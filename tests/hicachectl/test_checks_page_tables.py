@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicachectl.backends.hf3fs_snapshot import PageTable, read_snapshot
+from hicachectl.backends.page_tables import DataFile
 from hicachectl.checks.page_tables import (
-    DataFile,
     check_page_tables,
     leaked_pages,
     mapped_and_free,

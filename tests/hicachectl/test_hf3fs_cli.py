@@ -1,0 +1,168 @@
+"""The commands on a 3FS store with SGLang's own metadata server."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.backends.urls import open_store
+from hicachectl.demo import PROFILE, fill
+from hicachectl.formats.expectation import expected_objects
+from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.profile import dump_profile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+    from tests.hf3fs_server import MetadataServer
+
+PAGES = 6
+FILE_BYTES = 4 << 20
+SPELL = codec_for("hf3fs").affix
+
+
+class Place:
+    """A prefix with files as engines make them, filled with the demo's pages, and saved."""
+
+    def __init__(self, folder: Path, server: MetadataServer) -> None:
+        self.server = server
+        self.folder = folder
+        self.page_bytes: dict[tuple[int, str], int] = {}
+        for expected in expected_objects(PROFILE, "hf3fs"):
+            rank, namespace, _ = SPELL(expected.coordinate)[0].split(":")
+            self.page_bytes[int(rank), namespace] = expected.nbytes
+        for (rank, namespace), nbytes in self.page_bytes.items():
+            path = self.file(rank, namespace)
+            path.touch()
+            os.truncate(path, FILE_BYTES)
+            server.initialize(rank, FILE_BYTES // nbytes, namespace=namespace)
+        self.profile = folder / "profile.toml"
+        self.profile.write_text(dump_profile(PROFILE))
+        server.save()
+        with open_store(self.url) as store:
+            store.use_profile(PROFILE)
+            fill(store, PAGES)
+        server.save()
+
+    @property
+    def url(self) -> str:
+        return (
+            f"hf3fs://{self.folder}/hicache?server={self.server.url}"
+            f"&snapshot={self.server.snapshot}&file_size={FILE_BYTES}"
+        )
+
+    def file(self, rank: int, namespace: str) -> Path:
+        side = "" if namespace == "kv" else f".{namespace}"
+        return self.folder / f"hicache.{rank}.bin{side}"
+
+    def table(self, name: str) -> dict[str, Any]:
+        saved: dict[str, dict[str, Any]] = json.loads(self.server.snapshot.read_text())
+        return saved[name]
+
+    def index_of(self, name: str, key: str) -> int:
+        return dict(self.table(name)["key_to_index"])[key]
+
+
+@pytest.fixture
+def place(tmp_path: Path, metadata_server: MetadataServer) -> Place:
+    return Place(tmp_path, metadata_server)
+
+
+def verified(
+    invoke: Invoke, place: Place, *arguments: object, exit_code: int = 0
+) -> dict[str, Any]:
+    outcome = invoke(
+        "verify", place.url, "--profile", place.profile, "--grace", "0s", *arguments,
+        "--format", "json", exit_code=exit_code,
+    )  # fmt: skip
+    document: dict[str, Any] = json.loads(outcome.stdout)
+    return document
+
+
+def found(document: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return sorted((f["code"], f["severity"], f["key"] or "") for f in document["findings"])
+
+
+def first_key(place: Place, name: str = "0:kv") -> str:
+    return str(place.table(name)["key_to_index"][0][0])
+
+
+def test_objects_are_listed_with_their_pages(invoke: Invoke, place: Place) -> None:
+    arguments = ("--objects", "--profile", place.profile, "--format", "json")
+    rows = json.loads(invoke("ls", place.url, *arguments).stdout)["objects"]
+    by_table: dict[str, dict[str, int]] = defaultdict(dict)
+    for row in rows:
+        rank, namespace, key = row["key"].split(":", 2)
+        by_table[f"{rank}:{namespace}"][key] = row["offset"]
+        assert row["nbytes"] == place.page_bytes[int(rank), namespace]
+    for name, listed in by_table.items():
+        assert listed == dict(place.table(name)["key_to_index"])
+
+
+def test_the_age_of_the_listing_is_said(invoke: Invoke, place: Place) -> None:
+    assert "snapshot saved" in invoke("ls", place.url).stderr
+
+
+def test_a_healthy_store_has_no_findings(invoke: Invoke, place: Place) -> None:
+    document = verified(invoke, place)
+    assert document["findings"] == []
+    assert document["bytes_read"] == document["bytes"] > 0
+
+
+def test_a_key_on_two_pages_and_a_leak_are_named(invoke: Invoke, place: Place) -> None:
+    first, second = (key for key, _ in place.table("0:kv")["key_to_index"][:2])
+    index = place.index_of("0:kv", first)
+    place.server.confirm(0, [(second, index)])
+    place.server.save()
+    document = verified(invoke, place, "--checks", "groups", exit_code=4)
+    assert found(document) == sorted(
+        [
+            ("page-index-shared", "error", f"0:kv:{first}"),
+            ("page-index-shared", "error", f"0:kv:{second}"),
+            ("page-leaked", "warning", ""),
+        ]
+    )
+    assert [f["detail"] for f in document["findings"]][-1].startswith("0:kv")
+
+
+def test_a_page_that_was_never_written_is_an_error(invoke: Invoke, place: Place) -> None:
+    key = first_key(place)
+    nbytes = place.page_bytes[0, "kv"]
+    hole = place.index_of("0:kv", key) * nbytes
+    done = os.system(  # noqa: S605 - util-linux
+        f"fallocate --punch-hole --offset {hole} --length {nbytes} {place.file(0, 'kv')}"
+    )
+    if done:
+        pytest.skip("the file system makes no holes")
+    codes = {code for code, _, _ in found(verified(invoke, place, exit_code=4))}
+    assert "unwritten-page" in codes
+
+
+def test_a_nan_is_found_and_confirmed(invoke: Invoke, place: Place) -> None:
+    key = first_key(place)
+    position = place.index_of("0:kv", key) * place.page_bytes[0, "kv"]
+    with place.file(0, "kv").open("r+b") as stream:
+        stream.seek(position)
+        stream.write(b"\xc0\x7f")
+    outcome = invoke("verify", place.url, "--profile", place.profile, "--grace", "0s", exit_code=4)
+    assert "nan" in outcome.stdout
+    assert "keys that looked damaged were asked for 2 times" in outcome.stderr
+    assert place.server.keys_by_recency(0)[-1] == key
+
+
+def test_the_server_that_is_absent_is_unreachable(invoke: Invoke, place: Place) -> None:
+    place.server.kill()
+    invoke("verify", place.url, "--profile", place.profile, exit_code=3)
+    alone = place.url.replace(f"server={place.server.url}&", "")
+    document = json.loads(
+        invoke(
+            "verify", alone, "--profile", place.profile, "--grace", "0s", "--format", "json"
+        ).stdout
+    )
+    assert document["findings"] == []
+    place.server.start()
