@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from hicachectl.backends.arena import Arena
+    from hicachectl.backends.hf3fs_metadata import MetadataClient
     from hicachectl.backends.page_tables import TableState
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.profile import Profile
@@ -272,6 +273,10 @@ class Store(ABC):
 
     def table_state(self) -> TableState | None:
         """Give the store's own tables of keys and pages, for checks; most stores have none."""
+        return None
+
+    def table_server(self) -> MetadataClient | None:
+        """Give the server that changes those tables, for repairs; None where there is none."""
         return None
 
     @property

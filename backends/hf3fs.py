@@ -34,7 +34,14 @@ from hicachectl.backends.base import (
     scan_schema,
 )
 from hicachectl.backends.hf3fs_files import DataFiles, PageReader, Pages
-from hicachectl.backends.hf3fs_keys import Share, TableName, prefix_of, shares_of, texts_of
+from hicachectl.backends.hf3fs_keys import (
+    Share,
+    TableName,
+    prefix_of,
+    shares_of,
+    table_of_key,
+    texts_of,
+)
 from hicachectl.backends.hf3fs_metadata import MetadataClient
 from hicachectl.backends.hf3fs_settings import Hf3fsSettings, settings_from
 from hicachectl.backends.hf3fs_sizes import PageSizes
@@ -193,12 +200,17 @@ class Hf3fsStore(Store):
                 facts = Path(path).stat()
                 files[table.name] = DataFile(path, facts.st_size, facts.st_mtime_ns)
         return TableState(
+            path=self.settings.snapshot,
             tables=tables,
             saved_at_ns=saved.snapshot.saved_at_ns,
             files=files,
             page_bytes={f"{rank}:{name}": n for (rank, name), n in self._sizes.nbytes.items()},
             live=self._server is not None,
         )
+
+    def table_server(self) -> MetadataClient | None:
+        """Give the metadata server that the URL names."""
+        return self._server
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -352,17 +364,27 @@ class Hf3fsStore(Store):
         super().detach()
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Let the system begin to read pages that are not in memory yet."""
-        if "locator" not in rows.schema.names or self._reader is not self._files:
+        """Let the system begin to read pages, unless the last one is in memory: then all are."""
+        if "locator" not in rows.schema.names or self._reader is not self._files or not len(rows):
             return
-        column = rows.column("locator").fill_null(_UNKNOWN)
-        located = np.array(column.to_numpy(), dtype=np.int64)
+        if self._is_in_memory(rows.column("key")[-1].as_py(), rows.column("locator")[-1].as_py()):
+            return
+        located = np.array(rows.column("locator").fill_null(_UNKNOWN).to_numpy(), dtype=np.int64)
         for share in shares_of(rows):
             nbytes = self._sizes.nbytes.get(share.table)
             if nbytes is not None:
                 path = self.settings.data_file(*share.table)
                 known = located[share.at][located[share.at] != _UNKNOWN]
                 self._files.expect(path, _positions(known, nbytes), nbytes)
+
+    def _is_in_memory(self, key: bytes, index: int | None) -> bool:
+        """Tell whether the end of one page is; True where nothing is known of it."""
+        table = table_of_key(key)
+        nbytes = None if table is None else self._sizes.nbytes.get(table)
+        if table is None or nbytes is None or index is None:
+            return True
+        end = min(index, _HIGHEST // nbytes - 1) * nbytes + nbytes - 1
+        return self._files.is_in_memory(self.settings.data_file(*table), end)
 
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
@@ -489,13 +511,14 @@ class Hf3fsStore(Store):
         if nbytes is None:
             reason = f"only a profile tells how long the pages of {rank}:{namespace} are"
             return _fail(result, at, f"{reason}; give --profile")
-        result.nbytes[at] = nbytes
-        result.statuses[at[capacities[at] > nbytes]] = Status.SHORT
-        result.statuses[at[capacities[at] < nbytes]] = Status.OVERSIZED
-        at = at[capacities[at] == nbytes]
-        unknown = located[at] == _UNKNOWN
-        _fail(result, at[unknown], "newer than the snapshot, which alone tells where it is")
-        at = at[~unknown]
+        wanted = capacities[at]
+        if (wanted != nbytes).any():
+            result.nbytes[at] = nbytes
+            result.statuses[at] = np.where(wanted > nbytes, Status.SHORT, Status.OVERSIZED)
+            at = at[wanted == nbytes]
+        if (unknown := located[at] == _UNKNOWN).any():
+            _fail(result, at[unknown], "newer than the snapshot, which alone tells where it is")
+            at = at[~unknown]
         if not len(at):
             return None
         path = self.settings.data_file(rank, namespace)
@@ -503,7 +526,7 @@ class Hf3fsStore(Store):
         counts = self._reader.read(path, pages, memory)
         result.statuses[at] = np.where(counts == nbytes, Status.OK, Status.SHORT)
         result.nbytes[at] = counts
-        for code in np.unique(counts[counts < 0]).tolist():
+        for code in set(counts[counts < 0].tolist()):
             _fail(result, at[counts == code], f"{path}: {os.strerror(-code)}")
         return None
 

@@ -114,14 +114,17 @@ class DataFiles:
             counts[order] = source.read(runs, positions, views)
         return counts
 
-    def expect(self, path: str, positions: IntArray, nbytes: int) -> None:
-        """Let the system begin to read pages, where it has a cache and they are not in it."""
+    def is_in_memory(self, path: str, position: int) -> bool:
+        """Tell whether a byte is in the page cache; True where that makes no difference."""
         with suppress(OSError):  # the read will say what is wrong
-            if self._reads_past_cache(path) or not len(positions):
-                return
+            if not self._reads_past_cache(path):
+                return _is_in_memory(self._descriptor(path, os.O_RDONLY), position)
+        return True
+
+    def expect(self, path: str, positions: IntArray, nbytes: int) -> None:
+        """Let the system begin to read pages."""
+        with suppress(OSError):  # the read will say what is wrong
             descriptor = self._descriptor(path, os.O_RDONLY)
-            if _is_in_memory(descriptor, int(positions[-1]) + nbytes - 1):
-                return  # and so are the others, as a rule: to advise costs as much as to read
             ordered = np.sort(positions)
             for first, end in _runs(ordered, nbytes):
                 length = (end - first) * nbytes

@@ -69,6 +69,12 @@ def shares_of(rows: Rows) -> list[Share]:
     return _mixed_shares(keys.to_pylist())
 
 
+def table_of_key(key: bytes) -> TableName | None:
+    """Name the table of a key; None where no table can have it."""
+    match = _KEY.match(key)
+    return table_of(match[0]) if match else None
+
+
 def _mixed_shares(keys: list[bytes]) -> list[Share]:
     """Sort keys of several tables, or of none."""
     found: dict[TableName, tuple[list[int], list[bytes]]] = {}

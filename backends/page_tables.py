@@ -25,9 +25,10 @@ class TableState:
     """Tables as they were saved together.
 
     files, page_bytes: by table name, RANK:NAMESPACE; what is not known of a table is not in them.
-    live: a server goes on changing what was saved.
+    live: a server goes on changing what was saved. path: of the file they are saved in.
     """
 
+    path: str
     tables: tuple[PageTable, ...]
     saved_at_ns: int
     files: Mapping[str, DataFile]

@@ -37,7 +37,33 @@ _STORES = (
         "A Mooncake cluster, by its master; see MOONCAKE.",
     ),
     ("mooncake:", "The cluster that SGLang's configuration names; see ENVIRONMENT."),
+    (
+        "hf3fs:///path/prefix?server=http://HOST:18000&snapshot=FILE",
+        "A 3FS store, by the prefix of its page files; see 3FS.",
+    ),
+    ("hf3fs:", "The 3FS store of SGLang's configuration; see ENVIRONMENT."),
     ("NAME:", "A store of the config file."),
+)
+_HF3FS = (
+    "Pages lie in preallocated files, prefix.RANK.bin, and a metadata server knows which key has "
+    "which page. It lists nothing: what is listed comes from the snapshot that it saves "
+    "(--persistence-path), and is as old; with server= keys that are gone since are left out. Only "
+    "a profile tells how long pages are. Looking asks nothing that the server counts as use, but "
+    "where a page looks damaged: whether it was merely reused is asked for, and said.",
+    "Pages that are freed are reused at once, so that deleting under live readers can tear what "
+    "they read: repair when few read. All keys that share a page go in one call. Without server= a "
+    "repair writes a snapshot beside the old one, FILE.repaired, for the metadata server to start "
+    "from. Pages in no list are released with --writers-stopped, which has to be true: the "
+    "server would hand a page out twice.",
+    "Where 3FS's hf3fs_fuse package is installed and the prefix lies on a 3FS mount, pages are "
+    "read through it (USRBIO), else as files. The former has not been tested on a real 3FS.",
+)
+_HF3FS_PARAMETERS = (
+    ("server=URL", "The metadata server."),
+    ("snapshot=FILE", "Its persistence file."),
+    ("config=FILE", "SGLang's JSON config, for the prefix, file_size and server."),
+    ("file_size=SIZE", "Bytes of each file; default: the size of the largest."),
+    ("ranks=N", "Only ranks below N."),
 )
 _MOONCAKE = (
     "hicachectl is a guest of the cluster: it gives no memory to it. Listing, and the checks "
@@ -60,6 +86,7 @@ _ENVIRONMENT = (
     ("HICACHECTL_CONFIG", "The config file, where --config is not given."),
     ("HICACHECTL_API_KEY", "Bearer key for --server."),
     ("NO_COLOR", "When set and not empty, no colours are written."),
+    ("SGLANG_HICACHE_HF3FS_CONFIG_PATH", "SGLang's JSON config of 3FS, for hf3fs: alone."),
     (
         "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH",
         "SGLang's JSON config of Mooncake, for what a mooncake: URL leaves out.",
@@ -152,6 +179,10 @@ def main_page() -> str:
     for number, paragraph in enumerate(_MOONCAKE):
         lines += [*([".Pp"] if number else []), *_sentences(paragraph)]
     lines += [".Pp", "Parameters of the URL:", *_list(_MOONCAKE_PARAMETERS)]
+    lines += [".Sh 3FS"]
+    for number, paragraph in enumerate(_HF3FS):
+        lines += [*([".Pp"] if number else []), *_sentences(paragraph)]
+    lines += [".Pp", "Parameters of the URL:", *_list(_HF3FS_PARAMETERS)]
     lines += [".Sh PAGE STATES", *_list(_STATES)]
     lines += [".Sh ENVIRONMENT", *_list(_ENVIRONMENT)]
     lines += [

@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.commands.table_repairing import (
+    release_leaked,
+    repair_tables,
+    write_repaired_snapshot,
+    writers_stopped_option,
+)
 from hicachectl.formats.errors import UsageError
 from hicachectl.guards import agreed, require_consent
 from hicachectl.session import progress, remark
@@ -47,6 +53,7 @@ _OPTIONS = (
         help="Prompts, a JSON list of token ids a line: repair also takes the pages that stand "
         "after a removed one.",
     ),
+    writers_stopped_option,
     click.option("--yes", is_flag=True, help="Do not ask before a repair."),
     click.option("--dry-run", is_flag=True, help="Say what a repair would do, and change nothing."),
 )
@@ -61,8 +68,8 @@ def repair_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def refuse_early(options: dict[str, Any]) -> None:
     """Fail on options that make no sense together, before the store is opened."""
-    given = [name for name in ("repair_codes", "quarantine", "token_ids", "dry_run", "yes")
-             if options[name]]  # fmt: skip
+    names = ("repair_codes", "quarantine", "token_ids", "writers_stopped", "dry_run", "yes")
+    given = [name for name in names if options[name]]
     if options["repair"] == "none":
         if given:
             name = given[0].replace("repair_codes", "repair_code").replace("_", "-")
@@ -111,11 +118,15 @@ def repaired(
     plan = plan_repair(report.groups, report.findings, codes=options["repair_codes"])
     plan = _with_descendants(plan, request, report, options)
     if not len(plan.groups):
+        release_leaked(ctx, store, options)
         return report, True
     if not agreed(_question(store, report, plan, options), yes=options["yes"],
                   dry_run=options["dry_run"]):  # fmt: skip
         remark(ctx, "nothing was repaired")
         return report, True
+    if write_repaired_snapshot(ctx, store, report, plan, options):
+        return report, True
+    repair_tables(ctx, store, report, dry_run=options["dry_run"])
     with progress(ctx, "repairing", " pages") as advance:
         outcome = run_repair(
             store,
@@ -127,6 +138,7 @@ def repaired(
             dry_run=options["dry_run"],
             on_progress=advance,
         )
+    release_leaked(ctx, store, options)
     _say(ctx, outcome, options)
     counts = {"repaired": outcome.repaired, "quarantined": outcome.quarantined}
     if options["dry_run"]:
