@@ -164,7 +164,7 @@ class Store(ABC):
     """
 
     scheme: ClassVar[str]  # names the key grammar in formats.keys, and the URL scheme
-    limits: ClassVar[Limits]
+    limits: Limits
 
     supports_writes: ClassVar[bool] = True
     supports_deletes: ClassVar[bool] = True

@@ -70,7 +70,7 @@ class FileStore(Store):
     """A HiCacheFile directory, used by path: nothing is created, resized or touched by looking."""
 
     scheme: ClassVar[str] = "file"
-    limits: ClassVar[Limits] = Limits(
+    limits: Limits = Limits(
         batch_objects=256,  # one syncfs each: 1.2-1.5 times the cost of not syncing at all
         batch_bytes=256 << 20,
         parallel_reads=4,

@@ -96,7 +96,7 @@ class Hf3fsStore(Store):
     """
 
     scheme: ClassVar[str] = "hf3fs"
-    limits: ClassVar[Limits] = Limits(
+    limits: Limits = Limits(
         batch_objects=256,
         batch_bytes=256 << 20,
         parallel_reads=8,
@@ -369,7 +369,7 @@ class Hf3fsStore(Store):
             return
         if self._is_in_memory(rows.column("key")[-1].as_py(), rows.column("locator")[-1].as_py()):
             return
-        located = np.array(rows.column("locator").fill_null(_UNKNOWN).to_numpy(), dtype=np.int64)
+        located = _locators(rows)
         for share in shares_of(rows):
             nbytes = self._sizes.nbytes.get(share.table)
             if nbytes is not None:
@@ -443,11 +443,7 @@ class Hf3fsStore(Store):
 
     def _located(self, rows: Rows) -> IntArray:
         """Find the page index of every row: [n] int64, its own or else the snapshot's."""
-        if "locator" in rows.schema.names:
-            column = rows.column("locator").fill_null(_UNKNOWN)
-            located: IntArray = np.array(column.to_numpy(), dtype=np.int64)
-        else:
-            located = np.full(len(rows), _UNKNOWN, dtype=np.int64)
+        located = _locators(rows)
         if (located == _UNKNOWN).any():
             for share in shares_of(rows):
                 lacking = share.only(located[share.at] == _UNKNOWN)
@@ -619,6 +615,16 @@ class Hf3fsStore(Store):
             there = self._asked(share.table, mates)
             if there.any():
                 yield int(share.at[n]), mates[int(np.flatnonzero(there)[0])]
+
+
+def _locators(rows: Rows) -> IntArray:
+    """Give the page index of every row that has one: [n] int64, else _UNKNOWN."""
+    if "locator" not in rows.schema.names:
+        return np.full(len(rows), _UNKNOWN, dtype=np.int64)
+    column = rows.column("locator")
+    if column.null_count:
+        column = column.fill_null(_UNKNOWN)
+    return np.array(column.to_numpy(), dtype=np.int64)
 
 
 def _positions(indices: IntArray, nbytes: int) -> IntArray:

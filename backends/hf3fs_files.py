@@ -111,6 +111,8 @@ class DataFiles:
             done = self._waiters().map(lambda run: source.read([run], positions, views), runs)
             counts[order] = list(chain.from_iterable(done))
         else:
+            if not _is_in_memory(source.descriptor, positions[-1] + pages.nbytes - 1):
+                source.expect(runs, positions)  # all at once, not one after the other
             counts[order] = source.read(runs, positions, views)
         return counts
 
@@ -124,11 +126,9 @@ class DataFiles:
     def expect(self, path: str, positions: IntArray, nbytes: int) -> None:
         """Let the system begin to read pages."""
         with suppress(OSError):  # the read will say what is wrong
-            descriptor = self._descriptor(path, os.O_RDONLY)
+            source = _Source(path, self._descriptor(path, os.O_RDONLY), nbytes, drops_cache=False)
             ordered = np.sort(positions)
-            for first, end in _runs(ordered, nbytes):
-                length = (end - first) * nbytes
-                os.posix_fadvise(descriptor, int(ordered[first]), length, os.POSIX_FADV_WILLNEED)
+            source.expect(_runs(ordered, nbytes), ordered.tolist())
 
     def write(self, path: str, position: int, page: memoryview) -> None:
         """Write one page in place. Raises OSError; EFBIG where the file ends before the page."""
@@ -219,6 +219,13 @@ class _Source:
     descriptor: int
     nbytes: int  # of a page
     drops_cache: bool
+
+    def expect(self, runs: Sequence[Run], positions: Sequence[int]) -> None:
+        """Let the system begin to read some runs."""
+        with suppress(OSError):
+            for first, end in runs:
+                nbytes = (end - first) * self.nbytes
+                os.posix_fadvise(self.descriptor, positions[first], nbytes, os.POSIX_FADV_WILLNEED)
 
     def read(
         self, runs: Sequence[Run], positions: Sequence[int], views: Sequence[memoryview]

@@ -6,13 +6,14 @@ The grammar of what KEY says is in formats.keys.hf3fs.
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
+from hicachectl.backends.base import keys_of
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import IntArray, Rows
@@ -21,52 +22,63 @@ TableName = tuple[int, str]  # rank and namespace
 Affix = tuple[bytes, bytes]  # of a key before and after its page hash
 
 _KEY = re.compile(rb"(?:0|[1-9][0-9]{0,8}):[A-Za-z0-9_.-]{1,100}:")
-_LONGEST = 1 << 30  # of a key; binary_slice wants an end
 _PAGE_KEY = re.compile(rb"([^:]*:[^:]*:)[0-9a-f]{64}(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """The rows of one table: their places among all rows [n] int64, and what the server calls them.
+    """The rows of one table, by their places among all rows [n] int64.
 
-    keys: string array [n], since the server's are text.
+    keys: of these rows, as they are; the server knows them without their first `skipped` bytes.
     """
 
     table: TableName
     at: IntArray
-    keys: Any
+    keys: list[bytes]
+    skipped: int
 
     def only(self, chosen: npt.NDArray[Any]) -> Share:
         """Keep some of them, chosen by number or by flag."""
         places = np.arange(len(self.at))[chosen]
         if len(places) == len(self.at):
             return self
-        return Share(self.table, self.at[places], self.keys.take(pa.array(places)))
+        keys = [self.keys[n] for n in places.tolist()]
+        return Share(self.table, self.at[places], keys, self.skipped)
 
     @property
     def names(self) -> list[str]:
-        """The keys as a list."""
-        names: list[str] = self.keys.to_pylist()
-        return names
+        """What the server calls them."""
+        return [key[self.skipped :].decode() for key in self.keys]
 
     @property
     def array(self) -> Any:
-        """The keys as a binary array."""
-        return self.keys.cast(pa.binary())
+        """The same as a binary array."""
+        return pa.array([key[self.skipped :] for key in self.keys], pa.binary())
 
 
 def shares_of(rows: Rows) -> list[Share]:
     """Sort rows by the table of their keys; keys that no table can have are in none."""
-    import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+    keys = keys_of(rows)
+    match = _KEY.match(keys[0]) if keys else None
+    # Most calls are about one table, and this is much of what reading small objects costs.
+    if match is not None and b"".join(keys).isascii():
+        prefix = match[0]
+        if all(key.startswith(prefix) for key in keys):
+            return [Share(table_of(prefix), np.arange(len(keys)), keys, len(prefix))]
+    return _mixed_shares(keys)
 
-    column = rows.column("key")
-    keys = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    match = _KEY.match(keys[0].as_py()) if len(keys) else None
-    if match is not None and pc.all(pc.starts_with(keys, match[0])).as_py():
-        with suppress(pa.ArrowInvalid):  # not all are text
-            names = pc.binary_slice(keys, len(match[0]), _LONGEST).cast(pa.string())
-            return [Share(table_of(match[0]), np.arange(len(keys)), names)]
-    return _mixed_shares(keys.to_pylist())
+
+def _mixed_shares(keys: list[bytes]) -> list[Share]:
+    """Sort keys of several tables, or of none."""
+    places: dict[bytes, list[int]] = {}
+    for at, key in enumerate(keys):
+        match = _KEY.match(key)
+        if match is not None and _is_text(key):  # as the server's are
+            places.setdefault(match[0], []).append(at)
+    return [
+        Share(table_of(prefix), np.array(at), [keys[n] for n in at], len(prefix))
+        for prefix, at in places.items()
+    ]
 
 
 def table_of_key(key: bytes) -> TableName | None:

@@ -4,10 +4,11 @@
 
 Writes a data file and the snapshot of a metadata server, in the order of eviction that SGLang's
 first pass leaves (`written`: the last page first) and after much reuse (`mixed`). Reads all pages
-in turn: in the order of the file by large blocks into one buffer, as dd does, and by the pipeline
-with verify's tasks, whose work does nothing. --cold drops the file from the page cache before each
-pass; --server has SGLang's metadata server asked about what was read, as with `server=`. Prints
-the median ratio of throughputs.
+in turn: by dd with blocks of 1 MiB, which never leave the processor's cache; in the order of the
+file into as much memory as two of verify's tasks have; and by the pipeline with such tasks, whose
+work does nothing. --cold drops the file from the page cache before each pass; --server has
+SGLang's metadata server asked about what was read, as with `server=`. Prints median throughputs,
+and the median ratios of ours to both others.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import argparse
 import contextlib
 import json
 import os
-import statistics
+import subprocess
 import tempfile
 import time
+from itertools import cycle
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +33,10 @@ from hicachectl.formats.profile import Pool, Profile
 from hicachectl.pipeline import Pipeline, batches
 from tests.hf3fs_server import MetadataServer
 
-BLOCK_BYTES = 8 << 20
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BLOCK_BYTES = 1 << 20
 BUFFER_BYTES = 512 << 20
 TASK_BYTES, TASK_OBJECTS = 8 << 20, 256  # hicachectl.reading's
 
@@ -66,17 +72,28 @@ def drop(path: Path) -> None:
         os.close(descriptor)
 
 
-def bare(path: Path) -> float:
-    """Seconds of reading a file from its start to its end."""
-    buffer = bytearray(BLOCK_BYTES)
+def dd(path: Path) -> float:
+    """Seconds that dd says it took to read a file."""
+    command = ["dd", f"if={path}", "of=/dev/null", f"bs={BLOCK_BYTES}"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"}
+    )
+    return float(done.stderr.rpartition(" copied, ")[2].split()[0])
+
+
+def in_order(path: Path) -> float:
+    """Seconds of reading a file from its start to its end, one block behind the other."""
+    memory = memoryview(bytearray(2 * TASK_BYTES))
+    blocks = [memory[at : at + BLOCK_BYTES] for at in range(0, len(memory), BLOCK_BYTES)]
     began = time.perf_counter()
     with path.open("rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass
+        for block in cycle(blocks):
+            if not file.readinto(block):
+                break
     return time.perf_counter() - began
 
 
-def ours(store: Hf3fsStore, rows: pa.Table, nbytes: int) -> float:
+def ours(store: Hf3fsStore, rows: pa.Table, nbytes: int, task_bytes: int) -> float:
     """Seconds of the pipeline, its arena's mapping included."""
     numbers = np.arange(len(rows), dtype=np.int64)
     sizes = np.full(len(rows), nbytes, dtype=np.int64)
@@ -84,7 +101,7 @@ def ours(store: Hf3fsStore, rows: pa.Table, nbytes: int) -> float:
     pipeline = Pipeline(
         store,
         rows,
-        batches(numbers, sizes, most_objects=TASK_OBJECTS, most_bytes=TASK_BYTES),
+        batches(numbers, sizes, most_objects=TASK_OBJECTS, most_bytes=task_bytes),
         lambda loaded: loaded.read.all_ok,
         buffer_bytes=BUFFER_BYTES,
         identify=False,
@@ -112,26 +129,33 @@ def measure(options: argparse.Namespace, folder: Path, server: MetadataServer | 
             snapshot=str(snapshot),
             server=None if server is None else server.url,
         )
-        pairs = []
+        times = []
         with Hf3fsStore(settings) as store:
             store.use_profile(profile_of(options.bytes))
             rows = pa.Table.from_batches(list(store.scan(("locator", "nbytes"))))
+            ways = (
+                lambda: dd(data),
+                lambda: in_order(data),
+                lambda store=store, rows=rows: ours(store, rows, options.bytes, options.task_bytes),
+            )
             for _ in range(options.runs + 1):
-                if options.cold:
-                    drop(data)
-                theirs = bare(data)
-                if options.cold:
-                    drop(data)
-                pairs.append((theirs, ours(store, rows, options.bytes)))
-        pairs = pairs[1:]
-        other, own = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
-        ratio = statistics.median(theirs / mine for theirs, mine in pairs)
+                times.append([_timed(way, data if options.cold else None) for way in ways])
+        # The first touches the memory.
+        speeds = total / np.array(times[1:]) / 1e9
+        dd_s, order_s, ours_s = np.median(speeds, axis=0)
+        ratios = np.median(speeds[:, 2:] / speeds[:, :2], axis=0)
         print(
             f"{options.pages} pages of {options.bytes} bytes, {name}, "
             f"{'cold' if options.cold else 'warm'}{', with a server' if server else ''}: "
-            f"in order {total / other / 1e9:.2f} GB/s, ours {total / own / 1e9:.2f} GB/s, "
-            f"ratio {ratio:.2f}"
+            f"dd {dd_s:.2f} GB/s, in order {order_s:.2f} GB/s, ours {ours_s:.2f} GB/s, "
+            f"ratios {ratios[0]:.2f} and {ratios[1]:.2f}"
         )
+
+
+def _timed(way: Callable[[], float], cold: Path | None) -> float:
+    if cold is not None:
+        drop(cold)
+    return way()
 
 
 def main() -> None:
@@ -140,6 +164,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=4096)
     parser.add_argument("--bytes", type=int, default=1 << 20)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--task-bytes", type=int, default=TASK_BYTES)
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--server", type=Path, metavar="PYTHON", help="one that has SGLang")
     parser.add_argument("--dir", type=Path, help="where the file is to lie")

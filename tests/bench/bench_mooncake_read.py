@@ -50,7 +50,7 @@ def bare(client: Any, keys: list[str], nbytes: int, batch: int, arena: Arena) ->
     return time.perf_counter() - began
 
 
-def ours(store: Store, keys: list[str], nbytes: int, batch: int) -> float:
+def ours(store: Store, keys: list[str], nbytes: int, batch: int, jobs: int | None) -> float:
     """Seconds of the pipeline, its arena's mapping and registration included."""
     objects = pa.table({"key": pa.array([key.encode() for key in keys], pa.binary())})
     rows = np.arange(len(keys), dtype=np.int64)
@@ -64,6 +64,7 @@ def ours(store: Store, keys: list[str], nbytes: int, batch: int) -> float:
         lambda loaded: loaded.read.all_ok,
         buffer_bytes=BUFFER_BYTES,
         identify=False,
+        jobs=jobs,
     )
     assert all(pipeline)
     return time.perf_counter() - began
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--objects", type=int, default=1024)
     parser.add_argument("--bytes", type=int, default=1_000_000)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--jobs", type=int)
     parser.add_argument("--runs", type=int, default=7)
     options = parser.parse_args()
     mute_native_logs()
@@ -89,7 +91,7 @@ def main() -> None:
                 pairs.append(
                     (
                         bare(client, keys, options.bytes, options.batch, arena),
-                        ours(store, keys, options.bytes, options.batch),
+                        ours(store, keys, options.bytes, options.batch, options.jobs),
                     )
                 )
             client.unregister_buffer(arena.address)

@@ -1,0 +1,135 @@
+"""Keep a 3FS store busy with SGLang's own HiCacheHF3FS, as the ranks of a server do.
+
+Runs inside the SGLang environment: `live_hf3fs.py CASE CONFIG --pages N --until FILE`, as a script
+of session.py. The ranks back up the nodes of a prompt of N pages in random order, again and again:
+what is there SGLang leaves alone, what was evicted it writes anew, to whatever page it is given.
+With --clear-every the ranks clear their tables after so many nodes, as a flush of the store does.
+
+Goes on until the file of --until exists, and prints how many nodes were backed up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import random
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.conformance import rank_pools, sglang_env, write_store
+    from tests.conformance.rank_pools import Rank
+    from tests.conformance.store_cases import HF3FS_CASES, Deployment
+else:
+    import rank_pools
+    import sglang_env
+    import write_store
+    from store_cases import HF3FS_CASES, Deployment
+
+_PAUSE_S = 0.01  # after each node: the machine has to verify as well
+_MOST_S = 120.0  # nobody may be left to say when to stop
+
+
+def main() -> None:
+    """Write until told to stop."""
+    options = _parse_arguments()
+    case = HF3FS_CASES[options.case]
+    deployment = case.deployments[0]
+    page_size = deployment.profile["page_size"]
+    chance = random.Random(0)
+    tokens = [chance.randrange(write_store.VOCABULARY) for _ in range(options.pages * page_size)]
+    pages = write_store.hash_pages(tokens, page_size)
+    logging.disable(logging.WARNING)
+    with contextlib.redirect_stdout(sys.stderr):
+        writers = [
+            _Writer(deployment, rank, tokens, pages, case.node_pages, options.config)
+            for rank in rank_pools.ranks(deployment.profile)
+        ]
+        deadline, nodes = time.monotonic() + _MOST_S, 0
+        while not options.until.exists() and time.monotonic() < deadline:
+            nodes += 1
+            number = chance.randrange(len(pages) // case.node_pages)
+            for writer in writers:
+                writer.back_up(number)
+            if options.clear_every and nodes % options.clear_every == 0:
+                for writer in writers:
+                    writer.clear()
+            time.sleep(_PAUSE_S)
+    print(json.dumps(nodes))
+
+
+class _Writer:
+    """One rank, with every node of the prompt in its host pools."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        rank: Rank,
+        tokens: Sequence[int],
+        pages: Sequence[str],
+        node_pages: int,
+        config: str,
+    ) -> None:
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import StorageOperation
+
+        self._deployment, self._rank = deployment, rank
+        self._operations: list[Any] = []
+        page_size = deployment.profile["page_size"]
+        with self._as_rank():
+            pools = rank_pools.build_pools(deployment, rank, len(pages))
+            place = write_store.Hf3fsConfig(config)
+            self._controller = write_store.make_controller(deployment, pools, place)
+            for start in range(0, len(pages), node_pages):
+                node = list(pages[start : start + node_pages])
+                operation = StorageOperation(
+                    pools.host["kv"].alloc(len(node) * page_size),
+                    list(tokens[start * page_size :][: len(node) * page_size]),
+                    hash_value=node,
+                    pool_transfers=write_store.side_transfers(pools, node),
+                )
+                write_store._fill_node(pools, operation, seed=0)
+                self._operations.append(operation)
+
+    def back_up(self, number: int) -> None:
+        """Have SGLang back up a node."""
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import StorageOperation
+
+        known = self._operations[number]
+        transfers = [dataclasses.replace(transfer) for transfer in known.pool_transfers]
+        operation = StorageOperation(
+            known.host_indices,
+            known.token_ids,
+            hash_value=known.hash_value,
+            pool_transfers=transfers,
+        )
+        with self._as_rank():
+            self._controller._page_backup(operation)
+
+    def clear(self) -> None:
+        """Have SGLang forget the rank's pages."""
+        self._controller.storage_backend.clear()
+
+    def _as_rank(self) -> contextlib.AbstractContextManager[None]:
+        return rank_pools.parallel(self._deployment, self._rank)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Keep a 3FS store busy with SGLang itself.")
+    parser.add_argument("case", choices=sorted(HF3FS_CASES))
+    parser.add_argument("config", help="SGLang's own JSON config")
+    parser.add_argument("--pages", type=int, required=True)
+    parser.add_argument("--until", type=Path, required=True)
+    parser.add_argument("--clear-every", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sglang_env.prepare()
+    main()
