@@ -121,7 +121,7 @@ class Hf3fsStore(Store):
         self._reader: PageReader = self._files
         self._sizes = PageSizes({}, frozenset())
         self._last: _Saved | None = None
-        self._loading = threading.Lock()
+        self._lock = threading.Lock()
         self._server: MetadataClient | None = None
         directory = Path(settings.prefix).parent
         if not directory.is_dir():
@@ -301,7 +301,7 @@ class Hf3fsStore(Store):
                 f"{self.url}: a 3FS metadata server lists nothing; give snapshot=FILE, where it "
                 "saves its tables (--persistence-path)"
             )
-        with self._loading:
+        with self._lock:
             try:
                 facts = Path(path).stat()
             except OSError as error:
@@ -324,10 +324,13 @@ class Hf3fsStore(Store):
     def _asked(self, table: TableName, names: Sequence[str]) -> BoolArray:
         """Ask the server which keys it has; none of a table that the snapshot does not have."""
         assert self._server is not None
-        # The server has no answer about a pool that no engine has registered.
-        if self.settings.snapshot is not None and not (self._last or self._saved()).has(table):
+        if not self._may_have(table):
             return np.zeros(len(names), dtype=np.bool_)
         return self._server.exists(*table, names)
+
+    def _may_have(self, table: TableName) -> bool:
+        """Tell whether to ask the server: it has no answer about a pool that no engine made."""
+        return self.settings.snapshot is None or (self._last or self._saved()).has(table)
 
     def _indices_of(self, share: Share) -> IntArray:
         """Find keys in the snapshot: [n] int64 page indices, _UNKNOWN where it has them not."""
@@ -458,9 +461,11 @@ class Hf3fsStore(Store):
             if self._server is None:
                 current[share.at] = self._indices_of(share)
                 continue
-            self.touched_keys += len(share.at)
-            answer = self._server.page_indices(*share.table, share.names)
-            current[share.at] = [_UNKNOWN if index is None else index for index in answer]
+            if self._may_have(share.table):
+                answer = self._server.page_indices(*share.table, share.names)
+                current[share.at] = [_UNKNOWN if index is None else index for index in answer]
+        with self._lock:  # other threads count, too
+            self.touched_keys += int((current != _UNKNOWN).sum()) if self._server else 0
         return current
 
     def _read(

@@ -78,6 +78,7 @@ class DataFiles:
         self._lock = threading.Lock()
         self._open: dict[tuple[str, int], int] = {}
         self._past_cache: dict[str, bool] = {}
+        self._not_direct: set[str] = set()
         self._waiting: ThreadPoolExecutor | None = None
 
     def close(self) -> None:
@@ -110,6 +111,9 @@ class DataFiles:
         if past_cache:
             done = self._waiters().map(lambda run: source.read([run], positions, views), runs)
             counts[order] = list(chain.from_iterable(done))
+            if source.direct and (counts == -errno.EINVAL).any():
+                self._not_direct.add(path)  # it was opened so, and is not read so
+                return self.read(path, pages, memory)
         else:
             if not _is_in_memory(source.descriptor, positions[-1] + pages.nbytes - 1):
                 source.expect(runs, positions)  # all at once, not one after the other
@@ -126,7 +130,7 @@ class DataFiles:
     def expect(self, path: str, positions: IntArray, nbytes: int) -> None:
         """Let the system begin to read pages."""
         with suppress(OSError):  # the read will say what is wrong
-            source = _Source(path, self._descriptor(path, os.O_RDONLY), nbytes, drops_cache=False)
+            source = _Source(path, self._descriptor(path, os.O_RDONLY), nbytes)
             ordered = np.sort(positions)
             source.expect(_runs(ordered, nbytes), ordered.tolist())
 
@@ -170,14 +174,12 @@ class DataFiles:
             return None
 
     def _source(self, path: str, pages: Pages, *, past_cache: bool) -> _Source:
-        if past_cache and not (
-            pages.nbytes % _BLOCK
-            or (pages.targets % _BLOCK).any()
-            or (pages.positions % _BLOCK).any()
-        ):
+        places = (pages.targets, pages.positions)
+        aligned = not pages.nbytes % _BLOCK and not any((at % _BLOCK).any() for at in places)
+        if past_cache and aligned and path not in self._not_direct:
             with suppress(OSError):  # a file system without it
                 descriptor = self._descriptor(path, os.O_RDONLY | os.O_DIRECT)
-                return _Source(path, descriptor, pages.nbytes, drops_cache=False)
+                return _Source(path, descriptor, pages.nbytes, direct=True)
         descriptor = self._descriptor(path, os.O_RDONLY)
         return _Source(path, descriptor, pages.nbytes, drops_cache=past_cache)
 
@@ -218,7 +220,8 @@ class _Source:
     path: str
     descriptor: int
     nbytes: int  # of a page
-    drops_cache: bool
+    drops_cache: bool = False
+    direct: bool = False
 
     def expect(self, runs: Sequence[Run], positions: Sequence[int]) -> None:
         """Let the system begin to read some runs."""

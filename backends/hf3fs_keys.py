@@ -87,21 +87,6 @@ def table_of_key(key: bytes) -> TableName | None:
     return table_of(match[0]) if match else None
 
 
-def _mixed_shares(keys: list[bytes]) -> list[Share]:
-    """Sort keys of several tables, or of none."""
-    found: dict[TableName, tuple[list[int], list[bytes]]] = {}
-    for at, key in enumerate(keys):
-        match = _KEY.match(key)
-        if match is not None and (key.isascii() or _is_text(key)):
-            places, names = found.setdefault(table_of(match[0]), ([], []))
-            places.append(at)
-            names.append(key[match.end() :])
-    return [
-        Share(table, np.array(places), pa.array(names, pa.binary()).cast(pa.string()))
-        for table, (places, names) in found.items()
-    ]
-
-
 def _is_text(key: bytes) -> bool:
     try:
         key.decode()

@@ -8,12 +8,15 @@ mooncake-transfer-engine 0.3.13.
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hicachectl.backends.mooncake_settings import split_address
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend, UsageError
 
 if TYPE_CHECKING:
@@ -51,6 +54,9 @@ MESSAGES = {
     -1702: "the tenant is unknown",
 }
 _LOCAL_BUFFER_BYTES = 16 << 20  # SGLang's; reads and writes of ours go to the arena instead
+_REACH_SECONDS = 5.0
+# Of one question to the master, where the environment does not say; Mooncake's own is 30 s.
+_RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS = "MC_RPC_TIMEOUT_MS", "15000"
 _PROBE_KEY = "hicachectl-probe"
 _CALLS = ("batch_get_into", "batch_put_from", "batch_remove", "register_buffer")
 _OLDEST = "0.3.13"
@@ -81,9 +87,11 @@ class MooncakeClient:
         module = _module()
         self._configuration = module.ReplicateConfig
         self._soft_pin = getattr(module, "SoftPinAction", None)
+        _reach(settings.master)
+        os.environ.setdefault(_RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS)
         self._store: Any = module.MooncakeDistributedStore()
         code = self._store.setup(
-            settings.local_hostname,
+            _with_port(settings.local_hostname),
             settings.metadata,
             0,  # our segment
             _LOCAL_BUFFER_BYTES,
@@ -95,7 +103,7 @@ class MooncakeClient:
             self._store = None
             raise StoreUnavailable(
                 f"mooncake://{settings.master}: no client could be set up (error {code}); check "
-                f"that the master answers there, protocol {settings.protocol!r}, device "
+                f"that this is the master's --rpc_port, protocol {settings.protocol!r}, device "
                 f"{settings.device!r} and metadata {settings.metadata!r}"
             )
         try:
@@ -202,6 +210,29 @@ class MooncakeClient:
             raise StoreUnavailable(
                 f"mooncake://{self._settings.master}: the master refused us: {message_of(code)}"
             )
+
+
+def _reach(master: str) -> None:
+    """Raise StoreUnavailable where nothing listens; `setup` would try on, deaf to Ctrl-C."""
+    try:
+        socket.create_connection(split_address(master, "the master"), _REACH_SECONDS).close()
+    except OSError as error:
+        raise StoreUnavailable(
+            f"mooncake://{master}: cannot connect to the master ({error.strerror or error}); is it "
+            "running, and is this its --rpc_port, 50051 by default?"
+        ) from error
+
+
+def _with_port(hostname: str) -> str:
+    """Add a free port to our name; without one `setup` fails 20 times, with a port of its own each.
+
+    A name with a colon has one already, or is an IPv6 address, which Mooncake takes as it is.
+    """
+    if ":" in hostname:
+        return hostname
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return f"{hostname}:{free.getsockname()[1]}"
 
 
 def _module() -> Any:

@@ -227,8 +227,7 @@ class Pipeline(Generic[T]):
         loaded: Loaded | None = None
         try:
             offsets = np.asarray(offsets) + slab.offset
-            if self._pace is not None:
-                self._pace.wait(int(task.capacities.sum()), self._stopped)
+            self._keep_pace(int(task.capacities.sum()))
             read = self._read_call(
                 self._named(task.rows), offsets, task.capacities, identify=self._identify
             )
@@ -237,6 +236,13 @@ class Pipeline(Generic[T]):
         finally:
             if loaded is None or not loaded._held:
                 slab.release()
+
+    def _keep_pace(self, nbytes: int) -> None:
+        """Wait for the turn of a read; end the reader where that is not before the deadline."""
+        if self._pace is None or self._pace.wait(nbytes, self._stopped, deadline=self._deadline):
+            return
+        self.complete = False
+        raise ReservationCancelledError
 
 
 def batches(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,64 +13,228 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hicachectl.formats.expectation import expected_objects
+from hicachectl.formats.profile import profile_from_mapping
 from tests.conformance.store_cases import DEFAULT_LAYOUT, HF3FS_CASES
 from tests.hf3fs_server import MetadataServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.conformance.conftest import SglangSession
     from tests.conftest import Invoke
 
+# One worker holds the process that has SGLang in it.
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-hf3fs")]
 
-import os
-def test_proto(sglang_session, sglang_python, tmp_path, invoke):
-    case = os.environ.get("CASE", "gqa_tp2")
-    size = int(os.environ.get("SIZE", 1 << 20))
-    pages = int(os.environ.get("PAGES", 192))
-    clear = int(os.environ.get("CLEAR", 0))
-    with MetadataServer(sglang_python, save_interval_s=1) as server, ThreadPoolExecutor(1) as pool:
-        (tmp_path / "data").mkdir()
-        config = tmp_path / "hf3fs.json"
-        config.write_text(json.dumps({
-            "file_path_prefix": str(tmp_path / "data" / "hicache"),
-            "file_size": size, "numjobs": 2, "entries": 4, "metadata_server_url": server.url}))
-        profile = tmp_path / "profile.json"
-        profile.write_text(json.dumps({**HF3FS_CASES[case].deployments[0].profile, "layout": DEFAULT_LAYOUT}))
-        stop = tmp_path / "stop"
-        done = pool.submit(sglang_session.run, "live_hf3fs", case, config, f"--pages={pages}", f"--until={stop}", f"--clear-every={clear}")
+PATIENCE_S = 60
+RUNS = 4
+GRACE_S = 2  # two saves of the server
+PROMPT_FOLD = 3  # as many pages are stored in turn as fit three times
+PAGES_OF_FILE = {"gqa_tp2": 96, "mla_indexer": 24, "hybrid_mamba": 48}
+FLUSHED_NODES, FLUSHED_S = 25, 6
+BFLOAT16_NAN = b"\xc0\x7f"
+
+# What is so while engines evict, and no damage: a page is rewritten, the file is newer than the
+# snapshot, and eviction, which goes by keys, has left a page without some of its objects: where a
+# sidecar's file holds more pages than kv's, for as long as they fit.
+TRUE_OF_A_BUSY_STORE = {
+    "re-recorded",
+    "snapshot-stale",
+    "orphan-sidecar",
+    "missing-part",
+    "missing-pool",
+    "missing-rank",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A store that SGLang keeps writing to."""
+
+    server: MetadataServer
+    folder: Path
+    case: str
+
+    @property
+    def profile(self) -> dict[str, Any]:
+        return {**HF3FS_CASES[self.case].deployments[0].profile, "layout": DEFAULT_LAYOUT}
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one object of kv."""
+        expected = expected_objects(profile_from_mapping(self.profile), "hf3fs")
+        return next(each.nbytes for each in expected if each.coordinate.pool == "kv")
+
+    @property
+    def parts(self) -> int:
+        """Objects of a page at one rank: K and V apart, or all in one."""
+        return 1 if self.profile["pools"][0]["kind"] == "mla" else 2
+
+    @property
+    def file_size(self) -> int:
+        return PAGES_OF_FILE[self.case] * self.parts * self.page_bytes
+
+    @property
+    def config(self) -> Path:
+        path = self.folder / "hf3fs.json"
+        settings = {
+            "file_path_prefix": str(self.folder / "data" / "hicache"),
+            "file_size": self.file_size,
+            "numjobs": 2,
+            "entries": 4,
+            "metadata_server_url": self.server.url,
+        }
+        path.write_text(json.dumps(settings))
+        return path
+
+    @property
+    def arguments(self) -> list[object]:
+        """Of `verify`."""
+        profile = self.folder / "profile.json"
+        profile.write_text(json.dumps(self.profile))
+        url = f"hf3fs:?config={self.folder / 'hf3fs.json'}&snapshot={self.server.snapshot}"
+        catalog = ("--catalog", self.folder / "catalog.parquet", "--update-catalog")
+        return [url, "--profile", profile, "--grace", f"{GRACE_S}s", *catalog]
+
+    def tables(self) -> dict[str, Any]:
+        """What the server has saved of its own accord."""
+        tables: dict[str, Any] = json.loads(self.server.snapshot.read_text())
+        return tables
+
+    def is_full(self) -> bool:
+        """Whether every page of every rank's kv is taken, so that to write is to evict."""
+        tables = self.tables()
+        ranks = [table for name, table in tables.items() if name.endswith(":kv")]
+        return bool(ranks) and not any(table["free_pages"] for table in ranks)
+
+
+@contextmanager
+def writing(
+    case: str, session: SglangSession, python: Path, folder: Path, *, clear_every: int = 0
+) -> Iterator[Live]:
+    """Have SGLang write until the end of the block."""
+    stop = folder / "stop"
+    (folder / "data").mkdir()
+    with MetadataServer(python, save_interval_s=1) as server, ThreadPoolExecutor(1) as thread:
+        live = Live(server, folder, case)
+        pages = PAGES_OF_FILE[case] * PROMPT_FOLD
+        options = (f"--pages={pages}", f"--until={stop}", f"--clear-every={clear_every}")
+        nodes = thread.submit(session.run, "live_hf3fs", case, live.config, *options)
         try:
-            end = time.monotonic() + 60
-            while time.monotonic() < end:
-                if done.done():
-                    done.result()
-                try:
-                    tables = json.loads(server.snapshot.read_text())
-                except FileNotFoundError:
-                    tables = {}
-                if "0:kv" in tables and (clear or not tables["0:kv"]["free_pages"]):
-                    break
-                time.sleep(.1)
-            print({k: (v["num_pages"], len(v["free_pages"]), len(v["key_to_index"])) for k, v in tables.items()})
-            url = f"hf3fs:?config={config}&snapshot={server.snapshot}"
-            catalog = tmp_path / "c"
-            for n in range(int(os.environ.get("RUNS", 6))):
-                import subprocess, sys
-                t = time.monotonic()
-                from hicachectl.__main__ import run
-                out = invoke
-                import io, contextlib
-                args = ["verify", url, "--profile", profile, "--grace", os.environ.get("GRACE", "2s"), "--format", "json", "--update-catalog", "--catalog", catalog]
-                if n % 2 == 0 and os.environ.get("SAVE"): server.save()
-                r = subprocess.run([sys.executable, "-m", "hicachectl", *map(str, args)], capture_output=True, text=True)
-                if not r.stdout: print(r.stderr)
-                d = json.loads(r.stdout)
-                print(round(time.monotonic() - t, 2), r.returncode, d["objects"], d["gone"], d["in_flight"], d["bytes_read"], d["counts"], [x for x in r.stderr.splitlines() if "asked" in x])
-                for f in d["findings"]:
-                    if f["code"] not in ("re-recorded", "orphan-sidecar","missing-part","missing-rank", "missing-pool"):
-                        print("   ", f)
+            wait_until(lambda: nodes.done() or "0:kv" in live.tables())
+            yield live
+            assert not nodes.done(), f"SGLang stopped: {nodes.result()}"
         finally:
             stop.touch()
-            print("nodes", done.result())
+            nodes.result(PATIENCE_S)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class Hot:
+    """A page that engines ask for all the time, so that it is never evicted."""
+
+    def __init__(self, live: Live) -> None:
+        self._server = live.server
+        wait_until(lambda: self._pick(live))
+        self._over = threading.Event()
+        self._asking = threading.Thread(target=self._ask)
+        self._asking.start()
+
+    def _pick(self, live: Live) -> bool:
+        """Choose the page whose object of rank 0 was stored last, if all of it is there."""
+        tables = live.tables()
+        self.key = tables["0:kv"]["key_to_index"][-1][0]
+        page = self.key[:64]
+        self.places = {
+            (int(name.split(":")[0]), name.split(":")[1], key): index
+            for name, table in tables.items()
+            for key, index in table["key_to_index"]
+            if key.startswith(page)
+        }
+        ranks = sum(name.endswith(":kv") for name in tables)
+        stored = sum(pool == "kv" for _, pool, _ in self.places)
+        return stored == ranks * live.parts and self.is_there()
+
+    def is_there(self) -> bool:
+        """Ask for every object, as a hit does: whether all are where they were."""
+        return all(
+            self._server.page_indices(rank, [key], pool) == [index]
+            for (rank, pool, key), index in self.places.items()
+        )
+
+    def _ask(self) -> None:
+        while not self._over.wait(0.02):
+            self.is_there()
+
+    def damage(self, live: Live) -> tuple[str, str, str]:
+        """Put a NaN into an object, as bad memory would; the finding that is due."""
+        path = live.folder / "data" / "hicache.0.bin"
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            os.pwrite(descriptor, BFLOAT16_NAN, self.places[0, "kv", self.key] * live.page_bytes)
+        finally:
+            os.close(descriptor)
+        return "nan", "error", f"0:kv:{self.key}"
+
+    def close(self) -> None:
+        self._over.set()
+        self._asking.join()
+
+
+def verified(invoke: Invoke, live: Live) -> dict[str, Any]:
+    out = invoke("verify", *live.arguments, "--format", "json", "--fail-on", "never")
+    document: dict[str, Any] = json.loads(out.stdout)
+    return document
+
+
+def damage_in(document: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [
+        (each["code"], each["severity"], each["key"])
+        for each in document["findings"]
+        if each["code"] not in TRUE_OF_A_BUSY_STORE
+    ]
+
+
+@pytest.mark.parametrize("case", ["gqa_tp2", "mla_indexer"])
+def test_reused_pages_are_never_damage_and_a_damaged_page_always_is(
+    sglang_session: SglangSession, sglang_python: Path, invoke: Invoke, tmp_path: Path, case: str
+) -> None:
+    with writing(case, sglang_session, sglang_python, tmp_path) as live:
+        wait_until(live.is_full)
+        hot = Hot(live)
+        try:
+            clean = [verified(invoke, live) for _ in range(RUNS)]
+            due = hot.damage(live)
+            damaged = [verified(invoke, live) for _ in range(2)]
+            assert hot.is_there()
+        finally:
+            hot.close()
+    assert [damage_in(document) for document in clean] == [[]] * RUNS
+    # The catalog has other bytes of it as well.
+    mismatch = ("digest-mismatch", "warning", due[2])
+    assert [sorted(damage_in(document)) for document in damaged] == [[mismatch, due]] * 2
+    assert all(document["bytes_read"] > 0 for document in (*clean, *damaged))
+    assert any(document["gone"] > 0 for document in clean), "nothing was evicted meanwhile"
+
+
+def test_pages_are_no_damage_while_the_store_is_flushed_again_and_again(
+    sglang_session: SglangSession, sglang_python: Path, invoke: Invoke, tmp_path: Path
+) -> None:
+    documents = []
+    with writing(
+        "hybrid_mamba", sglang_session, sglang_python, tmp_path, clear_every=FLUSHED_NODES
+    ) as live:
+        end = time.monotonic() + FLUSHED_S
+        while time.monotonic() < end:
+            documents.append(verified(invoke, live))
+    assert [damage_in(document) for document in documents] == [[]] * len(documents)
+    assert any(document["gone"] > 0 for document in documents)
+    assert sum(document["bytes_read"] for document in documents) > 0
