@@ -392,12 +392,12 @@ class Hf3fsStore(Store):
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read pages; with a server, a key that it has no more afterwards is GONE.
+        """Read pages; to identify them, a key that the server has no more afterwards is GONE.
 
         A page whose key was evicted and stored again meanwhile is read as OK, with other bytes:
         see `read_confirmed`. SHORT: the data file ends within the page.
         """
-        return self._read(rows, offsets, capacities, self._located(rows), check=True)
+        return self._read(rows, offsets, capacities, self._located(rows), check=identify)
 
     def read_confirmed(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True

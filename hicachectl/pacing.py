@@ -29,9 +29,7 @@ class Pace:
         self._lock = threading.Lock()
         self._free_at = clock()
 
-    def wait(
-        self, nbytes: int, stopped: threading.Event, *, deadline: float | None = None
-    ) -> bool:
+    def wait(self, nbytes: int, stopped: threading.Event, *, deadline: float | None = None) -> bool:
         """Wait for the turn of `nbytes`; False when `stopped` is set or the deadline comes first.
 
         deadline: on the clock of this pace.

@@ -145,7 +145,7 @@ class Pipeline(Generic[T]):
         self._results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_QUEUED_RESULTS)
 
     def __iter__(self) -> Iterator[T]:
-        arena = Arena(self._buffer_bytes)
+        arena = Arena(self._buffer_bytes, named=self._store.named_arena)
         allocator = SlabAllocator(arena.nbytes)
         self._store.attach(arena)
         readers = [

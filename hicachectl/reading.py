@@ -338,7 +338,7 @@ class _Reader:
         return Pipeline(
             self._store,
             inventory.objects,
-            _tasks(plan, inventory.affix_ids, windows),
+            _tasks(plan, inventory, windows),
             lambda loaded: _work(loaded, inventory, plan, wants_digest),
             buffer_bytes=plan.buffer_bytes // share,
             jobs=jobs,
@@ -367,17 +367,21 @@ def _windows(count: int, *, least: int, readers: int = 1) -> list[Window]:
     return windows
 
 
-def _tasks(
-    plan: ReadingPlan, affix_ids: npt.NDArray[np.int32], windows: Iterable[Window]
-) -> Iterator[Task]:
-    """Cut the rows of each window into tasks of objects of one affix and size."""
+def _tasks(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window]) -> Iterator[Task]:
+    """Cut the rows of each window into tasks of objects of one affix and size.
+
+    Objects follow one another as they lie in the store, where it says how.
+    """
+    affix_ids, places = inventory.affix_ids, np.arange(len(inventory.objects))
+    if "locator" in inventory.objects.column_names:
+        places = inventory.objects.column("locator").fill_null(0).to_numpy()
     most_objects, most_bytes = _TASK_OBJECTS, _TASK_BYTES
     if plan.device is not None:
         most_objects, most_bytes = plan.device.most_objects, plan.device.slab_bytes
     for start, stop in windows:
         window, window_sizes = plan.rows[start:stop], plan.capacities[start:stop]
         affixes = affix_ids[window]
-        order = np.lexsort((window_sizes, affixes))
+        order = np.lexsort((places[window], window_sizes, affixes))
         window, affixes, window_sizes = window[order], affixes[order], window_sizes[order]
         changes = np.flatnonzero((np.diff(affixes) != 0) | (np.diff(window_sizes) != 0)) + 1
         for part, part_sizes in zip(

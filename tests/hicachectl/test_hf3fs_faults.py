@@ -429,9 +429,7 @@ def test_an_absent_data_file_fails_its_objects_alone(place: Place, invoke: Invok
     document = json.loads(out.stdout)
     lost = {f"1:kv:{key}" for key, _ in place.tables()["1:kv"]["key_to_index"]}
     assert {each["key"] for each in document["findings"] if each["key"]} == lost
-    assert all(
-        str(path) in each["detail"] for each in document["findings"] if each["key"] in lost
-    )
+    assert all(str(path) in each["detail"] for each in document["findings"] if each["key"] in lost)
     assert not path.exists()
 
 
