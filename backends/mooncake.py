@@ -34,9 +34,10 @@ from hicachectl.backends.mooncake_client import (
     EXISTS,
     HAS_LEASE,
     INVALID,
+    LEASE_EXPIRED,
     NOT_FOUND,
     NOT_READY,
-    TRANSFER_FAILED,
+    NOT_TRANSFERRED,
     MooncakeClient,
     message_of,
 )
@@ -216,7 +217,7 @@ class MooncakeStore(Store):
         if len(places):
             names = [keys[at] or "" for at in places.tolist()]
             addresses = self._addresses(offsets[places])
-            codes[places] = self._data().get_into(names, addresses, capacities[places].tolist())
+            codes[places] = self._transferred(names, addresses, capacities[places].tolist())
         nbytes = np.where(codes > 0, codes, -1)
         statuses = np.full(len(rows), Status.ERROR, dtype=np.uint8)
         statuses[codes == capacities] = Status.OK
@@ -227,12 +228,21 @@ class MooncakeStore(Store):
         if unclear.any():
             self._clear_up(keys, rows, np.flatnonzero(unclear), statuses, nbytes, versions)
             statuses[(statuses == Status.ERROR) & (nbytes > capacities)] = Status.OVERSIZED
-        statuses[(statuses == Status.ERROR) & (codes == TRANSFER_FAILED)] = Status.UNREACHABLE
+        statuses[(statuses == Status.ERROR) & np.isin(codes, NOT_TRANSFERRED)] = Status.UNREACHABLE
         errors = {
             at: _NOT_TEXT if keys[at] is None else message_of(int(codes[at]))
             for at in np.flatnonzero(np.isin(statuses, _WITH_MESSAGE)).tolist()
         }
         return ReadResult(statuses, errors, nbytes=nbytes, versions=versions)
+
+    def _transferred(
+        self, keys: Sequence[str], addresses: list[int], capacities: list[int]
+    ) -> Codes:
+        """Read objects; those whose leases ended before the batch did, once more and one by one."""
+        codes = self._data().get_into(keys, addresses, capacities)
+        for at in np.flatnonzero(codes == LEASE_EXPIRED).tolist():
+            codes[at] = self._data().get_into([keys[at]], [addresses[at]], [capacities[at]])[0]
+        return codes
 
     def _clear_up(
         self,
@@ -352,7 +362,7 @@ class MooncakeStore(Store):
         client = self._data()
         client.register(copy.address, copy.nbytes)
         try:
-            return client.get_into(keys, (copy.address + offsets).tolist(), sizes.tolist())
+            return self._transferred(keys, (copy.address + offsets).tolist(), sizes.tolist())
         finally:
             client.unregister(copy.address)
 

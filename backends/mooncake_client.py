@@ -38,6 +38,8 @@ CHECKSUM_FAILED = -801
 RPC_FAILED = -900
 RPC_TIMEOUT = -901
 NOT_AVAILABLE = -1010
+# These say nothing against the object itself, which may be read the next time.
+NOT_TRANSFERRED = (LEASE_EXPIRED, TRANSFER_FAILED, CHECKSUM_FAILED)
 # The master does not answer: no answer about one object means anything.
 LOST = (RPC_FAILED, RPC_TIMEOUT, NOT_AVAILABLE)
 
@@ -46,7 +48,8 @@ MESSAGES = {
     INVALID: "refused by the client as invalid",
     NOT_READY: "it is being written",
     HAS_LEASE: "a reader holds a lease on it; wait longer with --lease-wait",
-    LEASE_EXPIRED: "its lease ended before it was transferred; read smaller batches",
+    LEASE_EXPIRED: "its lease ended before it was transferred; raise the master's "
+    "--default_kv_lease_ttl",
     TRANSFER_FAILED: "its storage process does not answer",
     CHECKSUM_FAILED: "its bytes were changed in transfer",
     -1700: "the tenant has no quota left",

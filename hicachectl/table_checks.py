@@ -26,11 +26,15 @@ def check_tables(
 
     before: the tables as they were when the run began. On a live store a page in no list may be
     one that a writer has just reserved: it is leaked when an earlier snapshot and the one saved
-    last agree, or at once where there is no grace.
+    last agree, or at once where there is no grace. Raises StoreUnavailable.
     """
     if before is None:
         return [], None
     now = store.table_state() or before
+    if now.live and now.tables:
+        # Where the server has gone meanwhile, nobody said what of this was evicted: that raises.
+        name = now.tables[0].name.encode()
+        store.exists(pa.table({"key": pa.array([name + b":hicachectl-probe"], pa.binary())}))
     at_once = not (now.live and grace_seconds)
     saved_again = now.saved_at_ns != before.saved_at_ns
     found = check_page_tables(

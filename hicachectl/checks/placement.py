@@ -21,6 +21,8 @@ _IN_MEMORY = pa.array(["memory", "nof"])  # nof: the memory of another host, ove
 
 def check_placement(inventory: Inventory) -> Iterator[pa.Table]:
     """Find replica-mismatch and disk-only, in a scan that has `replicas`."""
+    if not len(inventory.objects):  # which came in no batch, and so without columns
+        return
     column = inventory.objects.column("replicas").combine_chunks()
     counts = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
     rows = np.flatnonzero(counts)

@@ -198,6 +198,32 @@ def test_objects_that_find_no_room_are_errors_and_the_others_are_written(cluster
         assert "no room" in next(iter(result.errors.values()))
 
 
+def test_leases_that_end_within_a_batch_say_nothing_against_its_objects(
+    mooncake_package: None,
+) -> None:
+    """As with a slow network: a finding of severity error would let a repair delete them."""
+    keys = [f"m_{n:064x}_0_k".encode() for n in range(48)]
+    with Cluster(128 << 20, lease_ms=10) as hasty, Arena(64 << 20) as arena:
+        for key in keys:
+            hasty.put(key.decode(), bytes(1 << 20))
+        with open_store(hasty.url) as store:
+            store.attach(arena)
+            sizes = np.full(len(keys), 1 << 20, dtype=np.int64)
+            offsets = np.arange(len(keys)) * (1 << 20)
+            client_codes = _codes_of_one_batch(hasty, keys, arena)
+            result = store.read_into(rows_of(keys), offsets, sizes)
+    assert -707 in client_codes  # what the batch itself is answered
+    assert set(result.statuses.tolist()) <= {Status.OK, Status.UNREACHABLE}
+    assert result.ok.any()
+
+
+def _codes_of_one_batch(cluster: Cluster, keys: list[bytes], arena: Arena) -> list[int]:
+    addresses = [arena.address + (at << 20) for at in range(len(keys))]
+    names = [key.decode() for key in keys]
+    codes: list[int] = cluster.client().batch_get_into(names, addresses, [1 << 20] * len(keys))
+    return codes
+
+
 def test_groups_live_and_die_together(store: MooncakeStore, cluster: Cluster) -> None:
     """A lease on one object of a group keeps the others."""
     assert store.arena is not None

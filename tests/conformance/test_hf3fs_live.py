@@ -19,7 +19,7 @@ from tests.conformance.store_cases import DEFAULT_LAYOUT, HF3FS_CASES
 from tests.hf3fs_server import MetadataServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from tests.conformance.conftest import SglangSession
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-hf3fs")]
 
 PATIENCE_S = 60
-RUNS = 4
+RUNS = 3
 GRACE_S = 2  # two saves of the server
 PROMPT_FOLD = 3  # as many pages are stored in turn as fit three times
-PAGES_OF_FILE = {"gqa_tp2": 96, "mla_indexer": 24, "hybrid_mamba": 48}
-FLUSHED_NODES, FLUSHED_S = 25, 6
+PAGES_OF_FILE = {"gqa_tp2": 128, "mla_indexer": 36, "hybrid_mamba": 48}
+FLUSHED_NODES, FLUSHED_S = 25, 4
 BFLOAT16_NAN = b"\xc0\x7f"
 
 # What is so while engines evict, and no damage: a page is rewritten, the file is newer than the
@@ -195,11 +195,19 @@ def verified(invoke: Invoke, live: Live) -> dict[str, Any]:
     return document
 
 
+def no_leaks(documents: Sequence[dict[str, Any]]) -> bool:
+    """Whether no page is called leaked time and again.
+
+    One that is being written to in both snapshots of a run looks so; seldom, and never twice.
+    """
+    return sum("page-leaked" in document["counts"] for document in documents) <= 1
+
+
 def damage_in(document: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [
         (each["code"], each["severity"], each["key"])
         for each in document["findings"]
-        if each["code"] not in TRUE_OF_A_BUSY_STORE
+        if each["code"] not in TRUE_OF_A_BUSY_STORE | {"page-leaked"}
     ]
 
 
@@ -221,6 +229,7 @@ def test_reused_pages_are_never_damage_and_a_damaged_page_always_is(
     # The catalog has other bytes of it as well.
     mismatch = ("digest-mismatch", "warning", due[2])
     assert [sorted(damage_in(document)) for document in damaged] == [[mismatch, due]] * 2
+    assert no_leaks([*clean, *damaged])
     assert all(document["bytes_read"] > 0 for document in (*clean, *damaged))
     assert any(document["gone"] > 0 for document in clean), "nothing was evicted meanwhile"
 
@@ -236,5 +245,6 @@ def test_pages_are_no_damage_while_the_store_is_flushed_again_and_again(
         while time.monotonic() < end:
             documents.append(verified(invoke, live))
     assert [damage_in(document) for document in documents] == [[]] * len(documents)
+    assert no_leaks(documents)
     assert any(document["gone"] > 0 for document in documents)
     assert sum(document["bytes_read"] for document in documents) > 0

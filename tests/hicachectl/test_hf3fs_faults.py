@@ -80,6 +80,11 @@ class Place:
         fixed = ["--profile", self.profile, "--grace", "0s", "--jobs", "1", "--fail-on", "error"]
         return ["verify", self.url(server), *fixed, "--format", "json", *more]
 
+    @property
+    def recording(self) -> tuple[object, ...]:
+        """Options with which the server is asked about all that was read."""
+        return "--catalog", self.folder / "catalog.parquet", "--update-catalog"
+
     def tables(self) -> dict[str, Any]:
         """What was saved."""
         tables: dict[str, Any] = json.loads(self.snapshot.read_text())
@@ -225,6 +230,23 @@ def test_tables_that_were_wrong_for_a_moment_are_no_finding(place: Place) -> Non
     assert found_in(document) == [("page-leaked", None)]  # second's first page
 
 
+def test_a_catalog_begun_while_all_was_evicted_is_of_use_later(
+    place: Place, invoke: Invoke
+) -> None:
+    """It records nothing: what is stored then is new to it."""
+    pages = place.pages()
+    for page in pages:
+        place.evict(page)
+    invoke(*place.arguments(*place.recording))
+    with open_store(place.url()) as store:
+        store.use_profile(PROFILE)
+        fill(store, PAGES)
+    place.save()
+    document = json.loads(invoke(*place.arguments(*place.recording)).stdout)
+    assert found_in(document) == []
+    assert document["objects"] == sum(map(place.keys_of, pages))
+
+
 def test_what_is_damaged_is_found_though_other_pages_are_reused(place: Place) -> None:
     damaged, reused, *_ = place.pages()
     (key, index), *_ = place.of_page(damaged)[0, "kv"].items()
@@ -238,7 +260,8 @@ def test_what_is_damaged_is_found_though_other_pages_are_reused(place: Place) ->
 
 @pytest.mark.parametrize(("call", "number"), [(LIST, 1), (LIST, 3), (READ, 1), (READ, 2)])
 def test_a_server_killed_during_verify_ends_it(mortal: Place, call: str, number: int) -> None:
-    assert_lost(met(mortal, call, number, mortal.server.kill))
+    assert_lost(met(mortal, call, number, mortal.server.kill, *mortal.recording))
+    assert not (mortal.folder / "catalog.parquet").exists()
 
 
 def test_a_server_killed_before_suspects_are_confirmed_ends_it(mortal: Place) -> None:
@@ -276,7 +299,7 @@ def test_a_server_restarted_from_an_older_snapshot_makes_pages_gone_not_damaged(
         mortal.server.start()
         mortal.save()
 
-    document = document_of(met(mortal, READ, 1, restart))
+    document = document_of(met(mortal, READ, 1, restart, *mortal.recording))
     assert found_in(document) == []
     assert document["gone"] == forgotten > 0
 
@@ -287,7 +310,7 @@ def test_a_server_restarted_without_its_snapshot_is_said_to_have_no_table(mortal
         mortal.server.snapshot.unlink()
         mortal.server.start()
 
-    ended = met(mortal, READ, 1, restart)
+    ended = met(mortal, READ, 1, restart, *mortal.recording)
     assert_lost(ended)
     assert "has no table" in ended.stderr
 
@@ -326,8 +349,8 @@ def test_a_server_that_answers_wrongly_is_one_clear_line(
 ) -> None:
     with serving(script) as address:
         started = time.monotonic()
-        for command in (place.arguments(), ["ls", place.url()]):
-            command = [str(each).replace(place.server.url, f"http://{address}") for each in command]
+        url = f"http://{address}"
+        for command in (place.arguments(server=url), ["ls", place.url(url)]):
             out = invoke(*command, exit_code=3)
             assert out.stdout == ""
             (line,) = lines_of(out.stderr)

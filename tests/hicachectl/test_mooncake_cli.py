@@ -80,6 +80,17 @@ def test_a_healthy_cluster_has_no_findings(invoke: Invoke, cluster: Cluster, pro
     assert document["checks"] == ["names", "groups", "sizes", "values"]
 
 
+def test_an_empty_cluster_is_said_to_be_empty(
+    invoke: Invoke, mooncake_cluster: Cluster, profile: Path
+) -> None:
+    """As after a restart of the master, which forgets every object."""
+    out = invoke("verify", mooncake_cluster.url, "--profile", profile)
+    assert "the store is empty" in out.stderr
+    assert "no findings" in out.stdout
+    for command in (["ls"], ["ls", "--objects"], ["rm", "--model", "m", "--yes"]):
+        invoke(command[0], mooncake_cluster.url, *command[1:])
+
+
 def test_a_warm_up_key_is_information(invoke: Invoke, cluster: Cluster, profile: Path) -> None:
     key = "sglang_mooncake_store_warmup_key" + "0123456789abcdef" * 2
     cluster.put(key, bytes(4096))

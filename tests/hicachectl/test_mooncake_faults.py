@@ -164,3 +164,17 @@ def test_an_absent_master_is_one_clear_line(
     assert out.stdout == ""
     assert len(out.stderr.splitlines()) == 1
     assert NOBODY in out.stderr
+
+
+def test_a_wrong_port_of_the_master_is_said_and_not_tried_for_minutes(
+    mooncake_cluster: Cluster, invoke: Invoke, profile: Path
+) -> None:
+    """Mooncake's own setup asks for 90 s where nobody listens, for 10 minutes an HTTP server."""
+    put_pages(mooncake_cluster)
+    for wrong in (NOBODY, mooncake_cluster.admin):
+        started = time.monotonic()
+        url = f"mooncake://{wrong}?admin={mooncake_cluster.admin}&protocol=tcp"
+        out = invoke("verify", url, "--profile", profile, exit_code=3)
+        assert time.monotonic() - started < QUICK_S
+        assert out.stdout == ""
+        assert "--rpc_port" in out.stderr

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from hicachectl.formats.errors import UsageError
 from hicachectl.pacing import Pace
 
 
@@ -43,5 +44,17 @@ def test_a_stopped_run_does_not_wait() -> None:
     stopped = threading.Event()
     stopped.set()
     pace = Pace(1)
-    pace.wait(1000, stopped)
-    pace.wait(1000, stopped)  # would wait for a quarter of an hour
+    assert not pace.wait(1000, stopped)
+    assert not pace.wait(1000, stopped)  # would wait for a quarter of an hour
+
+
+def test_a_turn_after_the_deadline_is_waited_for_no_longer_than_that() -> None:
+    pace, waits = Pace(100, clock=lambda: 5.0), Waits()
+    assert pace.wait(1000, waits, deadline=6.0)
+    assert not pace.wait(1, waits, deadline=6.0)
+    assert waits.seconds == pytest.approx([0, 1])
+
+
+def test_a_pace_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="--bwlimit"):
+        Pace(0)

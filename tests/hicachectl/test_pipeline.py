@@ -14,6 +14,7 @@ from hicachectl import pipeline
 from hicachectl.backends.base import Status, keys_of
 from hicachectl.backends.file import FileStore
 from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.pacing import Pace
 from hicachectl.pipeline import Loaded, Pipeline, Task, batches
 from tests.hicachectl.stores import put
 
@@ -158,6 +159,16 @@ def test_a_deadline_ends_the_run_between_tasks(store: FileStore) -> None:
     whole = Pipeline(store, OBJECTS, tasks(), content, deadline=time.monotonic() + 60)
     assert len(list(whole)) == len(tasks())
     assert whole.complete
+
+
+def test_a_pace_does_not_outlast_the_deadline(store: FileStore) -> None:
+    began = time.monotonic()
+    pipeline = Pipeline(
+        store, OBJECTS, tasks(), content, pace=Pace(1), deadline=time.monotonic() + 0.2
+    )
+    list(pipeline)
+    assert not pipeline.complete
+    assert time.monotonic() - began < 10
 
 
 def test_large_objects_are_announced_before_they_are_read_and_small_ones_not(
