@@ -93,6 +93,7 @@ class MooncakeStore(Store):
         self.url = str(settings)
         self._admin = MasterAdmin(settings.admin)
         self._client: MooncakeClient | None = None
+        self._kept: list[Any] = []
         self._registered: int | None = None  # address of the arena
         self._opening = threading.Lock()
         try:
@@ -124,7 +125,10 @@ class MooncakeStore(Store):
     def detach(self) -> None:
         """Undo the registration."""
         if self._registered is not None and self._client is not None:
-            self._client.unregister(self._registered)
+            if self._client.abandoned and self.arena is not None:
+                self._kept.append(self.arena.array)  # mapped as long as it is looked at
+            else:
+                self._client.unregister(self._registered)
         self._registered = None
         super().detach()
 

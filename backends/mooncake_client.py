@@ -60,6 +60,8 @@ _LOCAL_BUFFER_BYTES = 16 << 20  # SGLang's; reads and writes of ours go to the a
 _REACH_SECONDS = 5.0
 # Of one question to the master, where the environment does not say; Mooncake's own is 30 s.
 _RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS = "MC_RPC_TIMEOUT_MS", "15000"
+_PATIENCE_SECONDS = 25.0
+_ABANDONED: list[Any] = []  # never given back: their end would wait for what hangs
 _PROBE_KEY = "hicachectl-probe"
 _CALLS = ("batch_get_into", "batch_put_from", "batch_remove", "register_buffer")
 _OLDEST = "0.3.13"
@@ -87,6 +89,7 @@ class MooncakeClient:
         self._settings = settings
         self._calls = threading.Condition()
         self._running = 0
+        self.abandoned = False  # a call hangs, so that memory it may write to has to stay
         module = _module()
         self._configuration = module.ReplicateConfig
         self._soft_pin = getattr(module, "SoftPinAction", None)
@@ -174,9 +177,9 @@ class MooncakeClient:
         """Leave the cluster, once the calls of other threads have returned."""
         with self._calls:
             store, self._store = self._store, None
-            while self._running:
+            while self._running and not self.abandoned:
                 self._calls.wait()
-        if store is not None:
+        if store is not None and not self.abandoned:
             store.close()
 
     def _call(self, name: str, *arguments: Any) -> Codes:
@@ -186,19 +189,46 @@ class MooncakeClient:
                 raise ValueError("the store is closed")
             store = self._store
             self._running += 1
-        try:
-            answer = getattr(store, name)(*arguments)
-        finally:
-            with self._calls:
-                self._running -= 1
-                self._calls.notify_all()
-        codes = np.atleast_1d(np.array(answer, dtype=np.int64))
+        codes = np.atleast_1d(np.array(self._awaited(store, name, arguments), dtype=np.int64))
         if lost := next((int(code) for code in LOST if (codes == code).any()), 0):
             raise StoreUnavailable(
                 f"mooncake://{self._settings.master}: the master does not answer (error {lost}); "
                 "is it running, and of the version of the mooncake package here?"
             )
         return codes
+
+    def _awaited(self, store: Any, name: str, arguments: tuple[Any, ...]) -> Any:
+        """Give what a call answers. Raises StoreUnavailable where it does not within a time.
+
+        A storage process that hangs keeps a transfer for minutes, and nothing ends it: the call is
+        left to a thread that nobody waits for.
+        """
+        answers: list[Any] = []
+        failures: list[Exception] = []
+
+        def call() -> None:
+            try:
+                answers.append(getattr(store, name)(*arguments))
+            except Exception as error:
+                failures.append(error)
+            finally:
+                with self._calls:
+                    self._running -= 1
+                    self._calls.notify_all()
+
+        thread = threading.Thread(target=call, name=f"mooncake-{name}", daemon=True)
+        thread.start()
+        thread.join(_PATIENCE_SECONDS)
+        if thread.is_alive():
+            self.abandoned = True
+            _ABANDONED.append(store)
+            raise StoreUnavailable(
+                f"mooncake://{self._settings.master}: no answer to a transfer within "
+                f"{_PATIENCE_SECONDS:.0f} s; does a storage process of the cluster hang?"
+            )
+        if failures:
+            raise failures[0]
+        return answers[0]
 
     def _probe(self) -> None:
         """Find out now whether the master understands us; `setup` says 0 to any version."""

@@ -79,6 +79,9 @@ class Size(click.ParamType[Any]):
 
     name = "size"
 
+    def __init__(self, least: int = 0) -> None:
+        self.least = least
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Parse the text; a number is passed through."""
         if isinstance(value, int):
@@ -87,6 +90,8 @@ class Size(click.ParamType[Any]):
         if match is None or match[2] not in _UNITS:
             self.fail(f"{_shown(value)} is no size; write 200GiB, 1.5TB or bytes", param, ctx)
         nbytes = int(Fraction(match[1]) * _UNITS[match[2]])
+        if nbytes < self.least:
+            self.fail(f"{_shown(value)} is less than {self.least} bytes", param, ctx)
         if nbytes >= _TOO_LARGE:
             self.fail(f"{_shown(value)} is 8 EiB or more", param, ctx)
         return nbytes

@@ -97,6 +97,10 @@ class Cluster:
         """SIGKILL an owner, the last one unless named; the master notices after its client_ttl."""
         _kill(self._stores.pop(name) if name else self._stores.popitem()[1])
 
+    def pause_store(self) -> None:
+        """SIGSTOP an owner: it is there, and does not answer."""
+        next(iter(self._stores.values())).send_signal(signal.SIGSTOP)
+
     def kill_master(self) -> None:
         """SIGKILL the master."""
         if self._master is not None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hicachectl.sampling import Sample
     from hicachectl.verify import Report, Request
 
-IDENTITY_FIELDS = ("inode", "mtime", "ctime", "size", "segment", "address")
+IDENTITY_FIELDS = ("inode", "mtime", "ctime", "size", "segment", "address", "page_index")
 
 
 @click.command(
@@ -143,7 +143,7 @@ Examples:
 )
 @click.option(
     "--buffer-bytes",
-    type=Size(),
+    type=Size(least=1),
     default="1GiB",
     show_default=True,
     metavar="SIZE",
@@ -197,6 +197,7 @@ def command(
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
             return
         request = _request(ctx, source, options)
+        _refuse_what_is_lacking(source, request, options)
         refuse_without_profile(request)
         finish_earlier(ctx, source, options)
         with (
@@ -243,6 +244,20 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
         raise click.UsageError("--catalog needs the check digests")
     if options["sample_slice"] is not None and not options["sample"]:
         raise click.UsageError("--sample-slice needs --sample")
+
+
+def _refuse_what_is_lacking(store: Any, request: Request, options: dict[str, Any]) -> None:
+    """Fail on options that make no sense for the store, before it is read."""
+    unknown = sorted(set(request.identity) - set(store.version_fields))
+    if unknown:
+        known = ", ".join(store.version_fields) or "none"
+        raise click.UsageError(f"--identity: {store.url} has no {unknown[0]}; it has: {known}")
+    if not (options["stamp"] or options["weights_version"]):
+        return
+    if store.side_directory() is None:
+        raise click.UsageError(f"--stamp, --weights-version: no place beside {store.url} for one")
+    if options["stamp"] and (request.profile is None or request.profile.inferred):
+        raise click.UsageError("--stamp needs a profile: --profile, --model-config or --server")
 
 
 def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> Request:
@@ -311,8 +326,7 @@ def _keep_records(
     if options["stamp"]:
         from hicachectl.stamps import Stamp, write_stamp
 
-        if request.profile is None or request.profile.inferred:
-            raise click.UsageError("--stamp needs a profile: --profile, --model-config or --server")
+        assert request.profile is not None  # or it would have been refused
         path = write_stamp(store, Stamp(request.profile, request.weights_version))
         remark(ctx, f"stamped: {path}")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from hicachectl.backends import mooncake_client
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status, Store
 from hicachectl.backends.mooncake import MooncakeStore
@@ -22,6 +23,7 @@ from hicachectl.backends.testing import (
     write,
 )
 from hicachectl.backends.urls import open_store
+from hicachectl.formats.errors import StoreUnavailable
 from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:
@@ -247,3 +249,20 @@ def test_a_call_after_the_end_is_an_error_and_no_crash(cluster: Cluster) -> None
         store.attach(arena)
         store.close()
         store.close()
+
+
+def test_a_storage_process_that_hangs_is_given_up(
+    mooncake_package: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_client, "_PATIENCE_SECONDS", 1.0)
+    with Cluster() as cluster, Arena(ARENA_BYTES) as arena:
+        cluster.put(KEY.decode(), b"x" * 5000)
+        store = open_store(cluster.url)
+        store.attach(arena)
+        rows = scanned_rows(store, [KEY])
+        cluster.pause_store()
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="hang"):
+            read(store, rows, [5000])
+        store.close()
+        assert time.monotonic() - began < 5

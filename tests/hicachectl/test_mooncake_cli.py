@@ -231,3 +231,18 @@ def test_the_library_logs_are_kept_off_the_terminal(cluster: Cluster, profile: P
         [*command[:3], "-v", *command[3:]], capture_output=True, text=True, check=False
     )
     assert "client" in told.stderr
+
+
+def test_what_a_cluster_cannot_do_is_refused_before_it_is_read(
+    invoke: Invoke, cluster: Cluster, profile: Path, tmp_path: Path
+) -> None:
+    catalog = ("--catalog", tmp_path / "c", "--update-catalog")
+    for named, *arguments in (
+        ("--stamp",),
+        ("--weights-version", "v2"),
+        ("--identity", "inode", *catalog),
+        ("--buffer-bytes", "0"),
+        ("--bwlimit", "0"),
+    ):
+        given = ("--profile", profile, named, *arguments)
+        assert named in invoke("verify", cluster.url, *given, exit_code=2).stderr
