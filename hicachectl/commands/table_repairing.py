@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
-import pyarrow as pa
 
 from hicachectl.formats.errors import UsageError
 from hicachectl.session import remark
@@ -68,6 +66,9 @@ def write_repaired_snapshot(
 
     False where the store has a server, or no tables.
     """
+    import numpy as np
+    import pyarrow as pa
+
     from hicachectl.backends.hf3fs_snapshot import Snapshot, write_repaired
     from hicachectl.page_table_repair import bad_rows, repaired_table
 
