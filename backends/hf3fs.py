@@ -168,13 +168,6 @@ class Hf3fsStore(Store):
 
     # listing
 
-    @property
-    def snapshot_age(self) -> float | None:
-        """Seconds since the snapshot was saved; None without one."""
-        if self.settings.snapshot is None:
-            return None
-        return max(0.0, time.time() - self._saved().snapshot.saved_at_ns / 1e9)
-
     def page_tables(self) -> tuple[PageTable, ...]:
         """Give the tables of the ranks looked at, as the snapshot last saved has them.
 

@@ -7,13 +7,13 @@ Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS.from
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from hicachectl.backends.sglang_config import read_config
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.profile import MAX_RANKS, shown
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CONFIG_VARIABLE = "SGLANG_HICACHE_HF3FS_CONFIG_PATH"
-MAX_CONFIG_BYTES = 1 << 20
 MAX_FILE_SIZE = (1 << 63) - 1
 
 _REQUIRED = ("file_path_prefix", "file_size", "numjobs", "entries")
@@ -177,7 +176,7 @@ def _count(url: StoreUrl, name: str, most: int) -> int | None:
 
 def _read_config(path: str, source: str) -> _Config:
     where = f"{source} {path}"
-    document = _read_json(path, where)
+    document = read_config(path, where)
     for name in document:
         if name not in (*_REQUIRED, *_OPTIONAL):
             known = ", ".join((*_REQUIRED, *_OPTIONAL))
@@ -201,25 +200,6 @@ def _read_config(path: str, source: str) -> _Config:
         if server  # SGLang takes null and "" for none
         else None,
     )
-
-
-def _read_json(path: str, where: str) -> dict[str, Any]:
-    try:
-        if not Path(path).is_file():  # opening a FIFO would wait for a writer
-            raise UsageError(f"{where}: there is no such file")
-        with Path(path).open("rb") as stream:
-            text = stream.read(MAX_CONFIG_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise UsageError(f"{where}: {getattr(error, 'strerror', None) or error}") from error
-    if len(text) > MAX_CONFIG_BYTES:
-        raise FormatError(f"{where}: larger than {MAX_CONFIG_BYTES} bytes: no config of SGLang's")
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise FormatError(f"{where}: expected a JSON object")
-    return document
 
 
 def _text(value: Any, where: str) -> str:

@@ -93,6 +93,7 @@ class MooncakeStore(Store):
         self.url = str(settings)
         self._admin = MasterAdmin(settings.admin)
         self._client: MooncakeClient | None = None
+        self._closed = False
         self._kept: list[Any] = []
         self._registered: int | None = None  # address of the arena
         self._opening = threading.Lock()
@@ -110,6 +111,7 @@ class MooncakeStore(Store):
     def close(self) -> None:
         """Leave the cluster."""
         self.detach()
+        self._closed = True
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -391,6 +393,8 @@ class MooncakeStore(Store):
 
     def _data(self) -> MooncakeClient:
         with self._opening:
+            if self._closed:
+                raise ValueError("the store is closed")
             if self._client is None:
                 self._client = MooncakeClient(self._settings)
             return self._client

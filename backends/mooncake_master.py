@@ -148,10 +148,6 @@ class _SegmentsReply(msgspec.Struct):
     segments: list[_SegmentItem]
 
 
-class _ErrorReply(msgspec.Struct):
-    error_message: str
-
-
 # UnicodeDecodeError is a ValueError and none of msgspec's own errors.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _BATCH = msgspec.json.Decoder(_BatchReply)

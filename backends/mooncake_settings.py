@@ -9,12 +9,11 @@ MooncakeStoreConfig, MooncakeBaseStore._load_config; srt/environ.py.
 from __future__ import annotations
 
 import ipaddress
-import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hicachectl.backends.sglang_config import read_config
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import FormatError, HicacheError, UsageError
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CONFIG_VARIABLE = "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH"
-MAX_CONFIG_BYTES = 1 << 20
 
 _DEFAULT_METRICS_PORT = 9003
 _DEFAULT_METADATA = "P2PHANDSHAKE"
@@ -307,21 +305,7 @@ def _flag(environ: Mapping[str, str], name: str) -> bool:
 
 
 def _read_config(path: str, where: str) -> dict[str, Any]:
-    try:
-        if not Path(path).is_file():  # opening a FIFO would wait for a writer
-            raise UsageError(f"{where}: there is no such file")
-        with Path(path).open("rb") as stream:
-            text = stream.read(MAX_CONFIG_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise UsageError(f"{where}: {getattr(error, 'strerror', None) or error}") from error
-    if len(text) > MAX_CONFIG_BYTES:
-        raise FormatError(f"{where}: larger than {MAX_CONFIG_BYTES} bytes: no Mooncake config")
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where}: not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise FormatError(f"{where}: expected a JSON object")
+    config = read_config(path, where)
     _check_types(config, where)
     if "master_server_address" not in config and "client_server_address" not in config:
         raise FormatError(f"{where}: master_server_address is missing")

@@ -64,6 +64,8 @@ def compare(catalog: Catalog, digested: Digested, fields: tuple[str, ...]) -> np
     fields: the identity fields that must be equal for an object to be the one recorded. Without
     any in common with the catalog, nothing shows that an object was rewritten.
     """
+    if not len(catalog.entries):  # nothing to take the place of what is unknown
+        return np.full(len(digested), UNKNOWN, dtype=np.int8)
     places = _places(catalog, digested.keys)
     known = places >= 0
     recorded = catalog.entries.take(pa.array(np.maximum(places, 0)))

@@ -343,7 +343,7 @@ class _Run:
     ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int64]]:
         """Say what became of each digested object since the catalog; and which those are."""
         rows = np.flatnonzero(reading.digested) if self._digests else np.zeros(0, dtype=np.int64)
-        if self.request.catalog is None or not len(self.request.catalog.entries):
+        if self.request.catalog is None:
             return np.zeros(len(rows), dtype=np.int8), rows
         fields = self.request.identity or self.store.version_fields
         records = self._records(inventory, rows, reading)

@@ -253,10 +253,16 @@ def _obey(module: ModuleType, answers: IO[str]) -> None:
             state.ranks.clear()
             done = True
         else:
-            before = state.persistence_path.stat().st_ino
+            before = _written(state)
             state.save_to_disk()  # logs what goes wrong, and raises nothing
-            done = state.persistence_path.stat().st_ino != before
+            done = _written(state) != before
         print("done" if done else "failed", file=answers, flush=True)
+
+
+def _written(state: Any) -> tuple[int, int]:
+    """Tell one writing of the snapshot from another; inodes are used again."""
+    facts = state.persistence_path.stat()
+    return facts.st_ino, facts.st_mtime_ns
 
 
 def _sglang_module() -> ModuleType:

@@ -249,6 +249,18 @@ def test_a_call_after_the_end_is_an_error_and_no_crash(cluster: Cluster) -> None
         store.attach(arena)
         store.close()
         store.close()
+        with pytest.raises(ValueError, match="closed"):
+            store.attach(arena)
+
+
+def test_pinning_is_known_to_the_master(store: MooncakeStore, cluster: Cluster) -> None:
+    assert "soft-pinned: 0" in cluster.ask("metrics/summary")
+    one = np.full(1, 4096, dtype=np.int64)
+    written = store.write_from(
+        rows_of([KEY]), np.zeros(1, dtype=np.int64), one, if_absent=True, pin=True
+    )
+    assert written.all_ok
+    assert "soft-pinned: 1" in cluster.ask("metrics/summary")
 
 
 def test_a_storage_process_that_hangs_is_given_up(

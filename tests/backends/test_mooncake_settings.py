@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from hicachectl.backends.mooncake_settings import (
     CONFIG_VARIABLE,
-    MAX_CONFIG_BYTES,
     MooncakeSettings,
     settings_from,
     split_address,
 )
+from hicachectl.backends.sglang_config import MAX_CONFIG_BYTES
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import FormatError, UsageError
 
