@@ -163,7 +163,7 @@ class Store(ABC):
     written, with `mtime_ns` kept where the store has times. One array entry belongs to each row.
     """
 
-    scheme: ClassVar[str]  # names the key grammar in formats.keys, and the URL scheme
+    scheme: ClassVar[str]  # of its URLs
     limits: Limits
 
     supports_writes: ClassVar[bool] = True
@@ -196,6 +196,23 @@ class Store(ABC):
     @abstractmethod
     def from_url(cls, url: StoreUrl) -> Self:
         """Open the store a URL names. Raises StoreUnavailable."""
+
+    @classmethod
+    def create(cls, url: StoreUrl) -> Self:
+        """Open the store a URL names to write to it; one that is not there yet is made, empty.
+
+        Raises StoreUnavailable.
+        """
+        return cls.from_url(url)
+
+    @property
+    def grammar(self) -> str:
+        """Name of its keys' grammar in formats.keys: the scheme, unless it holds another's keys."""
+        return self.scheme
+
+    def recorded_profile(self) -> Profile | None:
+        """Give the profile that the store itself keeps with its objects; most keep none."""
+        return None
 
     @abstractmethod
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:

@@ -99,6 +99,15 @@ class FileStore(Store):
         """Open the directory of a `file:` URL."""
         return cls(url.path)
 
+    @classmethod
+    def create(cls, url: StoreUrl) -> Self:
+        """Open the directory of a `file:` URL; a missing one is made, as SGLang does."""
+        try:
+            os.makedirs(url.path, exist_ok=True)  # noqa: PTH103 - names that are not UTF-8
+        except OSError as error:
+            raise StoreUnavailable(f"{url.path}: cannot be made: {error.strerror}") from error
+        return cls(url.path)
+
     def side_directory(self) -> Path:
         """Name the sub-directory that SGLang ignores and its `clear()` leaves."""
         return Path(self.path) / os.fsdecode(OWN_PREFIX)

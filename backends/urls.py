@@ -89,12 +89,15 @@ def default_file_directory(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR") or "/tmp/hicache"
 
 
-def open_store(text: str, *, config: Config | None = None) -> Store:
-    """Open the store that a STORE argument names. Raises UsageError, StoreUnavailable."""
+def open_store(text: str, *, config: Config | None = None, create: bool = False) -> Store:
+    """Open the store that a STORE argument names. Raises UsageError, StoreUnavailable.
+
+    create: to be written to, and made if it is not there (`Store.create`).
+    """
     url = parse_url(text, config)
     module, _, name = SCHEMES[url.scheme].target.partition(":")
     backend: type[Store] = getattr(import_module(module), name)
-    return backend.from_url(url)
+    return backend.create(url) if create else backend.from_url(url)
 
 
 def parse_url(text: str, config: Config | None = None) -> StoreUrl:

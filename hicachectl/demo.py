@@ -72,8 +72,8 @@ def fill(store: Store, pages: int) -> None:
     rng = np.random.default_rng(_SEED)
     tokens = rng.integers(0, 150_000, pages * PROFILE.page_size)
     hashes = page_hashes_hex(tokens, PROFILE.page_size)
-    members = expected_objects(PROFILE, store.scheme)
-    spell = codec_for(store.scheme).affix
+    members = expected_objects(PROFILE, store.grammar)
+    spell = codec_for(store.grammar).affix
     with Arena(sum(m.nbytes for m in members)) as arena:
         store.attach(arena)
         start_ns = time.time_ns() - _AGE_S * 10**9

@@ -65,12 +65,12 @@ def inspect_page(
     if len(pages) != 1:
         raise UsageError(_no_single_page(store.url, prefix, pages))
     in_flight = groups.newest_ns > time.time_ns() - int(grace_seconds * 1e9)
-    checkers = value_checkers(inventory.table, profile, store.scheme)
+    checkers = value_checkers(inventory.table, profile, store.grammar)
     reading = _read(store, inventory, checkers)
     found = combine(
         [
             *check_groups(inventory, groups, in_flight),
-            *check_sizes(inventory, groups, in_flight, store.scheme),
+            *check_sizes(inventory, groups, in_flight, store.grammar),
             *reading.findings(inventory),
         ]
     )

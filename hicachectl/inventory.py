@@ -73,7 +73,7 @@ def take_inventory(
         batches.append(batch.append_column("page", pages))
         ids.append(affix_ids)
         on_batch(len(batch))
-    table = assign_affixes(splitter.affixes, codec_for(store.scheme), profile)
+    table = assign_affixes(splitter.affixes, codec_for(store.grammar), profile)
     objects = pa.Table.from_batches(batches, schema=batches[0].schema if batches else _SCHEMA)
     affix_ids = np.concatenate(ids)
     table = _with_common_sizes(table, objects, affix_ids)

@@ -118,7 +118,7 @@ def _from_config(options: Mapping[str, Any], store: Store | None) -> Profile:
     if "model" not in flags:
         flags["model"] = config.get("_name_or_path") or _only_model(store)
     if store is not None:
-        flags["storage_backend"] = store.scheme
+        flags["storage_backend"] = store.grammar
     return profile_from_config(config, DeploymentFlags(**flags), source=str(path))
 
 
@@ -148,7 +148,7 @@ def _only_model(store: Store | None) -> str:
         splitter = KeySplitter()
         for batch in islice(store.scan(("key",)), 4):
             splitter.split(batch.column("key"))
-        table = assign_affixes(splitter.affixes, codec_for(store.scheme), None)
+        table = assign_affixes(splitter.affixes, codec_for(store.grammar), None)
         models = {deployment.model for deployment in table.deployments}
     if len(models) != 1:
         seen = f"; the store has {', '.join(sorted(models))}" if models else ""

@@ -351,7 +351,7 @@ class _Reader:
     def _read(self, pipeline: Pipeline[_Done]) -> Iterator[int]:
         """Gather the results of the tasks, and give the bytes of each."""
         for done in pipeline:
-            _gather(self._result, done, self._wants_digest, self._store.scheme)
+            _gather(self._result, done, self._wants_digest, self._store.grammar)
             yield int(done.loaded.task.capacities.sum())
         self._result.complete = pipeline.complete
 

@@ -184,7 +184,8 @@ def _unfinished(run: Path, store: Store, directory: Path | None) -> Iterator[Bat
     own = beside is not None and directory == beside / "quarantine"
     for batch in batches(run):
         record = batch.record
-        if not batch.done and record.scheme == store.scheme and (own or record.store == store.url):
+        mine = record.scheme == store.grammar and (own or record.store == store.url)
+        if not batch.done and mine:
             yield batch
 
 
@@ -361,7 +362,7 @@ class _Worker:
                 if not works:
                     return
                 groups = tuple(work.group for work in works)
-                record = Record(self._store.url, self._store.scheme, mode, time.time(), groups)
+                record = Record(self._store.url, self._store.grammar, mode, time.time(), groups)
                 batch = self._run.begin(batch, record)
             except OSError as error:
                 self._refuse(works, error)

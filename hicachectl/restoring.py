@@ -110,7 +110,7 @@ def _restore_batch(
     chosen = [group for group in batch.record.groups if wanted(group.page)]
     if not chosen or batch.record.mode == "delete":  # the next rm completes that
         return
-    if batch.record.scheme != store.scheme:
+    if batch.record.scheme != store.grammar:
         raise UsageError(
             f"{batch.run}: was taken from {batch.record.store}, a {batch.record.scheme} store; "
             f"{store.url} has keys of another form"

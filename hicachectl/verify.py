@@ -249,7 +249,7 @@ class _Run:
         if "groups" in checks:
             yield from check_groups(inventory, groups, in_flight)
         if "sizes" in checks:
-            yield from check_sizes(inventory, groups, in_flight, self.store.scheme)
+            yield from check_sizes(inventory, groups, in_flight, self.store.grammar)
             if self.store.supports_replicas:
                 yield from check_placement(inventory)
 
@@ -257,7 +257,7 @@ class _Run:
         """Choose the objects to read: settled, in the sample, and of use to a check."""
         checkers: dict[int, ValueChecker] = {}
         if self._values:
-            checkers = value_checkers(inventory.table, self.request.profile, self.store.scheme)
+            checkers = value_checkers(inventory.table, self.request.profile, self.store.grammar)
         replicated = replica_sets(inventory.table) != NO_REPLICAS
         has_checker = np.zeros(len(inventory.table.affixes) + 1, dtype=np.bool_)
         has_checker[list(checkers)] = True

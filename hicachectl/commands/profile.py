@@ -94,6 +94,6 @@ def _inferred(
     profile_from_options(options)  # refuses the flags that choose nothing
     with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
         inventory = take_inventory(source, on_batch=advance)
-        profile = infer_profile(inventory, source.scheme, Choice(model=model, **sizes))
+        profile = infer_profile(inventory, source.grammar, Choice(model=model, **sizes))
     remark(ctx, f"inferred from {store}: only shards, pools and sizes that were seen")
     return profile
