@@ -56,6 +56,7 @@ _RENAME_NOREPLACE = 1
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 # The file system itself is gone: no answer about one file means anything.
 _LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _WORDS = {
     errno.ELOOP: "is a symbolic link",
     errno.ENXIO: "is not a regular file",  # opening a socket
@@ -510,7 +511,7 @@ class FileStore(Store):
         if error.errno == errno.EEXIST:
             return Status.EXISTS
         errors[index] = _WORDS.get(error.errno or 0) or error.strerror or str(error)
-        return Status.ERROR
+        return Status.FULL if error.errno in _NO_ROOM else Status.ERROR
 
     def _removed(self, error: OSError) -> bool:
         if error.errno == errno.EBADF and self._directory < 0:
