@@ -86,9 +86,7 @@ class Destination:
     stopped: set once nothing more should be begun, since the store is full.
     """
 
-    def __init__(
-        self, store: Store, times: Any, *, verify: bool, pin: bool = False
-    ) -> None:
+    def __init__(self, store: Store, times: Any, *, verify: bool, pin: bool = False) -> None:
         self.store = store
         self.full = threading.Event()
         self._times = times
@@ -96,7 +94,9 @@ class Destination:
         self._pin = pin
         self._writing = threading.BoundedSemaphore(max(1, store.limits.parallel_writes))
 
-    def deliver(self, parcel: Parcel, arena: Arena, base: int, fates: npt.NDArray[np.uint8]) -> Delivered:
+    def deliver(
+        self, parcel: Parcel, arena: Arena, base: int, fates: npt.NDArray[np.uint8]
+    ) -> Delivered:
         """Write what a parcel has become in the arena, from `base` on.
 
         fates: [groups] DONE for those to be written. Raises StoreUnavailable.

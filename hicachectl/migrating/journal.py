@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
 from hicachectl.formats.errors import FormatError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Self
+
+    import pyarrow as pa
 
 FORM = 1
 _HASH_DIGITS = 64

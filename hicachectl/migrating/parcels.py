@@ -105,7 +105,12 @@ class Parcel(Task):
 
 
 def parcels(
-    survey: Survey, items: IntArray, action: Action, *, reads_back: bool, most_bytes: int,
+    survey: Survey,
+    items: IntArray,
+    action: Action,
+    *,
+    reads_back: bool,
+    most_bytes: int,
     most_objects: int,
 ) -> Iterator[Parcel]:
     """Cut groups, in their order, into parcels of limited size, or of one group.

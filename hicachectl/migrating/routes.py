@@ -105,8 +105,7 @@ def planned_route(deployment: Deployment, plan: TransferPlan, grammar: str) -> R
         members=np.array([numbers[s.coordinate] for s in plan.sources], dtype=np.int64),
         sizes=np.array([source.nbytes for source in plan.sources], dtype=np.int64),
         targets=tuple(
-            Target(spell(d.coordinate), d.coordinate, d.nbytes, d.anchor)
-            for d in plan.destinations
+            Target(spell(d.coordinate), d.coordinate, d.nbytes, d.anchor) for d in plan.destinations
         ),
         units=plan.units,
         verbatim=all(unit.identity for unit in plan.units),

@@ -84,9 +84,11 @@ def survey_source(inventory: Inventory, groups: PageGroups, route: Route) -> Sur
     listed = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
     sizes = np.where(rows >= 0, np.append(listed, UNKNOWN_SIZE)[rows], 0)
     sizes = np.where((rows >= 0) & (sizes == UNKNOWN_SIZE), route.sizes, sizes)
-    due = np.stack(
-        [(rows[:, list(unit.sources)] >= 0).all(axis=1) for unit in route.units], axis=1
-    ) if route.units else np.zeros((len(numbers), 0), dtype=np.bool_)
+    due = (
+        np.stack([(rows[:, list(unit.sources)] >= 0).all(axis=1) for unit in route.units], axis=1)
+        if route.units
+        else np.zeros((len(numbers), 0), dtype=np.bool_)
+    )
     return Survey(
         route=route,
         groups=numbers,
@@ -209,9 +211,7 @@ def _refuse_other_topology(
         _refuse_further_ranks(store, route, affixes, grammar)
 
 
-def _refuse_further_ranks(
-    store: Store, route: Route, affixes: list[Affix], grammar: str
-) -> None:
+def _refuse_further_ranks(store: Store, route: Route, affixes: list[Affix], grammar: str) -> None:
     coordinates = [target.coordinate for target in route.targets]
     own = {(c.model, c.tag, c.pool, c.part) for c in coordinates}
     ranks = {c.shard.tp_rank for c in coordinates if c.shard.tp_rank is not None}
