@@ -155,7 +155,7 @@ def migrate(
     """
     started = time.monotonic()
     grammar = _grammar(source, destination, request)
-    routes_of = _router(source, grammar, request)  # refuses before anything is listed
+    routes_of = _router(source, destination, grammar, request)  # refuses before anything is listed
     _tell_profiles(source, destination, request)
     agenda = _agenda(source, destination, request, routes_of, grammar, on_listed)
     identity = _identity(source, destination, request, grammar)
@@ -202,9 +202,14 @@ def _transforms(source: Store, grammar: str, request: Request) -> bool:
     return changed or grammar != source.grammar
 
 
-def _router(source: Store, grammar: str, request: Request) -> Callable[[Inventory], list[Route]]:
+def _router(
+    source: Store, destination: Store, grammar: str, request: Request
+) -> Callable[[Inventory], list[Route]]:
     """Decide how the source's deployments become the destination's, once it is listed."""
+    same = source.url == destination.url
     if not _transforms(source, grammar, request):
+        if same:
+            raise UsageError(f"{source.url}: source and destination are the same")
         return lambda inventory: list(verbatim_routes(inventory.table.deployments))
     profile = request.profile
     if profile is None or profile.inferred:
@@ -214,6 +219,12 @@ def _router(source: Store, grammar: str, request: Request) -> Callable[[Inventor
         )
     target = request.destination_profile or profile
     plan = transfer_plan(profile, source.grammar, target, grammar)
+    old, new = ({o.coordinate for o in objects} for objects in (plan.sources, plan.destinations))
+    if same and old & new:
+        raise UsageError(
+            f"{source.url}: what is written would get keys of what is read; migrate to another "
+            "store, or to another --to-model or --to-tag"
+        )
     return lambda inventory: [planned_route(inventory.table.deployments[0], plan, grammar)]
 
 
