@@ -451,7 +451,7 @@ def test_mooncake_keys_of_older_releases(sglang: str, model: Profile, expected: 
     ],
 )
 def test_ranks_that_an_older_release_does_not_tell_apart_are_refused(
-    sglang: str, scheme: str, change: dict[str, int]
+    sglang: str, scheme: str, change: dict[str, Any]
 ) -> None:
     model = replace(profile(mla()), sglang=sglang, **change)
     with pytest.raises(UnsupportedByBackend, match="overwrite one another"):
