@@ -72,11 +72,15 @@ class Status(IntEnum):
     ERROR = 5  # anything else; the result's `errors` says what
     CHANGED = 6  # another object has taken the key since the row was listed; left as it is
     UNREACHABLE = 7  # the store knows the object, but where its bytes lie nobody answers
+    FULL = 8  # not written: the store has no room for it
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of each row: statuses [n] uint8, and the message of each ERROR, UNREACHABLE."""
+    """What became of each row.
+
+    statuses: [n] uint8. errors: the message of each ERROR, UNREACHABLE and FULL.
+    """
 
     statuses: StatusArray
     errors: dict[int, str] = field(default_factory=dict)
@@ -174,6 +178,7 @@ class Store(ABC):
     supports_empty: ClassVar[bool] = True  # zero-byte objects
     supports_version: ClassVar[bool] = False
     version_fields: ClassVar[tuple[str, ...]] = ()  # of `version`, 8 bytes of little endian each
+    lists_late: ClassVar[bool] = False  # a scan may lack what was written lately
     versions_recur: ClassVar[bool] = False  # another object can get the version of an earlier one
     supports_locator: ClassVar[bool] = False
     supports_pin: ClassVar[bool] = False
@@ -316,7 +321,7 @@ class Store(ABC):
         if_absent: leave an existing object as it is and answer EXISTS; else replace it.
         group:     one id a row, a hint that some stores use to evict them together.
         pin:       protect from eviction; refused with UnsupportedByBackend where that is unknown.
-        Statuses: OK, EXISTS, ERROR.
+        Statuses: OK, EXISTS, FULL, ERROR.
         """
         raise UnsupportedByBackend(f"{self.url}: the store cannot be written to")
 

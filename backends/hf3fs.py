@@ -111,6 +111,7 @@ class Hf3fsStore(Store):
     supports_holes: ClassVar[bool] = True
     version_fields: ClassVar[tuple[str, ...]] = ("page_index",)
     versions_recur: ClassVar[bool] = True  # freed pages are handed out at once
+    lists_late: ClassVar[bool] = True
 
     def __init__(self, settings: Hf3fsSettings, *, direct: bool | None = None) -> None:
         """Open a store. direct: whether to read past the page cache (see DataFiles)."""

@@ -35,6 +35,7 @@ from hicachectl.backends.mooncake_client import (
     HAS_LEASE,
     INVALID,
     LEASE_EXPIRED,
+    NO_SPACE,
     NOT_FOUND,
     NOT_READY,
     NOT_TRANSFERRED,
@@ -287,6 +288,7 @@ class MooncakeStore(Store):
         """Put objects, and read them back: a put of a key that exists is answered like any other.
 
         Without if_absent, an object that is there is removed first, once no reader has a lease.
+        A cluster evicts what has no lease or pin to make room; FULL means that it could not.
         """
         self._memory(offsets, sizes, len(rows))
         keys = _texts(rows)
@@ -416,7 +418,7 @@ def _note_errors(
     """Mark the rows at `places` whose code is none of the `fine` ones."""
     for at, code in zip(places.tolist(), codes.tolist(), strict=True):
         if code not in fine:
-            statuses[at] = Status.ERROR
+            statuses[at] = Status.FULL if code == NO_SPACE else Status.ERROR
             errors[at] = message_of(code)
 
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "show": CommandEntry("show", "Show one page: its objects and what is wrong with them."),
     "verify": CommandEntry("verify", "Check a store and report what is wrong."),
     "restore": CommandEntry("restore", "Put quarantined pages back into a store."),
+    "migrate": CommandEntry("migrate", "Copy pages to another store, transformed if need be."),
     "rm": CommandEntry("rm", "Remove pages from a store."),
     "profile": CommandEntry("profile", "Print the profile that would be used."),
     "demo": CommandEntry("demo", "Write a small sample store."),

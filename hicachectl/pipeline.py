@@ -46,10 +46,13 @@ class Task:
     """Objects that must be in memory together.
 
     rows: [n] int64, row numbers of the object table; capacities: [n] int64, bytes of each.
+    room: bytes that the work needs behind them. name: for messages.
     """
 
     rows: IntArray
     capacities: IntArray
+    room: int = 0
+    name: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,12 +60,14 @@ class Loaded:
     """A task whose objects have been read, as far as they could be.
 
     offsets: [n] int64 into the arena; 4 KiB-aligned, equal steps for equal capacities.
+    room:    offset of the task's room in the arena, 4 KiB-aligned.
     read:    the store's answer for each object.
     """
 
     task: Task
     arena: Arena
     offsets: IntArray
+    room: int
     read: ReadResult
     _slab: Slab
     _held: bool = field(default=False)
@@ -115,6 +120,7 @@ class Pipeline(Generic[T]):
         pace: Pace | None = None,
         identify: bool = True,
         confirm: bool = False,
+        destination: Store | None = None,
     ) -> None:
         """Prepare; nothing starts before the iteration.
 
@@ -124,6 +130,7 @@ class Pipeline(Generic[T]):
         pace:     how fast to read.
         identify: whether the versions of what is read are wanted.
         confirm:  read by `Store.read_confirmed`.
+        destination: a store that the work writes to, from the same memory.
         """
         self.complete = True  # whether every task was begun, once the iteration is over
         self._store = store
@@ -136,18 +143,24 @@ class Pipeline(Generic[T]):
         self._next = threading.Lock()
         self._work = work
         self._jobs = jobs or min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
+        # Jobs that write as well leave the reading to others meanwhile: there can be more of them.
+        readers = self._jobs if destination is None else store.limits.parallel_reads
+        self._reading = threading.BoundedSemaphore(max(1, readers))
         self._buffer_bytes = buffer_bytes
         self._deadline = deadline
         self._pace = pace
         self._identify = identify
         self._read_call = store.read_confirmed if confirm else store.read_into
+        self._stores = (store,) if destination is None else (store, destination)
         self._stopped = threading.Event()
         self._results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_QUEUED_RESULTS)
 
     def __iter__(self) -> Iterator[T]:
-        arena = Arena(self._buffer_bytes, named=self._store.named_arena)
+        named = any(store.named_arena for store in self._stores)
+        arena = Arena(self._buffer_bytes, named=named)
         allocator = SlabAllocator(arena.nbytes)
-        self._store.attach(arena)
+        for store in self._stores:
+            store.attach(arena)
         readers = [
             threading.Thread(target=self._read, args=(arena, allocator), name=f"reader-{number}")
             for number in range(self._jobs)
@@ -170,7 +183,8 @@ class Pipeline(Generic[T]):
             while any(reader.is_alive() for reader in readers):
                 with suppress(queue.Empty):  # a reader may wait for room in the queue
                     self._results.get(timeout=0.01)
-            self._store.detach()
+            for store in self._stores:
+                store.detach()
             arena.close()
 
     def _read(self, arena: Arena, allocator: SlabAllocator) -> None:
@@ -223,15 +237,17 @@ class Pipeline(Generic[T]):
 
     def _one(self, task: Task, arena: Arena, allocator: SlabAllocator) -> T:
         offsets, nbytes = place(task.capacities)
-        slab = allocator.reserve(max(nbytes, 1), name=f"a task of {len(task.rows)} objects")
+        name = task.name or f"a task of {len(task.rows)} objects"
+        slab = allocator.reserve(max(nbytes + task.room, 1), name=name)
         loaded: Loaded | None = None
         try:
             offsets = np.asarray(offsets) + slab.offset
             self._keep_pace(int(task.capacities.sum()))
-            read = self._read_call(
-                self._named(task.rows), offsets, task.capacities, identify=self._identify
-            )
-            loaded = Loaded(task, arena, offsets, read, slab)
+            with self._reading:
+                read = self._read_call(
+                    self._named(task.rows), offsets, task.capacities, identify=self._identify
+                )
+            loaded = Loaded(task, arena, offsets, slab.offset + nbytes, read, slab)
             return self._work(loaded)
         finally:
             if loaded is None or not loaded._held:
