@@ -9,7 +9,7 @@ from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageE
 from hicachectl.formats.pools import mla_row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.formats.profile import Pool, Profile
@@ -95,10 +95,11 @@ def check_pools(
 
 
 def _check_pool(one: Pool, two: Pool) -> None:
-    for name in _differences(_comparable(one), _comparable(two)):
+    ours, theirs = _comparable(one), _comparable(two)
+    for name in (f.name for f in fields(one) if getattr(ours, f.name) != getattr(theirs, f.name)):
         raise ProfileError(
-            f"pools[{one.name}].{name}: {getattr(one, name)!r} in the source, "
-            f"{getattr(two, name)!r} in the destination: other bytes, which no copy makes"
+            f"pools[{one.name}].{name}: {getattr(ours, name)!r} in the source, "
+            f"{getattr(theirs, name)!r} in the destination: other bytes, which no copy makes"
         )
 
 
@@ -107,10 +108,6 @@ def _comparable(pool: Pool) -> Pool:
     dtype = mla_row(pool)[1] if pool.kind == "mla" else pool.dtype
     v_head_dim = pool.v_head_dim or pool.head_dim
     return replace(pool, layers=0, packed_draft_layers=0, dtype=dtype, v_head_dim=v_head_dim)
-
-
-def _differences(one: Pool, two: Pool) -> Iterator[str]:
-    return (f.name for f in fields(one) if getattr(one, f.name) != getattr(two, f.name))
 
 
 def _check_shards(profile: Profile, pool: Pool) -> None:

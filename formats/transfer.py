@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.formats.expectation import ExpectedObject, expected_objects
@@ -96,26 +96,29 @@ def retargeted(
     tp_lcm_size: int | None = None,
     layout: str | None = None,
     sglang: str | None = None,
+    unified_head_group: int | None = None,
+    unified_layer_partition: int | None = None,
 ) -> Profile:
     """Describe the same pages as another deployment would store them; None keeps a value.
 
     Another pp without a partition gets SGLang's own. Raises nothing: `transfer_plan` checks.
     """
-    stages = profile.pp_partition if pp in (None, profile.pp) else ()
-    changed = replace(
-        profile,
-        model=profile.model if model is None else model,
-        tag=profile.tag if tag is None else tag,
-        tp=profile.tp if tp is None else tp,
-        pp=profile.pp if pp is None else pp,
-        pp_partition=stages if pp_partition is None else tuple(pp_partition),
-        tp_lcm_size=profile.tp_lcm_size if tp_lcm_size is None else tp_lcm_size,
-        layout=profile.layout if layout is None else layout,
-        sglang=profile.sglang if sglang is None else sglang,
-    )
-    # Where linear attention is sharded like attention, it still is.
-    follows = profile.linear_tp == profile.tp
-    return replace(changed, linear_tp=changed.tp) if follows else changed
+    stages = () if pp not in (None, profile.pp) else profile.pp_partition
+    changes: dict[str, Any] = {
+        "model": model,
+        "tag": tag,
+        "tp": tp,
+        # Where linear attention is sharded like attention, it still is.
+        "linear_tp": tp if profile.linear_tp == profile.tp else None,
+        "pp": pp,
+        "pp_partition": stages if pp_partition is None else tuple(pp_partition),
+        "tp_lcm_size": tp_lcm_size,
+        "layout": layout,
+        "sglang": sglang,
+        "unified_head_group": unified_head_group,
+        "unified_layer_partition": unified_layer_partition,
+    }
+    return replace(profile, **{name: new for name, new in changes.items() if new is not None})
 
 
 def _is_plain(
