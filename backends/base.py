@@ -223,6 +223,11 @@ class Store(ABC):
         if name != self.grammar:
             raise UnsupportedByBackend(f"{self.url}: holds {self.grammar} keys, not {name} keys")
 
+    @property
+    def open_grammar(self) -> bool:
+        """Whether it is empty, and would take keys of any grammar (`use_grammar`)."""
+        return False
+
     def recorded_profile(self) -> Profile | None:
         """Give the profile that the store itself keeps with its objects; most keep none."""
         return None

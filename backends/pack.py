@@ -194,6 +194,11 @@ class PackStore(Store):
         """Name of the grammar of its keys; of a new pack, "file" until something else is said."""
         return self._metadata.grammar or "file"
 
+    @property
+    def open_grammar(self) -> bool:
+        """Whether nothing has said yet what keys will be written."""
+        return self._writer is not None and not self._metadata.grammar
+
     def use_grammar(self, name: str) -> None:
         """Say what keys will be written; a pack with objects takes no others than it has."""
         codec_for(name)

@@ -154,6 +154,7 @@ def migrate(
     finished or taken back, and the journal says how far it came.
     """
     started = time.monotonic()
+    _refuse_what_is_lacking(source, destination, request)
     grammar = _grammar(source, destination, request)
     routes_of = _router(source, destination, grammar, request)  # refuses before anything is listed
     _tell_profiles(source, destination, request)
@@ -190,10 +191,20 @@ def migrate(
     return outcome
 
 
+def _refuse_what_is_lacking(source: Store, destination: Store, request: Request) -> None:
+    if not destination.supports_writes:
+        raise UsageError(f"{destination.url}: cannot be written to")
+    if request.manner.move and not source.supports_deletes:
+        raise UsageError(f"{source.url}: --move: its objects cannot be deleted; copy without it")
+
+
 def _grammar(source: Store, destination: Store, request: Request) -> str:
-    if request.key_scheme is not None:
-        return request.key_scheme
-    return destination.grammar
+    """Name the grammar of what will be written, and tell the destination."""
+    grammar = request.key_scheme
+    if grammar is None:
+        grammar = source.grammar if destination.open_grammar else destination.grammar
+    destination.use_grammar(grammar)
+    return grammar
 
 
 def _transforms(source: Store, grammar: str, request: Request) -> bool:
