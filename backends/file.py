@@ -52,11 +52,14 @@ OWN_PREFIX = b".hicachectl"
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OWNER_BYTES = 8  # of the 16 in a temporary name; the rest tells one owner's files apart
 _RENAME_NOREPLACE = 1
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 # The file system itself is gone: no answer about one file means anything.
 _LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+# A new file of a random name is refused: the directory takes no other either.
+_NO_NEW_FILES = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _WORDS = {
     errno.ELOOP: "is a symbolic link",
     errno.ENXIO: "is not a regular file",  # opening a socket
@@ -85,6 +88,7 @@ class FileStore(Store):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
         self._made = False
+        self._owner = os.urandom(_OWNER_BYTES).hex()  # of unfinished writes
         self.url = str(StoreUrl("file", self.path))
         try:
             self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -271,6 +275,25 @@ class FileStore(Store):
             self._synced(self._sync_directory, deleted, statuses, errors)
         return Result(statuses, errors)
 
+    def own_temporaries(self, owner: str, *, sweep: bool) -> None:
+        """Name temporary files after `owner`; sweep: remove those that are there."""
+        self._owner = owner
+        if not sweep:
+            return
+        prefix = os.fsdecode(self._temporary_prefix)
+        try:
+            for names in self._names():
+                for name in names:
+                    if name.startswith(prefix):
+                        with suppress(FileNotFoundError):
+                            os.unlink(name, dir_fd=self._directory)
+        except OSError as error:
+            raise self._unavailable(error) from error
+
+    @property
+    def _temporary_prefix(self) -> bytes:
+        return OWN_PREFIX + b"-" + self._owner.encode()
+
     def exists(self, rows: Rows) -> BoolArray:
         """Say which keys are regular files, one stat each."""
         keys = keys_of(rows)
@@ -435,8 +458,15 @@ class FileStore(Store):
 
     def _write_temporary(self, source: memoryview, mtime_ns: int | None) -> bytes:
         """Create a file under a name that SGLang ignores, not yet synced."""
-        name = OWN_PREFIX + b"-" + os.urandom(16).hex().encode() + b".tmp"
-        descriptor = os.open(name, _WRITE_FLAGS, 0o666, dir_fd=self._directory)
+        name = self._temporary_prefix + os.urandom(_OWNER_BYTES).hex().encode() + b".tmp"
+        try:
+            descriptor = os.open(name, _WRITE_FLAGS, 0o666, dir_fd=self._directory)
+        except OSError as error:
+            if error.errno in _NO_NEW_FILES:
+                raise StoreUnavailable(
+                    f"{self.path}: cannot be written to: {error.strerror}"
+                ) from error
+            raise
         try:
             done = 0
             while done < len(source):

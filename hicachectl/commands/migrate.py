@@ -143,6 +143,7 @@ def command(
 
 
 def _migrated(ctx: click.Context, source: Store, target: Store, request: Request) -> Outcome:
+    from hicachectl.formats.errors import StoreUnavailable
     from hicachectl.migrate import migrate
 
     try:
@@ -152,7 +153,8 @@ def _migrated(ctx: click.Context, source: Store, target: Store, request: Request
         ):
             return migrate(source, target, request, on_listed=on_listed, on_moved=on_moved)
     except BaseException as error:
-        if not isinstance(error, Exception):  # interrupted, or told to end
+        # Interrupted, told to end, or a store was lost; else it would end the same way again.
+        if not isinstance(error, Exception) or isinstance(error, StoreUnavailable):
             remark(ctx, "what was begun is finished; the same command with --resume goes on")
         raise
 
