@@ -107,6 +107,7 @@ class Hf3fsStore(Store):
     supports_empty: ClassVar[bool] = False
     supports_version: ClassVar[bool] = True
     supports_locator: ClassVar[bool] = True
+    supports_touch: ClassVar[bool] = True
     supports_confirm: ClassVar[bool] = True
     supports_holes: ClassVar[bool] = True
     version_fields: ClassVar[tuple[str, ...]] = ("page_index",)
@@ -422,6 +423,13 @@ class Hf3fsStore(Store):
         statuses[current == self._located(rows)] = Status.OK
         statuses[current == _UNKNOWN] = Status.GONE
         return statuses
+
+    def touch(self, rows: Rows) -> BoolArray:
+        """Ask the server where pages are, which makes them the last to be evicted."""
+        touched: BoolArray = self._current(rows) != _UNKNOWN
+        with self._lock:  # nothing to remark on: it is what was asked for
+            self.touched_keys -= int(touched.sum()) if self._server else 0
+        return touched
 
     def holes(self, rows: Rows) -> BoolArray:
         """Say which pages were never written, wholly or in part: [n] bool.

@@ -108,6 +108,8 @@ class Carrier:
         self._journal = journal
         times = times_of(inventory.objects)
         self._to = Destination(destination, times, verify=manner.verify, pin=manner.pin)
+        # Another server's object under the same key is the same page.
+        destination.confirms_writes = False
         self._lock = threading.Lock()
         self._again: dict[int, tuple[Survey, list[int]]] = {}
         self._removal = Removal(source, inventory, groups) if manner.move else None
