@@ -215,6 +215,19 @@ class Store(ABC):
         """Name of its keys' grammar in formats.keys: the scheme, unless it holds another's keys."""
         return self.scheme
 
+    def use_grammar(self, name: str) -> None:
+        """Say what grammar the keys that will be written have, where a store can hold several.
+
+        Called before the first write. Raises UnsupportedByBackend for keys it cannot hold.
+        """
+        if name != self.grammar:
+            raise UnsupportedByBackend(f"{self.url}: holds {self.grammar} keys, not {name} keys")
+
+    @property
+    def open_grammar(self) -> bool:
+        """Whether it is empty, and would take keys of any grammar (`use_grammar`)."""
+        return False
+
     def recorded_profile(self) -> Profile | None:
         """Give the profile that the store itself keeps with its objects; most keep none."""
         return None

@@ -398,11 +398,12 @@ class Hf3fsStore(Store):
     ) -> ReadResult:
         """Read pages that no writer can have reused: asked where they are before and after.
 
-        For suspects only: the server counts such a question as use, and evicts others first. A key
-        that is gone, or on another page than the row says, is GONE.
+        For few: the server counts such a question as use, and evicts others first. A key that is
+        gone, or on another page than the row says, is GONE; one whose row says none is read where
+        the server has it.
         """
-        located = self._located(rows)
         before = self._current(rows)
+        located = self._located(rows) if "locator" in rows.schema.names else before
         result = self._read(rows, offsets, capacities, located, check=False)
         moved = (before != located) | (self._current(rows) != located)
         result.statuses[moved] = Status.GONE

@@ -154,8 +154,9 @@ def migrate(
     finished or taken back, and the journal says how far it came.
     """
     started = time.monotonic()
+    _refuse_what_is_lacking(source, destination, request)
     grammar = _grammar(source, destination, request)
-    routes_of = _router(source, grammar, request)  # refuses before anything is listed
+    routes_of = _router(source, destination, grammar, request)  # refuses before anything is listed
     _tell_profiles(source, destination, request)
     agenda = _agenda(source, destination, request, routes_of, grammar, on_listed)
     identity = _identity(source, destination, request, grammar)
@@ -190,10 +191,20 @@ def migrate(
     return outcome
 
 
+def _refuse_what_is_lacking(source: Store, destination: Store, request: Request) -> None:
+    if not destination.supports_writes:
+        raise UsageError(f"{destination.url}: cannot be written to")
+    if request.manner.move and not source.supports_deletes:
+        raise UsageError(f"{source.url}: --move: its objects cannot be deleted; copy without it")
+
+
 def _grammar(source: Store, destination: Store, request: Request) -> str:
-    if request.key_scheme is not None:
-        return request.key_scheme
-    return destination.grammar
+    """Name the grammar of what will be written, and tell the destination."""
+    grammar = request.key_scheme
+    if grammar is None:
+        grammar = source.grammar if destination.open_grammar else destination.grammar
+    destination.use_grammar(grammar)
+    return grammar
 
 
 def _transforms(source: Store, grammar: str, request: Request) -> bool:
@@ -202,9 +213,14 @@ def _transforms(source: Store, grammar: str, request: Request) -> bool:
     return changed or grammar != source.grammar
 
 
-def _router(source: Store, grammar: str, request: Request) -> Callable[[Inventory], list[Route]]:
+def _router(
+    source: Store, destination: Store, grammar: str, request: Request
+) -> Callable[[Inventory], list[Route]]:
     """Decide how the source's deployments become the destination's, once it is listed."""
+    same = source.url == destination.url
     if not _transforms(source, grammar, request):
+        if same:
+            raise UsageError(f"{source.url}: source and destination are the same")
         return lambda inventory: list(verbatim_routes(inventory.table.deployments))
     profile = request.profile
     if profile is None or profile.inferred:
@@ -214,6 +230,12 @@ def _router(source: Store, grammar: str, request: Request) -> Callable[[Inventor
         )
     target = request.destination_profile or profile
     plan = transfer_plan(profile, source.grammar, target, grammar)
+    old, new = ({o.coordinate for o in objects} for objects in (plan.sources, plan.destinations))
+    if same and old & new:
+        raise UsageError(
+            f"{source.url}: what is written would get keys of what is read; migrate to another "
+            "store, or to another --to-model or --to-tag"
+        )
     return lambda inventory: [planned_route(inventory.table.deployments[0], plan, grammar)]
 
 

@@ -36,13 +36,16 @@ def profile_from_options(
     *,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Profile | None:
-    """Build the profile that the profile options ask for; None when none of them was given.
+    """Build the profile that the profile options ask for, else give the one the store keeps.
 
-    store: asked for its model name where nothing else gives one, and told the profile. warn: told
-    what the operator should know of a server's answer. Raises UsageError on options that
-    contradict one another, ProfileError and StoreUnavailable from the source or the store.
+    None when there is neither. store: asked for its model name where nothing else gives one, and
+    told the profile. warn: told what the operator should know of a server's answer. Raises
+    UsageError on options that contradict one another, ProfileError and StoreUnavailable from the
+    source or the store.
     """
     profile = _asked_for(options, store, warn)
+    if profile is None and store is not None:
+        profile = store.recorded_profile()
     if profile is not None and store is not None:
         store.use_profile(profile)
     return profile

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.arena import place
 from hicachectl.backends.base import Status
 from hicachectl.migrating.decisions import READS_BACK, Action
 from hicachectl.migrating.survey import ABSENT
@@ -147,7 +148,7 @@ class _Delivery:
         action = self._parcel.action
         if action in READS_BACK:
             self._compare(np.flatnonzero(self._open() & (self._writes.there != ABSENT)))
-        if action is Action.REPLACE:
+        if action is Action.REPLACE and self._to.store.supports_deletes:
             self._remove(np.flatnonzero(self._open() & (self._writes.there != ABSENT)))
         anchors = self._parcel.anchors()
         for stage in (~anchors, anchors):
@@ -175,7 +176,7 @@ class _Delivery:
                     self._rows.take(pa.array(some)),
                     self._offsets[some],
                     self._writes.sizes[some],
-                    if_absent=True,
+                    if_absent=self._parcel.action is not Action.REPLACE,
                     pin=self._to._pin,
                 )
             self._mine[some[result.ok]] = True
@@ -197,20 +198,22 @@ class _Delivery:
 
         ours: they were just written, so that it is no conflict when they differ.
         """
-        back, _ = self._placed_back(places)
+        back = self._placed_back(places)
+        store = self._to.store
+        # What is newer than the listing is found by asking where it is.
+        read_back = store.read_confirmed if store.lists_late else store.read_into
 
         def call(some: IntArray) -> None:
             offsets = back[np.searchsorted(places, some)]
             sizes = self._writes.sizes[some]
-            read = self._to.store.read_into(
-                self._rows.take(pa.array(some)), offsets, sizes, identify=False
-            )
+            read = read_back(self._rows.take(pa.array(some)), offsets, sizes, identify=False)
             for index, at in enumerate(some.tolist()):
-                self._judge(at, Status(int(read.statuses[index])), int(offsets[index]), ours)
+                status = Status(int(read.statuses[index]))
+                self._judge(at, status, int(offsets[index]), read.errors.get(index, ""), ours)
 
         self._each(places, call)
 
-    def _judge(self, at: int, status: Status, back: int, ours: bool) -> None:
+    def _judge(self, at: int, status: Status, back: int, error: str, ours: bool) -> None:
         size = int(self._writes.sizes[at])
         mine = self._arena.view(int(self._offsets[at]), size)
         if status is Status.OK and np.array_equal(mine, self._arena.view(back, size)):
@@ -219,16 +222,16 @@ class _Delivery:
             pass  # evicted since it was listed: to be written
         elif status is Status.GONE:
             self._fail(at, Fate.FAILED, "left the destination before it could be read back")
+        elif status in (Status.ERROR, Status.UNREACHABLE):
+            self._fail(at, Fate.FAILED, f"cannot be read back: {error}")
         elif ours:
             self._fail(at, Fate.FAILED, "reads back with other bytes than were written")
         else:
             self._fail(at, Fate.CONFLICT, "the destination has other bytes under this key")
 
-    def _placed_back(self, places: IntArray) -> tuple[IntArray, int]:
-        from hicachectl.backends.arena import place
-
-        offsets, nbytes = place(self._writes.sizes[places])
-        return offsets + self._base + self._parcel.back, nbytes
+    def _placed_back(self, places: IntArray) -> IntArray:
+        offsets, _ = place(self._writes.sizes[places])
+        return offsets + self._base + self._parcel.back
 
     def _remove(self, places: IntArray) -> None:
         """Delete objects of the destination, anchors first; sidecars stay while an anchor does."""
