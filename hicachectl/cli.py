@@ -27,6 +27,7 @@ COMMANDS = {
     "restore": CommandEntry("restore", "Put quarantined pages back into a store."),
     "migrate": CommandEntry("migrate", "Copy pages to another store, transformed if need be."),
     "rm": CommandEntry("rm", "Remove pages from a store."),
+    "pack": CommandEntry("pack", "Look into packs, and repair those that were cut off."),
     "profile": CommandEntry("profile", "Print the profile that would be used."),
     "demo": CommandEntry("demo", "Write a small sample store."),
     "completion": CommandEntry("completion", "Print a shell completion script."),
