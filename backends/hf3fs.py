@@ -101,6 +101,7 @@ class Hf3fsStore(Store):
         batch_bytes=256 << 20,
         parallel_reads=8,
         parallel_writes=2,
+        announced_bytes=1,
     )
     supports_times: ClassVar[bool] = False
     supports_sizes: ClassVar[bool] = False
@@ -109,6 +110,7 @@ class Hf3fsStore(Store):
     supports_locator: ClassVar[bool] = True
     supports_confirm: ClassVar[bool] = True
     supports_holes: ClassVar[bool] = True
+    identifies_by_exists: ClassVar[bool] = True
     version_fields: ClassVar[tuple[str, ...]] = ("page_index",)
     versions_recur: ClassVar[bool] = True  # freed pages are handed out at once
 
