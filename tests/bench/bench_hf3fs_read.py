@@ -139,10 +139,12 @@ def open_store(
 
 def speeds(ways: list[Callable[[], float]], options: argparse.Namespace, data: Path) -> np.ndarray:
     """Throughputs of each way in each round, [rounds, ways] GB/s; the first round is left out."""
-    times = []
-    for _ in range(options.runs + 1):  # the first touches the memory
-        times.append([_timed(way, data if options.cold else None) for way in ways])
-    found: np.ndarray = options.pages * options.bytes / np.array(times[1:]) / 1e9
+    times = np.zeros((options.runs + 1, len(ways)))  # the first round touches the memory
+    for number in range(len(times)):
+        # Each is the first of a round in turn: a disk can tire.
+        for way in np.roll(np.arange(len(ways)), number).tolist():
+            times[number, way] = _timed(ways[way], data if options.cold else None)
+    found: np.ndarray = options.pages * options.bytes / times[1:] / 1e9
     return found
 
 
