@@ -118,6 +118,8 @@ class Limits:
     parallel_reads: int  # threads that read at once
     parallel_writes: int
     forkable: bool = False  # forked processes may read, each with an arena of its own
+    # From what size on objects take longer to fetch than to announce by `expect`.
+    announced_bytes: int = 1 << 20
 
 
 class Mover(ABC):
@@ -188,6 +190,8 @@ class Store(ABC):
     supports_touch: ClassVar[bool] = False  # `touch` moves objects in the order of eviction
     supports_confirm: ClassVar[bool] = False  # `read_confirmed` tells damage from a race
     supports_holes: ClassVar[bool] = False  # `holes` can find some
+    # To identify what was read is to ask `exists` of it afterwards: many reads can share that.
+    identifies_by_exists: ClassVar[bool] = False
     supports_leases: ClassVar[bool] = False  # readers hold objects, and the two settings below act
 
     logs_natively: ClassVar[bool] = False  # its library writes to descriptor 2 by itself
