@@ -15,6 +15,7 @@ from hicachectl.vocabulary import STATES
 
 if TYPE_CHECKING:
     from hicachectl.formats.keys.resolve import Resolved
+    from hicachectl.formats.objects import Shard
     from hicachectl.groups import PageGroups
     from hicachectl.inventory import Inventory
 
@@ -28,6 +29,10 @@ _SHARD_INTS = (
     "dcp_rank",
     "dcp_size",
 )
+SHARD_COLUMNS = {
+    **dict.fromkeys(_SHARD_INTS, pa.int32()),
+    **dict.fromkeys(("layers", "heads"), pa.string()),
+}
 _COUNTS = pa.struct([("present", pa.int32()), ("expected", pa.int32())])
 
 Rows = npt.NDArray[np.int64]
@@ -98,9 +103,7 @@ def _known_fields(resolved: Resolved) -> dict[str, str | int | None]:
             "tag": reading.tag or None,
             "pool": reading.pool,
             "part": reading.part,
-            **{name: getattr(reading.shard, name) for name in _SHARD_INTS},
-            "layers": _span(reading.shard.layers),
-            "heads": _span(reading.shard.heads),
+            **shard_fields(reading.shard),
         }
         for reading in readings
     ]
@@ -110,6 +113,12 @@ def _known_fields(resolved: Resolved) -> dict[str, str | int | None]:
         name: value if all(v[name] == value for v in values) else None
         for name, value in values[0].items()
     }
+
+
+def shard_fields(shard: Shard) -> dict[str, str | int | None]:
+    """Give the columns of a shard: those of SHARD_COLUMNS, null where the key does not say."""
+    ints = {name: getattr(shard, name) for name in _SHARD_INTS}
+    return {**ints, "layers": _span(shard.layers), "heads": _span(shard.heads)}
 
 
 def _span(half_open: tuple[int, int] | None) -> str | None:
