@@ -24,6 +24,7 @@ COMMANDS = {
     "ls": CommandEntry("ls", "List the pages of a store, or its objects."),
     "show": CommandEntry("show", "Show one page: its objects and what is wrong with them."),
     "verify": CommandEntry("verify", "Check a store and report what is wrong."),
+    "hits": CommandEntry("hits", "Say how far requests can be restored, and what stops them."),
     "restore": CommandEntry("restore", "Put quarantined pages back into a store."),
     "migrate": CommandEntry("migrate", "Copy pages to another store, transformed if need be."),
     "rm": CommandEntry("rm", "Remove pages from a store."),
