@@ -158,10 +158,10 @@ def _migrated(ctx: click.Context, source: Store, target: Store, request: Request
 
 
 def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Request:
-    from hicachectl.chains import read_pages
     from hicachectl.migrate import Request
     from hicachectl.migrating.carrying import Manner
     from hicachectl.profiles import profile_from_options
+    from hicachectl.requests import read_pages
     from hicachectl.retargeting import destination_profile
     from hicachectl.selection import Selection
 
