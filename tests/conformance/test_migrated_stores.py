@@ -66,7 +66,7 @@ MOVES = (
     Move("gqa_tp2", "mooncake", "mooncake", {"tp": 8, **_DIRECT}),
     Move("gqa_tp2", "mooncake", "hf3fs", {"tp": 1}, layout="page_head"),
     Move("gqa_tp2", "hf3fs", "file", {"tp": 4, **_HEAD}),
-    Move("gqa_tp2", "hf3fs", "mooncake", {"tp": 4}, layout="layer_first"),
+    Move("gqa_tp2", "hf3fs", "mooncake", {"tp": 4, **_DIRECT}, layout="layer_first"),
     Move("gqa_tp2", "hf3fs", "hf3fs", {"tp": 1, **_DIRECT}),
     # Stages, with heads at once.
     Move("gqa_tp2", "file", "file", {"tp": 4, **_THREE_ONE}),
