@@ -18,7 +18,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -87,6 +87,8 @@ class FileStore(Store):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
         self._made = False
+        self._token = os.urandom(12).hex().encode()  # of temporary names
+        self._numbers = count()
         self.url = str(StoreUrl("file", self.path))
         try:
             self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -228,8 +230,6 @@ class FileStore(Store):
 
         def stage(index: int) -> Status:
             _check_new_key(keys[index])
-            if if_absent and self._is_there(keys[index]):
-                return Status.EXISTS
             offset, size = places[index]
             written[index] = self._write_temporary(memory[offset : offset + size], times[index])
             return Status.OK
@@ -454,7 +454,7 @@ class FileStore(Store):
 
     def _write_temporary(self, source: memoryview, mtime_ns: int | None) -> bytes:
         """Create a file under a name that SGLang ignores, not yet synced."""
-        name = OWN_PREFIX + b"-" + os.urandom(16).hex().encode() + b".tmp"
+        name = b"%s-%s%08x.tmp" % (OWN_PREFIX, self._token, next(self._numbers) & 0xFFFFFFFF)
         descriptor = os.open(name, _WRITE_FLAGS, 0o666, dir_fd=self._directory)
         try:
             done = 0

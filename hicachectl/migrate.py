@@ -171,7 +171,9 @@ def migrate(
     if request.dry_run:
         tally = Tally(pages=agenda.count(*READING), objects=objects, nbytes=nbytes)
         return _outcome(source, destination, agenda, tally, started, earlier, remarks)
-    with Journal(path, identity, fresh=earlier is None) as journal:
+    # Only what is deleted from the source hangs on the journal.
+    durable = request.manner.move
+    with Journal(path, identity, fresh=earlier is None, durable=durable) as journal:
         recovered = _finish_removals(source, agenda, request, earlier, journal)
         carrier = Carrier(
             source, agenda.inventory, agenda.groups, destination, request.manner, journal

@@ -1,4 +1,4 @@
-"""What a migration has done, a line for each batch: written before the next, read by `--resume`.
+"""What a migration has done, a line for each batch: read by `--resume`.
 
 Lines are JSON. The first says which migration it is; a line that was cut off by a crash is the
 last, and is dropped: what it would have said is found out again from the destination.
@@ -101,11 +101,18 @@ def _pages(entry: dict[str, Any], path: Path, number: int) -> list[str]:
 
 
 class Journal:
-    """A journal that is written to, from several threads; each line is durable at once."""
+    """A journal that is written to, from several threads; a killed process loses no line."""
 
-    def __init__(self, path: Path, identity: Mapping[str, Any], *, fresh: bool) -> None:
-        """Open a journal, emptied if `fresh`. Raises UsageError where it cannot be written."""
+    def __init__(
+        self, path: Path, identity: Mapping[str, Any], *, fresh: bool, durable: bool
+    ) -> None:
+        """Open a journal, emptied if `fresh`. Raises UsageError where it cannot be written.
+
+        durable: each line is on the disk before anything follows from it. Else a crash of the
+        machine may lose some: what they say is found out again, at the cost of reading.
+        """
         self.path = path
+        self._durable = durable
         self._lock = threading.Lock()
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if fresh else 0)
         try:
@@ -134,7 +141,8 @@ class Journal:
             line = json.dumps(entry).encode() + b"\n"
             while line:
                 line = line[os.write(self._file, line) :]
-            os.fdatasync(self._file)
+            if self._durable:
+                os.fdatasync(self._file)
 
     def _cut_torn_line(self) -> None:
         """Drop a last line that a crash has cut off, so that the next does not join it."""
