@@ -20,7 +20,7 @@ import pyarrow as pa
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Sequence
+    from collections.abc import Collection, Generator, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -118,6 +118,8 @@ class Limits:
     parallel_reads: int  # threads that read at once
     parallel_writes: int
     forkable: bool = False  # forked processes may read, each with an arena of its own
+    # From what size on objects take longer to fetch than to announce by `expect`.
+    announced_bytes: int = 1 << 20
 
 
 class Mover(ABC):
@@ -185,8 +187,11 @@ class Store(ABC):
     supports_groups: ClassVar[bool] = False
     supports_moves: ClassVar[bool] = False  # `mover` finds one, for some directories
     supports_replicas: ClassVar[bool] = False  # `replicas` is listed
+    supports_touch: ClassVar[bool] = False  # `touch` moves objects in the order of eviction
     supports_confirm: ClassVar[bool] = False  # `read_confirmed` tells damage from a race
     supports_holes: ClassVar[bool] = False  # `holes` can find some
+    # To identify what was read is to ask `exists` of it afterwards: many reads can share that.
+    identifies_by_exists: ClassVar[bool] = False
     supports_leases: ClassVar[bool] = False  # readers hold objects, and the two settings below act
 
     logs_natively: ClassVar[bool] = False  # its library writes to descriptor 2 by itself
@@ -195,6 +200,9 @@ class Store(ABC):
     arena: Arena | None = None
     named_arena: bool = False  # reads are fastest into memory that another process can open
     allow_leases: bool = False  # a listing may ask in ways that keep objects from being evicted
+    # Whether what was written is read back, where only that tells it from what another writer put
+    # at the same moment.
+    confirms_writes: bool = True
     lease_wait_seconds: float = 0.0  # how long to wait for readers before a delete gives up
 
     @classmethod
@@ -381,6 +389,14 @@ class Store(ABC):
         ]
         return pa.Table.from_batches(found, schema=scan_schema(columns))
 
+    def touch(self, rows: Rows) -> BoolArray:
+        """Make objects the most recently used ones, each more recent than the rows before it.
+
+        They are then evicted last. Says which are there: [n] bool. Raises UnsupportedByBackend
+        where the store has no order of eviction.
+        """
+        raise UnsupportedByBackend(f"{self.url}: the store has no order of eviction")
+
     def mover(self, directory: str) -> Mover | None:
         """Open what renames objects into a directory; None where only copying gets them there."""
         return None
@@ -428,6 +444,18 @@ class Store(ABC):
     def _refuse_pin(self, pin: bool) -> None:
         if pin and not self.supports_pin:
             raise UnsupportedByBackend(f"{self.url}: objects of this store cannot be pinned")
+
+
+def batch_spans(sizes: IntArray, limits: Limits) -> Iterator[slice]:
+    """Cut rows into calls that suit a store: [n] bytes of each to slices of them."""
+    ends = np.cumsum(sizes)
+    start = 0
+    while start < len(sizes):
+        before = ends[start - 1] if start else 0
+        end = int(np.searchsorted(ends, before + limits.batch_bytes, side="right"))
+        end = min(max(end, start + 1), start + limits.batch_objects)
+        yield slice(start, end)
+        start = end
 
 
 def as_table(rows: Rows) -> Any:

@@ -13,11 +13,12 @@ import errno
 import os
 import stat
 import struct
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -52,7 +53,8 @@ OWN_PREFIX = b".hicachectl"
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_OWNER_BYTES = 8  # of the 16 in a temporary name; the rest tells one owner's files apart
+# The 16 bytes of a temporary name: its owner, the process, and a number.
+_OWNER_BYTES, _TOKEN_BYTES = 8, 12
 _RENAME_NOREPLACE = 1
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 # The file system itself is gone: no answer about one file means anything.
@@ -83,12 +85,15 @@ class FileStore(Store):
     )
     supports_version: ClassVar[bool] = True
     supports_moves: ClassVar[bool] = True
+    supports_touch: ClassVar[bool] = True
     version_fields: ClassVar[tuple[str, ...]] = ("inode", "mtime", "ctime", "size")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
         self._made = False
-        self._owner = os.urandom(_OWNER_BYTES).hex()  # of unfinished writes
+        self._token = b""  # of temporary names
+        self.own_temporaries(os.urandom(_OWNER_BYTES).hex(), sweep=False)
+        self._numbers = count()
         self.url = str(StoreUrl("file", self.path))
         try:
             self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -230,8 +235,6 @@ class FileStore(Store):
 
         def stage(index: int) -> Status:
             _check_new_key(keys[index])
-            if if_absent and self._is_there(keys[index]):
-                return Status.EXISTS
             offset, size = places[index]
             written[index] = self._write_temporary(memory[offset : offset + size], times[index])
             return Status.OK
@@ -277,10 +280,11 @@ class FileStore(Store):
 
     def own_temporaries(self, owner: str, *, sweep: bool) -> None:
         """Name temporary files after `owner`; sweep: remove those that are there."""
-        self._owner = owner
+        # No two processes give the same name, even where an owner is two at once.
+        self._token = owner.encode() + os.urandom(_TOKEN_BYTES - _OWNER_BYTES).hex().encode()
         if not sweep:
             return
-        prefix = os.fsdecode(self._temporary_prefix)
+        prefix = os.fsdecode(OWN_PREFIX) + f"-{owner}"
         try:
             for names in self._names():
                 for name in names:
@@ -290,14 +294,27 @@ class FileStore(Store):
         except OSError as error:
             raise self._unavailable(error) from error
 
-    @property
-    def _temporary_prefix(self) -> bytes:
-        return OWN_PREFIX + b"-" + self._owner.encode()
-
     def exists(self, rows: Rows) -> BoolArray:
         """Say which keys are regular files, one stat each."""
         keys = keys_of(rows)
         return np.fromiter(map(self._is_there, keys), dtype=np.bool_, count=len(keys))
+
+    def touch(self, rows: Rows) -> BoolArray:
+        """Set modification times to now: the order of eviction that a server begins with.
+
+        A server that runs keeps an order of its own, which files do not show.
+        """
+        now = time.time_ns()
+        touched = np.zeros(len(rows), dtype=np.bool_)
+        for index, key in enumerate(keys_of(rows)):
+            try:
+                _check_key(key)
+                times = now + index, now + index
+                os.utime(key, ns=times, dir_fd=self._directory, follow_symlinks=False)
+                touched[index] = True
+            except OSError as error:
+                self._failed(index, error, {})
+        return touched
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """List a few files again, one stat each."""
@@ -458,7 +475,7 @@ class FileStore(Store):
 
     def _write_temporary(self, source: memoryview, mtime_ns: int | None) -> bytes:
         """Create a file under a name that SGLang ignores, not yet synced."""
-        name = self._temporary_prefix + os.urandom(_OWNER_BYTES).hex().encode() + b".tmp"
+        name = b"%s-%s%08x.tmp" % (OWN_PREFIX, self._token, next(self._numbers) & 0xFFFFFFFF)
         try:
             descriptor = os.open(name, _WRITE_FLAGS, 0o666, dir_fd=self._directory)
         except OSError as error:

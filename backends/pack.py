@@ -39,7 +39,7 @@ from hicachectl.formats.errors import (
     UsageError,
 )
 from hicachectl.formats.keys.base import codec_for
-from hicachectl.formats.pack import DIGEST_BYTES
+from hicachectl.formats.pack import DIGEST_BYTES, RECORD_BYTES
 from hicachectl.formats.pack_index import column_of
 from hicachectl.formats.profile import dump_profile, parse_profile
 
@@ -155,7 +155,6 @@ class PackStore(Store):
         self._descriptor = open_pack(self.path, os.O_RDONLY)
         try:
             finished = load_finished(self._descriptor, self.path)
-            self._check_grammar(finished.metadata.grammar)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -317,6 +316,25 @@ class PackStore(Store):
         space = os.fstatvfs(self._descriptor)
         return space.f_bavail * space.f_frsize
 
+    def summary(self) -> dict[str, Any]:
+        """Say in JSON's types what the pack holds and how it is stored."""
+        listed = self._listed.table()
+        head = RECORD_BYTES * len(listed) + (
+            pc.sum(pc.binary_length(listed.column("key"))).as_py() or 0
+        )
+        planes = pc.value_counts(listed.column("planes").combine_chunks()).to_pylist()
+        profile = self.recorded_profile()
+        return {
+            "grammar": self.grammar,
+            "model": None if profile is None else profile.model,
+            "written_by": self._metadata.version,
+            "objects": len(listed),
+            "bytes": int(column_of(listed, "nbytes").sum()),
+            "stored_bytes": int(column_of(listed, "length").sum()) - head,
+            "file_bytes": os.fstat(self._descriptor).st_size,
+            "planes": {str(p["values"]): p["counts"] for p in sorted(planes, key=_by_value)},
+        }
+
     @property
     def _metadata(self) -> Metadata:
         return self._finished.metadata if self._writer is None else self._writer.metadata
@@ -335,17 +353,15 @@ class PackStore(Store):
             raise StoreUnavailable(f"{self.path}: {error.strerror}") from error
         return error.strerror or str(error)
 
-    def _check_grammar(self, name: str) -> None:
-        try:
-            codec_for(name)
-        except UsageError as error:
-            raise FormatError(f"{self.path}: {error}") from error
-
     def _check_keys_parameter(self, url: StoreUrl) -> None:
         keys = url.params.get("keys", self.grammar)
         if keys != self.grammar:
             self.close()
             raise UsageError(f"{url}: the pack has {self.grammar} keys, not {keys}")
+
+
+def _by_value(counted: dict[str, int]) -> int:
+    return counted["values"]
 
 
 def _scanned(batch: Any, schema: Any) -> Any:

@@ -136,7 +136,7 @@ def open_pack(path: str, flags: int) -> int:
     except OSError as error:
         remedies = {
             errno.ENOENT: "no such pack; check the path",
-            errno.EISDIR: "is a directory; give the pack file",
+            errno.EISDIR: "is no regular file; give the pack file",
         }
         reason = remedies.get(error.errno or 0) or error.strerror or str(error)
         raise StoreUnavailable(f"{path}: {reason}") from error

@@ -23,7 +23,7 @@ from hicachectl.backends.pack_file import (
     read_record,
     write_fully,
 )
-from hicachectl.formats.errors import FormatError, StoreUnavailable
+from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.formats.pack import (
     HEADER_BYTES,
     RECORD_MAGIC,
@@ -55,9 +55,9 @@ _COPY_BYTES = 8 << 20
 class Walked:
     """What the records of a file say, without its index.
 
-    end: where the last whole record ends. cut_bytes: what follows that. damaged_bytes: stretches
-    between records that are none; damaged: objects among the checked whose content is not what
-    its digest says.
+    end: where the last whole record ends. cut_bytes: what follows that; unfinished: whether that
+    begins with the head of an object. damaged_bytes: stretches between records that are none;
+    damaged: objects among the checked whose content is not what its digest says.
     """
 
     pack_id: bytes
@@ -65,18 +65,19 @@ class Walked:
     entries: Entries = field(default_factory=Entries)
     end: int = HEADER_BYTES
     cut_bytes: int = 0
+    unfinished: bool = False
     damaged_bytes: int = 0
     damaged: int = 0
 
 
 def walk(
-    descriptor: int, path: str, *, on_bytes: Callable[[int], None] = lambda nbytes: None
+    descriptor: int, path: str, *, on_bytes: Callable[[int, int], None] = lambda nbytes, total: None
 ) -> Walked:
     """Read the heads of all records, and the content of the last ones.
 
-    on_bytes is told how far it is from record to record. Where something between records is
-    damaged, the next record is looked for. Memory: about 500 bytes an object. Raises FormatError
-    for what is no pack.
+    on_bytes is told bytes as they are passed, and how many there are. Where something between
+    records is damaged, the next record is looked for. Memory: about 500 bytes an object. Raises
+    FormatError for what is no pack.
     """
     size = os.fstat(descriptor).st_size
     found = Walked(read_header(descriptor, path))
@@ -95,10 +96,12 @@ def walk(
             if record.kind is Kind.INDEX:
                 indexes.append((at, record))
             _note(found, record, at, reader, descriptor, check=size - at <= CHECKED_TAIL_BYTES)
-        on_bytes(next_at - at)
+        on_bytes(next_at - at, size)
         at = next_at
     found.end = at
     found.cut_bytes = size - at
+    with suppress(FormatError):
+        found.unfinished = read_record(descriptor, at, found.pack_id).kind is Kind.OBJECT
     while found.metadata is None and indexes:
         found.metadata = _metadata_of_index(descriptor, *indexes.pop(), path)
     return found
@@ -160,12 +163,13 @@ class Repaired:
     """What a repair saved, or would have.
 
     objects, nbytes: in the pack now, and the bytes of their contents. damaged, damaged_bytes,
-    cut_bytes: as `Walked`. was_valid: there was nothing to repair.
+    cut_bytes, unfinished: as `Walked`. was_valid: there was nothing to repair.
     """
 
     objects: int
     nbytes: int
     damaged: int = 0
+    unfinished: bool = False
     damaged_bytes: int = 0
     cut_bytes: int = 0
     was_valid: bool = False
@@ -176,14 +180,16 @@ def repair(
     *,
     output: str | None = None,
     dry_run: bool = False,
-    on_bytes: Callable[[int], None] = lambda nbytes: None,
+    on_bytes: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> Repaired:
     """Make a pack valid with every record that is whole: in place, or as a new file.
 
     In place only a tail that holds no whole record is cut away. output: a file that is not there
-    yet; the pack is then left alone. Raises FormatError where nothing can be saved,
-    StoreUnavailable while a writer is at work and on failures of the system.
+    yet; the pack is then left alone. Raises UsageError where it is, FormatError where nothing can
+    be saved, StoreUnavailable while a writer is at work and on failures of the system.
     """
+    if output is not None and Path(output).exists():
+        raise UsageError(f"{output}: there is such a file; give a name for a new one")
     writes_here = output is None and not dry_run
     descriptor = open_pack(path, os.O_RDWR if writes_here else os.O_RDONLY)
     try:
@@ -191,7 +197,7 @@ def repair(
         with suppress(FormatError):
             whole = load_finished(descriptor, path)
             if output is None:
-                return _summary(whole.entries, was_valid=True)
+                return _summary(whole.entries)
         found = walk(descriptor, path, on_bytes=on_bytes)
         if found.metadata is None:
             raise FormatError(f"{path}: nothing says what its keys are; no object can be saved")
@@ -200,28 +206,25 @@ def repair(
             append_index(descriptor, found.pack_id, entries, found.metadata, found.end)
         elif output is not None and not dry_run:
             _copy(descriptor, found, entries, output)
-        return _summary(
-            entries,
-            damaged=found.damaged,
-            damaged_bytes=found.damaged_bytes,
-            cut_bytes=found.cut_bytes,
-        )
+        return _summary(entries, found)
     except OSError as error:
         raise StoreUnavailable(f"{path}: cannot be repaired: {error.strerror}") from error
     finally:
         os.close(descriptor)
 
 
-def _summary(
-    entries: pa.Table,
-    *,
-    damaged: int = 0,
-    damaged_bytes: int = 0,
-    cut_bytes: int = 0,
-    was_valid: bool = False,
-) -> Repaired:
+def _summary(entries: pa.Table, walked: Walked | None = None) -> Repaired:
     nbytes = int(column_of(entries, "nbytes").sum())
-    return Repaired(len(entries), nbytes, damaged, damaged_bytes, cut_bytes, was_valid)
+    if walked is None:
+        return Repaired(len(entries), nbytes, was_valid=True)
+    return Repaired(
+        len(entries),
+        nbytes,
+        damaged=walked.damaged,
+        unfinished=walked.unfinished,
+        damaged_bytes=walked.damaged_bytes,
+        cut_bytes=walked.cut_bytes,
+    )
 
 
 def _copy(descriptor: int, found: Walked, entries: pa.Table, output: str) -> None:

@@ -15,7 +15,8 @@ import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 
-from hicachectl.formats.errors import FormatError
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.planes import PLANE_COUNTS
 
 MAGIC = b"\x89HCPACK\n"
@@ -199,5 +200,13 @@ def parse_metadata(data: bytes | memoryview) -> Metadata:
     texts = [document.get(name, "") for name in ("grammar", "profile", "hicachectl")]
     if not all(isinstance(text, str) for text in texts):
         raise FormatError("its metadata holds something else than texts")
-    grammar, profile, version = texts
+    return checked_metadata(*texts)
+
+
+def checked_metadata(grammar: str, profile: str, version: str) -> Metadata:
+    """Make metadata of what a file says. Raises FormatError on keys of an unknown grammar."""
+    try:
+        codec_for(grammar)
+    except UsageError as error:
+        raise FormatError(f"its keys are of no form that this version knows: {error}") from error
     return Metadata(grammar=grammar, profile=profile, version=version)

@@ -33,6 +33,7 @@ from hicachectl.formats.pack import (
     MOST_OBJECT_BYTES,
     RECORD_BYTES,
     Metadata,
+    checked_metadata,
 )
 from hicachectl.formats.planes import PLANE_COUNTS
 from hicachectl.formats.profile import parse_profile
@@ -145,8 +146,8 @@ def read_index(data: bytes | memoryview, *, end: int, source: str) -> tuple[pa.T
 
 def _read_stream(data: bytes | memoryview) -> pa.Table:
     reader = pa.ipc.MessageReader.open_stream(pa.BufferReader(data))
-    message = reader.read_next_message()
-    if message.type != "schema":
+    message = _next_message(reader)
+    if message is None or message.type != "schema":
         raise FormatError("does not begin with a schema")
     schema = pa.ipc.read_schema(message)
     if not schema.equals(SCHEMA):
@@ -206,7 +207,10 @@ def _texts(found: Mapping[bytes, bytes], source: str) -> Metadata:
         raise FormatError(f"{source}: the metadata of its index is no text") from error
     if texts.pop("form") != str(FORM):
         raise FormatError(f"{source}: its index is of another form than {FORM}")
-    return Metadata(**texts)
+    try:
+        return checked_metadata(**texts)
+    except FormatError as error:
+        raise FormatError(f"{source}: {error}") from error
 
 
 def _check_nulls(entries: pa.Table, source: str) -> None:

@@ -16,7 +16,6 @@ from hicachectl.findings import combine
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.groups import WHOLE, PageGroups
-from hicachectl.interrupts import raised_once
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.migrating.carrying import Carrier, Manner, Order, Removal, Tally
 from hicachectl.migrating.decisions import READING, Action, IfExists, decide, unreadable
@@ -172,10 +171,13 @@ def migrate(
             _check_space(destination, nbytes)
         tally = Tally(pages=agenda.count(*READING), objects=objects, nbytes=nbytes)
         return _outcome(source, destination, agenda, tally, started, earlier, remarks)
-    with (
-        raised_once(),
-        Journal(path, identity, earlier=progress, fresh=earlier is None) as journal,
-    ):
+    with Journal(
+        path,
+        identity,
+        earlier=progress,
+        fresh=earlier is None,
+        durable=request.manner.move,  # only what is deleted from the source hangs on it
+    ) as journal:
         destination.own_temporaries(journal.owner, sweep=progress is not None)
         if request.space_check:
             _check_space(destination, nbytes)

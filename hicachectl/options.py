@@ -259,6 +259,33 @@ bwlimit_option = click.option(
     "--bwlimit", type=Size(), metavar="SIZE", help="Read at most so many bytes a second."
 )
 
+request_options = _stack(
+    click.option(
+        "--prompts",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Requests as text or chat messages, in JSON, one a line; needs a tokenizer.",
+    ),
+    click.option(
+        "--token-ids",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Requests as JSON lists of token ids, one a line.",
+    ),
+    click.option(
+        "--pages",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Page hashes: a line is one, or a JSON list of them, a chain.",
+    ),
+    click.option(
+        "--tokenizer",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Directory with tokenizer.json.  [default: that of the model config or profile]",
+    ),
+)
+
 filter_options = _stack(
     click.option("--model", metavar="NAME", help="Only this model; a / may be written as such."),
     click.option("--pool", metavar="POOL", help="Only pages, or objects, of this pool."),

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BUFFER_BYTES = 1 << 30
 _QUEUED_RESULTS = 64  # finished tasks whose results nobody has taken yet
-# A store is told early of large objects, which take longer to fetch than to announce; of as many
-# as keep a disk busy while the readers work.
-_ANNOUNCED_BYTES = 1 << 20
+# A store is told early of as many objects as keep a disk busy while the readers work.
 _AHEAD_BYTES = 64 << 20
 
 T = TypeVar("T")
@@ -54,6 +52,14 @@ class Task:
     capacities: IntArray
     room: int = 0
     name: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Upcoming:
+    """A task that was drawn. named: its objects, once somebody needed them."""
+
+    task: Task
+    named: pa.Table | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -139,10 +145,11 @@ class Pipeline(Generic[T]):
         wanted = [name for name in ("key", "locator") if name in objects.column_names]
         self._objects = objects.select(wanted).combine_chunks()
         self._tasks = iter(tasks)
-        self._ahead: deque[Task] = deque()  # announced, and not begun
+        self._ahead: deque[_Upcoming] = deque()  # drawn, and not begun
         self._ahead_bytes = 0
         self._next = threading.Lock()
         self._work = work
+        self._announced_bytes = store.limits.announced_bytes
         self._jobs = jobs or min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
         # Jobs that write as well leave the reading to others meanwhile: there can be more of them.
         readers = self._jobs if destination is None else store.limits.parallel_reads
@@ -193,42 +200,43 @@ class Pipeline(Generic[T]):
         """Take tasks until there are none, in a thread of its own."""
         end: BaseException | None = None
         try:
-            while (task := self._take()) is not None:
-                self._results.put((self._one(task, arena, allocator),))
+            while (upcoming := self._take()) is not None:
+                self._results.put((self._one(upcoming, arena, allocator),))
         except ReservationCancelledError:
             pass
         except BaseException as error:
             end = error
         self._results.put(end)
 
-    def _take(self) -> Task | None:
+    def _take(self) -> _Upcoming | None:
         if self._stopped.is_set():
             return None
         with self._next:
             fresh = self._look_ahead()
-            task = self._ahead.popleft() if self._ahead else None
-            if task is not None:
-                self._ahead_bytes -= int(task.capacities.sum())
-        for announced in fresh:
-            if announced is not task:
-                self._store.expect(self._named(announced.rows), announced.capacities)
-        if task is not None and self._deadline is not None and time.monotonic() > self._deadline:
+            taken = self._ahead.popleft() if self._ahead else None
+            if taken is not None:
+                self._ahead_bytes -= int(taken.task.capacities.sum())
+        for upcoming in fresh:
+            if upcoming is not taken:
+                upcoming.named = self._named(upcoming.task.rows)
+                self._store.expect(upcoming.named, upcoming.task.capacities)
+        if taken is not None and self._deadline is not None and time.monotonic() > self._deadline:
             self.complete = False
             return None
-        return task
+        return taken
 
-    def _look_ahead(self) -> list[Task]:
+    def _look_ahead(self) -> list[_Upcoming]:
         """Draw tasks as far as is looked ahead; give those to announce."""
         fresh = []
         while not self._ahead or self._ahead_bytes < _AHEAD_BYTES:
             task = next(self._tasks, None)
             if task is None:
                 break
-            self._ahead.append(task)
+            self._ahead.append(_Upcoming(task))
             self._ahead_bytes += int(task.capacities.sum())
-            if int(task.capacities.max(initial=0)) < _ANNOUNCED_BYTES:
+            if int(task.capacities.max(initial=0)) < self._announced_bytes:
                 break
-            fresh.append(task)
+            fresh.append(self._ahead[-1])
         return fresh
 
     def _named(self, rows: IntArray) -> pa.Table:
@@ -237,7 +245,8 @@ class Pipeline(Generic[T]):
             return self._objects.slice(int(rows[0]), len(rows))
         return self._objects.take(rows)
 
-    def _one(self, task: Task, arena: Arena, allocator: SlabAllocator) -> T:
+    def _one(self, upcoming: _Upcoming, arena: Arena, allocator: SlabAllocator) -> T:
+        task, named = upcoming.task, upcoming.named  # another thread may be naming them now
         offsets, nbytes = place(task.capacities)
         name = task.name or f"a task of {len(task.rows)} objects"
         slab = allocator.reserve(max(nbytes + task.room, 1), name=name)
@@ -245,10 +254,10 @@ class Pipeline(Generic[T]):
         try:
             offsets = np.asarray(offsets) + slab.offset
             self._keep_pace(int(task.capacities.sum()))
+            if named is None:
+                named = self._named(task.rows)
             with self._reading:
-                read = self._read_call(
-                    self._named(task.rows), offsets, task.capacities, identify=self._identify
-                )
+                read = self._read_call(named, offsets, task.capacities, identify=self._identify)
             loaded = Loaded(task, arena, offsets, slab.offset + nbytes, read, slab)
             return self._work(loaded)
         finally:

@@ -10,6 +10,7 @@ import click
 
 from hicachectl.errors import FINDINGS
 from hicachectl.guards import agreed, locked, require_consent
+from hicachectl.interrupts import raised_once
 from hicachectl.options import (
     Duration,
     buffer_option,
@@ -114,6 +115,7 @@ def command(
     if options["move"]:
         require_consent(yes=options["yes"], dry_run=options["dry_run"])
     with (
+        raised_once(),
         locked(options["lock"]) as is_ours,
         opened(ctx, source, lease_wait=options["lease_wait"]) as from_store,
         opened(ctx, destination, lease_wait=options["lease_wait"], create=True) as to_store,
@@ -160,10 +162,10 @@ def _migrated(ctx: click.Context, source: Store, target: Store, request: Request
 
 
 def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Request:
-    from hicachectl.chains import read_pages
     from hicachectl.migrate import Request
     from hicachectl.migrating.carrying import Manner
     from hicachectl.profiles import profile_from_options
+    from hicachectl.requests import read_pages
     from hicachectl.retargeting import destination_profile
     from hicachectl.selection import Selection
 

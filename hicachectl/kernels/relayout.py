@@ -32,6 +32,8 @@ def relayout(unit: TransferUnit, sources: Sequence[Pages], destinations: Sequenc
 def _copy(copy: StridedCopy, source: Pages, destination: Pages) -> None:
     if len(source) != len(destination):
         raise ValueError(f"{len(source)} source pages for {len(destination)} of the destination")
+    if not len(source):
+        return
     np.copyto(
         _view(destination, copy, copy.destination_offset, copy.destination_strides),
         _view(source, copy, copy.source_offset, copy.source_strides),

@@ -110,9 +110,16 @@ class Carrier:
         self._journal = journal
         times = times_of(inventory.objects)
         self._to = Destination(destination, times, verify=manner.verify, pin=manner.pin)
+        # Another server's object under the same key is the same page.
+        destination.confirms_writes = False
         self._lock = threading.Lock()
         self._again: dict[int, tuple[Survey, list[int]]] = {}
         self._removal = Removal(source, inventory, groups) if manner.move else None
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Begin no further parcel."""
+        self._stopped.set()
 
     def carry(
         self,
@@ -163,7 +170,8 @@ class Carrier:
         with closing(iter(pipeline)) as results:
             for delivered in results:
                 on_done(delivered)
-        self.tally.complete &= pipeline.complete and not self._to.full.is_set()
+        stopped = self._to.full.is_set() or self._stopped.is_set()
+        self.tally.complete &= pipeline.complete and not stopped
 
     def _parcels(self, orders: Iterable[Order]) -> Iterator[Parcel]:
         most_bytes = min(_PARCEL_BYTES, self._manner.buffer_bytes // (self._manner.jobs or _JOBS))
@@ -180,7 +188,7 @@ class Carrier:
             for order in orders
         )
         for parcel in chain.from_iterable(cut):
-            if self._to.full.is_set():
+            if self._to.full.is_set() or self._stopped.is_set():
                 return
             yield parcel
 

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.arena import place
-from hicachectl.backends.base import Status
+from hicachectl.backends.base import Status, batch_spans
 from hicachectl.migrating.decisions import READS_BACK, Action
 from hicachectl.migrating.survey import ABSENT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     import numpy.typing as npt
 
@@ -117,18 +117,6 @@ class Destination:
         places = np.append(parcel.rows, ABSENT)[sources]
         times = self._times.take(pa.array(places, mask=places == ABSENT))
         return pa.table({"key": parcel.keys(), "mtime_ns": times})
-
-    def batches(self, places: IntArray, sizes: IntArray) -> Iterator[IntArray]:
-        """Cut rows into calls that suit the store."""
-        limits = self.store.limits
-        ends = np.cumsum(sizes)
-        start = 0
-        while start < len(places):
-            before = ends[start - 1] if start else 0
-            end = int(np.searchsorted(ends, before + limits.batch_bytes, side="right"))
-            end = min(max(end, start + 1), start + limits.batch_objects)
-            yield places[start:end]
-            start = end
 
 
 class _Delivery:
@@ -274,8 +262,8 @@ class _Delivery:
         self._mine[left] = False
 
     def _each(self, places: IntArray, call: Callable[[IntArray], object]) -> None:
-        for some in self._to.batches(places, self._writes.sizes[places]):
-            call(some)
+        for span in batch_spans(self._writes.sizes[places], self._to.store.limits):
+            call(places[span])
 
 
 def times_of(objects: pa.Table) -> Any:

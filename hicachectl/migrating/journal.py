@@ -1,4 +1,4 @@
-"""What a migration has done, a line for each batch: written before the next, read by `--resume`.
+"""What a migration has done, a line for each batch: read by `--resume`.
 
 Lines are JSON. The first says which migration it is; a line that was cut off by a crash is the
 last, and is dropped: what it would have said is found out again from the destination.
@@ -113,22 +113,31 @@ def _pages(entry: dict[str, Any], path: Path, number: int) -> list[str]:
 
 
 class Journal:
-    """A journal that is written to, from several threads; each line is durable at once.
+    """A journal that is written to, from several threads; a killed process loses no line.
 
     It is held by one process at a time. One that nothing was noted in is removed at the end.
     owner: 16 hex digits, the same for all runs that write to it.
     """
 
     def __init__(
-        self, path: Path, identity: Mapping[str, Any], *, earlier: Progress | None, fresh: bool
+        self,
+        path: Path,
+        identity: Mapping[str, Any],
+        *,
+        earlier: Progress | None,
+        fresh: bool,
+        durable: bool,
     ) -> None:
         """Open a journal; fresh: empty it.
 
-        earlier: what `read_journal` found. Raises UsageError where it cannot be written, or
-        another process has it.
+        earlier: what `read_journal` found. durable: each line is on the disk before anything
+        follows from it; else a crash of the machine may lose some: what they say is found out
+        again, at the cost of reading. Raises UsageError where it cannot be written, or another
+        process has it.
         """
         self.path = path
         self.owner = (earlier and earlier.owner) or os.urandom(_OWNER_BYTES).hex()
+        self._durable = durable
         self._lock = threading.Lock()
         self._noted = earlier is not None and not fresh
         try:
@@ -167,7 +176,8 @@ class Journal:
             try:
                 while line:
                     line = line[os.write(self._file, line) :]
-                os.fdatasync(self._file)
+                if self._durable:
+                    os.fdatasync(self._file)
             except OSError as error:
                 with suppress(OSError):  # what comes next must not join a torn line
                     os.ftruncate(self._file, end)

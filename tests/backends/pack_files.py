@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import zstandard
@@ -88,7 +88,7 @@ def trailer(offset: int, length: int, pack_id: bytes = PACK_ID) -> bytes:
     return head + struct.pack("<I", zlib.crc32(head)) + b"HCPE"
 
 
-def index(rows: Iterable[dict[str, object]], grammar: str = "file", profile: str = "") -> bytes:
+def index(rows: Iterable[dict[str, Any]], grammar: str = "file", profile: str = "") -> bytes:
     """An Arrow stream with the columns of an index; what a row leaves out is null."""
     schema = SCHEMA.with_metadata(
         {
@@ -106,7 +106,7 @@ def index(rows: Iterable[dict[str, object]], grammar: str = "file", profile: str
     return written
 
 
-def row_of(found: Found) -> dict[str, object]:
+def row_of(found: Found) -> dict[str, Any]:
     return {
         "key": found.key,
         "nbytes": len(found.content),
@@ -118,7 +118,7 @@ def row_of(found: Found) -> dict[str, object]:
     }
 
 
-def finish(path: Path, rows: Iterable[dict[str, object]]) -> None:
+def finish(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Append an index of these rows, and the trailer."""
     data = path.read_bytes()
     entry = record(INDEX, b"", index(rows))
@@ -165,7 +165,7 @@ def _plane(stored: bytes, size: int) -> bytes:
     return zstandard.ZstdDecompressor().decompress(stored, max_output_size=size)
 
 
-def indexed(path: Path) -> dict[bytes, dict[str, object]]:
+def indexed(path: Path) -> dict[bytes, dict[str, Any]]:
     """The rows that the file's last index names, by key; none without one."""
     data = path.read_bytes()
     if data[-4:] != b"HCPE":

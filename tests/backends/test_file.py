@@ -502,3 +502,13 @@ def test_only_files_that_are_not_in_memory_are_read_ahead(
     with FileStore(tmp_path) as store:
         store.expect(rows_of([b"warm", b"cold"]), np.full(2, 1 << 20))
     assert advised == [("cold", 0, 1 << 20)]
+
+
+def test_touched_files_are_newer_than_all_and_in_the_order_they_were_named(tmp_path: Path) -> None:
+    for name in ("a.bin", "b.bin", "c.bin"):
+        (tmp_path / name).touch()
+    with FileStore(tmp_path) as store:
+        touched = store.touch(rows_of([b"c.bin", b"a.bin", b"../x", b"gone.bin"]))
+    assert touched.tolist() == [True, True, False, False]
+    times = {name: (tmp_path / f"{name}.bin").stat().st_mtime_ns for name in "abc"}
+    assert times["b"] < times["c"] < times["a"]
