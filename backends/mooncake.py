@@ -161,13 +161,17 @@ class MooncakeStore(Store):
 
     def exists(self, rows: Rows) -> BoolArray:
         """Say which objects are there and readable."""
+        return self._found(rows)[0]
+
+    def _found(self, rows: Rows) -> tuple[BoolArray, BoolArray]:
+        """Say which objects are readable, and which somebody has begun to write."""
         keys = _key_array(rows)
         answer = self._admin.query(keys)
         unaskable = _unaskable(answer)
         there: BoolArray = _codes(answer) == 0
         if unaskable.any():
             there |= unaskable & _is_in(keys, self._listed(keys.filter(pa.array(unaskable))))
-        return there
+        return there, _codes(answer) == NOT_READY
 
     def free_bytes(self) -> int | None:
         """Count what the cluster's segments have room for."""
@@ -302,7 +306,7 @@ class MooncakeStore(Store):
             if key is None or not sizes[at]:
                 statuses[at] = Status.ERROR
                 errors[at] = _NOT_TEXT if key is None else "Mooncake stores no empty objects"
-        self._make_room(rows, statuses, errors, if_absent=if_absent)
+        begun = self._make_room(rows, statuses, errors, if_absent=if_absent)
         places = np.flatnonzero(statuses == Status.OK)
         if len(places):
             codes = self._data().put_from(
@@ -314,8 +318,9 @@ class MooncakeStore(Store):
             )
             statuses[places[codes == EXISTS]] = Status.EXISTS
             _note_errors(statuses, errors, places, codes, (0, EXISTS))
+            self._settle_begun(rows, places[(codes == 0) & begun[places]], statuses)
             if self.confirms_writes:
-                put = places[codes == 0]
+                put = places[(codes == 0) & (statuses[places] == Status.OK)]
                 self._read_back(keys, put, offsets[put], sizes[put], statuses, errors)
         return Result(statuses, errors)
 
@@ -326,17 +331,30 @@ class MooncakeStore(Store):
         errors: dict[int, str],
         *,
         if_absent: bool,
-    ) -> None:
-        """Mark what is there as existing, or remove it."""
+    ) -> BoolArray:
+        """Mark what is there as existing, or remove it; which others somebody has begun: [rows]."""
         fine = np.flatnonzero(statuses == Status.OK)
         chosen = as_table(rows).take(pa.array(fine))
+        begun = np.zeros(len(rows), dtype=np.bool_)
         if if_absent:
-            statuses[fine[self.exists(chosen)]] = Status.EXISTS
-            return
+            there, begun[fine] = self._found(chosen)
+            statuses[fine[there]] = Status.EXISTS
+            return begun
         removed = self.delete(chosen)
         for index, why in removed.errors.items():
             statuses[fine[index]] = Status.ERROR
             errors[int(fine[index])] = why
+        return begun
+
+    def _settle_begun(self, rows: Rows, places: IntArray, statuses: npt.NDArray[np.uint8]) -> None:
+        """Mark as existing what another writer is still at.
+
+        A put of it is answered with success, and is none. It stays so where that writer was
+        killed, until the master's --put_start_discard_timeout_sec.
+        """
+        if len(places):
+            readable = self.exists(as_table(rows).take(pa.array(places)))
+            statuses[places[~readable]] = Status.EXISTS
 
     def _read_back(
         self,
