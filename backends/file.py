@@ -13,6 +13,7 @@ import errno
 import os
 import stat
 import struct
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -56,6 +57,7 @@ _RENAME_NOREPLACE = 1
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 # The file system itself is gone: no answer about one file means anything.
 _LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _WORDS = {
     errno.ELOOP: "is a symbolic link",
     errno.ENXIO: "is not a regular file",  # opening a socket
@@ -79,10 +81,12 @@ class FileStore(Store):
     )
     supports_version: ClassVar[bool] = True
     supports_moves: ClassVar[bool] = True
+    supports_touch: ClassVar[bool] = True
     version_fields: ClassVar[tuple[str, ...]] = ("inode", "mtime", "ctime", "size")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
+        self._made = False
         self.url = str(StoreUrl("file", self.path))
         try:
             self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -101,12 +105,20 @@ class FileStore(Store):
 
     @classmethod
     def create(cls, url: StoreUrl) -> Self:
-        """Open the directory of a `file:` URL; a missing one is made, as SGLang does."""
+        """Open the directory of a `file:` URL; a missing one is made, as SGLang does.
+
+        It is removed again if nothing was written to it.
+        """
+        made = False
         try:
-            os.makedirs(url.path, exist_ok=True)  # noqa: PTH103 - names that are not UTF-8
+            if not os.path.lexists(url.path):
+                os.makedirs(url.path)  # noqa: PTH103 - names that are not UTF-8
+                made = True
         except OSError as error:
             raise StoreUnavailable(f"{url.path}: cannot be made: {error.strerror}") from error
-        return cls(url.path)
+        store = cls(url.path)
+        store._made = made
+        return store
 
     def side_directory(self) -> Path:
         """Name the sub-directory that SGLang ignores and its `clear()` leaves."""
@@ -117,6 +129,9 @@ class FileStore(Store):
         descriptor, self._directory = self._directory, -1
         if descriptor >= 0:
             os.close(descriptor)
+            if self._made:
+                with suppress(OSError):  # it is not empty
+                    os.rmdir(self.path)  # noqa: PTH106 - names that are not UTF-8
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """List every regular file; the version is made of inode, mtime, ctime and size.
@@ -262,6 +277,23 @@ class FileStore(Store):
         """Say which keys are regular files, one stat each."""
         keys = keys_of(rows)
         return np.fromiter(map(self._is_there, keys), dtype=np.bool_, count=len(keys))
+
+    def touch(self, rows: Rows) -> BoolArray:
+        """Set modification times to now: the order of eviction that a server begins with.
+
+        A server that runs keeps an order of its own, which files do not show.
+        """
+        now = time.time_ns()
+        touched = np.zeros(len(rows), dtype=np.bool_)
+        for index, key in enumerate(keys_of(rows)):
+            try:
+                _check_key(key)
+                times = now + index, now + index
+                os.utime(key, ns=times, dir_fd=self._directory, follow_symlinks=False)
+                touched[index] = True
+            except OSError as error:
+                self._failed(index, error, {})
+        return touched
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """List a few files again, one stat each."""
@@ -510,7 +542,7 @@ class FileStore(Store):
         if error.errno == errno.EEXIST:
             return Status.EXISTS
         errors[index] = _WORDS.get(error.errno or 0) or error.strerror or str(error)
-        return Status.ERROR
+        return Status.FULL if error.errno in _NO_ROOM else Status.ERROR
 
     def _removed(self, error: OSError) -> bool:
         if error.errno == errno.EBADF and self._directory < 0:

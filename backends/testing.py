@@ -378,6 +378,22 @@ class StoreSuite(ABC):
         with pytest.raises(UnsupportedByBackend):
             store.delete(rows_of(self.keys[:1]))
 
+    def test_touching_says_what_is_there_and_changes_no_byte(self, store: Store) -> None:
+        self.need(store, "touch")
+        for n in range(2):
+            self.raw_put(store, self.keys[n], self.value(n))
+        rows = scanned_rows(store, self.keys[:2])
+        assert store.touch(rows).tolist() == [True, True]
+        assert self.raw_get(store, self.keys[0]) == self.value(0)
+        self.raw_delete(store, self.keys[0])
+        assert store.touch(rows).tolist() == [False, True]
+
+    def test_touching_is_refused_where_there_is_no_order(self, store: Store) -> None:
+        if store.supports_touch:
+            pytest.skip("the store has an order of eviction")
+        with pytest.raises(UnsupportedByBackend):
+            store.touch(rows_of(self.keys[:1]))
+
     def test_exists_answers_for_each_row(self, store: Store) -> None:
         self.raw_put(store, self.keys[1], self.value(1))
         answer = store.exists(rows_of(self.keys[:3]))

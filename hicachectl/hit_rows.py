@@ -8,13 +8,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.formats.keys.columns import RANK_COLUMNS, SPAN_COLUMNS, shard_fields
 from hicachectl.jsontext import WRITE_NULL
-from hicachectl.listing import SHARD_COLUMNS, key_text, shard_fields
+from hicachectl.listing import key_text
 
 if TYPE_CHECKING:
     from hicachectl.hits import Hits
 
-_SHARD = pa.struct(list(SHARD_COLUMNS.items()))
+_SHARD = pa.struct(
+    [
+        *((name, pa.int32()) for name in RANK_COLUMNS),
+        *((name, pa.string()) for name in SPAN_COLUMNS),
+    ]
+)
 _STOP_FIELDS = [
     pa.field(name, kind, metadata=WRITE_NULL)
     for name, kind in (

@@ -42,6 +42,7 @@ _STORES = (
         "A 3FS store, by the prefix of its page files; see 3FS.",
     ),
     ("hf3fs:", "The 3FS store of SGLang's configuration; see ENVIRONMENT."),
+    ("pack:///path/archive.hcpack", "A pack: the objects of a store in one file; see hcpack(5)."),
     ("NAME:", "A store of the config file."),
 )
 _HF3FS = (
@@ -206,6 +207,8 @@ def command_page(name: str) -> str:
     assert command is not None  # COMMANDS names only commands that exist
     ctx = click.Context(command, info_name=name, parent=_group_context())
     arguments = [p.make_metavar(ctx) for p in command.params if isinstance(p, click.Argument)]
+    if isinstance(command, click.Group):
+        arguments.append("COMMAND ...")
     summary = COMMANDS[name].summary.rstrip(".")
     lines = [
         *_head(f"hicachectl-{name}", summary[0].lower() + summary[1:]),
@@ -215,6 +218,7 @@ def command_page(name: str) -> str:
         *_description(command.help or ""),
         ".Sh OPTIONS",
         *_options(command, ctx),
+        *_subcommands(command, ctx),
         ".Sh EXIT STATUS",
         "As for",
         ".Xr hicachectl 1 .",
@@ -253,6 +257,19 @@ def _description(text: str) -> list[str]:
         else:
             lines += [*([".Pp"] if number and lines[-1] != ".Ed" else []), *_sentences(paragraph)]
     return lines
+
+
+def _subcommands(command: click.Command, ctx: click.Context) -> Iterator[str]:
+    """Write what the commands of a command do, with their options."""
+    if not isinstance(command, click.Group):
+        return
+    yield ".Sh COMMANDS"
+    for name, part in command.commands.items():
+        inner = click.Context(part, info_name=name, parent=ctx)
+        arguments = [p.make_metavar(inner) for p in part.params if isinstance(p, click.Argument)]
+        yield f".Ss {' '.join([name, *arguments])}"
+        yield from _description(part.help or "")[1:]
+        yield from _options(part, inner)
 
 
 def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
@@ -305,8 +322,11 @@ def _profile_file() -> list[str]:
 
 
 def _see_also(page: str) -> list[str]:
-    pages = sorted({"hicachectl", *(f"hicachectl-{name}" for name in COMMANDS)} - {page})
-    return [f".Xr {other} 1 {',' if other != pages[-1] else ''}".rstrip() for other in pages]
+    pages = [f"{name} 1" for name in sorted({"hicachectl", *map("hicachectl-{}".format, COMMANDS)})]
+    pages = [other for other in pages if other != f"{page} 1"]
+    if page in ("hicachectl", "hicachectl-pack"):
+        pages.append("hcpack 5")
+    return [f".Xr {other} {',' if other != pages[-1] else ''}".rstrip() for other in pages]
 
 
 def _list(entries: tuple[tuple[str, str], ...]) -> Iterator[str]:

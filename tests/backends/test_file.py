@@ -422,7 +422,7 @@ def test_a_directory_cleared_while_writing_is_an_error(
     assert result.errors == {0: "another process cleared the directory"}
 
 
-def test_a_full_file_system_is_an_error_of_the_row(tmp_path: Path) -> None:
+def test_a_full_file_system_is_told_of_the_row(tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount a small tmpfs")
@@ -432,7 +432,7 @@ def test_a_full_file_system_is_an_error_of_the_row(tmp_path: Path) -> None:
             assert store.free_bytes() == 64 << 10
             objects = {b"a.bin": b"a" * 4096, b"b.bin": b"b" * (256 << 10), b"c.bin": b"c"}
             result = write(store, objects, if_absent=True)
-            assert result.statuses.tolist() == [Status.OK, Status.ERROR, Status.OK]
+            assert result.statuses.tolist() == [Status.OK, Status.FULL, Status.OK]
             assert result.errors == {1: "No space left on device"}
             assert _names(tmp_path) == ["a.bin", "c.bin"]
     finally:
@@ -484,3 +484,13 @@ def test_only_files_that_are_not_in_memory_are_read_ahead(
     with FileStore(tmp_path) as store:
         store.expect(rows_of([b"warm", b"cold"]), np.full(2, 1 << 20))
     assert advised == [("cold", 0, 1 << 20)]
+
+
+def test_touched_files_are_newer_than_all_and_in_the_order_they_were_named(tmp_path: Path) -> None:
+    for name in ("a.bin", "b.bin", "c.bin"):
+        (tmp_path / name).touch()
+    with FileStore(tmp_path) as store:
+        touched = store.touch(rows_of([b"c.bin", b"a.bin", b"../x", b"gone.bin"]))
+    assert touched.tolist() == [True, True, False, False]
+    times = {name: (tmp_path / f"{name}.bin").stat().st_mtime_ns for name in "abc"}
+    assert times["b"] < times["c"] < times["a"]

@@ -280,6 +280,44 @@ def test_a_page_that_an_engine_cut_off_and_stretched_again_is_found(
 # --- back to SGLang; these come last, since they leave objects on other pages or none ---
 
 
+def write(written: Written, objects: dict[str, bytes]) -> None:
+    """Write objects with hicachectl, in an order of its own."""
+    order = np.random.default_rng(0).permutation(len(objects)).tolist()
+    keys = [list(objects)[n] for n in order]
+    sizes = np.array([len(objects[key]) for key in keys], dtype=np.int64)
+    offsets, total = place(sizes)
+    with Arena(total) as arena, open_store(written.url, create=True) as store:
+        assert isinstance(store, Hf3fsStore)
+        store.use_profile(profile_from_mapping(written.manifest["profile"]))
+        store.attach(arena)
+        for key, offset, size in zip(keys, offsets.tolist(), sizes.tolist(), strict=True):
+            arena.view(offset, size)[:] = np.frombuffer(objects[key], dtype=np.uint8)
+        rows = pa.table({"key": pa.array([key.encode() for key in keys], pa.binary())})
+        assert store.write_from(rows, offsets, sizes, if_absent=True).all_ok
+
+
+def test_sglang_starts_on_a_store_that_hicachectl_made(
+    written: Written, sglang_session: SglangSession
+) -> None:
+    """On a server that knows no rank, with no file: as before a new cluster's first start."""
+    objects = {key: written.get(entry) for key, entry in written.objects.items()}
+    before = {name: table["num_pages"] for name, table in written.server.saved().items()}
+    for entry in one_of_each_kind(list(written.objects.values())):
+        written.file(entry).unlink(missing_ok=True)
+    written.server.reset()
+    write(written, objects)
+    made = written.server.saved()
+    assert {name: table["num_pages"] for name, table in made.items()} == before
+    for result in read_back(written, sglang_session):
+        assert result["hit_pages"] == len(written.manifest["pages"])
+        assert not any(result["wrong"].values())
+    tables = written.server.saved()
+    assert {name: table["num_pages"] for name, table in tables.items()} == before
+    for entry in written.manifest["objects"]:  # for the tests that come after
+        rank, namespace, name = entry["key"].split(":")
+        entry["index"] = dict(tables[f"{rank}:{namespace}"]["key_to_index"])[name]
+
+
 def test_sglang_reads_what_hicachectl_wrote_byte_for_byte(
     written: Written, sglang_session: SglangSession
 ) -> None:
@@ -293,18 +331,7 @@ def test_sglang_reads_what_hicachectl_wrote_byte_for_byte(
         os.truncate(written.file(entry), FILE_SIZE)
     assert all(result["hit_pages"] == 0 for result in read_back(written, sglang_session))
 
-    order = np.random.default_rng(0).permutation(len(objects)).tolist()
-    keys = [list(objects)[n] for n in order]
-    sizes = np.array([len(objects[key]) for key in keys], dtype=np.int64)
-    offsets, total = place(sizes)
-    with Arena(total) as arena, open_store(written.url) as store:
-        assert isinstance(store, Hf3fsStore)
-        store.use_profile(profile_from_mapping(written.manifest["profile"]))
-        store.attach(arena)
-        for key, offset, size in zip(keys, offsets.tolist(), sizes.tolist(), strict=True):
-            arena.view(offset, size)[:] = np.frombuffer(objects[key], dtype=np.uint8)
-        rows = pa.table({"key": pa.array([key.encode() for key in keys], pa.binary())})
-        assert store.write_from(rows, offsets, sizes, if_absent=True).all_ok
+    write(written, objects)
     for result in read_back(written, sglang_session):
         assert result["hit_pages"] == len(written.manifest["pages"])
         assert not any(result["wrong"].values())

@@ -1,0 +1,318 @@
+"""The one writer of a pack: objects are compressed in threads and appended in order."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from blake3 import blake3
+
+from hicachectl import __version__
+from hicachectl.backends.base import Status, StatusArray
+from hicachectl.backends.pack_file import (
+    Entries,
+    UnfinishedPackError,
+    append_index,
+    load_finished,
+    lock_pack,
+    open_pack,
+    plain_record,
+    write_fully,
+)
+from hicachectl.backends.pack_recovery import walk
+from hicachectl.formats.errors import (
+    FormatError,
+    ProfileError,
+    StoreUnavailable,
+    UnsupportedByBackend,
+)
+from hicachectl.formats.pack import (
+    HEADER_BYTES,
+    ID_BYTES,
+    MAGIC,
+    MOST_KEY_BYTES,
+    Kind,
+    Metadata,
+    Record,
+    build_header,
+    build_metadata,
+    build_record,
+)
+from hicachectl.formats.planes import Encoder, PlanMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
+    from hicachectl.backends.pack_recovery import Walked
+    from hicachectl.formats.planes import Plane
+
+_MOST_ENCODERS = 4
+# What the index will take is kept free, so that a pack on a full disk can still be finished.
+_INDEX_BYTES = 1 << 20
+_INDEX_ROW_BYTES = 512
+
+_Encoded = tuple[Record, "list[Plane]"]
+
+
+class PackWriter:
+    """Appends objects to a pack file whose lock it holds; threads may share it.
+
+    metadata: what the pack will say of itself; changed by `use_metadata`, at the first write if
+    not before. remarks: what was found when it was opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Open a pack to continue it, or begin one. Raises StoreUnavailable, FormatError."""
+        self.path = path
+        self.descriptor = open_pack(path, os.O_RDWR | os.O_CREAT)
+        self.pack_id = os.urandom(ID_BYTES)
+        self.metadata = Metadata(grammar="")
+        self.entries = Entries()
+        self.remarks: tuple[str, ...] = ()
+        self._end = 0
+        self._is_valid = False  # what is in the file ends with an index of all of it
+        self._written: Metadata | None = None  # as the file has it
+        self._has_tail = False  # bytes behind the last whole record
+        self._failed = False
+        self._turn = threading.Lock()
+        self._plans = PlanMemory()
+        self._of_thread = threading.local()
+        self._encoders: ThreadPoolExecutor | None = None
+        self._ahead = min(_MOST_ENCODERS, len(os.sched_getaffinity(0)))
+        try:
+            lock_pack(self.descriptor, path)
+            self._continue()
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def _continue(self) -> None:
+        """Find where to go on, in a file that may have been cut off anywhere."""
+        begun = os.pread(self.descriptor, HEADER_BYTES, 0)
+        if len(begun) < HEADER_BYTES and begun[: len(MAGIC)] == MAGIC[: len(begun)]:
+            self._has_tail = bool(begun)
+            return
+        try:
+            found = load_finished(self.descriptor, self.path)
+        except UnfinishedPackError:
+            walked = walk(self.descriptor, self.path)
+            if walked.metadata is None and walked.entries:
+                raise FormatError(
+                    f"{self.path}: nothing says what keys its objects have; write to a new pack"
+                ) from None
+            self.pack_id, self.entries, self._end = walked.pack_id, walked.entries, walked.end
+            self._written, self._has_tail = walked.metadata, bool(walked.cut_bytes)
+            self.remarks = (_continued(self.path, walked),)
+        else:
+            self.pack_id, self.entries = found.pack_id, Entries.of(found.entries)
+            self._written, self._end, self._is_valid = found.metadata, found.end, True
+        self.metadata = self._written or self.metadata
+
+    def use_metadata(self, *, grammar: str | None = None, profile: str | None = None) -> None:
+        """Say what keys the objects to come have, or their profile as TOML.
+
+        A pack with objects keeps what it says. Raises UnsupportedByBackend, ProfileError.
+        """
+        if grammar is not None and grammar != self.metadata.grammar:
+            if self.entries:
+                raise UnsupportedByBackend(
+                    f"{self.path}: the pack has {self.metadata.grammar} keys, and takes no others; "
+                    f"write {grammar} keys to a new one"
+                )
+            self.metadata = replace(self.metadata, grammar=grammar)
+        if profile is not None and profile != self.metadata.profile:
+            if self.entries and self.metadata.profile:
+                raise ProfileError(
+                    f"{self.path}: the pack has objects of another deployment, as its profile says "
+                    "(hicachectl profile prints it); write to a new one"
+                )
+            self.metadata = replace(self.metadata, profile=profile)
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        times: Sequence[int | None],
+        objects: Sequence[memoryview],
+        *,
+        if_absent: bool,
+    ) -> tuple[StatusArray, dict[int, str]]:
+        """Append objects durably. Raises StoreUnavailable when the pack cannot be written to."""
+        statuses = np.zeros(len(keys), dtype=np.uint8)
+        errors: dict[int, str] = {}
+        self._begin()
+        space = os.fstatvfs(self.descriptor)
+        room = space.f_bavail * space.f_frsize
+        now_ns = time.time_ns()
+        pending: deque[tuple[int, Future[_Encoded]]] = deque()
+
+        def append_first() -> None:
+            nonlocal room
+            index, encoded = pending.popleft()
+            record, planes = encoded.result()
+            try:
+                statuses[index] = self._append(record, planes, room, if_absent=if_absent)
+                room -= record.length
+            except OSError as error:
+                statuses[index] = Status.ERROR
+                errors[index] = error.strerror or str(error)
+
+        try:
+            for index, (key, mtime_ns, data) in enumerate(zip(keys, times, objects, strict=True)):
+                if not 0 < len(key) <= MOST_KEY_BYTES:
+                    statuses[index] = Status.ERROR
+                    errors[index] = f"a key of {len(key)} bytes; packs have 1 to {MOST_KEY_BYTES}"
+                elif if_absent and key in self.entries.rows:
+                    statuses[index] = Status.EXISTS
+                else:
+                    when = now_ns if mtime_ns is None else mtime_ns
+                    pending.append((index, self._pool().submit(self._encode, key, when, data)))
+                if len(pending) > 2 * self._ahead:
+                    append_first()
+            while pending:
+                append_first()
+        finally:  # the memory may have another use after this call
+            wait([encoding for _, encoding in pending])
+        self._sync()
+        return statuses, errors
+
+    def close(self) -> None:
+        """Finish the pack, unless it is as it was found; a pack that nothing came into goes.
+
+        Raises StoreUnavailable where the index cannot be written: the objects are safe then.
+        """
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor < 0:
+            return
+        if self._encoders is not None:
+            self._encoders.shutdown()
+        try:
+            if self._written is not None and not self._is_valid and not self._failed:
+                table = self.entries.table()
+                append_index(descriptor, self.pack_id, table, self._written, self._end)
+            elif not os.fstat(descriptor).st_size:
+                Path(self.path).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreUnavailable(
+                f"{self.path}: the pack cannot be finished: {error.strerror}; its objects "
+                f"are safe; once that is mended, run: hicachectl pack repair {self.path}"
+            ) from error
+        finally:
+            os.close(descriptor)
+
+    def _begin(self) -> None:
+        """Write what comes before objects, where it is not there yet."""
+        with self._turn:
+            if self.descriptor < 0 or self._failed:
+                raise ValueError("the pack is closed")
+            if not self.metadata.grammar:
+                raise UnsupportedByBackend(
+                    f"{self.path}: nothing says what keys the new pack has; "
+                    f"write pack://{self.path}?keys=file (or mooncake, hf3fs, unified)"
+                )
+            try:
+                if self._has_tail:
+                    os.ftruncate(self.descriptor, self._end)
+                    self._has_tail = False
+                if self._written != self.metadata:
+                    self._write_metadata()
+            except OSError as error:
+                raise self._unavailable(error) from error
+
+    def _write_metadata(self) -> None:
+        self.metadata = replace(self.metadata, version=__version__)
+        content = build_metadata(self.metadata)
+        record = plain_record(Kind.METADATA, content)
+        head = [] if self._end else [build_header(self.pack_id)]
+        self._put([*head, build_record(record, self.pack_id), content])
+        if head:
+            os.fsync(self.descriptor)
+            _sync_directory(self.path)
+        self._written = self.metadata
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._turn:
+            if self._encoders is None:
+                self._encoders = ThreadPoolExecutor(self._ahead, thread_name_prefix="pack-encoder")
+            return self._encoders
+
+    def _encode(self, key: bytes, mtime_ns: int, data: memoryview) -> _Encoded:
+        encoder: Encoder | None = getattr(self._of_thread, "encoder", None)
+        if encoder is None:
+            encoder = self._of_thread.encoder = Encoder()
+        array = np.frombuffer(data, dtype=np.uint8)
+        planes = encoder.encode(array, self._plans.plan(key, array, encoder))
+        record = Record(
+            kind=Kind.OBJECT,
+            key=key,
+            nbytes=len(data),
+            stored=tuple(map(len, planes)),
+            digest=blake3(data).digest(),
+            mtime_ns=mtime_ns,
+        )
+        return record, planes
+
+    def _append(self, record: Record, planes: list[Plane], room: int, *, if_absent: bool) -> Status:
+        with self._turn:
+            if if_absent and record.key in self.entries.rows:  # another thread was faster
+                return Status.EXISTS
+            kept = _INDEX_BYTES + _INDEX_ROW_BYTES * len(self.entries)
+            if record.length + kept > room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            at = self._end
+            self._put([build_record(record, self.pack_id), *planes])
+            self.entries.add(record, at)
+            return Status.OK
+
+    def _put(self, buffers: Sequence[Plane]) -> None:
+        """Append, or leave the file as it was."""
+        self._is_valid = False
+        try:
+            self._end = write_fully(self.descriptor, buffers, self._end)
+        except OSError:
+            with suppress(OSError):  # what is written next goes to the same place
+                os.ftruncate(self.descriptor, self._end)
+            raise
+
+    def _sync(self) -> None:
+        try:
+            os.fdatasync(self.descriptor)
+        except OSError as error:
+            # What had been written is lost or not: only reading the file again would tell.
+            self._failed = True
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: OSError) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{self.path}: cannot be written to: {error.strerror}; once that is mended, run: "
+            f"hicachectl pack repair {self.path}"
+        )
+
+
+def _continued(path: str, walked: Walked) -> str:
+    damaged = f", {walked.damaged} damaged objects left out" if walked.damaged else ""
+    return (
+        f"{path}: an unfinished pack of {len(walked.entries)} objects is continued; "
+        f"{walked.cut_bytes} bytes behind the last whole one are cut off{damaged}"
+    )
+
+
+def _sync_directory(path: str) -> None:
+    """Make the name of a new file durable."""
+    directory = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some file systems need none
+            raise
+    finally:
+        os.close(directory)
