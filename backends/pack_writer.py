@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -152,7 +151,6 @@ class PackWriter:
         self._begin()
         space = os.fstatvfs(self.descriptor)
         room = space.f_bavail * space.f_frsize
-        now_ns = time.time_ns()
         pending: deque[tuple[int, Future[_Encoded]]] = deque()
 
         def append_first() -> None:
@@ -174,8 +172,8 @@ class PackWriter:
                 elif if_absent and key in self.entries.rows:
                     statuses[index] = Status.EXISTS
                 else:
-                    when = now_ns if mtime_ns is None else mtime_ns
-                    pending.append((index, self._pool().submit(self._encode, key, when, data)))
+                    encoding = self._pool().submit(self._encode, key, mtime_ns, data)
+                    pending.append((index, encoding))
                 if len(pending) > 2 * self._ahead:
                     append_first()
             while pending:
@@ -245,7 +243,7 @@ class PackWriter:
                 self._encoders = ThreadPoolExecutor(self._ahead, thread_name_prefix="pack-encoder")
             return self._encoders
 
-    def _encode(self, key: bytes, mtime_ns: int, data: memoryview) -> _Encoded:
+    def _encode(self, key: bytes, mtime_ns: int | None, data: memoryview) -> _Encoded:
         encoder: Encoder | None = getattr(self._of_thread, "encoder", None)
         if encoder is None:
             encoder = self._of_thread.encoder = Encoder()
