@@ -192,6 +192,7 @@ class Store(ABC):
     supports_holes: ClassVar[bool] = False  # `holes` can find some
     # To identify what was read is to ask `exists` of it afterwards: many reads can share that.
     identifies_by_exists: ClassVar[bool] = False
+    evicts_pools_apart: ClassVar[bool] = False  # so that sidecars outlive their anchors
     supports_leases: ClassVar[bool] = False  # readers hold objects, and the two settings below act
 
     logs_natively: ClassVar[bool] = False  # its library writes to descriptor 2 by itself
