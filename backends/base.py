@@ -351,6 +351,16 @@ class Store(ABC):
         """Delete objects by key. Statuses: OK, GONE, ERROR."""
         raise UnsupportedByBackend(f"{self.url}: objects of this store cannot be deleted")
 
+    def withdraw(self, rows: Rows) -> Result:
+        """Take back objects that were just written through this very `Store`. As `delete`."""
+        return self.delete(rows)
+
+    def own_temporaries(self, owner: str, *, sweep: bool) -> None:  # noqa: B027 - most have none
+        """Mark unfinished writes as those of `owner`; sweep: remove what a killed one has left.
+
+        owner: 16 hex digits that at most one living process uses.
+        """
+
     def exists(self, rows: Rows) -> BoolArray:
         """Say which keys are there.
 

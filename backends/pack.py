@@ -293,6 +293,13 @@ class PackStore(Store):
             *self._writer.write(keys_of(rows), mtimes_of(rows), objects, if_absent=if_absent)
         )
 
+    def withdraw(self, rows: Rows) -> Result:
+        """Leave objects out of the index that will be written; their bytes stay in the file."""
+        if self._writer is None:
+            return super().withdraw(rows)
+        there = self._writer.withdraw(keys_of(rows))
+        return Result(np.where(there, Status.OK, Status.GONE).astype(np.uint8))
+
     def exists(self, rows: Rows) -> BoolArray:
         """Say which keys the index has."""
         there: BoolArray = self._listed.find(rows) >= 0

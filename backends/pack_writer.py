@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.planes import Plane
 
 _MOST_ENCODERS = 4
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What the index will take is kept free, so that a pack on a full disk can still be finished.
 _INDEX_BYTES = 1 << 20
 _INDEX_ROW_BYTES = 512
@@ -149,19 +150,15 @@ class PackWriter:
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
         self._begin()
-        space = os.fstatvfs(self.descriptor)
-        room = space.f_bavail * space.f_frsize
         pending: deque[tuple[int, Future[_Encoded]]] = deque()
 
         def append_first() -> None:
-            nonlocal room
             index, encoded = pending.popleft()
             record, planes = encoded.result()
             try:
-                statuses[index] = self._append(record, planes, room, if_absent=if_absent)
-                room -= record.length
+                statuses[index] = self._append(record, planes, if_absent=if_absent)
             except OSError as error:
-                statuses[index] = Status.ERROR
+                statuses[index] = Status.FULL if error.errno in _NO_ROOM else Status.ERROR
                 errors[index] = error.strerror or str(error)
 
         try:
@@ -259,12 +256,20 @@ class PackWriter:
         )
         return record, planes
 
-    def _append(self, record: Record, planes: list[Plane], room: int, *, if_absent: bool) -> Status:
+    def withdraw(self, keys: Sequence[bytes]) -> list[bool]:
+        """Forget objects that were appended; which of them were there."""
+        with self._turn:
+            there = [self.entries.rows.pop(key, None) is not None for key in keys]
+            self._is_valid = self._is_valid and not any(there)
+            return there
+
+    def _append(self, record: Record, planes: list[Plane], *, if_absent: bool) -> Status:
         with self._turn:
             if if_absent and record.key in self.entries.rows:  # another thread was faster
                 return Status.EXISTS
             kept = _INDEX_BYTES + _INDEX_ROW_BYTES * len(self.entries)
-            if record.length + kept > room:
+            space = os.fstatvfs(self.descriptor)
+            if record.length + kept > space.f_bavail * space.f_frsize:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             at = self._end
             self._put([build_record(record, self.pack_id), *planes])
