@@ -88,7 +88,7 @@ def deployments(draw: st.DrawFn, model: Profile) -> tuple[Profile, str]:
     if layout != "layer_first" or kinds == {"mla"}:
         grammars.append("mooncake")
     side_mha = any(pool.kind == "mha" for pool in model.pools[1:])
-    if not wide and not side_mha:
+    if not wide and not side_mha and layout != "page_head":
         grammars.append("hf3fs")
     kv = pools["kv"]
     alone = (
