@@ -19,6 +19,7 @@ from hicachectl.groups import WHOLE, PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.migrating.carrying import Carrier, Manner, Order, Removal, Tally
 from hicachectl.migrating.decisions import READING, Action, IfExists, decide, unreadable
+from hicachectl.migrating.estimate import estimated_seconds
 from hicachectl.migrating.journal import Journal, Progress, journal_path, read_journal
 from hicachectl.migrating.routes import Route, planned_route, verbatim_routes
 from hicachectl.migrating.survey import ABSENT, Survey, survey_destination, survey_source
@@ -170,7 +171,11 @@ def migrate(
         if request.space_check:
             _check_space(destination, nbytes)
         tally = Tally(pages=agenda.count(*READING), objects=objects, nbytes=nbytes)
-        return _outcome(source, destination, agenda, tally, started, earlier, remarks)
+        outcome = _outcome(source, destination, agenda, tally, started, earlier, remarks)
+        outcome.document["estimated_seconds"] = estimated_seconds(
+            source, agenda.inventory, agenda.orders(), request.manner, nbytes
+        )
+        return outcome
     with Journal(
         path,
         identity,

@@ -220,7 +220,7 @@ def _rows(outcome: Outcome) -> Any:
 
 
 def _lines(outcome: Outcome, *, dry_run: bool) -> Iterator[str]:
-    from hicachectl.output import human_size
+    from hicachectl.output import human_age, human_size
 
     document = outcome.document
     verb = "to copy" if dry_run else "copied"
@@ -237,6 +237,9 @@ def _lines(outcome: Outcome, *, dry_run: bool) -> Iterator[str]:
     ):
         if document[name]:
             parts.append(f"{document[name]} {text}")
+    seconds = document.get("estimated_seconds")
+    if seconds is not None:
+        parts.append(f"about {human_age(seconds)} at the speed of reading")
     if document["stopped_by"]:
         parts.append(f"stopped: {document['stopped_by']}")
     yield "; ".join(parts)
