@@ -110,7 +110,7 @@ class Carrier:
         self._journal = journal
         times = times_of(inventory.objects)
         self._to = Destination(destination, times, verify=manner.verify, pin=manner.pin)
-        # Another server's object under the same key is the same page.
+        # What was there has been listed; what a server puts there meanwhile is the same page.
         destination.confirms_writes = False
         self._lock = threading.Lock()
         self._again: dict[int, tuple[Survey, list[int]]] = {}
