@@ -192,6 +192,7 @@ class Store(ABC):
     supports_holes: ClassVar[bool] = False  # `holes` can find some
     # To identify what was read is to ask `exists` of it afterwards: many reads can share that.
     identifies_by_exists: ClassVar[bool] = False
+    evicts_pools_apart: ClassVar[bool] = False  # so that sidecars outlive their anchors
     supports_leases: ClassVar[bool] = False  # readers hold objects, and the two settings below act
 
     logs_natively: ClassVar[bool] = False  # its library writes to descriptor 2 by itself
@@ -200,8 +201,8 @@ class Store(ABC):
     arena: Arena | None = None
     named_arena: bool = False  # reads are fastest into memory that another process can open
     allow_leases: bool = False  # a listing may ask in ways that keep objects from being evicted
-    # Whether what was written is read back, where only that tells it from what another writer put
-    # at the same moment.
+    # Whether to make sure that what is there after a write is what was written, where that costs.
+    # Without it an object that was there before may be called OK, and stays.
     confirms_writes: bool = True
     lease_wait_seconds: float = 0.0  # how long to wait for readers before a delete gives up
 
@@ -349,6 +350,16 @@ class Store(ABC):
     def delete(self, rows: Rows) -> Result:
         """Delete objects by key. Statuses: OK, GONE, ERROR."""
         raise UnsupportedByBackend(f"{self.url}: objects of this store cannot be deleted")
+
+    def withdraw(self, rows: Rows) -> Result:
+        """Take back objects that were just written through this very `Store`. As `delete`."""
+        return self.delete(rows)
+
+    def own_temporaries(self, owner: str, *, sweep: bool) -> None:  # noqa: B027 - most have none
+        """Mark unfinished writes as those of `owner`; sweep: remove what a killed one has left.
+
+        owner: 16 hex digits that at most one living process uses.
+        """
 
     def exists(self, rows: Rows) -> BoolArray:
         """Say which keys are there.

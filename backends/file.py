@@ -18,7 +18,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -53,11 +53,15 @@ OWN_PREFIX = b".hicachectl"
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# The 16 bytes of a temporary name: its owner, the process, and a number.
+_OWNER_BYTES, _TOKEN_BYTES = 8, 12
 _RENAME_NOREPLACE = 1
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 # The file system itself is gone: no answer about one file means anything.
 _LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+# A new file of a random name is refused: the directory takes no other either.
+_NO_NEW_FILES = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _WORDS = {
     errno.ELOOP: "is a symbolic link",
     errno.ENXIO: "is not a regular file",  # opening a socket
@@ -87,6 +91,9 @@ class FileStore(Store):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
         self._made = False
+        self._token = b""  # of temporary names
+        self.own_temporaries(os.urandom(_OWNER_BYTES).hex(), sweep=False)
+        self._numbers = count()
         self.url = str(StoreUrl("file", self.path))
         try:
             self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -228,8 +235,6 @@ class FileStore(Store):
 
         def stage(index: int) -> Status:
             _check_new_key(keys[index])
-            if if_absent and self._is_there(keys[index]):
-                return Status.EXISTS
             offset, size = places[index]
             written[index] = self._write_temporary(memory[offset : offset + size], times[index])
             return Status.OK
@@ -272,6 +277,22 @@ class FileStore(Store):
         if deleted:
             self._synced(self._sync_directory, deleted, statuses, errors)
         return Result(statuses, errors)
+
+    def own_temporaries(self, owner: str, *, sweep: bool) -> None:
+        """Name temporary files after `owner`; sweep: remove those that are there."""
+        # No two processes give the same name, even where an owner is two at once.
+        self._token = owner.encode() + os.urandom(_TOKEN_BYTES - _OWNER_BYTES).hex().encode()
+        if not sweep:
+            return
+        prefix = os.fsdecode(OWN_PREFIX) + f"-{owner}"
+        try:
+            for names in self._names():
+                for name in names:
+                    if name.startswith(prefix):
+                        with suppress(FileNotFoundError):
+                            os.unlink(name, dir_fd=self._directory)
+        except OSError as error:
+            raise self._unavailable(error) from error
 
     def exists(self, rows: Rows) -> BoolArray:
         """Say which keys are regular files, one stat each."""
@@ -454,8 +475,15 @@ class FileStore(Store):
 
     def _write_temporary(self, source: memoryview, mtime_ns: int | None) -> bytes:
         """Create a file under a name that SGLang ignores, not yet synced."""
-        name = OWN_PREFIX + b"-" + os.urandom(16).hex().encode() + b".tmp"
-        descriptor = os.open(name, _WRITE_FLAGS, 0o666, dir_fd=self._directory)
+        name = b"%s-%s%08x.tmp" % (OWN_PREFIX, self._token, next(self._numbers) & 0xFFFFFFFF)
+        try:
+            descriptor = os.open(name, _WRITE_FLAGS, 0o666, dir_fd=self._directory)
+        except OSError as error:
+            if error.errno in _NO_NEW_FILES:
+                raise StoreUnavailable(
+                    f"{self.path}: cannot be written to: {error.strerror}"
+                ) from error
+            raise
         try:
             done = 0
             while done < len(source):

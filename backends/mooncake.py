@@ -288,8 +288,8 @@ class MooncakeStore(Store):
     ) -> Result:
         """Put objects, and read them back: a put of a key that exists is answered like any other.
 
-        Without `confirms_writes` they are not read back, and an object that another writer put
-        since this one asked for its key is called OK.
+        Without `confirms_writes` the master is not asked what is there, nor anything read back:
+        an object that is there stays, and is called OK.
 
         Without if_absent, an object that is there is removed first, once no reader has a lease.
         A cluster evicts what has no lease or pin to make room; FULL means that it could not.
@@ -302,7 +302,8 @@ class MooncakeStore(Store):
             if key is None or not sizes[at]:
                 statuses[at] = Status.ERROR
                 errors[at] = _NOT_TEXT if key is None else "Mooncake stores no empty objects"
-        self._make_room(rows, statuses, errors, if_absent=if_absent)
+        if self.confirms_writes or not if_absent:
+            self._make_room(rows, statuses, errors, if_absent=if_absent)
         places = np.flatnonzero(statuses == Status.OK)
         if len(places):
             codes = self._data().put_from(

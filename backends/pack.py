@@ -71,11 +71,11 @@ class _Listed:
         found = np.full(len(rows), -1, dtype=np.int64)
         if "locator" in rows.schema.names and len(self._offsets) and len(rows):
             found = self._located(as_table(rows).select(["key", "locator"]).combine_chunks())
-        rest = np.flatnonzero(found < 0).tolist()
-        if rest:
+        rest = np.flatnonzero(found < 0)
+        if len(rest):
             known = self._by_key()
-            keys = rows.column("key")
-            found[rest] = [known.get(keys[index].as_py(), -1) for index in rest]
+            keys = rows.column("key").take(pa.array(rest)).to_pylist()
+            found[rest] = [known.get(key, -1) for key in keys]
         return found
 
     def places(self, rows: IntArray) -> list[Place]:
@@ -85,6 +85,9 @@ class _Listed:
         )
         columns = [column.to_pylist() for column in picked.columns]
         return [Place(*values) for values in zip(*columns, strict=True)]
+
+    def picked(self, rows: IntArray) -> pa.Table:
+        return self._entries.take(pa.array(rows))
 
     def _located(self, rows: pa.Table) -> IntArray:
         """Find rows of this pack by their offset; the key must be the one that is there."""
@@ -119,6 +122,9 @@ class _Growing:
 
     def places(self, rows: IntArray) -> list[Place]:
         return [self._entries.place(row) for row in rows.tolist()]
+
+    def picked(self, rows: IntArray) -> pa.Table:
+        return self._entries.picked(rows.tolist())
 
 
 class PackStore(Store):
@@ -287,6 +293,13 @@ class PackStore(Store):
             *self._writer.write(keys_of(rows), mtimes_of(rows), objects, if_absent=if_absent)
         )
 
+    def withdraw(self, rows: Rows) -> Result:
+        """Leave objects out of the index that will be written; their bytes stay in the file."""
+        if self._writer is None:
+            return super().withdraw(rows)
+        there = self._writer.withdraw(keys_of(rows))
+        return Result(np.where(there, Status.OK, Status.GONE).astype(np.uint8))
+
     def exists(self, rows: Rows) -> BoolArray:
         """Say which keys the index has."""
         there: BoolArray = self._listed.find(rows) >= 0
@@ -295,11 +308,8 @@ class PackStore(Store):
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """List a few objects again."""
         schema = scan_schema(columns)
-        if not len(rows):
-            return schema.empty_table()
-        listed = self._listed.table()
-        wanted = as_table(rows).column("key").combine_chunks()
-        chosen = listed.filter(pc.is_in(listed.column("key"), value_set=wanted))
+        found = self._listed.find(rows)
+        chosen = self._listed.picked(np.unique(found[found >= 0]))
         return pa.Table.from_batches(
             [_scanned(batch, schema) for batch in chosen.to_batches()], schema=schema
         )

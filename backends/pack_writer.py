@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.planes import Plane
 
 _MOST_ENCODERS = 4
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What the index will take is kept free, so that a pack on a full disk can still be finished.
 _INDEX_BYTES = 1 << 20
 _INDEX_ROW_BYTES = 512
@@ -150,20 +150,15 @@ class PackWriter:
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
         self._begin()
-        space = os.fstatvfs(self.descriptor)
-        room = space.f_bavail * space.f_frsize
-        now_ns = time.time_ns()
         pending: deque[tuple[int, Future[_Encoded]]] = deque()
 
         def append_first() -> None:
-            nonlocal room
             index, encoded = pending.popleft()
             record, planes = encoded.result()
             try:
-                statuses[index] = self._append(record, planes, room, if_absent=if_absent)
-                room -= record.length
+                statuses[index] = self._append(record, planes, if_absent=if_absent)
             except OSError as error:
-                statuses[index] = Status.ERROR
+                statuses[index] = Status.FULL if error.errno in _NO_ROOM else Status.ERROR
                 errors[index] = error.strerror or str(error)
 
         try:
@@ -174,8 +169,8 @@ class PackWriter:
                 elif if_absent and key in self.entries.rows:
                     statuses[index] = Status.EXISTS
                 else:
-                    when = now_ns if mtime_ns is None else mtime_ns
-                    pending.append((index, self._pool().submit(self._encode, key, when, data)))
+                    encoding = self._pool().submit(self._encode, key, mtime_ns, data)
+                    pending.append((index, encoding))
                 if len(pending) > 2 * self._ahead:
                     append_first()
             while pending:
@@ -245,7 +240,7 @@ class PackWriter:
                 self._encoders = ThreadPoolExecutor(self._ahead, thread_name_prefix="pack-encoder")
             return self._encoders
 
-    def _encode(self, key: bytes, mtime_ns: int, data: memoryview) -> _Encoded:
+    def _encode(self, key: bytes, mtime_ns: int | None, data: memoryview) -> _Encoded:
         encoder: Encoder | None = getattr(self._of_thread, "encoder", None)
         if encoder is None:
             encoder = self._of_thread.encoder = Encoder()
@@ -261,12 +256,20 @@ class PackWriter:
         )
         return record, planes
 
-    def _append(self, record: Record, planes: list[Plane], room: int, *, if_absent: bool) -> Status:
+    def withdraw(self, keys: Sequence[bytes]) -> list[bool]:
+        """Forget objects that were appended; which of them were there."""
+        with self._turn:
+            there = [self.entries.rows.pop(key, None) is not None for key in keys]
+            self._is_valid = self._is_valid and not any(there)
+            return there
+
+    def _append(self, record: Record, planes: list[Plane], *, if_absent: bool) -> Status:
         with self._turn:
             if if_absent and record.key in self.entries.rows:  # another thread was faster
                 return Status.EXISTS
             kept = _INDEX_BYTES + _INDEX_ROW_BYTES * len(self.entries)
-            if record.length + kept > room:
+            space = os.fstatvfs(self.descriptor)
+            if record.length + kept > space.f_bavail * space.f_frsize:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             at = self._end
             self._put([build_record(record, self.pack_id), *planes])

@@ -364,6 +364,15 @@ class StoreSuite(ABC):
         assert set(listing(store)) == {self.keys[2]}
         assert self.raw_get(store, self.keys[0]) is None
 
+    def test_what_was_just_written_can_be_taken_back(self, store: Store) -> None:
+        self.need(store, "writes")
+        old, new = self.keys[:2]
+        self.raw_put(store, old, self.value(0))
+        for _ in range(2):  # and is then like what never was
+            assert write(store, {new: self.value(1)}, if_absent=True).all_ok
+            assert store.withdraw(rows_of([new])).all_ok
+            assert store.exists(rows_of([old, new])).tolist() == [True, False]
+
     def test_deleting_a_deleted_object_says_gone(self, store: Store) -> None:
         self.need(store, "deletes")
         for n in range(2):

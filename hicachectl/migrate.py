@@ -19,6 +19,7 @@ from hicachectl.groups import WHOLE, PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.migrating.carrying import Carrier, Manner, Order, Removal, Tally
 from hicachectl.migrating.decisions import READING, Action, IfExists, decide, unreadable
+from hicachectl.migrating.estimate import estimated_seconds
 from hicachectl.migrating.journal import Journal, Progress, journal_path, read_journal
 from hicachectl.migrating.routes import Route, planned_route, verbatim_routes
 from hicachectl.migrating.survey import ABSENT, Survey, survey_destination, survey_source
@@ -166,12 +167,25 @@ def migrate(
     _settle_existing(agenda, request, earlier)
     remarks = _remarks(agenda, request, progress)
     objects, nbytes = agenda.demand()
-    if request.space_check:
-        _check_space(destination, nbytes)
     if request.dry_run:
+        if request.space_check:
+            _check_space(destination, nbytes)
         tally = Tally(pages=agenda.count(*READING), objects=objects, nbytes=nbytes)
-        return _outcome(source, destination, agenda, tally, started, earlier, remarks)
-    with Journal(path, identity, fresh=earlier is None) as journal:
+        outcome = _outcome(source, destination, agenda, tally, started, earlier, remarks)
+        outcome.document["estimated_seconds"] = estimated_seconds(
+            source, agenda.inventory, agenda.orders(), request.manner, nbytes
+        )
+        return outcome
+    with Journal(
+        path,
+        identity,
+        earlier=progress,
+        fresh=earlier is None,
+        durable=request.manner.move,  # only what is deleted from the source hangs on it
+    ) as journal:
+        destination.own_temporaries(journal.owner, sweep=progress is not None)
+        if request.space_check:
+            _check_space(destination, nbytes)
         recovered = _finish_removals(source, agenda, request, earlier, journal)
         carrier = Carrier(
             source, agenda.inventory, agenda.groups, destination, request.manner, journal
@@ -185,7 +199,7 @@ def migrate(
         tally.moved += recovered
         kept = not tally.complete or bool(tally.failed)
         if not kept:
-            journal.path.unlink(missing_ok=True)
+            journal.end()
     outcome = _outcome(source, destination, agenda, tally, started, earlier, remarks)
     outcome.journal = path if kept else None
     return outcome
@@ -325,7 +339,7 @@ def _settle_existing(agenda: _Agenda, request: Request, earlier: Progress | None
     for survey, actions in zip(agenda.surveys, agenda.actions, strict=True):
         skipped = actions == Action.SKIP
         if earlier is not None:
-            done = pa.array(sorted(earlier.copied[survey.route.name]), pa.string())
+            done = pa.array(sorted(earlier.unremoved(survey.route.name)), pa.string())
             skipped &= ~pc.is_in(survey.pages, value_set=done).to_numpy(zero_copy_only=False)
         actions[skipped] = Action.COMPARE
 
@@ -337,7 +351,10 @@ def _finish_removals(
     earlier: Progress | None,
     journal: Journal,
 ) -> int:
-    """Delete from the source what an interrupted run had moved and not yet deleted."""
+    """Delete from the source what an interrupted run had moved and not yet deleted.
+
+    Only where the destination still has all that the source has a part of.
+    """
     if earlier is None or not request.manner.move:
         return 0
     removal = Removal(source, agenda.inventory, agenda.groups)
@@ -345,9 +362,9 @@ def _finish_removals(
     for survey, actions in zip(agenda.surveys, agenda.actions, strict=True):
         name = survey.route.name
         pages = pa.array(sorted(earlier.unremoved(name)), pa.string())
-        items = np.flatnonzero(
-            pc.is_in(survey.pages, value_set=pages).to_numpy(zero_copy_only=False)
-        )
+        moved = pc.is_in(survey.pages, value_set=pages).to_numpy(zero_copy_only=False)
+        lacking = (survey.touched & (survey.there == ABSENT)).any(axis=1)
+        items = np.flatnonzero(moved & ~lacking & ~survey.strays)
         if len(items):
             removed, _ = removal.remove(survey, items)
             journal.removed(name, removed)

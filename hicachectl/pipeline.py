@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from hicachectl.backends.arena import Arena, ReservationCancelledError, SlabAllocator, place
+from hicachectl.interrupts import deferred
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
     import numpy.typing as npt
     import pyarrow as pa
@@ -162,7 +163,7 @@ class Pipeline(Generic[T]):
         self._stopped = threading.Event()
         self._results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_QUEUED_RESULTS)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Generator[T, None, None]:
         named = any(store.named_arena for store in self._stores)
         arena = Arena(self._buffer_bytes, named=named)
         allocator = SlabAllocator(arena.nbytes)
@@ -185,14 +186,15 @@ class Pipeline(Generic[T]):
                 else:
                     yield item[0]
         finally:
-            self._stopped.set()
-            allocator.cancel()
-            while any(reader.is_alive() for reader in readers):
-                with suppress(queue.Empty):  # a reader may wait for room in the queue
-                    self._results.get(timeout=0.01)
-            for store in self._stores:
-                store.detach()
-            arena.close()
+            with deferred():  # what readers are at they finish, in memory that has to stay
+                self._stopped.set()
+                allocator.cancel()
+                while any(reader.is_alive() for reader in readers):
+                    with suppress(queue.Empty):  # a reader may wait for room in the queue
+                        self._results.get(timeout=0.01)
+                for store in self._stores:
+                    store.detach()
+                arena.close()
 
     def _read(self, arena: Arena, allocator: SlabAllocator) -> None:
         """Take tasks until there are none, in a thread of its own."""

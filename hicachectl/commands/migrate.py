@@ -10,6 +10,7 @@ import click
 
 from hicachectl.errors import FINDINGS
 from hicachectl.guards import agreed, locked, require_consent
+from hicachectl.interrupts import raised_once
 from hicachectl.options import (
     Duration,
     buffer_option,
@@ -114,6 +115,7 @@ def command(
     if options["move"]:
         require_consent(yes=options["yes"], dry_run=options["dry_run"])
     with (
+        raised_once(),
         locked(options["lock"]) as is_ours,
         opened(ctx, source, lease_wait=options["lease_wait"]) as from_store,
         opened(ctx, destination, lease_wait=options["lease_wait"], create=True) as to_store,
@@ -143,6 +145,7 @@ def command(
 
 
 def _migrated(ctx: click.Context, source: Store, target: Store, request: Request) -> Outcome:
+    from hicachectl.formats.errors import StoreUnavailable
     from hicachectl.migrate import migrate
 
     try:
@@ -152,7 +155,8 @@ def _migrated(ctx: click.Context, source: Store, target: Store, request: Request
         ):
             return migrate(source, target, request, on_listed=on_listed, on_moved=on_moved)
     except BaseException as error:
-        if not isinstance(error, Exception):  # interrupted, or told to end
+        # Interrupted, told to end, or a store was lost; else it would end the same way again.
+        if not isinstance(error, Exception) or isinstance(error, StoreUnavailable):
             remark(ctx, "what was begun is finished; the same command with --resume goes on")
         raise
 
@@ -216,7 +220,7 @@ def _rows(outcome: Outcome) -> Any:
 
 
 def _lines(outcome: Outcome, *, dry_run: bool) -> Iterator[str]:
-    from hicachectl.output import human_size
+    from hicachectl.output import human_age, human_size
 
     document = outcome.document
     verb = "to copy" if dry_run else "copied"
@@ -233,6 +237,9 @@ def _lines(outcome: Outcome, *, dry_run: bool) -> Iterator[str]:
     ):
         if document[name]:
             parts.append(f"{document[name]} {text}")
+    seconds = document.get("estimated_seconds")
+    if seconds is not None:
+        parts.append(f"about {human_age(seconds)} at the speed of reading")
     if document["stopped_by"]:
         parts.append(f"stopped: {document['stopped_by']}")
     yield "; ".join(parts)

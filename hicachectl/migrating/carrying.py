@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ _PARCEL_BYTES = 64 << 20
 _LEAST_OBJECTS = 256
 _MOST_PROBLEMS = 1000  # to remember
 _PASSES = 3  # over what came to the destination meanwhile
+_AGAIN_SECONDS = 0.5  # for its writer to finish
 _LEASE_SECONDS = 15.0  # longer than those that reading grants last, as a rule
 
 
@@ -108,7 +110,7 @@ class Carrier:
         self._journal = journal
         times = times_of(inventory.objects)
         self._to = Destination(destination, times, verify=manner.verify, pin=manner.pin)
-        # Another server's object under the same key is the same page.
+        # What was there has been listed; what a server puts there meanwhile is the same page.
         destination.confirms_writes = False
         self._lock = threading.Lock()
         self._again: dict[int, tuple[Survey, list[int]]] = {}
@@ -131,21 +133,22 @@ class Carrier:
         work are finished first. Raises StoreUnavailable, and UsageError for a group that is larger
         than the buffer.
         """
-        try:
-            self._pass(orders, on_done)
-            for _ in range(_PASSES):
-                again, self._again = self._again, {}
-                if not again or self._to.full.is_set():
-                    break
-                self._pass(
-                    [
-                        Order(survey, np.array(sorted(items), dtype=np.int64), Action.COMPLETE)
-                        for survey, items in again.values()
-                    ],
-                    on_done,
-                )
-        finally:
-            self._remove_rest()
+        self._pass(orders, on_done)
+        for _ in range(_PASSES):
+            again, self._again = self._again, {}
+            if not again or self._to.full.is_set():
+                break
+            time.sleep(_AGAIN_SECONDS)
+            self._pass(
+                [
+                    Order(survey, np.array(sorted(items), dtype=np.int64), Action.COMPLETE)
+                    for survey, items in again.values()
+                ],
+                on_done,
+            )
+        self._give_up()
+        if self._removal is not None:
+            self._remove(self._removal.ready(all_=True))
         self.tally.full = self._to.full.is_set()
         return self.tally
 
@@ -164,8 +167,9 @@ class Carrier:
             confirm=self._source.supports_confirm and self._source.table_server() is not None,
             destination=self._to.store,
         )
-        for delivered in pipeline:
-            on_done(delivered)
+        with closing(iter(pipeline)) as results:
+            for delivered in results:
+                on_done(delivered)
         stopped = self._to.full.is_set() or self._stopped.is_set()
         self.tally.complete &= pipeline.complete and not stopped
 
@@ -242,7 +246,9 @@ class Carrier:
             if len(again):
                 self._note_again(delivered, again)
         if self._removal is not None and len(done):
-            self._removal.add(parcel.survey, done)
+            left_over = parcel.survey.left_over(done)
+            self._keep(parcel.survey, done[left_over])
+            self._removal.add(parcel.survey, done[~left_over])
             self._remove(self._removal.ready())
 
     def _note_again(self, delivered: Delivered, items: IntArray) -> None:
@@ -252,6 +258,14 @@ class Carrier:
         there = delivered.parcel.items[writes.owners[mine]], writes.targets[mine]
         survey.there[there] = writes.sizes[mine]
         self._again.setdefault(id(survey), (survey, []))[1].extend(items.tolist())
+
+    def _keep(self, survey: Survey, items: IntArray) -> None:
+        """Leave groups in the source that the destination has only a part of."""
+        with self._lock:
+            self.tally.failed += len(items)
+            for page in survey.pages.take(pa.array(items)).to_pylist():
+                detail = "copied, and left in the source: it has objects that were not copied"
+                self.tally.note(Problem(page, None, detail))
 
     def _remove(self, ready: Iterable[tuple[Survey, IntArray]]) -> None:
         assert self._removal is not None
@@ -265,9 +279,12 @@ class Carrier:
                 for problem in problems:
                     self.tally.note(problem)
 
-    def _remove_rest(self) -> None:
-        if self._removal is not None:
-            self._remove(self._removal.ready(all_=True))
+    def _give_up(self) -> None:
+        """Count as failed what others were still writing at the destination."""
+        for survey, items in self._again.values():
+            self.tally.failed += len(items)
+            for page in survey.pages.take(pa.array(items, pa.int64())).to_pylist():
+                self.tally.note(Problem(page, None, "being written by another; run again"))
 
 
 class Removal:

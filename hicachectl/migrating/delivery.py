@@ -70,9 +70,13 @@ class Delivered:
             return
         self.fates[owner] = fate
         if fate in (Fate.FAILED, Fate.CONFLICT):
-            page = self.parcel.survey.pages[int(self.parcel.items[owner])].as_py()
-            text = None if key is None else key.decode(errors="backslashreplace")
-            self.problems.append(Problem(page, text, detail))
+            self.note(owner, key, detail)
+
+    def note(self, owner: int, key: bytes | None, detail: str) -> None:
+        """Add a problem of a group."""
+        page = self.parcel.survey.pages[int(self.parcel.items[owner])].as_py()
+        text = None if key is None else key.decode(errors="backslashreplace")
+        self.problems.append(Problem(page, text, detail))
 
     @property
     def done(self) -> IntArray:
@@ -145,6 +149,7 @@ class _Delivery:
         self._take_back()
         if self._to._verify:
             self._compare(np.flatnonzero(self._open() & ~self._equal), ours=True)
+            self._take_back()
         kept = self._mine & self._open()
         self._delivered.written = int(kept.sum())
         self._delivered.nbytes = int(self._writes.sizes[kept].sum())
@@ -235,15 +240,26 @@ class _Delivery:
             self._each(chosen, call)
 
     def _take_back(self) -> None:
-        """Delete what was written of groups that did not become whole."""
-        if not self._to.store.supports_deletes:
-            return
+        """Delete what was written of groups that did not become whole, or differ.
+
+        Where an anchor cannot be deleted the sidecars stay: a server would miss them.
+        """
+        owners, anchors = self._writes.owners, self._parcel.anchors()
         left = np.flatnonzero(self._mine & ~self._open())
-        fates = self._delivered.fates[self._writes.owners[left]]
-        left = left[np.isin(fates, (Fate.NO_ROOM, Fate.FAILED))]
-        anchors = self._parcel.anchors()[left]
-        for some in (left[anchors], left[~anchors]):
-            self._each(some, lambda rows: self._to.store.delete(self._rows.take(pa.array(rows))))
+        left = left[np.isin(self._delivered.fates[owners[left]], (Fate.NO_ROOM, Fate.FAILED))]
+        stuck = np.zeros(len(self._delivered.fates), dtype=np.bool_)
+        for stage in (anchors, ~anchors):
+            chosen = left[stage[left] & ~stuck[owners[left]]]
+
+            def call(some: IntArray) -> None:
+                result = self._to.store.withdraw(self._rows.take(pa.array(some)))
+                for index, why in result.errors.items():
+                    stuck[owners[some[index]]] = True
+                    detail = f"was written, and cannot be taken back: {why}"
+                    self._delivered.note(int(owners[some[index]]), self._keys[some[index]], detail)
+
+            self._each(chosen, call)
+        self._mine[left] = False
 
     def _each(self, places: IntArray, call: Callable[[IntArray], object]) -> None:
         for span in batch_spans(self._writes.sizes[places], self._to.store.limits):

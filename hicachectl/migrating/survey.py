@@ -41,6 +41,7 @@ class Survey:
     sizes: [n, sources] bytes of each; UNKNOWN_SIZE where neither store nor profile says.
     due: [n, units] whether all sources of a unit are there.
     there: [n, targets] bytes of what the destination has; ABSENT, or UNSIZED.
+    strays: [n] whether a group has objects that are none of the route's sources.
     """
 
     route: Route
@@ -50,11 +51,33 @@ class Survey:
     sizes: IntArray
     due: BoolArray
     there: IntArray
+    strays: BoolArray
 
     @property
     def needed(self) -> BoolArray:
         """Which targets the due units fill: [n, targets]."""
         return self.due[:, self.route.unit_of_target]
+
+    @property
+    def touched(self) -> BoolArray:
+        """Which targets the units fill that have any of their sources: [n, targets]."""
+        return self._touched_units(self.rows)[:, self.route.unit_of_target]
+
+    def left_over(self, items: IntArray) -> BoolArray:
+        """Which of some groups have objects that nothing is made of: [items].
+
+        A copy is not all of those. Replicas, which nothing needs to be made of, do not count.
+        """
+        undone = self._touched_units(self.rows[items]) & ~self.due[items]
+        left: BoolArray = self.strays[items] | undone.any(axis=1)
+        return left
+
+    def _touched_units(self, rows: IntArray) -> BoolArray:
+        units = self.route.units
+        touched = np.zeros((len(rows), len(units)), dtype=np.bool_)
+        for number, unit in enumerate(units):
+            touched[:, number] = (rows[:, list(unit.sources)] != ABSENT).any(axis=1)
+        return touched
 
     @property
     def wanted_bytes(self) -> IntArray:
@@ -78,7 +101,10 @@ def survey_source(inventory: Inventory, groups: PageGroups, route: Route) -> Sur
     members = inventory.by_affix(inventory.table.member_ids, ABSENT)
     at = place[groups.of_object]
     chosen = np.flatnonzero(at >= 0)
-    chosen = chosen[source_of[members[chosen]] >= 0]
+    is_source = source_of[members[chosen]] >= 0
+    strays = np.zeros(len(numbers), dtype=np.bool_)
+    strays[at[chosen[~is_source]]] = True
+    chosen = chosen[is_source]
     rows = np.full((len(numbers), count), ABSENT, dtype=np.int64)
     rows[at[chosen], source_of[members[chosen]]] = chosen
     listed = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
@@ -97,6 +123,7 @@ def survey_source(inventory: Inventory, groups: PageGroups, route: Route) -> Sur
         sizes=sizes,
         due=due,
         there=np.full((len(numbers), len(route.targets)), ABSENT, dtype=np.int64),
+        strays=strays,
     )
 
 
@@ -176,7 +203,7 @@ def _note(
 
 def _ask(store: Store, survey: Survey) -> None:
     """Ask for each key, of a store whose listing is behind."""
-    at, targets = np.nonzero(survey.needed)
+    at, targets = np.nonzero(survey.touched)
     for start in range(0, len(at), _ASKED_AT_ONCE):
         some = slice(start, start + _ASKED_AT_ONCE)
         keys = keys_of(survey.route, targets[some], survey.pages.take(pa.array(at[some])))

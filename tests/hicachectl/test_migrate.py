@@ -212,6 +212,7 @@ def test_a_dry_run_counts_and_writes_nothing(
     assert (document["pages"], document["objects"]) == (PAGES, len(contents(source)))
     assert not target.exists()
     assert not journals(tmp_path / "home")
+    assert 0 < document.pop("estimated_seconds") < 60
     assert document == {**migrated(invoke, source, target), **_timed(document)}
 
 

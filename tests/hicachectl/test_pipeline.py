@@ -120,7 +120,7 @@ def test_leaving_early_ends_the_readers(store: FileStore) -> None:
     many = tasks(most_objects=1) * 50
     iterator = iter(Pipeline(store, OBJECTS, many, content, jobs=4))
     next(iterator)
-    iterator.close()  # type: ignore[attr-defined]
+    iterator.close()
     assert no_readers()
 
 
