@@ -14,7 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.deployments import UNRESOLVED
+from hicachectl.deployments import UNRESOLVED, profiled_deployment
+from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.restorable import (
     ALL_PAGES,
     PoolPages,
@@ -24,16 +25,23 @@ from hicachectl.formats.restorable import (
     positions_of,
     restorable,
 )
+from hicachectl.inventory import look_up, take_inventory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicachectl.backends.base import Store
     from hicachectl.chains import Chains
     from hicachectl.deployments import Deployment
+    from hicachectl.formats.profile import Profile
     from hicachectl.inventory import Inventory
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 ABSENT, MISFIT, HELD = range(3)  # MISFIT: there, but of another size
+
+_FEW_KEYS = 10_000  # asked for one by one, which takes a file system no second
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,31 @@ class Hits:
                 wanted &= places >= usable - requirement.window
             needed[self.page_of[wanted], column] = True
         return needed
+
+
+def inventory_of_chains(
+    store: Store,
+    profile: Profile,
+    chains: Chains,
+    *,
+    on_batch: Callable[[int], None] = lambda objects: None,
+) -> Inventory:
+    """Understand what a store has of the pages of chains, and perhaps more.
+
+    Asks for single keys where they are few, or where a listing lacks what was written lately; if
+    none is there, lists all the same, as that may tell why. Raises like `take_inventory`.
+    """
+    names, _ = chains.within_reach().distinct_pages()
+    members = profiled_deployment(profile, codec_for(store.grammar)).members
+    if store.lists_late or len(names) * len(members) <= _FEW_KEYS:
+        keys = [
+            pc.cast(pc.binary_join_element_wise(before, names, after, ""), pa.binary())
+            for before, after in (member.affix for member in members)
+        ]
+        found = look_up(store, pa.concat_arrays(keys), profile)
+        if len(found.objects):
+            return found
+    return take_inventory(store, profile, on_batch=on_batch)
 
 
 def find_hits(inventory: Inventory, deployment_id: int | None, chains: Chains) -> Hits:

@@ -87,7 +87,7 @@ _MOONCAKE_PARAMETERS = (
 )
 _ENVIRONMENT = (
     ("HICACHECTL_CONFIG", "The config file, where --config is not given."),
-    ("HICACHECTL_API_KEY", "Bearer key for --server."),
+    ("HICACHECTL_API_KEY", "Bearer key for --server and --through-server."),
     ("NO_COLOR", "When set and not empty, no colours are written."),
     ("SGLANG_HICACHE_HF3FS_CONFIG_PATH", "SGLang's JSON config of 3FS, for hf3fs: alone."),
     (

@@ -69,7 +69,7 @@ def command(
     """
     _refuse_contradictions(options)
     from hicachectl.hit_rows import hit_rows
-    from hicachectl.hits import find_hits
+    from hicachectl.hits import find_hits, inventory_of_chains
     from hicachectl.inventory import take_inventory
     from hicachectl.output import write_rows
     from hicachectl.people import hits_for_people
@@ -81,7 +81,10 @@ def command(
         profile = _profile(ctx, source, options)
         hashing = _hashing(profile, options)
         chains = _chains(options, hashing)
-        inventory = take_inventory(source, profile, on_batch=advance)
+        if profile is None:
+            inventory = take_inventory(source, on_batch=advance)
+        else:
+            inventory = inventory_of_chains(source, profile, chains, on_batch=advance)
         for text in source.remarks:
             remark(ctx, text)
     hits = find_hits(inventory, _deployment(inventory, profile, options), chains)
@@ -112,14 +115,10 @@ def _profile(ctx: click.Context, store: Store, options: dict[str, Any]) -> Profi
     """Build the profile asked for; without one, leave the flags that hashing and choice need."""
     from hicachectl.profiles import profile_from_options, states_source
 
-    if states_source(options):
-        return profile_from_options(options, store, warn=partial(remark, ctx))
-    for_us = ("page_size", "speculative_algorithm", *_AXES)
-    profile_from_options({**options, **dict.fromkeys(for_us)})  # refuses the other flags
-    recorded = store.recorded_profile()
-    if recorded is not None:
-        store.use_profile(recorded)
-    return recorded
+    if not states_source(options):
+        for_us = ("page_size", "speculative_algorithm", *_AXES)
+        options = {**options, **dict.fromkeys(for_us)}
+    return profile_from_options(options, store, warn=partial(remark, ctx))
 
 
 def _hashing(profile: Profile | None, options: dict[str, Any]) -> Hashing | None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Iterator
 
     Script = Callable[["Call"], None]
@@ -73,7 +74,7 @@ class Call:
 
 
 @contextmanager
-def serving(script: Script) -> Iterator[str]:
+def serving(script: Script, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """Serve on loopback; gives host:port."""
     over = threading.Event()
     peers: list[socket.socket] = []
@@ -84,6 +85,12 @@ def serving(script: Script) -> Iterator[str]:
         with contextlib.suppress(OSError):
             while True:
                 peer, _ = listener.accept()
+                if tls is not None:
+                    try:
+                        peer = tls.wrap_socket(peer, server_side=True)
+                    except OSError:  # the client does not trust us
+                        peer.close()
+                        continue
                 peers.append(peer)
                 serve = threading.Thread(target=_serve, args=(peer, len(peers) - 1, script, over))
                 threads.append(serve)
