@@ -79,7 +79,9 @@ class Hazards:
     def _sum(self, rates: Floats, start: Floats, end: Floats) -> Floats:
         total = np.zeros(len(rates))
         for age, (low, high) in enumerate(zip(self.edges[:-1], self.edges[1:], strict=True)):
-            total += rates[:, age] * np.clip(np.minimum(end, high) - np.maximum(start, low), 0, None)
+            total += rates[:, age] * np.clip(
+                np.minimum(end, high) - np.maximum(start, low), 0, None
+            )
         low = np.maximum(start, self.edges[-1])
         high = np.maximum(end, low)
         return total + rates[:, -1] * self.fading * np.log(high / low)
@@ -117,7 +119,9 @@ def fit_hazards(
     for _ in range(_ROUNDS):
         change = 0.0
         for k, group in enumerate(groups):
-            step = (seen[k] + prior) / (columns[k](expected) @ group / _mean(ratios[k], group) + prior)
+            step = (seen[k] + prior) / (
+                columns[k](expected) @ group / _mean(ratios[k], group) + prior
+            )
             ratio = step @ group.T
             scale = ratio / ratios[k]
             expected *= scale[codes[:, k]]

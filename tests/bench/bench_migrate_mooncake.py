@@ -21,7 +21,7 @@ import numpy as np
 
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.mooncake import MooncakeStore
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.urls import StoreUrl, open_store, parse_url
 from hicachectl.formats.profile import Pool, Profile
 from hicachectl.migrate import Request, migrate
 from hicachectl.migrating.carrying import Carrier, Manner
@@ -115,8 +115,8 @@ def main() -> None:
         )
 
 
-def _url(cluster: Cluster) -> object:
-    from hicachectl.backends.urls import parse_url
+def _url(cluster: Cluster) -> StoreUrl:
+
 
     return parse_url(cluster.url)
 
