@@ -35,6 +35,7 @@ from hicachectl.backends.mooncake_client import (
     HAS_LEASE,
     INVALID,
     LEASE_EXPIRED,
+    NO_SPACE,
     NOT_FOUND,
     NOT_READY,
     NOT_TRANSFERRED,
@@ -75,6 +76,7 @@ class MooncakeStore(Store):
     )
     supports_times: ClassVar[bool] = False
     supports_empty: ClassVar[bool] = False
+    supports_touch: ClassVar[bool] = True
     supports_version: ClassVar[bool] = True
     supports_replicas: ClassVar[bool] = True
     supports_leases: ClassVar[bool] = True
@@ -286,7 +288,11 @@ class MooncakeStore(Store):
     ) -> Result:
         """Put objects, and read them back: a put of a key that exists is answered like any other.
 
+        Without `confirms_writes` the master is not asked what is there, nor anything read back:
+        an object that is there stays, and is called OK.
+
         Without if_absent, an object that is there is removed first, once no reader has a lease.
+        A cluster evicts what has no lease or pin to make room; FULL means that it could not.
         """
         self._memory(offsets, sizes, len(rows))
         keys = _texts(rows)
@@ -296,7 +302,8 @@ class MooncakeStore(Store):
             if key is None or not sizes[at]:
                 statuses[at] = Status.ERROR
                 errors[at] = _NOT_TEXT if key is None else "Mooncake stores no empty objects"
-        self._make_room(rows, statuses, errors, if_absent=if_absent)
+        if self.confirms_writes or not if_absent:
+            self._make_room(rows, statuses, errors, if_absent=if_absent)
         places = np.flatnonzero(statuses == Status.OK)
         if len(places):
             codes = self._data().put_from(
@@ -308,8 +315,9 @@ class MooncakeStore(Store):
             )
             statuses[places[codes == EXISTS]] = Status.EXISTS
             _note_errors(statuses, errors, places, codes, (0, EXISTS))
-            put = places[codes == 0]
-            self._read_back(keys, put, offsets[put], sizes[put], statuses, errors)
+            if self.confirms_writes:
+                put = places[codes == 0]
+                self._read_back(keys, put, offsets[put], sizes[put], statuses, errors)
         return Result(statuses, errors)
 
     def _make_room(
@@ -391,6 +399,16 @@ class MooncakeStore(Store):
         _note_errors(statuses, errors, np.arange(len(rows)), codes, (0, NOT_FOUND))
         return Result(statuses, errors)
 
+    def touch(self, rows: Rows) -> BoolArray:
+        """Lease objects, batch by batch: those whose leases end first are evicted first."""
+        keys = _texts(rows)
+        codes = np.zeros(len(rows), dtype=np.int64)
+        for start in range(0, len(rows), self.limits.batch_objects):
+            some = slice(start, start + self.limits.batch_objects)
+            codes[some] = self._data().lease([key or "" for key in keys[some]])
+        touched: BoolArray = codes == 1
+        return touched
+
     def _data(self) -> MooncakeClient:
         with self._opening:
             if self._closed:
@@ -416,7 +434,7 @@ def _note_errors(
     """Mark the rows at `places` whose code is none of the `fine` ones."""
     for at, code in zip(places.tolist(), codes.tolist(), strict=True):
         if code not in fine:
-            statuses[at] = Status.ERROR
+            statuses[at] = Status.FULL if code == NO_SPACE else Status.ERROR
             errors[at] = message_of(code)
 
 

@@ -169,6 +169,10 @@ class MooncakeClient:
         """Remove objects that nobody has leased."""
         return self._call("batch_remove", keys)
 
+    def lease(self, keys: Sequence[str]) -> Codes:
+        """Ask which objects are there: 1, or 0. Each is leased, and so evicted later."""
+        return self._call("batch_is_exist", keys)
+
     def size(self, key: str) -> int:
         """Ask for an object's size; a code where it has none. Grants a lease."""
         return int(self._call("get_size", key)[0])

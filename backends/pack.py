@@ -199,6 +199,11 @@ class PackStore(Store):
         """Name of the grammar of its keys; of a new pack, "file" until something else is said."""
         return self._metadata.grammar or "file"
 
+    @property
+    def open_grammar(self) -> bool:
+        """Whether nothing has said yet what keys will be written."""
+        return self._writer is not None and not self._metadata.grammar
+
     def use_grammar(self, name: str) -> None:
         """Say what keys will be written; a pack with objects takes no others than it has."""
         codec_for(name)
@@ -290,6 +295,13 @@ class PackStore(Store):
         return Result(
             *self._writer.write(keys_of(rows), mtimes_of(rows), objects, if_absent=if_absent)
         )
+
+    def withdraw(self, rows: Rows) -> Result:
+        """Leave objects out of the index that will be written; their bytes stay in the file."""
+        if self._writer is None:
+            return super().withdraw(rows)
+        there = self._writer.withdraw(keys_of(rows))
+        return Result(np.where(there, Status.OK, Status.GONE).astype(np.uint8))
 
     def exists(self, rows: Rows) -> BoolArray:
         """Say which keys the index has."""

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.planes import Plane
 
 _MOST_ENCODERS = 4
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What the index will take is kept free, so that a pack on a full disk can still be finished.
 _INDEX_BYTES = 1 << 20
 _INDEX_ROW_BYTES = 512
@@ -155,24 +156,25 @@ class PackWriter:
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
         self._begin()
-        space = os.fstatvfs(self.descriptor)
-        room = space.f_bavail * space.f_frsize
         pending: deque[tuple[list[int], Future[list[_Encoded]]]] = deque()
         ahead_bytes = 0
 
         def append_first() -> None:
-            nonlocal room, ahead_bytes
+            nonlocal ahead_bytes
             indices, encoding = pending.popleft()
             ahead_bytes -= sum(len(objects[index]) for index in indices)
             encoded = encoding.result()
             try:
-                answers, room = self._append(encoded, room, if_absent=if_absent)
+                answers = self._append(encoded, if_absent=if_absent)
             except OSError as error:
                 answers = [error] * len(indices)
             for index, answer in zip(indices, answers, strict=True):
-                statuses[index] = Status.ERROR if isinstance(answer, OSError) else answer
                 if isinstance(answer, OSError):
+                    full = answer.errno in _NO_ROOM
+                    statuses[index] = Status.FULL if full else Status.ERROR
                     errors[index] = answer.strerror or str(answer)
+                else:
+                    statuses[index] = answer
 
         wanted = self._wanted(keys, statuses, errors, if_absent=if_absent)
         try:
@@ -290,15 +292,22 @@ class PackWriter:
         )
         return record, build_record(record, self.pack_id), planes
 
-    def _append(
-        self, encoded: list[_Encoded], room: int, *, if_absent: bool
-    ) -> tuple[list[Status | OSError], int]:
-        """Append what there is room for, in one call of the system; say what room is left."""
+    def withdraw(self, keys: Sequence[bytes]) -> list[bool]:
+        """Forget objects that were appended; which of them were there."""
+        with self._turn:
+            there = [self.entries.rows.pop(key, None) is not None for key in keys]
+            self._is_valid = self._is_valid and not any(there)
+            return there
+
+    def _append(self, encoded: list[_Encoded], *, if_absent: bool) -> list[Status | OSError]:
+        """Append what there is room for, in one call of the system."""
         answers: list[Status | OSError] = []
         buffers: list[Plane] = []
         added: dict[bytes, tuple[Record, int]] = {}
         with self._turn:
             at = self._end
+            space = os.fstatvfs(self.descriptor)  # of which another thread may have taken some
+            room = space.f_bavail * space.f_frsize
             room -= _INDEX_BYTES + _INDEX_ROW_BYTES * len(self.entries)
             for record, head, planes in encoded:
                 # Another thread, or the same call with the same key, was faster.
@@ -317,7 +326,7 @@ class PackWriter:
                 self._put(buffers)
             for record, offset in added.values():
                 self.entries.add(record, offset)
-            return answers, room + _INDEX_BYTES + _INDEX_ROW_BYTES * len(self.entries)
+            return answers
 
     def _put(self, buffers: Sequence[Plane]) -> None:
         """Append, or leave the file as it was."""

@@ -67,7 +67,7 @@ def _asked_for(
         others = [*sources[1:], *given]
         if others:
             raise UsageError(f"--profile says everything; leave out {_option(others[0])}")
-        return _read_profile(options["profile_file"])
+        return read_profile(options["profile_file"])
     if not sources:
         if given:
             raise UsageError(f"{_option(given[0])} needs --model-config or --server")
@@ -81,7 +81,8 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _read_profile(path: Path) -> Profile:
+def read_profile(path: Path) -> Profile:
+    """Read a profile file. Raises UsageError, FormatError and ProfileError."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_PROFILE_BYTES + 1)

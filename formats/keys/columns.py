@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.formats.keys.resolve import Resolved
+    from hicachectl.formats.objects import Shard
 
 TEXT_COLUMNS = ("model", "tag", "pool", "part")
 RANK_COLUMNS = (
@@ -54,6 +55,14 @@ def coordinate_columns(
     }
 
 
+def shard_fields(shard: Shard) -> dict[str, str | int | None]:
+    """Give the columns of a shard; None where the key does not say."""
+    return {
+        **{name: getattr(shard, name) for name in RANK_COLUMNS},
+        **{name: _span(getattr(shard, name)) for name in SPAN_COLUMNS},
+    }
+
+
 def _known_fields(resolved: Resolved) -> dict[str, str | int | None]:
     """Return what an affix says for certain: where it is ambiguous, what all readings share."""
     readings = resolved.readings if resolved.coordinate is None else (resolved.coordinate,)
@@ -63,8 +72,7 @@ def _known_fields(resolved: Resolved) -> dict[str, str | int | None]:
             "tag": reading.tag or None,
             "pool": reading.pool,
             "part": reading.part,
-            **{name: getattr(reading.shard, name) for name in RANK_COLUMNS},
-            **{name: _span(getattr(reading.shard, name)) for name in SPAN_COLUMNS},
+            **shard_fields(reading.shard),
         }
         for reading in readings
     ]

@@ -145,6 +145,24 @@ def test_a_page_that_was_never_written_is_an_error(invoke: Invoke, place: Place)
     assert "unwritten-page" in codes
 
 
+def test_what_is_left_of_a_page_without_kv_is_only_noted(invoke: Invoke, place: Place) -> None:
+    tables = place.server.saved()
+    side = next(t for name, t in tables.items() if not name.endswith(":kv") and t["key_to_index"])
+    page = side["key_to_index"][0][0][:64]
+    left = set()
+    for name, table in tables.items():
+        rank, namespace = name.split(":")
+        keys = [key for key, _ in table["key_to_index"] if key.startswith(page)]
+        if namespace == "kv":
+            place.server.delete(int(rank), keys)
+        else:
+            left |= {f"{name}:{key}" for key in keys}
+    place.server.save()
+    document = verified(invoke, place, "--checks", "groups")
+    assert left
+    assert found(document) == sorted(("orphan-sidecar", "info", key) for key in left)
+
+
 def test_a_nan_is_found_and_confirmed(invoke: Invoke, place: Place) -> None:
     key = first_key(place)
     position = place.index_of("0:kv", key) * place.page_bytes[0, "kv"]
