@@ -219,7 +219,9 @@ class PackStore(Store):
 
     def use_profile(self, profile: Profile) -> None:
         """Record the profile of what is written next; an inferred one says too little."""
-        if self._writer is not None and not profile.inferred:
+        if self._writer is None or profile.inferred:
+            return
+        if profile != self.recorded_profile():
             self._writer.use_metadata(profile=dump_profile(profile))
 
     @property

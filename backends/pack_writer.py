@@ -64,6 +64,7 @@ _INDEX_ROW_BYTES = 512
 # What a thread encodes at once, and what goes to the system in one call.
 _HANDFUL_BYTES = 1 << 20
 _HANDFUL_OBJECTS = 64
+_AHEAD_BYTES = 32 << 20  # of objects in a call that are encoded and not yet appended; or one
 
 _Work = tuple[bytes, "int | None", memoryview]  # key, mtime_ns, content
 _Encoded = tuple[Record, bytes, "list[Plane]"]  # with its head as bytes
@@ -88,7 +89,7 @@ class PackWriter:
         self._is_valid = False  # what is in the file ends with an index of all of it
         self._written: Metadata | None = None  # as the file has it
         self._has_tail = False  # bytes behind the last whole record
-        self._failed = False
+        self._failed: OSError | None = None
         self._turn = threading.Lock()
         self._plans = PlanMemory()
         self._of_thread = threading.local()
@@ -156,9 +157,12 @@ class PackWriter:
         errors: dict[int, str] = {}
         self._begin()
         pending: deque[tuple[list[int], Future[list[_Encoded]]]] = deque()
+        ahead_bytes = 0
 
         def append_first() -> None:
+            nonlocal ahead_bytes
             indices, encoding = pending.popleft()
+            ahead_bytes -= sum(len(objects[index]) for index in indices)
             encoded = encoding.result()
             try:
                 answers = self._append(encoded, if_absent=if_absent)
@@ -177,7 +181,8 @@ class PackWriter:
             for indices in _handfuls(wanted, objects):
                 work = [(keys[index], times[index], objects[index]) for index in indices]
                 pending.append((indices, self._pool().submit(self._encode_all, work)))
-                if len(pending) > 2 * self._ahead:
+                ahead_bytes += sum(len(objects[index]) for index in indices)
+                while len(pending) > 2 * self._ahead or ahead_bytes > _AHEAD_BYTES:
                     append_first()
             while pending:
                 append_first()
@@ -215,7 +220,7 @@ class PackWriter:
         if self._encoders is not None:
             self._encoders.shutdown()
         try:
-            if self._written is not None and not self._is_valid and not self._failed:
+            if self._written is not None and not self._is_valid and self._failed is None:
                 table = self.entries.table()
                 append_index(descriptor, self.pack_id, table, self._written, self._end)
             elif not os.fstat(descriptor).st_size:
@@ -231,8 +236,10 @@ class PackWriter:
     def _begin(self) -> None:
         """Write what comes before objects, where it is not there yet."""
         with self._turn:
-            if self.descriptor < 0 or self._failed:
+            if self.descriptor < 0:
                 raise ValueError("the pack is closed")
+            if self._failed is not None:
+                raise self._unavailable(self._failed)
             if not self.metadata.grammar:
                 raise UnsupportedByBackend(
                     f"{self.path}: nothing says what keys the new pack has; "
@@ -336,7 +343,7 @@ class PackWriter:
             os.fdatasync(self.descriptor)
         except OSError as error:
             # What had been written is lost or not: only reading the file again would tell.
-            self._failed = True
+            self._failed = error
             raise self._unavailable(error) from error
 
     def _unavailable(self, error: OSError) -> StoreUnavailable:

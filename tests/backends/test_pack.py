@@ -269,6 +269,8 @@ def test_a_failed_sync_gives_the_pack_up_and_leaves_it_for_repair(
         patch.setattr(os, "fdatasync", fail)
         with pytest.raises(StoreUnavailable, match=r"Input/output error.*pack repair"):
             write(store, {KEYS[1]: b"b"}, if_absent=True)
+    with pytest.raises(StoreUnavailable, match="Input/output error"):
+        write(store, {KEYS[2]: b"c"}, if_absent=True)
     store.close()
     with pytest.raises(FormatError, match="not finished"):
         opened(path, arena)
