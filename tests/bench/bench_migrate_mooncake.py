@@ -117,7 +117,6 @@ def main() -> None:
 
 def _url(cluster: Cluster) -> StoreUrl:
 
-
     return parse_url(cluster.url)
 
 
