@@ -219,7 +219,9 @@ class PackStore(Store):
 
     def use_profile(self, profile: Profile) -> None:
         """Record the profile of what is written next; an inferred one says too little."""
-        if self._writer is not None and not profile.inferred:
+        if self._writer is None or profile.inferred:
+            return
+        if profile != self.recorded_profile():
             self._writer.use_metadata(profile=dump_profile(profile))
 
     @property
@@ -249,21 +251,22 @@ class PackStore(Store):
         errors: dict[int, str] = {}
         present = np.flatnonzero(found >= 0)
         places = self._listed.places(found[present])
+        joined = b"".join(place.digest for place in places)
+        digests[present] = np.frombuffer(joined, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         nbytes[present] = [place.nbytes for place in places]
         statuses[present] = np.where(nbytes[present] < capacities[present], Status.SHORT, Status.OK)
         statuses[nbytes > capacities] = Status.OVERSIZED
-        keys = keys_of(rows)
+        keys, starts, fits = keys_of(rows), offsets.tolist(), (statuses == Status.OK).tolist()
         reader = self._reader()
         for index, place in zip(present.tolist(), places, strict=True):
-            if statuses[index] != Status.OK:
+            if not fits[index]:
                 continue
-            start = int(offsets[index])
+            start = starts[index]
             try:
                 reader.read(keys[index], place, memory[start : start + place.nbytes])
             except (OSError, FormatError) as error:
                 statuses[index] = Status.ERROR
                 errors[index] = self._failed(error, place)
-            digests[index] = np.frombuffer(place.digest, dtype=np.uint8)
         return ReadResult(statuses, errors, nbytes=nbytes, versions=digests.view("<u8"))
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:

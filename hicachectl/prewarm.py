@@ -11,17 +11,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
-from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.restorable import leading_runs
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.groups import PageGroups
-from hicachectl.hits import Hits, find_hits
-from hicachectl.inventory import Inventory, look_up, take_inventory
+from hicachectl.hits import Hits, find_hits, inventory_of_chains
 from hicachectl.migrating.carrying import Carrier, Manner, Order
 from hicachectl.migrating.decisions import Action, decide
 from hicachectl.migrating.routes import planned_route, verbatim_routes
 from hicachectl.migrating.survey import ABSENT, Survey, survey_destination, survey_source
 from hicachectl.migrating.watching import Touching, Watch
+from hicachectl.prewarming.forest import Forest, grow_forest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.chains import Chains
     from hicachectl.formats.profile import Profile
     from hicachectl.groups import BoolArray
-    from hicachectl.inventory import IntArray
+    from hicachectl.inventory import IntArray, Inventory
     from hicachectl.migrating.delivery import Delivered, Problem
     from hicachectl.migrating.routes import Route
 
@@ -72,13 +71,15 @@ class Outcome:
     """What was done, or would be.
 
     document: the members of the JSON contract. problems: pages that failed or are in conflict.
-    plan: what was to be copied, best first: page, bytes.
+    plan: what was to be copied, best first: page, its parent in a chain, depth, bytes.
+    usable_pages: [chains] how far servers can restore each from the destination.
     """
 
     document: dict[str, Any]
     problems: list[Problem]
     remarks: list[str]
-    plan: pa.Table
+    usable_pages: IntArray
+    plan: pa.Table | None = None
 
     @property
     def usable_share(self) -> float:
@@ -91,18 +92,22 @@ class Outcome:
 class _Plan:
     """What is to be copied.
 
-    items: rows of the survey, best first. cost: bytes that each brings to the destination.
+    items: rows of the survey, best first. places: of each, in the forest of what can be
+    restored. cost: bytes that each brings to the destination.
     there, missing: pages that the destination has, and that nobody has.
     """
 
     survey: Survey
     items: IntArray
+    places: IntArray
     actions: Any
     cost: IntArray
     requested: int
     there: int
     missing: int
     cut: bool
+    names: pa.StringArray
+    forest: Forest
 
 
 def prewarm(
@@ -125,7 +130,7 @@ def prewarm(
     deadline = None if request.deadline_seconds is None else started + request.deadline_seconds
     route_of = _router(source, destination, request)
     destination.use_profile(request.target)
-    inventory = take_inventory(source, request.profile, on_batch=on_listed)
+    inventory = inventory_of_chains(source, request.profile, request.chains, on_batch=on_listed)
     groups = PageGroups(inventory)
     survey = survey_source(inventory, groups, route_of(inventory))
     survey_destination(destination, [survey], destination.grammar, on_batch=on_listed)
@@ -141,9 +146,16 @@ def prewarm(
         "bytes": 0,
         "missing_pages": plan.missing,
     }
+
+    def usable() -> Hits:
+        there = inventory_of_chains(destination, request.target, request.chains)
+        return find_hits(there, 0, request.chains)
+
     if request.dry_run:
         document |= {"copied_pages": len(plan.items), "bytes": total}
-        return _finished(document, destination, request, started, rows, plan)
+        outcome = _finished(document, usable(), request, started, cut=plan.cut)
+        outcome.plan = rows
+        return outcome
     watch = Watch(destination, survey)
     carrier = Carrier(
         source, inventory, groups, destination, replace(request.manner, deadline=deadline)
@@ -158,8 +170,8 @@ def prewarm(
     tally = carrier.carry(_orders(plan), on_done=on_done)
     Touching(destination, survey).touch(plan.items)
     document |= {"copied_pages": tally.pages, "bytes": tally.nbytes}
-    outcome = _finished(document, destination, request, started, rows, plan)
-    outcome.problems = tally.problems
+    outcome = _finished(document, usable(), request, started, cut=plan.cut)
+    outcome.plan, outcome.problems = rows, tally.problems
     outcome.document |= {
         "not_pinned": plan.there if request.manner.pin else 0,
         "gone": tally.gone,
@@ -170,6 +182,24 @@ def prewarm(
     if watch.lost():
         outcome.remarks.append(watch.remark())
     return outcome
+
+
+def usable_from(store: Store, request: Request) -> Outcome:
+    """Say what servers can restore from a store as it is; nothing is copied."""
+    started = time.monotonic()
+    there = inventory_of_chains(store, request.target, request.chains)
+    final = find_hits(there, 0, request.chains)
+    document: dict[str, Any] = {
+        "destination": store.url,
+        "source": None,
+        "requested_pages": len(final.page_names),
+        "already_there": int(final.needed().any(axis=1).sum()),
+        "copied_pages": 0,
+        "bytes": 0,
+        "missing_pages": 0,
+    }
+    document["missing_pages"] = document["requested_pages"] - document["already_there"]
+    return _finished(document, final, request, started, cut=False)
 
 
 def _reason(full: bool, watch: Watch, complete: bool, plan: _Plan) -> str | None:
@@ -217,6 +247,9 @@ def _planned(inventory: Inventory, survey: Survey, request: Request) -> _Plan:
         there=whole,
         missing=requested - len(names),
         cut=cut,
+        names=names,
+        forest=grow_forest(np.arange(len(names)), page_of.astype(np.int32), usable.offsets),
+        places=chosen.page_of(items[writes]),
     )
 
 
@@ -285,6 +318,11 @@ class _Chosen:
             survey.due[:, number] = self._due[:, number] & wanted
         self._actions = decide(survey, needed.any(axis=1), "skip")
 
+    def page_of(self, items: IntArray) -> IntArray:
+        """Say which of the names each group is of."""
+        pages: IntArray = self._page_of_item[items]
+        return pages
+
     def actions(self) -> Any:
         """Say what is to be done with each group of the survey."""
         return self._actions
@@ -314,48 +352,33 @@ def _orders(plan: _Plan) -> list[Order]:
 
 
 def _finished(
-    document: dict[str, Any],
-    destination: Store,
-    request: Request,
-    started: float,
-    rows: pa.Table,
-    plan: _Plan,
+    document: dict[str, Any], final: Hits, request: Request, started: float, *, cut: bool
 ) -> Outcome:
     """Say what servers can restore from the destination in the end."""
-    target = request.target
-    final = _destination_hits(destination, request)
-    tokens = int(final.usable_pages.sum()) * target.page_size
-    wanted = int(request.chains.reach.sum()) * target.page_size
+    page_size = request.target.page_size
     document |= {
-        "usable_tokens": tokens,
-        "requested_tokens": wanted,
+        "usable_tokens": int(final.usable_pages.sum()) * page_size,
+        "requested_tokens": int(request.chains.reach.sum()) * page_size,
         "not_pinned": 0,
         "gone": 0,
         "failed": 0,
         "seconds": round(time.monotonic() - started, 3),
-        "complete": not plan.cut,
-        "stopped_by": BUDGET if plan.cut else None,
+        "complete": not cut,
+        "stopped_by": BUDGET if cut else None,
     }
-    return Outcome(document, [], [], rows)
-
-
-def _destination_hits(destination: Store, request: Request) -> Hits:
-    if not destination.lists_late:
-        inventory = take_inventory(destination, request.target)
-        return find_hits(inventory, 0, request.chains)
-    from hicachectl.deployments import profiled_deployment
-
-    names, _ = request.chains.within_reach().distinct_pages()
-    members = profiled_deployment(request.target, codec_for(destination.grammar)).members
-    keys = [
-        pc.cast(pc.binary_join_element_wise(before, names, after, ""), pa.binary())
-        for before, after in (member.affix for member in members)
-    ]
-    asked = pa.concat_arrays(keys) if keys else pa.array([], pa.binary())
-    return find_hits(look_up(destination, asked, request.target), 0, request.chains)
+    return Outcome(document, [], [], final.usable_pages)
 
 
 def _plan_rows(plan: _Plan) -> pa.Table:
     """List what is to be copied, best first."""
     pages = plan.survey.pages.take(pa.array(plan.items))
-    return pa.table({"page": pages, "bytes": pa.array(plan.cost)})
+    parents = plan.forest.parents[plan.places]
+    names = plan.names.take(pa.array(parents, mask=parents < 0))
+    return pa.table(
+        {
+            "page": pages,
+            "parent": names,
+            "depth": pa.array(plan.forest.depths[plan.places].astype(np.int64)),
+            "bytes": pa.array(plan.cost),
+        }
+    )

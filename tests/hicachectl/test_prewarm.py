@@ -162,6 +162,7 @@ def test_a_budget_below_the_need_takes_less(source: Path, target: Path) -> None:
 def test_a_dry_run_writes_nothing_and_lists_the_plan(source: Path, target: Path) -> None:
     outcome = warmed(source, target, chains(8), dry_run=True)
     assert not contents(target)
+    assert outcome.plan is not None
     assert outcome.plan.column("page").to_pylist() == HASHES[:8]
     assert outcome.document["copied_pages"] == 8
     assert outcome.document["usable_tokens"] == 0

@@ -1,0 +1,116 @@
+"""What warming a block is worth: the chance that it is used before a cache gives it up.
+
+Only the first use counts. A block that is not warmed is computed then, and is in the cache
+afterwards like any other; that is why a count of uses orders badly. How long a cache keeps a block
+depends on its size, which one order has to serve whatever it is: the chance is averaged over
+horizons from 1/32 of the trace's span to all of it.
+
+Chances come from the trace itself: how often blocks that were as old and as often used, of
+requests with as long an output and so on, were used again in it (`hazard`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.prewarming.hazard import Hazards, Waits, age_edges, fit_hazards
+from hicachectl.prewarming.traits import Traits, take_traits
+from hicachectl.prewarming.uses import Uses, link_requests
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from hicachectl.prewarming.trace import Trace
+
+    Floats = npt.NDArray[np.float64]
+    Index = npt.NDArray[np.int64]
+
+HORIZONS = tuple(0.5**halvings for halvings in range(6))  # of the trace's span
+
+_AGES = 20
+_SAMPLED_REQUESTS = 20_000  # whose blocks' waits are fitted: enough, and bounds the time
+_PRIOR_EVENTS = 2.0
+_REFERENCES_AT_ONCE = 1 << 20
+_GROUPS_AT_ONCE = 1 << 17
+
+
+def reuse_values(trace: Trace, times: Floats, now: float, uses: Uses) -> Floats:
+    """Estimate for every block the expected share of its tokens that warming saves.
+
+    times: [requests], not decreasing, `now` no earlier. Returns [blocks], not prefix-closed; all 0
+    where no block was ever used twice.
+    """
+    traits = take_traits(trace, link_requests(trace, uses), times)
+    waits, codes = _waits(trace, times, now, uses, traits)
+    if not waits.used.any():
+        return np.zeros(len(trace.forest))
+    span = now - times[0]
+    hazards = fit_hazards(
+        waits,
+        codes,
+        traits.factors,
+        age_edges(waits.durations[waits.used], _AGES),
+        longest=span,
+        prior=_PRIOR_EVENTS,
+    )
+    groups, group_of = _alike(trace, uses, traits)
+    chances = _mean_chances(hazards, traits, groups, now - times, span)
+    return chances[group_of]
+
+
+def _waits(
+    trace: Trace, times: Floats, now: float, uses: Uses, traits: Traits
+) -> tuple[Waits, npt.NDArray[np.int64]]:
+    """Collect the waits that began at a sample of the requests, and the codes of their cells."""
+    stride = -(-len(trace) // _SAMPLED_REQUESTS)
+    sampled = np.arange(len(trace)) % stride == 0
+    keys, durations = [], []
+    for start in range(0, len(trace.blocks), _REFERENCES_AT_ONCE):
+        piece = slice(start, start + _REFERENCES_AT_ONCE)
+        previous = uses.previous[piece]
+        at = np.flatnonzero((previous >= 0) & sampled[previous])
+        request = np.searchsorted(trace.offsets, start + at, side="right") - 1
+        begun = previous[at].astype(np.int64)
+        depth = trace.forest.depths[trace.blocks[piece][at]]
+        block_codes = traits.block_codes(begun, depth, uses.earlier[piece][at])
+        keys.append(begun * traits.block_levels + block_codes)
+        durations.append(times[request] - times[begun])
+    ended = sum(map(len, keys))
+    waiting = np.flatnonzero(sampled[uses.last])
+    last = uses.last[waiting].astype(np.int64)
+    block_codes = traits.block_codes(last, trace.forest.depths[waiting], uses.counts[waiting])
+    key = np.concatenate([*keys, last * traits.block_levels + block_codes])
+    duration = np.concatenate([*durations, now - times[last]])
+    distinct, cells = np.unique(key, return_inverse=True)
+    begun = key // traits.block_levels
+    weights = 1 / np.sqrt(np.diff(trace.offsets)[begun])  # a chain's blocks do not wait each alone
+    codes = traits.codes(*np.divmod(distinct, traits.block_levels))
+    return Waits(cells, duration, np.arange(len(key)) < ended, weights), codes
+
+
+def _alike(trace: Trace, uses: Uses, traits: Traits) -> tuple[Index, Index]:
+    """Group blocks that have the same chances: of one last request, and of one code in it.
+
+    Returns the groups' keys and each block's group.
+    """
+    last = uses.last.astype(np.int64)
+    key = last * traits.block_levels
+    key += traits.block_codes(last, trace.forest.depths, uses.counts)
+    present = np.zeros(len(trace) * traits.block_levels, np.bool_)
+    present[key] = True
+    return np.flatnonzero(present), (np.cumsum(present) - 1)[key]
+
+
+def _mean_chances(
+    hazards: Hazards, traits: Traits, groups: Index, ages: Floats, span: float
+) -> Floats:
+    horizons = [share * span for share in HORIZONS]
+    means = np.empty(len(groups))
+    for start in range(0, len(groups), _GROUPS_AT_ONCE):
+        piece = slice(start, start + _GROUPS_AT_ONCE)
+        requests, block_codes = np.divmod(groups[piece], traits.block_levels)
+        codes = traits.codes(requests, block_codes)
+        means[piece] = hazards.chances(codes, ages[requests], horizons).mean(0)
+    return means
