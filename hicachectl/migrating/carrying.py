@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.migrating.journal import Journal
     from hicachectl.migrating.survey import Survey
 
-_JOBS = 4  # some read while others write
+_JOBS = 3  # one reads while others write, or wait for the disk
 # Large enough that a call is worth it and a sync is shared, small enough that several are at work.
 _PARCEL_BYTES = 64 << 20
 _LEAST_OBJECTS = 256
