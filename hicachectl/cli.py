@@ -26,6 +26,7 @@ COMMANDS = {
     "verify": CommandEntry("verify", "Check a store and report what is wrong."),
     "restore": CommandEntry("restore", "Put quarantined pages back into a store."),
     "rm": CommandEntry("rm", "Remove pages from a store."),
+    "prewarm": CommandEntry("prewarm", "Fill a store before the traffic comes."),
     "profile": CommandEntry("profile", "Print the profile that would be used."),
     "demo": CommandEntry("demo", "Write a small sample store."),
     "completion": CommandEntry("completion", "Print a shell completion script."),

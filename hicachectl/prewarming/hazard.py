@@ -53,7 +53,7 @@ class Hazards:
     edges:  [ages] float64, where each span of ages starts; the last one is open.
     base:   [ages] rates of all.
     ratios: for each factor [levels, ages].
-    fading: of the last span, ages * rate at each age where it is taken to fall as 1 / age.
+    fading: age at which the rate of the open span, which is taken to fall as 1 / age, is its mean.
     """
 
     edges: Floats
@@ -79,7 +79,9 @@ class Hazards:
     def _sum(self, rates: Floats, start: Floats, end: Floats) -> Floats:
         total = np.zeros(len(rates))
         for age, (low, high) in enumerate(zip(self.edges[:-1], self.edges[1:], strict=True)):
-            total += rates[:, age] * np.clip(np.minimum(end, high) - np.maximum(start, low), 0, None)
+            total += rates[:, age] * np.clip(
+                np.minimum(end, high) - np.maximum(start, low), 0, None
+            )
         low = np.maximum(start, self.edges[-1])
         high = np.maximum(end, low)
         return total + rates[:, -1] * self.fading * np.log(high / low)
@@ -117,7 +119,9 @@ def fit_hazards(
     for _ in range(_ROUNDS):
         change = 0.0
         for k, group in enumerate(groups):
-            step = (seen[k] + prior) / (columns[k](expected) @ group / _mean(ratios[k], group) + prior)
+            step = (seen[k] + prior) / (
+                columns[k](expected) @ group / _mean(ratios[k], group) + prior
+            )
             ratio = step @ group.T
             scale = ratio / ratios[k]
             expected *= scale[codes[:, k]]
@@ -138,7 +142,8 @@ def _tabulate(waits: Waits, cells: int, edges: Floats) -> tuple[Floats, Floats]:
     place = waits.cells * ages + ends
 
     def table(weights: Floats) -> Floats:
-        return np.bincount(place, weights, cells * ages).reshape(cells, ages)
+        sums: Floats = np.bincount(place, weights, cells * ages).astype(np.float64)
+        return sums.reshape(cells, ages)
 
     events = table(np.where(waits.used, waits.weights, 0.0))
     exposure = table(waits.weights * (waits.durations - edges[ends]))
@@ -157,7 +162,8 @@ def _age_groups(groups: int, ages: int) -> Floats:
 
 
 def _mean(ratios: Floats, group: Floats) -> Floats:
-    return (ratios @ group) / group.sum(0)
+    means: Floats = (ratios @ group) / group.sum(0)
+    return means
 
 
 def _grouped(codes: Codes, levels: int) -> Callable[[Floats], Floats]:
@@ -166,6 +172,7 @@ def _grouped(codes: Codes, levels: int) -> Callable[[Floats], Floats]:
     def total(table: Floats) -> Floats:
         ages = table.shape[1]
         place = (codes[:, None] * ages + np.arange(ages)).ravel()
-        return np.bincount(place, table.ravel(), levels * ages).reshape(levels, ages)
+        sums: Floats = np.bincount(place, table.ravel(), levels * ages).astype(np.float64)
+        return sums.reshape(levels, ages)
 
     return total

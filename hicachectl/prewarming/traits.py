@@ -41,7 +41,11 @@ class Traits:
     tails: Codes
 
     def block_codes(
-        self, requests: Codes, depths: Codes, uses: Codes, left: npt.NDArray[np.bool_]
+        self,
+        requests: Codes,
+        depths: npt.NDArray[np.integer],
+        uses: npt.NDArray[np.integer],
+        left: npt.NDArray[np.bool_],
     ) -> Codes:
         """Code blocks by their last request, depth, number of uses: one small int.
 
@@ -50,7 +54,8 @@ class Traits:
         use = np.searchsorted(_USES, uses, side="right")
         depth = np.searchsorted(_BLOCKS, depths, side="right")
         tail = self.tails[requests] == depths
-        return ((use * _DEPTH_FACTOR.levels + depth) * 2 + tail) * 2 + left
+        codes: Codes = ((use * _DEPTH_FACTOR.levels + depth) * 2 + tail) * 2 + left
+        return codes
 
     @property
     def block_levels(self) -> int:

@@ -122,7 +122,7 @@ def _alike(trace: Trace, uses: Uses, links: Links, traits: Traits) -> tuple[Inde
     Returns the groups' keys and each block's group.
     """
     last = uses.last.astype(np.int64)
-    left = links.left[last] < len(trace)
+    left = links.left[last] < np.int32(len(trace))
     key = last * traits.block_levels
     key += traits.block_codes(last, trace.forest.depths, uses.counts, left)
     present = np.zeros(len(trace) * traits.block_levels, np.bool_)
