@@ -135,8 +135,19 @@ def command(
     none that can be executed. The transforms are those of migrate: an archive of TP 4 warms a
     cluster of TP 8.
 
+    A line of the trace is {"timestamp": 27482, "token_ids": [...]}, with the request's extra_key
+    and cache_salt where it had them; input_length and output_length (tokens) improve the plan. To
+    record one, start SGLang with --log-requests --log-requests-level 3 --log-requests-format json
+    (level 2 cuts long prompts) and take from its log:
+
+    \b
+      jq -cR 'fromjson? | select(.event == "request.finished" and .obj.input_ids) |
+        {timestamp, token_ids: .obj.input_ids, extra_key: .obj.extra_key,
+         cache_salt: .obj.cache_salt,
+         output_length: .out.meta_info.completion_tokens}' server.log > trace.jsonl
+
     A summary goes to stderr, and the result to stdout as JSON unless --format says otherwise.
-    """
+    """  # noqa: D301 - \b is click's mark, not ours
     output_format = _format(ctx, output_format)
     refuse_other_sources(options, _SOURCES)
     if options["trace"] and destination is None and source is None:
@@ -177,7 +188,7 @@ def _plan_trace(
     ctx: click.Context, options: dict[str, Any], output_format: str, output: Path | None
 ) -> None:
     """Plan from a trace alone, without any store."""
-    from hicachectl.output import write_row_batches
+    from hicachectl.output import write_json_lines
     from hicachectl.prewarming.plan import plan_order
     from hicachectl.prewarming.plan_file import plan_rows
     from hicachectl.prewarming.sizes import pages_within
@@ -192,7 +203,8 @@ def _plan_trace(
     trace = read_trace(options["trace"], profile)
     most = options["budget_pages"]
     if options["budget"] is not None:
-        fitting = pages_within(options["budget"], profile, hashed=trace.forest.hashed)
+        hashed = trace.forest.hashed
+        fitting = pages_within(options["budget"], profile, scheme="file", hashed=hashed)
         most = fitting if most is None else min(most, fitting)
     plan = plan_order(trace, budget=most)
     remark(ctx, f"planned {len(plan)} pages of {len(trace.forest)}, from {len(trace)} requests")
@@ -201,7 +213,7 @@ def _plan_trace(
             ctx,
             "the trace has block ids only: the plan cannot be executed; one with token ids can",
         )
-    write_row_batches(plan_rows(plan), output)
+    write_json_lines(plan_rows(plan), output)
 
 
 def _worked(

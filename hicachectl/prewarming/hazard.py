@@ -53,7 +53,7 @@ class Hazards:
     edges:  [ages] float64, where each span of ages starts; the last one is open.
     base:   [ages] rates of all.
     ratios: for each factor [levels, ages].
-    fading: of the last span, ages * rate at each age where it is taken to fall as 1 / age.
+    fading: age at which the rate of the open span, which is taken to fall as 1 / age, is its mean.
     """
 
     edges: Floats
@@ -142,7 +142,8 @@ def _tabulate(waits: Waits, cells: int, edges: Floats) -> tuple[Floats, Floats]:
     place = waits.cells * ages + ends
 
     def table(weights: Floats) -> Floats:
-        return np.bincount(place, weights, cells * ages).reshape(cells, ages)
+        sums: Floats = np.bincount(place, weights, cells * ages).astype(np.float64)
+        return sums.reshape(cells, ages)
 
     events = table(np.where(waits.used, waits.weights, 0.0))
     exposure = table(waits.weights * (waits.durations - edges[ends]))
@@ -161,7 +162,8 @@ def _age_groups(groups: int, ages: int) -> Floats:
 
 
 def _mean(ratios: Floats, group: Floats) -> Floats:
-    return (ratios @ group) / group.sum(0)
+    means: Floats = (ratios @ group) / group.sum(0)
+    return means
 
 
 def _grouped(codes: Codes, levels: int) -> Callable[[Floats], Floats]:
@@ -170,6 +172,7 @@ def _grouped(codes: Codes, levels: int) -> Callable[[Floats], Floats]:
     def total(table: Floats) -> Floats:
         ages = table.shape[1]
         place = (codes[:, None] * ages + np.arange(ages)).ravel()
-        return np.bincount(place, table.ravel(), levels * ages).reshape(levels, ages)
+        sums: Floats = np.bincount(place, table.ravel(), levels * ages).astype(np.float64)
+        return sums.reshape(levels, ages)
 
     return total

@@ -168,10 +168,10 @@ def _trace(lines: _Lines, profile: Profile | None) -> Trace:
 def _id_index(
     ids: array[int],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Number the distinct ids 0, 1, … in their order."""
+    """Give each distinct id, in order, and the index among them of every id."""
     flat = np.frombuffer(ids, np.int64) if ids else np.empty(0, np.int64)
     least, most = (int(flat.min()), int(flat.max())) if len(flat) else (0, -1)
-    if 0 <= least and most < 4 * len(flat):  # mostly consecutive: a table instead of a sort
+    if least >= 0 and most < 4 * len(flat):  # mostly consecutive: a table instead of a sort
         present = np.zeros(most + 1, np.bool_)
         present[flat] = True
         index = np.cumsum(present, dtype=np.int32) - np.int32(1)
@@ -181,7 +181,7 @@ def _id_index(
 
 
 def _hash_index(lines: _Lines) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
-    """Number the distinct hashes; by their first 8 bytes, which SHA-256 makes an id."""
+    """Do as `_id_index` for hashes, told apart by their first 8 bytes."""
     empty = np.empty((0, HASH_BYTES), np.uint8)
     hashes = np.concatenate([empty, *lines.hashes])
     lines.hashes.clear()

@@ -24,6 +24,7 @@ _QUANTILES = 6
 _USE_FACTOR = Factor("uses", len(_USES) + 1, age_groups=1 << 30)  # rates by age of their own
 _DEPTH_FACTOR = Factor("depth", len(_BLOCKS) + 1)
 _TAIL_FACTOR = Factor("tail", 2)  # the last block of a prompt that does not fill it
+_LEFT_FACTOR = Factor("left", 2)  # a block that its conversation went on without
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -39,30 +40,39 @@ class Traits:
     requests: Codes
     tails: Codes
 
-    def block_codes(self, requests: Codes, depths: Codes, uses: Codes) -> Codes:
-        """Code blocks by their last request, their depth and number of uses: one small int."""
+    def block_codes(
+        self,
+        requests: Codes,
+        depths: npt.NDArray[np.integer],
+        uses: npt.NDArray[np.integer],
+        left: npt.NDArray[np.bool_],
+    ) -> Codes:
+        """Code blocks by their last request, depth, number of uses: one small int.
+
+        left: the block's conversation went on without it.
+        """
         use = np.searchsorted(_USES, uses, side="right")
         depth = np.searchsorted(_BLOCKS, depths, side="right")
         tail = self.tails[requests] == depths
-        return (use * _DEPTH_FACTOR.levels + depth) * _TAIL_FACTOR.levels + tail
+        codes: Codes = ((use * _DEPTH_FACTOR.levels + depth) * 2 + tail) * 2 + left
+        return codes
 
     @property
     def block_levels(self) -> int:
         """Number of different block codes."""
-        return _USE_FACTOR.levels * _DEPTH_FACTOR.levels * _TAIL_FACTOR.levels
+        return _USE_FACTOR.levels * _DEPTH_FACTOR.levels * 4
 
     def codes(self, requests: Codes, block_codes: Codes) -> Codes:
         """Join to [rows, factors]."""
-        rest, tail = np.divmod(block_codes, _TAIL_FACTOR.levels)
-        use, depth = np.divmod(rest, _DEPTH_FACTOR.levels)
-        return np.column_stack((use, depth, tail, self.requests[requests]))
+        use, depth = np.divmod(block_codes // 4, _DEPTH_FACTOR.levels)
+        tail, left = block_codes // 2 % 2, block_codes % 2
+        return np.column_stack((use, depth, tail, left, self.requests[requests]))
 
 
 def take_traits(trace: Trace, links: Links, times: npt.NDArray[np.float64]) -> Traits:
     """Code every request by what may tell whether, and when, it is carried on."""
     lengths = np.diff(trace.offsets)
     pace = np.where(links.source >= 0, times - times[links.source], -1.0)
-    pace[links.known < 2] = -1.0
     columns = {
         Factor("turns", len(_TURNS) + 1): np.searchsorted(_TURNS, links.turns, side="right"),
         Factor("fresh", len(_BLOCKS) + 1): np.searchsorted(
@@ -79,7 +89,7 @@ def take_traits(trace: Trace, links: Links, times: npt.NDArray[np.float64]) -> T
     if trace.forest.hashed:  # only full pages have hashes
         tails[:] = -1
     return Traits(
-        (_USE_FACTOR, _DEPTH_FACTOR, _TAIL_FACTOR, *columns),
+        (_USE_FACTOR, _DEPTH_FACTOR, _TAIL_FACTOR, _LEFT_FACTOR, *columns),
         np.column_stack(list(columns.values())).astype(np.int64),
         tails,
     )

@@ -33,16 +33,19 @@ class Uses:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Links:
-    """How each request relates to the ones before it; all [requests].
+    """Which requests carry on which, as the turns of a conversation do; all [requests].
 
     known:  int64, leading blocks that were used before.
-    source: int32, the request that last used the deepest known block; -1: none.
-    turns:  int32, requests in a row that each carried on the chain of the one before.
+    source: int32, the request that this one carries on; -1: none.
+    turns:  int32, requests before this one in its conversation.
+    left:   int32, the first request that carries this one on. What it does not use of this one's
+            blocks, the conversation has left behind. The number of requests: none.
     """
 
     known: npt.NDArray[np.int64]
     source: npt.NDArray[np.int32]
     turns: npt.NDArray[np.int32]
+    left: npt.NDArray[np.int32]
 
 
 def walk_uses(trace: Trace) -> Uses:
@@ -65,17 +68,25 @@ def walk_uses(trace: Trace) -> Uses:
 
 
 def link_requests(trace: Trace, uses: Uses) -> Links:
-    """Link each request to the one that left the longest part of its prefix behind."""
-    lengths = np.diff(trace.offsets)
+    """Link each request to the one that last used the deepest block it shares.
+
+    A block that more requests used than that one's conversation has had is a prompt that
+    conversations share, and links nothing.
+    """
+    requests = len(trace)
     fresh = np.zeros(len(trace.blocks) + 1, np.int64)
     np.cumsum(uses.previous < 0, out=fresh[1:])
-    known = lengths - np.diff(fresh[trace.offsets])
-    source = np.full(len(trace), -1, np.int32)
-    some = known > 0
-    source[some] = uses.previous[trace.offsets[:-1][some] + known[some] - 1]
-    # The last block of a prompt is mostly not full, and then no prefix of the next one.
-    continues = some & (known >= lengths[source] - 1) & (known > 1)
-    turns = [0] * len(trace)
-    for request in np.flatnonzero(continues).tolist():
-        turns[request] = turns[source[request]] + 1
-    return Links(known, source, np.array(turns, np.int32))
+    known = np.diff(trace.offsets) - np.diff(fresh[trace.offsets])
+    some = np.flatnonzero(known)
+    deepest = trace.offsets[some] + known[some] - 1
+    source, turns, left = [-1] * requests, [0] * requests, [requests] * requests
+    for request, user, used in zip(
+        some.tolist(), uses.previous[deepest].tolist(), uses.earlier[deepest].tolist(), strict=True
+    ):
+        if used <= turns[user] + 1:
+            source[request] = user
+            turns[request] = turns[user] + 1
+            left[user] = min(left[user], request)
+    return Links(
+        known, np.array(source, np.int32), np.array(turns, np.int32), np.array(left, np.int32)
+    )

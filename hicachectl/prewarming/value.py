@@ -17,7 +17,7 @@ import numpy as np
 
 from hicachectl.prewarming.hazard import Hazards, Waits, age_edges, fit_hazards
 from hicachectl.prewarming.traits import Traits, take_traits
-from hicachectl.prewarming.uses import Uses, link_requests
+from hicachectl.prewarming.uses import Links, Uses, link_requests
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -42,8 +42,9 @@ def reuse_values(trace: Trace, times: Floats, now: float, uses: Uses) -> Floats:
     times: [requests], not decreasing, `now` no earlier. Returns [blocks], not prefix-closed; all 0
     where no block was ever used twice.
     """
-    traits = take_traits(trace, link_requests(trace, uses), times)
-    waits, codes = _waits(trace, times, now, uses, traits)
+    links = link_requests(trace, uses)
+    traits = take_traits(trace, links, times)
+    waits, codes = _waits(trace, times, now, uses, links, traits)
     if not waits.used.any():
         return np.zeros(len(trace.forest))
     span = now - times[0]
@@ -55,49 +56,75 @@ def reuse_values(trace: Trace, times: Floats, now: float, uses: Uses) -> Floats:
         longest=span,
         prior=_PRIOR_EVENTS,
     )
-    groups, group_of = _alike(trace, uses, traits)
+    groups, group_of = _alike(trace, uses, links, traits)
     chances = _mean_chances(hazards, traits, groups, now - times, span)
     return chances[group_of]
 
 
 def _waits(
-    trace: Trace, times: Floats, now: float, uses: Uses, traits: Traits
-) -> tuple[Waits, npt.NDArray[np.int64]]:
+    trace: Trace, times: Floats, now: float, uses: Uses, links: Links, traits: Traits
+) -> tuple[Waits, Index]:
     """Collect the waits that began at a sample of the requests, and the codes of their cells."""
     stride = -(-len(trace) // _SAMPLED_REQUESTS)
     sampled = np.arange(len(trace)) % stride == 0
-    keys, durations = [], []
+    begins, ends, depths, counts = [], [], [], []
     for start in range(0, len(trace.blocks), _REFERENCES_AT_ONCE):
         piece = slice(start, start + _REFERENCES_AT_ONCE)
         previous = uses.previous[piece]
         at = np.flatnonzero((previous >= 0) & sampled[previous])
-        request = np.searchsorted(trace.offsets, start + at, side="right") - 1
-        begun = previous[at].astype(np.int64)
-        depth = trace.forest.depths[trace.blocks[piece][at]]
-        block_codes = traits.block_codes(begun, depth, uses.earlier[piece][at])
-        keys.append(begun * traits.block_levels + block_codes)
-        durations.append(times[request] - times[begun])
-    ended = sum(map(len, keys))
+        begins.append(previous[at])
+        ends.append(np.searchsorted(trace.offsets, start + at, side="right") - 1)
+        depths.append(trace.forest.depths[trace.blocks[piece][at]])
+        counts.append(uses.earlier[piece][at])
     waiting = np.flatnonzero(sampled[uses.last])
-    last = uses.last[waiting].astype(np.int64)
-    block_codes = traits.block_codes(last, trace.forest.depths[waiting], uses.counts[waiting])
-    key = np.concatenate([*keys, last * traits.block_levels + block_codes])
-    duration = np.concatenate([*durations, now - times[last]])
+    begin = np.concatenate([*begins, uses.last[waiting]]).astype(np.int64)
+    end = np.concatenate([*ends, np.full(len(waiting), len(trace))])
+    depth = np.concatenate([*depths, trace.forest.depths[waiting]])
+    count = np.concatenate([*counts, uses.counts[waiting]])
+    return _cells(trace, np.append(times, now), links, traits, (begin, end, depth, count))
+
+
+def _cells(
+    trace: Trace,
+    times: Floats,
+    links: Links,
+    traits: Traits,
+    waits: tuple[Index, Index, Index, Index],
+) -> tuple[Waits, Index]:
+    """Code waits, a wait that is left behind as one that ends and one that takes over.
+
+    times: with the trace's end as that of one more request. waits: the requests that began and
+    ended each, and depth and number of uses of its block.
+    """
+    begin, end, depth, count = waits
+    weight = 1 / np.sqrt(np.diff(trace.offsets)[begin])  # a chain's blocks wait together
+    middle = links.left[begin]
+    left = middle < end
+    at = np.flatnonzero(left)
+    every = np.concatenate((np.arange(len(begin)), at, at))
+    whole = len(begin)
+    # Left-behind time is all of the wait's less that before it was left.
+    behind = np.concatenate((left, np.zeros(len(at), np.bool_), np.ones(len(at), np.bool_)))
+    stop = np.concatenate((end, middle[at], middle[at]))
+    sign = np.concatenate((np.ones(whole + len(at)), -np.ones(len(at))))
+    begin = begin[every]
+    key = begin * traits.block_levels
+    key += traits.block_codes(begin, depth[every], count[every], behind)
     distinct, cells = np.unique(key, return_inverse=True)
-    begun = key // traits.block_levels
-    weights = 1 / np.sqrt(np.diff(trace.offsets)[begun])  # a chain's blocks do not wait each alone
-    codes = traits.codes(*np.divmod(distinct, traits.block_levels))
-    return Waits(cells, duration, np.arange(len(key)) < ended, weights), codes
+    used = (stop < len(trace)) & (np.arange(len(every)) < whole)
+    found = Waits(cells, times[stop] - times[begin], used, sign * weight[every])
+    return found, traits.codes(*np.divmod(distinct, traits.block_levels))
 
 
-def _alike(trace: Trace, uses: Uses, traits: Traits) -> tuple[Index, Index]:
+def _alike(trace: Trace, uses: Uses, links: Links, traits: Traits) -> tuple[Index, Index]:
     """Group blocks that have the same chances: of one last request, and of one code in it.
 
     Returns the groups' keys and each block's group.
     """
     last = uses.last.astype(np.int64)
+    left = links.left[last] < np.int32(len(trace))
     key = last * traits.block_levels
-    key += traits.block_codes(last, trace.forest.depths, uses.counts)
+    key += traits.block_codes(last, trace.forest.depths, uses.counts, left)
     present = np.zeros(len(trace) * traits.block_levels, np.bool_)
     present[key] = True
     return np.flatnonzero(present), (np.cumsum(present) - 1)[key]
