@@ -52,7 +52,9 @@ _HF3FS = (
     "a profile tells how long pages are. Looking asks nothing that the server counts as use, but "
     "where a page looks damaged: whether it was merely reused is asked for, and said.",
     "Each pool has tables of its own, and evicts by itself: objects whose kv is gone "
-    "(orphan-sidecar) are always there, and only noted (info).",
+    "(orphan-sidecar) are always there, and only noted (info). A page that looks lost "
+    "(page-leaked) while a server is live is reported when three snapshots miss it: the third is "
+    "waited for, two minutes at most.",
     "Pages that are freed are reused at once, so that deleting under live readers can tear what "
     "they read: repair when few read. All keys that share a page go in one call. Without server= a "
     "repair writes a snapshot beside the old one, FILE.repaired, for the metadata server to start "

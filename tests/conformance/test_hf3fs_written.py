@@ -251,12 +251,12 @@ def test_verify_changes_nothing(written: Written, invoke: Invoke) -> None:
 def test_each_lost_object_is_found_and_nothing_else(written: Written, invoke: Invoke) -> None:
     entries = list(written.objects.values())
     for entry in one_of_each_kind(entries):
-        wanted = loss_findings(entries, entry, orphaned="info")
-        bad = any(severity != "info" for _, severity, _ in wanted)
+        # Sidecars without kv are no complaint here: 3FS evicts each pool by itself.
+        wanted = [each for each in loss_findings(entries, entry) if each[0] != "orphan-sidecar"]
         with written.without(entry):
             document = verified(
                 invoke, written.url, "--profile", written.profile,
-                "--checks", "names,groups,sizes", exit_code=4 if bad else 0,
+                "--checks", "names,groups,sizes", exit_code=4 if wanted else 0,
             )  # fmt: skip
         assert complaints(document) == wanted, entry["key"]
 

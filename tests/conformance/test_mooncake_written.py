@@ -281,13 +281,8 @@ def test_each_lost_object_is_found_and_nothing_else(
             assert complaints(document) == wanted, entry["key"]
 
 
-def loss_findings(
-    entries: list[Entry], entry: Entry, *, orphaned: str = "warning"
-) -> list[tuple[str, str, str]]:
-    """What must be found when one object is gone, told from the manifest alone.
-
-    orphaned: the severity of sidecars without their anchor.
-    """
+def loss_findings(entries: list[Entry], entry: Entry) -> list[tuple[str, str, str]]:
+    """What must be found when one object is gone, told from the manifest alone."""
     mates = [e for e in entries if e["page"] == entry["page"] and e is not entry]
     same_pool = [e for e in mates if e["pool"] == entry["pool"]]
     ranks = ("tp_rank", "pp_rank", "heads")
@@ -297,7 +292,7 @@ def loss_findings(
     if any(all(e[rank] == entry[rank] for rank in ranks) for e in same_pool):
         return [("missing-part", "warning" if weak else "error", key)]
     if entry["pool"] == "kv" and not same_pool:
-        return sorted(("orphan-sidecar", orphaned, e["key"]) for e in mates)
+        return sorted(("orphan-sidecar", "warning", e["key"]) for e in mates)
     if entry["pool"] == "kv" or trailing:
         return [("missing-rank", "warning", key)] if same_pool else []
     return [("missing-pool", "warning" if weak else "error", key)]

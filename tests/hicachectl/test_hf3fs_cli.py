@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import threading
-import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -244,9 +243,10 @@ def test_leaked_pages_are_released_when_writers_have_stopped(invoke: Invoke, pla
     place.server.reserve(0, ["never-confirmed"])
     place.server.save()
 
+    over = threading.Event()
+
     def save_often() -> None:
-        for _ in range(3):
-            time.sleep(1)
+        while not over.wait(0.5):
             place.server.save()
 
     saver = threading.Thread(target=save_often)
@@ -255,7 +255,9 @@ def test_leaked_pages_are_released_when_writers_have_stopped(invoke: Invoke, pla
         "verify", place.url, "--profile", place.profile, "--grace", "0s", *REPAIR,
         "--writers-stopped", exit_code=4,
     )  # fmt: skip
+    over.set()
     saver.join()
+    place.server.save()
     assert "1 leaked pages released" in outcome.stderr
     document = verified(invoke, place, "--checks", "groups")
     assert document["findings"] == []
