@@ -201,8 +201,8 @@ class Store(ABC):
     arena: Arena | None = None
     named_arena: bool = False  # reads are fastest into memory that another process can open
     allow_leases: bool = False  # a listing may ask in ways that keep objects from being evicted
-    # Whether to make sure that what is there after a write is what was written, where that costs.
-    # Without it an object that was there before may be called OK, and stays.
+    # Whether what was written is read back, where only that tells it from what another writer put
+    # at the same moment.
     confirms_writes: bool = True
     lease_wait_seconds: float = 0.0  # how long to wait for readers before a delete gives up
 

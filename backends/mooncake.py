@@ -72,7 +72,7 @@ class MooncakeStore(Store):
         batch_objects=128,  # SGLang's own batches are of 128 pages
         batch_bytes=256 << 20,
         parallel_reads=1,  # by tcp two transfers at a time are slower than one
-        parallel_writes=1,
+        parallel_writes=2,  # of which one puts, while the other asks the master what is there
     )
     supports_times: ClassVar[bool] = False
     supports_empty: ClassVar[bool] = False
@@ -99,6 +99,7 @@ class MooncakeStore(Store):
         self._kept: list[Any] = []
         self._registered: int | None = None  # address of the arena
         self._opening = threading.Lock()
+        self._putting = threading.Lock()
         try:
             self._admin.check()
         except BaseException:
@@ -161,13 +162,17 @@ class MooncakeStore(Store):
 
     def exists(self, rows: Rows) -> BoolArray:
         """Say which objects are there and readable."""
+        return self._found(rows)[0]
+
+    def _found(self, rows: Rows) -> tuple[BoolArray, BoolArray]:
+        """Say which objects are readable, and which somebody has begun to write."""
         keys = _key_array(rows)
         answer = self._admin.query(keys)
         unaskable = _unaskable(answer)
         there: BoolArray = _codes(answer) == 0
         if unaskable.any():
             there |= unaskable & _is_in(keys, self._listed(keys.filter(pa.array(unaskable))))
-        return there
+        return there, _codes(answer) == NOT_READY
 
     def free_bytes(self) -> int | None:
         """Count what the cluster's segments have room for."""
@@ -288,8 +293,8 @@ class MooncakeStore(Store):
     ) -> Result:
         """Put objects, and read them back: a put of a key that exists is answered like any other.
 
-        Without `confirms_writes` the master is not asked what is there, nor anything read back:
-        an object that is there stays, and is called OK.
+        Without `confirms_writes` nothing is read back, and an object that another writer has put
+        since this one asked for its key is called OK.
 
         Without if_absent, an object that is there is removed first, once no reader has a lease.
         A cluster evicts what has no lease or pin to make room; FULL means that it could not.
@@ -302,21 +307,22 @@ class MooncakeStore(Store):
             if key is None or not sizes[at]:
                 statuses[at] = Status.ERROR
                 errors[at] = _NOT_TEXT if key is None else "Mooncake stores no empty objects"
-        if self.confirms_writes or not if_absent:
-            self._make_room(rows, statuses, errors, if_absent=if_absent)
+        begun = self._make_room(rows, statuses, errors, if_absent=if_absent)
         places = np.flatnonzero(statuses == Status.OK)
         if len(places):
-            codes = self._data().put_from(
-                [keys[at] or "" for at in places],
-                self._addresses(offsets[places]),
-                sizes[places].tolist(),
-                groups=None if group is None else [group[at] for at in places.tolist()],
-                pin=pin,
-            )
+            with self._putting:
+                codes = self._data().put_from(
+                    [keys[at] or "" for at in places],
+                    self._addresses(offsets[places]),
+                    sizes[places].tolist(),
+                    groups=None if group is None else [group[at] for at in places.tolist()],
+                    pin=pin,
+                )
             statuses[places[codes == EXISTS]] = Status.EXISTS
             _note_errors(statuses, errors, places, codes, (0, EXISTS))
+            self._settle_begun(rows, places[(codes == 0) & begun[places]], statuses)
             if self.confirms_writes:
-                put = places[codes == 0]
+                put = places[(codes == 0) & (statuses[places] == Status.OK)]
                 self._read_back(keys, put, offsets[put], sizes[put], statuses, errors)
         return Result(statuses, errors)
 
@@ -327,17 +333,30 @@ class MooncakeStore(Store):
         errors: dict[int, str],
         *,
         if_absent: bool,
-    ) -> None:
-        """Mark what is there as existing, or remove it."""
+    ) -> BoolArray:
+        """Mark what is there as existing, or remove it; which others somebody has begun: [rows]."""
         fine = np.flatnonzero(statuses == Status.OK)
         chosen = as_table(rows).take(pa.array(fine))
+        begun = np.zeros(len(rows), dtype=np.bool_)
         if if_absent:
-            statuses[fine[self.exists(chosen)]] = Status.EXISTS
-            return
+            there, begun[fine] = self._found(chosen)
+            statuses[fine[there]] = Status.EXISTS
+            return begun
         removed = self.delete(chosen)
         for index, why in removed.errors.items():
             statuses[fine[index]] = Status.ERROR
             errors[int(fine[index])] = why
+        return begun
+
+    def _settle_begun(self, rows: Rows, places: IntArray, statuses: npt.NDArray[np.uint8]) -> None:
+        """Mark as existing what another writer is still at.
+
+        A put of it is answered with success, and is none. It stays so where that writer was
+        killed, until the master's --put_start_discard_timeout_sec.
+        """
+        if len(places):
+            readable = self.exists(as_table(rows).take(pa.array(places)))
+            statuses[places[~readable]] = Status.EXISTS
 
     def _read_back(
         self,

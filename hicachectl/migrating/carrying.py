@@ -34,8 +34,9 @@ _JOBS = 3  # one reads while others write, or wait for the disk
 _PARCEL_BYTES = 64 << 20
 _LEAST_OBJECTS = 256
 _MOST_PROBLEMS = 1000  # to remember
-_PASSES = 3  # over what came to the destination meanwhile
-_AGAIN_SECONDS = 0.5  # for its writer to finish
+# Before each pass over what came to the destination meanwhile, for its writer to finish. What a
+# killed one had begun Mooncake gives up after 30 s.
+_WAIT_SECONDS = (0.5, 1.5, 4.0, 10.0, 20.0)
 _LEASE_SECONDS = 15.0  # longer than those that reading grants last, as a rule
 
 
@@ -110,7 +111,7 @@ class Carrier:
         self._journal = journal
         times = times_of(inventory.objects)
         self._to = Destination(destination, times, verify=manner.verify, pin=manner.pin)
-        # What was there has been listed; what a server puts there meanwhile is the same page.
+        # Another server's object under the same key is the same page.
         destination.confirms_writes = False
         self._lock = threading.Lock()
         self._again: dict[int, tuple[Survey, list[int]]] = {}
@@ -134,11 +135,11 @@ class Carrier:
         than the buffer.
         """
         self._pass(orders, on_done)
-        for _ in range(_PASSES):
+        for seconds in _WAIT_SECONDS:
             again, self._again = self._again, {}
             if not again or self._to.full.is_set():
                 break
-            time.sleep(_AGAIN_SECONDS)
+            time.sleep(seconds)
             self._pass(
                 [
                     Order(survey, np.array(sorted(items), dtype=np.int64), Action.COMPLETE)
@@ -284,7 +285,8 @@ class Carrier:
         for survey, items in self._again.values():
             self.tally.failed += len(items)
             for page in survey.pages.take(pa.array(items, pa.int64())).to_pylist():
-                self.tally.note(Problem(page, None, "being written by another; run again"))
+                detail = "is being written by another, or was by one that was killed; run again"
+                self.tally.note(Problem(page, None, detail))
 
 
 class Removal:

@@ -84,7 +84,8 @@ class Hazards:
             )
         low = np.maximum(start, self.edges[-1])
         high = np.maximum(end, low)
-        return total + rates[:, -1] * self.fading * np.log(high / low)
+        total += rates[:, -1] * self.fading * np.log(high / low)
+        return total
 
 
 def age_edges(durations: Floats, ages: int) -> Floats:

@@ -111,7 +111,7 @@ def _cells(
     key = begin * traits.block_levels
     key += traits.block_codes(begin, depth[every], count[every], behind)
     distinct, cells = np.unique(key, return_inverse=True)
-    used = (stop < len(trace)) & (np.arange(len(every)) < whole)
+    used = np.less(stop, len(trace)) & (np.arange(len(every)) < whole)
     found = Waits(cells, times[stop] - times[begin], used, sign * weight[every])
     return found, traits.codes(*np.divmod(distinct, traits.block_levels))
 
