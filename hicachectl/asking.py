@@ -61,7 +61,7 @@ def refuse_other_sources(options: Mapping[str, Any], sources: Iterable[str]) -> 
     """Fail unless exactly one of the options that name requests is given."""
     names = list(sources)
     if sum(bool(options[name]) for name in names) != 1:
-        shown = [f"--{name.replace('_', '-')}" for name in names]
+        shown = [f"--{name.rstrip('_').replace('_', '-')}" for name in names]
         raise click.UsageError(f"give the requests: one of {', '.join(shown[:-1])} and {shown[-1]}")
     if options["tokenizer"] and not options["prompts"]:
         raise click.UsageError("--tokenizer is for --prompts")

@@ -13,17 +13,20 @@ import pyarrow.compute as pc
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.formats.restorable import leading_runs
 from hicachectl.formats.transfer import transfer_plan
-from hicachectl.groups import PageGroups
+from hicachectl.groups import WHOLE, PageGroups
 from hicachectl.hits import Hits, find_hits, inventory_of_chains
+from hicachectl.inventory import take_inventory
 from hicachectl.migrating.carrying import Carrier, Manner, Order
 from hicachectl.migrating.decisions import Action, decide
 from hicachectl.migrating.routes import planned_route, verbatim_routes
 from hicachectl.migrating.survey import ABSENT, Survey, survey_destination, survey_source
 from hicachectl.migrating.watching import Touching, Watch
-from hicachectl.prewarming.forest import Forest, grow_forest
+from hicachectl.prewarming.forest import grow_forest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy.typing as npt
 
     from hicachectl.backends.base import Store
     from hicachectl.chains import Chains
@@ -37,6 +40,7 @@ BUDGET = "budget"
 DEADLINE = "deadline"
 FULL = "destination full"
 EVICTS = "destination evicts"
+WRITING = (Action.COPY, Action.COMPLETE)
 _SEARCH_STEPS = 16
 
 
@@ -45,14 +49,14 @@ class Request:
     """What to warm a store with.
 
     profile: of the source. destination_profile: of the servers of the destination, None: the same.
-    chains: what is asked for. rank: given chains, their distinct pages and which of them each page
-    is, gives the place of each distinct page in the order of value, 0 the best; a page never
-    before one that precedes it in a chain.
+    chains: what is asked for; None: all whole pages, the newest first within a budget. rank: given
+    chains, their distinct pages and which of them each page is, gives the place of each distinct
+    page in the order of value, 0 the best; a page never before one that precedes it in a chain.
     """
 
     profile: Profile
-    chains: Chains
-    rank: Callable[[Chains, pa.StringArray, IntArray], IntArray]
+    chains: Chains | None
+    rank: Callable[[Chains, pa.StringArray, IntArray], IntArray] | None = None
     destination_profile: Profile | None = None
     budget_bytes: int | None = None
     budget_pages: int | None = None
@@ -72,7 +76,8 @@ class Outcome:
 
     document: the members of the JSON contract. problems: pages that failed or are in conflict.
     plan: what was to be copied, best first: page, its parent in a chain, depth, bytes.
-    usable_pages: [chains] how far servers can restore each from the destination.
+    usable_pages: [chains] how far servers can restore each from the destination; for all pages, [1]
+    how many are whole there.
     """
 
     document: dict[str, Any]
@@ -92,22 +97,23 @@ class Outcome:
 class _Plan:
     """What is to be copied.
 
-    items: rows of the survey, best first. places: of each, in the forest of what can be
-    restored. cost: bytes that each brings to the destination.
+    wanted: rows of the survey, best first. items: those of them that are to be copied, in the order
+    in which they are. cost: bytes that each of these brings to the destination. actions: for every
+    row of the survey. parents, depths: of each item in its chain; null and 0 where unknown.
     there, missing: pages that the destination has, and that nobody has.
     """
 
     survey: Survey
+    wanted: IntArray
     items: IntArray
-    places: IntArray
-    actions: Any
     cost: IntArray
+    actions: npt.NDArray[np.int8]
+    parents: pa.StringArray
+    depths: IntArray
     requested: int
     there: int
     missing: int
     cut: bool
-    names: pa.StringArray
-    forest: Forest
 
 
 def prewarm(
@@ -130,11 +136,20 @@ def prewarm(
     deadline = None if request.deadline_seconds is None else started + request.deadline_seconds
     route_of = _router(source, destination, request)
     destination.use_profile(request.target)
-    inventory = inventory_of_chains(source, request.profile, request.chains, on_batch=on_listed)
+    chains = request.chains
+    inventory = (
+        take_inventory(source, request.profile, on_batch=on_listed)
+        if chains is None
+        else inventory_of_chains(source, request.profile, chains, on_batch=on_listed)
+    )
     groups = PageGroups(inventory)
     survey = survey_source(inventory, groups, route_of(inventory))
     survey_destination(destination, [survey], destination.grammar, on_batch=on_listed)
-    plan = _planned(inventory, survey, request)
+    plan = (
+        _everything(groups, survey, request)
+        if chains is None
+        else _planned(inventory, survey, chains, request)
+    )
     total = int(plan.cost.sum())
     rows = _plan_rows(plan)
     document: dict[str, Any] = {
@@ -147,13 +162,15 @@ def prewarm(
         "missing_pages": plan.missing,
     }
 
-    def usable() -> Hits:
-        there = inventory_of_chains(destination, request.target, request.chains)
-        return find_hits(there, 0, request.chains)
+    def usable(copied: int) -> IntArray:
+        if chains is None:
+            return np.array([plan.there + copied], dtype=np.int64)
+        there = inventory_of_chains(destination, request.target, chains)
+        return find_hits(there, 0, chains).usable_pages
 
     if request.dry_run:
         document |= {"copied_pages": len(plan.items), "bytes": total}
-        outcome = _finished(document, usable(), request, started, cut=plan.cut)
+        outcome = _finished(document, usable(0), request, started, cut=plan.cut)
         outcome.plan = rows
         return outcome
     watch = Watch(destination, survey)
@@ -168,9 +185,9 @@ def prewarm(
             carrier.stop()
 
     tally = carrier.carry(_orders(plan), on_done=on_done)
-    Touching(destination, survey).touch(plan.items)
+    Touching(destination, survey).touch(plan.wanted)
     document |= {"copied_pages": tally.pages, "bytes": tally.nbytes}
-    outcome = _finished(document, usable(), request, started, cut=plan.cut)
+    outcome = _finished(document, usable(tally.pages), request, started, cut=plan.cut)
     outcome.plan, outcome.problems = rows, tally.problems
     outcome.document |= {
         "not_pinned": plan.there if request.manner.pin else 0,
@@ -186,6 +203,8 @@ def prewarm(
 
 def usable_from(store: Store, request: Request) -> Outcome:
     """Say what servers can restore from a store as it is; nothing is copied."""
+    if request.chains is None:
+        raise UsageError("--all needs a store to copy from: --from SRC")
     started = time.monotonic()
     there = inventory_of_chains(store, request.target, request.chains)
     final = find_hits(there, 0, request.chains)
@@ -199,7 +218,7 @@ def usable_from(store: Store, request: Request) -> Outcome:
         "missing_pages": 0,
     }
     document["missing_pages"] = document["requested_pages"] - document["already_there"]
-    return _finished(document, final, request, started, cut=False)
+    return _finished(document, final.usable_pages, request, started, cut=False)
 
 
 def _reason(full: bool, watch: Watch, complete: bool, plan: _Plan) -> str | None:
@@ -223,9 +242,10 @@ def _router(source: Store, destination: Store, request: Request) -> Callable[[In
     return lambda inventory: planned_route(inventory.table.deployments[0], plan, grammar)
 
 
-def _planned(inventory: Inventory, survey: Survey, request: Request) -> _Plan:
+def _planned(inventory: Inventory, survey: Survey, chains: Chains, request: Request) -> _Plan:
     """Choose what to copy: as much as can be restored, best first, within the budget."""
-    hits = find_hits(inventory, 0, request.chains)
+    assert request.rank is not None  # as there are chains
+    hits = find_hits(inventory, 0, chains)
     requested = len(hits.page_names)
     usable = replace(hits.chains, reach=hits.usable_pages).within_reach()
     names, page_of = usable.distinct_pages()
@@ -235,21 +255,57 @@ def _planned(inventory: Inventory, survey: Survey, request: Request) -> _Plan:
     cut = False
     if request.budget_bytes is not None or request.budget_pages is not None:
         cut = _cut_to_budget(inventory, request, usable, chosen, page_of)
-    items, cost = chosen.items()
+    wanted, cost = chosen.items()
     actions = chosen.actions()
-    writes = np.isin(actions[items], (Action.COPY, Action.COMPLETE))
+    writes = np.isin(actions[wanted], WRITING)
+    forest = grow_forest(np.arange(len(names)), page_of.astype(np.int32), usable.offsets)
+    places = chosen.page_of(wanted[writes])
+    parents = forest.parents[places]
     return _Plan(
         survey=survey,
-        items=items[writes],
-        actions=actions,
+        wanted=wanted,
+        items=wanted[writes],
         cost=cost[writes],
+        actions=actions,
+        parents=names.take(pa.array(parents, mask=parents < 0)),
+        depths=forest.depths[places].astype(np.int64),
         requested=requested,
         there=whole,
         missing=requested - len(names),
         cut=cut,
-        names=names,
-        forest=grow_forest(np.arange(len(names)), page_of.astype(np.int32), usable.offsets),
-        places=chosen.page_of(items[writes]),
+    )
+
+
+def _everything(groups: PageGroups, survey: Survey, request: Request) -> _Plan:
+    """Choose all whole pages: the newest within the budget, copied in the order of their age.
+
+    What precedes a page in its chain is as old or older, and is so there before it.
+    """
+    whole = groups.states[survey.groups] == WHOLE
+    actions = decide(survey, whole, "skip")
+    newest = groups.newest_ns[survey.groups]
+    wanted = np.flatnonzero(actions != Action.NOTHING)
+    wanted = wanted[np.argsort(-newest[wanted], kind="stable")]
+    items = wanted[np.isin(actions[wanted], WRITING)]
+    cost = arriving_bytes(survey, items)
+    fits = np.ones(len(items), dtype=np.bool_)
+    if request.budget_bytes is not None:
+        fits &= np.cumsum(cost) <= request.budget_bytes
+    if request.budget_pages is not None:
+        fits[request.budget_pages :] = False
+    kept = items[fits][::-1]
+    return _Plan(
+        survey=survey,
+        wanted=wanted[~np.isin(wanted, items[~fits])],
+        items=kept,
+        cost=cost[fits][::-1],
+        actions=actions,
+        parents=pa.nulls(len(kept), pa.string()),
+        depths=np.zeros(len(kept), dtype=np.int64),
+        requested=int(whole.sum()),
+        there=int((actions == Action.SKIP).sum()),
+        missing=0,
+        cut=not fits.all(),
     )
 
 
@@ -336,10 +392,16 @@ class _Chosen:
         survey = self._survey
         items = np.flatnonzero(self._actions != Action.NOTHING)
         items = items[np.argsort(self._rank[self._page_of_item[items]], kind="stable")]
-        new = survey.needed[items] & (survey.there[items] == ABSENT)
-        cost: IntArray = (np.maximum(survey.wanted_bytes[items], 0) * new).sum(axis=1)
-        writes = np.isin(self._actions[items], (Action.COPY, Action.COMPLETE))
+        cost = arriving_bytes(survey, items)
+        writes = np.isin(self._actions[items], WRITING)
         return items, np.where(writes, np.maximum(cost, 1), 0)
+
+
+def arriving_bytes(survey: Survey, items: IntArray) -> IntArray:
+    """Count the bytes that each of some groups brings to the destination: [items]."""
+    new = survey.needed[items] & (survey.there[items] == ABSENT)
+    nbytes: IntArray = (np.maximum(survey.wanted_bytes[items], 0) * new).sum(axis=1)
+    return nbytes
 
 
 def _orders(plan: _Plan) -> list[Order]:
@@ -352,13 +414,16 @@ def _orders(plan: _Plan) -> list[Order]:
 
 
 def _finished(
-    document: dict[str, Any], final: Hits, request: Request, started: float, *, cut: bool
+    document: dict[str, Any], usable_pages: IntArray, request: Request, started: float, *, cut: bool
 ) -> Outcome:
     """Say what servers can restore from the destination in the end."""
     page_size = request.target.page_size
+    asked = document["requested_pages"]
+    if request.chains is not None:
+        asked = int(request.chains.reach.sum())
     document |= {
-        "usable_tokens": int(final.usable_pages.sum()) * page_size,
-        "requested_tokens": int(request.chains.reach.sum()) * page_size,
+        "usable_tokens": int(usable_pages.sum()) * page_size,
+        "requested_tokens": asked * page_size,
         "not_pinned": 0,
         "gone": 0,
         "failed": 0,
@@ -366,19 +431,17 @@ def _finished(
         "complete": not cut,
         "stopped_by": BUDGET if cut else None,
     }
-    return Outcome(document, [], [], final.usable_pages)
+    return Outcome(document, [], [], usable_pages)
 
 
 def _plan_rows(plan: _Plan) -> pa.Table:
     """List what is to be copied, best first."""
     pages = plan.survey.pages.take(pa.array(plan.items))
-    parents = plan.forest.parents[plan.places]
-    names = plan.names.take(pa.array(parents, mask=parents < 0))
     return pa.table(
         {
             "page": pages,
-            "parent": names,
-            "depth": pa.array(plan.forest.depths[plan.places].astype(np.int64)),
+            "parent": plan.parents,
+            "depth": pa.array(plan.depths),
             "bytes": pa.array(plan.cost),
         }
     )

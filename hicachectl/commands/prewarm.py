@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.prewarm import Outcome, Request
 
-_SOURCES = ("prompts", "token_ids", "pages", "trace", "plan")
+_SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
 _SHOWN_PROBLEMS = 20
 _PLAN = "plan"
 
@@ -73,6 +73,12 @@ crontab:
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="What an earlier --dry-run has written; its order is kept.",
+)
+@click.option(
+    "--all",
+    "all_",
+    is_flag=True,
+    help="Every whole page of SRC; within a budget the newest, in the order of their age.",
 )
 @click.option("--budget", type=Size(), metavar="SIZE", help="Copy at most so many bytes.")
 @click.option(
@@ -281,6 +287,8 @@ def _chains_and_rank(profile: Profile, options: dict[str, Any]) -> tuple[Any, An
 
     hashing = asked_hashing(profile, options)
     assert hashing is not None  # of a profile that is not inferred
+    if options["all_"]:
+        return None, None
     if options["plan"]:
         return chains_of_plan(read_plan(options["plan"]), profile.page_size)
     if not options["trace"]:

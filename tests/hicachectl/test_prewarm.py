@@ -71,7 +71,7 @@ def target(tmp_path: Path) -> Path:
     return directory
 
 
-def warmed(source: Path, target: Path, asked: Chains, **options: Any) -> Outcome:
+def warmed(source: Path, target: Path, asked: Chains | None, **options: Any) -> Outcome:
     with FileStore(source) as one, FileStore(target) as other:
         return prewarm(one, other, Request(profile=PROFILE, chains=asked, rank=in_turn, **options))
 
@@ -226,3 +226,28 @@ def test_an_empty_source_copies_nothing(tmp_path: Path, target: Path) -> None:
     outcome = warmed(tmp_path / "empty", target, chains(4))
     assert outcome.document["missing_pages"] == 4
     assert outcome.usable_share == 0.0
+
+
+def test_all_whole_pages_can_be_asked_for(source: Path, target: Path) -> None:
+    (source / f"{HASHES[0]}_{MODEL}_1_2.bin").unlink()
+    outcome = warmed(source, target, None)
+    assert pages_of(target) == set(HASHES[1:])
+    assert outcome.document["requested_pages"] == outcome.document["copied_pages"] == PAGES - 1
+    assert outcome.usable_share == 1.0
+    assert warmed(source, target, None).document["already_there"] == PAGES - 1
+
+
+def test_of_all_pages_a_budget_takes_the_newest(source: Path, target: Path) -> None:
+    outcome = warmed(source, target, None, budget_pages=3)
+    assert pages_of(target) == set(HASHES[-3:])
+    assert outcome.document["stopped_by"] == "budget"
+    assert outcome.plan is not None
+    assert outcome.plan.column("page").to_pylist() == HASHES[-3:]
+
+
+def test_pages_that_were_there_are_touched_too(source: Path, target: Path) -> None:
+    warmed(source, target, chains(4))
+    old = {name: mtime for name, (_, mtime) in contents(target).items()}
+    warmed(source, target, chains(8))
+    new = {name: mtime for name, (_, mtime) in contents(target).items()}
+    assert all(new[name] > old[name] for name in old if ".mamba" not in name)
