@@ -84,6 +84,7 @@ class MooncakeStore(Store):
     supports_groups: ClassVar[bool] = True
     logs_natively: ClassVar[bool] = True
     lease_wait_seconds: float = 2 * LEASE_SECONDS
+    evicts: ClassVar[bool] = True
     version_fields: ClassVar[tuple[str, ...]] = ("size", "segment", "address")
     versions_recur: ClassVar[bool] = True  # freed memory is used again
 

@@ -145,14 +145,16 @@ def migrate(
     request: Request,
     *,
     on_listed: Callable[[int], None] = lambda objects: None,
+    on_begun: Callable[[], None] = lambda: None,
     on_moved: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> Outcome:
     """Copy page groups from a store to another; what is there already stays.
 
     on_listed is told objects as they are listed, on_moved bytes as groups are done and how many
-    there are in all. Raises UsageError, ProfileError and UnsupportedByBackend before anything is
-    written, StoreUnavailable for a lost store. Interrupted at any point, what was begun is
-    finished or taken back, and the journal says how far it came.
+    there are in all; on_begun is called before anything is written. Raises UsageError,
+    ProfileError and UnsupportedByBackend before that, StoreUnavailable for a lost store.
+    Interrupted at any point, what was begun is finished or taken back, and the journal says how
+    far it came.
     """
     started = time.monotonic()
     _refuse_what_is_lacking(source, destination, request)
@@ -168,8 +170,7 @@ def migrate(
     remarks = _remarks(agenda, request, progress)
     objects, nbytes = agenda.demand()
     if request.dry_run:
-        if request.space_check:
-            _check_space(destination, nbytes)
+        _lacks_space(destination, nbytes, refuse=request.space_check)
         tally = Tally(pages=agenda.count(*READING), objects=objects, nbytes=nbytes)
         outcome = _outcome(source, destination, agenda, tally, started, earlier, remarks)
         outcome.document["estimated_seconds"] = estimated_seconds(
@@ -183,9 +184,9 @@ def migrate(
         fresh=earlier is None,
         durable=request.manner.move,  # only what is deleted from the source hangs on it
     ) as journal:
+        on_begun()
         destination.own_temporaries(journal.owner, sweep=progress is not None)
-        if request.space_check:
-            _check_space(destination, nbytes)
+        tight = _lacks_space(destination, nbytes, refuse=request.space_check)
         recovered = _finish_removals(source, agenda, request, earlier, journal)
         carrier = Carrier(
             source, agenda.inventory, agenda.groups, destination, request.manner, journal
@@ -200,6 +201,11 @@ def migrate(
         kept = not tally.complete or bool(tally.failed)
         if not kept:
             journal.end()
+    if destination.evicts and (tight or tally.full):
+        remarks.append(
+            f"{destination.url}: has not the room, and evicts to make some: what was copied first "
+            "may be gone again"
+        )
     outcome = _outcome(source, destination, agenda, tally, started, earlier, remarks)
     outcome.journal = path if kept else None
     return outcome
@@ -373,13 +379,17 @@ def _finish_removals(
     return count
 
 
-def _check_space(destination: Store, nbytes: int) -> None:
+def _lacks_space(destination: Store, nbytes: int, *, refuse: bool) -> bool:
+    """Say whether a destination lacks the room; refuse: raise StoreUnavailable then."""
     free = destination.free_bytes()
-    if free is not None and nbytes > free:
+    if free is None or nbytes <= free:
+        return False
+    if refuse:
         raise StoreUnavailable(
             f"{destination.url}: {human_size(nbytes)} to write, {human_size(free)} free; choose "
             "fewer pages (--match, --pages-from), make room, or give --no-space-check"
         )
+    return True
 
 
 def _identity(source: Store, destination: Store, request: Request, grammar: str) -> dict[str, Any]:

@@ -148,15 +148,23 @@ def _migrated(ctx: click.Context, source: Store, target: Store, request: Request
     from hicachectl.formats.errors import StoreUnavailable
     from hicachectl.migrate import migrate
 
+    begun: list[bool] = []
     try:
         with (
             progress(ctx, "listing", " objects") as on_listed,
             bytes_progress(ctx, "copying") as on_moved,
         ):
-            return migrate(source, target, request, on_listed=on_listed, on_moved=on_moved)
+            return migrate(
+                source,
+                target,
+                request,
+                on_listed=on_listed,
+                on_begun=lambda: begun.append(True),
+                on_moved=on_moved,
+            )
     except BaseException as error:
         # Interrupted, told to end, or a store was lost; else it would end the same way again.
-        if not isinstance(error, Exception) or isinstance(error, StoreUnavailable):
+        if begun and (not isinstance(error, Exception) or isinstance(error, StoreUnavailable)):
             remark(ctx, "what was begun is finished; the same command with --resume goes on")
         raise
 

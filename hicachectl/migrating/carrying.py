@@ -227,8 +227,13 @@ class Carrier:
         """Count what became of a parcel, and let the journal have what is done."""
         fates, parcel = delivered.fates, delivered.parcel
         done = parcel.items[delivered.done]
-        if self._journal is not None and len(done):
-            pages = parcel.survey.pages.take(pa.array(done))
+        movable = done
+        if self._removal is not None:
+            left_over = parcel.survey.left_over(done)
+            self._keep(parcel.survey, done[left_over])
+            movable = done[~left_over]
+        if self._journal is not None and len(movable):
+            pages = parcel.survey.pages.take(pa.array(movable))
             self._journal.copied(parcel.survey.route.name, pages)
         with self._lock:
             tally = self.tally
@@ -246,10 +251,8 @@ class Carrier:
             again = parcel.items[fates == Fate.AGAIN]
             if len(again):
                 self._note_again(delivered, again)
-        if self._removal is not None and len(done):
-            left_over = parcel.survey.left_over(done)
-            self._keep(parcel.survey, done[left_over])
-            self._removal.add(parcel.survey, done[~left_over])
+        if self._removal is not None and len(movable):
+            self._removal.add(parcel.survey, movable)
             self._remove(self._removal.ready())
 
     def _note_again(self, delivered: Delivered, items: IntArray) -> None:
