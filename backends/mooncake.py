@@ -77,6 +77,7 @@ class MooncakeStore(Store):
     supports_times: ClassVar[bool] = False
     supports_empty: ClassVar[bool] = False
     supports_touch: ClassVar[bool] = True
+    loses_races: ClassVar[bool] = True
     supports_version: ClassVar[bool] = True
     supports_replicas: ClassVar[bool] = True
     supports_leases: ClassVar[bool] = True
