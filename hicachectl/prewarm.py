@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from hicachectl.choosing import WRITING, Choice, arriving_bytes
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
-from hicachectl.formats.restorable import leading_runs
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.groups import WHOLE, PageGroups
-from hicachectl.hits import Hits, find_hits, inventory_of_chains
+from hicachectl.hits import find_hits, inventory_of_chains
 from hicachectl.inventory import take_inventory
 from hicachectl.migrating.carrying import Carrier, Manner, Order
 from hicachectl.migrating.decisions import Action, decide
 from hicachectl.migrating.routes import planned_route, verbatim_routes
-from hicachectl.migrating.survey import ABSENT, Survey, survey_destination, survey_source
+from hicachectl.migrating.survey import Survey, survey_destination, survey_source
 from hicachectl.migrating.watching import Touching, Watch
 from hicachectl.prewarming.forest import grow_forest
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.chains import Chains
     from hicachectl.formats.profile import Profile
-    from hicachectl.groups import BoolArray
     from hicachectl.inventory import IntArray, Inventory
     from hicachectl.migrating.delivery import Delivered, Problem
     from hicachectl.migrating.routes import Route
@@ -40,8 +38,6 @@ BUDGET = "budget"
 DEADLINE = "deadline"
 FULL = "destination full"
 EVICTS = "destination evicts"
-WRITING = (Action.COPY, Action.COMPLETE)
-_SEARCH_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,28 +245,26 @@ def _planned(inventory: Inventory, survey: Survey, chains: Chains, request: Requ
     requested = len(hits.page_names)
     usable = replace(hits.chains, reach=hits.usable_pages).within_reach()
     names, page_of = usable.distinct_pages()
-    rank = request.rank(usable, names, page_of)
-    chosen = _Chosen(survey, hits, names, rank)
-    whole = chosen.whole()
+    choice = Choice(survey, hits, names, request.rank(usable, names, page_of))
+    there = int((choice.actions == Action.SKIP).sum())
     cut = False
     if request.budget_bytes is not None or request.budget_pages is not None:
-        cut = _cut_to_budget(inventory, request, usable, chosen, page_of)
-    wanted, cost = chosen.items()
-    actions = chosen.actions()
-    writes = np.isin(actions[wanted], WRITING)
+        cut = choice.fit(request.budget_bytes, request.budget_pages)
+    wanted = choice.wanted()
+    items = wanted[np.isin(choice.actions[wanted], WRITING)]
     forest = grow_forest(np.arange(len(names)), page_of.astype(np.int32), usable.offsets)
-    places = chosen.page_of(wanted[writes])
+    places = choice.names_of(items)
     parents = forest.parents[places]
     return _Plan(
         survey=survey,
         wanted=wanted,
-        items=wanted[writes],
-        cost=cost[writes],
-        actions=actions,
+        items=items,
+        cost=choice.costs(items),
+        actions=choice.actions,
         parents=names.take(pa.array(parents, mask=parents < 0)),
         depths=forest.depths[places].astype(np.int64),
         requested=requested,
-        there=whole,
+        there=there,
         missing=requested - len(names),
         cut=cut,
     )
@@ -309,108 +303,13 @@ def _everything(groups: PageGroups, survey: Survey, request: Request) -> _Plan:
     )
 
 
-def _cut_to_budget(
-    inventory: Inventory, request: Request, usable: Chains, chosen: _Chosen, page_of: IntArray
-) -> bool:
-    """Take fewer pages until the budget holds them; whether it kept any away.
-
-    Fewer pages mean shorter prefixes, and those need states at other ends.
-    """
-
-    def take(count: int) -> bool:
-        kept = chosen.best(count)
-        runs = leading_runs(kept[page_of], usable.offsets)
-        shorter = find_hits(inventory, 0, replace(usable, reach=runs))
-        chosen.take(shorter)
-        _, cost = chosen.items()
-        new = cost > 0
-        over = request.budget_bytes is not None and int(cost.sum()) > request.budget_bytes
-        many = request.budget_pages is not None and int(new.sum()) > request.budget_pages
-        return not (over or many)
-
-    count = len(chosen.names)
-    if take(count):
-        return False
-    low, high = 0, count
-    for _ in range(max(_SEARCH_STEPS, count.bit_length())):
-        if high - low <= 1:
-            break
-        middle = (low + high) // 2
-        low, high = (middle, high) if take(middle) else (low, middle)
-    take(low)
-    return True
-
-
-class _Chosen:
-    """Which pages are to be copied, with what of each; narrowed by `take`."""
-
-    def __init__(self, survey: Survey, hits: Hits, names: pa.StringArray, rank: IntArray) -> None:
-        self.names = names
-        self._survey = survey
-        self._rank = rank
-        at = pc.index_in(survey.pages, value_set=names.cast(survey.pages.type))
-        self._page_of_item = at.fill_null(-1).to_numpy()
-        self._due = survey.due.copy()
-        self.take(hits)
-
-    def best(self, count: int) -> BoolArray:
-        """Say which pages are among the best: [names]."""
-        kept: BoolArray = self._rank < count
-        return kept
-
-    def take(self, hits: Hits) -> None:
-        """Need what restoring these prefixes takes, and no more."""
-        survey = self._survey
-        column_of = np.full(len(survey.route.deployment.members), -1, dtype=np.int64)
-        for column, requirement in enumerate(hits.requirements):
-            column_of[requirement.members] = column
-        place = pc.index_in(survey.pages, value_set=hits.page_names.cast(survey.pages.type))
-        place = place.fill_null(-1).to_numpy()
-        needed = np.vstack([hits.needed(), np.zeros((1, len(hits.requirements)), np.bool_)])[place]
-        for number, unit in enumerate(survey.route.units):
-            members = survey.route.members[list(unit.sources)]
-            columns = np.unique(column_of[members])
-            wanted = needed.any(axis=1) if not len(columns) else needed[:, columns].all(axis=1)
-            survey.due[:, number] = self._due[:, number] & wanted
-        self._actions = decide(survey, needed.any(axis=1), "skip")
-
-    def page_of(self, items: IntArray) -> IntArray:
-        """Say which of the names each group is of."""
-        pages: IntArray = self._page_of_item[items]
-        return pages
-
-    def actions(self) -> Any:
-        """Say what is to be done with each group of the survey."""
-        return self._actions
-
-    def whole(self) -> int:
-        """Count the pages that the destination has whole."""
-        return int((self._actions == Action.SKIP).sum())
-
-    def items(self) -> tuple[IntArray, IntArray]:
-        """Give the groups that are wanted, best first, and the bytes each is to bring."""
-        survey = self._survey
-        items = np.flatnonzero(self._actions != Action.NOTHING)
-        items = items[np.argsort(self._rank[self._page_of_item[items]], kind="stable")]
-        cost = arriving_bytes(survey, items)
-        writes = np.isin(self._actions[items], WRITING)
-        return items, np.where(writes, np.maximum(cost, 1), 0)
-
-
-def arriving_bytes(survey: Survey, items: IntArray) -> IntArray:
-    """Count the bytes that each of some groups brings to the destination: [items]."""
-    new = survey.needed[items] & (survey.there[items] == ABSENT)
-    nbytes: IntArray = (np.maximum(survey.wanted_bytes[items], 0) * new).sum(axis=1)
-    return nbytes
-
-
 def _orders(plan: _Plan) -> list[Order]:
-    """Give the pages their turns: what is there in part first, which costs least."""
-    actions = plan.actions[plan.items]
-    return [
-        Order(plan.survey, plan.items[actions == action], action)
-        for action in (Action.COMPLETE, Action.COPY)
-    ]
+    """Give the pages their turns, none before its prefix.
+
+    A page of which the destination has nothing is completed as it would be copied.
+    """
+    partly = (plan.actions[plan.items] == Action.COMPLETE).any()
+    return [Order(plan.survey, plan.items, Action.COMPLETE if partly else Action.COPY)]
 
 
 def _finished(
