@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -87,8 +87,8 @@ class Choice:
         for column, requirement in enumerate(requirements):
             column_of[requirement.members] = column
         none = np.zeros((1, len(requirements)), dtype=np.bool_)
-        needed = np.vstack([self._hits.needed(prefix_pages), none])[self._hit_of_item]
-        chosen: BoolArray = needed.any(axis=1)
+        needed: Any = np.vstack([self._hits.needed(prefix_pages), none])[self._hit_of_item]
+        chosen = needed.any(axis=1)
         for number, unit in enumerate(survey.route.units):
             columns = np.unique(column_of[survey.route.members[list(unit.sources)]])
             columns = columns[columns >= 0]  # the others are replicas, or of no page's own

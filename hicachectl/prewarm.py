@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hicachectl.choosing import WRITING, Choice, arriving_bytes
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
@@ -96,7 +97,8 @@ class _Plan:
     wanted: rows of the survey, best first. items: those of them that are to be copied, in the order
     in which they are. cost: bytes that each of these brings to the destination. actions: for every
     row of the survey. parents, depths: of each item in its chain; null and 0 where unknown.
-    there, missing: pages that the destination has, and that nobody has.
+    names: pages that servers could restore from the source. there: pages that the destination has
+    of these. missing: pages asked for that are not among them.
     """
 
     survey: Survey
@@ -106,6 +108,7 @@ class _Plan:
     actions: npt.NDArray[np.int8]
     parents: pa.StringArray
     depths: IntArray
+    names: pa.StringArray
     requested: int
     there: int
     missing: int
@@ -129,46 +132,29 @@ def prewarm(
     started = time.monotonic()
     if request.manner.pin and not destination.supports_pin:
         raise UnsupportedByBackend(f"{destination.url}: --pin: its objects cannot be pinned")
-    deadline = None if request.deadline_seconds is None else started + request.deadline_seconds
     route_of = _router(source, destination, request)
     destination.use_profile(request.target)
-    chains = request.chains
     inventory = (
         take_inventory(source, request.profile, on_batch=on_listed)
-        if chains is None
-        else inventory_of_chains(source, request.profile, chains, on_batch=on_listed)
+        if request.chains is None
+        else inventory_of_chains(source, request.profile, request.chains, on_batch=on_listed)
     )
     groups = PageGroups(inventory)
     survey = survey_source(inventory, groups, route_of(inventory))
     survey_destination(destination, [survey], destination.grammar, on_batch=on_listed)
     plan = (
         _everything(groups, survey, request)
-        if chains is None
-        else _planned(inventory, survey, chains, request)
+        if request.chains is None
+        else _planned(inventory, survey, request.chains, request)
     )
-    total = int(plan.cost.sum())
     rows = _plan_rows(plan)
-    document: dict[str, Any] = {
-        "destination": destination.url,
-        "source": source.url,
-        "requested_pages": plan.requested,
-        "already_there": plan.there,
-        "copied_pages": 0,
-        "bytes": 0,
-        "missing_pages": plan.missing,
-    }
-
-    def usable(copied: int) -> IntArray:
-        if chains is None:
-            return np.array([plan.there + copied], dtype=np.int64)
-        there = inventory_of_chains(destination, request.target, chains)
-        return find_hits(there, 0, chains).usable_pages
-
+    total = int(plan.cost.sum())
     if request.dry_run:
-        document |= {"copied_pages": len(plan.items), "bytes": total}
-        outcome = _finished(document, usable(0), request, started, cut=plan.cut)
+        outcome = _finished(plan, source, destination, request, started)
+        outcome.document |= {"copied_pages": len(plan.items), "bytes": total}
         outcome.plan = rows
         return outcome
+    deadline = None if request.deadline_seconds is None else started + request.deadline_seconds
     watch = Watch(destination, survey)
     carrier = Carrier(
         source, inventory, groups, destination, replace(request.manner, deadline=deadline)
@@ -180,18 +166,21 @@ def prewarm(
         if watch.lost():
             carrier.stop()
 
+    partly = int((plan.actions[plan.items] == Action.COMPLETE).sum())
     tally = carrier.carry(_orders(plan), on_done=on_done)
     Touching(destination, survey).touch(plan.wanted)
-    document |= {"copied_pages": tally.pages, "bytes": tally.nbytes}
-    outcome = _finished(document, usable(tally.pages), request, started, cut=plan.cut)
+    outcome = _finished(plan, source, destination, request, started, copied=tally.pages)
     outcome.plan, outcome.problems = rows, tally.problems
+    reason = _reason(tally.full, watch, tally.complete, plan)
     outcome.document |= {
-        "not_pinned": plan.there if request.manner.pin else 0,
+        "copied_pages": tally.pages,
+        "bytes": tally.nbytes,
+        "not_pinned": plan.there + partly if request.manner.pin else 0,
         "gone": tally.gone,
         "failed": tally.failed + tally.conflicts,
+        "complete": reason is None,
+        "stopped_by": reason,
     }
-    reason = _reason(tally.full, watch, tally.complete, plan)
-    outcome.document |= {"complete": reason is None, "stopped_by": reason}
     if watch.lost():
         outcome.remarks.append(watch.remark())
     return outcome
@@ -203,18 +192,11 @@ def usable_from(store: Store, request: Request) -> Outcome:
         raise UsageError("--all needs a store to copy from: --from SRC")
     started = time.monotonic()
     there = inventory_of_chains(store, request.target, request.chains)
-    final = find_hits(there, 0, request.chains)
-    document: dict[str, Any] = {
-        "destination": store.url,
-        "source": None,
-        "requested_pages": len(final.page_names),
-        "already_there": int(final.needed().any(axis=1).sum()),
-        "copied_pages": 0,
-        "bytes": 0,
-        "missing_pages": 0,
-    }
-    document["missing_pages"] = document["requested_pages"] - document["already_there"]
-    return _finished(document, final.usable_pages, request, started, cut=False)
+    hits = find_hits(there, 0, request.chains)
+    requested = len(hits.page_names)
+    held = int(hits.needed().any(axis=1).sum())
+    document = _document(None, store, requested, held, requested - held)
+    return _outcome(document, hits.usable_pages, request, started, cut=False)
 
 
 def _reason(full: bool, watch: Watch, complete: bool, plan: _Plan) -> str | None:
@@ -263,6 +245,7 @@ def _planned(inventory: Inventory, survey: Survey, chains: Chains, request: Requ
         actions=choice.actions,
         parents=names.take(pa.array(parents, mask=parents < 0)),
         depths=forest.depths[places].astype(np.int64),
+        names=names,
         requested=requested,
         there=there,
         missing=requested - len(names),
@@ -296,6 +279,7 @@ def _everything(groups: PageGroups, survey: Survey, request: Request) -> _Plan:
         actions=actions,
         parents=pa.nulls(len(kept), pa.string()),
         depths=np.zeros(len(kept), dtype=np.int64),
+        names=survey.pages.filter(pa.array(whole)),
         requested=int(whole.sum()),
         there=int((actions == Action.SKIP).sum()),
         missing=0,
@@ -313,9 +297,49 @@ def _orders(plan: _Plan) -> list[Order]:
 
 
 def _finished(
+    plan: _Plan,
+    source: Store,
+    destination: Store,
+    request: Request,
+    started: float,
+    *,
+    copied: int = 0,
+) -> Outcome:
+    """Say what servers can restore from the destination in the end.
+
+    What they can of pages that the source could not give was there already.
+    """
+    there, missing = plan.there, plan.missing
+    if request.chains is None:
+        usable = np.array([there + copied], dtype=np.int64)
+    else:
+        found = inventory_of_chains(destination, request.target, request.chains)
+        hits = find_hits(found, 0, request.chains)
+        usable = hits.usable_pages
+        held = hits.page_names.filter(pa.array(hits.needed().any(axis=1)))
+        more = int(pc.invert(pc.is_in(held, value_set=plan.names)).true_count)
+        there, missing = there + more, missing - more
+    document = _document(source, destination, plan.requested, there, missing)
+    return _outcome(document, usable, request, started, cut=plan.cut)
+
+
+def _document(
+    source: Store | None, destination: Store, requested: int, there: int, missing: int
+) -> dict[str, Any]:
+    return {
+        "destination": destination.url,
+        "source": source and source.url,
+        "requested_pages": requested,
+        "already_there": there,
+        "copied_pages": 0,
+        "bytes": 0,
+        "missing_pages": missing,
+    }
+
+
+def _outcome(
     document: dict[str, Any], usable_pages: IntArray, request: Request, started: float, *, cut: bool
 ) -> Outcome:
-    """Say what servers can restore from the destination in the end."""
     page_size = request.target.page_size
     asked = document["requested_pages"]
     if request.chains is not None:
