@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.chains import raw_pages
 from hicachectl.choosing import WRITING, Choice, arriving_bytes
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.formats.transfer import transfer_plan
@@ -234,7 +235,7 @@ def _planned(inventory: Inventory, survey: Survey, chains: Chains, request: Requ
         cut = choice.fit(request.budget_bytes, request.budget_pages)
     wanted = choice.wanted()
     items = wanted[np.isin(choice.actions[wanted], WRITING)]
-    forest = grow_forest(np.arange(len(names)), page_of.astype(np.int32), usable.offsets)
+    forest = grow_forest(raw_pages(names), page_of.astype(np.int32), usable.offsets)
     places = choice.names_of(items)
     parents = forest.parents[places]
     return _Plan(

@@ -13,6 +13,7 @@ from hicachectl.asking import asked_chains, asked_hashing, asked_requests, refus
 from hicachectl.errors import FINDINGS
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.guards import locked
+from hicachectl.interrupts import raised_once
 from hicachectl.options import (
     Duration,
     Size,
@@ -168,7 +169,7 @@ def command(
         )
     if options["servers"] and not (options["prompts"] or options["token_ids"]):
         raise click.UsageError("--through-server sends tokens: it needs --prompts or --token-ids")
-    with locked(options["lock"]) as is_ours:
+    with raised_once(), locked(options["lock"]) as is_ours:
         if not is_ours:
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
             return
