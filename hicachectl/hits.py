@@ -65,6 +65,7 @@ class Hits:
     page_names, page_of: distinct pages in hex, and which of them each page of `chains` is.
     kv_pages:     leading pages with kv on all ranks.
     usable_pages: the longest prefix that all ranks can restore.
+    allowed:      [pages of `chains`] whether all ranks can restore the prefix that ends with each.
     stop_pages:   place in its chain of the page that keeps it from being restored further; -1
         where the whole chain can be.
     stop_members: the first object of that page at fault, a position in the deployment's members;
@@ -79,18 +80,25 @@ class Hits:
     page_of: IntArray
     kv_pages: IntArray
     usable_pages: IntArray
+    allowed: BoolArray
     stop_pages: IntArray
     stop_members: IntArray
     misfits: int
 
-    def needed(self) -> BoolArray:
-        """Say what restoring the usable prefixes takes: [page_names, requirements].
+    def usable_within(self, lengths: IntArray) -> IntArray:
+        """Find the longest prefix of each chain that is no longer than so many pages: [chains]."""
+        return longest(self.allowed, self.chains.offsets, lengths)
 
-        Of trailing pools that is no more than the window at the end of a prefix.
+    def needed(self, prefix_pages: IntArray | None = None) -> BoolArray:
+        """Say what restoring prefixes takes: [page_names, requirements].
+
+        prefix_pages: [chains]; default: the usable ones. Of trailing pools that is no more than
+        the window at the end of a prefix.
         """
         offsets = self.chains.offsets
         places = positions_of(offsets)
-        usable = np.repeat(self.usable_pages, np.diff(offsets))
+        prefix_pages = self.usable_pages if prefix_pages is None else prefix_pages
+        usable = np.repeat(prefix_pages, np.diff(offsets))
         needed = np.zeros((len(self.page_names), len(self.requirements)), dtype=np.bool_)
         for column, requirement in enumerate(self.requirements):
             wanted = places < usable
@@ -143,7 +151,8 @@ def find_hits(inventory: Inventory, deployment_id: int | None, chains: Chains) -
     pools = [PoolPages(held[:, r.members].all(axis=1)[page_of], r.window) for r in needed]
     kv = [pool.present for r, pool in zip(needed, pools, strict=True) if r.pool == "kv"]
     offsets = chains.offsets
-    usable = longest(restorable(pools, offsets), offsets)
+    allowed = restorable(pools, offsets)
+    usable = longest(allowed, offsets)
     runs = _all_pages_runs(pools, offsets)
     stops = _stop_pages(pools, offsets, runs, usable)
     members = np.full(len(chains), -1, dtype=np.int64)
@@ -158,6 +167,7 @@ def find_hits(inventory: Inventory, deployment_id: int | None, chains: Chains) -
         page_of=page_of,
         kv_pages=leading_runs(kv[0], offsets) if kv else np.diff(offsets),
         usable_pages=usable,
+        allowed=allowed,
         stop_pages=stops,
         stop_members=members,
         misfits=int((state[at, members[stopped]] == MISFIT).sum()),
@@ -212,7 +222,17 @@ def _no_hits(chains: Chains, page_names: pa.StringArray, page_of: IntArray) -> H
     nothing = np.zeros(len(chains), dtype=np.int64)
     stops = np.where(np.diff(chains.offsets) > 0, 0, -1)
     return Hits(
-        None, (), chains, page_names, page_of, nothing, nothing, stops, np.full(len(chains), -1), 0
+        deployment=None,
+        requirements=(),
+        chains=chains,
+        page_names=page_names,
+        page_of=page_of,
+        kv_pages=nothing,
+        usable_pages=nothing,
+        allowed=np.zeros(len(page_of), dtype=np.bool_),
+        stop_pages=stops,
+        stop_members=np.full(len(chains), -1),
+        misfits=0,
     )
 
 

@@ -10,16 +10,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.chains import raw_pages
+from hicachectl.choosing import WRITING, Choice, arriving_bytes
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
-from hicachectl.formats.restorable import leading_runs
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.groups import WHOLE, PageGroups
-from hicachectl.hits import Hits, find_hits, inventory_of_chains
+from hicachectl.hits import find_hits, inventory_of_chains
 from hicachectl.inventory import take_inventory
 from hicachectl.migrating.carrying import Carrier, Manner, Order
 from hicachectl.migrating.decisions import Action, decide
 from hicachectl.migrating.routes import planned_route, verbatim_routes
-from hicachectl.migrating.survey import ABSENT, Survey, survey_destination, survey_source
+from hicachectl.migrating.survey import Survey, survey_destination, survey_source
 from hicachectl.migrating.watching import Touching, Watch
 from hicachectl.prewarming.forest import grow_forest
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.chains import Chains
     from hicachectl.formats.profile import Profile
-    from hicachectl.groups import BoolArray
     from hicachectl.inventory import IntArray, Inventory
     from hicachectl.migrating.delivery import Delivered, Problem
     from hicachectl.migrating.routes import Route
@@ -40,8 +40,6 @@ BUDGET = "budget"
 DEADLINE = "deadline"
 FULL = "destination full"
 EVICTS = "destination evicts"
-WRITING = (Action.COPY, Action.COMPLETE)
-_SEARCH_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +98,8 @@ class _Plan:
     wanted: rows of the survey, best first. items: those of them that are to be copied, in the order
     in which they are. cost: bytes that each of these brings to the destination. actions: for every
     row of the survey. parents, depths: of each item in its chain; null and 0 where unknown.
-    there, missing: pages that the destination has, and that nobody has.
+    names: pages that servers could restore from the source. there: pages that the destination has
+    of these. missing: pages asked for that are not among them.
     """
 
     survey: Survey
@@ -110,6 +109,7 @@ class _Plan:
     actions: npt.NDArray[np.int8]
     parents: pa.StringArray
     depths: IntArray
+    names: pa.StringArray
     requested: int
     there: int
     missing: int
@@ -133,46 +133,29 @@ def prewarm(
     started = time.monotonic()
     if request.manner.pin and not destination.supports_pin:
         raise UnsupportedByBackend(f"{destination.url}: --pin: its objects cannot be pinned")
-    deadline = None if request.deadline_seconds is None else started + request.deadline_seconds
     route_of = _router(source, destination, request)
     destination.use_profile(request.target)
-    chains = request.chains
     inventory = (
         take_inventory(source, request.profile, on_batch=on_listed)
-        if chains is None
-        else inventory_of_chains(source, request.profile, chains, on_batch=on_listed)
+        if request.chains is None
+        else inventory_of_chains(source, request.profile, request.chains, on_batch=on_listed)
     )
     groups = PageGroups(inventory)
     survey = survey_source(inventory, groups, route_of(inventory))
     survey_destination(destination, [survey], destination.grammar, on_batch=on_listed)
     plan = (
         _everything(groups, survey, request)
-        if chains is None
-        else _planned(inventory, survey, chains, request)
+        if request.chains is None
+        else _planned(inventory, survey, request.chains, request)
     )
-    total = int(plan.cost.sum())
     rows = _plan_rows(plan)
-    document: dict[str, Any] = {
-        "destination": destination.url,
-        "source": source.url,
-        "requested_pages": plan.requested,
-        "already_there": plan.there,
-        "copied_pages": 0,
-        "bytes": 0,
-        "missing_pages": plan.missing,
-    }
-
-    def usable(copied: int) -> IntArray:
-        if chains is None:
-            return np.array([plan.there + copied], dtype=np.int64)
-        there = inventory_of_chains(destination, request.target, chains)
-        return find_hits(there, 0, chains).usable_pages
-
+    total = int(plan.cost.sum())
     if request.dry_run:
-        document |= {"copied_pages": len(plan.items), "bytes": total}
-        outcome = _finished(document, usable(0), request, started, cut=plan.cut)
+        outcome = _finished(plan, source, destination, request, started)
+        outcome.document |= {"copied_pages": len(plan.items), "bytes": total}
         outcome.plan = rows
         return outcome
+    deadline = None if request.deadline_seconds is None else started + request.deadline_seconds
     watch = Watch(destination, survey)
     carrier = Carrier(
         source, inventory, groups, destination, replace(request.manner, deadline=deadline)
@@ -184,18 +167,21 @@ def prewarm(
         if watch.lost():
             carrier.stop()
 
+    partly = int((plan.actions[plan.items] == Action.COMPLETE).sum())
     tally = carrier.carry(_orders(plan), on_done=on_done)
     Touching(destination, survey).touch(plan.wanted)
-    document |= {"copied_pages": tally.pages, "bytes": tally.nbytes}
-    outcome = _finished(document, usable(tally.pages), request, started, cut=plan.cut)
+    outcome = _finished(plan, source, destination, request, started, copied=tally.pages)
     outcome.plan, outcome.problems = rows, tally.problems
+    reason = _reason(tally.full, watch, tally.complete, plan)
     outcome.document |= {
-        "not_pinned": plan.there if request.manner.pin else 0,
+        "copied_pages": tally.pages,
+        "bytes": tally.nbytes,
+        "not_pinned": plan.there + partly if request.manner.pin else 0,
         "gone": tally.gone,
         "failed": tally.failed + tally.conflicts,
+        "complete": reason is None,
+        "stopped_by": reason,
     }
-    reason = _reason(tally.full, watch, tally.complete, plan)
-    outcome.document |= {"complete": reason is None, "stopped_by": reason}
     if watch.lost():
         outcome.remarks.append(watch.remark())
     return outcome
@@ -207,18 +193,11 @@ def usable_from(store: Store, request: Request) -> Outcome:
         raise UsageError("--all needs a store to copy from: --from SRC")
     started = time.monotonic()
     there = inventory_of_chains(store, request.target, request.chains)
-    final = find_hits(there, 0, request.chains)
-    document: dict[str, Any] = {
-        "destination": store.url,
-        "source": None,
-        "requested_pages": len(final.page_names),
-        "already_there": int(final.needed().any(axis=1).sum()),
-        "copied_pages": 0,
-        "bytes": 0,
-        "missing_pages": 0,
-    }
-    document["missing_pages"] = document["requested_pages"] - document["already_there"]
-    return _finished(document, final.usable_pages, request, started, cut=False)
+    hits = find_hits(there, 0, request.chains)
+    requested = len(hits.page_names)
+    held = int(hits.needed().any(axis=1).sum())
+    document = _document(None, store, requested, held, requested - held)
+    return _outcome(document, hits.usable_pages, request, started, cut=False)
 
 
 def _reason(full: bool, watch: Watch, complete: bool, plan: _Plan) -> str | None:
@@ -249,28 +228,27 @@ def _planned(inventory: Inventory, survey: Survey, chains: Chains, request: Requ
     requested = len(hits.page_names)
     usable = replace(hits.chains, reach=hits.usable_pages).within_reach()
     names, page_of = usable.distinct_pages()
-    rank = request.rank(usable, names, page_of)
-    chosen = _Chosen(survey, hits, names, rank)
-    whole = chosen.whole()
+    choice = Choice(survey, hits, names, request.rank(usable, names, page_of))
+    there = int((choice.actions == Action.SKIP).sum())
     cut = False
     if request.budget_bytes is not None or request.budget_pages is not None:
-        cut = _cut_to_budget(inventory, request, usable, chosen, page_of)
-    wanted, cost = chosen.items()
-    actions = chosen.actions()
-    writes = np.isin(actions[wanted], WRITING)
-    forest = grow_forest(np.arange(len(names)), page_of.astype(np.int32), usable.offsets)
-    places = chosen.page_of(wanted[writes])
+        cut = choice.fit(request.budget_bytes, request.budget_pages)
+    wanted = choice.wanted()
+    items = wanted[np.isin(choice.actions[wanted], WRITING)]
+    forest = grow_forest(raw_pages(names), page_of.astype(np.int32), usable.offsets)
+    places = choice.names_of(items)
     parents = forest.parents[places]
     return _Plan(
         survey=survey,
         wanted=wanted,
-        items=wanted[writes],
-        cost=cost[writes],
-        actions=actions,
+        items=items,
+        cost=choice.costs(items),
+        actions=choice.actions,
         parents=names.take(pa.array(parents, mask=parents < 0)),
         depths=forest.depths[places].astype(np.int64),
+        names=names,
         requested=requested,
-        there=whole,
+        there=there,
         missing=requested - len(names),
         cut=cut,
     )
@@ -302,6 +280,7 @@ def _everything(groups: PageGroups, survey: Survey, request: Request) -> _Plan:
         actions=actions,
         parents=pa.nulls(len(kept), pa.string()),
         depths=np.zeros(len(kept), dtype=np.int64),
+        names=survey.pages.filter(pa.array(whole)),
         requested=int(whole.sum()),
         there=int((actions == Action.SKIP).sum()),
         missing=0,
@@ -309,114 +288,59 @@ def _everything(groups: PageGroups, survey: Survey, request: Request) -> _Plan:
     )
 
 
-def _cut_to_budget(
-    inventory: Inventory, request: Request, usable: Chains, chosen: _Chosen, page_of: IntArray
-) -> bool:
-    """Take fewer pages until the budget holds them; whether it kept any away.
-
-    Fewer pages mean shorter prefixes, and those need states at other ends.
-    """
-
-    def take(count: int) -> bool:
-        kept = chosen.best(count)
-        runs = leading_runs(kept[page_of], usable.offsets)
-        shorter = find_hits(inventory, 0, replace(usable, reach=runs))
-        chosen.take(shorter)
-        _, cost = chosen.items()
-        new = cost > 0
-        over = request.budget_bytes is not None and int(cost.sum()) > request.budget_bytes
-        many = request.budget_pages is not None and int(new.sum()) > request.budget_pages
-        return not (over or many)
-
-    count = len(chosen.names)
-    if take(count):
-        return False
-    low, high = 0, count
-    for _ in range(max(_SEARCH_STEPS, count.bit_length())):
-        if high - low <= 1:
-            break
-        middle = (low + high) // 2
-        low, high = (middle, high) if take(middle) else (low, middle)
-    take(low)
-    return True
-
-
-class _Chosen:
-    """Which pages are to be copied, with what of each; narrowed by `take`."""
-
-    def __init__(self, survey: Survey, hits: Hits, names: pa.StringArray, rank: IntArray) -> None:
-        self.names = names
-        self._survey = survey
-        self._rank = rank
-        at = pc.index_in(survey.pages, value_set=names.cast(survey.pages.type))
-        self._page_of_item = at.fill_null(-1).to_numpy()
-        self._due = survey.due.copy()
-        self.take(hits)
-
-    def best(self, count: int) -> BoolArray:
-        """Say which pages are among the best: [names]."""
-        kept: BoolArray = self._rank < count
-        return kept
-
-    def take(self, hits: Hits) -> None:
-        """Need what restoring these prefixes takes, and no more."""
-        survey = self._survey
-        column_of = np.full(len(survey.route.deployment.members), -1, dtype=np.int64)
-        for column, requirement in enumerate(hits.requirements):
-            column_of[requirement.members] = column
-        place = pc.index_in(survey.pages, value_set=hits.page_names.cast(survey.pages.type))
-        place = place.fill_null(-1).to_numpy()
-        needed = np.vstack([hits.needed(), np.zeros((1, len(hits.requirements)), np.bool_)])[place]
-        for number, unit in enumerate(survey.route.units):
-            members = survey.route.members[list(unit.sources)]
-            columns = np.unique(column_of[members])
-            wanted = needed.any(axis=1) if not len(columns) else needed[:, columns].all(axis=1)
-            survey.due[:, number] = self._due[:, number] & wanted
-        self._actions = decide(survey, needed.any(axis=1), "skip")
-
-    def page_of(self, items: IntArray) -> IntArray:
-        """Say which of the names each group is of."""
-        pages: IntArray = self._page_of_item[items]
-        return pages
-
-    def actions(self) -> Any:
-        """Say what is to be done with each group of the survey."""
-        return self._actions
-
-    def whole(self) -> int:
-        """Count the pages that the destination has whole."""
-        return int((self._actions == Action.SKIP).sum())
-
-    def items(self) -> tuple[IntArray, IntArray]:
-        """Give the groups that are wanted, best first, and the bytes each is to bring."""
-        survey = self._survey
-        items = np.flatnonzero(self._actions != Action.NOTHING)
-        items = items[np.argsort(self._rank[self._page_of_item[items]], kind="stable")]
-        cost = arriving_bytes(survey, items)
-        writes = np.isin(self._actions[items], WRITING)
-        return items, np.where(writes, np.maximum(cost, 1), 0)
-
-
-def arriving_bytes(survey: Survey, items: IntArray) -> IntArray:
-    """Count the bytes that each of some groups brings to the destination: [items]."""
-    new = survey.needed[items] & (survey.there[items] == ABSENT)
-    nbytes: IntArray = (np.maximum(survey.wanted_bytes[items], 0) * new).sum(axis=1)
-    return nbytes
-
-
 def _orders(plan: _Plan) -> list[Order]:
-    """Give the pages their turns: what is there in part first, which costs least."""
-    actions = plan.actions[plan.items]
-    return [
-        Order(plan.survey, plan.items[actions == action], action)
-        for action in (Action.COMPLETE, Action.COPY)
-    ]
+    """Give the pages their turns, none before its prefix.
+
+    A page of which the destination has nothing is completed as it would be copied.
+    """
+    partly = (plan.actions[plan.items] == Action.COMPLETE).any()
+    return [Order(plan.survey, plan.items, Action.COMPLETE if partly else Action.COPY)]
 
 
 def _finished(
+    plan: _Plan,
+    source: Store,
+    destination: Store,
+    request: Request,
+    started: float,
+    *,
+    copied: int = 0,
+) -> Outcome:
+    """Say what servers can restore from the destination in the end.
+
+    What they can of pages that the source could not give was there already.
+    """
+    there, missing = plan.there, plan.missing
+    if request.chains is None:
+        usable = np.array([there + copied], dtype=np.int64)
+    else:
+        found = inventory_of_chains(destination, request.target, request.chains)
+        hits = find_hits(found, 0, request.chains)
+        usable = hits.usable_pages
+        held = hits.page_names.filter(pa.array(hits.needed().any(axis=1)))
+        more = int(pc.invert(pc.is_in(held, value_set=plan.names)).true_count)
+        there, missing = there + more, missing - more
+    document = _document(source, destination, plan.requested, there, missing)
+    return _outcome(document, usable, request, started, cut=plan.cut)
+
+
+def _document(
+    source: Store | None, destination: Store, requested: int, there: int, missing: int
+) -> dict[str, Any]:
+    return {
+        "destination": destination.url,
+        "source": source and source.url,
+        "requested_pages": requested,
+        "already_there": there,
+        "copied_pages": 0,
+        "bytes": 0,
+        "missing_pages": missing,
+    }
+
+
+def _outcome(
     document: dict[str, Any], usable_pages: IntArray, request: Request, started: float, *, cut: bool
 ) -> Outcome:
-    """Say what servers can restore from the destination in the end."""
     page_size = request.target.page_size
     asked = document["requested_pages"]
     if request.chains is not None:

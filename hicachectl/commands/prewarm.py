@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,9 @@ import click
 
 from hicachectl.asking import asked_chains, asked_hashing, asked_requests, refuse_other_sources
 from hicachectl.errors import FINDINGS
+from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.guards import locked
+from hicachectl.interrupts import raised_once
 from hicachectl.options import (
     Duration,
     Size,
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.prewarm import Outcome, Request
+    from hicachectl.pulling import Ranks
 
 _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
 _SHOWN_PROBLEMS = 20
@@ -163,7 +167,9 @@ def command(
         raise click.UsageError(
             "give DST and --from SRC; or --trace FILE --dry-run, for a plan without stores"
         )
-    with locked(options["lock"]) as is_ours:
+    if options["servers"] and not (options["prompts"] or options["token_ids"]):
+        raise click.UsageError("--through-server sends tokens: it needs --prompts or --token-ids")
+    with raised_once(), locked(options["lock"]) as is_ours:
         if not is_ours:
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
             return
@@ -178,6 +184,9 @@ def command(
         write_prewarm_metrics(options["metrics_file"], document, succeeded=not failed)
     remark(ctx, _summary(document, dry_run=options["dry_run"]))
     _write(document, plan, output_format, output)
+    lost = [server["error"] for server in document.get("pulled", ()) if server["error"]]
+    if lost:
+        raise StoreUnavailable("; ".join(lost))
     if failed:
         ctx.exit(FINDINGS)
 
@@ -228,6 +237,8 @@ def _worked(
     """Copy, and have servers pull; the document, and the plan."""
     from hicachectl.prewarm import prewarm, usable_from
 
+    started = time.monotonic()
+    servers = _servers(options)
     if source is None:
         request = _request(ctx, target, options)
         outcome = usable_from(target, request)
@@ -243,8 +254,8 @@ def _worked(
                 remark(ctx, text)
     for problem in outcome.problems[:_SHOWN_PROBLEMS]:
         remark(ctx, f"{problem.key or problem.page}: {problem.detail}")
-    if options["servers"] and not options["dry_run"]:
-        outcome.document["pulled"] = _pulled(ctx, request, outcome, options)
+    if servers:
+        _pull(ctx, servers, request, outcome, options, started)
     return outcome.document, outcome.plan if options["dry_run"] else None
 
 
@@ -302,31 +313,47 @@ def _chains_and_rank(profile: Profile, options: dict[str, Any]) -> tuple[Any, An
     return chains_of_trace(trace, hashing), Ranker(trace.times, trace.output_tokens)
 
 
-def _pulled(
-    ctx: click.Context, request: Request, outcome: Outcome, options: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Have servers pull what DST has of each request; what each answered."""
+def _servers(options: dict[str, Any]) -> dict[str, Ranks]:
+    """Ask the servers that are to pull for their ranks, before anything is copied."""
+    from hicachectl.pulling import ranks_of
+
+    return {} if options["dry_run"] else ranks_of(options["servers"])
+
+
+def _pull(
+    ctx: click.Context,
+    servers: dict[str, Ranks],
+    request: Request,
+    outcome: Outcome,
+    options: dict[str, Any],
+    started: float,
+) -> None:
+    """Have servers pull what DST has of each request, and note what each answered."""
     from hicachectl.pulling import pull
 
-    if not (options["prompts"] or options["token_ids"]):
-        raise click.UsageError("--through-server sends tokens: it needs --prompts or --token-ids")
+    limit = options["deadline"]
+    document = outcome.document
     with progress(ctx, "pulling", " requests") as advance:
-        return pull(
-            options["servers"],
+        document["pulled"] = pull(
+            servers,
             list(asked_requests(options)),
             outcome.usable_pages,
             request.target,
             jobs=options["jobs"],
-            deadline_seconds=options["deadline"],
+            deadline=None if limit is None else started + limit,
             on_done=advance,
         )
+    document["seconds"] = round(time.monotonic() - started, 3)
+    if any(not server["complete"] and not server["error"] for server in document["pulled"]):
+        document["stopped_by"] = document["stopped_by"] or "deadline"
+    document["complete"] &= all(server["complete"] for server in document["pulled"])
 
 
 def _is_failed(document: dict[str, Any], options: dict[str, Any]) -> bool:
     if options["dry_run"]:
         return False
     failed = bool(document["failed"]) or document["stopped_by"] == "destination full"
-    failed |= any(server["failed"] for server in document.get("pulled", ()))
+    failed |= any(server["failed"] or server["error"] for server in document.get("pulled", ()))
     if options["min_usable"] is not None:
         wanted = document["requested_tokens"]
         failed |= document["usable_tokens"] < options["min_usable"] * wanted

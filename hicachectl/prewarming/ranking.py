@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow.compute as pc
 
-from hicachectl.chains import Chains, hex_pages
+from hicachectl.chains import Chains, hex_pages, raw_pages
 from hicachectl.formats.hashing import HASH_BYTES, restorable_pages
 from hicachectl.prewarming.forest import grow_forest
 from hicachectl.prewarming.plan import plan_order
@@ -38,7 +38,6 @@ class Ranker:
     def __call__(self, chains: Chains, names: pa.StringArray, page_of: IntArray) -> IntArray:
         """Give the place of each distinct page, 0 the best, none before one of its prefix."""
         unknown = np.full(len(chains), -1, dtype=np.int64)
-        numbers = np.arange(len(names), dtype=np.int64)
         blocks = page_of.astype(np.int32)
         trace = Trace(
             times=self.times,
@@ -47,7 +46,7 @@ class Ranker:
             input_tokens=chains.tokens,
             output_tokens=unknown if self.output_tokens is None else self.output_tokens,
             block_tokens=0,
-            forest=grow_forest(numbers, blocks, chains.offsets),
+            forest=grow_forest(raw_pages(names), blocks, chains.offsets),
         )
         rank = np.full(len(names), len(names), dtype=np.int64)
         order = plan_order(trace).order
