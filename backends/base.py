@@ -181,6 +181,7 @@ class Store(ABC):
     supports_version: ClassVar[bool] = False
     version_fields: ClassVar[tuple[str, ...]] = ()  # of `version`, 8 bytes of little endian each
     evicts: ClassVar[bool] = False  # what is there, to make room for what is written
+    loses_races: ClassVar[bool] = False  # a write answered OK may be another's at the same moment
     lists_late: ClassVar[bool] = False  # a scan may lack what was written lately
     versions_recur: ClassVar[bool] = False  # another object can get the version of an earlier one
     supports_locator: ClassVar[bool] = False
@@ -193,6 +194,7 @@ class Store(ABC):
     supports_holes: ClassVar[bool] = False  # `holes` can find some
     # To identify what was read is to ask `exists` of it afterwards: many reads can share that.
     identifies_by_exists: ClassVar[bool] = False
+    evicts_pools_apart: ClassVar[bool] = False  # so that sidecars outlive their anchors
     supports_leases: ClassVar[bool] = False  # readers hold objects, and the two settings below act
 
     logs_natively: ClassVar[bool] = False  # its library writes to descriptor 2 by itself

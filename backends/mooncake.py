@@ -72,11 +72,12 @@ class MooncakeStore(Store):
         batch_objects=128,  # SGLang's own batches are of 128 pages
         batch_bytes=256 << 20,
         parallel_reads=1,  # by tcp two transfers at a time are slower than one
-        parallel_writes=1,
+        parallel_writes=2,  # of which one puts, while the other asks the master what is there
     )
     supports_times: ClassVar[bool] = False
     supports_empty: ClassVar[bool] = False
     supports_touch: ClassVar[bool] = True
+    loses_races: ClassVar[bool] = True
     supports_version: ClassVar[bool] = True
     supports_replicas: ClassVar[bool] = True
     supports_leases: ClassVar[bool] = True
@@ -100,6 +101,7 @@ class MooncakeStore(Store):
         self._kept: list[Any] = []
         self._registered: int | None = None  # address of the arena
         self._opening = threading.Lock()
+        self._putting = threading.Lock()
         try:
             self._admin.check()
         except BaseException:
@@ -293,7 +295,7 @@ class MooncakeStore(Store):
     ) -> Result:
         """Put objects, and read them back: a put of a key that exists is answered like any other.
 
-        Without `confirms_writes` they are not read back, and an object that another writer put
+        Without `confirms_writes` nothing is read back, and an object that another writer has put
         since this one asked for its key is called OK.
 
         Without if_absent, an object that is there is removed first, once no reader has a lease.
@@ -310,13 +312,14 @@ class MooncakeStore(Store):
         begun = self._make_room(rows, statuses, errors, if_absent=if_absent)
         places = np.flatnonzero(statuses == Status.OK)
         if len(places):
-            codes = self._data().put_from(
-                [keys[at] or "" for at in places],
-                self._addresses(offsets[places]),
-                sizes[places].tolist(),
-                groups=None if group is None else [group[at] for at in places.tolist()],
-                pin=pin,
-            )
+            with self._putting:
+                codes = self._data().put_from(
+                    [keys[at] or "" for at in places],
+                    self._addresses(offsets[places]),
+                    sizes[places].tolist(),
+                    groups=None if group is None else [group[at] for at in places.tolist()],
+                    pin=pin,
+                )
             statuses[places[codes == EXISTS]] = Status.EXISTS
             _note_errors(statuses, errors, places, codes, (0, EXISTS))
             self._settle_begun(rows, places[(codes == 0) & begun[places]], statuses)

@@ -71,11 +71,11 @@ class _Listed:
         found = np.full(len(rows), -1, dtype=np.int64)
         if "locator" in rows.schema.names and len(self._offsets) and len(rows):
             found = self._located(as_table(rows).select(["key", "locator"]).combine_chunks())
-        rest = np.flatnonzero(found < 0).tolist()
-        if rest:
+        rest = np.flatnonzero(found < 0)
+        if len(rest):
             known = self._by_key()
-            keys = rows.column("key")
-            found[rest] = [known.get(keys[index].as_py(), -1) for index in rest]
+            keys = rows.column("key").take(pa.array(rest)).to_pylist()
+            found[rest] = [known.get(key, -1) for key in keys]
         return found
 
     def places(self, rows: IntArray) -> list[Place]:
@@ -85,6 +85,9 @@ class _Listed:
         )
         columns = [column.to_pylist() for column in picked.columns]
         return [Place(*values) for values in zip(*columns, strict=True)]
+
+    def picked(self, rows: IntArray) -> pa.Table:
+        return self._entries.take(pa.array(rows))
 
     def _located(self, rows: pa.Table) -> IntArray:
         """Find rows of this pack by their offset; the key must be the one that is there."""
@@ -119,6 +122,9 @@ class _Growing:
 
     def places(self, rows: IntArray) -> list[Place]:
         return [self._entries.place(row) for row in rows.tolist()]
+
+    def picked(self, rows: IntArray) -> pa.Table:
+        return self._entries.picked(rows.tolist())
 
 
 class PackStore(Store):
@@ -213,7 +219,9 @@ class PackStore(Store):
 
     def use_profile(self, profile: Profile) -> None:
         """Record the profile of what is written next; an inferred one says too little."""
-        if self._writer is not None and not profile.inferred:
+        if self._writer is None or profile.inferred:
+            return
+        if profile != self.recorded_profile():
             self._writer.use_metadata(profile=dump_profile(profile))
 
     @property
@@ -243,21 +251,22 @@ class PackStore(Store):
         errors: dict[int, str] = {}
         present = np.flatnonzero(found >= 0)
         places = self._listed.places(found[present])
+        joined = b"".join(place.digest for place in places)
+        digests[present] = np.frombuffer(joined, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         nbytes[present] = [place.nbytes for place in places]
         statuses[present] = np.where(nbytes[present] < capacities[present], Status.SHORT, Status.OK)
         statuses[nbytes > capacities] = Status.OVERSIZED
-        keys = keys_of(rows)
+        keys, starts, fits = keys_of(rows), offsets.tolist(), (statuses == Status.OK).tolist()
         reader = self._reader()
         for index, place in zip(present.tolist(), places, strict=True):
-            if statuses[index] != Status.OK:
+            if not fits[index]:
                 continue
-            start = int(offsets[index])
+            start = starts[index]
             try:
                 reader.read(keys[index], place, memory[start : start + place.nbytes])
             except (OSError, FormatError) as error:
                 statuses[index] = Status.ERROR
                 errors[index] = self._failed(error, place)
-            digests[index] = np.frombuffer(place.digest, dtype=np.uint8)
         return ReadResult(statuses, errors, nbytes=nbytes, versions=digests.view("<u8"))
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
@@ -287,6 +296,11 @@ class PackStore(Store):
             *self._writer.write(keys_of(rows), mtimes_of(rows), objects, if_absent=if_absent)
         )
 
+    def own_temporaries(self, owner: str, *, sweep: bool) -> None:
+        """Take over a pack that a killed run has left: it is finished when it is closed."""
+        if self._writer is not None:
+            self._writer.may_finish = True
+
     def withdraw(self, rows: Rows) -> Result:
         """Leave objects out of the index that will be written; their bytes stay in the file."""
         if self._writer is None:
@@ -302,11 +316,8 @@ class PackStore(Store):
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """List a few objects again."""
         schema = scan_schema(columns)
-        if not len(rows):
-            return schema.empty_table()
-        listed = self._listed.table()
-        wanted = as_table(rows).column("key").combine_chunks()
-        chosen = listed.filter(pc.is_in(listed.column("key"), value_set=wanted))
+        found = self._listed.find(rows)
+        chosen = self._listed.picked(np.unique(found[found >= 0]))
         return pa.Table.from_batches(
             [_scanned(batch, schema) for batch in chosen.to_batches()], schema=schema
         )

@@ -6,8 +6,9 @@ import errno
 import fcntl
 import os
 import stat
+import threading
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,7 +60,10 @@ class Finished:
 
 @dataclass(slots=True)
 class Entries:
-    """The objects of a pack as columns that grow; a key that comes again replaces the earlier."""
+    """The objects of a pack as columns that grow; a key that comes again replaces the earlier.
+
+    rows: the place of each key in the columns. Threads may add and look at the same time.
+    """
 
     rows: dict[bytes, int] = field(default_factory=dict)
     _keys: list[bytes] = field(default_factory=list)
@@ -69,6 +73,7 @@ class Entries:
     _times: list[int | None] = field(default_factory=list)
     _planes: bytearray = field(default_factory=bytearray)
     _digests: bytearray = field(default_factory=bytearray)
+    _turn: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(cls, table: pa.Table) -> Entries:
@@ -88,17 +93,18 @@ class Entries:
 
     def add(self, record: Record, offset: int) -> None:
         """Note an object and where its record is."""
-        for name, value in (
-            ("nbytes", record.nbytes),
-            ("offset", offset),
-            ("length", record.length),
-        ):
-            self._numbers[name].append(value)
-        self._times.append(record.mtime_ns)
-        self._planes.append(len(record.stored))
-        self._digests += record.digest
-        self._keys.append(record.key)
-        self.rows[record.key] = len(self._keys) - 1
+        with self._turn:
+            for name, value in (
+                ("nbytes", record.nbytes),
+                ("offset", offset),
+                ("length", record.length),
+            ):
+                self._numbers[name].append(value)
+            self._times.append(record.mtime_ns)
+            self._planes.append(len(record.stored))
+            self._digests += record.digest
+            self._keys.append(record.key)
+            self.rows[record.key] = len(self._keys) - 1
 
     def place(self, row: int) -> Place:
         """Say where an object lies, by its value in `rows`."""
@@ -112,20 +118,30 @@ class Entries:
 
     def table(self) -> pa.Table:
         """Give what is there now as a table of ENTRIES, in the order of the file."""
-        digests = pa.py_buffer(bytes(self._digests))
-        columns = {
-            "key": pa.array(self._keys, pa.binary()),
-            "mtime_ns": pa.array(self._times, pa.int64()),
-            "planes": np.frombuffer(bytes(self._planes), dtype=np.uint8),
-            "digest": pa.Array.from_buffers(
-                pa.binary(DIGEST_BYTES), len(self._keys), [None, digests]
-            ),
-            **{name: np.array(values, np.int64) for name, values in self._numbers.items()},
-        }
+        with self._turn:
+            digests = pa.py_buffer(bytes(self._digests))
+            columns = {
+                "key": pa.array(self._keys, pa.binary()),
+                "mtime_ns": pa.array(self._times, pa.int64()),
+                "planes": np.frombuffer(bytes(self._planes), dtype=np.uint8),
+                "digest": pa.Array.from_buffers(
+                    pa.binary(DIGEST_BYTES), len(self._keys), [None, digests]
+                ),
+                **{name: np.array(values, np.int64) for name, values in self._numbers.items()},
+            }
+            alive = None if len(self.rows) == len(self._keys) else sorted(self.rows.values())
         table = pa.table([columns[name] for name in ENTRIES.names], schema=ENTRIES)
-        if len(self.rows) == len(self._keys):
-            return table
-        return table.take(pa.array(sorted(self.rows.values()), pa.int64()))
+        return table if alive is None else table.take(pa.array(alive, pa.int64()))
+
+    def picked(self, rows: Sequence[int]) -> pa.Table:
+        """Give some objects as a table of ENTRIES, by their values in `rows`."""
+        places = [self.place(row) for row in rows]
+        columns = {
+            "key": [self._keys[row] for row in rows],
+            "mtime_ns": [self._times[row] for row in rows],
+            **{f.name: [getattr(place, f.name) for place in places] for f in fields(Place)},
+        }
+        return pa.table(columns).select(ENTRIES.names).cast(ENTRIES)
 
 
 def open_pack(path: str, flags: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -50,7 +49,7 @@ from hicachectl.formats.pack import (
 from hicachectl.formats.planes import Encoder, PlanMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
 
     from hicachectl.backends.pack_recovery import Walked
@@ -62,7 +61,13 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _INDEX_BYTES = 1 << 20
 _INDEX_ROW_BYTES = 512
 
-_Encoded = tuple[Record, "list[Plane]"]
+# What a thread encodes at once, and what goes to the system in one call.
+_HANDFUL_BYTES = 1 << 20
+_HANDFUL_OBJECTS = 64
+_AHEAD_BYTES = 32 << 20  # of objects in a call that are encoded and not yet appended; or one
+
+_Work = tuple[bytes, "int | None", memoryview]  # key, mtime_ns, content
+_Encoded = tuple[Record, bytes, "list[Plane]"]  # with its head as bytes
 
 
 class PackWriter:
@@ -84,7 +89,8 @@ class PackWriter:
         self._is_valid = False  # what is in the file ends with an index of all of it
         self._written: Metadata | None = None  # as the file has it
         self._has_tail = False  # bytes behind the last whole record
-        self._failed = False
+        self.may_finish = False  # whether `close` ends the file: it was written to, or is to be
+        self._failed: OSError | None = None
         self._turn = threading.Lock()
         self._plans = PlanMemory()
         self._of_thread = threading.local()
@@ -151,29 +157,33 @@ class PackWriter:
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
         self._begin()
-        now_ns = time.time_ns()
-        pending: deque[tuple[int, Future[_Encoded]]] = deque()
+        pending: deque[tuple[list[int], Future[list[_Encoded]]]] = deque()
+        ahead_bytes = 0
 
         def append_first() -> None:
-            index, encoded = pending.popleft()
-            record, planes = encoded.result()
+            nonlocal ahead_bytes
+            indices, encoding = pending.popleft()
+            ahead_bytes -= sum(len(objects[index]) for index in indices)
+            encoded = encoding.result()
             try:
-                statuses[index] = self._append(record, planes, if_absent=if_absent)
+                answers = self._append(encoded, if_absent=if_absent)
             except OSError as error:
-                statuses[index] = Status.FULL if error.errno in _NO_ROOM else Status.ERROR
-                errors[index] = error.strerror or str(error)
-
-        try:
-            for index, (key, mtime_ns, data) in enumerate(zip(keys, times, objects, strict=True)):
-                if not 0 < len(key) <= MOST_KEY_BYTES:
-                    statuses[index] = Status.ERROR
-                    errors[index] = f"a key of {len(key)} bytes; packs have 1 to {MOST_KEY_BYTES}"
-                elif if_absent and key in self.entries.rows:
-                    statuses[index] = Status.EXISTS
+                answers = [error] * len(indices)
+            for index, answer in zip(indices, answers, strict=True):
+                if isinstance(answer, OSError):
+                    full = answer.errno in _NO_ROOM
+                    statuses[index] = Status.FULL if full else Status.ERROR
+                    errors[index] = answer.strerror or str(answer)
                 else:
-                    when = now_ns if mtime_ns is None else mtime_ns
-                    pending.append((index, self._pool().submit(self._encode, key, when, data)))
-                if len(pending) > 2 * self._ahead:
+                    statuses[index] = answer
+
+        wanted = self._wanted(keys, statuses, errors, if_absent=if_absent)
+        try:
+            for indices in _handfuls(wanted, objects):
+                work = [(keys[index], times[index], objects[index]) for index in indices]
+                pending.append((indices, self._pool().submit(self._encode_all, work)))
+                ahead_bytes += sum(len(objects[index]) for index in indices)
+                while len(pending) > 2 * self._ahead or ahead_bytes > _AHEAD_BYTES:
                     append_first()
             while pending:
                 append_first()
@@ -181,6 +191,24 @@ class PackWriter:
             wait([encoding for _, encoding in pending])
         self._sync()
         return statuses, errors
+
+    def _wanted(
+        self,
+        keys: Sequence[bytes],
+        statuses: StatusArray,
+        errors: dict[int, str],
+        *,
+        if_absent: bool,
+    ) -> Iterator[int]:
+        """Give the objects to append, and answer for the others."""
+        for index, key in enumerate(keys):
+            if not 0 < len(key) <= MOST_KEY_BYTES:
+                statuses[index] = Status.ERROR
+                errors[index] = f"a key of {len(key)} bytes; packs have 1 to {MOST_KEY_BYTES}"
+            elif if_absent and key in self.entries.rows:
+                statuses[index] = Status.EXISTS
+            else:
+                yield index
 
     def close(self) -> None:
         """Finish the pack, unless it is as it was found; a pack that nothing came into goes.
@@ -193,7 +221,8 @@ class PackWriter:
         if self._encoders is not None:
             self._encoders.shutdown()
         try:
-            if self._written is not None and not self._is_valid and not self._failed:
+            unended = self._written is not None and not self._is_valid
+            if self._written is not None and unended and self.may_finish and not self._failed:
                 table = self.entries.table()
                 append_index(descriptor, self.pack_id, table, self._written, self._end)
             elif not os.fstat(descriptor).st_size:
@@ -208,9 +237,12 @@ class PackWriter:
 
     def _begin(self) -> None:
         """Write what comes before objects, where it is not there yet."""
+        self.may_finish = True
         with self._turn:
-            if self.descriptor < 0 or self._failed:
+            if self.descriptor < 0:
                 raise ValueError("the pack is closed")
+            if self._failed is not None:
+                raise self._unavailable(self._failed)
             if not self.metadata.grammar:
                 raise UnsupportedByBackend(
                     f"{self.path}: nothing says what keys the new pack has; "
@@ -242,10 +274,15 @@ class PackWriter:
                 self._encoders = ThreadPoolExecutor(self._ahead, thread_name_prefix="pack-encoder")
             return self._encoders
 
-    def _encode(self, key: bytes, mtime_ns: int, data: memoryview) -> _Encoded:
+    def _encode_all(self, work: list[_Work]) -> list[_Encoded]:
         encoder: Encoder | None = getattr(self._of_thread, "encoder", None)
         if encoder is None:
             encoder = self._of_thread.encoder = Encoder()
+        return [self._encode(encoder, *one) for one in work]
+
+    def _encode(
+        self, encoder: Encoder, key: bytes, mtime_ns: int | None, data: memoryview
+    ) -> _Encoded:
         array = np.frombuffer(data, dtype=np.uint8)
         planes = encoder.encode(array, self._plans.plan(key, array, encoder))
         record = Record(
@@ -256,7 +293,7 @@ class PackWriter:
             digest=blake3(data).digest(),
             mtime_ns=mtime_ns,
         )
-        return record, planes
+        return record, build_record(record, self.pack_id), planes
 
     def withdraw(self, keys: Sequence[bytes]) -> list[bool]:
         """Forget objects that were appended; which of them were there."""
@@ -265,18 +302,34 @@ class PackWriter:
             self._is_valid = self._is_valid and not any(there)
             return there
 
-    def _append(self, record: Record, planes: list[Plane], *, if_absent: bool) -> Status:
+    def _append(self, encoded: list[_Encoded], *, if_absent: bool) -> list[Status | OSError]:
+        """Append what there is room for, in one call of the system."""
+        answers: list[Status | OSError] = []
+        buffers: list[Plane] = []
+        added: dict[bytes, tuple[Record, int]] = {}
         with self._turn:
-            if if_absent and record.key in self.entries.rows:  # another thread was faster
-                return Status.EXISTS
-            kept = _INDEX_BYTES + _INDEX_ROW_BYTES * len(self.entries)
-            space = os.fstatvfs(self.descriptor)
-            if record.length + kept > space.f_bavail * space.f_frsize:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             at = self._end
-            self._put([build_record(record, self.pack_id), *planes])
-            self.entries.add(record, at)
-            return Status.OK
+            space = os.fstatvfs(self.descriptor)  # of which another thread may have taken some
+            room = space.f_bavail * space.f_frsize
+            room -= _INDEX_BYTES + _INDEX_ROW_BYTES * len(self.entries)
+            for record, head, planes in encoded:
+                # Another thread, or the same call with the same key, was faster.
+                is_there = record.key in self.entries.rows or record.key in added
+                if if_absent and is_there:
+                    answers.append(Status.EXISTS)
+                elif record.length + _INDEX_ROW_BYTES > room:
+                    answers.append(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+                else:
+                    answers.append(Status.OK)
+                    added[record.key] = record, at
+                    buffers += [head, *planes]
+                    at += record.length
+                    room -= record.length + _INDEX_ROW_BYTES
+            if buffers:
+                self._put(buffers)
+            for record, offset in added.values():
+                self.entries.add(record, offset)
+            return answers
 
     def _put(self, buffers: Sequence[Plane]) -> None:
         """Append, or leave the file as it was."""
@@ -293,7 +346,7 @@ class PackWriter:
             os.fdatasync(self.descriptor)
         except OSError as error:
             # What had been written is lost or not: only reading the file again would tell.
-            self._failed = True
+            self._failed = error
             raise self._unavailable(error) from error
 
     def _unavailable(self, error: OSError) -> StoreUnavailable:
@@ -301,6 +354,20 @@ class PackWriter:
             f"{self.path}: cannot be written to: {error.strerror}; once that is mended, run: "
             f"hicachectl pack repair {self.path}"
         )
+
+
+def _handfuls(indices: Iterator[int], objects: Sequence[memoryview]) -> Iterator[list[int]]:
+    """Put small objects together, in order."""
+    handful: list[int] = []
+    nbytes = 0
+    for index in indices:
+        handful.append(index)
+        nbytes += len(objects[index])
+        if nbytes >= _HANDFUL_BYTES or len(handful) == _HANDFUL_OBJECTS:
+            yield handful
+            handful, nbytes = [], 0
+    if handful:
+        yield handful
 
 
 def _continued(path: str, walked: Walked) -> str:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _ZERO_COPY_LAYOUTS = ("page_first", "page_first_direct")  # HiCacheHF3FS.register_mem_pool_host
+_HF3FS_LAYOUTS = (*_ZERO_COPY_LAYOUTS, "layer_first")  # backend_factory.py: bytes_per_page
 _DCP_POOLS = ("kv", "mamba", *sorted(DRAFT_POOLS))
 _DCP_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
@@ -356,6 +357,11 @@ def _check_hf3fs(profile: Profile) -> None:
         )
     if profile.dcp > 1:
         raise UnsupportedByBackend("dcp: SGLang stores DCP pages on file and Mooncake only")
+    if profile.layout not in _HF3FS_LAYOUTS:
+        raise UnsupportedByBackend(
+            f"layout {profile.layout}: SGLang's 3FS backend starts in {', '.join(_HF3FS_LAYOUTS)} "
+            "only"
+        )
 
 
 def _hf3fs_places(profile: Profile, pool: Pool) -> Iterator[_Place]:

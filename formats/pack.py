@@ -50,6 +50,9 @@ class Kind(IntEnum):
     INDEX = 3
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """The head of a record.
@@ -143,11 +146,11 @@ def parse_record(data: bytes | memoryview, pack_id: bytes) -> Record:
     checksum = zlib.crc32(key, zlib.crc32(data[: _RECORD.size]))
     if _SUM.unpack_from(data, _RECORD.size)[0] != checksum:
         raise FormatError("the head of a record is damaged")
-    if kind not in set(Kind) or count not in PLANE_COUNTS or any(stored[count:]):
+    if kind not in _KINDS or count not in PLANE_COUNTS or any(stored[count:]):
         raise FormatError(f"a record of unknown form (kind {kind}, {count} planes)")
     _check_sizes(nbytes, stored[:count])
     return Record(
-        kind=Kind(kind),
+        kind=_KINDS[kind],
         key=key,
         nbytes=nbytes,
         stored=tuple(stored[:count]),

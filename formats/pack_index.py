@@ -30,6 +30,7 @@ from hicachectl.formats.pack import (
     FORM,
     HEADER_BYTES,
     MOST_KEY_BYTES,
+    MOST_METADATA_BYTES,
     MOST_OBJECT_BYTES,
     RECORD_BYTES,
     Metadata,
@@ -207,6 +208,8 @@ def _texts(found: Mapping[bytes, bytes], source: str) -> Metadata:
         raise FormatError(f"{source}: the metadata of its index is no text") from error
     if texts.pop("form") != str(FORM):
         raise FormatError(f"{source}: its index is of another form than {FORM}")
+    if sum(map(len, found.values())) > MOST_METADATA_BYTES:
+        raise FormatError(f"{source}: the metadata of its index is larger than any pack's")
     try:
         return checked_metadata(**texts)
     except FormatError as error:

@@ -114,16 +114,19 @@ class Decoder:
     def decode(self, planes: Sequence[memoryview], out: memoryview) -> None:
         """Fill `out` from the stored planes of an object of that many bytes.
 
-        Memory: the object's size once more. Raises FormatError where a plane is no frame of
-        exactly the bytes that it stands for, before anything is allocated for it.
+        Memory: a plane. Raises FormatError where one is no frame of exactly the bytes that it
+        stands for, before anything is allocated for it.
         """
         size = len(out) // len(planes)
-        restored = [self._restore(plane, size) for plane in planes]
+        restored = (
+            np.frombuffer(self._restore(plane, size), dtype=np.uint8) for plane in reversed(planes)
+        )
         target = np.frombuffer(out, dtype=np.uint8)
-        if len(restored) == 1:
-            np.copyto(target, np.frombuffer(restored[0], dtype=np.uint8))
-        else:
-            _join([np.frombuffer(plane, dtype=np.uint8) for plane in restored], target)
+        words: NDArray[Any] = target.view(f"<u{len(planes)}")
+        np.copyto(words, next(restored))
+        for plane in restored:
+            np.left_shift(words, 8, out=words)
+            np.bitwise_or(words, plane, out=words)
 
     def _restore(self, plane: memoryview, size: int) -> bytes | memoryview:
         if len(plane) == size:
@@ -179,12 +182,3 @@ def _split(data: Bytes, count: int) -> list[Bytes]:
     for index, plane in enumerate(planes):
         np.right_shift(words, 8 * index, out=plane, casting="unsafe")
     return planes
-
-
-def _join(planes: list[Bytes], out: Bytes) -> None:
-    """Undo `_split`."""
-    words: NDArray[Any] = out.view(f"<u{len(planes)}")
-    np.copyto(words, planes[-1])
-    for plane in reversed(planes[:-1]):
-        np.left_shift(words, 8, out=words)
-        np.bitwise_or(words, plane, out=words)

@@ -23,8 +23,6 @@ _FIXED = {
     "dcp": "pages cannot be re-cut for another decode context parallelism",
 }
 _GRAMMARS_WITHOUT_CP = ("mooncake", "hf3fs")
-# One block of bytes a layer, the same in every host layout (DeepSeekV4PagedHostPool).
-_LAYOUT_FREE = ("deepseek_v4_",)
 
 
 def check_profiles(source: Profile, destination: Profile) -> None:
@@ -80,9 +78,10 @@ def check_pools(
 
     objects: those of both sides. Raises UnsupportedByBackend and ProfileError.
     """
+    # DeepSeek-V4 has one block of bytes a layer, in every host layout (DeepSeekV4PagedHostPool).
+    ordered = destination.pools[0].kind != "logical" and source.layout != destination.layout
     for pool in destination.pools:
-        fixed = pool.kind == "opaque" and not pool.name.startswith(_LAYOUT_FREE)
-        if fixed and source.layout != destination.layout:
+        if pool.kind == "opaque" and ordered:
             raise UnsupportedByBackend(
                 f"pools[{pool.name}]: its byte order is not known, so it cannot go from "
                 f"{source.layout} to {destination.layout}"

@@ -68,23 +68,11 @@ def _tensor_regions(
     tensor: TensorLayout,
     layers: list[Span],
 ) -> Iterator[Region]:
+    """Lay out the boxes of one tensor: one for each choice of a span along every axis."""
     strides = _strides(tensor)
-    lengths = dict(zip(tensor.axes, tensor.shape, strict=True))
-    spans: dict[str, list[Span]] = {name: [(0, 0, length)] for name, length in lengths.items()}
-    spans["layer"] = layers
-    spans.pop("head_group", None)  # one an object
-    if pool.kind == "mha":
-        spans["head"] = [
-            (0, _first_head(profile, pool, expected, lengths["head"]), lengths["head"])
-        ]
-        if "kv" not in spans:
-            spans["kv"] = [(0, _SIDES[tensor.name], 1)]
-    state = _state(pool, tensor.name)
-    if state is not None:
-        name = f"state_{state.shard_axis}"
-        rank = 0 if pool.replicated else holder(expected.coordinate.shard)
-        spans[name] = _group_spans(state, rank, lengths[name])
-    space = (*_space(profile, pool, expected), tensor.name if state is not None else "")
+    spans = _axis_spans(profile, pool, expected, tensor) | {"layer": layers}
+    state = tensor.name if pool.kind == "mamba" else ""
+    space = (*_space(profile, pool, expected), state)
     names = sorted(spans)
     for chosen in product(*(spans[name] for name in names)):
         placed = list(zip(names, chosen, strict=True))
@@ -95,6 +83,25 @@ def _tensor_regions(
         yield Region(space, axes, tensor.itemsize, offset)
 
 
+def _axis_spans(
+    profile: Profile, pool: Pool, expected: ExpectedObject, tensor: TensorLayout
+) -> dict[str, list[Span]]:
+    """Say which indices a tensor holds along each axis but that of layers."""
+    lengths = dict(zip(tensor.axes, tensor.shape, strict=True))
+    lengths.pop("head_group", None)  # one an object
+    spans: dict[str, list[Span]] = {name: [(0, 0, length)] for name, length in lengths.items()}
+    if pool.kind == "mha":
+        held = lengths["head"]
+        spans["head"] = [(0, _first_head(profile, pool, expected, held), held)]
+        spans.setdefault("kv", [(0, _SIDES.get(tensor.name, 0), 1)])
+    if pool.kind == "mamba":
+        state = _state(pool, tensor.name)
+        name = f"state_{state.shard_axis}"
+        rank = 0 if pool.replicated else holder(expected.coordinate.shard)
+        spans[name] = _group_spans(state, rank, lengths[name])
+    return spans
+
+
 def _strides(tensor: TensorLayout) -> dict[str, int]:
     steps = accumulate(reversed(tensor.shape), lambda step, n: step * n, initial=tensor.itemsize)
     return dict(zip(reversed(tensor.axes), steps, strict=False))
@@ -103,12 +110,13 @@ def _strides(tensor: TensorLayout) -> dict[str, int]:
 def _space(profile: Profile, pool: Pool, expected: ExpectedObject) -> tuple[object, ...]:
     """Name the content that an object's indices count.
 
-    Ranks of DCP hold other tokens of the same indices. Those of CP are kept apart too, as nothing
-    says that they are equal, except where they share out the layers.
+    Ranks of DCP hold other tokens of kv under the same indices. Those of CP are kept apart too, as
+    nothing says that they are equal, except where they share out the layers.
     """
     shard = expected.coordinate.shard
     split = profile.cp_layer_split and pool.name in _LAYER_SPLIT
-    return pool.name, shard.dcp_rank or 0, 0 if split else shard.cp_rank or 0
+    dcp_rank = shard.dcp_rank if pool.name == "kv" else None
+    return pool.name, dcp_rank or 0, 0 if split else shard.cp_rank or 0
 
 
 def _opaque_region(profile: Profile, pool: Pool, expected: ExpectedObject) -> tuple[Region, ...]:
@@ -160,10 +168,10 @@ def _first_head(profile: Profile, pool: Pool, expected: ExpectedObject, held: in
     return holder(shard) * held
 
 
-def _state(pool: Pool, name: str) -> StateTensor | None:
-    if pool.kind != "mamba":
-        return None
-    return pool.temporal if name == "temporal" else pool.conv[int(name.removeprefix("conv_"))]
+def _state(pool: Pool, name: str) -> StateTensor:
+    state = pool.temporal if name == "temporal" else pool.conv[int(name.removeprefix("conv_"))]
+    assert state is not None  # or there was no such tensor
+    return state
 
 
 def _group_spans(state: StateTensor, rank: int, held: int) -> list[Span]:

@@ -71,10 +71,14 @@ def restorable(pools: Sequence[PoolPages], offsets: IntArray) -> BoolArray:
     return allowed
 
 
-def longest(allowed: BoolArray, offsets: IntArray) -> IntArray:
-    """Give the longest prefix of each chain that is allowed, in pages: [chains], 0 without any."""
+def longest(allowed: BoolArray, offsets: IntArray, lengths: IntArray | None = None) -> IntArray:
+    """Give the longest prefix of each chain that is allowed, in pages: [chains], 0 without any.
+
+    lengths: [chains] pages that it has at most, where that is fewer than the chain has.
+    """
     found = np.flatnonzero(allowed)
-    last = np.append(-1, found)[np.searchsorted(found, offsets[1:])]
+    ends = offsets[1:] if lengths is None else offsets[:-1] + lengths
+    last = np.append(-1, found)[np.searchsorted(found, ends)]
     return np.maximum(last + 1 - offsets[:-1], 0)
 
 

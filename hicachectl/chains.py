@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int64]
 
 _HEX = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), "<u2")
+_DIGITS = np.zeros(256, np.uint8)
+_DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,17 @@ def hex_pages(pages: npt.NDArray[np.uint8]) -> pa.StringArray:
     kind, step = (pa.string(), np.int32) if text.nbytes < 1 << 31 else (pa.large_string(), np.int64)
     ends = np.arange(len(pages) + 1, dtype=step) * width
     return pa.Array.from_buffers(kind, len(pages), [None, pa.py_buffer(ends), pa.py_buffer(text)])
+
+
+def raw_pages(names: pa.StringArray) -> npt.NDArray[np.uint8]:
+    """Read page hashes as keys spell them, without nulls: [n, 32] uint8, raw."""
+    if not len(names):
+        return np.zeros((0, HASH_BYTES), np.uint8)
+    start, width = names.offset, 2 * HASH_BYTES
+    text = np.frombuffer(names.buffers()[2], np.uint8)[start * width : (start + len(names)) * width]
+    digits: npt.NDArray[np.uint8] = _DIGITS[text].reshape(-1, HASH_BYTES, 2)
+    pages: npt.NDArray[np.uint8] = digits[:, :, 0] * np.uint8(16) + digits[:, :, 1]
+    return pages
 
 
 def _chains(hashed: list[npt.NDArray[np.uint8]], tokens: list[int], reach: list[int]) -> Chains:

@@ -26,6 +26,7 @@ COMMANDS = {
     "verify": CommandEntry("verify", "Check a store and report what is wrong."),
     "hits": CommandEntry("hits", "Say how far requests can be restored, and what stops them."),
     "restore": CommandEntry("restore", "Put quarantined pages back into a store."),
+    "prewarm": CommandEntry("prewarm", "Fill a store with the pages worth having."),
     "migrate": CommandEntry("migrate", "Copy pages to another store, transformed if need be."),
     "rm": CommandEntry("rm", "Remove pages from a store."),
     "pack": CommandEntry("pack", "Look into packs, and repair those that were cut off."),

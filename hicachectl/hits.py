@@ -14,7 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.deployments import UNRESOLVED
+from hicachectl.deployments import UNRESOLVED, profiled_deployment
+from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.restorable import (
     ALL_PAGES,
     PoolPages,
@@ -24,16 +25,23 @@ from hicachectl.formats.restorable import (
     positions_of,
     restorable,
 )
+from hicachectl.inventory import look_up, take_inventory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicachectl.backends.base import Store
     from hicachectl.chains import Chains
     from hicachectl.deployments import Deployment
+    from hicachectl.formats.profile import Profile
     from hicachectl.inventory import Inventory
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 ABSENT, MISFIT, HELD = range(3)  # MISFIT: there, but of another size
+
+_FEW_KEYS = 10_000  # asked for one by one, which takes a file system no second
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,7 @@ class Hits:
     page_names, page_of: distinct pages in hex, and which of them each page of `chains` is.
     kv_pages:     leading pages with kv on all ranks.
     usable_pages: the longest prefix that all ranks can restore.
+    allowed:      [pages of `chains`] whether all ranks can restore the prefix that ends with each.
     stop_pages:   place in its chain of the page that keeps it from being restored further; -1
         where the whole chain can be.
     stop_members: the first object of that page at fault, a position in the deployment's members;
@@ -71,18 +80,25 @@ class Hits:
     page_of: IntArray
     kv_pages: IntArray
     usable_pages: IntArray
+    allowed: BoolArray
     stop_pages: IntArray
     stop_members: IntArray
     misfits: int
 
-    def needed(self) -> BoolArray:
-        """Say what restoring the usable prefixes takes: [page_names, requirements].
+    def usable_within(self, lengths: IntArray) -> IntArray:
+        """Find the longest prefix of each chain that is no longer than so many pages: [chains]."""
+        return longest(self.allowed, self.chains.offsets, lengths)
 
-        Of trailing pools that is no more than the window at the end of a prefix.
+    def needed(self, prefix_pages: IntArray | None = None) -> BoolArray:
+        """Say what restoring prefixes takes: [page_names, requirements].
+
+        prefix_pages: [chains]; default: the usable ones. Of trailing pools that is no more than
+        the window at the end of a prefix.
         """
         offsets = self.chains.offsets
         places = positions_of(offsets)
-        usable = np.repeat(self.usable_pages, np.diff(offsets))
+        prefix_pages = self.usable_pages if prefix_pages is None else prefix_pages
+        usable = np.repeat(prefix_pages, np.diff(offsets))
         needed = np.zeros((len(self.page_names), len(self.requirements)), dtype=np.bool_)
         for column, requirement in enumerate(self.requirements):
             wanted = places < usable
@@ -90,6 +106,31 @@ class Hits:
                 wanted &= places >= usable - requirement.window
             needed[self.page_of[wanted], column] = True
         return needed
+
+
+def inventory_of_chains(
+    store: Store,
+    profile: Profile,
+    chains: Chains,
+    *,
+    on_batch: Callable[[int], None] = lambda objects: None,
+) -> Inventory:
+    """Understand what a store has of the pages of chains, and perhaps more.
+
+    Asks for single keys where they are few, or where a listing lacks what was written lately; if
+    none is there, lists all the same, as that may tell why. Raises like `take_inventory`.
+    """
+    names, _ = chains.within_reach().distinct_pages()
+    members = profiled_deployment(profile, codec_for(store.grammar)).members
+    if store.lists_late or len(names) * len(members) <= _FEW_KEYS:
+        keys = [
+            pc.cast(pc.binary_join_element_wise(before, names, after, ""), pa.binary())
+            for before, after in (member.affix for member in members)
+        ]
+        found = look_up(store, pa.concat_arrays(keys), profile)
+        if len(found.objects):
+            return found
+    return take_inventory(store, profile, on_batch=on_batch)
 
 
 def find_hits(inventory: Inventory, deployment_id: int | None, chains: Chains) -> Hits:
@@ -110,7 +151,8 @@ def find_hits(inventory: Inventory, deployment_id: int | None, chains: Chains) -
     pools = [PoolPages(held[:, r.members].all(axis=1)[page_of], r.window) for r in needed]
     kv = [pool.present for r, pool in zip(needed, pools, strict=True) if r.pool == "kv"]
     offsets = chains.offsets
-    usable = longest(restorable(pools, offsets), offsets)
+    allowed = restorable(pools, offsets)
+    usable = longest(allowed, offsets)
     runs = _all_pages_runs(pools, offsets)
     stops = _stop_pages(pools, offsets, runs, usable)
     members = np.full(len(chains), -1, dtype=np.int64)
@@ -125,6 +167,7 @@ def find_hits(inventory: Inventory, deployment_id: int | None, chains: Chains) -
         page_of=page_of,
         kv_pages=leading_runs(kv[0], offsets) if kv else np.diff(offsets),
         usable_pages=usable,
+        allowed=allowed,
         stop_pages=stops,
         stop_members=members,
         misfits=int((state[at, members[stopped]] == MISFIT).sum()),
@@ -179,7 +222,17 @@ def _no_hits(chains: Chains, page_names: pa.StringArray, page_of: IntArray) -> H
     nothing = np.zeros(len(chains), dtype=np.int64)
     stops = np.where(np.diff(chains.offsets) > 0, 0, -1)
     return Hits(
-        None, (), chains, page_names, page_of, nothing, nothing, stops, np.full(len(chains), -1), 0
+        deployment=None,
+        requirements=(),
+        chains=chains,
+        page_names=page_names,
+        page_of=page_of,
+        kv_pages=nothing,
+        usable_pages=nothing,
+        allowed=np.zeros(len(page_of), dtype=np.bool_),
+        stop_pages=stops,
+        stop_members=np.full(len(chains), -1),
+        misfits=0,
     )
 
 

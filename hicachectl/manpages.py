@@ -51,6 +51,10 @@ _HF3FS = (
     "(--persistence-path), and is as old; with server= keys that are gone since are left out. Only "
     "a profile tells how long pages are. Looking asks nothing that the server counts as use, but "
     "where a page looks damaged: whether it was merely reused is asked for, and said.",
+    "Each pool has tables of its own, and evicts by itself: objects whose kv is gone "
+    "(orphan-sidecar) are always there, and only noted (info). A page that looks lost "
+    "(page-leaked) while a server is live is reported when three snapshots miss it: the third is "
+    "waited for, two minutes at most.",
     "Pages that are freed are reused at once, so that deleting under live readers can tear what "
     "they read: repair when few read. All keys that share a page go in one call. Without server= a "
     "repair writes a snapshot beside the old one, FILE.repaired, for the metadata server to start "
@@ -85,7 +89,7 @@ _MOONCAKE_PARAMETERS = (
 )
 _ENVIRONMENT = (
     ("HICACHECTL_CONFIG", "The config file, where --config is not given."),
-    ("HICACHECTL_API_KEY", "Bearer key for --server."),
+    ("HICACHECTL_API_KEY", "Bearer key for --server and --through-server."),
     ("NO_COLOR", "When set and not empty, no colours are written."),
     ("SGLANG_HICACHE_HF3FS_CONFIG_PATH", "SGLang's JSON config of 3FS, for hf3fs: alone."),
     (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
@@ -54,6 +54,13 @@ def write_rows(
             stream.write("\n]}\n")
         else:
             _write_columnar(rows, output_format, stream)
+
+
+def write_json_lines(tables: Iterable[pa.Table], output: Path | None) -> None:
+    """Write the rows of several tables as JSON lines, a table at a time."""
+    with _destination(output, binary=False) as stream:
+        for rows in tables:
+            _write_lines(stream, _joined(rows, "\n"))
 
 
 def write_document(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,60 +11,30 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
-from hicachectl.formats.keys.base import codec_for
-from hicachectl.formats.restorable import leading_runs
-from hicachectl.formats.transfer import transfer_plan
 from hicachectl.groups import PageGroups
-from hicachectl.hits import Hits, find_hits
-from hicachectl.inventory import Inventory, look_up, take_inventory
-from hicachectl.migrating.carrying import Carrier, Manner, Order
+from hicachectl.hits import find_hits, inventory_of_chains
+from hicachectl.inventory import take_inventory
+from hicachectl.migrating.carrying import Carrier
 from hicachectl.migrating.decisions import Action, decide
-from hicachectl.migrating.routes import planned_route, verbatim_routes
-from hicachectl.migrating.survey import ABSENT, Survey, survey_destination, survey_source
+from hicachectl.migrating.delivery import Problem
+from hicachectl.migrating.preparing import find_router, settle_grammar
+from hicachectl.migrating.survey import ABSENT, survey_destination, survey_source
 from hicachectl.migrating.watching import Touching, Watch
+from hicachectl.prewarm_plan import Plan, Request, plan_chains, plan_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicachectl.backends.base import Store
-    from hicachectl.chains import Chains
-    from hicachectl.formats.profile import Profile
-    from hicachectl.groups import BoolArray
     from hicachectl.inventory import IntArray
-    from hicachectl.migrating.delivery import Delivered, Problem
-    from hicachectl.migrating.routes import Route
+    from hicachectl.migrating.delivery import Delivered
+
+__all__ = ["EVICTS", "FULL", "Outcome", "Request", "prewarm", "usable_from"]
 
 BUDGET = "budget"
 DEADLINE = "deadline"
 FULL = "destination full"
 EVICTS = "destination evicts"
-_SEARCH_STEPS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What to warm a store with.
-
-    profile: of the source. destination_profile: of the servers of the destination, None: the same.
-    chains: what is asked for. rank: given chains, their distinct pages and which of them each page
-    is, gives the place of each distinct page in the order of value, 0 the best; a page never
-    before one that precedes it in a chain.
-    """
-
-    profile: Profile
-    chains: Chains
-    rank: Callable[[Chains, pa.StringArray, IntArray], IntArray]
-    destination_profile: Profile | None = None
-    budget_bytes: int | None = None
-    budget_pages: int | None = None
-    deadline_seconds: float | None = None
-    dry_run: bool = False
-    manner: Manner = field(default_factory=Manner)
-
-    @property
-    def target(self) -> Profile:
-        """The profile of the destination."""
-        return self.destination_profile or self.profile
 
 
 @dataclass(slots=True)
@@ -72,37 +42,22 @@ class Outcome:
     """What was done, or would be.
 
     document: the members of the JSON contract. problems: pages that failed or are in conflict.
-    plan: what was to be copied, best first: page, bytes.
+    plan: what was to be copied, best first: page, its parent in a chain, depth, bytes.
+    usable_pages: [chains] how far servers can restore each from the destination; for all pages, [1]
+    how many are whole there.
     """
 
     document: dict[str, Any]
     problems: list[Problem]
     remarks: list[str]
-    plan: pa.Table
+    usable_pages: IntArray
+    plan: pa.Table | None = None
 
     @property
     def usable_share(self) -> float:
         """The share of the tokens asked for that servers can restore in the end."""
         wanted = self.document["requested_tokens"]
         return self.document["usable_tokens"] / wanted if wanted else 1.0
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What is to be copied.
-
-    items: rows of the survey, best first. cost: bytes that each brings to the destination.
-    there, missing: pages that the destination has, and that nobody has.
-    """
-
-    survey: Survey
-    items: IntArray
-    actions: Any
-    cost: IntArray
-    requested: int
-    there: int
-    missing: int
-    cut: bool
 
 
 def prewarm(
@@ -122,28 +77,31 @@ def prewarm(
     started = time.monotonic()
     if request.manner.pin and not destination.supports_pin:
         raise UnsupportedByBackend(f"{destination.url}: --pin: its objects cannot be pinned")
-    deadline = None if request.deadline_seconds is None else started + request.deadline_seconds
-    route_of = _router(source, destination, request)
+    grammar = settle_grammar(source, destination)
+    routes_of = find_router(source, destination, grammar, request.profile, request.target)
     destination.use_profile(request.target)
-    inventory = take_inventory(source, request.profile, on_batch=on_listed)
+    inventory = (
+        take_inventory(source, request.profile, on_batch=on_listed)
+        if request.chains is None
+        else inventory_of_chains(source, request.profile, request.chains, on_batch=on_listed)
+    )
     groups = PageGroups(inventory)
-    survey = survey_source(inventory, groups, route_of(inventory))
-    survey_destination(destination, [survey], destination.grammar, on_batch=on_listed)
-    plan = _planned(inventory, survey, request)
+    survey = survey_source(inventory, groups, routes_of(inventory)[0])
+    survey_destination(destination, [survey], grammar, on_batch=on_listed)
+    plan = (
+        plan_pages(groups, survey, request)
+        if request.chains is None
+        else plan_chains(inventory, survey, request.chains, request)
+    )
+    rows = plan.rows()
     total = int(plan.cost.sum())
-    rows = _plan_rows(plan)
-    document: dict[str, Any] = {
-        "destination": destination.url,
-        "source": source.url,
-        "requested_pages": plan.requested,
-        "already_there": plan.there,
-        "copied_pages": 0,
-        "bytes": 0,
-        "missing_pages": plan.missing,
-    }
     if request.dry_run:
-        document |= {"copied_pages": len(plan.items), "bytes": total}
-        return _finished(document, destination, request, started, rows, plan)
+        outcome = _finished(plan, source, destination, request, started)
+        outcome.document |= {"copied_pages": len(plan.items), "bytes": total}
+        outcome.document["failed"] = len(plan.conflicts)
+        outcome.plan, outcome.problems = rows, _conflicts(plan)
+        return outcome
+    deadline = None if request.deadline_seconds is None else started + request.deadline_seconds
     watch = Watch(destination, survey)
     carrier = Carrier(
         source, inventory, groups, destination, replace(request.manner, deadline=deadline)
@@ -155,24 +113,41 @@ def prewarm(
         if watch.lost():
             carrier.stop()
 
-    tally = carrier.carry(_orders(plan), on_done=on_done)
-    Touching(destination, survey).touch(plan.items)
-    document |= {"copied_pages": tally.pages, "bytes": tally.nbytes}
-    outcome = _finished(document, destination, request, started, rows, plan)
-    outcome.problems = tally.problems
-    outcome.document |= {
-        "not_pinned": plan.there if request.manner.pin else 0,
-        "gone": tally.gone,
-        "failed": tally.failed + tally.conflicts,
-    }
+    partly = int((plan.actions[plan.items] == Action.COMPLETE).sum())
+    tally = carrier.carry(plan.orders(), on_done=on_done)
+    Touching(destination, survey).touch(plan.wanted)
+    outcome = _finished(plan, source, destination, request, started)
+    outcome.plan = rows
+    outcome.problems = [*_conflicts(plan), *tally.problems]
     reason = _reason(tally.full, watch, tally.complete, plan)
-    outcome.document |= {"complete": reason is None, "stopped_by": reason}
+    outcome.document |= {
+        "copied_pages": tally.pages,
+        "bytes": tally.nbytes,
+        "not_pinned": plan.there + partly if request.manner.pin else 0,
+        "gone": tally.gone,
+        "failed": tally.failed + tally.conflicts + len(plan.conflicts),
+        "complete": reason is None,
+        "stopped_by": reason,
+    }
     if watch.lost():
         outcome.remarks.append(watch.remark())
     return outcome
 
 
-def _reason(full: bool, watch: Watch, complete: bool, plan: _Plan) -> str | None:
+def usable_from(store: Store, request: Request) -> Outcome:
+    """Say what servers can restore from a store as it is; nothing is copied."""
+    if request.chains is None:
+        raise UsageError("--all needs a store to copy from: --from SRC")
+    started = time.monotonic()
+    there = inventory_of_chains(store, request.target, request.chains)
+    hits = find_hits(there, 0, request.chains)
+    requested = len(hits.page_names)
+    held = int(hits.needed().any(axis=1).sum())
+    document = _document(None, store, requested, held, requested - held)
+    return _outcome(document, hits.usable_pages, request, started, cut=False)
+
+
+def _reason(full: bool, watch: Watch, complete: bool, plan: Plan) -> str | None:
     if full:
         return FULL
     if watch.lost():
@@ -182,180 +157,76 @@ def _reason(full: bool, watch: Watch, complete: bool, plan: _Plan) -> str | None
     return BUDGET if plan.cut else None
 
 
-def _router(source: Store, destination: Store, request: Request) -> Callable[[Inventory], Route]:
-    """Decide how the source's pages become the destination's, once the source is listed."""
-    grammar = destination.grammar
-    if request.target == request.profile and grammar == source.grammar:
-        if source.url == destination.url:
-            raise UsageError(f"{source.url}: source and destination are the same")
-        return lambda inventory: next(iter(verbatim_routes(inventory.table.deployments[:1])))
-    plan = transfer_plan(request.profile, source.grammar, request.target, grammar)
-    return lambda inventory: planned_route(inventory.table.deployments[0], plan, grammar)
-
-
-def _planned(inventory: Inventory, survey: Survey, request: Request) -> _Plan:
-    """Choose what to copy: as much as can be restored, best first, within the budget."""
-    hits = find_hits(inventory, 0, request.chains)
-    requested = len(hits.page_names)
-    usable = replace(hits.chains, reach=hits.usable_pages).within_reach()
-    names, page_of = usable.distinct_pages()
-    rank = request.rank(usable, names, page_of)
-    chosen = _Chosen(survey, hits, names, rank)
-    whole = chosen.whole()
-    cut = False
-    if request.budget_bytes is not None or request.budget_pages is not None:
-        cut = _cut_to_budget(inventory, request, usable, chosen, page_of)
-    items, cost = chosen.items()
-    actions = chosen.actions()
-    writes = np.isin(actions[items], (Action.COPY, Action.COMPLETE))
-    return _Plan(
-        survey=survey,
-        items=items[writes],
-        actions=actions,
-        cost=cost[writes],
-        requested=requested,
-        there=whole,
-        missing=requested - len(names),
-        cut=cut,
-    )
-
-
-def _cut_to_budget(
-    inventory: Inventory, request: Request, usable: Chains, chosen: _Chosen, page_of: IntArray
-) -> bool:
-    """Take fewer pages until the budget holds them; whether it kept any away.
-
-    Fewer pages mean shorter prefixes, and those need states at other ends.
-    """
-
-    def take(count: int) -> bool:
-        kept = chosen.best(count)
-        runs = leading_runs(kept[page_of], usable.offsets)
-        shorter = find_hits(inventory, 0, replace(usable, reach=runs))
-        chosen.take(shorter)
-        _, cost = chosen.items()
-        new = cost > 0
-        over = request.budget_bytes is not None and int(cost.sum()) > request.budget_bytes
-        many = request.budget_pages is not None and int(new.sum()) > request.budget_pages
-        return not (over or many)
-
-    count = len(chosen.names)
-    if take(count):
-        return False
-    low, high = 0, count
-    for _ in range(max(_SEARCH_STEPS, count.bit_length())):
-        if high - low <= 1:
-            break
-        middle = (low + high) // 2
-        low, high = (middle, high) if take(middle) else (low, middle)
-    take(low)
-    return True
-
-
-class _Chosen:
-    """Which pages are to be copied, with what of each; narrowed by `take`."""
-
-    def __init__(self, survey: Survey, hits: Hits, names: pa.StringArray, rank: IntArray) -> None:
-        self.names = names
-        self._survey = survey
-        self._rank = rank
-        at = pc.index_in(survey.pages, value_set=names.cast(survey.pages.type))
-        self._page_of_item = at.fill_null(-1).to_numpy()
-        self._due = survey.due.copy()
-        self.take(hits)
-
-    def best(self, count: int) -> BoolArray:
-        """Say which pages are among the best: [names]."""
-        kept: BoolArray = self._rank < count
-        return kept
-
-    def take(self, hits: Hits) -> None:
-        """Need what restoring these prefixes takes, and no more."""
-        survey = self._survey
-        column_of = np.full(len(survey.route.deployment.members), -1, dtype=np.int64)
-        for column, requirement in enumerate(hits.requirements):
-            column_of[requirement.members] = column
-        place = pc.index_in(survey.pages, value_set=hits.page_names.cast(survey.pages.type))
-        place = place.fill_null(-1).to_numpy()
-        needed = np.vstack([hits.needed(), np.zeros((1, len(hits.requirements)), np.bool_)])[place]
-        for number, unit in enumerate(survey.route.units):
-            members = survey.route.members[list(unit.sources)]
-            columns = np.unique(column_of[members])
-            wanted = needed.any(axis=1) if not len(columns) else needed[:, columns].all(axis=1)
-            survey.due[:, number] = self._due[:, number] & wanted
-        self._actions = decide(survey, needed.any(axis=1), "skip")
-
-    def actions(self) -> Any:
-        """Say what is to be done with each group of the survey."""
-        return self._actions
-
-    def whole(self) -> int:
-        """Count the pages that the destination has whole."""
-        return int((self._actions == Action.SKIP).sum())
-
-    def items(self) -> tuple[IntArray, IntArray]:
-        """Give the groups that are wanted, best first, and the bytes each is to bring."""
-        survey = self._survey
-        items = np.flatnonzero(self._actions != Action.NOTHING)
-        items = items[np.argsort(self._rank[self._page_of_item[items]], kind="stable")]
-        new = survey.needed[items] & (survey.there[items] == ABSENT)
-        cost: IntArray = (np.maximum(survey.wanted_bytes[items], 0) * new).sum(axis=1)
-        writes = np.isin(self._actions[items], (Action.COPY, Action.COMPLETE))
-        return items, np.where(writes, np.maximum(cost, 1), 0)
-
-
-def _orders(plan: _Plan) -> list[Order]:
-    """Give the pages their turns: what is there in part first, which costs least."""
-    actions = plan.actions[plan.items]
-    return [
-        Order(plan.survey, plan.items[actions == action], action)
-        for action in (Action.COMPLETE, Action.COPY)
-    ]
-
-
 def _finished(
-    document: dict[str, Any],
+    plan: Plan,
+    source: Store,
     destination: Store,
     request: Request,
     started: float,
-    rows: pa.Table,
-    plan: _Plan,
 ) -> Outcome:
-    """Say what servers can restore from the destination in the end."""
-    target = request.target
-    final = _destination_hits(destination, request)
-    tokens = int(final.usable_pages.sum()) * target.page_size
-    wanted = int(request.chains.reach.sum()) * target.page_size
+    """Say what servers can restore from the destination in the end.
+
+    What they can of pages that the source could not give was there already.
+    """
+    there, missing = plan.there, plan.missing
+    if request.chains is None:
+        usable = np.array([_whole_pages(plan, destination)], dtype=np.int64)
+    else:
+        found = inventory_of_chains(destination, request.target, request.chains)
+        hits = find_hits(found, 0, request.chains)
+        usable = hits.usable_pages
+        held = hits.page_names.filter(pa.array(hits.needed().any(axis=1)))
+        more = int(pc.invert(pc.is_in(held, value_set=plan.names)).true_count)
+        there, missing = there + more, missing - more
+    document = _document(source, destination, plan.requested, there, missing)
+    return _outcome(document, usable, request, started, cut=plan.cut)
+
+
+def _whole_pages(plan: Plan, destination: Store) -> int:
+    """Count the pages asked for that the destination has whole by now."""
+    survey = replace(plan.survey, there=np.full_like(plan.survey.there, ABSENT))
+    survey_destination(destination, [survey], destination.grammar)
+    wanted = np.zeros(len(survey.groups), dtype=np.bool_)
+    wanted[plan.wanted] = True
+    return int((decide(survey, wanted, "skip") == Action.SKIP).sum())
+
+
+def _conflicts(plan: Plan) -> list[Problem]:
+    """Name the pages of which the destination has another object."""
+    pages = plan.survey.pages.take(pa.array(plan.conflicts)).to_pylist()
+    why = "the destination has an object of another size under one of its keys"
+    return [Problem(page, None, why) for page in pages]
+
+
+def _document(
+    source: Store | None, destination: Store, requested: int, there: int, missing: int
+) -> dict[str, Any]:
+    return {
+        "destination": destination.url,
+        "source": source and source.url,
+        "requested_pages": requested,
+        "already_there": there,
+        "copied_pages": 0,
+        "bytes": 0,
+        "missing_pages": missing,
+    }
+
+
+def _outcome(
+    document: dict[str, Any], usable_pages: IntArray, request: Request, started: float, *, cut: bool
+) -> Outcome:
+    page_size = request.target.page_size
+    asked = document["requested_pages"]
+    if request.chains is not None:
+        asked = int(request.chains.reach.sum())
     document |= {
-        "usable_tokens": tokens,
-        "requested_tokens": wanted,
+        "usable_tokens": int(usable_pages.sum()) * page_size,
+        "requested_tokens": asked * page_size,
         "not_pinned": 0,
         "gone": 0,
         "failed": 0,
         "seconds": round(time.monotonic() - started, 3),
-        "complete": not plan.cut,
-        "stopped_by": BUDGET if plan.cut else None,
+        "complete": not cut,
+        "stopped_by": BUDGET if cut else None,
     }
-    return Outcome(document, [], [], rows)
-
-
-def _destination_hits(destination: Store, request: Request) -> Hits:
-    if not destination.lists_late:
-        inventory = take_inventory(destination, request.target)
-        return find_hits(inventory, 0, request.chains)
-    from hicachectl.deployments import profiled_deployment
-
-    names, _ = request.chains.within_reach().distinct_pages()
-    members = profiled_deployment(request.target, codec_for(destination.grammar)).members
-    keys = [
-        pc.cast(pc.binary_join_element_wise(before, names, after, ""), pa.binary())
-        for before, after in (member.affix for member in members)
-    ]
-    asked = pa.concat_arrays(keys) if keys else pa.array([], pa.binary())
-    return find_hits(look_up(destination, asked, request.target), 0, request.chains)
-
-
-def _plan_rows(plan: _Plan) -> pa.Table:
-    """List what is to be copied, best first."""
-    pages = plan.survey.pages.take(pa.array(plan.items))
-    return pa.table({"page": pages, "bytes": pa.array(plan.cost)})
+    return Outcome(document, [], [], usable_pages)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.asking import asked_chains, asked_hashing, refuse_other_sources
 from hicachectl.options import (
     allow_leases_option,
     output_options,
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Store
-    from hicachectl.chains import Chains, Hashing
     from hicachectl.formats.profile import Profile
     from hicachectl.hits import Hits
     from hicachectl.inventory import Inventory
@@ -69,7 +69,7 @@ def command(
     """
     _refuse_contradictions(options)
     from hicachectl.hit_rows import hit_rows
-    from hicachectl.hits import find_hits
+    from hicachectl.hits import find_hits, inventory_of_chains
     from hicachectl.inventory import take_inventory
     from hicachectl.output import write_rows
     from hicachectl.people import hits_for_people
@@ -79,9 +79,12 @@ def command(
         progress(ctx, "listing", " objects") as advance,
     ):
         profile = _profile(ctx, source, options)
-        hashing = _hashing(profile, options)
-        chains = _chains(options, hashing)
-        inventory = take_inventory(source, profile, on_batch=advance)
+        hashing = asked_hashing(profile, options)
+        chains = asked_chains(options, hashing)
+        if profile is None:
+            inventory = take_inventory(source, on_batch=advance)
+        else:
+            inventory = inventory_of_chains(source, profile, chains, on_batch=advance)
         for text in source.remarks:
             remark(ctx, text)
     hits = find_hits(inventory, _deployment(inventory, profile, options), chains)
@@ -100,10 +103,7 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
     """Fail on options that make no sense together, before the store is opened."""
     from hicachectl.profiles import states_source
 
-    if sum(options[name] is not None for name in _SOURCES) != 1:
-        raise click.UsageError("give the requests: one of --prompts, --token-ids and --pages")
-    if options["tokenizer"] and not options["prompts"]:
-        raise click.UsageError("--tokenizer is for --prompts")
+    refuse_other_sources(options, _SOURCES)
     if options["model"] and states_source(options):
         raise click.UsageError("--model chooses from what STORE shows, and is for that alone")
 
@@ -112,48 +112,10 @@ def _profile(ctx: click.Context, store: Store, options: dict[str, Any]) -> Profi
     """Build the profile asked for; without one, leave the flags that hashing and choice need."""
     from hicachectl.profiles import profile_from_options, states_source
 
-    if states_source(options):
-        return profile_from_options(options, store, warn=partial(remark, ctx))
-    for_us = ("page_size", "speculative_algorithm", *_AXES)
-    profile_from_options({**options, **dict.fromkeys(for_us)})  # refuses the other flags
-    recorded = store.recorded_profile()
-    if recorded is not None:
-        store.use_profile(recorded)
-    return recorded
-
-
-def _hashing(profile: Profile | None, options: dict[str, Any]) -> Hashing | None:
-    """Say how tokens become pages; None where nothing says it."""
-    from hicachectl.chains import Hashing
-    from hicachectl.formats.deployment_flags import DeploymentFlags, canonical_algorithm, hash_unit
-
-    if profile is not None and not profile.inferred:
-        return Hashing.of(profile)
-    if options["page_size"] is None:
-        return None
-    flags = DeploymentFlags(model="", speculative_algorithm=options["speculative_algorithm"] or "")
-    return Hashing(options["page_size"], hash_unit(canonical_algorithm(flags)) == "bigram")
-
-
-def _chains(options: dict[str, Any], hashing: Hashing | None) -> Chains:
-    from hicachectl.chains import chains_of, chains_of_pages
-    from hicachectl.requests import read_page_chains, read_prompts, read_token_ids
-
-    if options["pages"]:
-        page_size = None if hashing is None else hashing.page_size
-        return chains_of_pages(read_page_chains(options["pages"]), page_size)
-    if hashing is None:
-        raise click.UsageError(
-            "token ids are hashed by pages: give --profile, --model-config, --server or --page-size"
-        )
-    if options["token_ids"]:
-        return chains_of(read_token_ids(options["token_ids"]), hashing)
-    from hicachectl.tokenizing import find_tokenizer
-
-    places = (options["model_config"], options["profile_file"])
-    return chains_of(
-        read_prompts(options["prompts"], find_tokenizer(options["tokenizer"], places)), hashing
-    )
+    if not states_source(options):
+        for_us = ("page_size", "speculative_algorithm", *_AXES)
+        options = {**options, **dict.fromkeys(for_us)}
+    return profile_from_options(options, store, warn=partial(remark, ctx))
 
 
 def _deployment(

@@ -114,23 +114,13 @@ def command(
 
     if options["move"]:
         require_consent(yes=options["yes"], dry_run=options["dry_run"])
-    with (
-        raised_once(),
-        locked(options["lock"]) as is_ours,
-        opened(ctx, source, lease_wait=options["lease_wait"]) as from_store,
-        opened(ctx, destination, lease_wait=options["lease_wait"], create=True) as to_store,
-    ):
+    with raised_once(), locked(options["lock"]) as is_ours:
         if not is_ours:
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
             return
-        request = _request(ctx, from_store, options)
-        if options["move"] and not agreed(
-            f"Delete from {from_store.url} what arrives in {to_store.url}?",
-            yes=options["yes"],
-            dry_run=options["dry_run"],
-        ):
-            return
-        outcome = _migrated(ctx, from_store, to_store, request)
+        outcome = _between(ctx, source, destination, options)
+    if outcome is None:
+        return
     _say(ctx, outcome)
     write_document(
         outcome.document,
@@ -142,6 +132,25 @@ def command(
     )
     if not outcome.all_well:
         ctx.exit(FINDINGS)
+
+
+def _between(
+    ctx: click.Context, source: str, destination: str, options: dict[str, Any]
+) -> Outcome | None:
+    """Open both stores and migrate; None where somebody said no."""
+    wait = options["lease_wait"]
+    with (
+        opened(ctx, source, lease_wait=wait) as origin,
+        opened(ctx, destination, lease_wait=wait, create=True) as target,
+    ):
+        request = _request(ctx, origin, options)
+        if options["move"] and not agreed(
+            f"Delete from {origin.url} what arrives in {target.url}?",
+            yes=options["yes"],
+            dry_run=options["dry_run"],
+        ):
+            return None
+        return _migrated(ctx, origin, target, request)
 
 
 def _migrated(ctx: click.Context, source: Store, target: Store, request: Request) -> Outcome:
@@ -228,7 +237,7 @@ def _rows(outcome: Outcome) -> Any:
 
 
 def _lines(outcome: Outcome, *, dry_run: bool) -> Iterator[str]:
-    from hicachectl.output import human_size
+    from hicachectl.output import human_age, human_size
 
     document = outcome.document
     verb = "to copy" if dry_run else "copied"
@@ -245,6 +254,9 @@ def _lines(outcome: Outcome, *, dry_run: bool) -> Iterator[str]:
     ):
         if document[name]:
             parts.append(f"{document[name]} {text}")
+    seconds = document.get("estimated_seconds")
+    if seconds is not None:
+        parts.append(f"about {human_age(seconds)} at the speed of reading")
     if document["stopped_by"]:
         parts.append(f"stopped: {document['stopped_by']}")
     yield "; ".join(parts)

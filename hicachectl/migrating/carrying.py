@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.migrating.journal import Journal
     from hicachectl.migrating.survey import Survey
 
-_JOBS = 4  # some read while others write
+_JOBS = 3  # one reads while others write, or wait for the disk
 # Large enough that a call is worth it and a sync is shared, small enough that several are at work.
 _PARCEL_BYTES = 64 << 20
 _LEAST_OBJECTS = 256
@@ -234,7 +234,8 @@ class Carrier:
             movable = done[~left_over]
         if self._journal is not None and len(movable):
             pages = parcel.survey.pages.take(pa.array(movable))
-            self._journal.copied(parcel.survey.route.name, pages)
+            verified = self._manner.verify or parcel.action is Action.COMPARE
+            self._journal.copied(parcel.survey.route.name, pages, verified=verified)
         with self._lock:
             tally = self.tally
             if parcel.action is Action.COMPARE and not delivered.written:
@@ -254,6 +255,10 @@ class Carrier:
         if self._removal is not None and len(movable):
             self._removal.add(parcel.survey, movable)
             self._remove(self._removal.ready())
+
+    def remove(self, survey: Survey, items: IntArray) -> None:
+        """Delete groups from the source, which were compared at the destination before."""
+        self._remove([(survey, items)])
 
     def _note_again(self, delivered: Delivered, items: IntArray) -> None:
         """Plan to compare groups of which an object came to the destination meanwhile."""

@@ -7,6 +7,8 @@ import resource
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hicachectl.backends import pack_writer
 from hicachectl.backends.arena import Arena
@@ -155,7 +159,8 @@ def test_a_pack_that_was_opened_for_nothing_stays_as_it_was(path: Path, arena: A
     assert not path.exists()
     put(path, arena, OBJECTS)
     before = path.read_bytes()
-    opened(path, arena, create=True).close()
+    with opened(path, arena, create=True) as store:
+        assert write(store, OBJECTS, if_absent=True).statuses.tolist() == [Status.EXISTS] * 8
     assert path.read_bytes() == before
 
 
@@ -183,6 +188,32 @@ def test_a_key_twice_in_one_call_is_written_once_if_absent(path: Path, arena: Ar
         result = store.write_from(rows, np.array([0, 5]), np.array([5, 3]), if_absent=True)
         assert result.statuses.tolist() == [Status.OK, Status.EXISTS]
     assert contents(path, arena) == {KEYS[0]: b"first"}
+
+
+def test_threads_write_at_the_same_time(path: Path, arena: Arena) -> None:
+    many = [f"{n:064x}_m_0_1.bin".encode() for n in range(400)]
+    arena.array[:] = np.random.default_rng(0).integers(0, 256, arena.nbytes, dtype=np.uint8)
+    sizes = np.full(400, 3000)
+    offsets = np.arange(400) * 3000
+
+    def put_part(part: slice) -> list[int]:
+        rows = rows_of(many[part])
+        answers: list[int] = store.write_from(
+            rows, offsets[part], sizes[part], if_absent=True
+        ).statuses.tolist()
+        assert store.exists(rows).all()
+        assert len(store.look(rows)) == len(rows)
+        return answers
+
+    parts = [slice(start, start + 80) for start in range(0, 400, 40)]  # each object twice
+    with opened(path, arena, create=True) as store, ThreadPoolExecutor(4) as pool:
+        answers = list(chain.from_iterable(pool.map(put_part, parts)))
+        assert answers.count(Status.OK) == 400
+        assert set(answers) == {Status.OK, Status.EXISTS}
+        assert len(listing(store)) == 400
+    expected = {key: arena.view(n * 3000, 3000).tobytes() for n, key in enumerate(many)}
+    assert contents(path, arena) == expected
+    assert [r.kind for r in pack_files.records(path)].count(OBJECT) == 400
 
 
 def test_there_is_one_writer(path: Path, arena: Arena) -> None:
@@ -218,15 +249,12 @@ def test_keys_may_be_any_bytes_but_none_and_too_many(path: Path, arena: Arena) -
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["x.hcpack"]
 
 
-def test_times_are_kept_and_what_has_none_gets_the_time_of_writing(
-    path: Path, arena: Arena
-) -> None:
+def test_times_are_kept_and_unknown_ones_stay_unknown(path: Path, arena: Arena) -> None:
     put(path, arena, {KEYS[0]: b"a"}, mtime_ns=[OLD_TIME_NS])
     put(path, arena, {KEYS[1]: b"b"}, mtime_ns=[None])
     with opened(path, arena) as store:
-        old, new = scanned_rows(store, KEYS[:2]).column("mtime_ns").to_pylist()
-    assert old == OLD_TIME_NS
-    assert abs(new - path.stat().st_mtime_ns) < 60 * 10**9
+        times = scanned_rows(store, KEYS[:2]).column("mtime_ns").to_pylist()
+    assert times == [OLD_TIME_NS, None]
 
 
 def test_a_failed_sync_gives_the_pack_up_and_leaves_it_for_repair(
@@ -241,6 +269,8 @@ def test_a_failed_sync_gives_the_pack_up_and_leaves_it_for_repair(
         patch.setattr(os, "fdatasync", fail)
         with pytest.raises(StoreUnavailable, match=r"Input/output error.*pack repair"):
             write(store, {KEYS[1]: b"b"}, if_absent=True)
+    with pytest.raises(StoreUnavailable, match="Input/output error"):
+        write(store, {KEYS[2]: b"c"}, if_absent=True)
     store.close()
     with pytest.raises(FormatError, match="not finished"):
         opened(path, arena)
@@ -281,6 +311,61 @@ def test_an_append_that_fails_midway_leaves_no_trace(
         assert path.stat().st_size == size
         assert write(store, {KEYS[2]: b"c"}, if_absent=True).all_ok
     assert contents(path, arena) == {KEYS[0]: b"a", KEYS[2]: b"c"}
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(("put", "put_if_absent", "reopen", "cut", "read")),
+        st.integers(0, 3),
+        st.integers(0, 200),
+    ),
+    max_size=12,
+)
+
+
+@given(steps=STEPS)
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_any_order_of_writes_and_of_runs_cut_off_behaves_like_a_dict(
+    path: Path, arena: Arena, steps: list[tuple[str, int, int]]
+) -> None:
+    path.unlink(missing_ok=True)
+    model: dict[bytes, bytes] = {}
+    store = opened(path, arena, create=True)
+    for verb, which, number in steps:
+        key, value = KEYS[which], b"%d" % number * number
+        if verb in ("reopen", "cut"):
+            store.close()
+            if verb == "cut" and path.exists():  # in the trailer: the index itself may stay
+                os.truncate(path, path.stat().st_size - 1 - number % 32)
+            store = opened(path, arena, create=True)
+        elif verb == "read" and key in model:
+            result, found = read(store, rows_of([key]), [len(model[key])])
+            assert result.all_ok
+            assert found == [model[key]]
+        elif verb != "read":
+            kept = verb == "put_if_absent" and key in model
+            result_ = write(store, {key: value}, if_absent=verb == "put_if_absent")
+            assert result_.statuses.tolist() == [Status.EXISTS if kept else Status.OK]
+            model.update({} if kept else {key: value})
+        assert listing(store) == {key: len(value) for key, value in model.items()}
+    store.own_temporaries("0" * 16, sweep=True)  # it is to be finished, whatever was written
+    store.close()
+    if model:
+        assert contents(path, arena) == model
+
+
+def test_a_cut_pack_that_is_only_looked_at_stays_as_it_is(path: Path, arena: Arena) -> None:
+    with opened(path, arena, create=True) as store:
+        write(store, OBJECTS, if_absent=True)
+    os.truncate(path, path.stat().st_size - 5)
+    before = path.read_bytes()
+    with opened(path, arena, create=True) as store:
+        assert listing(store).keys() == OBJECTS.keys()
+    assert path.read_bytes() == before
 
 
 # what it says of itself

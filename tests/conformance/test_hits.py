@@ -53,18 +53,18 @@ def test_chains_in_files_reach_as_far_as_sglang_says(
     for number in range(PLACES):
         places.append(tmp_path / f"store-{number}")
         shutil.copytree(store, places[-1], copy_function=_empty_copy)
-        for gone in _some_objects(manifest, chance, share=number * 0.04):
+        for gone in some_objects(manifest, chance, share=number * 0.04):
             (places[-1] / gone["file"]).unlink()
-    chains = _chains(manifest["pages"], chance)
-    answers = _ask(sglang_session, manifest, chains, tmp_path, *places)
+    chains = chains_of(manifest["pages"], chance)
+    answers = ask(sglang_session, manifest, chains, tmp_path, *places)
     reached = set()
     for number, place in enumerate(places):
         for deployment, profile in enumerate(_profiles(manifest, tmp_path)):
             told = [a for a in answers if (a["place"], a["deployment"]) == (number, deployment)]
-            rows = _hits(invoke, chains, tmp_path, place, "--profile", profile)
-            _compare(rows, told, chains)
+            rows = hits_of(invoke, chains, tmp_path, place, "--profile", profile)
+            compare(rows, told, chains)
             existing = {path.name for path in place.iterdir()}
-            _check_stops(rows, chains, existing)
+            check_stops(rows, chains, existing)
             reached |= {(row["usable_pages"], row["kv_pages"]) for row in rows}
     if case == "cp2_without_dp":  # SGLang leaves out what its second rank would read
         assert reached == {(0, 0)}
@@ -91,19 +91,19 @@ def test_chains_in_mooncake_reach_as_far_as_sglang_says(
     cluster.clear()
     manifest = sglang_session.run("write_store", case, cluster.master, "--backend=mooncake")
     chance = random.Random(case)
-    chains = _chains(manifest["pages"], chance)
+    chains = chains_of(manifest["pages"], chance)
     reached = set()
     for share in (0.0, 0.1):
-        for gone in _some_objects(manifest, chance, share=share):
+        for gone in some_objects(manifest, chance, share=share):
             cluster.remove(gone["key"])
-        answers = _ask(
+        answers = ask(
             sglang_session, manifest, chains, tmp_path, cluster.master, "--backend=mooncake"
         )
         for deployment, profile in enumerate(_profiles(manifest, tmp_path)):
             told = [a for a in answers if a["deployment"] == deployment]
-            rows = _hits(invoke, chains, tmp_path, cluster.url, "--profile", profile)
-            _compare(rows, told, chains)
-            _check_stops(rows, chains, set(cluster.list_keys()))
+            rows = hits_of(invoke, chains, tmp_path, cluster.url, "--profile", profile)
+            compare(rows, told, chains)
+            check_stops(rows, chains, set(cluster.list_keys()))
             reached |= {(row["usable_pages"], row["kv_pages"]) for row in rows}
     assert len(reached) > 5
 
@@ -127,11 +127,11 @@ def test_requests_reach_the_pages_that_sglang_wrote_for_their_tokens(
     assert rows[1]["stopped_by"]["page"] == manifest["pages"][6]
 
 
-def _some_objects(manifest: Manifest, chance: random.Random, share: float) -> list[dict[str, Any]]:
+def some_objects(manifest: Manifest, chance: random.Random, share: float) -> list[dict[str, Any]]:
     return [entry for entry in manifest["objects"] if chance.random() < share]
 
 
-def _chains(pages: list[str], chance: random.Random) -> list[Chain]:
+def chains_of(pages: list[str], chance: random.Random) -> list[Chain]:
     """Every prefix, and others: a backend only looks for names, in whichever order they are."""
     chains = [pages[:length] for length in range(1, len(pages) + 1)]
     while len(chains) < CHAINS:
@@ -150,7 +150,7 @@ def _profiles(manifest: Manifest, directory: Path) -> list[Path]:
     return paths
 
 
-def _ask(
+def ask(
     session: SglangSession, manifest: Manifest, chains: list[Chain], folder: Path, *place: object
 ) -> Answers:
     question = folder / "question.json"
@@ -159,14 +159,14 @@ def _ask(
     return answers
 
 
-def _hits(invoke: Invoke, chains: list[Chain], folder: Path, *arguments: object) -> Answers:
+def hits_of(invoke: Invoke, chains: list[Chain], folder: Path, *arguments: object) -> Answers:
     listed = folder / "chains.jsonl"
     listed.write_text("".join(f"{json.dumps(chain)}\n" for chain in chains))
     out = invoke("hits", *arguments, "--pages", listed, "--format", "jsonl").stdout
     return [json.loads(line) for line in out.splitlines()]
 
 
-def _compare(rows: Answers, told: Answers, chains: list[Chain]) -> None:
+def compare(rows: Answers, told: Answers, chains: list[Chain]) -> None:
     """Compare with what the ranks say, agreed as _sync_prefetch_hit_query has them agree."""
     assert told
     for number, (row, chain) in enumerate(zip(rows, chains, strict=True)):
@@ -175,7 +175,7 @@ def _compare(rows: Answers, told: Answers, chains: list[Chain]) -> None:
         assert row["kv_pages"] == min(answer["kv"][number] for answer in told), chain
 
 
-def _check_stops(rows: Answers, chains: list[Chain], existing: set[str]) -> None:
+def check_stops(rows: Answers, chains: list[Chain], existing: set[str]) -> None:
     """A chain is stopped by an object of one of its pages that is not there."""
     for row, chain in zip(rows, chains, strict=True):
         stop = row["stopped_by"]

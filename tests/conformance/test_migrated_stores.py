@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.conformance.conftest import Manifest, SglangSession
+    from tests.conformance.conftest import Manifest, SglangSession, WriteStore
     from tests.conftest import Invoke
 
 FILE_SIZE = 1 << 24
@@ -64,7 +64,7 @@ MOVES = (
     Move("gqa_tp2", "file", "hf3fs", {"tp": 4}),
     Move("gqa_tp2", "mooncake", "file", {"tp": 1, **_HEAD}),
     Move("gqa_tp2", "mooncake", "mooncake", {"tp": 8, **_DIRECT}),
-    Move("gqa_tp2", "mooncake", "hf3fs", {"tp": 1}, layout="page_head"),
+    Move("gqa_tp2", "mooncake", "hf3fs", {"tp": 1, **_DIRECT}, layout="page_head"),
     Move("gqa_tp2", "hf3fs", "file", {"tp": 4, **_HEAD}),
     Move("gqa_tp2", "hf3fs", "mooncake", {"tp": 4, **_DIRECT}, layout="layer_first"),
     Move("gqa_tp2", "hf3fs", "hf3fs", {"tp": 1, **_DIRECT}),
@@ -239,3 +239,52 @@ def test_sglang_reads_what_was_migrated_as_the_destination_it_was_made_for(
         "--profile", before, "--to-profile", after, "--verify", "--grace", "0s",
     )  # fmt: skip
     check(sglang_session, destination, manifest, profile, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "sglang", "ends"),
+    [
+        ("gqa_tp2", "0.5.16", {"_0_k", "_0_v", "_1_k", "_1_v"}),
+        ("mla_mla_draft", "0.5.16", {"__k", "__draft_k"}),
+        ("mla_mamba", "0.5.16", {"__k", "_0_temporal", "_1_temporal", "_0_conv_0", "_1_conv_0"}),
+        ("mla_pp2", "0.5.8", {"_0_k", "_1_k", "_0_indexer", "_1_indexer"}),
+        ("gqa_tp2", "0.5.7", {"_0_k", "_0_v", "_1_k", "_1_v"}),
+    ],
+)  # fmt: skip
+def test_pages_of_an_older_release_are_found_again_under_their_new_names(
+    case: str,
+    sglang: str,
+    ends: set[str],
+    places: Places,
+    sglang_session: SglangSession,
+    invoke: Invoke,
+    tmp_path: Path,
+) -> None:
+    new, old = places.empty("mooncake", 0), places.empty("mooncake", 1)
+    manifest = sglang_session.run("write_store", case, *new.arguments)
+    profile, older = tmp_path / "profile.json", tmp_path / "older.json"
+    profile.write_text(json.dumps(manifest["profile"]))
+    older.write_text(json.dumps({**manifest["profile"], "sglang": sglang}))
+    options = ("--verify", "--grace", "0s")
+    invoke("migrate", new.url(), old.url(), "--profile", profile, "--to-sglang", sglang, *options)
+    pages = set(manifest["pages"])
+    named = [key for key in places.clusters[1].list_keys() if key[:64] in pages]
+    assert len(named) == len(manifest["objects"])
+    assert {key[64:] for key in named} == ends
+
+    new = places.empty("mooncake", 0)
+    newest = manifest["profile"]["sglang"]
+    invoke("migrate", old.url(), new.url(), "--profile", older, "--to-sglang", newest, *options)
+    check(sglang_session, new, manifest, manifest["profile"], tmp_path)
+
+
+def test_states_of_an_older_release_that_kept_one_rank_of_two_are_refused(
+    sglang_store: WriteStore, invoke: Invoke, tmp_path: Path
+) -> None:
+    directory, manifest = sglang_store("legacy_mla_mamba")
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps(manifest["profile"]))
+    arguments = (directory, tmp_path / "new", "--profile", profile)
+    refused = invoke("migrate", *arguments, "--to-sglang", "0.5.23", exit_code=2)
+    assert "pools[mamba]: beside an MLA target its keys name no rank" in refused.stderr
+    assert not (tmp_path / "new").exists()

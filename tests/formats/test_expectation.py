@@ -373,7 +373,6 @@ def test_mooncake_takes_mla_in_layer_first() -> None:
         ("page_first", ["k", "v"]),
         ("page_first_direct", ["k", "v"]),
         ("layer_first", [None]),
-        ("page_head", [None]),
     ],
 )
 def test_3fs_has_k_and_v_apart_in_zero_copy_layouts(
@@ -410,6 +409,7 @@ def test_opaque_kv_on_3fs_follows_zero_copy() -> None:
         (profile(mha(), mha("swa")), "beside kv"),
         (profile(mha(), pp=2), "no pipeline stage"),
         (profile(mla(), tp=2, dcp=2), "file and Mooncake only"),
+        (profile(mha(), layout="page_head"), "layout page_head: SGLang's 3FS backend"),
     ],
 )
 def test_what_3fs_cannot_hold_is_refused(model: Profile, reason: str) -> None:

@@ -54,10 +54,8 @@ def test_flat_chains_agree_with_a_page_by_page_twin(
     lengths: list[int], windows: list[int], data: st.DataObject
 ) -> None:
     offsets = np.array([0, *accumulate(lengths)], dtype=np.int64)
-    masks = [
-        data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths)))
-        for _ in windows
-    ]
+    bits = [data.draw(st.integers(0, (1 << sum(lengths)) - 1)) for _ in windows]
+    masks = [[bool(number >> at & 1) for at in range(sum(lengths))] for number in bits]
     pools = [PoolPages(np.array(m, np.bool_), w) for m, w in zip(masks, windows, strict=True)]
     allowed = restorable(pools, offsets)
     runs = leading_runs(pools[0].present, offsets)

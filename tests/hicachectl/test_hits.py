@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from hicachectl import hits as hits_module
 from hicachectl.backends.urls import open_store
 from hicachectl.chains import Hashing, chains_of, chains_of_pages
 from hicachectl.formats.expectation import ExpectedObject, expected_objects
@@ -234,6 +235,48 @@ def test_an_empty_store_restores_nothing(
     assert row["stopped_by"]["key"] == f"{page(0)}_x-dsa.bin"
 
 
+def test_a_pack_says_itself_what_to_expect(
+    invoke: Invoke, tmp_path: Path, dsa: tuple[Path, Path]
+) -> None:
+    store, profile = dsa
+    tokens = list(range(13))
+    pages = page_hashes_hex(tokens, 4)
+    put_dsa(store, pages)
+    (store / f"{pages[2]}.indexer_x-dsa.bin").unlink()
+    pack = f"pack://{tmp_path / 'x.hcpack'}"
+    invoke("migrate", store, pack, "--profile", profile)  # which leaves the last page out
+    (row,) = rows(invoke, pack, "--token-ids", lines(tmp_path / "r.jsonl", tokens))
+    assert (row["kv_pages"], row["usable_tokens"]) == (2, 8)
+    assert row["stopped_by"]["pool"] == "kv"
+
+
+def test_a_profile_of_another_model_is_refused_for_few_pages_too(
+    invoke: Invoke, tmp_path: Path, dsa: tuple[Path, Path]
+) -> None:
+    store, profile = dsa
+    put(store, f"{page(0)}_y-other.bin")
+    listed = lines(tmp_path / "pages", [page(0)])
+    outcome = invoke("hits", store, "--pages", listed, "--profile", profile, exit_code=2)
+    assert "contradicts the store" in outcome.stderr
+
+
+def test_few_pages_are_asked_for_and_many_listed_to_the_same_end(
+    invoke: Invoke, tmp_path: Path, dsa: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, profile = dsa
+    names = [page(number) for number in range(20)]
+    put_dsa(store, names)
+    for number in (3, 7, 12):
+        (store / f"{names[number]}.indexer_x-dsa.bin").unlink()
+    put(store, f"{names[16]}_x-dsa.bin", 100)
+    listed = lines(tmp_path / "pages", *(names[start:] for start in range(20)))
+    arguments = [store, "--pages", listed, "--profile", profile]
+    asked = rows(invoke, *arguments)
+    monkeypatch.setattr(hits_module, "_FEW_KEYS", 0)
+    assert rows(invoke, *arguments) == asked
+    assert [row["usable_pages"] for row in asked][:8] == [3, 2, 1, 0, 3, 2, 1, 0]
+
+
 def test_a_table_is_for_people(invoke: Invoke, tmp_path: Path, dsa: tuple[Path, Path]) -> None:
     store, profile = dsa
     put_dsa(store, [page(0)])
@@ -350,6 +393,25 @@ def _stop(
         for number, one in enumerate(expected)
         if one.trailing and name in _required(chain, run, one) and (name, number) not in held
     )
+
+
+def test_putting_back_what_stops_a_chain_restores_all_of_it_in_the_end(tmp_path: Path) -> None:
+    profile = parse_profile(MIXED)
+    expected = expected_objects(profile, "file")
+    codec = codec_for("file")
+    names = [page(number) for number in range(6)]
+    _random_store(tmp_path, expected, names, random.Random(3))
+    usable = -1
+    for _ in range(len(names) * len(expected) + 1):
+        hits = _hits(tmp_path, profile, [names])
+        assert hits.usable_pages[0] >= usable
+        usable, stop = hits.usable_pages[0], hits.stop_pages[0]
+        if stop < 0:
+            break
+        one = expected[hits.stop_members[0]]
+        before, after = codec.affix(one.coordinate)
+        put(tmp_path, f"{before}{names[stop]}{after}", one.nbytes)
+    assert usable == len(names)
 
 
 def test_needed_objects_are_the_prefixes_and_their_trailing_states(tmp_path: Path) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from hicachectl.backends.base import Result, Status
+from hicachectl.backends.file import FileStore
 from hicachectl.demo import PROFILE
 from hicachectl.formats.transfer import retargeted
 from hicachectl.migrating.journal import Journal
@@ -49,8 +53,8 @@ def killed(
     """A move that has copied everything, and deleted nothing."""
     copied = Journal.copied
 
-    def kill(journal: Journal, *arguments: object) -> None:
-        copied(journal, *arguments)  # type: ignore[arg-type]
+    def kill(journal: Journal, *arguments: Any, **options: Any) -> None:
+        copied(journal, *arguments, **options)
         raise KilledError
 
     with monkeypatch.context() as patch:
@@ -139,3 +143,27 @@ def test_shards_that_nothing_can_be_made_of_stay_in_the_source(
     listed = invoke("ls", target, "--profile", there, "--format", "json").stdout
     states = [each["state"] for each in json.loads(listed)["pages"]]
     assert sorted(states) == sorted(["whole"] * (PAGES - 1) + ["orphan"])
+
+
+def test_a_resumed_move_deletes_nothing_that_is_damaged_at_the_destination(
+    invoke: Invoke, source: Path, target: Path, killed: None
+) -> None:
+    before = contents(source)
+    damaged = sorted(contents(target))[0]
+    os.truncate(target / damaged, 7)
+    migrated(invoke, source, target, *MOVE, "--resume", exit_code=4)
+    assert contents(source) == {n: c for n, c in before.items() if n[:64] == damaged[:64]}
+
+
+def test_a_resumed_move_says_what_it_cannot_delete(
+    invoke: Invoke, source: Path, target: Path, killed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: FileStore, rows: Any) -> Result:
+        count = len(rows)
+        statuses = np.full(count, Status.ERROR, dtype=np.uint8)
+        return Result(statuses, dict.fromkeys(range(count), "no"))
+
+    monkeypatch.setattr(FileStore, "delete", refuse)
+    document = migrated(invoke, source, target, *MOVE, "--resume", exit_code=4)
+    assert document["failed"] == PAGES
+    assert document["moved"] == 0

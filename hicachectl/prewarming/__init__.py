@@ -1,0 +1,1 @@
+"""What to warm and in what order, from the requests that were served before."""

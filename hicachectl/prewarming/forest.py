@@ -1,0 +1,127 @@
+"""The prefix forest of a trace: every block with the one before it in its chain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.formats.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+_REFERENCES_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Forest:
+    """Blocks by index; a block of one chain is a page, or the trace's own block.
+
+    names:   [blocks] int64, the trace's block ids; or [blocks, 32] uint8, page hashes.
+    parents: [blocks] int32, -1 for the first block of a chain.
+    depths:  [blocks] int32, blocks before it in its chain.
+    """
+
+    names: npt.NDArray[np.int64] | npt.NDArray[np.uint8]
+    parents: npt.NDArray[np.int32]
+    depths: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def hashed(self) -> bool:
+        """Blocks are named by page hashes, not by ids that only their trace knows."""
+        return self.names.ndim == 2
+
+
+def grow_forest(
+    names: npt.NDArray[np.int64] | npt.NDArray[np.uint8],
+    blocks: npt.NDArray[np.int32],
+    offsets: npt.NDArray[np.int64],
+) -> Forest:
+    """Find every block's parent and depth.
+
+    blocks: block indices of all requests on end; request i has those of offsets[i]:offsets[i+1].
+    Raises FormatError naming a block that stands behind two different ones: then equal names are
+    no equal prefixes, and nothing can be planned.
+    """
+    parents = np.full(len(names), -1, np.int32)
+    depths = np.zeros(len(names), np.int32)
+    for refs, before, depth in _references(blocks, offsets):
+        parents[refs] = before
+        depths[refs] = depth
+    forest = Forest(names, parents, depths)
+    for refs, before, _ in _references(blocks, offsets):
+        if len(wrong := np.flatnonzero(parents[refs] != before)):
+            raise FormatError(_two_parents(forest, refs[wrong[0]], before[wrong[0]]))
+    return forest
+
+
+def _references(
+    blocks: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]
+) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
+    """Give blocks, the block before each and its depth, some requests at a time."""
+    for first, last in request_ranges(offsets):
+        start, end = offsets[first], offsets[last]
+        refs = blocks[start:end]
+        depth = ramp(np.diff(offsets[first : last + 1]))
+        before = np.full(len(refs), -1, np.int32)
+        before[1:] = refs[:-1]
+        before[depth == 0] = -1
+        yield refs, before, depth
+
+
+def request_ranges(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Cut the requests into runs of about a million references, to bound what numpy holds."""
+    first, requests = 0, len(offsets) - 1
+    while first < requests:
+        last = int(np.searchsorted(offsets, offsets[first] + _REFERENCES_AT_ONCE, side="right")) - 1
+        last = min(max(last, first + 1), requests)
+        yield first, last
+        first = last
+
+
+def ramp(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """Count 0, 1, 2, … within each of several runs on end."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return (np.arange(total) - np.repeat(ends - lengths, lengths)).astype(np.int32)
+
+
+def _two_parents(forest: Forest, block: int, before: int) -> str:
+    what = "page" if forest.hashed else "block"
+
+    def spell(index: int) -> str:
+        return "the start" if index < 0 else f"{what} {name_of(forest, index)}"
+
+    remedy = (
+        "a chain has to begin with the first page of its prefix"
+        if forest.hashed
+        else "ids must name prefixes, not contents"
+    )
+    return (
+        f"{spell(block)} stands behind {spell(forest.parents[block])} in one request and behind "
+        f"{spell(before)} in another; {remedy}"
+    )
+
+
+def name_of(forest: Forest, block: int) -> str:
+    """Spell a block's name as a plan does."""
+    name = forest.names[block]
+    return name.tobytes().hex() if forest.hashed else str(name)
+
+
+def prefix_closed(forest: Forest, values: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Raise each block's value to the largest among its descendants, who all need it."""
+    closed = values.copy()
+    by_depth = np.argsort(forest.depths, kind="stable")
+    levels = np.searchsorted(forest.depths[by_depth], np.arange(forest.depths.max(initial=0) + 2))
+    for start, end in zip(levels[-2:0:-1].tolist(), levels[:1:-1].tolist(), strict=True):
+        level = by_depth[start:end]
+        np.maximum.at(closed, forest.parents[level], closed[level])
+    return closed

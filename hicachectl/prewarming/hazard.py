@@ -1,0 +1,189 @@
+"""How soon blocks are used again: rates by age, multiplied by what is known of each block.
+
+A block used at time t waits for its next use. The chance of that, per unit of time, depends on its
+age (time since t) and on other things. It is measured as events over exposure (blocks waiting
+times time), which also counts those that wait at the trace's end, and modelled as a product of one
+rate by age and one ratio per factor; fitted by proportional fitting, factor by factor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+    Codes = npt.NDArray[np.int64]
+
+_ROUNDS = 30
+_CLOSE_ENOUGH = 1e-3
+_SPANS_TO_MEDIAN = 5
+_GROWTH = 1.5
+_SHORTEST_TAIL = 1e-4  # of the longest wait; bounds the spans where most waits are 0
+
+
+class Factor(NamedTuple):
+    """A property that multiplies the rate: its levels, and into how many ages it is split."""
+
+    name: str
+    levels: int
+    age_groups: int = 1
+
+
+class Waits(NamedTuple):
+    """Waits for a next use; arrays [waits].
+
+    cells: int64, waits of one cell are alike in every factor.
+    durations: float64. used: bool, False where the trace ended first. weights: float64.
+    """
+
+    cells: Codes
+    durations: Floats
+    used: npt.NDArray[np.bool_]
+    weights: Floats
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Hazards:
+    """Fitted rates.
+
+    edges:  [ages] float64, where each span of ages starts; the last one is open.
+    base:   [ages] rates of all.
+    ratios: for each factor [levels, ages].
+    fading: age at which the rate of the open span, which is taken to fall as 1 / age, is its mean.
+    """
+
+    edges: Floats
+    base: Floats
+    ratios: tuple[Floats, ...]
+    fading: float
+
+    def rates(self, codes: Codes) -> Floats:
+        """Rates [rows, ages] for rows of codes [rows, factors]."""
+        rates = np.tile(self.base, (len(codes), 1))
+        for column, ratios in enumerate(self.ratios):
+            rates *= ratios[codes[:, column]]
+        return rates
+
+    def chances(self, codes: Codes, ages: Floats, horizons: Sequence[float]) -> Floats:
+        """Chance of a use within each horizon from now, [horizons, rows].
+
+        ages: [rows], time since the last use.
+        """
+        rates = self.rates(codes)
+        return np.stack([-np.expm1(-self._sum(rates, ages, ages + far)) for far in horizons])
+
+    def _sum(self, rates: Floats, start: Floats, end: Floats) -> Floats:
+        total = np.zeros(len(rates))
+        for age, (low, high) in enumerate(zip(self.edges[:-1], self.edges[1:], strict=True)):
+            total += rates[:, age] * np.clip(
+                np.minimum(end, high) - np.maximum(start, low), 0, None
+            )
+        low = np.maximum(start, self.edges[-1])
+        high = np.maximum(end, low)
+        total += rates[:, -1] * self.fading * np.log(high / low)
+        return total
+
+
+def age_edges(durations: Floats) -> Floats:
+    """Cut ages into spans: short where most next uses come, and finer than those where few do.
+
+    durations: of the waits that ended, above 0 for some. Up to their median each span saw as many
+    as the others; from there on it is half as long again as the one before.
+    """
+    shares = np.quantile(durations, np.linspace(0, 0.5, _SPANS_TO_MEDIAN + 1)[1:])
+    longest = float(durations.max())
+    last = max(float(shares[-1]), longest * _SHORTEST_TAIL)
+    growing = last * _GROWTH ** np.arange(1, np.log(longest / last) / np.log(_GROWTH))
+    return np.concatenate(([0.0], np.unique(shares[shares > 0]), growing))
+
+
+def fit_hazards(
+    waits: Waits,
+    codes: Codes,
+    factors: Sequence[Factor],
+    edges: Floats,
+    *,
+    longest: float,
+    prior: float,
+) -> Hazards:
+    """Fit rates to waits.
+
+    codes: [cells, factors], the level of each cell in each factor.
+    longest: how long any wait could be seen. prior: events that a ratio of 1 is taken to have
+    been seen with, so that what was seen little of stays near it.
+    """
+    events, exposure = _tabulate(waits, len(codes), edges)
+    tiny = 1e-9
+    base = (events.sum(0) + tiny) / (exposure.sum(0) + tiny)
+    groups = [_age_groups(factor.age_groups, len(edges)) for factor in factors]
+    columns = [_grouped(codes[:, k], factor.levels) for k, factor in enumerate(factors)]
+    seen = [column(events) @ group for column, group in zip(columns, groups, strict=True)]
+    ratios = [np.ones((factor.levels, len(edges))) for factor in factors]
+    expected = exposure * base
+    for _ in range(_ROUNDS):
+        change = 0.0
+        for k, group in enumerate(groups):
+            step = (seen[k] + prior) / (
+                columns[k](expected) @ group / _mean(ratios[k], group) + prior
+            )
+            ratio = step @ group.T
+            scale = ratio / ratios[k]
+            expected *= scale[codes[:, k]]
+            ratios[k] = ratio
+            change = max(change, float(np.abs(np.log(scale)).max(initial=0)))
+        if change < _CLOSE_ENOUGH:
+            break
+    last = edges[-1] or 1.0
+    longest = max(longest, 1.01 * last)
+    fading = (longest - last) / np.log(longest / last)
+    return Hazards(edges, base, tuple(ratios), float(fading))
+
+
+def _tabulate(waits: Waits, cells: int, edges: Floats) -> tuple[Floats, Floats]:
+    """Count next uses and time waited, [cells, ages]."""
+    ages = len(edges)
+    ends = np.searchsorted(edges, waits.durations, side="right") - 1
+    place = waits.cells * ages + ends
+
+    def table(weights: Floats) -> Floats:
+        sums: Floats = np.bincount(place, weights, cells * ages).astype(np.float64)
+        return sums.reshape(cells, ages)
+
+    events = table(np.where(waits.used, waits.weights, 0.0))
+    exposure = table(waits.weights * (waits.durations - edges[ends]))
+    ended = table(waits.weights)
+    longer = ended[:, ::-1].cumsum(1)[:, ::-1] - ended  # waits that outlast each span
+    exposure[:, :-1] += longer[:, :-1] * np.diff(edges)
+    return events, exposure
+
+
+def _age_groups(groups: int, ages: int) -> Floats:
+    """Membership [ages, groups], of runs of ages about equally long."""
+    groups = min(groups, ages)
+    member = np.zeros((ages, groups))
+    member[np.arange(ages), np.arange(ages) * groups // ages] = 1
+    return member
+
+
+def _mean(ratios: Floats, group: Floats) -> Floats:
+    means: Floats = (ratios @ group) / group.sum(0)
+    return means
+
+
+def _grouped(codes: Codes, levels: int) -> Callable[[Floats], Floats]:
+    """Return the function that sums rows by their code, [cells, ages] to [levels, ages]."""
+
+    def total(table: Floats) -> Floats:
+        ages = table.shape[1]
+        place = (codes[:, None] * ages + np.arange(ages)).ravel()
+        sums: Floats = np.bincount(place, table.ravel(), levels * ages).astype(np.float64)
+        return sums.reshape(levels, ages)
+
+    return total

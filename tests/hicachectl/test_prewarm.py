@@ -1,0 +1,288 @@
+"""What prewarm copies: as far as servers could restore it, best first, within its limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hicachectl.backends.base import Status
+from hicachectl.backends.file import FileStore
+from hicachectl.chains import Chains, Hashing, chains_of
+from hicachectl.demo import PROFILE
+from hicachectl.formats.errors import UnsupportedByBackend, UsageError
+from hicachectl.formats.hashing import page_hashes_hex
+from hicachectl.hits import find_hits
+from hicachectl.inventory import take_inventory
+from hicachectl.migrating.carrying import Manner
+from hicachectl.prewarm import Outcome, Request, prewarm
+from hicachectl.requests import Request as Prompt
+from tests.hicachectl.migrations import MODEL, contents, demo_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    IntArray = np.ndarray[Any, np.dtype[np.int64]]
+
+PAGES = 12  # of the demo's one chain; states end it at pages 3, 7 and 11
+SEED = 20_251_120
+
+
+def tokens() -> list[int]:
+    """The tokens that the demo's pages are of."""
+    rng = np.random.default_rng(SEED)
+    drawn: list[int] = rng.integers(0, 150_000, PAGES * PROFILE.page_size).tolist()
+    return drawn
+
+
+HASHES = page_hashes_hex(np.array(tokens()), PROFILE.page_size)
+
+
+def chains(*lengths: int) -> Chains:
+    """Prompts that are the demo's chain, cut after so many pages, and one token more."""
+    prompts = [
+        Prompt("test", [*tokens(), 1][: length * PROFILE.page_size + 1]) for length in lengths
+    ]
+    return chains_of(prompts, Hashing.of(PROFILE))
+
+
+def in_turn(asked: Chains, names: pa.StringArray, page_of: IntArray) -> IntArray:
+    """Rank pages by where they first stand."""
+    first = np.full(len(names), len(page_of), dtype=np.int64)
+    np.minimum.at(first, page_of, np.arange(len(page_of)))
+    rank = np.empty(len(names), dtype=np.int64)
+    rank[np.argsort(first, kind="stable")] = np.arange(len(names))
+    return rank
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return demo_store(tmp_path / "source", PAGES)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    directory = tmp_path / "target"
+    directory.mkdir()
+    return directory
+
+
+def warmed(source: Path, target: Path, asked: Chains | None, **options: Any) -> Outcome:
+    with FileStore(source) as one, FileStore(target) as other:
+        return prewarm(one, other, Request(profile=PROFILE, chains=asked, rank=in_turn, **options))
+
+
+def usable(store: Path, asked: Chains) -> list[int]:
+    with FileStore(store) as opened:
+        inventory = take_inventory(opened, PROFILE)
+    pages: list[int] = find_hits(inventory, 0, asked).usable_pages.tolist()
+    return pages
+
+
+def states(store: Path) -> set[str]:
+    return {name[:64] for name in contents(store) if ".mamba" in name}
+
+
+def pages_of(store: Path) -> set[str]:
+    return {name[:64] for name in contents(store)}
+
+
+def test_a_prompt_is_copied_as_far_as_it_can_be_restored(source: Path, target: Path) -> None:
+    outcome = warmed(source, target, chains(10))
+    # A state stands at page 7, the next at 11: pages 8 and 9 would be of no use.
+    assert pages_of(target) == set(HASHES[:8])
+    assert usable(target, chains(10)) == [8]
+    assert outcome.document["requested_pages"] == 10
+    assert outcome.document["copied_pages"] == 8
+    assert outcome.document["missing_pages"] == 2
+    assert outcome.document["usable_tokens"] == 8 * PROFILE.page_size
+    assert outcome.usable_share == 0.8
+    assert outcome.document["complete"] is True
+
+
+def test_only_states_that_can_be_hit_are_copied(source: Path, target: Path) -> None:
+    warmed(source, target, chains(12))
+    assert states(target) == {HASHES[11]}
+    warmed(source, target, chains(5))
+    assert states(target) == {HASHES[3], HASHES[11]}
+
+
+def test_a_page_that_the_source_lacks_ends_what_is_copied(source: Path, target: Path) -> None:
+    (source / f"{HASHES[5]}_{MODEL}_1_2.bin").unlink()
+    outcome = warmed(source, target, chains(12))
+    assert pages_of(target) == set(HASHES[:4])
+    assert outcome.document["missing_pages"] == 8
+
+
+def test_what_is_there_is_not_copied_again(source: Path, target: Path) -> None:
+    warmed(source, target, chains(4))
+    outcome = warmed(source, target, chains(8))
+    assert outcome.document["already_there"] == 4
+    assert outcome.document["copied_pages"] == 4
+    again = warmed(source, target, chains(8))
+    assert (again.document["copied_pages"], again.document["bytes"]) == (0, 0)
+    assert again.usable_share == 1.0
+
+
+@pytest.mark.parametrize(("budget", "whole"), [(3, 0), (4, 4), (7, 4), (8, 8), (12, 12)])
+def test_a_budget_of_pages_holds_whole_prefixes_only(
+    source: Path, target: Path, budget: int, whole: int
+) -> None:
+    outcome = warmed(source, target, chains(12), budget_pages=budget)
+    assert pages_of(target) == set(HASHES[:whole])
+    assert usable(target, chains(12)) == [whole]
+    assert outcome.document["stopped_by"] == ("budget" if budget < PAGES else None)
+
+
+def test_a_budget_of_bytes_is_kept_and_states_count(source: Path, target: Path) -> None:
+    need = sum(
+        len(data)
+        for name, (data, _) in contents(source).items()
+        if name[:64] in HASHES[:8] and (".mamba" not in name or name.startswith(HASHES[7]))
+    )
+    assert warmed(source, target, chains(12), budget_bytes=need).document["bytes"] == need
+    assert pages_of(target) == set(HASHES[:8])
+
+
+def test_a_budget_below_the_need_takes_less(source: Path, target: Path) -> None:
+    need = sum(
+        len(data)
+        for name, (data, _) in contents(source).items()
+        if name[:64] in HASHES[:8] and (".mamba" not in name or name.startswith(HASHES[7]))
+    )
+    outcome = warmed(source, target, chains(12), budget_bytes=need - 1)
+    assert pages_of(target) == set(HASHES[:4])
+    assert outcome.document["bytes"] <= need - 1
+
+
+def test_a_dry_run_writes_nothing_and_lists_the_plan(source: Path, target: Path) -> None:
+    outcome = warmed(source, target, chains(8), dry_run=True)
+    assert not contents(target)
+    assert outcome.plan is not None
+    assert outcome.plan.column("page").to_pylist() == HASHES[:8]
+    assert outcome.document["copied_pages"] == 8
+    assert outcome.document["usable_tokens"] == 0
+
+
+def test_the_best_pages_are_the_newest_in_the_end(source: Path, target: Path) -> None:
+    warmed(source, target, chains(8), manner=Manner(jobs=1))
+    times = {name: mtime for name, (_, mtime) in contents(target).items()}
+    newest = [max(t for name, t in times.items() if name.startswith(h)) for h in HASHES[:8]]
+    assert newest == sorted(newest, reverse=True)
+
+
+def test_a_passed_deadline_begins_nothing(source: Path, target: Path) -> None:
+    outcome = warmed(source, target, chains(8), deadline_seconds=0.0)
+    assert not contents(target)
+    assert outcome.document["stopped_by"] == "deadline"
+    assert outcome.document["complete"] is False
+
+
+def test_another_topology_is_warmed(source: Path, target: Path) -> None:
+    wide = replace(PROFILE, tp=4, layout="page_first_direct")
+    outcome = warmed(source, target, chains(8), destination_profile=wide)
+    assert outcome.usable_share == 1.0
+    assert {name.rpartition(".bin")[0][-4:] for name in contents(target)} == {
+        f"_{rank}_4" for rank in range(4)
+    }
+
+
+def test_a_destination_that_evicts_ends_the_run_with_what_it_holds(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_from = FileStore.write_from
+    calls = []
+
+    def evicting(store: FileStore, *arguments: Any, **options: Any) -> Any:
+        result = write_from(store, *arguments, **options)
+        calls.append(result)
+        for name in list(contents(target))[:-1]:
+            (target / name).unlink()
+        assert all(status == Status.OK for status in result.statuses)
+        return result
+
+    monkeypatch.setattr(FileStore, "write_from", evicting)
+    outcome = warmed(source, target, chains(12), manner=Manner(jobs=1, buffer_bytes=1 << 18))
+    assert outcome.document["stopped_by"] == "destination evicts"
+    assert "it holds about" in outcome.remarks[0]
+
+
+def test_pins_are_refused_where_there_are_none(source: Path, target: Path) -> None:
+    with pytest.raises(UnsupportedByBackend, match="--pin"):
+        warmed(source, target, chains(4), manner=Manner(pin=True))
+
+
+def test_a_store_cannot_warm_itself(source: Path) -> None:
+    with pytest.raises(UsageError, match="are the same"):
+        warmed(source, source, chains(4))
+
+
+def test_an_empty_source_copies_nothing(tmp_path: Path, target: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    outcome = warmed(tmp_path / "empty", target, chains(4))
+    assert outcome.document["missing_pages"] == 4
+    assert outcome.usable_share == 0.0
+
+
+def test_all_whole_pages_can_be_asked_for(source: Path, target: Path) -> None:
+    (source / f"{HASHES[0]}_{MODEL}_1_2.bin").unlink()
+    outcome = warmed(source, target, None)
+    assert pages_of(target) == set(HASHES[1:])
+    assert outcome.document["requested_pages"] == outcome.document["copied_pages"] == PAGES - 1
+    assert outcome.usable_share == 1.0
+    assert warmed(source, target, None).document["already_there"] == PAGES - 1
+
+
+def test_of_all_pages_a_budget_takes_the_newest(source: Path, target: Path) -> None:
+    outcome = warmed(source, target, None, budget_pages=3)
+    assert pages_of(target) == set(HASHES[-3:])
+    assert outcome.document["stopped_by"] == "budget"
+    assert outcome.plan is not None
+    assert outcome.plan.column("page").to_pylist() == HASHES[:-4:-1]
+
+
+def test_pages_that_were_there_are_touched_too(source: Path, target: Path) -> None:
+    warmed(source, target, chains(4))
+    old = {name: mtime for name, (_, mtime) in contents(target).items()}
+    warmed(source, target, chains(8))
+    new = {name: mtime for name, (_, mtime) in contents(target).items()}
+    assert all(new[name] > old[name] for name in old if ".mamba" not in name)
+
+
+def test_pages_whose_prefixes_nobody_knows_are_copied_whole(source: Path, target: Path) -> None:
+    named = pa.array([HASHES[6], HASHES[2], HASHES[6], "0" * 64])
+    outcome = warmed(source, target, None, pages=named)
+    assert pages_of(target) == {HASHES[6], HASHES[2]}
+    assert outcome.plan is not None
+    assert outcome.plan.column("page").to_pylist() == [HASHES[6], HASHES[2]]
+    assert (outcome.document["requested_pages"], outcome.document["missing_pages"]) == (3, 1)
+
+
+def test_an_object_of_another_size_at_the_destination_is_a_failure(
+    source: Path, target: Path
+) -> None:
+    name = f"{HASHES[1]}_{MODEL}_1_2.bin"
+    (target / name).write_bytes(b"short")
+    outcome = warmed(source, target, chains(4))
+    assert outcome.document["failed"] == 1
+    assert outcome.problems[0].page == HASHES[1]
+
+
+def test_all_pages_that_are_evicted_are_not_called_usable(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_from = FileStore.write_from
+
+    def evicting(store: FileStore, *arguments: Any, **options: Any) -> Any:
+        result = write_from(store, *arguments, **options)
+        for name in contents(target):
+            (target / name).unlink()
+        return result
+
+    monkeypatch.setattr(FileStore, "write_from", evicting)
+    outcome = warmed(source, target, None)
+    assert outcome.document["usable_tokens"] == 0
+    assert outcome.usable_share == 0.0
