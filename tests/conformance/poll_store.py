@@ -7,8 +7,9 @@ are write_store.py's.
 Every rank asks `batch_exists_v2` for a page's anchor, and once it has that, in a second call for
 each side pool that the manifest's objects of the page are of: one call asks for them all in no
 certain order. Goes on until the file of --until exists, and appends a JSON line to --log for each
-time through the prompt: {"seen", "half"}, how many pages all ranks see, and [page, rank, pool] of
-each side object that was not there though the anchor was.
+time through the prompt that finds something else, and now and then: {"seen", "half"}, how many
+pages all ranks see, and [page, rank, pool] of each side object that was not there though the
+anchor was.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import json
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,9 @@ else:
     import sglang_env
     import write_store
     from store_cases import Deployment
+
+
+_SILENCE_S = 0.1
 
 
 def main() -> None:
@@ -43,8 +48,12 @@ def main() -> None:
     logging.disable(logging.WARNING)  # a miss is one
     with contextlib.redirect_stdout(sys.stderr), options.log.open("w", buffering=1) as log:
         backends = _backends(manifest, write_store.place(options))
+        said, at = None, 0.0
         while not options.until.exists():
-            log.write(json.dumps(_round(backends, manifest)) + "\n")
+            found = _round(backends, manifest)
+            if found != said or time.monotonic() - at > _SILENCE_S:
+                said, at = found, time.monotonic()
+                log.write(json.dumps(found) + "\n")
 
 
 def _backends(manifest: dict[str, Any], place: write_store.Place) -> list[Any]:
