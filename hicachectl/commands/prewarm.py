@@ -22,6 +22,10 @@ Examples:
   hicachectl prewarm --trace yesterday.jsonl --dry-run -o plan.jsonl
   hicachectl prewarm --trace yesterday.jsonl --dry-run --budget-pages 30000 -o plan.jsonl
   hicachectl prewarm --trace tokens.jsonl --dry-run --profile prod.toml --budget 200GiB
+  jq -cR 'fromjson? | select(.event == "request.finished" and .obj.input_ids) |
+    {timestamp, token_ids: .obj.input_ids, extra_key: .obj.extra_key,
+     cache_salt: .obj.cache_salt,
+     output_length: .out.meta_info.completion_tokens}' server.log > tokens.jsonl
 """,
 )
 @click.option(
@@ -55,29 +59,24 @@ def command(
     output: Path | None,
     **options: Any,
 ) -> None:
-    r"""Plan which pages are worth warming, and in what order.
+    """Plan which pages are worth warming, and in what order.
 
-    A line of the trace is one request: {"timestamp": 27482, "token_ids": [...]} with its
-    "extra_key" and "cache_salt" where it had them, or "hash_ids" in place of token ids, as in the
-    public traces of Mooncake. "input_length" and "output_length" (tokens) improve the plan. Token
-    ids are hashed as the profile says. Hash ids name blocks that only the trace knows: they can be
-    planned from, and such a plan cannot be executed.
+    A line of the trace is one request, a JSON object: timestamp, and token_ids with the extra_key
+    and cache_salt that it had, or hash_ids in their place as in the public traces of Mooncake.
+    input_length and output_length, in tokens, improve the plan. Token ids are hashed as the profile
+    says. Hash ids name blocks that only the trace knows: they can be planned from, and such a plan
+    cannot be executed.
 
     Blocks are ordered by the chance that they are used again soon, as the trace itself shows it for
     blocks as old and as often used, of requests as long and so on; a page never stands before the
     pages of its prefix. Lines without timestamp are ordered by how many share a page.
 
-    The plan is JSON lines, best first: {"page", "parent", "depth", "value", "requests",
-    "last_seen"}. No store is needed for it.
+    The plan is JSON lines, best first, of page, parent, depth, value, requests and last_seen. No
+    store is needed for it.
 
-    To record a trace, start SGLang with --log-requests --log-requests-level 3
-    --log-requests-format json (level 2 cuts long prompts) and take from its log:
-
-    \b
-      jq -cR 'fromjson? | select(.event == "request.finished" and .obj.input_ids) |
-        {timestamp, token_ids: .obj.input_ids, extra_key: .obj.extra_key,
-         cache_salt: .obj.cache_salt,
-         output_length: .out.meta_info.completion_tokens}' server.log > trace.jsonl
+    To record a trace, start SGLang with --log-requests, --log-requests-level 3 (2 cuts long
+    prompts) and --log-requests-format json, and take token ids from its log as the last example
+    does. Requests that came as text are logged without them.
     """
     if not dry_run:
         raise click.UsageError("add --dry-run: plans can be made, but not executed yet")

@@ -21,7 +21,7 @@ _USES = np.array([2, 3, 5, 9, 17])  # a level a doubling, from here on
 _TURNS = np.array([1, 2, 3, 5, 9])
 _BLOCKS = np.array([1, 2, 4, 16, 64])
 _QUANTILES = 12
-_USE_FACTOR = Factor("uses", len(_USES) + 1, age_groups=1 << 30)  # rates by age of their own
+_USE_FACTOR = Factor("uses", len(_USES) + 1)
 _DEPTH_FACTOR = Factor("depth", len(_BLOCKS) + 1)
 _TAIL_FACTOR = Factor("tail", 2)  # the last block of a prompt that does not fill it
 _LEFT_FACTOR = Factor("left", 2)  # a block that its conversation went on without
