@@ -174,7 +174,7 @@ def command(
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
             return
         with opened(
-            ctx, destination, lease_wait=options["lease_wait"], create=not options["dry_run"]
+            ctx, destination, lease_wait=options["lease_wait"], create=source is not None
         ) as target:
             document, plan = _worked(ctx, source, target, options)
     failed = _is_failed(document, options)

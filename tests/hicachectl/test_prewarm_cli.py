@@ -100,9 +100,8 @@ def test_a_plan_is_executed_page_by_page_in_its_order(
 ) -> None:
     asked, plan = prompts(tmp_path / "asked.jsonl", 4, 8, 12), tmp_path / "plan.jsonl"
     stores = (target, "--from", source, "--profile", profile, "--jobs", 1)
-    target.mkdir()
     output = invoke("prewarm", *stores, "--token-ids", asked, "--dry-run", "-o", plan)
-    assert not contents(target)
+    assert not target.exists()
     assert "12 pages to copy" in output.stderr
     listed = [json.loads(line)["page"] for line in plan.read_text().splitlines()]
     assert listed == HASHES
