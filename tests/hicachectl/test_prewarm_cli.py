@@ -327,6 +327,7 @@ def test_nothing_that_can_be_had_is_no_error(
         (("--token-ids", "missing.jsonl"), "cannot read missing.jsonl"),
         (("--pages", "missing.jsonl", "--through-server", "http://x:1"), "it needs --prompts"),
         (("--token-ids", "missing.jsonl", "--to-key-scheme", "unified"), "is for migrate"),
+        (("--token-ids", "missing.jsonl", "--pin-ttl", "1h"), "--pin-ttl is for --pin"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(

@@ -153,6 +153,20 @@ def test_mooncake_protects_what_is_pinned_and_says_what_is_not(
     assert f"soft-pinned: {len(fresh)}" in mooncake_cluster.ask("metrics/summary")
 
 
+def test_pins_last_as_long_as_is_asked(
+    mooncake_package: None, invoke: Invoke, source: Path, profile: Path, asked: Path
+) -> None:
+    with Cluster() as cluster:
+        stores = (cluster.url, "--from", source, "--profile", profile, "--token-ids", asked)
+        refused = warmed(invoke, *stores, "--pin", "--pin-ttl", "2d", exit_code=4)
+        assert refused["failed"] == PAGES  # the master allows a day
+        assert "--pin-ttl" in refused["stderr"]
+        assert not cluster.list_keys()
+        assert warmed(invoke, *stores, "--pin", "--pin-ttl", "20h")["copied_pages"] == PAGES
+        pinned = f"soft-pinned: {len(cluster.list_keys())})"
+        assert pinned in cluster.ask("metrics/summary")
+
+
 def test_the_most_valuable_pages_are_the_last_that_3fs_evicts(
     metadata_server: MetadataServer, invoke: Invoke, source: Path, profile: Path, tmp_path: Path
 ) -> None:
