@@ -180,6 +180,8 @@ class Store(ABC):
     supports_empty: ClassVar[bool] = True  # zero-byte objects
     supports_version: ClassVar[bool] = False
     version_fields: ClassVar[tuple[str, ...]] = ()  # of `version`, 8 bytes of little endian each
+    evicts: ClassVar[bool] = False  # what is there, to make room for what is written
+    loses_races: ClassVar[bool] = False  # a write answered OK may be another's at the same moment
     lists_late: ClassVar[bool] = False  # a scan may lack what was written lately
     versions_recur: ClassVar[bool] = False  # another object can get the version of an earlier one
     supports_locator: ClassVar[bool] = False

@@ -93,7 +93,7 @@ class FileStore(Store):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
-        self._made = False
+        self._made: list[str] = []  # directories of ours, the innermost first
         self._token = b""  # of temporary names
         self.own_temporaries(os.urandom(_OWNER_BYTES).hex(), sweep=False)
         self._numbers = count()
@@ -119,11 +119,14 @@ class FileStore(Store):
 
         It is removed again if nothing was written to it.
         """
-        made = False
+        made: list[str] = []
+        missing = url.path
+        while not os.path.lexists(missing):
+            made.append(missing)
+            missing = os.path.dirname(missing)  # noqa: PTH120 - names that are not UTF-8
         try:
-            if not os.path.lexists(url.path):
+            if made:
                 os.makedirs(url.path)  # noqa: PTH103 - names that are not UTF-8
-                made = True
         except OSError as error:
             raise StoreUnavailable(f"{url.path}: cannot be made: {error.strerror}") from error
         store = cls(url.path)
@@ -139,9 +142,9 @@ class FileStore(Store):
         descriptor, self._directory = self._directory, -1
         if descriptor >= 0:
             os.close(descriptor)
-            if self._made:
-                with suppress(OSError):  # it is not empty
-                    os.rmdir(self.path)  # noqa: PTH106 - names that are not UTF-8
+            with suppress(OSError):  # one that is not empty
+                for directory in self._made:
+                    os.rmdir(directory)  # noqa: PTH106 - names that are not UTF-8
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """List every regular file; the version is made of inode, mtime, ctime and size.

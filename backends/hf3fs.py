@@ -114,6 +114,7 @@ class Hf3fsStore(Store):
     supports_holes: ClassVar[bool] = True
     identifies_by_exists: ClassVar[bool] = True
     evicts_pools_apart: ClassVar[bool] = True
+    evicts: ClassVar[bool] = True
     version_fields: ClassVar[tuple[str, ...]] = ("page_index",)
     versions_recur: ClassVar[bool] = True  # freed pages are handed out at once
     lists_late: ClassVar[bool] = True

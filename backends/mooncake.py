@@ -78,6 +78,7 @@ class MooncakeStore(Store):
     supports_times: ClassVar[bool] = False
     supports_empty: ClassVar[bool] = False
     supports_touch: ClassVar[bool] = True
+    loses_races: ClassVar[bool] = True
     supports_version: ClassVar[bool] = True
     supports_replicas: ClassVar[bool] = True
     supports_leases: ClassVar[bool] = True
@@ -85,6 +86,7 @@ class MooncakeStore(Store):
     supports_groups: ClassVar[bool] = True
     logs_natively: ClassVar[bool] = True
     lease_wait_seconds: float = 2 * LEASE_SECONDS
+    evicts: ClassVar[bool] = True
     version_fields: ClassVar[tuple[str, ...]] = ("size", "segment", "address")
     versions_recur: ClassVar[bool] = True  # freed memory is used again
 

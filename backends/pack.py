@@ -296,6 +296,11 @@ class PackStore(Store):
             *self._writer.write(keys_of(rows), mtimes_of(rows), objects, if_absent=if_absent)
         )
 
+    def own_temporaries(self, owner: str, *, sweep: bool) -> None:
+        """Take over a pack that a killed run has left: it is finished when it is closed."""
+        if self._writer is not None:
+            self._writer.may_finish = True
+
     def withdraw(self, rows: Rows) -> Result:
         """Leave objects out of the index that will be written; their bytes stay in the file."""
         if self._writer is None:

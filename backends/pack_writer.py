@@ -89,6 +89,7 @@ class PackWriter:
         self._is_valid = False  # what is in the file ends with an index of all of it
         self._written: Metadata | None = None  # as the file has it
         self._has_tail = False  # bytes behind the last whole record
+        self.may_finish = False  # whether `close` ends the file: it was written to, or is to be
         self._failed: OSError | None = None
         self._turn = threading.Lock()
         self._plans = PlanMemory()
@@ -220,7 +221,8 @@ class PackWriter:
         if self._encoders is not None:
             self._encoders.shutdown()
         try:
-            if self._written is not None and not self._is_valid and self._failed is None:
+            unended = self._written is not None and not self._is_valid
+            if self._written is not None and unended and self.may_finish and not self._failed:
                 table = self.entries.table()
                 append_index(descriptor, self.pack_id, table, self._written, self._end)
             elif not os.fstat(descriptor).st_size:
@@ -235,6 +237,7 @@ class PackWriter:
 
     def _begin(self) -> None:
         """Write what comes before objects, where it is not there yet."""
+        self.may_finish = True
         with self._turn:
             if self.descriptor < 0:
                 raise ValueError("the pack is closed")

@@ -3,69 +3,38 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.chains import raw_pages
-from hicachectl.choosing import WRITING, Choice, arriving_bytes
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
-from hicachectl.formats.transfer import transfer_plan
-from hicachectl.groups import WHOLE, PageGroups
+from hicachectl.groups import PageGroups
 from hicachectl.hits import find_hits, inventory_of_chains
 from hicachectl.inventory import take_inventory
-from hicachectl.migrating.carrying import Carrier, Manner, Order
+from hicachectl.migrating.carrying import Carrier
 from hicachectl.migrating.decisions import Action, decide
-from hicachectl.migrating.routes import planned_route, verbatim_routes
-from hicachectl.migrating.survey import Survey, survey_destination, survey_source
+from hicachectl.migrating.delivery import Problem
+from hicachectl.migrating.preparing import find_router, settle_grammar
+from hicachectl.migrating.survey import ABSENT, survey_destination, survey_source
 from hicachectl.migrating.watching import Touching, Watch
-from hicachectl.prewarming.forest import grow_forest
+from hicachectl.prewarm_plan import Plan, Request, plan_chains, plan_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy.typing as npt
-
     from hicachectl.backends.base import Store
-    from hicachectl.chains import Chains
-    from hicachectl.formats.profile import Profile
-    from hicachectl.inventory import IntArray, Inventory
-    from hicachectl.migrating.delivery import Delivered, Problem
-    from hicachectl.migrating.routes import Route
+    from hicachectl.inventory import IntArray
+    from hicachectl.migrating.delivery import Delivered
+
+__all__ = ["EVICTS", "FULL", "Outcome", "Request", "prewarm", "usable_from"]
 
 BUDGET = "budget"
 DEADLINE = "deadline"
 FULL = "destination full"
 EVICTS = "destination evicts"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What to warm a store with.
-
-    profile: of the source. destination_profile: of the servers of the destination, None: the same.
-    chains: what is asked for; None: all whole pages, the newest first within a budget. rank: given
-    chains, their distinct pages and which of them each page is, gives the place of each distinct
-    page in the order of value, 0 the best; a page never before one that precedes it in a chain.
-    """
-
-    profile: Profile
-    chains: Chains | None
-    rank: Callable[[Chains, pa.StringArray, IntArray], IntArray] | None = None
-    destination_profile: Profile | None = None
-    budget_bytes: int | None = None
-    budget_pages: int | None = None
-    deadline_seconds: float | None = None
-    dry_run: bool = False
-    manner: Manner = field(default_factory=Manner)
-
-    @property
-    def target(self) -> Profile:
-        """The profile of the destination."""
-        return self.destination_profile or self.profile
 
 
 @dataclass(slots=True)
@@ -91,31 +60,6 @@ class Outcome:
         return self.document["usable_tokens"] / wanted if wanted else 1.0
 
 
-@dataclass(slots=True)
-class _Plan:
-    """What is to be copied.
-
-    wanted: rows of the survey, best first. items: those of them that are to be copied, in the order
-    in which they are. cost: bytes that each of these brings to the destination. actions: for every
-    row of the survey. parents, depths: of each item in its chain; null and 0 where unknown.
-    names: pages that servers could restore from the source. there: pages that the destination has
-    of these. missing: pages asked for that are not among them.
-    """
-
-    survey: Survey
-    wanted: IntArray
-    items: IntArray
-    cost: IntArray
-    actions: npt.NDArray[np.int8]
-    parents: pa.StringArray
-    depths: IntArray
-    names: pa.StringArray
-    requested: int
-    there: int
-    missing: int
-    cut: bool
-
-
 def prewarm(
     source: Store,
     destination: Store,
@@ -133,7 +77,8 @@ def prewarm(
     started = time.monotonic()
     if request.manner.pin and not destination.supports_pin:
         raise UnsupportedByBackend(f"{destination.url}: --pin: its objects cannot be pinned")
-    route_of = _router(source, destination, request)
+    grammar = settle_grammar(source, destination)
+    routes_of = find_router(source, destination, grammar, request.profile, request.target)
     destination.use_profile(request.target)
     inventory = (
         take_inventory(source, request.profile, on_batch=on_listed)
@@ -141,19 +86,20 @@ def prewarm(
         else inventory_of_chains(source, request.profile, request.chains, on_batch=on_listed)
     )
     groups = PageGroups(inventory)
-    survey = survey_source(inventory, groups, route_of(inventory))
-    survey_destination(destination, [survey], destination.grammar, on_batch=on_listed)
+    survey = survey_source(inventory, groups, routes_of(inventory)[0])
+    survey_destination(destination, [survey], grammar, on_batch=on_listed)
     plan = (
-        _everything(groups, survey, request)
+        plan_pages(groups, survey, request)
         if request.chains is None
-        else _planned(inventory, survey, request.chains, request)
+        else plan_chains(inventory, survey, request.chains, request)
     )
-    rows = _plan_rows(plan)
+    rows = plan.rows()
     total = int(plan.cost.sum())
     if request.dry_run:
         outcome = _finished(plan, source, destination, request, started)
         outcome.document |= {"copied_pages": len(plan.items), "bytes": total}
-        outcome.plan = rows
+        outcome.document["failed"] = len(plan.conflicts)
+        outcome.plan, outcome.problems = rows, _conflicts(plan)
         return outcome
     deadline = None if request.deadline_seconds is None else started + request.deadline_seconds
     watch = Watch(destination, survey)
@@ -168,17 +114,18 @@ def prewarm(
             carrier.stop()
 
     partly = int((plan.actions[plan.items] == Action.COMPLETE).sum())
-    tally = carrier.carry(_orders(plan), on_done=on_done)
+    tally = carrier.carry(plan.orders(), on_done=on_done)
     Touching(destination, survey).touch(plan.wanted)
-    outcome = _finished(plan, source, destination, request, started, copied=tally.pages)
-    outcome.plan, outcome.problems = rows, tally.problems
+    outcome = _finished(plan, source, destination, request, started)
+    outcome.plan = rows
+    outcome.problems = [*_conflicts(plan), *tally.problems]
     reason = _reason(tally.full, watch, tally.complete, plan)
     outcome.document |= {
         "copied_pages": tally.pages,
         "bytes": tally.nbytes,
         "not_pinned": plan.there + partly if request.manner.pin else 0,
         "gone": tally.gone,
-        "failed": tally.failed + tally.conflicts,
+        "failed": tally.failed + tally.conflicts + len(plan.conflicts),
         "complete": reason is None,
         "stopped_by": reason,
     }
@@ -200,7 +147,7 @@ def usable_from(store: Store, request: Request) -> Outcome:
     return _outcome(document, hits.usable_pages, request, started, cut=False)
 
 
-def _reason(full: bool, watch: Watch, complete: bool, plan: _Plan) -> str | None:
+def _reason(full: bool, watch: Watch, complete: bool, plan: Plan) -> str | None:
     if full:
         return FULL
     if watch.lost():
@@ -210,101 +157,12 @@ def _reason(full: bool, watch: Watch, complete: bool, plan: _Plan) -> str | None
     return BUDGET if plan.cut else None
 
 
-def _router(source: Store, destination: Store, request: Request) -> Callable[[Inventory], Route]:
-    """Decide how the source's pages become the destination's, once the source is listed."""
-    grammar = destination.grammar
-    if request.target == request.profile and grammar == source.grammar:
-        if source.url == destination.url:
-            raise UsageError(f"{source.url}: source and destination are the same")
-        return lambda inventory: next(iter(verbatim_routes(inventory.table.deployments[:1])))
-    plan = transfer_plan(request.profile, source.grammar, request.target, grammar)
-    return lambda inventory: planned_route(inventory.table.deployments[0], plan, grammar)
-
-
-def _planned(inventory: Inventory, survey: Survey, chains: Chains, request: Request) -> _Plan:
-    """Choose what to copy: as much as can be restored, best first, within the budget."""
-    assert request.rank is not None  # as there are chains
-    hits = find_hits(inventory, 0, chains)
-    requested = len(hits.page_names)
-    usable = replace(hits.chains, reach=hits.usable_pages).within_reach()
-    names, page_of = usable.distinct_pages()
-    choice = Choice(survey, hits, names, request.rank(usable, names, page_of))
-    there = int((choice.actions == Action.SKIP).sum())
-    cut = False
-    if request.budget_bytes is not None or request.budget_pages is not None:
-        cut = choice.fit(request.budget_bytes, request.budget_pages)
-    wanted = choice.wanted()
-    items = wanted[np.isin(choice.actions[wanted], WRITING)]
-    forest = grow_forest(raw_pages(names), page_of.astype(np.int32), usable.offsets)
-    places = choice.names_of(items)
-    parents = forest.parents[places]
-    return _Plan(
-        survey=survey,
-        wanted=wanted,
-        items=items,
-        cost=choice.costs(items),
-        actions=choice.actions,
-        parents=names.take(pa.array(parents, mask=parents < 0)),
-        depths=forest.depths[places].astype(np.int64),
-        names=names,
-        requested=requested,
-        there=there,
-        missing=requested - len(names),
-        cut=cut,
-    )
-
-
-def _everything(groups: PageGroups, survey: Survey, request: Request) -> _Plan:
-    """Choose all whole pages: the newest within the budget, copied in the order of their age.
-
-    What precedes a page in its chain is as old or older, and is so there before it.
-    """
-    whole = groups.states[survey.groups] == WHOLE
-    actions = decide(survey, whole, "skip")
-    newest = groups.newest_ns[survey.groups]
-    wanted = np.flatnonzero(actions != Action.NOTHING)
-    wanted = wanted[np.argsort(-newest[wanted], kind="stable")]
-    items = wanted[np.isin(actions[wanted], WRITING)]
-    cost = arriving_bytes(survey, items)
-    fits = np.ones(len(items), dtype=np.bool_)
-    if request.budget_bytes is not None:
-        fits &= np.cumsum(cost) <= request.budget_bytes
-    if request.budget_pages is not None:
-        fits[request.budget_pages :] = False
-    kept = items[fits][::-1]
-    return _Plan(
-        survey=survey,
-        wanted=wanted[~np.isin(wanted, items[~fits])],
-        items=kept,
-        cost=cost[fits][::-1],
-        actions=actions,
-        parents=pa.nulls(len(kept), pa.string()),
-        depths=np.zeros(len(kept), dtype=np.int64),
-        names=survey.pages.filter(pa.array(whole)),
-        requested=int(whole.sum()),
-        there=int((actions == Action.SKIP).sum()),
-        missing=0,
-        cut=not fits.all(),
-    )
-
-
-def _orders(plan: _Plan) -> list[Order]:
-    """Give the pages their turns, none before its prefix.
-
-    A page of which the destination has nothing is completed as it would be copied.
-    """
-    partly = (plan.actions[plan.items] == Action.COMPLETE).any()
-    return [Order(plan.survey, plan.items, Action.COMPLETE if partly else Action.COPY)]
-
-
 def _finished(
-    plan: _Plan,
+    plan: Plan,
     source: Store,
     destination: Store,
     request: Request,
     started: float,
-    *,
-    copied: int = 0,
 ) -> Outcome:
     """Say what servers can restore from the destination in the end.
 
@@ -312,7 +170,7 @@ def _finished(
     """
     there, missing = plan.there, plan.missing
     if request.chains is None:
-        usable = np.array([there + copied], dtype=np.int64)
+        usable = np.array([_whole_pages(plan, destination)], dtype=np.int64)
     else:
         found = inventory_of_chains(destination, request.target, request.chains)
         hits = find_hits(found, 0, request.chains)
@@ -322,6 +180,22 @@ def _finished(
         there, missing = there + more, missing - more
     document = _document(source, destination, plan.requested, there, missing)
     return _outcome(document, usable, request, started, cut=plan.cut)
+
+
+def _whole_pages(plan: Plan, destination: Store) -> int:
+    """Count the pages asked for that the destination has whole by now."""
+    survey = replace(plan.survey, there=np.full_like(plan.survey.there, ABSENT))
+    survey_destination(destination, [survey], destination.grammar)
+    wanted = np.zeros(len(survey.groups), dtype=np.bool_)
+    wanted[plan.wanted] = True
+    return int((decide(survey, wanted, "skip") == Action.SKIP).sum())
+
+
+def _conflicts(plan: Plan) -> list[Problem]:
+    """Name the pages of which the destination has another object."""
+    pages = plan.survey.pages.take(pa.array(plan.conflicts)).to_pylist()
+    why = "the destination has an object of another size under one of its keys"
+    return [Problem(page, None, why) for page in pages]
 
 
 def _document(
@@ -356,16 +230,3 @@ def _outcome(
         "stopped_by": BUDGET if cut else None,
     }
     return Outcome(document, [], [], usable_pages)
-
-
-def _plan_rows(plan: _Plan) -> pa.Table:
-    """List what is to be copied, best first."""
-    pages = plan.survey.pages.take(pa.array(plan.items))
-    return pa.table(
-        {
-            "page": pages,
-            "parent": plan.parents,
-            "depth": pa.array(plan.depths),
-            "bytes": pa.array(plan.cost),
-        }
-    )

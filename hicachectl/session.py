@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from hicachectl.interrupts import deferred
 from hicachectl.terminal import escape_controls, mute_native_logs
 
 if TYPE_CHECKING:
@@ -44,13 +45,17 @@ def opened(
 
     settings: Settings = ctx.obj
     config = load_config(None if settings.config is None else str(settings.config))
-    with open_store(text, config=config, create=create) as store:
+    store = open_store(text, config=config, create=create)
+    try:
         if store.logs_natively and not settings.verbose:
             mute_native_logs()
         store.allow_leases = allow_leases
         if lease_wait is not None:
             store.lease_wait_seconds = lease_wait
         yield store
+    finally:
+        with deferred():  # a pack is finished now
+            store.close()
 
 
 @contextmanager

@@ -114,23 +114,13 @@ def command(
 
     if options["move"]:
         require_consent(yes=options["yes"], dry_run=options["dry_run"])
-    with (
-        raised_once(),
-        locked(options["lock"]) as is_ours,
-        opened(ctx, source, lease_wait=options["lease_wait"]) as from_store,
-        opened(ctx, destination, lease_wait=options["lease_wait"], create=True) as to_store,
-    ):
+    with raised_once(), locked(options["lock"]) as is_ours:
         if not is_ours:
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
             return
-        request = _request(ctx, from_store, options)
-        if options["move"] and not agreed(
-            f"Delete from {from_store.url} what arrives in {to_store.url}?",
-            yes=options["yes"],
-            dry_run=options["dry_run"],
-        ):
-            return
-        outcome = _migrated(ctx, from_store, to_store, request)
+        outcome = _between(ctx, source, destination, options)
+    if outcome is None:
+        return
     _say(ctx, outcome)
     write_document(
         outcome.document,
@@ -144,19 +134,46 @@ def command(
         ctx.exit(FINDINGS)
 
 
+def _between(
+    ctx: click.Context, source: str, destination: str, options: dict[str, Any]
+) -> Outcome | None:
+    """Open both stores and migrate; None where somebody said no."""
+    wait = options["lease_wait"]
+    with (
+        opened(ctx, source, lease_wait=wait) as origin,
+        opened(ctx, destination, lease_wait=wait, create=True) as target,
+    ):
+        request = _request(ctx, origin, options)
+        if options["move"] and not agreed(
+            f"Delete from {origin.url} what arrives in {target.url}?",
+            yes=options["yes"],
+            dry_run=options["dry_run"],
+        ):
+            return None
+        return _migrated(ctx, origin, target, request)
+
+
 def _migrated(ctx: click.Context, source: Store, target: Store, request: Request) -> Outcome:
     from hicachectl.formats.errors import StoreUnavailable
     from hicachectl.migrate import migrate
 
+    begun: list[bool] = []
     try:
         with (
             progress(ctx, "listing", " objects") as on_listed,
             bytes_progress(ctx, "copying") as on_moved,
         ):
-            return migrate(source, target, request, on_listed=on_listed, on_moved=on_moved)
+            return migrate(
+                source,
+                target,
+                request,
+                on_listed=on_listed,
+                on_begun=lambda: begun.append(True),
+                on_moved=on_moved,
+            )
     except BaseException as error:
         # Interrupted, told to end, or a store was lost; else it would end the same way again.
-        if not isinstance(error, Exception) or isinstance(error, StoreUnavailable):
+        if begun and (not isinstance(error, Exception) or isinstance(error, StoreUnavailable)):
             remark(ctx, "what was begun is finished; the same command with --resume goes on")
         raise
 

@@ -293,12 +293,10 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Reque
         )
     if options["to_key_scheme"]:
         raise click.UsageError("--to-key-scheme is for migrate: no server reads such keys yet")
-    chains, rank = _chains_and_rank(profile, options)
     return Request(
         profile=profile,
         destination_profile=destination_profile(profile, options),
-        chains=chains,
-        rank=rank,
+        **_asked(profile, options),
         budget_bytes=options["budget"],
         budget_pages=options["budget_pages"],
         deadline_seconds=options["deadline"],
@@ -312,6 +310,19 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Reque
     )
 
 
+def _asked(profile: Profile, options: dict[str, Any]) -> dict[str, Any]:
+    """Give the members of a request that say what is asked for."""
+    from hicachectl.chains import hex_pages
+
+    if options["all_"]:
+        return {"chains": None}
+    chains, rank = _chains_and_rank(profile, options)
+    lone = bool((chains.offsets[1:] - chains.offsets[:-1] < 2).all())
+    if lone and (options["pages"] or options["plan"]):
+        return {"chains": None, "pages": hex_pages(chains.pages)}  # nothing says what precedes them
+    return {"chains": chains, "rank": rank}
+
+
 def _chains_and_rank(profile: Profile, options: dict[str, Any]) -> tuple[Any, Any]:
     from hicachectl.prewarming.plan_file import read_plan
     from hicachectl.prewarming.ranking import Ranker, chains_of_plan, chains_of_trace
@@ -319,8 +330,6 @@ def _chains_and_rank(profile: Profile, options: dict[str, Any]) -> tuple[Any, An
 
     hashing = asked_hashing(profile, options)
     assert hashing is not None  # of a profile that is not inferred
-    if options["all_"]:
-        return None, None
     if options["plan"]:
         return chains_of_plan(read_plan(options["plan"]), profile.page_size)
     if not options["trace"]:

@@ -230,9 +230,15 @@ class Carrier:
         """Count what became of a parcel, and let the journal have what is done."""
         fates, parcel = delivered.fates, delivered.parcel
         done = parcel.items[delivered.done]
-        if self._journal is not None and len(done):
-            pages = parcel.survey.pages.take(pa.array(done))
-            self._journal.copied(parcel.survey.route.name, pages)
+        movable = done
+        if self._removal is not None:
+            left_over = parcel.survey.left_over(done)
+            self._keep(parcel.survey, done[left_over])
+            movable = done[~left_over]
+        if self._journal is not None and len(movable):
+            pages = parcel.survey.pages.take(pa.array(movable))
+            verified = self._manner.verify or parcel.action is Action.COMPARE
+            self._journal.copied(parcel.survey.route.name, pages, verified=verified)
         with self._lock:
             tally = self.tally
             if parcel.action is Action.COMPARE and not delivered.written:
@@ -249,11 +255,13 @@ class Carrier:
             again = parcel.items[fates == Fate.AGAIN]
             if len(again):
                 self._note_again(delivered, again)
-        if self._removal is not None and len(done):
-            left_over = parcel.survey.left_over(done)
-            self._keep(parcel.survey, done[left_over])
-            self._removal.add(parcel.survey, done[~left_over])
+        if self._removal is not None and len(movable):
+            self._removal.add(parcel.survey, movable)
             self._remove(self._removal.ready())
+
+    def remove(self, survey: Survey, items: IntArray) -> None:
+        """Delete groups from the source, which were compared at the destination before."""
+        self._remove([(survey, items)])
 
     def _note_again(self, delivered: Delivered, items: IntArray) -> None:
         """Plan to compare groups of which an object came to the destination meanwhile."""

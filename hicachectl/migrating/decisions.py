@@ -31,7 +31,7 @@ class Action(IntEnum):
     CONFLICT = 6  # the destination has another object under one of its keys
 
 
-READING = (Action.COPY, Action.COMPLETE, Action.COMPARE, Action.REPLACE)
+WRITING = (Action.COPY, Action.COMPLETE, Action.REPLACE)
 READS_BACK = (Action.COMPLETE, Action.COMPARE)
 
 

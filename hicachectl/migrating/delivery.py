@@ -88,7 +88,7 @@ class Destination:
     """A store that parcels are written to, from several threads.
 
     times: modification time in ns of each of the source's objects, null where unknown.
-    stopped: set once nothing more should be begun, since the store is full.
+    full: set once nothing more should be begun, since the store is full.
     """
 
     def __init__(self, store: Store, times: Any, *, verify: bool, pin: bool = False) -> None:
@@ -227,6 +227,10 @@ class _Delivery:
             self._fail(at, Fate.FAILED, "left the destination before it could be read back")
         elif status in (Status.ERROR, Status.UNREACHABLE):
             self._fail(at, Fate.FAILED, f"cannot be read back: {error}")
+        elif ours and self._to.store.loses_races:
+            self._mine[at] = False  # of another writer, whose object is not ours to take back
+            self._writes.there[at] = size
+            self._fail(at, Fate.AGAIN, "")
         elif ours:
             self._fail(at, Fate.FAILED, "reads back with other bytes than were written")
         else:

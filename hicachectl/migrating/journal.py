@@ -39,12 +39,13 @@ class Progress:
     """What earlier runs have done: pages of each route, by its name.
 
     owner: what they marked unfinished writes with; "" where not even that was written.
-    copied: whole at the destination, and compared where that was asked for. removed: taken from
-    the source since.
+    copied: whole at the destination. verified: of these, those that were compared there.
+    removed: taken from the source since.
     """
 
     owner: str = ""
     copied: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    verified: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     removed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     @property
@@ -90,8 +91,13 @@ def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
     for number, line in enumerate(lines[1:-1], 2):
         entry = _parsed(line, path, number)
         pages = _pages(entry, path, number)
-        which = progress.removed if entry.get("removed") else progress.copied
-        which[str(entry.get("route"))].update(pages)
+        route = str(entry.get("route"))
+        if entry.get("what") == "removed":
+            progress.removed[route].update(pages)
+            continue
+        progress.copied[route].update(pages)
+        if entry.get("what") == "verified":
+            progress.verified[route].update(pages)
     return progress
 
 
@@ -156,17 +162,17 @@ class Journal:
             os.close(self._file)
             raise
 
-    def copied(self, route: str, pages: pa.StringArray) -> None:
-        """Note pages that are at the destination for good."""
-        self._note(route, pages.to_pylist(), removed=False)
+    def copied(self, route: str, pages: pa.StringArray, *, verified: bool) -> None:
+        """Note pages that are at the destination; verified: and were compared there."""
+        self._note(route, pages.to_pylist(), "verified" if verified else "copied")
 
     def removed(self, route: str, pages: Sequence[str]) -> None:
         """Note pages that were taken from the source."""
-        self._note(route, pages, removed=True)
+        self._note(route, pages, "removed")
 
-    def _note(self, route: str, pages: Sequence[str], *, removed: bool) -> None:
+    def _note(self, route: str, pages: Sequence[str], what: str) -> None:
         if pages:
-            self._append({"route": route, "removed": removed, "pages": "".join(pages)})
+            self._append({"route": route, "what": what, "pages": "".join(pages)})
             self._noted = True
 
     def _append(self, entry: Mapping[str, Any]) -> None:

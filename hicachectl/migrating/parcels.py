@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT, place
+from hicachectl.formats.errors import UsageError
 from hicachectl.kernels.relayout import relayout
 from hicachectl.migrating.decisions import READS_BACK, Action
 from hicachectl.migrating.survey import ABSENT, keys_of
@@ -132,6 +133,19 @@ def parcels(
         end = max(end, start + 1)
         yield _parcel(survey, items[start:end], action, back=back)
         start = end
+
+
+def refuse_too_large(
+    survey: Survey, items: IntArray, action: Action, *, reads_back: bool, buffer_bytes: int
+) -> None:
+    """Raise UsageError for a group that does not fit into the buffer, naming its page."""
+    nbytes, _ = _demand(survey, items, back=reads_back or action in READS_BACK)
+    if len(items) and int(nbytes.max()) > buffer_bytes:
+        page = survey.pages[int(items[nbytes.argmax()])].as_py()
+        raise UsageError(
+            f"page {page} of {survey.route.name} needs {nbytes.max()} bytes in memory at once, the "
+            f"buffer has {buffer_bytes}; give a larger --buffer-bytes"
+        )
 
 
 def _demand(survey: Survey, items: IntArray, *, back: bool) -> tuple[IntArray, IntArray]:

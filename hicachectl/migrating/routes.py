@@ -71,6 +71,16 @@ class Route:
             [UNKNOWN_SIZE if t.nbytes is None else t.nbytes for t in self.targets], dtype=np.int64
         )
 
+    @property
+    def expected_bytes(self) -> IntArray:
+        """Bytes that objects of each target should have: [targets], UNKNOWN_SIZE without any."""
+        expected = self.target_bytes
+        for unit in self.units:
+            for target, source in zip(unit.destinations, unit.sources, strict=False):
+                if expected[target] == UNKNOWN_SIZE:
+                    expected[target] = self.sizes[source]
+        return expected
+
 
 def verbatim_routes(deployments: tuple[Deployment, ...]) -> Iterator[Route]:
     """Let every object of every deployment keep its key and its bytes."""

@@ -223,15 +223,15 @@ def _refuse_other_topology(
     TP size, ranks beyond ours.
     """
     numbers = {affix: number for number, affix in enumerate(affixes)}
-    for target in route.targets:
+    for target, nbytes in zip(route.targets, route.expected_bytes.tolist(), strict=True):
         counts = seen.of(numbers[target.affix]) if target.affix in numbers else {}
-        if target.nbytes is None or UNSIZED in counts or target.nbytes in counts:
+        if nbytes == UNKNOWN_SIZE or UNSIZED in counts or nbytes in counts:
             continue
         if sum(counts.values()) >= _MANY:
             size = max(counts, key=lambda s: counts[s])
             raise ProfileError(
                 f"{store.url}: holds {target.coordinate.pool} objects of {size} bytes under the "
-                f"keys that objects of {target.nbytes} bytes would get: another topology or dtype; "
+                f"keys that objects of {nbytes} bytes would get: another topology or dtype; "
                 "remove them (hicachectl rm), or migrate to another --to-tag or --to-model"
             )
     if grammar == "mooncake":
@@ -242,7 +242,7 @@ def _refuse_further_ranks(store: Store, route: Route, affixes: list[Affix], gram
     coordinates = [target.coordinate for target in route.targets]
     own = {(c.model, c.tag, c.pool, c.part) for c in coordinates}
     ranks = {c.shard.tp_rank for c in coordinates if c.shard.tp_rank is not None}
-    if not ranks or route.targets[0].nbytes is None:
+    if not ranks:
         return
     codec = codec_for(grammar)
     for affix in affixes:

@@ -72,9 +72,10 @@ class Touching:
             return
         step = self._store.limits.batch_objects
         targets = np.arange(len(self._survey.route.targets))
+        unit_of_target = self._survey.route.unit_of_target
         for start in range(0, len(items), step):
             some = items[::-1][start : start + step]
-            at, chosen = np.nonzero(self._survey.needed[some])
+            at, chosen = np.nonzero(self._survey.due[some][:, unit_of_target])
             pages = self._survey.pages.take(pa.array(some[at]))
             self._store.touch(
                 pa.table({"key": keys_of(self._survey.route, targets[chosen], pages)})

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _ROUNDS = 30
 _CLOSE_ENOUGH = 1e-3
+_SPANS_TO_MEDIAN = 5
+_GROWTH = 1.5
+_SHORTEST_TAIL = 1e-4  # of the longest wait; bounds the spans where most waits are 0
 
 
 class Factor(NamedTuple):
@@ -88,10 +91,17 @@ class Hazards:
         return total
 
 
-def age_edges(durations: Floats, ages: int) -> Floats:
-    """Cut ages so that each span saw as many next uses as the others."""
-    inner = np.quantile(durations, np.linspace(0, 1, ages + 1)[1:-1])
-    return np.concatenate(([0.0], np.unique(inner[inner > 0])))
+def age_edges(durations: Floats) -> Floats:
+    """Cut ages into spans: short where most next uses come, and finer than those where few do.
+
+    durations: of the waits that ended, above 0 for some. Up to their median each span saw as many
+    as the others; from there on it is half as long again as the one before.
+    """
+    shares = np.quantile(durations, np.linspace(0, 0.5, _SPANS_TO_MEDIAN + 1)[1:])
+    longest = float(durations.max())
+    last = max(float(shares[-1]), longest * _SHORTEST_TAIL)
+    growing = last * _GROWTH ** np.arange(1, np.log(longest / last) / np.log(_GROWTH))
+    return np.concatenate(([0.0], np.unique(shares[shares > 0]), growing))
 
 
 def fit_hazards(

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 HORIZONS = tuple(0.5**halvings for halvings in range(6))  # of the trace's span
 
-_AGES = 20
 _SAMPLED_REQUESTS = 20_000  # whose blocks' waits are fitted: enough, and bounds the time
 _PRIOR_EVENTS = 2.0
 _REFERENCES_AT_ONCE = 1 << 20
@@ -45,14 +44,14 @@ def reuse_values(trace: Trace, times: Floats, now: float, uses: Uses) -> Floats:
     links = link_requests(trace, uses)
     traits = take_traits(trace, links, times)
     waits, codes = _waits(trace, times, now, uses, links, traits)
-    if not waits.used.any():
+    if not waits.durations[waits.used].any():
         return np.zeros(len(trace.forest))
     span = now - times[0]
     hazards = fit_hazards(
         waits,
         codes,
         traits.factors,
-        age_edges(waits.durations[waits.used], _AGES),
+        age_edges(waits.durations[waits.used]),
         longest=span,
         prior=_PRIOR_EVENTS,
     )

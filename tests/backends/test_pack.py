@@ -352,9 +352,20 @@ def test_any_order_of_writes_and_of_runs_cut_off_behaves_like_a_dict(
             assert result_.statuses.tolist() == [Status.EXISTS if kept else Status.OK]
             model.update({} if kept else {key: value})
         assert listing(store) == {key: len(value) for key, value in model.items()}
+    store.own_temporaries("0" * 16, sweep=True)  # it is to be finished, whatever was written
     store.close()
     if model:
         assert contents(path, arena) == model
+
+
+def test_a_cut_pack_that_is_only_looked_at_stays_as_it_is(path: Path, arena: Arena) -> None:
+    with opened(path, arena, create=True) as store:
+        write(store, OBJECTS, if_absent=True)
+    os.truncate(path, path.stat().st_size - 5)
+    before = path.read_bytes()
+    with opened(path, arena, create=True) as store:
+        assert listing(store).keys() == OBJECTS.keys()
+    assert path.read_bytes() == before
 
 
 # what it says of itself

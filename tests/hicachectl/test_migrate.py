@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from hicachectl.backends.file import FileStore
 from hicachectl.demo import PROFILE
 from hicachectl.formats.transfer import retargeted
+from hicachectl.migrating.journal import Journal
 from tests.hicachectl.migrations import (
     MODEL,
     PAGES,
@@ -182,9 +183,9 @@ def test_what_is_not_whole_damaged_or_in_flight_stays_behind(
     os.utime(source / names[5])
     document = migrated(invoke, source, target, "--profile", profile)
     assert document["pages"] == PAGES - 3
-    assert "1 pages are not whole" in document["stderr"]
-    assert "1 pages have errors" in document["stderr"]
-    assert "1 pages are being written" in document["stderr"]
+    assert "1 page not whole" in document["stderr"]
+    assert "1 page with errors" in document["stderr"]
+    assert "1 page being written" in document["stderr"]
     assert {name[:64] for name in names[:6]}.isdisjoint(name[:64] for name in contents(target))
 
 
@@ -420,3 +421,91 @@ def test_mla_pages_with_an_indexer_change_their_layout(
         else:
             rows = [data[at : at + 1152] for at in range(0, 9216, 1152)]  # 4 tokens of 2 layers
             assert moved == b"".join(rows[::2] + rows[1::2])
+
+
+def test_verbatim_copies_are_not_put_under_keys_of_another_size(
+    invoke: Invoke, source: Path, target: Path, profile: Path
+) -> None:
+    target.mkdir()
+    for number in range(5):
+        put(target, f"{page(number)}_{MODEL}_0_2.bin", 8192)
+    before = contents(target)
+    output = invoke("migrate", source, target, "--profile", profile, exit_code=2)
+    assert "another topology or dtype" in output.stderr
+    assert contents(target) == before
+
+
+def test_a_dry_run_of_comparing_copies_nothing(invoke: Invoke, source: Path, target: Path) -> None:
+    migrated(invoke, source, target)
+    document = migrated(invoke, source, target, "--if-exists", "verify", "--dry-run")
+    assert (document["pages"], document["skipped"]) == (0, PAGES)
+
+
+def test_a_dry_run_says_what_room_is_lacking(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileStore, "free_bytes", lambda _: 1000)
+    document = migrated(invoke, source, target, "--dry-run")
+    assert "1000 B free" in document["stderr"]
+    assert document["pages"] == PAGES
+
+
+def test_a_dry_run_leaves_no_directories(invoke: Invoke, source: Path, tmp_path: Path) -> None:
+    migrated(invoke, source, tmp_path / "a" / "b" / "c", "--dry-run")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_page_that_is_too_large_for_the_buffer_is_refused_before_anything_is_written(
+    invoke: Invoke, source: Path, target: Path
+) -> None:
+    output = invoke("migrate", source, target, "--buffer-bytes", "64KiB", exit_code=2)
+    assert "--buffer-bytes" in output.stderr
+    assert not target.exists()
+
+
+def test_objects_of_foreign_names_are_left_behind_and_counted(
+    invoke: Invoke, source: Path, target: Path
+) -> None:
+    put(source, "notes.txt")
+    document = migrated(invoke, source, target)
+    assert "left behind: 1 object whose keys are not understood" in document["stderr"]
+    assert not (target / "notes.txt").exists()
+
+
+def test_a_resumed_run_verifies_what_the_first_did_not(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = Journal.copied
+
+    def interrupt(journal: Journal, *arguments: Any, **options: Any) -> None:
+        copied(journal, *arguments, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "copied", interrupt)
+        invoke("migrate", source, target, "--jobs", 1, exit_code=130)
+    name = kv_names(target)[0]
+    data = bytearray((target / name).read_bytes())
+    data[5] ^= 1
+    (target / name).write_bytes(data)
+    document = migrated(invoke, source, target, "--resume", "--verify", exit_code=4)
+    assert document["problems"][0]["key"] == name
+
+
+def test_a_resumed_run_replaces_nothing_twice(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    migrated(invoke, source, target)
+    copied = Journal.copied
+
+    def interrupt(journal: Journal, *arguments: Any, **options: Any) -> None:
+        copied(journal, *arguments, **options)
+        raise KeyboardInterrupt
+
+    options = ("--if-exists", "overwrite", "--jobs", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "copied", interrupt)
+        invoke("migrate", source, target, *options, exit_code=130)
+    document = migrated(invoke, source, target, *options, "--resume")
+    assert document["resumed"] + document["pages"] == PAGES
+    assert document["resumed"] > 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from hicachectl.backends.base import Status
@@ -23,8 +24,6 @@ from tests.hicachectl.migrations import MODEL, contents, demo_store
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pyarrow as pa
 
     IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -242,7 +241,7 @@ def test_of_all_pages_a_budget_takes_the_newest(source: Path, target: Path) -> N
     assert pages_of(target) == set(HASHES[-3:])
     assert outcome.document["stopped_by"] == "budget"
     assert outcome.plan is not None
-    assert outcome.plan.column("page").to_pylist() == HASHES[-3:]
+    assert outcome.plan.column("page").to_pylist() == HASHES[:-4:-1]
 
 
 def test_pages_that_were_there_are_touched_too(source: Path, target: Path) -> None:
@@ -251,3 +250,39 @@ def test_pages_that_were_there_are_touched_too(source: Path, target: Path) -> No
     warmed(source, target, chains(8))
     new = {name: mtime for name, (_, mtime) in contents(target).items()}
     assert all(new[name] > old[name] for name in old if ".mamba" not in name)
+
+
+def test_pages_whose_prefixes_nobody_knows_are_copied_whole(source: Path, target: Path) -> None:
+    named = pa.array([HASHES[6], HASHES[2], HASHES[6], "0" * 64])
+    outcome = warmed(source, target, None, pages=named)
+    assert pages_of(target) == {HASHES[6], HASHES[2]}
+    assert outcome.plan is not None
+    assert outcome.plan.column("page").to_pylist() == [HASHES[6], HASHES[2]]
+    assert (outcome.document["requested_pages"], outcome.document["missing_pages"]) == (3, 1)
+
+
+def test_an_object_of_another_size_at_the_destination_is_a_failure(
+    source: Path, target: Path
+) -> None:
+    name = f"{HASHES[1]}_{MODEL}_1_2.bin"
+    (target / name).write_bytes(b"short")
+    outcome = warmed(source, target, chains(4))
+    assert outcome.document["failed"] == 1
+    assert outcome.problems[0].page == HASHES[1]
+
+
+def test_all_pages_that_are_evicted_are_not_called_usable(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_from = FileStore.write_from
+
+    def evicting(store: FileStore, *arguments: Any, **options: Any) -> Any:
+        result = write_from(store, *arguments, **options)
+        for name in contents(target):
+            (target / name).unlink()
+        return result
+
+    monkeypatch.setattr(FileStore, "write_from", evicting)
+    outcome = warmed(source, target, None)
+    assert outcome.document["usable_tokens"] == 0
+    assert outcome.usable_share == 0.0

@@ -1,0 +1,169 @@
+"""Measure plans: what they save of what a clairvoyant warm-up would, and how long they take.
+
+    python -m tests.bench.bench_prewarm_plan --trace conversation_trace.jsonl
+    python -m tests.bench.bench_prewarm_plan --part speed
+
+Quality: a plan from one part of a trace warms an LRU cache that the requests after it are replayed
+through (`warm_replay` states the rules). Captured is the plan's gain in hit tokens over a cold
+start, as a share of the gain of warming the blocks in the order of their first use. Beside ours:
+plain frequency, plain recency and one exponentially decayed count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.prewarming.plan import plan_order
+from hicachectl.prewarming.trace import read_trace
+from hicachectl.prewarming.uses import walk_uses
+from tests.bench.warm_replay import clairvoyant, first_uses, part, warmed_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from hicachectl.prewarming.trace import Trace
+
+    Index = npt.NDArray[np.int64]
+
+# Shares of the trace: planned from the first to the second, replayed up to the third.
+SPLITS = (
+    (0, 0.5, 1), (0, 0.25, 0.75), (0, 0.33, 0.83), (0, 0.4, 0.9), (0, 0.6, 1), (0, 0.75, 1),
+    (0.25, 0.5, 1), (0.25, 0.5, 0.75), (0.3, 0.6, 1), (0.4, 0.7, 1), (0.5, 0.75, 1), (0.5, 0.8, 1),
+)  # fmt: skip
+CAPACITIES = [10_000, 30_000, 100_000]
+SHARES = np.geomspace(0.05, 0.9, 10)  # of the known blocks; their mean is the column "all"
+DECAY = 0.2  # of the span planned from
+REQUESTS, BLOCKS = 200_000, 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=("quality", "speed"))
+    parser.add_argument("--trace", type=Path, help="in Mooncake's format, for quality")
+    arguments = parser.parse_args()
+    if arguments.part != "speed":
+        if arguments.trace is None:
+            parser.error("quality needs --trace")
+        measure_quality(read_trace(arguments.trace, None))
+    if arguments.part != "quality":
+        measure_speed()
+
+
+def ours(known: Trace) -> Index:
+    return plan_order(known).order
+
+
+def frequency(known: Trace) -> Index:
+    return np.lexsort((known.forest.depths, -walk_uses(known).counts))
+
+
+def recency(known: Trace) -> Index:
+    return np.lexsort((known.forest.depths, -walk_uses(known).last))
+
+
+def decayed(known: Trace) -> Index:
+    age = len(known) - np.repeat(np.arange(len(known)), np.diff(known.offsets))
+    weights = np.exp(-age / (DECAY * len(known)))
+    return np.lexsort((known.forest.depths, -np.bincount(known.blocks, weights)))
+
+
+ORDERS: dict[str, Callable[[Trace], Index]] = {
+    "ours": ours,
+    "frequency": frequency,
+    "recency": recency,
+    "decayed": decayed,
+}
+
+
+def measure_quality(trace: Trace) -> None:
+    """Print the captured share for each order, split and capacity."""
+    print(f"{len(trace):,} requests, {len(trace.forest):,} blocks of {trace.block_tokens} tokens")
+    columns = [f"{capacity:,}" for capacity in CAPACITIES]
+    print(f"{'split':>16}  {'order':<9}", *(f"{name:>8}" for name in [*columns, "all"]))
+    totals: dict[str, list[npt.NDArray[np.float64]]] = {name: [] for name in ORDERS}
+    for split in SPLITS:
+        bounds = [int(share * len(trace)) for share in split]
+        known, later = part(trace, *bounds[:2]), part(trace, *bounds[1:])
+        for name, row in captured(known, later).items():
+            totals[name].append(row)
+            print_row("-".join(map(str, split)), name, row)
+    for name, rows in totals.items():
+        print_row("mean", name, np.mean(rows, 0))
+
+
+def captured(known: Trace, later: Trace) -> dict[str, npt.NDArray[np.float64]]:
+    """Share of the clairvoyant gain at each capacity, and the mean over shares of the blocks."""
+    uses = first_uses(known, later)
+    blocks = len(known.forest)
+    capacities = [*CAPACITIES, *(int(share * blocks) for share in SHARES)]
+    best = np.maximum(warmed_tokens(clairvoyant(uses), uses, blocks, capacities), 1)
+    found = {}
+    for name, order in ORDERS.items():
+        gains = warmed_tokens(order(known), uses, blocks, capacities) / best
+        found[name] = np.append(gains[: len(CAPACITIES)], gains[len(CAPACITIES) :].mean())
+    return found
+
+
+def print_row(split: str, name: str, row: npt.NDArray[np.float64]) -> None:
+    print(f"{split:>16}  {name:<9}", *(f"{value:8.3f}" for value in row), flush=True)
+
+
+def measure_speed() -> None:
+    """Plan a trace of 20 million block references in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, output = Path(folder, "trace.jsonl"), Path(folder, "plan.jsonl")
+        write_conversations(path)
+        size = path.stat().st_size / 1e6
+        print(f"{REQUESTS:,} requests of {BLOCKS} blocks, {size:,.0f} MB")
+        began = time.perf_counter()
+        with path.open("rb") as file:
+            while file.read(1 << 20):
+                pass
+        print(f"reading the bytes alone: {time.perf_counter() - began:.1f} s")
+        for budget in (["--budget-pages", "100000"], []):
+            began = time.perf_counter()
+            command = [sys.executable, "-m", "hicachectl", "-q", "prewarm", "--dry-run"]
+            subprocess.run([*command, "--trace", path, "-o", output, *budget], check=True)
+            seconds = time.perf_counter() - began
+            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+            rows = f"{output.stat().st_size / 1e6:,.0f} MB of plan"
+            print(f"prewarm {' '.join(budget)}: {seconds:.1f} s, peak {peak:,.0f} MiB, {rows}")
+
+
+def write_conversations(path: Path) -> None:
+    """Write requests of conversations that go on with some chance, each a few blocks longer."""
+    random = np.random.default_rng(7)
+    active: list[list[int]] = []
+    fresh = 1
+    with path.open("w") as file:
+        for request in range(REQUESTS):
+            chain = [0]
+            if active and random.random() < 0.6:
+                at = int(random.integers(len(active)))
+                active[at], active[-1] = active[-1], active[at]
+                chain = active.pop()
+            added = max(BLOCKS - len(chain), 4)
+            chain = [*chain[: BLOCKS - added], *range(fresh, fresh + added)]
+            fresh += added
+            if random.random() < 0.7:
+                active.append(chain[: BLOCKS - int(random.integers(1, 60))])
+            tokens, out = 512 * BLOCKS - int(random.integers(512)), int(random.integers(1, 900))
+            file.write(
+                f'{{"timestamp": {request * 17}, "input_length": {tokens}, '
+                f'"output_length": {out}, "hash_ids": {chain}}}\n'
+            )
+
+
+if __name__ == "__main__":
+    main()
