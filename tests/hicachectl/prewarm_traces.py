@@ -42,10 +42,7 @@ def conversations(
     while len(rows) < requests:
         clock += float(random.exponential(1000))
         waiting.sort()
-        if waiting and waiting[0][0] <= clock:
-            chain = waiting.pop(0)[1]
-        else:
-            chain = [0]
+        chain = waiting.pop(0)[1] if waiting and waiting[0][0] <= clock else [0]
         added = int(random.integers(1, 8))
         chain = [*chain, *range(fresh, fresh + added)]
         fresh += added

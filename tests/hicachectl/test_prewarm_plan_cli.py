@@ -120,7 +120,10 @@ def test_what_cannot_be_planned_is_refused(
         (["x"], "line 1"),
         ([{"page": "ab"}], "line 1: page: 'ab' is no page hash"),
         ([{"page": "a" * 64}, {"page": "a" * 64}], "line 2: page a+ stands twice"),
-        ([{"page": "a" * 64, "parent": "b" * 64}], "line 1: page a+ stands before its parent b+"),
+        (
+            [{"page": "a" * 64, "parent": "b" * 64}, {"page": "b" * 64}],
+            "line 2: page b+ stands behind a page that it is the parent of",
+        ),
         ([{"depth": 1}], "line 1"),
     ],
 )
@@ -140,3 +143,9 @@ def test_a_plan_may_be_a_bare_list_of_pages(tmp_path: Path) -> None:
     planned = read_plan(path)
     assert [page.tobytes().hex() for page in planned.hashes] == pages
     assert np.array_equal(planned.parents, [-1, -1, -1])
+
+
+def test_a_parent_outside_of_the_plan_was_at_the_destination(tmp_path: Path) -> None:
+    path = tmp_path / "plan.jsonl"
+    path.write_text(json.dumps({"page": "a" * 64, "parent": "b" * 64}) + "\n")
+    assert read_plan(path).parents.tolist() == [-1]

@@ -57,5 +57,3 @@ def test_a_part_keeps_its_own_blocks_only() -> None:
     assert np.array_equal(later.forest.names[later.blocks], expected)
     assert later.block_tokens == trace.block_tokens
     assert len(later.forest) == len(np.unique(expected))
-
-
