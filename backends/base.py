@@ -20,7 +20,7 @@ import pyarrow as pa
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Sequence
+    from collections.abc import Collection, Generator, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -72,11 +72,15 @@ class Status(IntEnum):
     ERROR = 5  # anything else; the result's `errors` says what
     CHANGED = 6  # another object has taken the key since the row was listed; left as it is
     UNREACHABLE = 7  # the store knows the object, but where its bytes lie nobody answers
+    FULL = 8  # not written: the store has no room for it
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of each row: statuses [n] uint8, and the message of each ERROR, UNREACHABLE."""
+    """What became of each row.
+
+    statuses: [n] uint8. errors: the message of each ERROR, UNREACHABLE and FULL.
+    """
 
     statuses: StatusArray
     errors: dict[int, str] = field(default_factory=dict)
@@ -114,6 +118,8 @@ class Limits:
     parallel_reads: int  # threads that read at once
     parallel_writes: int
     forkable: bool = False  # forked processes may read, each with an arena of its own
+    # From what size on objects take longer to fetch than to announce by `expect`.
+    announced_bytes: int = 1 << 20
 
 
 class Mover(ABC):
@@ -174,14 +180,21 @@ class Store(ABC):
     supports_empty: ClassVar[bool] = True  # zero-byte objects
     supports_version: ClassVar[bool] = False
     version_fields: ClassVar[tuple[str, ...]] = ()  # of `version`, 8 bytes of little endian each
+    evicts: ClassVar[bool] = False  # what is there, to make room for what is written
+    loses_races: ClassVar[bool] = False  # a write answered OK may be another's at the same moment
+    lists_late: ClassVar[bool] = False  # a scan may lack what was written lately
     versions_recur: ClassVar[bool] = False  # another object can get the version of an earlier one
     supports_locator: ClassVar[bool] = False
     supports_pin: ClassVar[bool] = False
     supports_groups: ClassVar[bool] = False
     supports_moves: ClassVar[bool] = False  # `mover` finds one, for some directories
     supports_replicas: ClassVar[bool] = False  # `replicas` is listed
+    supports_touch: ClassVar[bool] = False  # `touch` moves objects in the order of eviction
     supports_confirm: ClassVar[bool] = False  # `read_confirmed` tells damage from a race
     supports_holes: ClassVar[bool] = False  # `holes` can find some
+    # To identify what was read is to ask `exists` of it afterwards: many reads can share that.
+    identifies_by_exists: ClassVar[bool] = False
+    evicts_pools_apart: ClassVar[bool] = False  # so that sidecars outlive their anchors
     supports_leases: ClassVar[bool] = False  # readers hold objects, and the two settings below act
 
     logs_natively: ClassVar[bool] = False  # its library writes to descriptor 2 by itself
@@ -190,7 +203,11 @@ class Store(ABC):
     arena: Arena | None = None
     named_arena: bool = False  # reads are fastest into memory that another process can open
     allow_leases: bool = False  # a listing may ask in ways that keep objects from being evicted
+    # Whether what was written is read back, where only that tells it from what another writer put
+    # at the same moment.
+    confirms_writes: bool = True
     lease_wait_seconds: float = 0.0  # how long to wait for readers before a delete gives up
+    pin_seconds: float | None = None  # how long pins last; None: as long as the store's own rule
 
     @classmethod
     @abstractmethod
@@ -209,6 +226,19 @@ class Store(ABC):
     def grammar(self) -> str:
         """Name of its keys' grammar in formats.keys: the scheme, unless it holds another's keys."""
         return self.scheme
+
+    def use_grammar(self, name: str) -> None:
+        """Say what grammar the keys that will be written have, where a store can hold several.
+
+        Called before the first write. Raises UnsupportedByBackend for keys it cannot hold.
+        """
+        if name != self.grammar:
+            raise UnsupportedByBackend(f"{self.url}: holds {self.grammar} keys, not {name} keys")
+
+    @property
+    def open_grammar(self) -> bool:
+        """Whether it is empty, and would take keys of any grammar (`use_grammar`)."""
+        return False
 
     def recorded_profile(self) -> Profile | None:
         """Give the profile that the store itself keeps with its objects; most keep none."""
@@ -316,13 +346,23 @@ class Store(ABC):
         if_absent: leave an existing object as it is and answer EXISTS; else replace it.
         group:     one id a row, a hint that some stores use to evict them together.
         pin:       protect from eviction; refused with UnsupportedByBackend where that is unknown.
-        Statuses: OK, EXISTS, ERROR.
+        Statuses: OK, EXISTS, FULL, ERROR.
         """
         raise UnsupportedByBackend(f"{self.url}: the store cannot be written to")
 
     def delete(self, rows: Rows) -> Result:
         """Delete objects by key. Statuses: OK, GONE, ERROR."""
         raise UnsupportedByBackend(f"{self.url}: objects of this store cannot be deleted")
+
+    def withdraw(self, rows: Rows) -> Result:
+        """Take back objects that were just written through this very `Store`. As `delete`."""
+        return self.delete(rows)
+
+    def own_temporaries(self, owner: str, *, sweep: bool) -> None:  # noqa: B027 - most have none
+        """Mark unfinished writes as those of `owner`; sweep: remove what a killed one has left.
+
+        owner: 16 hex digits that at most one living process uses.
+        """
 
     def exists(self, rows: Rows) -> BoolArray:
         """Say which keys are there.
@@ -352,6 +392,14 @@ class Store(ABC):
             for batch in self.scan(columns)
         ]
         return pa.Table.from_batches(found, schema=scan_schema(columns))
+
+    def touch(self, rows: Rows) -> BoolArray:
+        """Make objects the most recently used ones, each more recent than the rows before it.
+
+        They are then evicted last. Says which are there: [n] bool. Raises UnsupportedByBackend
+        where the store has no order of eviction.
+        """
+        raise UnsupportedByBackend(f"{self.url}: the store has no order of eviction")
 
     def mover(self, directory: str) -> Mover | None:
         """Open what renames objects into a directory; None where only copying gets them there."""
@@ -400,6 +448,18 @@ class Store(ABC):
     def _refuse_pin(self, pin: bool) -> None:
         if pin and not self.supports_pin:
             raise UnsupportedByBackend(f"{self.url}: objects of this store cannot be pinned")
+
+
+def batch_spans(sizes: IntArray, limits: Limits) -> Iterator[slice]:
+    """Cut rows into calls that suit a store: [n] bytes of each to slices of them."""
+    ends = np.cumsum(sizes)
+    start = 0
+    while start < len(sizes):
+        before = ends[start - 1] if start else 0
+        end = int(np.searchsorted(ends, before + limits.batch_bytes, side="right"))
+        end = min(max(end, start + 1), start + limits.batch_objects)
+        yield slice(start, end)
+        start = end
 
 
 def as_table(rows: Rows) -> Any:

@@ -13,11 +13,12 @@ import errno
 import os
 import stat
 import struct
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -52,10 +53,18 @@ OWN_PREFIX = b".hicachectl"
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# The 16 bytes of a temporary name: its owner, the process, and a number.
+_OWNER_BYTES, _TOKEN_BYTES = 8, 12
 _RENAME_NOREPLACE = 1
+# Of a call: for larger ones Linux (6.18, ext4) looks for large folios in the page cache, which cost
+# up to four times as much processor time as the copy itself.
+_WRITE_BYTES = 256 << 10
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 # The file system itself is gone: no answer about one file means anything.
 _LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+# A new file of a random name is refused: the directory takes no other either.
+_NO_NEW_FILES = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _WORDS = {
     errno.ELOOP: "is a symbolic link",
     errno.ENXIO: "is not a regular file",  # opening a socket
@@ -79,10 +88,15 @@ class FileStore(Store):
     )
     supports_version: ClassVar[bool] = True
     supports_moves: ClassVar[bool] = True
+    supports_touch: ClassVar[bool] = True
     version_fields: ClassVar[tuple[str, ...]] = ("inode", "mtime", "ctime", "size")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
+        self._made: list[str] = []  # directories of ours, the innermost first
+        self._token = b""  # of temporary names
+        self.own_temporaries(os.urandom(_OWNER_BYTES).hex(), sweep=False)
+        self._numbers = count()
         self.url = str(StoreUrl("file", self.path))
         try:
             self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -101,12 +115,23 @@ class FileStore(Store):
 
     @classmethod
     def create(cls, url: StoreUrl) -> Self:
-        """Open the directory of a `file:` URL; a missing one is made, as SGLang does."""
+        """Open the directory of a `file:` URL; a missing one is made, as SGLang does.
+
+        It is removed again if nothing was written to it.
+        """
+        made: list[str] = []
+        missing = url.path
+        while not os.path.lexists(missing):
+            made.append(missing)
+            missing = os.path.dirname(missing)  # noqa: PTH120 - names that are not UTF-8
         try:
-            os.makedirs(url.path, exist_ok=True)  # noqa: PTH103 - names that are not UTF-8
+            if made:
+                os.makedirs(url.path)  # noqa: PTH103 - names that are not UTF-8
         except OSError as error:
             raise StoreUnavailable(f"{url.path}: cannot be made: {error.strerror}") from error
-        return cls(url.path)
+        store = cls(url.path)
+        store._made = made
+        return store
 
     def side_directory(self) -> Path:
         """Name the sub-directory that SGLang ignores and its `clear()` leaves."""
@@ -117,6 +142,9 @@ class FileStore(Store):
         descriptor, self._directory = self._directory, -1
         if descriptor >= 0:
             os.close(descriptor)
+            with suppress(OSError):  # one that is not empty
+                for directory in self._made:
+                    os.rmdir(directory)  # noqa: PTH106 - names that are not UTF-8
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """List every regular file; the version is made of inode, mtime, ctime and size.
@@ -213,8 +241,6 @@ class FileStore(Store):
 
         def stage(index: int) -> Status:
             _check_new_key(keys[index])
-            if if_absent and self._is_there(keys[index]):
-                return Status.EXISTS
             offset, size = places[index]
             written[index] = self._write_temporary(memory[offset : offset + size], times[index])
             return Status.OK
@@ -258,10 +284,43 @@ class FileStore(Store):
             self._synced(self._sync_directory, deleted, statuses, errors)
         return Result(statuses, errors)
 
+    def own_temporaries(self, owner: str, *, sweep: bool) -> None:
+        """Name temporary files after `owner`; sweep: remove those that are there."""
+        # No two processes give the same name, even where an owner is two at once.
+        self._token = owner.encode() + os.urandom(_TOKEN_BYTES - _OWNER_BYTES).hex().encode()
+        if not sweep:
+            return
+        prefix = os.fsdecode(OWN_PREFIX) + f"-{owner}"
+        try:
+            for names in self._names():
+                for name in names:
+                    if name.startswith(prefix):
+                        with suppress(FileNotFoundError):
+                            os.unlink(name, dir_fd=self._directory)
+        except OSError as error:
+            raise self._unavailable(error) from error
+
     def exists(self, rows: Rows) -> BoolArray:
         """Say which keys are regular files, one stat each."""
         keys = keys_of(rows)
         return np.fromiter(map(self._is_there, keys), dtype=np.bool_, count=len(keys))
+
+    def touch(self, rows: Rows) -> BoolArray:
+        """Set modification times to now: the order of eviction that a server begins with.
+
+        A server that runs keeps an order of its own, which files do not show.
+        """
+        now = time.time_ns()
+        touched = np.zeros(len(rows), dtype=np.bool_)
+        for index, key in enumerate(keys_of(rows)):
+            try:
+                _check_key(key)
+                times = now + index, now + index
+                os.utime(key, ns=times, dir_fd=self._directory, follow_symlinks=False)
+                touched[index] = True
+            except OSError as error:
+                self._failed(index, error, {})
+        return touched
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """List a few files again, one stat each."""
@@ -422,12 +481,19 @@ class FileStore(Store):
 
     def _write_temporary(self, source: memoryview, mtime_ns: int | None) -> bytes:
         """Create a file under a name that SGLang ignores, not yet synced."""
-        name = OWN_PREFIX + b"-" + os.urandom(16).hex().encode() + b".tmp"
-        descriptor = os.open(name, _WRITE_FLAGS, 0o666, dir_fd=self._directory)
+        name = b"%s-%s%08x.tmp" % (OWN_PREFIX, self._token, next(self._numbers) & 0xFFFFFFFF)
+        try:
+            descriptor = os.open(name, _WRITE_FLAGS, 0o666, dir_fd=self._directory)
+        except OSError as error:
+            if error.errno in _NO_NEW_FILES:
+                raise StoreUnavailable(
+                    f"{self.path}: cannot be written to: {error.strerror}"
+                ) from error
+            raise
         try:
             done = 0
             while done < len(source):
-                done += os.write(descriptor, source[done:])
+                done += os.write(descriptor, source[done : done + _WRITE_BYTES])
             if mtime_ns is not None:
                 os.utime(descriptor, ns=(mtime_ns, mtime_ns))
         except BaseException:
@@ -510,7 +576,7 @@ class FileStore(Store):
         if error.errno == errno.EEXIST:
             return Status.EXISTS
         errors[index] = _WORDS.get(error.errno or 0) or error.strerror or str(error)
-        return Status.ERROR
+        return Status.FULL if error.errno in _NO_ROOM else Status.ERROR
 
     def _removed(self, error: OSError) -> bool:
         if error.errno == errno.EBADF and self._directory < 0:

@@ -33,6 +33,7 @@ from hicachectl.backends.base import (
     keys_of,
     scan_schema,
 )
+from hicachectl.backends.hf3fs_creating import TableMaker
 from hicachectl.backends.hf3fs_files import DataFiles, PageReader, Pages
 from hicachectl.backends.hf3fs_keys import (
     Share,
@@ -101,19 +102,30 @@ class Hf3fsStore(Store):
         batch_bytes=256 << 20,
         parallel_reads=8,
         parallel_writes=2,
+        announced_bytes=1,
     )
     supports_times: ClassVar[bool] = False
     supports_sizes: ClassVar[bool] = False
     supports_empty: ClassVar[bool] = False
     supports_version: ClassVar[bool] = True
     supports_locator: ClassVar[bool] = True
+    supports_touch: ClassVar[bool] = True
     supports_confirm: ClassVar[bool] = True
     supports_holes: ClassVar[bool] = True
+    identifies_by_exists: ClassVar[bool] = True
+    evicts_pools_apart: ClassVar[bool] = True
+    evicts: ClassVar[bool] = True
     version_fields: ClassVar[tuple[str, ...]] = ("page_index",)
     versions_recur: ClassVar[bool] = True  # freed pages are handed out at once
+    lists_late: ClassVar[bool] = True
 
-    def __init__(self, settings: Hf3fsSettings, *, direct: bool | None = None) -> None:
-        """Open a store. direct: whether to read past the page cache (see DataFiles)."""
+    def __init__(
+        self, settings: Hf3fsSettings, *, direct: bool | None = None, create: bool = False
+    ) -> None:
+        """Open a store. direct: whether to read past the page cache (see DataFiles).
+
+        create: make the files and tables of a deployment that has not started, when written to.
+        """
         self.settings = settings
         self.url = str(settings)
         self.touched_keys = 0  # how many were asked for in a way that makes them the most recent
@@ -132,11 +144,22 @@ class Hf3fsStore(Store):
         self.named_arena = self._usrbio is not None
         if settings.server is not None:
             self._server = MetadataClient(settings.server)
+        self._known: set[TableName] = set()  # tables that the server was seen to have
+        self._maker = TableMaker(self._server, settings) if self._server and create else None
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> Self:
         """Open the store that a URL, SGLang's config or its environment names."""
         return cls(settings_from(url, os.environ))
+
+    @classmethod
+    def create(cls, url: StoreUrl) -> Self:
+        """Open it to write to; tables that the server does not know are made with the first write.
+
+        How large their files are `file_size` says, unless they are there. The directory, being on
+        a mount, is not made.
+        """
+        return cls(settings_from(url, os.environ), create=True)
 
     def close(self) -> None:
         """Close the data files and the connections to the server."""
@@ -255,13 +278,25 @@ class Hf3fsStore(Store):
         return found
 
     def free_bytes(self) -> int | None:
-        """Count the free pages of the snapshot, in bytes where a profile tells their size."""
-        if self.settings.snapshot is None or not self._sizes.nbytes:
-            return None
-        return sum(
-            len(table.free) * self._sizes.nbytes.get((table.rank, table.namespace), 0)
-            for table in self.page_tables()
-        )
+        """Count the bytes of free pages, as of the snapshot, and of tables yet to be made.
+
+        None where no profile tells how long pages are, or where that of one table is not known.
+        """
+        saved = {}
+        if self.settings.snapshot is not None:
+            saved = {(table.rank, table.namespace): table for table in self.page_tables()}
+        total = 0
+        for name, nbytes in self._sizes.nbytes.items():
+            if name in saved:
+                total += len(saved[name].free) * nbytes
+            elif self._maker is not None and not self._may_have(name):
+                size = self._maker.file_size(name)
+                if size is None:
+                    return None
+                total += size // nbytes * nbytes
+            elif self.settings.snapshot is None or self._maker is not None:
+                return None  # the server has it, and says nothing of it
+        return total if self._sizes.nbytes else None
 
     def _batch(self, schema: Any, table: TableName, keys: Any, indices: IntArray) -> Any:
         import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
@@ -315,15 +350,24 @@ class Hf3fsStore(Store):
         return there
 
     def _asked(self, table: TableName, names: Sequence[str]) -> BoolArray:
-        """Ask the server which keys it has; none of a table that the snapshot does not have."""
+        """Ask the server which keys it has; none of a table that no engine has made."""
         assert self._server is not None
         if not self._may_have(table):
             return np.zeros(len(names), dtype=np.bool_)
         return self._server.exists(*table, names)
 
     def _may_have(self, table: TableName) -> bool:
-        """Tell whether to ask the server: it has no answer about a pool that no engine made."""
-        return self.settings.snapshot is None or (self._last or self._saved()).has(table)
+        """Tell whether to ask the server: it has no answer about a pool that no engine made.
+
+        Where the snapshot has a table, its absence is an error: the server lost it.
+        """
+        assert self._server is not None
+        if table in self._known:
+            return True
+        listed = self.settings.snapshot is not None and (self._last or self._saved()).has(table)
+        if listed or self._server.has_table(*table):
+            self._known.add(table)
+        return table in self._known
 
     def _indices_of(self, share: Share) -> IntArray:
         """Find keys in the snapshot: [n] int64 page indices, _UNKNOWN where it has them not."""
@@ -397,11 +441,13 @@ class Hf3fsStore(Store):
     ) -> ReadResult:
         """Read pages that no writer can have reused: asked where they are before and after.
 
-        For suspects only: the server counts such a question as use, and evicts others first. A key
-        that is gone, or on another page than the row says, is GONE.
+        For few: the server counts such a question as use, and evicts others first. A key that is
+        gone, or on another page than the row says, is GONE; one whose row says none is read where
+        the server has it.
         """
-        located = self._located(rows)
         before = self._current(rows)
+        located = self._located(rows) if "locator" in rows.schema.names else before
+        located = np.where(located == _UNKNOWN, before, located)
         result = self._read(rows, offsets, capacities, located, check=False)
         moved = (before != located) | (self._current(rows) != located)
         result.statuses[moved] = Status.GONE
@@ -420,6 +466,13 @@ class Hf3fsStore(Store):
         statuses[current == self._located(rows)] = Status.OK
         statuses[current == _UNKNOWN] = Status.GONE
         return statuses
+
+    def touch(self, rows: Rows) -> BoolArray:
+        """Ask the server where pages are, which makes them the last to be evicted."""
+        touched: BoolArray = self._current(rows) != _UNKNOWN
+        with self._lock:  # nothing to remark on: it is what was asked for
+            self.touched_keys -= int(touched.sum()) if self._server else 0
+        return touched
 
     def holes(self, rows: Rows) -> BoolArray:
         """Say which pages were never written, wholly or in part: [n] bool.
@@ -557,6 +610,7 @@ class Hf3fsStore(Store):
         for share in shares_of(rows):
             path = self.settings.data_file(*share.table)
             nbytes = self._sizes.nbytes[share.table]
+            self._make(share.table, nbytes)
             spans = zip(offsets[share.at].tolist(), sizes[share.at].tolist(), strict=True)
             outcome = writer.write(
                 share.table,
@@ -569,6 +623,11 @@ class Hf3fsStore(Store):
             statuses[share.at] = outcome.statuses
             errors |= {int(share.at[n]): why for n, why in outcome.errors.items()}
         return Result(statuses, errors)
+
+    def _make(self, table: TableName, nbytes: int) -> None:
+        """Make a table that is to be written to, where that is wanted and there is none."""
+        if self._maker is not None and not self._may_have(table):
+            self._maker.ensure(table, nbytes)
 
     def _needed_server(self) -> MetadataClient:
         if self._server is None:

@@ -63,7 +63,8 @@ def shares_of(rows: Rows) -> list[Share]:
     # Most calls are about one table, and this is much of what reading small objects costs.
     if match is not None and b"".join(keys).isascii():
         prefix = match[0]
-        if all(key.startswith(prefix) for key in keys):
+        # What the first and the last in order begin with, all between them do.
+        if min(keys).startswith(prefix) and max(keys).startswith(prefix):
             return [Share(table_of(prefix), np.arange(len(keys)), keys, len(prefix))]
     return _mixed_shares(keys)
 

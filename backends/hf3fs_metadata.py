@@ -1,7 +1,7 @@
 """SGLang's 3FS metadata server: which page of a data file a key lies on, asked over HTTP.
 
-There is no list of keys: see hf3fs_snapshot. Nothing here creates or clears a table, which would
-take the pages away from the engines that use them.
+There is no list of keys: see hf3fs_snapshot. Nothing here clears a table, which would take the
+pages away from the engines that use them.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: Hf3fsMetadataServer,
 RankMetadata.
 """
@@ -54,8 +54,8 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 class MetadataClient:
     """One metadata server; safe to call from threads. Every failure is StoreUnavailable.
 
-    A table is named by the rank and namespace that its engines use. Only `exists` leaves a table
-    as it is.
+    A table is named by the rank and namespace that its engines use. Only `exists` and `has_table`
+    leave a table as it is.
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -75,6 +75,20 @@ class MetadataClient:
     def close(self) -> None:
         """Close the connections; what other threads ask fails."""
         self._http.close()
+
+    def has_table(self, rank: int, namespace: str) -> bool:
+        """Say whether an engine, or `initialize`, has made a table."""
+        body = msgspec.json.encode({"namespace": namespace, "keys": []})
+        reply = self._http.post(self._path(rank, "exists"), body, repeatable=True)
+        if _lacks_table(reply):
+            return False
+        self._values(reply, rank, "exists", namespace, 0, _Exists)
+        return True
+
+    def initialize(self, rank: int, namespace: str, num_pages: int) -> None:
+        """Make a table whose pages are all free; one that is there stays as it is."""
+        verb = "initialize"
+        self._done(self._changed(rank, verb, namespace, num_pages=num_pages), rank, verb, namespace)
 
     def exists(self, rank: int, namespace: str, keys: Sequence[str]) -> BoolArray:
         """Say which keys are there, [n] bool, without a change to their recency."""
@@ -154,7 +168,7 @@ class MetadataClient:
             raise self._http.lost(f"answers {verb} in a way of its own", _HINT)
 
     def _checked(self, reply: Reply, rank: int, verb: str, namespace: str) -> bytes:
-        if reply.status == http.client.NOT_FOUND and _NO_TABLE in reply.body:
+        if _lacks_table(reply):
             raise self._http.lost(
                 f"has no table {rank}:{namespace}",
                 "an SGLang with that rank and pool has not started there yet, or the server was "
@@ -182,3 +196,7 @@ class MetadataClient:
 
     def _path(self, rank: int, verb: str) -> str:
         return f"{quote(self._root, safe='/%')}/{rank}/{verb}"
+
+
+def _lacks_table(reply: Reply) -> bool:
+    return reply.status == http.client.NOT_FOUND and _NO_TABLE in reply.body

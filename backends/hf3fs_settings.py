@@ -144,7 +144,7 @@ def _service(text: str, where: str, error: type[UsageError | FormatError] = Usag
         port = parts.port
     except ValueError:  # a port that is no number, brackets that do not match
         parts, port = urlsplit(""), None
-    plain = parts.scheme in ("http", "https") and parts.hostname and text.isprintable()
+    plain = parts.scheme == "http" and parts.hostname and text.isprintable()
     if not plain or port == 0 or " " in text or parts.query or parts.fragment:
         raise error(f"{where}: {shown(text)} is no address; write http://HOST:18000")
     if "@" in parts.netloc:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
+import ssl
 import threading
 import time
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Mapping
 
     T = TypeVar("T")
 
@@ -34,10 +35,11 @@ _PASSING = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole reply."""
+    """A whole reply. retry_after: its header of that name, "" without one."""
 
     status: int
     body: bytes
+    retry_after: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +56,27 @@ class HttpService:
     who:       names the service in messages, as "Mooncake master".
     hint:      what to do about an address where something else, or nothing, answers.
     timeout_s: for a whole answer; for each block of one that is streamed.
+    headers:   sent with every request.
+    tls:       whether the service speaks it; its certificate is checked.
     """
 
     def __init__(
-        self, host: str, port: int, *, who: str, hint: str, timeout_s: float = 15.0
+        self,
+        host: str,
+        port: int,
+        *,
+        who: str,
+        hint: str,
+        timeout_s: float = 15.0,
+        headers: Mapping[str, str] | None = None,
+        tls: bool = False,
     ) -> None:
         self.hint = hint
         self._name = f"{who} {f'[{host}]' if ':' in host else host}:{port}"
         self._place = (host, port)
         self._timeout_s = timeout_s
+        self._headers = dict(headers or {})
+        self._tls = _tls_context() if tls else None
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
@@ -130,7 +144,8 @@ class HttpService:
         def attempt() -> Reply:
             connection, response = self._ask(request, deadline)
             try:
-                return Reply(response.status, self._body(response))
+                after = response.getheader("Retry-After", "")
+                return Reply(response.status, self._body(response), after)
             finally:
                 self._put_back(connection, response)
 
@@ -140,11 +155,13 @@ class HttpService:
         self, request: _Request, deadline: float
     ) -> tuple[_Connection, http.client.HTTPResponse]:
         with self._lock:
+            if self._closed:
+                raise ConnectionAbortedError
             kept = request.repeatable and self._idle
-            connection = self._idle.pop() if kept else _Connection(*self._place)
+            connection = self._idle.pop() if kept else _Connection(*self._place, self._tls)
             self._busy.add(connection)
         try:
-            return connection, connection.ask(request, deadline)
+            return connection, connection.ask(request, self._headers, deadline)
         except BaseException:
             self._put_back(connection, None)
             raise
@@ -195,6 +212,7 @@ class HttpService:
             ConnectionError: ("the connection is closed without an answer", self.hint),
             http.client.HTTPException: ("what answers does not speak HTTP as it should", self.hint),
             socket.gaierror: ("the host's name is not known", ""),
+            ssl.SSLError: (f"TLS failed: {getattr(error, 'reason', '') or error}", self.hint),
         }
         for kind, (what, remedy) in known.items():
             if isinstance(error, kind):
@@ -212,29 +230,63 @@ class _DeadlineSocket(socket.socket):
         return super().recv_into(*args, **kwargs)
 
 
+class _DeadlineTlsSocket(ssl.SSLSocket):
+    """The same over TLS."""
+
+    deadline = 0.0
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        self.settimeout(_time_left(self.deadline))
+        return super().recv_into(*args, **kwargs)
+
+
+def _tls_context() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.sslsocket_class = _DeadlineTlsSocket
+    return context
+
+
 class _Connection(http.client.HTTPConnection):
     """A connection that is kept between requests."""
 
-    def ask(self, request: _Request, deadline: float) -> http.client.HTTPResponse:
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        super().__init__(host, port)
+        self._tls = tls
+        self._aborted = False
+
+    def ask(
+        self, request: _Request, headers: Mapping[str, str], deadline: float
+    ) -> http.client.HTTPResponse:
         """Send a request and read the head of its reply."""
         if self.sock is None:
-            timeout = min(CONNECT_TIMEOUT_S, _time_left(deadline))
-            plain = socket.create_connection((self.host, self.port), timeout)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.sock = _DeadlineSocket(fileno=plain.detach())
+            self.sock = self._opened(min(CONNECT_TIMEOUT_S, _time_left(deadline)))
+            if self._aborted:
+                raise ConnectionAbortedError
         self.extend(deadline)
-        headers = {} if request.body is None else {"Content-Type": "application/json"}
-        self.request(request.method, request.path, request.body, headers)
+        kind = {} if request.body is None else {"Content-Type": "application/json"}
+        self.request(request.method, request.path, request.body, {**headers, **kind})
         return self.getresponse()
+
+    def _opened(self, timeout_s: float) -> socket.socket:
+        plain = socket.create_connection((self.host, self.port), timeout_s)
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                return self._tls.wrap_socket(plain, server_hostname=self.host)
+            return _DeadlineSocket(fileno=plain.detach())
+        except BaseException:
+            plain.close()
+            raise
 
     def extend(self, deadline: float) -> None:
         """Set the time at which what is under way has to end."""
-        if isinstance(self.sock, _DeadlineSocket):  # it is gone once a reply said so
+        if isinstance(self.sock, _DeadlineSocket | _DeadlineTlsSocket):  # gone once a reply said so
             self.sock.deadline = deadline
             self.sock.settimeout(_time_left(deadline))
 
     def abort(self) -> None:
         """End what another thread waits for on this connection."""
+        self._aborted = True
         sock = self.sock
         if sock is not None:
             with contextlib.suppress(OSError):

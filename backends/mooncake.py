@@ -35,6 +35,7 @@ from hicachectl.backends.mooncake_client import (
     HAS_LEASE,
     INVALID,
     LEASE_EXPIRED,
+    NO_SPACE,
     NOT_FOUND,
     NOT_READY,
     NOT_TRANSFERRED,
@@ -60,6 +61,7 @@ _TCP = "tcp"
 _CARD_READERS = 4  # not measured: no RDMA network was at hand
 _WITH_MESSAGE = (Status.ERROR, Status.UNREACHABLE)
 _NOT_TEXT = "the key is not UTF-8: Mooncake has no such keys"
+_PIN_TOO_LONG = "refused: --pin-ttl is longer than the --max_kv_soft_pin_ttl of the master"
 _READ_BACK_BYTES = 64 << 20  # at once
 
 
@@ -71,10 +73,12 @@ class MooncakeStore(Store):
         batch_objects=128,  # SGLang's own batches are of 128 pages
         batch_bytes=256 << 20,
         parallel_reads=1,  # by tcp two transfers at a time are slower than one
-        parallel_writes=1,
+        parallel_writes=2,  # of which one puts, while the other asks the master what is there
     )
     supports_times: ClassVar[bool] = False
     supports_empty: ClassVar[bool] = False
+    supports_touch: ClassVar[bool] = True
+    loses_races: ClassVar[bool] = True
     supports_version: ClassVar[bool] = True
     supports_replicas: ClassVar[bool] = True
     supports_leases: ClassVar[bool] = True
@@ -82,6 +86,7 @@ class MooncakeStore(Store):
     supports_groups: ClassVar[bool] = True
     logs_natively: ClassVar[bool] = True
     lease_wait_seconds: float = 2 * LEASE_SECONDS
+    evicts: ClassVar[bool] = True
     version_fields: ClassVar[tuple[str, ...]] = ("size", "segment", "address")
     versions_recur: ClassVar[bool] = True  # freed memory is used again
 
@@ -97,6 +102,7 @@ class MooncakeStore(Store):
         self._kept: list[Any] = []
         self._registered: int | None = None  # address of the arena
         self._opening = threading.Lock()
+        self._putting = threading.Lock()
         try:
             self._admin.check()
         except BaseException:
@@ -159,13 +165,17 @@ class MooncakeStore(Store):
 
     def exists(self, rows: Rows) -> BoolArray:
         """Say which objects are there and readable."""
+        return self._found(rows)[0]
+
+    def _found(self, rows: Rows) -> tuple[BoolArray, BoolArray]:
+        """Say which objects are readable, and which somebody has begun to write."""
         keys = _key_array(rows)
         answer = self._admin.query(keys)
         unaskable = _unaskable(answer)
         there: BoolArray = _codes(answer) == 0
         if unaskable.any():
             there |= unaskable & _is_in(keys, self._listed(keys.filter(pa.array(unaskable))))
-        return there
+        return there, _codes(answer) == NOT_READY
 
     def free_bytes(self) -> int | None:
         """Count what the cluster's segments have room for."""
@@ -286,7 +296,11 @@ class MooncakeStore(Store):
     ) -> Result:
         """Put objects, and read them back: a put of a key that exists is answered like any other.
 
+        Without `confirms_writes` nothing is read back, and an object that another writer has put
+        since this one asked for its key is called OK.
+
         Without if_absent, an object that is there is removed first, once no reader has a lease.
+        A cluster evicts what has no lease or pin to make room; FULL means that it could not.
         """
         self._memory(offsets, sizes, len(rows))
         keys = _texts(rows)
@@ -296,20 +310,26 @@ class MooncakeStore(Store):
             if key is None or not sizes[at]:
                 statuses[at] = Status.ERROR
                 errors[at] = _NOT_TEXT if key is None else "Mooncake stores no empty objects"
-        self._make_room(rows, statuses, errors, if_absent=if_absent)
+        begun = self._make_room(rows, statuses, errors, if_absent=if_absent)
         places = np.flatnonzero(statuses == Status.OK)
         if len(places):
-            codes = self._data().put_from(
-                [keys[at] or "" for at in places],
-                self._addresses(offsets[places]),
-                sizes[places].tolist(),
-                groups=None if group is None else [group[at] for at in places.tolist()],
-                pin=pin,
-            )
+            with self._putting:
+                codes = self._data().put_from(
+                    [keys[at] or "" for at in places],
+                    self._addresses(offsets[places]),
+                    sizes[places].tolist(),
+                    groups=None if group is None else [group[at] for at in places.tolist()],
+                    pin=pin,
+                    pin_seconds=self.pin_seconds,
+                )
             statuses[places[codes == EXISTS]] = Status.EXISTS
             _note_errors(statuses, errors, places, codes, (0, EXISTS))
-            put = places[codes == 0]
-            self._read_back(keys, put, offsets[put], sizes[put], statuses, errors)
+            if pin and self.pin_seconds is not None:
+                errors |= dict.fromkeys(places[codes == INVALID].tolist(), _PIN_TOO_LONG)
+            self._settle_begun(rows, places[(codes == 0) & begun[places]], statuses)
+            if self.confirms_writes:
+                put = places[(codes == 0) & (statuses[places] == Status.OK)]
+                self._read_back(keys, put, offsets[put], sizes[put], statuses, errors)
         return Result(statuses, errors)
 
     def _make_room(
@@ -319,17 +339,30 @@ class MooncakeStore(Store):
         errors: dict[int, str],
         *,
         if_absent: bool,
-    ) -> None:
-        """Mark what is there as existing, or remove it."""
+    ) -> BoolArray:
+        """Mark what is there as existing, or remove it; which others somebody has begun: [rows]."""
         fine = np.flatnonzero(statuses == Status.OK)
         chosen = as_table(rows).take(pa.array(fine))
+        begun = np.zeros(len(rows), dtype=np.bool_)
         if if_absent:
-            statuses[fine[self.exists(chosen)]] = Status.EXISTS
-            return
+            there, begun[fine] = self._found(chosen)
+            statuses[fine[there]] = Status.EXISTS
+            return begun
         removed = self.delete(chosen)
         for index, why in removed.errors.items():
             statuses[fine[index]] = Status.ERROR
             errors[int(fine[index])] = why
+        return begun
+
+    def _settle_begun(self, rows: Rows, places: IntArray, statuses: npt.NDArray[np.uint8]) -> None:
+        """Mark as existing what another writer is still at.
+
+        A put of it is answered with success, and is none. It stays so where that writer was
+        killed, until the master's --put_start_discard_timeout_sec.
+        """
+        if len(places):
+            readable = self.exists(as_table(rows).take(pa.array(places)))
+            statuses[places[~readable]] = Status.EXISTS
 
     def _read_back(
         self,
@@ -391,6 +424,16 @@ class MooncakeStore(Store):
         _note_errors(statuses, errors, np.arange(len(rows)), codes, (0, NOT_FOUND))
         return Result(statuses, errors)
 
+    def touch(self, rows: Rows) -> BoolArray:
+        """Lease objects, batch by batch: those whose leases end first are evicted first."""
+        keys = _texts(rows)
+        codes = np.zeros(len(rows), dtype=np.int64)
+        for start in range(0, len(rows), self.limits.batch_objects):
+            some = slice(start, start + self.limits.batch_objects)
+            codes[some] = self._data().lease([key or "" for key in keys[some]])
+        touched: BoolArray = codes == 1
+        return touched
+
     def _data(self) -> MooncakeClient:
         with self._opening:
             if self._closed:
@@ -416,7 +459,7 @@ def _note_errors(
     """Mark the rows at `places` whose code is none of the `fine` ones."""
     for at, code in zip(places.tolist(), codes.tolist(), strict=True):
         if code not in fine:
-            statuses[at] = Status.ERROR
+            statuses[at] = Status.FULL if code == NO_SPACE else Status.ERROR
             errors[at] = message_of(code)
 
 

@@ -364,6 +364,15 @@ class StoreSuite(ABC):
         assert set(listing(store)) == {self.keys[2]}
         assert self.raw_get(store, self.keys[0]) is None
 
+    def test_what_was_just_written_can_be_taken_back(self, store: Store) -> None:
+        self.need(store, "writes")
+        old, new = self.keys[:2]
+        self.raw_put(store, old, self.value(0))
+        for _ in range(2):  # and is then like what never was
+            assert write(store, {new: self.value(1)}, if_absent=True).all_ok
+            assert store.withdraw(rows_of([new])).all_ok
+            assert store.exists(rows_of([old, new])).tolist() == [True, False]
+
     def test_deleting_a_deleted_object_says_gone(self, store: Store) -> None:
         self.need(store, "deletes")
         for n in range(2):
@@ -377,6 +386,22 @@ class StoreSuite(ABC):
             pytest.skip("objects of the store can be deleted")
         with pytest.raises(UnsupportedByBackend):
             store.delete(rows_of(self.keys[:1]))
+
+    def test_touching_says_what_is_there_and_changes_no_byte(self, store: Store) -> None:
+        self.need(store, "touch")
+        for n in range(2):
+            self.raw_put(store, self.keys[n], self.value(n))
+        rows = scanned_rows(store, self.keys[:2])
+        assert store.touch(rows).tolist() == [True, True]
+        assert self.raw_get(store, self.keys[0]) == self.value(0)
+        self.raw_delete(store, self.keys[0])
+        assert store.touch(rows).tolist() == [False, True]
+
+    def test_touching_is_refused_where_there_is_no_order(self, store: Store) -> None:
+        if store.supports_touch:
+            pytest.skip("the store has an order of eviction")
+        with pytest.raises(UnsupportedByBackend):
+            store.touch(rows_of(self.keys[:1]))
 
     def test_exists_answers_for_each_row(self, store: Store) -> None:
         self.raw_put(store, self.keys[1], self.value(1))

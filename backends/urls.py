@@ -48,6 +48,8 @@ SCHEMES = {
         frozenset({"admin", "device", "metadata", "protocol", "tenant"}),
         host=True,
     ),
+    # keys: the grammar of the keys of a new pack.
+    "pack": Scheme("hicachectl.backends.pack:PackStore", frozenset({"keys"})),
 }
 
 _NAMED = re.compile(r"([^/:]*):(.*)", re.DOTALL)

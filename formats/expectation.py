@@ -12,8 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.deployment_flags import sglang_version
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
+from hicachectl.formats.key_versions import (
+    check_file_ranks,
+    check_mooncake_ranks,
+    mamba_keys_name_rank,
+    mooncake_keys_name_model,
+    mooncake_keys_place_rank,
+)
 from hicachectl.formats.layouts import (
     MhaGeometry,
     TensorLayout,
@@ -22,16 +28,17 @@ from hicachectl.formats.layouts import (
     unified_page,
 )
 from hicachectl.formats.objects import Coordinate, Shard
-from hicachectl.formats.pools import DRAFT_POOLS, PoolPiece, pool_piece, stage_ranges
+from hicachectl.formats.pools import DRAFT_POOLS, PoolPiece, pool_piece
 from hicachectl.formats.profile import Pool, Profile, validate_profile
+from hicachectl.formats.unified_grid import unified_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _ZERO_COPY_LAYOUTS = ("page_first", "page_first_direct")  # HiCacheHF3FS.register_mem_pool_host
+_HF3FS_LAYOUTS = (*_ZERO_COPY_LAYOUTS, "layer_first")  # backend_factory.py: bytes_per_page
 _DCP_POOLS = ("kv", "mamba", *sorted(DRAFT_POOLS))
 _DCP_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-_MAMBA_TP_PAIR_SINCE = (0, 5, 23)  # file and 3FS keys of Mamba states beside an MLA target
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +96,13 @@ def expected_objects(profile: Profile, scheme: str) -> tuple[ExpectedObject, ...
     the profile is contradictory or too vague, UnsupportedByBackend when the backend has no such
     objects, UsageError on an unknown scheme.
     """
-    if scheme not in _SCHEMES:
-        raise UsageError(f"unknown key scheme {scheme!r}; known: {', '.join(_SCHEMES)}")
+    if scheme not in (*_SCHEMES, "unified"):
+        raise UsageError(f"unknown key scheme {scheme!r}; known: {', '.join(_SCHEMES)}, unified")
     problems = validate_profile(profile)
     if problems:
         raise ProfileError("profile: " + "; ".join(problems))
+    if scheme == "unified":
+        return tuple(_unified_objects(profile))
     _SCHEMES[scheme].check(profile)
     pools = [pool for pool in profile.pools if _has_objects(pool, scheme)]
     anchor = next((pool for pool in pools if pool.name == "kv" or not pool.trailing), None)
@@ -106,7 +115,7 @@ def expected_objects(profile: Profile, scheme: str) -> tuple[ExpectedObject, ...
 def _pool_objects(
     profile: Profile, scheme: str, pool: Pool, anchor: bool
 ) -> Iterator[ExpectedObject]:
-    model = "" if scheme == "hf3fs" else profile.key_model
+    model = profile.key_model if _names_model(profile, scheme) else ""
     tag = profile.tag if scheme == "mooncake" else ""
     held: dict[tuple[int, int], PoolPiece | None] = {}  # the same for all TP ranks of a stage
     for place in _SCHEMES[scheme].places(profile, pool):
@@ -131,14 +140,11 @@ def _pool_objects(
 
 def _has_objects(pool: Pool, scheme: str) -> bool:
     # A logical anchor has no bytes; only the file backend writes something for it, an empty file.
-    if scheme == "unified":
-        return pool.name == "kv"
     return pool.kind != "logical" or scheme == "file"
 
 
-def _key_carries_mamba_rank(profile: Profile) -> bool:
-    """Tell whether file and 3FS keys of Mamba states name the TP rank beside an MLA target."""
-    return sglang_version(profile.sglang) >= _MAMBA_TP_PAIR_SINCE
+def _names_model(profile: Profile, scheme: str) -> bool:
+    return scheme == "file" or (scheme == "mooncake" and mooncake_keys_name_model(profile))
 
 
 def _stages(profile: Profile) -> Iterator[tuple[int, int, Shard]]:
@@ -177,6 +183,11 @@ def _check_dcp(profile: Profile) -> None:
 # --- file ---
 
 
+def _check_file(profile: Profile) -> None:
+    _check_dcp(profile)
+    check_file_ranks(profile)
+
+
 def _file_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
     """List where file keys lead; their form follows the target, not the pool.
 
@@ -185,7 +196,7 @@ def _file_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
     """
     per_rank = not profile.rank_replicated
     if profile.rank_replicated and pool.name == "mamba":
-        per_rank = _key_carries_mamba_rank(profile)
+        per_rank = mamba_keys_name_rank(profile)
     for pp_rank, cp_rank, shard in _stages(profile):
         if per_rank:
             for rank in range(profile.tp):
@@ -219,6 +230,11 @@ def _flat_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[_
 
 _MOONCAKE_REPLICATED = ("indexer", "draft_indexer")  # and deepseek_v4_*: rank-less in any model
 _MOONCAKE_SPLIT = ("kv", "draft", "swa", "draft_swa")  # K and V apart in an MHA pool
+
+
+def _check_mooncake(profile: Profile) -> None:
+    _check_dcp(profile)
+    check_mooncake_ranks(profile)
 
 
 def _splits_heads(profile: Profile) -> bool:
@@ -279,7 +295,7 @@ def _mooncake_ranks(profile: Profile, pool: Pool, shard: Shard, per_rank: bool) 
         for rank in range(profile.dcp):
             yield replace(shard, dcp_rank=rank)
     else:
-        yield shard
+        yield replace(shard, ranked=mooncake_keys_place_rank(profile))
 
 
 def _mooncake_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[_Content]:
@@ -341,6 +357,11 @@ def _check_hf3fs(profile: Profile) -> None:
         )
     if profile.dcp > 1:
         raise UnsupportedByBackend("dcp: SGLang stores DCP pages on file and Mooncake only")
+    if profile.layout not in _HF3FS_LAYOUTS:
+        raise UnsupportedByBackend(
+            f"layout {profile.layout}: SGLang's 3FS backend starts in {', '.join(_HF3FS_LAYOUTS)} "
+            "only"
+        )
 
 
 def _hf3fs_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
@@ -352,7 +373,7 @@ def _hf3fs_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
     if not profile.rank_replicated:
         for rank in range(profile.tp):
             yield _Place(0, 0, Shard(tp_rank=rank))
-    elif pool.name == "mamba" and _key_carries_mamba_rank(profile):
+    elif pool.name == "mamba" and mamba_keys_name_rank(profile):
         for rank in range(profile.tp):
             yield _Place(0, 0, Shard(tp_rank=rank, tp_size=profile.tp))
     else:
@@ -379,46 +400,24 @@ def _hf3fs_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[
 # --- unified ---
 
 
-def _check_unified(profile: Profile) -> None:
-    anchor = profile.pools[0]
-    if anchor.kind not in ("mha", "mla"):
-        raise UnsupportedByBackend("the unified key scheme holds kv pages of kind mha and mla only")
-    if profile.cp > 1 or profile.dcp > 1:
-        raise UnsupportedByBackend("the unified key scheme has no context parallelism")
-    for pp_rank, (start, end) in enumerate(stage_ranges(profile)):
-        piece = pool_piece(profile, anchor, pp_rank=pp_rank)
-        if piece is None or piece.layers != tuple(range(start, end)):
-            raise UnsupportedByBackend(
-                f"the unified key scheme names runs of layers; kv is not just {start} to {end - 1}"
-            )
-    if not profile.rank_replicated and anchor.kv_heads % profile.tp:
-        raise UnsupportedByBackend(
-            f"the unified key scheme cannot name {anchor.kv_heads} KV heads that {profile.tp} "
-            "ranks hold in part or in common"
+def _unified_objects(profile: Profile) -> Iterator[ExpectedObject]:
+    for chunk in unified_chunks(profile):
+        tensors = unified_page(chunk.geometry)
+        shard = Shard(layers=chunk.layers, heads=chunk.heads)
+        yield ExpectedObject(
+            coordinate=Coordinate(chunk.namespace, "kv", shard=shard),
+            nbytes=sum(tensor.nbytes for tensor in tensors),
+            tensors=tensors,
+            layers=tuple(range(*chunk.layers)),
+            padding_layers=0,
+            trailing=False,
+            trailing_pages=0,
+            anchor=True,
         )
 
 
-def _unified_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
-    """List one rectangle a rank: the layers of its stage, and its heads as one group.
-
-    That is plan_unified_kv without layer_partition and head_group, which a profile does not state.
-    """
-    for pp_rank, layers in enumerate(stage_ranges(profile)):
-        if profile.rank_replicated:
-            yield _Place(pp_rank, 0, Shard(layers=layers))
-            continue
-        for rank in range(profile.tp):
-            yield _Place(pp_rank, 0, Shard(layers=layers, heads=(rank, rank + 1)))
-
-
-def _unified_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[_Content]:
-    assert piece.geometry is not None  # _check_unified
-    yield _one_object(unified_page(piece.geometry))
-
-
 _SCHEMES = {
-    "file": _Scheme(_check_dcp, _file_places, _flat_contents),
-    "mooncake": _Scheme(_check_dcp, _mooncake_places, _mooncake_contents),
+    "file": _Scheme(_check_file, _file_places, _flat_contents),
+    "mooncake": _Scheme(_check_mooncake, _mooncake_places, _mooncake_contents),
     "hf3fs": _Scheme(_check_hf3fs, _hf3fs_places, _hf3fs_contents),
-    "unified": _Scheme(_check_unified, _unified_places, _unified_contents),
 }

@@ -85,6 +85,15 @@ def restorable_pages(num_tokens: int, page_size: int, *, bigram: bool = False) -
     return max(num_tokens - 1 - bigram, 0) // page_size
 
 
+def tokens_to_restore(pages: int, page_size: int, *, bigram: bool = False) -> int:
+    """Count the tokens of the shortest prompt for which a server takes that many pages.
+
+    The inverse of `restorable_pages`; 0 for no pages.
+    """
+    _require_page_size(page_size)
+    return pages * page_size + 1 + bigram if pages else 0
+
+
 def _require_page_size(page_size: int) -> None:
     if page_size < 1:
         raise FormatError(f"page_size: must be at least 1, is {page_size}")

@@ -27,6 +27,7 @@ class Shard:
     dcp_page_size: int | None = None  # logical page size, part of DCP keys only
     layers: tuple[int, int] | None = None  # half-open range of model layers (unified keys)
     heads: tuple[int, int] | None = None  # half-open range of head groups (unified, split heads)
+    ranked: bool = True  # False: the key has no place for a rank at all (Mooncake MLA, old)
 
     def ranks_text(self) -> str:
         """Say the ranks for people: `tp 0/2 pp 1/4`; "" without any."""

@@ -48,29 +48,40 @@ def infer_profile(inventory: Inventory, scheme: str, choice: Choice | None = Non
     scheme: of the store's keys. Raises ProfileError when there is no deployment or the choice is
     open, and where a profile cannot say what was seen.
     """
-    deployment = _chosen(inventory, choice or Choice())
-    _check_one_mamba_size(deployment)
+    chosen = choose_deployment(inventory, choice or Choice())
+    deployment = _seen(inventory, inventory.table.deployments[chosen])
     profile = _profile(deployment)
     _check_says_all(profile, deployment, scheme)
     return profile
 
 
-def _chosen(inventory: Inventory, choice: Choice) -> Deployment:
+def choose_deployment(inventory: Inventory, choice: Choice) -> int:
+    """Find the one deployment of a store that is meant: its number in the inventory.
+
+    Raises ProfileError when there is none or the choice is open.
+    """
     deployments = inventory.table.deployments
     if not deployments:
         raise ProfileError(_nothing_seen(inventory))
     # Sidecars whose kv is gone are no deployment to speak of beside one that has it.
-    found = [d for d in deployments if choice.fits(d)]
-    found = [d for d in found if _anchors(d)] or found
+    fitting = [number for number, d in enumerate(deployments) if choice.fits(d)]
+    found = [number for number in fitting if _anchors(deployments[number])] or fitting
     if not found:
         raise ProfileError(f"the store has no such deployment, but: {_listed(deployments)}")
     if len(found) > 1:
+        several = [deployments[number] for number in found]
         remedy = (
-            "choose one" if len(set(map(_options, found))) > 1 else "no option tells them apart"
+            "choose one" if len(set(map(_options, several))) > 1 else "no option tells them apart"
         )
-        raise ProfileError(f"the store has several deployments, {remedy}: {_listed(found)}")
-    listed = set(inventory.table.affixes)  # members may stand for ranks that none of them names
-    return replace(found[0], members=tuple(m for m in found[0].members if m.affix in listed))
+        raise ProfileError(f"the store has several deployments, {remedy}: {_listed(several)}")
+    _check_one_mamba_size(deployments[found[0]])
+    return found[0]
+
+
+def _seen(inventory: Inventory, deployment: Deployment) -> Deployment:
+    """Leave only members that a key of the store names: others stand for ranks that must be."""
+    listed = set(inventory.table.affixes)
+    return replace(deployment, members=tuple(m for m in deployment.members if m.affix in listed))
 
 
 def _nothing_seen(inventory: Inventory) -> str:

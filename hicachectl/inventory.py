@@ -15,12 +15,14 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.table import KeySplitter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
 
 IntArray = npt.NDArray[np.int64]
+
+_ASKED_AT_ONCE = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +64,38 @@ def take_inventory(
     of each batch as it arrives. Memory: about 250 bytes an object. Raises StoreUnavailable, and
     ProfileError where the profile cannot be the one that wrote the store.
     """
-    splitter = KeySplitter()
-    batches: list[pa.RecordBatch] = []
-    ids: list[npt.NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
     wanted = {"key", "nbytes", "mtime_ns", *columns}
     if store.supports_locator:  # which its reads are faster with
         wanted.add("locator")
-    for batch in store.scan(wanted):
+    return _understood(store.scan(wanted), store.grammar, profile, on_batch)
+
+
+def look_up(store: Store, keys: pa.BinaryArray, profile: Profile | None = None) -> Inventory:
+    """Ask a store for some keys, and understand what is there of them.
+
+    For a few keys, or a store whose listing is behind. Raises like `take_inventory`.
+    """
+    some = (keys.slice(start, _ASKED_AT_ONCE) for start in range(0, len(keys), _ASKED_AT_ONCE))
+    found = (store.look(pa.table({"key": part}), ("nbytes", "mtime_ns")) for part in some)
+    batches = (batch for table in found for batch in table.combine_chunks().to_batches())
+    return _understood(batches, store.grammar, profile, lambda objects: None)
+
+
+def _understood(
+    scanned: Iterable[pa.RecordBatch],
+    grammar: str,
+    profile: Profile | None,
+    on_batch: Callable[[int], None],
+) -> Inventory:
+    splitter = KeySplitter()
+    batches: list[pa.RecordBatch] = []
+    ids: list[npt.NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
+    for batch in scanned:
         pages, affix_ids = splitter.split(batch.column("key"))
         batches.append(batch.append_column("page", pages))
         ids.append(affix_ids)
         on_batch(len(batch))
-    table = assign_affixes(splitter.affixes, codec_for(store.grammar), profile)
+    table = assign_affixes(splitter.affixes, codec_for(grammar), profile)
     objects = pa.Table.from_batches(batches, schema=batches[0].schema if batches else _SCHEMA)
     affix_ids = np.concatenate(ids)
     table = _with_common_sizes(table, objects, affix_ids)

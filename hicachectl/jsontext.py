@@ -8,6 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
+WRITE_NULL = {b"json": b"null"}  # metadata of a struct's field whose nulls are not to be left out
+
 
 def json_rows(table: pa.Table | pa.RecordBatch) -> pa.StringArray:
     """Each row as a JSON object, fields in column order; a null is written as null."""
@@ -18,7 +20,7 @@ def json_rows(table: pa.Table | pa.RecordBatch) -> pa.StringArray:
 
 
 def json_values(array: pa.Array) -> pa.StringArray:
-    """Each value as JSON. Null fields of a nested struct are left out of its object.
+    """Each value as JSON. Null fields of a nested struct are left out, unless WRITE_NULL.
 
     Takes strings, booleans, integers, floats, dictionaries of these, lists and structs.
     """
@@ -44,7 +46,8 @@ def _object(array: pa.StructArray, *, skip_nulls: bool) -> pa.StringArray:
     members = []
     for field, values in zip(array.type, array.flatten(), strict=True):
         text = pc.binary_join_element_wise(f"{json.dumps(field.name)}: ", json_values(values), "")
-        members.append(pc.if_else(values.is_valid(), text, None) if skip_nulls else text)
+        skip = skip_nulls and (field.metadata or {}).items().isdisjoint(WRITE_NULL.items())
+        members.append(pc.if_else(values.is_valid(), text, None) if skip else text)
     return pc.binary_join_element_wise("{", join_present(members, ", "), "}", "")
 
 

@@ -11,23 +11,13 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.base import SCAN_FIELDS
 from hicachectl.deployments import UNRESOLVED
+from hicachectl.formats.keys.columns import coordinate_columns
 from hicachectl.vocabulary import STATES
 
 if TYPE_CHECKING:
-    from hicachectl.formats.keys.resolve import Resolved
     from hicachectl.groups import PageGroups
     from hicachectl.inventory import Inventory
 
-_SHARD_INTS = (
-    "tp_rank",
-    "tp_size",
-    "pp_rank",
-    "pp_size",
-    "cp_rank",
-    "cp_size",
-    "dcp_rank",
-    "dcp_size",
-)
 _COUNTS = pa.struct([("present", pa.int32()), ("expected", pa.int32())])
 
 Rows = npt.NDArray[np.int64]
@@ -56,24 +46,10 @@ def object_rows(inventory: Inventory, rows: Rows | None = None, *, pool: str = "
     if rows is not None:
         objects = objects.take(pa.array(rows))
         ids = ids[rows]
-    # Columns are few distinct values, one an affix: dictionaries cost nothing per object.
-    indices = pa.array(ids, mask=ids < 0)
-    known = [_known_fields(resolved) for resolved in inventory.table.resolved]
-
-    def per_affix(name: str, kind: pa.DataType) -> pa.Array:
-        values = pa.array([fields.get(name) for fields in known], kind)
-        return values.take(indices)
-
-    def text(name: str) -> pa.Array:
-        codes = pc.dictionary_encode(pa.array([f.get(name) for f in known], pa.string()))
-        return pa.DictionaryArray.from_arrays(codes.indices.take(indices), codes.dictionary)
-
     columns = {
         "key": pa.chunked_array([key_text(c) for c in objects.column("key").chunks], pa.string()),
         "page": objects.column("page"),
-        **{name: text(name) for name in ("model", "tag", "pool", "part")},
-        **{name: per_affix(name, pa.int32()) for name in _SHARD_INTS},
-        **{name: text(name) for name in ("layers", "heads")},
+        **coordinate_columns(inventory.table.resolved, ids),
         "nbytes": objects.column("nbytes"),
         "mtime": seconds(objects.column("mtime_ns")),
         "replicas": _column(objects, "replicas"),
@@ -87,33 +63,6 @@ def _column(objects: pa.Table, name: str) -> pa.Array | pa.ChunkedArray:
     if name in objects.column_names:
         return objects.column(name)
     return pa.nulls(len(objects), SCAN_FIELDS[name].type)
-
-
-def _known_fields(resolved: Resolved) -> dict[str, str | int | None]:
-    """Return what an affix says for certain: where it is ambiguous, what all readings share."""
-    readings = resolved.readings if resolved.coordinate is None else (resolved.coordinate,)
-    values = [
-        {
-            "model": reading.model or None,
-            "tag": reading.tag or None,
-            "pool": reading.pool,
-            "part": reading.part,
-            **{name: getattr(reading.shard, name) for name in _SHARD_INTS},
-            "layers": _span(reading.shard.layers),
-            "heads": _span(reading.shard.heads),
-        }
-        for reading in readings
-    ]
-    if not values:
-        return {}
-    return {
-        name: value if all(v[name] == value for v in values) else None
-        for name, value in values[0].items()
-    }
-
-
-def _span(half_open: tuple[int, int] | None) -> str | None:
-    return None if half_open is None else f"{half_open[0]}-{half_open[1]}"
 
 
 def page_rows(groups: PageGroups) -> pa.Table:

@@ -42,6 +42,7 @@ _STORES = (
         "A 3FS store, by the prefix of its page files; see 3FS.",
     ),
     ("hf3fs:", "The 3FS store of SGLang's configuration; see ENVIRONMENT."),
+    ("pack:///path/archive.hcpack", "A pack: the objects of a store in one file; see hcpack(5)."),
     ("NAME:", "A store of the config file."),
 )
 _HF3FS = (
@@ -50,6 +51,10 @@ _HF3FS = (
     "(--persistence-path), and is as old; with server= keys that are gone since are left out. Only "
     "a profile tells how long pages are. Looking asks nothing that the server counts as use, but "
     "where a page looks damaged: whether it was merely reused is asked for, and said.",
+    "Each pool has tables of its own, and evicts by itself: objects whose kv is gone "
+    "(orphan-sidecar) are always there, and only noted (info). A page that looks lost "
+    "(page-leaked) while a server is live is reported when three snapshots miss it: the third is "
+    "waited for, two minutes at most.",
     "Pages that are freed are reused at once, so that deleting under live readers can tear what "
     "they read: repair when few read. All keys that share a page go in one call. Without server= a "
     "repair writes a snapshot beside the old one, FILE.repaired, for the metadata server to start "
@@ -84,7 +89,7 @@ _MOONCAKE_PARAMETERS = (
 )
 _ENVIRONMENT = (
     ("HICACHECTL_CONFIG", "The config file, where --config is not given."),
-    ("HICACHECTL_API_KEY", "Bearer key for --server."),
+    ("HICACHECTL_API_KEY", "Bearer key for --server and --through-server."),
     ("NO_COLOR", "When set and not empty, no colours are written."),
     ("SGLANG_HICACHE_HF3FS_CONFIG_PATH", "SGLang's JSON config of 3FS, for hf3fs: alone."),
     (
@@ -206,6 +211,8 @@ def command_page(name: str) -> str:
     assert command is not None  # COMMANDS names only commands that exist
     ctx = click.Context(command, info_name=name, parent=_group_context())
     arguments = [p.make_metavar(ctx) for p in command.params if isinstance(p, click.Argument)]
+    if isinstance(command, click.Group):
+        arguments.append("COMMAND ...")
     summary = COMMANDS[name].summary.rstrip(".")
     lines = [
         *_head(f"hicachectl-{name}", summary[0].lower() + summary[1:]),
@@ -215,6 +222,7 @@ def command_page(name: str) -> str:
         *_description(command.help or ""),
         ".Sh OPTIONS",
         *_options(command, ctx),
+        *_subcommands(command, ctx),
         ".Sh EXIT STATUS",
         "As for",
         ".Xr hicachectl 1 .",
@@ -253,6 +261,19 @@ def _description(text: str) -> list[str]:
         else:
             lines += [*([".Pp"] if number and lines[-1] != ".Ed" else []), *_sentences(paragraph)]
     return lines
+
+
+def _subcommands(command: click.Command, ctx: click.Context) -> Iterator[str]:
+    """Write what the commands of a command do, with their options."""
+    if not isinstance(command, click.Group):
+        return
+    yield ".Sh COMMANDS"
+    for name, part in command.commands.items():
+        inner = click.Context(part, info_name=name, parent=ctx)
+        arguments = [p.make_metavar(inner) for p in part.params if isinstance(p, click.Argument)]
+        yield f".Ss {' '.join([name, *arguments])}"
+        yield from _description(part.help or "")[1:]
+        yield from _options(part, inner)
 
 
 def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
@@ -305,8 +326,11 @@ def _profile_file() -> list[str]:
 
 
 def _see_also(page: str) -> list[str]:
-    pages = sorted({"hicachectl", *(f"hicachectl-{name}" for name in COMMANDS)} - {page})
-    return [f".Xr {other} 1 {',' if other != pages[-1] else ''}".rstrip() for other in pages]
+    pages = [f"{name} 1" for name in sorted({"hicachectl", *map("hicachectl-{}".format, COMMANDS)})]
+    pages = [other for other in pages if other != f"{page} 1"]
+    if page in ("hicachectl", "hicachectl-pack"):
+        pages.append("hcpack 5")
+    return [f".Xr {other} {',' if other != pages[-1] else ''}".rstrip() for other in pages]
 
 
 def _list(entries: tuple[tuple[str, str], ...]) -> Iterator[str]:

@@ -23,6 +23,32 @@ def write_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> 
         stream.writelines(f"{line}\n" for line in _lines(report, last))
 
 
+def write_prewarm_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> None:
+    """Write the metrics of a prewarm, whole or not at all. Raises UsageError."""
+    labels = f'store="{_label(report["destination"])}"'
+    gauges = {
+        "requested_pages": "Pages that were asked for.",
+        "copied_pages": "Pages that were copied.",
+        "missing_pages": "Pages that the source could not give.",
+        "bytes": "Bytes that were written.",
+        "requested_tokens": "Tokens of the requests, as far as a store can give them.",
+        "usable_tokens": "Of these, those that servers can restore.",
+        "failed": "Pages that failed or are in conflict.",
+        "seconds": "Seconds the run took.",
+    }
+    with whole_file(path, "w", permissions=0o644) as stream:  # the collector is another user
+        for name, text in gauges.items():
+            lines = _gauge(f"hicachectl_prewarm_{name}", text, [(labels, report[name])])
+            stream.writelines(f"{line}\n" for line in lines)
+        for name, text, value in (
+            ("succeeded", "1 when the last run ended well, else 0.", int(succeeded)),
+            ("complete", "1 when all was copied that was asked for.", int(report["complete"])),
+            ("last_run_timestamp_seconds", "When a run last ended.", time.time()),
+        ):
+            lines = _gauge(f"hicachectl_prewarm_{name}", text, [(labels, value)])
+            stream.writelines(f"{line}\n" for line in lines)
+
+
 def _lines(report: Mapping[str, Any], last_success: float) -> Iterator[str]:
     store = _label(report["store"])
     gauges = {

@@ -216,6 +216,76 @@ profile_options = _stack(
     ),
 )
 
+transform_options = _stack(
+    click.option(
+        "--to-profile",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Profile of the deployment that the pages become pages of.",
+    ),
+    click.option("--to-model", metavar="NAME", help="Served model name to write."),
+    click.option("--to-tag", metavar="TAG", help="Mooncake extra_backend_tag to write."),
+    click.option("--to-tp", type=click.IntRange(1), help="Attention TP size to write."),
+    click.option("--to-pp", type=click.IntRange(1), help="Pipeline stages to write."),
+    click.option("--to-pp-partition", metavar="N,N,…", help="Layers of each of these stages."),
+    click.option("--to-tp-lcm-size", type=click.IntRange(1), help="Mooncake split heads to write."),
+    click.option("--to-layout", metavar="LAYOUT", help="Memory layout to write."),
+    click.option("--to-sglang", metavar="VERSION", help="SGLang release whose keys to write."),
+    click.option(
+        "--to-key-scheme",
+        type=click.Choice(["rank-suffix", "unified"]),
+        help="Kind of keys to write; no server reads unified ones yet.",
+    ),
+)
+
+lock_option = click.option(
+    "--lock",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Do nothing while another process holds the lock of FILE.",
+)
+jobs_option = click.option(
+    "--jobs", type=click.IntRange(1, 256), metavar="N", help="How many threads read and write."
+)
+buffer_option = click.option(
+    "--buffer-bytes",
+    type=Size(least=1),
+    default="1GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Memory that objects are read into.",
+)
+bwlimit_option = click.option(
+    "--bwlimit", type=Size(), metavar="SIZE", help="Read at most so many bytes a second."
+)
+
+request_options = _stack(
+    click.option(
+        "--prompts",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Requests as text or chat messages, in JSON, one a line; needs a tokenizer.",
+    ),
+    click.option(
+        "--token-ids",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Requests as JSON lists of token ids, one a line.",
+    ),
+    click.option(
+        "--pages",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Page hashes: a line is one, or a JSON list of them, a chain.",
+    ),
+    click.option(
+        "--tokenizer",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Directory with tokenizer.json.  [default: that of the model config or profile]",
+    ),
+)
+
 filter_options = _stack(
     click.option("--model", metavar="NAME", help="Only this model; a / may be written as such."),
     click.option("--pool", metavar="POOL", help="Only pages, or objects, of this pool."),

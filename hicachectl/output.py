@@ -91,6 +91,12 @@ def write_document(
         stream.write("\n}\n")
 
 
+def document_text(document: Mapping[str, Any]) -> str:
+    """Write a report without rows as a `json` document."""
+    members = [f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in document.items()]
+    return ",\n".join([_document_head(), *members]) + "\n}\n"
+
+
 def write_text(text: str, output: Path | None) -> None:
     """Write text to stdout or, whole or not at all, to a file."""
     with _destination(output, binary=False) as stream:

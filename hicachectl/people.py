@@ -120,6 +120,26 @@ def removals_for_people(rows: pa.Table) -> pa.Table:
     )
 
 
+def hits_for_people(rows: pa.Table) -> pa.Table:
+    """Make the text columns of `hits`."""
+    stops = rows.column("stopped_by").combine_chunks()
+    page, pool, part, shard, _ = stops.flatten()
+    ranks = _ranks_text(pa.Table.from_struct_array(shard))
+    page = pc.binary_join_element_wise("page ", pc.utf8_slice_codeunits(page, 0, 16), "")
+    stopped = join_present([pool, part, pc.if_else(pc.equal(ranks, ""), None, ranks), page], " ")
+    counts = ("tokens", "kv_pages", "usable_pages", "usable_tokens")
+    return pa.table(
+        {
+            ">chain": pc.cast(rows.column("chain"), pa.string()),
+            **{
+                f">{name.replace('_', ' ')}": pc.cast(rows.column(name), pa.string())
+                for name in counts
+            },
+            "stopped by": pc.if_else(stops.is_valid(), stopped, None),
+        }
+    )
+
+
 def restored_for_people(rows: pa.Table) -> pa.Table:
     """Make the text columns of `restore`."""
     return pa.table(

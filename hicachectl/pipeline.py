@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from hicachectl.backends.arena import Arena, ReservationCancelledError, SlabAllocator, place
+from hicachectl.interrupts import deferred
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
     import numpy.typing as npt
     import pyarrow as pa
@@ -33,9 +34,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BUFFER_BYTES = 1 << 30
 _QUEUED_RESULTS = 64  # finished tasks whose results nobody has taken yet
-# A store is told early of large objects, which take longer to fetch than to announce; of as many
-# as keep a disk busy while the readers work.
-_ANNOUNCED_BYTES = 1 << 20
+# A store is told early of as many objects as keep a disk busy while the readers work.
 _AHEAD_BYTES = 64 << 20
 
 T = TypeVar("T")
@@ -46,10 +45,21 @@ class Task:
     """Objects that must be in memory together.
 
     rows: [n] int64, row numbers of the object table; capacities: [n] int64, bytes of each.
+    room: bytes that the work needs behind them. name: for messages.
     """
 
     rows: IntArray
     capacities: IntArray
+    room: int = 0
+    name: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Upcoming:
+    """A task that was drawn. named: its objects, once somebody needed them."""
+
+    task: Task
+    named: pa.Table | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -57,12 +67,14 @@ class Loaded:
     """A task whose objects have been read, as far as they could be.
 
     offsets: [n] int64 into the arena; 4 KiB-aligned, equal steps for equal capacities.
+    room:    offset of the task's room in the arena, 4 KiB-aligned.
     read:    the store's answer for each object.
     """
 
     task: Task
     arena: Arena
     offsets: IntArray
+    room: int
     read: ReadResult
     _slab: Slab
     _held: bool = field(default=False)
@@ -115,6 +127,7 @@ class Pipeline(Generic[T]):
         pace: Pace | None = None,
         identify: bool = True,
         confirm: bool = False,
+        destination: Store | None = None,
     ) -> None:
         """Prepare; nothing starts before the iteration.
 
@@ -124,6 +137,7 @@ class Pipeline(Generic[T]):
         pace:     how fast to read.
         identify: whether the versions of what is read are wanted.
         confirm:  read by `Store.read_confirmed`.
+        destination: a store that the work writes to, from the same memory.
         """
         self.complete = True  # whether every task was begun, once the iteration is over
         self._store = store
@@ -131,23 +145,30 @@ class Pipeline(Generic[T]):
         wanted = [name for name in ("key", "locator") if name in objects.column_names]
         self._objects = objects.select(wanted).combine_chunks()
         self._tasks = iter(tasks)
-        self._ahead: deque[Task] = deque()  # announced, and not begun
+        self._ahead: deque[_Upcoming] = deque()  # drawn, and not begun
         self._ahead_bytes = 0
         self._next = threading.Lock()
         self._work = work
+        self._announced_bytes = store.limits.announced_bytes
         self._jobs = jobs or min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
+        # Jobs that write as well leave the reading to others meanwhile: there can be more of them.
+        readers = self._jobs if destination is None else store.limits.parallel_reads
+        self._reading = threading.BoundedSemaphore(max(1, readers))
         self._buffer_bytes = buffer_bytes
         self._deadline = deadline
         self._pace = pace
         self._identify = identify
         self._read_call = store.read_confirmed if confirm else store.read_into
+        self._stores = (store,) if destination is None else (store, destination)
         self._stopped = threading.Event()
         self._results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_QUEUED_RESULTS)
 
-    def __iter__(self) -> Iterator[T]:
-        arena = Arena(self._buffer_bytes, named=self._store.named_arena)
+    def __iter__(self) -> Generator[T, None, None]:
+        named = any(store.named_arena for store in self._stores)
+        arena = Arena(self._buffer_bytes, named=named)
         allocator = SlabAllocator(arena.nbytes)
-        self._store.attach(arena)
+        for store in self._stores:
+            store.attach(arena)
         readers = [
             threading.Thread(target=self._read, args=(arena, allocator), name=f"reader-{number}")
             for number in range(self._jobs)
@@ -165,54 +186,57 @@ class Pipeline(Generic[T]):
                 else:
                     yield item[0]
         finally:
-            self._stopped.set()
-            allocator.cancel()
-            while any(reader.is_alive() for reader in readers):
-                with suppress(queue.Empty):  # a reader may wait for room in the queue
-                    self._results.get(timeout=0.01)
-            self._store.detach()
-            arena.close()
+            with deferred():  # what readers are at they finish, in memory that has to stay
+                self._stopped.set()
+                allocator.cancel()
+                while any(reader.is_alive() for reader in readers):
+                    with suppress(queue.Empty):  # a reader may wait for room in the queue
+                        self._results.get(timeout=0.01)
+                for store in self._stores:
+                    store.detach()
+                arena.close()
 
     def _read(self, arena: Arena, allocator: SlabAllocator) -> None:
         """Take tasks until there are none, in a thread of its own."""
         end: BaseException | None = None
         try:
-            while (task := self._take()) is not None:
-                self._results.put((self._one(task, arena, allocator),))
+            while (upcoming := self._take()) is not None:
+                self._results.put((self._one(upcoming, arena, allocator),))
         except ReservationCancelledError:
             pass
         except BaseException as error:
             end = error
         self._results.put(end)
 
-    def _take(self) -> Task | None:
+    def _take(self) -> _Upcoming | None:
         if self._stopped.is_set():
             return None
         with self._next:
             fresh = self._look_ahead()
-            task = self._ahead.popleft() if self._ahead else None
-            if task is not None:
-                self._ahead_bytes -= int(task.capacities.sum())
-        for announced in fresh:
-            if announced is not task:
-                self._store.expect(self._named(announced.rows), announced.capacities)
-        if task is not None and self._deadline is not None and time.monotonic() > self._deadline:
+            taken = self._ahead.popleft() if self._ahead else None
+            if taken is not None:
+                self._ahead_bytes -= int(taken.task.capacities.sum())
+        for upcoming in fresh:
+            if upcoming is not taken:
+                upcoming.named = self._named(upcoming.task.rows)
+                self._store.expect(upcoming.named, upcoming.task.capacities)
+        if taken is not None and self._deadline is not None and time.monotonic() > self._deadline:
             self.complete = False
             return None
-        return task
+        return taken
 
-    def _look_ahead(self) -> list[Task]:
+    def _look_ahead(self) -> list[_Upcoming]:
         """Draw tasks as far as is looked ahead; give those to announce."""
         fresh = []
         while not self._ahead or self._ahead_bytes < _AHEAD_BYTES:
             task = next(self._tasks, None)
             if task is None:
                 break
-            self._ahead.append(task)
+            self._ahead.append(_Upcoming(task))
             self._ahead_bytes += int(task.capacities.sum())
-            if int(task.capacities.max(initial=0)) < _ANNOUNCED_BYTES:
+            if int(task.capacities.max(initial=0)) < self._announced_bytes:
                 break
-            fresh.append(task)
+            fresh.append(self._ahead[-1])
         return fresh
 
     def _named(self, rows: IntArray) -> pa.Table:
@@ -221,17 +245,20 @@ class Pipeline(Generic[T]):
             return self._objects.slice(int(rows[0]), len(rows))
         return self._objects.take(rows)
 
-    def _one(self, task: Task, arena: Arena, allocator: SlabAllocator) -> T:
+    def _one(self, upcoming: _Upcoming, arena: Arena, allocator: SlabAllocator) -> T:
+        task, named = upcoming.task, upcoming.named  # another thread may be naming them now
         offsets, nbytes = place(task.capacities)
-        slab = allocator.reserve(max(nbytes, 1), name=f"a task of {len(task.rows)} objects")
+        name = task.name or f"a task of {len(task.rows)} objects"
+        slab = allocator.reserve(max(nbytes + task.room, 1), name=name)
         loaded: Loaded | None = None
         try:
             offsets = np.asarray(offsets) + slab.offset
             self._keep_pace(int(task.capacities.sum()))
-            read = self._read_call(
-                self._named(task.rows), offsets, task.capacities, identify=self._identify
-            )
-            loaded = Loaded(task, arena, offsets, read, slab)
+            if named is None:
+                named = self._named(task.rows)
+            with self._reading:
+                read = self._read_call(named, offsets, task.capacities, identify=self._identify)
+            loaded = Loaded(task, arena, offsets, slab.offset + nbytes, read, slab)
             return self._work(loaded)
         finally:
             if loaded is None or not loaded._held:

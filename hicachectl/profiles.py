@@ -36,13 +36,16 @@ def profile_from_options(
     *,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Profile | None:
-    """Build the profile that the profile options ask for; None when none of them was given.
+    """Build the profile that the profile options ask for, else give the one the store keeps.
 
-    store: asked for its model name where nothing else gives one, and told the profile. warn: told
-    what the operator should know of a server's answer. Raises UsageError on options that
-    contradict one another, ProfileError and StoreUnavailable from the source or the store.
+    None when there is neither. store: asked for its model name where nothing else gives one, and
+    told the profile. warn: told what the operator should know of a server's answer. Raises
+    UsageError on options that contradict one another, ProfileError and StoreUnavailable from the
+    source or the store.
     """
     profile = _asked_for(options, store, warn)
+    if profile is None and store is not None:
+        profile = store.recorded_profile()
     if profile is not None and store is not None:
         store.use_profile(profile)
     return profile
@@ -64,7 +67,7 @@ def _asked_for(
         others = [*sources[1:], *given]
         if others:
             raise UsageError(f"--profile says everything; leave out {_option(others[0])}")
-        return _read_profile(options["profile_file"])
+        return read_profile(options["profile_file"])
     if not sources:
         if given:
             raise UsageError(f"{_option(given[0])} needs --model-config or --server")
@@ -78,7 +81,8 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _read_profile(path: Path) -> Profile:
+def read_profile(path: Path) -> Profile:
+    """Read a profile file. Raises UsageError, FormatError and ProfileError."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_PROFILE_BYTES + 1)

@@ -40,9 +40,12 @@ DIGEST_BYTES = 32
 _TASK_BYTES = 8 << 20
 _TASK_OBJECTS = 256
 # Objects of one kind are read together within a window of the listing, so that a run that is cut
-# short has seen whole pages and not one rank's objects alone.
+# short has seen whole pages and not one rank's objects alone. Where the store says how they lie,
+# windows follow that: a window is a stretch of each file.
 _WINDOW_OBJECTS = 8192
 _LEAST_WINDOW_OBJECTS = 1024
+# Of how many objects a store is asked at once whether they are still there.
+_ASKED_OBJECTS = 4096
 # From how many objects on, and up to which size of them, forked processes read faster than
 # threads: below, the forks cost more than they bring; above, threads wait for copies and BLAKE3,
 # which are done without the GIL.
@@ -93,15 +96,19 @@ class ReadingPlan:
 
     def without(self, left_out: npt.NDArray[np.bool_]) -> ReadingPlan:
         """Plan the same but for some of the rows, [n] bool."""
-        return self._picked(~left_out)
+        return self._picked(~left_out) if left_out.any() else self
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> ReadingPlan:
         """Plan some of the rows, [n] bool, to be confirmed."""
         return replace(self._picked(chosen), confirm=True)
 
-    def _picked(self, chosen: npt.NDArray[np.bool_]) -> ReadingPlan:
-        if chosen.all():
+    def ordered(self, places: IntArray | None) -> ReadingPlan:
+        """Plan the same in the order of places, [objects]; as it is where there are none."""
+        if places is None:
             return self
+        return self._picked(np.argsort(places[self.rows], kind="stable"))
+
+    def _picked(self, chosen: npt.NDArray[np.bool_] | IntArray) -> ReadingPlan:
         return replace(
             self,
             rows=self.rows[chosen],
@@ -193,6 +200,13 @@ class _Done:
     digests: npt.NDArray[np.uint8]
     issues: list[ValueIssue]
 
+    def without(self, gone: npt.NDArray[np.bool_]) -> _Done:
+        """Give the same, but for objects that were gone, [n] bool."""
+        if not gone.any():
+            return self
+        self.loaded.read.statuses[gone] = Status.GONE
+        return replace(self, issues=[issue for issue in self.issues if not gone[issue.index]])
+
 
 def value_checkers(
     table: AffixTable, profile: Profile | None, scheme: str
@@ -266,7 +280,7 @@ class _Reader:
     ) -> None:
         self._store = store
         self._inventory = inventory
-        self._plan = plan
+        self._plan = plan = plan.ordered(_places(inventory))
         self._result = result
         self._sizes = plan.capacities
         self._wants_digest = np.zeros(len(inventory.objects), dtype=np.bool_)
@@ -344,16 +358,45 @@ class _Reader:
             jobs=jobs,
             deadline=plan.deadline,
             pace=None if plan.bytes_per_second is None else Pace(plan.bytes_per_second // share),
-            identify=bool(plan.digest.any()),
+            identify=self._identify and not self._store.identifies_by_exists,
             confirm=plan.confirm,
         )
 
+    @property
+    def _identify(self) -> bool:
+        return bool(self._plan.digest.any())
+
     def _read(self, pipeline: Pipeline[_Done]) -> Iterator[int]:
         """Gather the results of the tasks, and give the bytes of each."""
-        for done in pipeline:
+        asks = self._identify and self._store.identifies_by_exists
+        for done in self._still_there(pipeline) if asks else pipeline:
             _gather(self._result, done, self._wants_digest, self._store.grammar)
             yield int(done.loaded.task.capacities.sum())
         self._result.complete = pipeline.complete
+
+    def _still_there(self, tasks: Iterable[_Done]) -> Iterator[_Done]:
+        """Ask the store about the objects of many tasks at once, while others are read."""
+        waiting: list[_Done] = []
+        count = 0
+        for done in tasks:
+            waiting.append(done)
+            count += len(done.loaded.task.rows)
+            if count >= _ASKED_OBJECTS:
+                yield from self._without_gone(waiting)
+                waiting, count = [], 0
+        yield from self._without_gone(waiting)
+
+    def _without_gone(self, tasks: list[_Done]) -> Iterator[_Done]:
+        """Let objects that are gone by now be so in the results of tasks."""
+        if not tasks:
+            return
+        rows = np.concatenate([done.loaded.task.rows for done in tasks])
+        there = self._store.exists(self._inventory.objects.select(["key"]).take(pa.array(rows)))
+        start = 0
+        for done in tasks:
+            end = start + len(done.loaded.task.rows)
+            yield done.without(~there[start:end])
+            start = end
 
 
 def _windows(count: int, *, least: int, readers: int = 1) -> list[Window]:
@@ -367,21 +410,27 @@ def _windows(count: int, *, least: int, readers: int = 1) -> list[Window]:
     return windows
 
 
+def _places(inventory: Inventory) -> IntArray | None:
+    """Say where objects lie, each in its file: [objects]; None where the store does not say."""
+    if "locator" not in inventory.objects.column_names:
+        return None
+    places: IntArray = inventory.objects.column("locator").fill_null(0).to_numpy()
+    return places
+
+
 def _tasks(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window]) -> Iterator[Task]:
     """Cut the rows of each window into tasks of objects of one affix and size.
 
     Objects follow one another as they lie in the store, where it says how.
     """
-    affix_ids, places = inventory.affix_ids, np.arange(len(inventory.objects))
-    if "locator" in inventory.objects.column_names:
-        places = inventory.objects.column("locator").fill_null(0).to_numpy()
+    affix_ids, places = inventory.affix_ids, _places(inventory)
     most_objects, most_bytes = _TASK_OBJECTS, _TASK_BYTES
     if plan.device is not None:
         most_objects, most_bytes = plan.device.most_objects, plan.device.slab_bytes
     for start, stop in windows:
         window, window_sizes = plan.rows[start:stop], plan.capacities[start:stop]
         affixes = affix_ids[window]
-        order = np.lexsort((places[window], window_sizes, affixes))
+        order = np.lexsort((window if places is None else places[window], window_sizes, affixes))
         window, affixes, window_sizes = window[order], affixes[order], window_sizes[order]
         changes = np.flatnonzero((np.diff(affixes) != 0) | (np.diff(window_sizes) != 0)) + 1
         for part, part_sizes in zip(
@@ -414,6 +463,8 @@ def _digests(loaded: Loaded, wanted: IntArray) -> npt.NDArray[np.uint8]:
     from blake3 import blake3
 
     digests = np.zeros((len(loaded.task.rows), DIGEST_BYTES), dtype=np.uint8)
+    if not len(wanted):
+        return digests
     joined = b"".join([blake3(content).digest() for content in loaded.contents(wanted)])
     digests[wanted] = np.frombuffer(joined, dtype=np.uint8).reshape(len(wanted), DIGEST_BYTES)
     return digests

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +14,6 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 512 << 20  # touched only as far as objects need it
 
-OUT_OF_SPACE = frozenset(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
-
 
 def copy_objects(
     source: Store, rows: Any, target: Store, target_rows: Any, sizes: IntArray
@@ -25,7 +21,7 @@ def copy_objects(
     """Copy whole objects to keys that must be free; no OK copy has other bytes than its source.
 
     rows, target_rows: of the two stores, in one order. sizes: [n] int64.
-    Statuses: OK, GONE from the source, EXISTS in the target, ERROR.
+    Statuses: OK, GONE from the source, EXISTS or FULL in the target, ERROR.
     """
     statuses = np.zeros(len(sizes), dtype=np.uint8)
     errors: dict[int, str] = {}

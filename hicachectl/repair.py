@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import pyarrow as pa
 
+from hicachectl.backends.base import Status
 from hicachectl.batching import BATCH_OBJECTS, Planned, Planner
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.quarantine import Batch, Run, batches, locked_run, runs, sweep
 from hicachectl.records import Facts, Mode, Record, TakenGroup, TakenObject
-from hicachectl.relocation import OUT_OF_SPACE, copy_objects
+from hicachectl.relocation import copy_objects
 from hicachectl.removal import Deleting, MovingOut, Standing, Work, look, take_away
 
 if TYPE_CHECKING:
@@ -404,10 +405,10 @@ class _Worker:
         )
         with FileStore(batch.folder) as target:
             result = copy_objects(self._store, rows, target, names, sizes)
+        self.full |= bool((result.statuses == Status.FULL).any())
         for number, message in result.errors.items():
             work, taken, _ = there[number]
             work.error = work.error or (work.group.key(taken.slot), f"cannot be copied: {message}")
-            self.full |= message in OUT_OF_SPACE
         self._forget_changed(
             works, batch, {t.file for (_, t, _), ok in zip(there, result.ok, strict=True) if ok}
         )

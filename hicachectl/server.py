@@ -67,8 +67,8 @@ def fetch_server(url: str, *, api_key: str | None = None, timeout_s: float = 10.
     each request as a whole. Raises UsageError for a bad URL and StoreUnavailable where no usable
     answer comes.
     """
-    base = _checked_url(url)
-    key = _checked_key(api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE, ""))
+    base = checked_url(url)
+    key = checked_key(api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE, ""))
     try:
         info = _get_json(f"{base}/server_info", key, timeout_s)
     except _NotFoundError:
@@ -164,24 +164,27 @@ def _read_json(file: Path) -> dict[str, Any]:
     return document
 
 
-def _checked_url(url: str) -> str:
-    """Check the server's address; the result holds nothing secret and can be shown."""
+def checked_url(url: str, option: str = "--server") -> str:
+    """Check the server's address, which an option gave; the result is fit to be shown.
+
+    Raises UsageError.
+    """
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise UsageError("--server: not a URL; write http://host:port") from None
+        raise UsageError(f"{option}: not a URL; write http://host:port") from None
     if parts.username is not None or parts.password is not None:
-        raise UsageError(f"--server: no credentials in the URL; set {API_KEY_VARIABLE}")
+        raise UsageError(f"{option}: no credentials in the URL; set {API_KEY_VARIABLE}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"--server: {url!r} is no http or https URL; write http://host:port")
+        raise UsageError(f"{option}: {url!r} is no http or https URL; write http://host:port")
     if parts.query or parts.fragment:
-        raise UsageError("--server: a URL without ? and # is needed; write http://host:port")
+        raise UsageError(f"{option}: a URL without ? and # is needed; write http://host:port")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path.rstrip('/')}"
 
 
-def _checked_key(key: str) -> str:
+def checked_key(key: str) -> str:
     """Strip the key and refuse what no header can hold: http.client would quote it in its error."""
     key = key.strip()
     if not (key.isascii() and key.isprintable()):

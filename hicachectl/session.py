@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from hicachectl.interrupts import deferred
 from hicachectl.terminal import escape_controls, mute_native_logs
 
 if TYPE_CHECKING:
@@ -34,23 +35,27 @@ def opened(
     *,
     allow_leases: bool = False,
     lease_wait: float | None = None,
+    create: bool = False,
 ) -> Iterator[Store]:
     """Open the store that a STORE argument names, with the config of the command line.
 
-    allow_leases, lease_wait (seconds; None: the store's own): see `Store`.
+    allow_leases, lease_wait (seconds; None: the store's own), create: see `Store`.
     """
     from hicachectl.backends.urls import load_config, open_store
 
     settings: Settings = ctx.obj
-    with open_store(
-        text, config=load_config(None if settings.config is None else str(settings.config))
-    ) as store:
+    config = load_config(None if settings.config is None else str(settings.config))
+    store = open_store(text, config=config, create=create)
+    try:
         if store.logs_natively and not settings.verbose:
             mute_native_logs()
         store.allow_leases = allow_leases
         if lease_wait is not None:
             store.lease_wait_seconds = lease_wait
         yield store
+    finally:
+        with deferred():  # a pack is finished now
+            store.close()
 
 
 @contextmanager

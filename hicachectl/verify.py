@@ -247,7 +247,9 @@ class _Run:
         if "names" in checks:
             yield from check_names(inventory, now_ns=self.now_ns, grace_ns=self._grace_ns)
         if "groups" in checks:
-            yield from check_groups(inventory, groups, in_flight)
+            yield from check_groups(
+                inventory, groups, in_flight, pools_apart=self.store.evicts_pools_apart
+            )
         if "sizes" in checks:
             yield from check_sizes(inventory, groups, in_flight, self.store.grammar)
             if self.store.supports_replicas:

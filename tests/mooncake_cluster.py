@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
 HOST = "127.0.0.1"
@@ -107,6 +107,15 @@ class Cluster:
             _kill(self._master)
         self._master = None
 
+    def restart_master(self) -> None:
+        """Start a killed master where it was; it knows no object, and its owners come back."""
+        self._start_master([int(each.rpartition(":")[2]) for each in (self.master, self.admin)])
+        _await(
+            lambda: len(self._segments()) == len(self._stores),
+            "no owner comes back",
+            4 * START_TIMEOUT_S,
+        )
+
     def client(self) -> Any:
         """A MooncakeDistributedStore without a segment, the same at every call."""
         if self._client is None:
@@ -175,9 +184,9 @@ class Cluster:
     ) -> None:
         self.close()
 
-    def _start_master(self) -> None:
+    def _start_master(self, ports_before: Sequence[int] = ()) -> None:
         for attempt in range(STARTS):
-            ports = _free_ports(2)
+            ports = ports_before or _free_ports(2)
             self.master, self.admin = (f"{HOST}:{port}" for port in ports)
             flags = {
                 "rpc_address": HOST,

@@ -10,6 +10,8 @@ _get_mha_split_heads_buffer_meta, _tag_keys. A key is::
              | "" | pp-rank | "dcp" r "_cp" c [ "_" pp-rank ] rank-replicated
              | "['4', '5']"                     sidecars of split heads: a printed list
 
+Up to SGLang 0.5.7 MLA keys have no rank at all, and up to 0.5.16 none has a model.
+
 No TP or PP size is in a key. A tag cannot be told from the start of a model name without a
 profile, so a reading without one leaves it in `model`.
 """
@@ -56,6 +58,8 @@ class MooncakeCodec:
         if prefix and not prefix.endswith("_"):
             return ()
         model, dcp = _read_prefix(prefix.removesuffix("_"))
+        if suffix == "_k":
+            return (Coordinate(model, "kv", "k", shard=Shard(ranked=False)),) if not dcp else ()
         return tuple(
             Coordinate(model, pool, part, shard=shard)
             for rank, pool, part in _component_readings(suffix)
@@ -98,7 +102,8 @@ class MooncakeCodec:
                 f"_pp{shard.pp_size or 1}_cp{shard.cp_size or 1}"
             )
         prefix = "".join(f"{part}_" for part in parts if part)
-        return prefix, f"_{_rank_text(coordinate)}_{_component_text(coordinate)}"
+        rank = f"_{_rank_text(coordinate)}" if shard.ranked else ""
+        return prefix, f"{rank}_{_component_text(coordinate)}"
 
 
 def _read_prefix(text: str) -> tuple[str, Shard | None]:
@@ -114,9 +119,6 @@ def _read_prefix(text: str) -> tuple[str, Shard | None]:
 
 def _component_readings(suffix: str) -> Iterator[tuple[str, str, str | None]]:
     """(rank text, pool, part) for every component that the end can name."""
-    if suffix in ("_k", "_v"):  # SGLang 0.5.6 wrote MLA keys without the empty rank
-        yield "", "kv", suffix[1:]
-        return
     for name, pool, part in _COMPONENTS:
         if suffix.startswith("_") and suffix.endswith(f"_{name}"):
             yield suffix[1 : -len(name) - 1], pool, part

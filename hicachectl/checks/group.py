@@ -27,12 +27,13 @@ _WORDS = {
 
 
 def check_groups(
-    inventory: Inventory, groups: PageGroups, in_flight: BoolArray
+    inventory: Inventory, groups: PageGroups, in_flight: BoolArray, *, pools_apart: bool = False
 ) -> Iterator[pa.Table]:
     """Find what settled groups lack, and what is left of groups without an anchor.
 
     missing-rank, -part and -pool for each missing object, orphan-sidecar for each object that is
-    left of a group without its anchor. in_flight: [groups] those to leave alone.
+    left of a group without its anchor. in_flight: [groups] those to leave alone. pools_apart: the
+    store evicts a pool whatever became of others, so that some sidecars are always left (info).
     """
     for missing in groups.missing():
         counted = ~in_flight[missing.groups] & (groups.states[missing.groups] != ORPHAN)
@@ -45,7 +46,7 @@ def check_groups(
                 missing.members[counted],
             ),
         )
-    yield _orphans(inventory, groups, in_flight)
+    yield _orphans(inventory, groups, in_flight, "info" if pools_apart else "warning")
 
 
 def _missing(groups: PageGroups, missing: Missing) -> pa.Table:
@@ -105,13 +106,15 @@ def _is_weak(member: Member) -> bool:
     return member.trailing or member.coordinate.pool.startswith("draft")
 
 
-def _orphans(inventory: Inventory, groups: PageGroups, in_flight: BoolArray) -> pa.Table:
+def _orphans(
+    inventory: Inventory, groups: PageGroups, in_flight: BoolArray, severity: str
+) -> pa.Table:
     """One finding for each object of a group that has lost its anchor."""
     chosen = np.append((groups.states == ORPHAN) & ~in_flight, False)
     objects = object_rows(inventory, np.flatnonzero(chosen[groups.of_object]))
     return findings(
         "orphan-sidecar",
-        "warning",
+        severity,
         keys=objects.column("key").combine_chunks(),
         pages=objects.column("page"),
         pools=pc.cast(objects.column("pool"), pa.string()),

@@ -37,25 +37,25 @@ def check_page_tables(
     bytes_per_page: Mapping[str, int],
     saved_at_ns: int,
     grace_s: float,
-    earlier: Sequence[PageTable] | None = None,
+    earlier: Sequence[Sequence[PageTable]] | None = None,
 ) -> Iterator[pa.Table]:
     """Find what is wrong with tables: tables of findings, some of them empty.
 
     files, bytes_per_page: by table name, RANK:NAMESPACE; what is unknown of a table is not checked.
     saved_at_ns: of the snapshot that the tables are from.
-    earlier: tables from a snapshot saved before; what is leaked in only one of the two is being
-        written, and no finding. Without them all of it is one.
+    earlier: tables of each snapshot that was saved before; what is not leaked in all of them is
+        being written, and no finding; nothing is where there are none. None: all of it is one.
 
     On a live store page-index-free is a suspicion: the server gathers keys before free pages, so
     that a key deleted in between is in both. It holds for a key that is still there on that page.
     """
-    known = {table.name: table for table in earlier or ()}
+    known = [{table.name: table for table in saved} for saved in earlier or ()]
     for table in tables:
         yield _shared(table)
         yield _out_of_range(table)
         yield _mapped_and_free(table)
-        if earlier is None or table.name in known:
-            yield _leaked(table, *([] if earlier is None else [known[table.name]]))
+        if earlier is None or (known and all(table.name in saved for saved in known)):
+            yield _leaked(table, *(saved[table.name] for saved in known))
         if table.name in files:
             yield from _checked_file(
                 table, files[table.name], bytes_per_page.get(table.name), saved_at_ns, grace_s

@@ -1,85 +1,229 @@
-"""`hicachectl prewarm`: fill a store before the traffic comes."""
+"""`hicachectl prewarm`: fill a store with the pages that are worth having, before the traffic."""
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.options import Size, profile_options
-from hicachectl.session import remark
+from hicachectl.asking import asked_chains, asked_hashing, asked_requests, refuse_other_sources
+from hicachectl.errors import FINDINGS
+from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.guards import locked
+from hicachectl.interrupts import raised_once
+from hicachectl.options import (
+    Duration,
+    Size,
+    buffer_option,
+    bwlimit_option,
+    jobs_option,
+    lease_wait_option,
+    lock_option,
+    output_options,
+    profile_options,
+    request_options,
+    transform_options,
+)
+from hicachectl.session import bytes_progress, opened, progress, remark
 
 if TYPE_CHECKING:
-    from hicachectl.prewarming.plan import Plan
+    from collections.abc import Iterator
+
+    import pyarrow as pa
+
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.profile import Profile
+    from hicachectl.prewarm import Outcome, Request
+    from hicachectl.pulling import Ranks
+
+_SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
+_SHOWN_PROBLEMS = 20
+_PLAN = "plan"
 
 
 @click.command(
     "prewarm",
     epilog="""\b
 Examples:
-  hicachectl prewarm --trace yesterday.jsonl --dry-run -o plan.jsonl
-  hicachectl prewarm --trace yesterday.jsonl --dry-run --budget-pages 30000 -o plan.jsonl
-  hicachectl prewarm --trace tokens.jsonl --dry-run --profile prod.toml --budget 200GiB
-  jq -cR 'fromjson? | select(.event == "request.finished" and .obj.input_ids) |
-    {timestamp, token_ids: .obj.input_ids, extra_key: .obj.extra_key,
-     cache_salt: .obj.cache_salt,
-     output_length: .out.meta_info.completion_tokens}' server.log > tokens.jsonl
+  hicachectl prewarm mooncake: --from pack:///backup/monday.hcpack --trace requests.jsonl \\
+      --budget 200GiB --deadline 10m --min-usable 0.9
+  hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --prompts system.jsonl --pin
+  hicachectl prewarm --trace conversation_trace.jsonl --dry-run -o plan.jsonl
+  hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --plan plan.jsonl
+  hicachectl prewarm prod: --profile prod.toml --token-ids hot.jsonl \\
+      --through-server http://127.0.0.1:30000
+
+\b
+crontab:
+  40 5 * * 1-5  hicachectl -q prewarm prod: --from archive: --trace /var/log/sglang/day.jsonl \\
+      --budget 200GiB --deadline 20m --lock /run/prewarm.lock \\
+      --metrics-file /var/lib/node_exporter/prewarm.prom -o /var/log/prewarm.json
 """,
 )
+@click.argument("destination", metavar="[DST]", required=False)
+@click.option("--from", "source", metavar="SRC", help="The store to copy from.")
+@request_options
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    required=True,
-    help="Requests to learn from, a JSON object a line: timestamp, and token_ids or hash_ids.",
-)
-@click.option("--dry-run", is_flag=True, help="Only plan: what to warm, best first.")
-@click.option("--budget", type=Size(1), metavar="SIZE", help="Plan no more bytes than this.")
-@click.option(
-    "--budget-pages", type=click.IntRange(1), metavar="N", help="Plan no more pages than this."
+    help="Requests with their times, in JSON, one a line: token ids, or hash_ids (--dry-run).",
 )
 @click.option(
-    "-o",
-    "--output",
+    "--plan",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write the plan to FILE instead of stdout.",
+    help="What an earlier --dry-run has written; its order is kept.",
 )
+@click.option(
+    "--all",
+    "all_",
+    is_flag=True,
+    help="Every whole page of SRC; within a budget the newest, in the order of their age.",
+)
+@click.option("--budget", type=Size(), metavar="SIZE", help="Copy at most so many bytes.")
+@click.option(
+    "--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most so many pages."
+)
+@click.option(
+    "--deadline", type=Duration(), metavar="DURATION", help="Begin no further copy after this."
+)
+@click.option(
+    "--min-usable",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    help="Exit with 4 when servers could restore less of the tokens asked for, such as 0.9.",
+)
+@click.option(
+    "--pin",
+    is_flag=True,
+    help="Mooncake: protect what is written from eviction, by soft pins; what was there gets none.",
+)
+@click.option(
+    "--pin-ttl",
+    type=Duration(),
+    metavar="DURATION",
+    help="How long pins last, 24h at most unless the master's --max_kv_soft_pin_ttl is another.  "
+    "[default: the master's --default_kv_soft_pin_ttl, 30m unless set]",
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan, best page first; do nothing.")
+@click.option(
+    "--through-server",
+    "servers",
+    multiple=True,
+    metavar="URL",
+    help="Have this live SGLang server pull the prefixes from DST into its memory.",
+)
+@click.option(
+    "--metrics-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write Prometheus textfile metrics.",
+)
+@transform_options
+@lock_option
+@jobs_option
+@buffer_option
+@bwlimit_option
+@lease_wait_option
+@output_options
 @profile_options
 @click.pass_context
 def command(
     ctx: click.Context,
     /,
-    trace: Path,
-    dry_run: bool,
-    budget: int | None,
-    budget_pages: int | None,
+    destination: str | None,
+    source: str | None,
+    output_format: str,
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Plan which pages are worth warming, and in what order.
+    """Copy from SRC to DST what requests like those of a file can be expected to hit.
 
-    A line of the trace is one request, a JSON object: timestamp, and token_ids with the extra_key
-    and cache_salt that it had, or hash_ids in their place as in the public traces of Mooncake.
-    input_length and output_length, in tokens, improve the plan. Token ids are hashed as the profile
-    says. Hash ids name blocks that only the trace knows: they can be planned from, and such a plan
-    cannot be executed.
+    Requests are texts or chats (--prompts), token ids (--token-ids), page hashes (--pages), or a
+    trace with times (--trace). Of each the longest prefix is taken that servers could restore from
+    SRC, by the rules of every pool; of trailing pools (Mamba, windows) only what ends a prefix.
+    What DST has already is left out. Pages are put in order by what warming them saves: how often
+    and how lately requests used them, measured on the trace itself; a page never before its
+    prefix. So whatever ends the run, what was copied is of use.
 
-    Blocks are ordered by the chance that they are used again soon, as the trace itself shows it for
-    blocks as old and as often used, of requests as long and so on; a page never stands before the
-    pages of its prefix. Lines without timestamp are ordered by how many share a page.
+    In the end the pages are touched, the least valuable first, so that the best are evicted last.
+    A destination that evicts meanwhile ends the run, which says what it holds. The rows of
+    --dry-run are the plan, and --plan executes one; a trace of hash_ids alone gives a plan, but
+    none that can be executed. The transforms are those of migrate: an archive of TP 4 warms a
+    cluster of TP 8.
 
-    The plan is JSON lines, best first, of page, parent, depth, value, requests and last_seen. No
-    store is needed for it.
+    A line of the trace is {"timestamp": 27482, "token_ids": [...]}, and where the request had them
+    its extra_key and cache_salt; input_length and output_length (tokens) improve the plan. To
+    record one, start SGLang with --log-requests --log-requests-level 3 --log-requests-format json
+    (level 2 cuts long prompts) and take from its log:
 
-    To record a trace, start SGLang with --log-requests, --log-requests-level 3 (2 cuts long
-    prompts) and --log-requests-format json, and take token ids from its log as the last example
-    does. Requests that came as text are logged without them.
-    """
-    if not dry_run:
-        raise click.UsageError("add --dry-run: plans can be made, but not executed yet")
+    \b
+      jq -cR 'fromjson? | select(.event == "request.finished" and .obj.input_ids) |
+        {timestamp, token_ids: .obj.input_ids, extra_key: .obj.extra_key,
+         cache_salt: .obj.cache_salt,
+         output_length: .out.meta_info.completion_tokens}' server.log > trace.jsonl
+
+    Mooncake gives up soft pins when their time is over, and, unless its master runs with
+    --allow_evict_soft_pinned_objects=false, when it has nothing else to evict.
+
+    With --through-server the servers themselves then pull the prefixes that DST holds, by requests
+    for one token, once at each of their DP ranks; without --from that is all that is done. The API
+    key is that of HICACHECTL_API_KEY.
+
+    A summary goes to stderr, and the result to stdout as JSON unless --format says otherwise.
+    """  # noqa: D301 - \b is click's mark, not ours
+    output_format = _format(ctx, output_format)
+    refuse_other_sources(options, _SOURCES)
+    if options["trace"] and destination is None and source is None:
+        _plan_trace(ctx, options, output_format, output)
+        return
+    if destination is None or not (source or options["servers"]):
+        raise click.UsageError(
+            "give DST and --from SRC; or --trace FILE --dry-run, for a plan without stores"
+        )
+    if options["pin_ttl"] is not None and not options["pin"]:
+        raise click.UsageError("--pin-ttl is for --pin")
+    if options["servers"] and not (options["prompts"] or options["token_ids"]):
+        raise click.UsageError("--through-server sends tokens: it needs --prompts or --token-ids")
+    with raised_once(), locked(options["lock"]) as is_ours:
+        if not is_ours:
+            remark(ctx, f"another process holds {options['lock']}; nothing was done")
+            return
+        with opened(
+            ctx, destination, lease_wait=options["lease_wait"], create=source is not None
+        ) as target:
+            target.pin_seconds = options["pin_ttl"]
+            document, plan = _worked(ctx, source, target, options)
+    failed = _is_failed(document, options)
+    if options["metrics_file"]:
+        from hicachectl.metrics import write_prewarm_metrics
+
+        write_prewarm_metrics(options["metrics_file"], document, succeeded=not failed)
+    remark(ctx, _summary(document, dry_run=options["dry_run"]))
+    _write(document, plan, output_format, output)
+    lost = [server["error"] for server in document.get("pulled", ()) if server["error"]]
+    if lost:
+        raise StoreUnavailable("; ".join(lost))
+    if failed:
+        ctx.exit(FINDINGS)
+
+
+def _format(ctx: click.Context, output_format: str) -> str:
+    """JSON unless another format was asked for; JSON lines for a plan."""
+    given = ctx.get_parameter_source("output_format")
+    if given is not click.core.ParameterSource.DEFAULT:
+        return output_format
+    return "jsonl" if ctx.params["dry_run"] else "json"
+
+
+def _plan_trace(
+    ctx: click.Context, options: dict[str, Any], output_format: str, output: Path | None
+) -> None:
+    """Plan from a trace alone, without any store."""
     from hicachectl.output import write_json_lines
     from hicachectl.prewarming.plan import plan_order
     from hicachectl.prewarming.plan_file import plan_rows
@@ -87,18 +231,205 @@ def command(
     from hicachectl.prewarming.trace import read_trace
     from hicachectl.profiles import profile_from_options
 
-    profile = profile_from_options(options, warn=partial(remark, ctx))
-    requests = read_trace(trace, profile)
-    if budget is not None:
-        fitting = pages_within(budget, profile, scheme="file", hashed=requests.forest.hashed)
-        budget_pages = fitting if budget_pages is None else min(budget_pages, fitting)
-    plan = plan_order(requests, budget=budget_pages)
+    if not options["dry_run"]:
+        raise click.UsageError("--trace without stores is for --dry-run; or give DST and --from")
+    if output_format != "jsonl":
+        raise click.UsageError("--format: a plan without stores is JSON lines")
+    profile = profile_from_options(options, None, warn=partial(remark, ctx))
+    trace = read_trace(options["trace"], profile)
+    most = options["budget_pages"]
+    if options["budget"] is not None:
+        hashed = trace.forest.hashed
+        fitting = pages_within(options["budget"], profile, scheme="file", hashed=hashed)
+        most = fitting if most is None else min(most, fitting)
+    plan = plan_order(trace, budget=most)
+    remark(ctx, f"planned {len(plan)} pages of {len(trace.forest)}, from {len(trace)} requests")
+    if not trace.forest.hashed:
+        remark(
+            ctx,
+            "the trace has block ids only: the plan cannot be executed; one with token ids can",
+        )
     write_json_lines(plan_rows(plan), output)
-    remark(ctx, _summary(plan, len(requests)))
 
 
-def _summary(plan: Plan, requests: int) -> str:
-    text = f"{len(plan)} of {len(plan.forest)} pages of {requests} requests planned"
-    if plan.forest.hashed:
-        return text
-    return f"{text}; block ids of the trace, which cannot be executed"
+def _worked(
+    ctx: click.Context, source: str | None, target: Store, options: dict[str, Any]
+) -> tuple[dict[str, Any], pa.Table | None]:
+    """Copy, and have servers pull; the document, and the plan."""
+    from hicachectl.prewarm import prewarm, usable_from
+
+    started = time.monotonic()
+    servers = _servers(options)
+    if source is None:
+        request = _request(ctx, target, options)
+        outcome = usable_from(target, request)
+    else:
+        with opened(ctx, source, lease_wait=options["lease_wait"]) as origin:
+            request = _request(ctx, origin, options)
+            with (
+                progress(ctx, "listing", " objects") as on_listed,
+                bytes_progress(ctx, "copying") as on_copied,
+            ):
+                outcome = prewarm(origin, target, request, on_listed=on_listed, on_copied=on_copied)
+            for text in (*outcome.remarks, *origin.remarks):
+                remark(ctx, text)
+    for problem in outcome.problems[:_SHOWN_PROBLEMS]:
+        remark(ctx, f"{problem.key or problem.page}: {problem.detail}")
+    if servers:
+        _pull(ctx, servers, request, outcome, options, started)
+    return outcome.document, outcome.plan if options["dry_run"] else None
+
+
+def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Request:
+    from hicachectl.migrating.carrying import Manner
+    from hicachectl.prewarm import Request
+    from hicachectl.profiles import profile_from_options
+    from hicachectl.retargeting import destination_profile
+
+    profile = profile_from_options(options, store, warn=partial(remark, ctx))
+    if profile is None or profile.inferred:
+        raise click.UsageError(
+            "what a prefix needs only a profile tells: give --profile, --model-config or --server"
+        )
+    if options["to_key_scheme"]:
+        raise click.UsageError("--to-key-scheme is for migrate: no server reads such keys yet")
+    return Request(
+        profile=profile,
+        destination_profile=destination_profile(profile, options),
+        **_asked(profile, options),
+        budget_bytes=options["budget"],
+        budget_pages=options["budget_pages"],
+        deadline_seconds=options["deadline"],
+        dry_run=options["dry_run"],
+        manner=Manner(
+            buffer_bytes=options["buffer_bytes"],
+            jobs=options["jobs"],
+            bytes_per_second=options["bwlimit"],
+            pin=options["pin"],
+        ),
+    )
+
+
+def _asked(profile: Profile, options: dict[str, Any]) -> dict[str, Any]:
+    """Give the members of a request that say what is asked for."""
+    from hicachectl.chains import hex_pages
+
+    if options["all_"]:
+        return {"chains": None}
+    chains, rank = _chains_and_rank(profile, options)
+    lone = bool((chains.offsets[1:] - chains.offsets[:-1] < 2).all())
+    if lone and (options["pages"] or options["plan"]):
+        return {"chains": None, "pages": hex_pages(chains.pages)}  # nothing says what precedes them
+    return {"chains": chains, "rank": rank}
+
+
+def _chains_and_rank(profile: Profile, options: dict[str, Any]) -> tuple[Any, Any]:
+    from hicachectl.prewarming.plan_file import read_plan
+    from hicachectl.prewarming.ranking import Ranker, chains_of_plan, chains_of_trace
+    from hicachectl.prewarming.trace import read_trace
+
+    hashing = asked_hashing(profile, options)
+    assert hashing is not None  # of a profile that is not inferred
+    if options["plan"]:
+        return chains_of_plan(read_plan(options["plan"]), profile.page_size)
+    if not options["trace"]:
+        return asked_chains(options, hashing), Ranker()
+    trace = read_trace(options["trace"], profile)
+    if not trace.forest.hashed:
+        raise click.UsageError(
+            f"{options['trace']}: a trace of block ids cannot be executed, since nothing makes "
+            "them into keys; record token ids, or use --dry-run without stores"
+        )
+    return chains_of_trace(trace, hashing), Ranker(trace.times, trace.output_tokens)
+
+
+def _servers(options: dict[str, Any]) -> dict[str, Ranks]:
+    """Ask the servers that are to pull for their ranks, before anything is copied."""
+    from hicachectl.pulling import ranks_of
+
+    return {} if options["dry_run"] else ranks_of(options["servers"])
+
+
+def _pull(
+    ctx: click.Context,
+    servers: dict[str, Ranks],
+    request: Request,
+    outcome: Outcome,
+    options: dict[str, Any],
+    started: float,
+) -> None:
+    """Have servers pull what DST has of each request, and note what each answered."""
+    from hicachectl.pulling import pull
+
+    limit = options["deadline"]
+    document = outcome.document
+    with progress(ctx, "pulling", " requests") as advance:
+        document["pulled"] = pull(
+            servers,
+            list(asked_requests(options)),
+            outcome.usable_pages,
+            request.target,
+            jobs=options["jobs"],
+            deadline=None if limit is None else started + limit,
+            on_done=advance,
+        )
+    document["seconds"] = round(time.monotonic() - started, 3)
+    if any(not server["complete"] and not server["error"] for server in document["pulled"]):
+        document["stopped_by"] = document["stopped_by"] or "deadline"
+    document["complete"] &= all(server["complete"] for server in document["pulled"])
+
+
+def _is_failed(document: dict[str, Any], options: dict[str, Any]) -> bool:
+    if options["dry_run"]:
+        return False
+    failed = bool(document["failed"]) or document["stopped_by"] == "destination full"
+    failed |= any(server["failed"] or server["error"] for server in document.get("pulled", ()))
+    if options["min_usable"] is not None:
+        wanted = document["requested_tokens"]
+        failed |= document["usable_tokens"] < options["min_usable"] * wanted
+    return failed
+
+
+def _summary(document: dict[str, Any], *, dry_run: bool) -> str:
+    from hicachectl.output import human_size
+
+    wanted = document["requested_tokens"]
+    share = document["usable_tokens"] / wanted if wanted else 1.0
+    parts = [
+        f"{document['copied_pages']} pages {'to copy' if dry_run else 'copied'}, "
+        f"{human_size(document['bytes'])}",
+        f"{document['already_there']} there already",
+        f"{document['missing_pages']} not to be had",
+        f"{share:.0%} of {wanted} tokens usable{' now' if dry_run else ''}",
+    ]
+    if document["stopped_by"]:
+        parts.append(f"stopped: {document['stopped_by']}")
+    return "; ".join(parts)
+
+
+def _write(
+    document: dict[str, Any], plan: pa.Table | None, output_format: str, output: Path | None
+) -> None:
+    import pyarrow as pa
+
+    from hicachectl.output import write_document
+
+    rows = pa.table({"page": pa.array([], pa.string())}) if plan is None else plan
+    if plan is not None:
+        document = {**document, _PLAN: None}
+    elif output_format != "json":
+        rows = pa.Table.from_pylist([{k: v for k, v in document.items() if k != "pulled"}])
+    write_document(
+        document,
+        rows=rows,
+        name=_PLAN,
+        output_format=output_format,
+        output=output,
+        text=lambda colour: _lines(document),
+    )
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    for name, value in document.items():
+        if value is not None and name not in (_PLAN, "pulled"):
+            yield f"{name.replace('_', ' ')}: {value}"

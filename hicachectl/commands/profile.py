@@ -56,8 +56,9 @@ def command(
 ) -> None:
     """Print the profile of a deployment: what was served, how it was sharded, its pools.
 
-    From --profile, --model-config with flags, or --server; else inferred from STORE, where
-    --model, --tp, --pp, --cp and --dcp choose one of several deployments. An inferred profile
+    From --profile, --model-config with flags, or --server; else the one that STORE, a pack, keeps;
+    else inferred from STORE, where --model, --tp, --pp, --cp and --dcp choose one of several
+    deployments. An inferred profile
     states only shards, pools and sizes that were seen: it serves ls and the checks names, groups
     and sizes, and is refused where bytes must be understood.
     """
@@ -93,6 +94,9 @@ def _inferred(
     sizes = {axis: options.pop(axis) for axis in ("tp", "pp", "cp", "dcp")}
     profile_from_options(options)  # refuses the flags that choose nothing
     with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
+        recorded = source.recorded_profile()
+        if recorded is not None and model is None and not any(sizes.values()):
+            return recorded
         inventory = take_inventory(source, on_batch=advance)
         profile = infer_profile(inventory, source.grammar, Choice(model=model, **sizes))
     remark(ctx, f"inferred from {store}: only shards, pools and sizes that were seen")

@@ -150,12 +150,13 @@ def repaired(
 def _with_descendants(
     plan: RepairPlan, request: Request, report: Report, options: dict[str, Any]
 ) -> RepairPlan:
-    from hicachectl.chains import read_chains
+    from hicachectl.chains import Hashing, hex_chains
     from hicachectl.planning import with_descendants
+    from hicachectl.requests import read_token_ids
 
     if not options["token_ids"] or request.profile is None:
         return plan
-    chains = read_chains(options["token_ids"], request.profile)
+    chains = hex_chains(read_token_ids(options["token_ids"]), Hashing.of(request.profile))
     return with_descendants(plan, report.groups, chains)
 
 

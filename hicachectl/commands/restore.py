@@ -104,7 +104,7 @@ def command(
 
 
 def _wanted(pages: str | None) -> Callable[[str], bool]:
-    from hicachectl.chains import read_pages
+    from hicachectl.requests import read_pages
 
     if pages is None:
         return lambda page: True

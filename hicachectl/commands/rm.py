@@ -152,11 +152,12 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
 def _plan(
     ctx: click.Context, store: Store, options: dict[str, Any]
 ) -> tuple[Inventory, PageGroups, RepairPlan]:
-    from hicachectl.chains import read_chains
+    from hicachectl.chains import Hashing, hex_chains
     from hicachectl.groups import UNKNOWN, PageGroups
     from hicachectl.inventory import take_inventory
     from hicachectl.planning import plan_removal, with_descendants
     from hicachectl.profiles import profile_from_options
+    from hicachectl.requests import read_token_ids
 
     criteria = _criteria(store, options)
     profile = profile_from_options({"profile_file": options["profile_file"]}, store)
@@ -169,14 +170,15 @@ def _plan(
         remark(ctx, f"{unjudged} page groups have ambiguous keys and stay; a profile could tell")
     plan = plan_removal(groups, criteria.chosen(groups), _why(options))
     if options["token_ids"] and profile is not None:
-        plan = with_descendants(plan, groups, read_chains(options["token_ids"], profile))
+        chains = hex_chains(read_token_ids(options["token_ids"]), Hashing.of(profile))
+        plan = with_descendants(plan, groups, chains)
     return inventory, groups, plan
 
 
 def _criteria(store: Store, options: dict[str, Any]) -> Criteria:
-    from hicachectl.chains import read_pages
     from hicachectl.formats.errors import UnsupportedByBackend
     from hicachectl.planning import Criteria
+    from hicachectl.requests import read_pages
 
     if options["before"] is not None and not store.supports_times:
         raise UnsupportedByBackend(f"{store.url}: keeps no times; --before means nothing there")

@@ -23,8 +23,11 @@ from hicachectl.options import (
     NameList,
     Size,
     allow_leases_option,
+    buffer_option,
+    bwlimit_option,
     filter_options,
     lease_wait_option,
+    lock_option,
     output_options,
     profile_options,
     store_argument,
@@ -129,27 +132,15 @@ Examples:
     help="Memory to use on each device.",
 )
 @repair_options
-@click.option(
-    "--lock",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Do nothing while another process holds the lock of FILE.",
-)
+@lock_option
 @click.option(
     "--jobs",
     type=click.IntRange(1, 256),
     metavar="N",
     help="How many threads read; processes, where there are many small files.",
 )
-@click.option(
-    "--buffer-bytes",
-    type=Size(least=1),
-    default="1GiB",
-    show_default=True,
-    metavar="SIZE",
-    help="Memory that objects are read into.",
-)
-@click.option("--bwlimit", type=Size(), metavar="SIZE", help="Read at most so many bytes a second.")
+@buffer_option
+@bwlimit_option
 @allow_leases_option
 @lease_wait_option
 @filter_options

@@ -94,12 +94,19 @@ def ramp(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
 
 
 def _two_parents(forest: Forest, block: int, before: int) -> str:
-    def spell(index: int) -> str:
-        return "the start" if index < 0 else f"block {name_of(forest, index)}"
+    what = "page" if forest.hashed else "block"
 
+    def spell(index: int) -> str:
+        return "the start" if index < 0 else f"{what} {name_of(forest, index)}"
+
+    remedy = (
+        "a chain has to begin with the first page of its prefix"
+        if forest.hashed
+        else "ids must name prefixes, not contents"
+    )
     return (
-        f"block {name_of(forest, block)} stands behind {spell(forest.parents[block])} in one "
-        f"request and behind {spell(before)} in another; ids must name prefixes, not contents"
+        f"{spell(block)} stands behind {spell(forest.parents[block])} in one request and behind "
+        f"{spell(before)} in another; {remedy}"
     )
 
 

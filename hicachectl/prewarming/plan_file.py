@@ -75,10 +75,12 @@ def plan_rows(plan: Plan) -> Iterator[pa.Table]:
 def read_plan(path: Path) -> PlannedPages:
     """Read the pages of a plan that can be executed.
 
+    A parent that the file does not list is one that the destination had when it was written.
     Raises FormatError naming the line: no plan, a page twice, or a page before its parent.
     Raises UsageError for a plan of block ids and a file that cannot be read.
     """
     position: dict[str, int] = {}
+    outside: set[str] = set()
     parents: list[int] = []
     try:
         with path.open("rb") as file:
@@ -86,7 +88,7 @@ def read_plan(path: Path) -> PlannedPages:
                 if line.isspace():
                     continue
                 try:
-                    parents.append(_take(line, position))
+                    parents.append(_take(line, position, outside))
                 except (msgspec.DecodeError, UnicodeDecodeError, FormatError) as error:
                     raise FormatError(f"{path}: line {number}: {error}") from error
     except OSError as error:
@@ -99,8 +101,11 @@ def read_plan(path: Path) -> PlannedPages:
 _decode = msgspec.json.Decoder(_Row).decode
 
 
-def _take(line: bytes, position: dict[str, int]) -> int:
-    """Note a row's page; return its parent's place."""
+def _take(line: bytes, position: dict[str, int], outside: set[str]) -> int:
+    """Note a row's page; return its parent's place, -1 without one in the file.
+
+    outside: parents that no row has named yet.
+    """
     row = _decode(line)
     if isinstance(row.page, int):
         raise UsageError(
@@ -111,10 +116,15 @@ def _take(line: bytes, position: dict[str, int]) -> int:
         raise FormatError(f"page: {row.page!a:.80} is no page hash (64 hexadecimal digits)")
     if row.page in position:
         raise FormatError(f"page {row.page} stands twice")
-    if row.parent is not None and row.parent not in position:
-        raise FormatError(f"page {row.page} stands before its parent {row.parent}")
+    if row.page in outside:
+        raise FormatError(f"page {row.page} stands behind a page that it is the parent of")
     position[row.page] = len(position)
-    return -1 if row.parent is None else position[str(row.parent)]
+    if row.parent is None:
+        return -1
+    parent = str(row.parent)
+    if parent not in position:
+        outside.add(parent)
+    return position.get(parent, -1)
 
 
 def _names(forest: Forest, blocks: npt.NDArray[np.int64]) -> pa.Array:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Iterator
 
     Script = Callable[["Call"], None]
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
 PATIENCE_S = 20.0  # longer than any test waits
 
 
-def reply(body: bytes, status: int = 200) -> bytes:
-    """Make a reply that says how long it is."""
-    return b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
+def reply(body: bytes, status: int = 200, header: str = "") -> bytes:
+    """Make a reply that says how long it is; header: one more, as `Name: value`."""
+    more = f"{header}\r\n".encode() if header else b""
+    return b"HTTP/1.1 %d X\r\n%sContent-Length: %d\r\n\r\n%s" % (status, more, len(body), body)
 
 
 class Call:
-    """One request: its path and body, and what may be done about it.
+    """One request: its path, headers (names in small letters) and body; what may be done about it.
 
     number: of the connection, from 0. turn: of the request on that connection, from 0.
     """
@@ -32,20 +34,22 @@ class Call:
         self,
         peer: socket.socket,
         path: str,
+        headers: dict[str, str],
         body: bytes,
         number: int,
         turn: int,
         over: threading.Event,
     ) -> None:
         self.path = path
+        self.headers = headers
         self.body = body
         self.number = number
         self.turn = turn
         self._peer = peer
         self._over = over
 
-    def answer(self, body: bytes, status: int = 200) -> None:
-        self.send(reply(body, status))
+    def answer(self, body: bytes, status: int = 200, header: str = "") -> None:
+        self.send(reply(body, status, header))
 
     def send(self, raw: bytes) -> None:
         self._peer.sendall(raw)
@@ -70,7 +74,7 @@ class Call:
 
 
 @contextmanager
-def serving(script: Script) -> Iterator[str]:
+def serving(script: Script, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """Serve on loopback; gives host:port."""
     over = threading.Event()
     peers: list[socket.socket] = []
@@ -81,6 +85,12 @@ def serving(script: Script) -> Iterator[str]:
         with contextlib.suppress(OSError):
             while True:
                 peer, _ = listener.accept()
+                if tls is not None:
+                    try:
+                        peer = tls.wrap_socket(peer, server_side=True)
+                    except OSError:  # the client does not trust us
+                        peer.close()
+                        continue
                 peers.append(peer)
                 serve = threading.Thread(target=_serve, args=(peer, len(peers) - 1, script, over))
                 threads.append(serve)
@@ -108,10 +118,11 @@ def _serve(peer: socket.socket, number: int, script: Script, over: threading.Eve
     with contextlib.suppress(OSError), peer.makefile("rb") as stream:
         turn = 0
         while first := stream.readline():
-            length = 0
+            headers = {}
             while header := stream.readline().strip():
-                name, _, value = header.partition(b":")
-                length = int(value) if name.lower() == b"content-length" else length
+                name, _, value = header.decode().partition(":")
+                headers[name.lower()] = value.strip()
             path = first.split()[1].decode()
-            script(Call(peer, path, stream.read(length), number, turn, over))
+            body = stream.read(int(headers.get("content-length", 0)))
+            script(Call(peer, path, headers, body, number, turn, over))
             turn += 1

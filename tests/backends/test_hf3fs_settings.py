@@ -111,6 +111,7 @@ def test_a_relative_snapshot_is_of_the_working_directory(
         ("hf3fs:///data/hicache?server=", "server"),
         ("hf3fs:///data/hicache?server=host:18000", "server"),
         ("hf3fs:///data/hicache?server=ftp://host", "server"),
+        ("hf3fs:///data/hicache?server=https://host", "write http://"),
         ("hf3fs:///data/hicache?server=http://host:99999", "server"),
         ("hf3fs:///data/hicache?server=http://host:x", "server"),
         ("hf3fs:///data/hicache?server=http://host:0", "server"),

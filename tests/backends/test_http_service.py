@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import http.client
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +22,7 @@ from tests.backends.http_scripts import Call, reply, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.backends.http_scripts import Script
 
@@ -336,3 +340,88 @@ def test_the_standard_library_does_not_notice_a_body_cut_short() -> None:
         response = connection.getresponse()
         assert response.read(100) + response.read(100) == b"abcde"
         connection.close()
+
+
+# --- over TLS ---
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate of localhost that nobody vouches for, with its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    file = tmp_path_factory.mktemp("tls") / "both.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+         "-keyout", file, "-out", file.with_suffix(".crt")],
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    file.write_bytes(file.read_bytes() + file.with_suffix(".crt").read_bytes())
+    return file
+
+
+@contextmanager
+def tls_client_of(script: Script, certificate: Path, timeout_s: float) -> Iterator[HttpService]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with serving(script, context) as address:
+        host, _, port = address.rpartition(":")
+        service = HttpService(
+            host, int(port), who="Example", hint="try", timeout_s=timeout_s, tls=True
+        )
+        with closing(service) as client:
+            yield client
+
+
+def test_a_certificate_that_nobody_vouches_for_is_refused(certificate: Path) -> None:
+    with (
+        tls_client_of(lambda call: call.answer(b"x"), certificate, 10) as client,
+        pytest.raises(StoreUnavailable, match="TLS failed: CERTIFICATE_VERIFY_FAILED"),
+    ):
+        client.get("/")
+
+
+def test_a_trusted_service_answers_and_has_deadlines_too(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate.with_suffix(".crt")))
+
+    def script(call: Call) -> None:
+        if call.path == "/slow":
+            call.trickle(b"HTTP/1.1 200 OK\r\nX-Y: " + b"z" * 1000, 0.05)
+        call.answer(b"%d" % call.turn)
+
+    with tls_client_of(script, certificate, timeout_s=1.0) as client:
+        assert [client.get("/").body for _ in range(3)] == [b"0", b"1", b"2"]
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="no answer within 1 s"):
+            client.get("/slow")
+        assert time.monotonic() - started < 5
+
+
+def test_headers_are_sent_and_retry_after_is_read() -> None:
+    def script(call: Call) -> None:
+        call.answer(call.headers["x-key"].encode(), 429, "Retry-After: 7")
+
+    with serving(script) as address:
+        host, _, port = address.rpartition(":")
+        service = HttpService(host, int(port), who="x", hint="y", headers={"X-Key": "secret"})
+        with closing(service) as client:
+            assert client.get("/") == Reply(429, b"secret", "7")
+
+
+def test_a_closed_client_asks_nothing_more() -> None:
+    calls: list[str] = []
+
+    def script(call: Call) -> None:
+        calls.append(call.path)
+        call.answer(b"")
+
+    with client_of(script) as client:
+        client.get("/before")
+        client.close()
+        with pytest.raises(StoreUnavailable):
+            client.get("/after")
+    assert calls == ["/before"]

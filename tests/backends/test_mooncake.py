@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LEASE_MS = 300
+DISCARD_S = 1  # after which a master forgets a put that was not finished
 KEY = f"m_{PAGE_HASHES[0]}_0_k".encode()
 SPLIT_HEADS_KEY = f"m_{PAGE_HASHES[1]}_['4', '5']_mamba_temporal".encode()
 
@@ -37,7 +41,7 @@ SPLIT_HEADS_KEY = f"m_{PAGE_HASHES[1]}_['4', '5']_mamba_temporal".encode()
 @pytest.fixture(scope="module")
 def brief_cluster(mooncake_package: None) -> Iterator[Cluster]:
     """A cluster whose leases end soon, since what was just read cannot be removed."""
-    with Cluster(lease_ms=LEASE_MS) as cluster:
+    with Cluster(lease_ms=LEASE_MS, put_start_discard_timeout_sec=DISCARD_S) as cluster:
         yield cluster
 
 
@@ -176,10 +180,44 @@ def test_what_another_writer_put_meanwhile_is_not_called_ours(
 ) -> None:
     """A put answers 0 whether or not it wrote: the race between question and put is staged."""
     cluster.put(KEY.decode(), b"theirs" * 1000)
-    monkeypatch.setattr(store, "exists", lambda rows: np.zeros(len(rows), dtype=np.bool_))
+    nothing = np.zeros(1, dtype=np.bool_)
+    monkeypatch.setattr(store, "_found", lambda rows: (nothing, nothing))
     result = write(store, {KEY: b"ours!!" * 1000}, if_absent=True)
     assert result.statuses.tolist() == [Status.EXISTS]
     assert cluster.client().get(KEY.decode()) == b"theirs" * 1000
+
+
+_PUT_UNTIL_KILLED = """
+import sys
+import numpy as np
+from mooncake.store import MooncakeDistributedStore
+
+store, memory = MooncakeDistributedStore(), np.ones(32 << 20, dtype=np.uint8)
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1]) == 0
+store.register_buffer(memory.ctypes.data, memory.nbytes)
+while True:
+    store.batch_put_from([sys.argv[2]], [memory.ctypes.data], [memory.nbytes])
+    store.remove(sys.argv[2], True)
+"""
+
+
+def test_what_a_killed_writer_had_begun_is_not_called_ours(
+    store: MooncakeStore, cluster: Cluster
+) -> None:
+    """A put of such a key answers 0, too, until the master has given the other one up."""
+    key = KEY.decode()
+    with subprocess.Popen([sys.executable, "-c", _PUT_UNTIL_KILLED, cluster.master, key]) as writer:
+        deadline = time.monotonic() + 30
+        while "REPLICA_IS_NOT_READY" not in cluster.ask(f"batch_query_keys?keys={key}"):
+            assert time.monotonic() < deadline
+            writer.send_signal(signal.SIGCONT)
+            time.sleep(0.003)
+            writer.send_signal(signal.SIGSTOP)
+        writer.kill()
+    assert write(store, {KEY: b"ours"}, if_absent=True).statuses.tolist() == [Status.EXISTS]
+    time.sleep(DISCARD_S + 0.5)
+    assert write(store, {KEY: b"ours"}, if_absent=True).all_ok
+    assert cluster.client().get(key) == b"ours"
 
 
 def test_an_empty_object_is_refused_before_it_is_put(store: MooncakeStore) -> None:

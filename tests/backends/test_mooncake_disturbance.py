@@ -64,6 +64,11 @@ def look(invoke: Invoke, tmp_path: Path) -> Look:
         for command, *options in LOOKS:
             out = invoke(command, cluster.url, *options, "--profile", profile).stdout
             assert out
+        chain = tmp_path / "chain"
+        chain.write_text(json.dumps([f"{page:064x}" for page in range(len(keys) // 2)]))
+        arguments = ("--pages", chain, "--profile", profile, "--format", "jsonl")
+        row = json.loads(invoke("hits", cluster.url, *arguments).stdout)
+        assert row["usable_pages"] == len(keys) // 2
         objects = invoke("ls", cluster.url, "--objects", "--format", "jsonl").stdout
         assert {json.loads(line)["key"] for line in objects.splitlines()} == set(keys)
 

@@ -1,14 +1,17 @@
-"""Reading the pages of a 3FS data file through our pipeline, against dd-like reading; run by hand.
+"""Reading the pages of a 3FS data file as verify does, against dd-like reading; run by hand.
 
-    python -m tests.bench.bench_hf3fs_read [--pages 4096] [--bytes 1048576] [--cold] [--server]
+    python -m tests.bench.bench_hf3fs_read [--pages 4096] [--bytes 1048576] [--cold] [--server PY]
 
 Writes a data file and the snapshot of a metadata server, in the order of eviction that SGLang's
 first pass leaves (`written`: the last page first) and after much reuse (`mixed`). Reads all pages
 in turn: by dd with blocks of 1 MiB, which never leave the processor's cache; in the order of the
-file into as much memory as two of verify's tasks have; and by the pipeline with such tasks, whose
-work does nothing. --cold drops the file from the page cache before each pass; --server has
-SGLang's metadata server asked about what was read, as with `server=`. Prints median throughputs,
-and the median ratios of ours to both others.
+file into as much memory as two of verify's tasks have; by `read_objects`, with verify's own tasks
+and order, whose work does nothing; and by dd again, which tells how far two equal readings differ
+here. --cold drops the file from the page cache before each of them. Prints median throughputs,
+the median ratios of ours to both others, and between which bounds dd was of itself.
+
+--server starts SGLang's metadata server, and measures digesting instead, for which it is asked
+about what was read: with it, against the same without it.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 
 from hicachectl.backends.hf3fs import Hf3fsStore
 from hicachectl.backends.hf3fs_settings import Hf3fsSettings
 from hicachectl.formats.profile import Pool, Profile
-from hicachectl.pipeline import Pipeline, batches
+from hicachectl.inventory import take_inventory
+from hicachectl.reading import ReadingPlan, read_objects
 from tests.hf3fs_server import MetadataServer
 
 if TYPE_CHECKING:
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1 << 20
 BUFFER_BYTES = 512 << 20
-TASK_BYTES, TASK_OBJECTS = 8 << 20, 256  # hicachectl.reading's
+TASK_BYTES = 8 << 20  # hicachectl.reading's
 
 
 def profile_of(nbytes: int) -> Profile:
@@ -93,21 +96,56 @@ def in_order(path: Path) -> float:
     return time.perf_counter() - began
 
 
-def ours(store: Hf3fsStore, rows: pa.Table, nbytes: int, task_bytes: int) -> float:
-    """Seconds of the pipeline, its arena's mapping included."""
-    numbers = np.arange(len(rows), dtype=np.int64)
-    sizes = np.full(len(rows), nbytes, dtype=np.int64)
-    began = time.perf_counter()
-    pipeline = Pipeline(
-        store,
-        rows,
-        batches(numbers, sizes, most_objects=TASK_OBJECTS, most_bytes=task_bytes),
-        lambda loaded: loaded.read.all_ok,
+def ours(
+    store: Hf3fsStore, *, digest: bool = False, jobs: int | None = None
+) -> Callable[[], float]:
+    """Seconds of what verify does to read all that a store lists; listing it is done before."""
+    inventory = take_inventory(store, None)
+    rows = np.arange(len(inventory.objects), dtype=np.int64)
+    plan = ReadingPlan(
+        rows=rows,
+        capacities=inventory.objects.column("nbytes").to_numpy(),
+        digest=np.full(len(rows), digest),
+        checkers={},
+        sizes=np.zeros(0, dtype=np.int64),
         buffer_bytes=BUFFER_BYTES,
-        identify=False,
+        jobs=jobs,
     )
-    assert all(pipeline)
-    return time.perf_counter() - began
+
+    def read() -> float:
+        began = time.perf_counter()
+        result = read_objects(store, inventory, plan)
+        elapsed = time.perf_counter() - began
+        assert result.bytes_read == plan.capacities.sum()
+        assert not result.has_issues
+        return elapsed
+
+    return read
+
+
+def open_store(
+    stack: contextlib.ExitStack, folder: Path, nbytes: int, server: MetadataServer | None
+) -> Hf3fsStore:
+    """Open the store in a folder, by its snapshot, with a server or without."""
+    settings = Hf3fsSettings(
+        prefix=str(folder / "hicache"),
+        snapshot=str(folder / "metadata.json"),
+        server=None if server is None else server.url,
+    )
+    store = stack.enter_context(Hf3fsStore(settings))
+    store.use_profile(profile_of(nbytes))
+    return store
+
+
+def speeds(ways: list[Callable[[], float]], options: argparse.Namespace, data: Path) -> np.ndarray:
+    """Throughputs of each way in each round, [rounds, ways] GB/s; the first round is left out."""
+    times = np.zeros((options.runs + 1, len(ways)))  # the first round touches the memory
+    for number in range(len(times)):
+        # Each is the first of a round in turn: a disk can tire.
+        for way in np.roll(np.arange(len(ways)), number).tolist():
+            times[number, way] = _timed(ways[way], data if options.cold else None)
+    found: np.ndarray = options.pages * options.bytes / times[1:] / 1e9
+    return found
 
 
 def measure(options: argparse.Namespace, folder: Path, server: MetadataServer | None) -> None:
@@ -118,38 +156,37 @@ def measure(options: argparse.Namespace, folder: Path, server: MetadataServer | 
         "written": np.arange(options.pages)[::-1],
         "mixed": np.random.default_rng(1).permutation(options.pages),
     }
-    total = options.pages * options.bytes
     for name, order in orders.items():
         save_table(snapshot, order)
-        if server is not None:
-            server.snapshot.write_bytes(snapshot.read_bytes())
-            server.start()
-        settings = Hf3fsSettings(
-            prefix=str(folder / "hicache"),
-            snapshot=str(snapshot),
-            server=None if server is None else server.url,
-        )
-        times = []
-        with Hf3fsStore(settings) as store:
-            store.use_profile(profile_of(options.bytes))
-            rows = pa.Table.from_batches(list(store.scan(("locator", "nbytes"))))
-            ways = (
-                lambda: dd(data),
-                lambda: in_order(data),
-                lambda store=store, rows=rows: ours(store, rows, options.bytes, options.task_bytes),
+        title = f"{options.pages} pages of {options.bytes} bytes, {name}"
+        title += ", cold" if options.cold else ", warm"
+        with contextlib.ExitStack() as stack:
+            alone = open_store(stack, folder, options.bytes, None)
+            if server is not None:
+                server.snapshot.write_bytes(snapshot.read_bytes())
+                server.start()
+                asking = open_store(stack, folder, options.bytes, server)
+                ways = [ours(store, digest=True, jobs=options.jobs) for store in (alone, asking)]
+                without, with_it = (found := speeds(ways, options, data)).T
+                print(
+                    f"{title}, digested: without a server {np.median(without):.2f} GB/s, "
+                    f"with it {np.median(with_it):.2f} GB/s, "
+                    f"ratio {np.median(found[:, 1] / found[:, 0]):.2f}"
+                )
+                continue
+            own = ours(alone, jobs=options.jobs)
+            found = speeds(
+                [lambda: dd(data), lambda: in_order(data), own, lambda: dd(data)], options, data
             )
-            for _ in range(options.runs + 1):
-                times.append([_timed(way, data if options.cold else None) for way in ways])
-        # The first touches the memory.
-        speeds = total / np.array(times[1:]) / 1e9
-        dd_s, order_s, ours_s = np.median(speeds, axis=0)
-        ratios = np.median(speeds[:, 2:] / speeds[:, :2], axis=0)
-        print(
-            f"{options.pages} pages of {options.bytes} bytes, {name}, "
-            f"{'cold' if options.cold else 'warm'}{', with a server' if server else ''}: "
-            f"dd {dd_s:.2f} GB/s, in order {order_s:.2f} GB/s, ours {ours_s:.2f} GB/s, "
-            f"ratios {ratios[0]:.2f} and {ratios[1]:.2f}"
-        )
+            dd_s, order_s, ours_s, again_s = np.median(found, axis=0)
+            to_dd = np.median(found[:, 2] / found[:, [0, 3]].mean(axis=1))
+            to_order = np.median(found[:, 2] / found[:, 1])
+            of_itself = found[:, 3] / found[:, 0]
+            print(
+                f"{title}: dd {dd_s:.2f} and {again_s:.2f} GB/s, in order {order_s:.2f} GB/s, "
+                f"ours {ours_s:.2f} GB/s, ratios {to_dd:.2f} and {to_order:.2f}; "
+                f"dd of itself {of_itself.min():.2f} to {of_itself.max():.2f}"
+            )
 
 
 def _timed(way: Callable[[], float], cold: Path | None) -> float:
@@ -164,7 +201,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=4096)
     parser.add_argument("--bytes", type=int, default=1 << 20)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--task-bytes", type=int, default=TASK_BYTES)
+    parser.add_argument("--jobs", type=int)
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--server", type=Path, metavar="PYTHON", help="one that has SGLang")
     parser.add_argument("--dir", type=Path, help="where the file is to lie")

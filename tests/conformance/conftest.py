@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.hf3fs_fixtures import sglang_interpreter, unavailable
+
 if TYPE_CHECKING:
     from typing import IO
 
@@ -23,7 +25,6 @@ else:  # these modules also run where nothing of ours is installed: no package h
     from store_cases import CASES, DEFAULT_LAYOUT, LEGACY, VARIANTS, store_name
 
 HERE = Path(__file__).parent
-ENVIRONMENT = HERE.parents[1] / ".venv-sglang"
 REMEDY = "`make .venv-sglang` builds it"
 TIMEOUT_S = 600  # the page-hash extension is compiled on first use
 
@@ -35,10 +36,7 @@ ReadBack = Callable[..., list[dict[str, Any]]]
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
     """The interpreter of the SGLang environment; skips without one, or fails where required."""
-    python = Path(os.environ.get("HICACHECTL_SGLANG_PYTHON") or ENVIRONMENT / "bin/python")
-    if not python.exists():
-        _unavailable(f"no SGLang environment at {python}: {REMEDY}")
-    return python
+    return sglang_interpreter()
 
 
 @pytest.fixture(scope="session")
@@ -175,7 +173,7 @@ def _run(
     if release == LEGACY:
         packages = python.parents[1] / "legacy"
         if not packages.is_dir():
-            _unavailable(f"no SGLang {LEGACY} at {packages}: {REMEDY}")
+            unavailable(f"no SGLang {LEGACY} at {packages}: {REMEDY}")
         environment["PYTHONPATH"] = str(packages)
     done = subprocess.run(
         [python, HERE / script, *arguments],
@@ -194,9 +192,3 @@ def _run(
 
 def _environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-
-
-def _unavailable(reason: str) -> None:
-    if os.environ.get("HICACHECTL_REQUIRE_SGLANG") == "1":
-        pytest.fail(reason, pytrace=False)
-    pytest.skip(reason)

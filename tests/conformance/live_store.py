@@ -1,11 +1,13 @@
 """Keep a file store busy with SGLang's own file backend, as one rank of a server does.
 
 Runs inside the SGLang environment:
-`live_store.py (write|fill|read) DIR --manifest FILE --rank N --log FILE --until FILE`.
+`live_store.py (write|fill|read) DIR --manifest FILE --rank N --log FILE --until FILE
+[--max-bytes N]`.
 
 The writer backs up every node of the manifest's prompt again and again: what is there SGLang
 skips, what is missing it writes. The filler does so with the prompt's tokens again and again
-behind its end, so that every page is new. The reader asks for each page and reads all its pools.
+behind its end, so that every page is new; with --max-bytes SGLang evicts what was there first.
+The reader asks for each page and reads all its pools.
 All go on until the file of --until exists, and append JSON lines to --log:
 
     writer   {"round": n} after each time through the prompt; the filler too
@@ -20,6 +22,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import sys
 import time
 from itertools import repeat
@@ -49,6 +52,8 @@ def main() -> None:
     deployment = Deployment(**manifest["deployments"][0])
     rank = rank_pools.ranks(deployment.profile)[options.rank]
     logging.disable(logging.WARNING)  # a miss is one
+    if options.max_bytes:
+        os.environ["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] = options.max_bytes
     with (
         contextlib.redirect_stdout(sys.stderr),
         rank_pools.parallel(deployment, rank),
@@ -175,6 +180,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--until", type=Path, required=True)
+    parser.add_argument("--max-bytes", help="of the objects of this rank")
     return parser.parse_args()
 
 

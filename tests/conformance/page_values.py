@@ -74,8 +74,10 @@ def shard(
 ) -> Parts:
     """The part of `logical_page` that one rank holds: some layers, and its heads or channels."""
     if pool["kind"] == "mha":
-        heads = pool["kv_heads"] // tp_size
-        mine = slice(tp_rank * heads, (tp_rank + 1) * heads)
+        # With fewer heads than ranks, neighbouring ranks hold the same one.
+        heads = max(1, pool["kv_heads"] // tp_size)
+        first = tp_rank * pool["kv_heads"] // tp_size
+        mine = slice(first, first + heads)
         return {"page": parts["page"][:, layers, :, mine]}
     if pool["kind"] != "mamba":
         return {"page": parts["page"][layers]}

@@ -216,7 +216,7 @@ def _mha_device(profile: Mapping[str, Any], table: Mapping[str, Any], rank: Rank
         size=size,
         page_size=profile["page_size"],
         dtype=getattr(torch, table["dtype"]),
-        head_num=table["kv_heads"] // profile.get("tp", 1),
+        head_num=max(1, table["kv_heads"] // profile.get("tp", 1)),
         head_dim=table["head_dim"],
         layer_num=len(held),
         device="cpu",

@@ -67,7 +67,7 @@ def _read_rank(
     with rank_pools.parallel(deployment, rank):
         pools = rank_pools.build_pools(deployment, rank, len(pages))
         backend = write_store.make_controller(deployment, pools, place).storage_backend
-        found = backend.batch_exists_v2(pages, _queries(profile))
+        found = backend.batch_exists_v2(pages, queries(profile))
         result |= {"hit_pages": found.kv_hit_pages, "read": {}, "wrong": {}}
         for table in profile["pools"]:
             read, wrong = _read_pool(pools, backend, table, manifest)
@@ -75,21 +75,21 @@ def _read_rank(
     return result
 
 
-def _queries(profile: dict[str, Any]) -> list[Any]:
+def queries(profile: dict[str, Any]) -> list[Any]:
     """The transfers of a prefetch: trailing pools ask with as many keys as their window."""
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
-    queries = []
+    transfers = []
     for table in profile["pools"][1:]:
         trailing = table["name"] in ("mamba", "swa")
-        queries.append(
+        transfers.append(
             PoolTransfer(
                 name=PoolName(table["name"]),
                 keys=[""] * table.get("trailing_pages", 1) if trailing else None,
                 hit_policy=PoolHitPolicy.TRAILING_PAGES if trailing else PoolHitPolicy.ALL_PAGES,
             )
         )
-    return queries
+    return transfers
 
 
 def _read_pool(

@@ -48,7 +48,7 @@ class Server:
         self._processes: list[subprocess.Popen[bytes]] = []
         self.logs: list[Path] = []
 
-    def start(self, role: str, rank: int) -> Path:
+    def start(self, role: str, rank: int, *more: str) -> Path:
         log = self._folder / f"{role}-{rank}.jsonl"
         arguments = [
             role,
@@ -57,6 +57,7 @@ class Server:
             f"--rank={rank}",
             f"--log={log}",
             f"--until={self._folder / 'stop'}",
+            *more,
         ]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         with (self._folder / f"{role}-{rank}.err").open("wb") as errors:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
 from hicachectl.formats.expectation import ExpectedObject, expected_objects
+from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.objects import Coordinate, Shard
 from hicachectl.formats.profile import Pool, Profile, StateTensor
 
@@ -98,7 +99,9 @@ def test_k_v_and_file_objects_of_real_models(pool: Pool, tp: int, k_bytes: int) 
     assert nbytes(model, "mooncake", part="v") == {k_bytes}
     assert nbytes(model, "hf3fs", part="k") == {k_bytes}
     assert nbytes(model, "file") == {2 * k_bytes}
-    assert nbytes(model, "unified") == {2 * k_bytes}
+    # Without a stated group the unified scheme refuses one KV head a rank.
+    grouped = replace(model, unified_head_group=pool.kv_heads // tp)
+    assert nbytes(grouped, "unified") == {2 * k_bytes}
 
 
 @pytest.mark.parametrize(
@@ -370,7 +373,6 @@ def test_mooncake_takes_mla_in_layer_first() -> None:
         ("page_first", ["k", "v"]),
         ("page_first_direct", ["k", "v"]),
         ("layer_first", [None]),
-        ("page_head", [None]),
     ],
 )
 def test_3fs_has_k_and_v_apart_in_zero_copy_layouts(
@@ -407,11 +409,55 @@ def test_opaque_kv_on_3fs_follows_zero_copy() -> None:
         (profile(mha(), mha("swa")), "beside kv"),
         (profile(mha(), pp=2), "no pipeline stage"),
         (profile(mla(), tp=2, dcp=2), "file and Mooncake only"),
+        (profile(mha(), layout="page_head"), "layout page_head: SGLang's 3FS backend"),
     ],
 )
 def test_what_3fs_cannot_hold_is_refused(model: Profile, reason: str) -> None:
     with pytest.raises(UnsupportedByBackend, match=reason):
         expected_objects(model, "hf3fs")
+
+
+# --- older releases ---
+
+
+def keys(model: Profile, scheme: str) -> set[str]:
+    return {
+        "H".join(codec_for(scheme).affix(found.coordinate))
+        for found in expected_objects(model, scheme)
+    }
+
+
+@pytest.mark.parametrize(
+    ("sglang", "model", "expected"),
+    [
+        ("0.5.17", profile(mla(), indexer(), tag="t"), {"t_a-b_H__k", "t_a-b_H__indexer"}),
+        ("0.5.16", profile(mla(), indexer(), tag="t"), {"t_H__k", "t_H__indexer"}),
+        ("0.5.16", profile(mha()), {"H_0_k", "H_0_v"}),
+        ("0.5.8", profile(mla(), pp=2), {"H_0_k", "H_1_k"}),
+        ("0.5.7", profile(mla(), tag="t"), {"t_H_k"}),
+        ("0.5.6.post2", profile(mha()), {"H_0_k", "H_0_v"}),
+    ],
+)
+def test_mooncake_keys_of_older_releases(sglang: str, model: Profile, expected: set[str]) -> None:
+    assert keys(replace(model, sglang=sglang), "mooncake") == expected
+
+
+@pytest.mark.parametrize(
+    ("sglang", "scheme", "change"),
+    [
+        ("0.5.9", "file", {"pp": 2}),
+        ("0.5.13", "file", {"cp": 2}),
+        ("0.5.7", "mooncake", {"pp": 2}),
+    ],
+)
+def test_ranks_that_an_older_release_does_not_tell_apart_are_refused(
+    sglang: str, scheme: str, change: dict[str, Any]
+) -> None:
+    model = replace(profile(mla()), sglang=sglang, **change)
+    with pytest.raises(UnsupportedByBackend, match="overwrite one another"):
+        expected_objects(model, scheme)
+    major, minor, patch = sglang.split(".")
+    assert expected_objects(replace(model, sglang=f"{major}.{minor}.{int(patch) + 1}"), scheme)
 
 
 # --- unified ---
@@ -425,6 +471,18 @@ def test_unified_objects_are_rectangles_of_layers_and_heads() -> None:
         for heads in ((0, 1), (1, 2))
     ]
     assert found[0].tensors[0].shape == (1, 2, 2, 64, 4, 128)
+
+
+def test_unified_objects_of_an_agreed_grid_do_not_depend_on_ranks() -> None:
+    grid = profile(mha(layers=5), unified_head_group=2, unified_layer_partition=2)
+    found = expected_objects(grid, "unified")
+    assert expected_objects(replace(grid, tp=4), "unified") == found
+    assert expected_objects(replace(grid, pp=2, pp_partition=(4, 1)), "unified") == found
+    assert [item.layers for item in found[::4]] == [(0, 1), (2, 3), (4,)]
+    assert [item.coordinate.shard.heads for item in found[:4]] == [
+        (0, 1), (1, 2), (2, 3), (3, 4)
+    ]  # fmt: skip
+    assert found[0].tensors[0].shape == (1, 2, 2, 64, 2, 128)
 
 
 def test_unified_objects_of_mla_have_no_heads() -> None:
@@ -443,6 +501,9 @@ def test_the_unified_scheme_holds_kv_alone() -> None:
         (profile(mla(packed_draft_layers=1)), "runs of layers"),
         (profile(mha(layers=(1, 3)), gdn(4)), "runs of layers"),
         (profile(mha(kv_heads=2), tp=4), "2 KV heads"),
+        (profile(mha(), tp=8), "unified_head_group: one KV head a rank"),
+        (profile(mha(), unified_head_group=3), "3 does not divide the 8 KV heads"),
+        (profile(mha(), pp=2, unified_layer_partition=3), "stage from layer 2 on"),
     ],
 )
 def test_what_the_unified_scheme_cannot_hold_is_refused(model: Profile, reason: str) -> None:

@@ -80,7 +80,10 @@ def test_slices_of_a_pipeline_stage_carry_it() -> None:
 
 
 def test_mla_keys_of_the_oldest_releases_have_no_empty_rank() -> None:
-    assert CODEC.readings("", "_k") == (Coordinate("", "kv", "k"),)
+    oldest = Coordinate("", "kv", "k", shard=Shard(ranked=False))
+    assert CODEC.readings("", "_k") == (oldest,)
+    assert CODEC.affix(oldest) == ("", "_k")
+    assert CODEC.affix(Coordinate("", "kv", "k")) == ("", "__k")
 
 
 @given(st.text(alphabet="_mdcpk01vindexrtswa['], ", max_size=30))

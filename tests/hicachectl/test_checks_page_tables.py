@@ -131,7 +131,7 @@ def test_leaked_pages_are_counted_and_the_first_ones_named() -> None:
 def test_a_page_that_is_leaked_in_one_snapshot_alone_is_being_written() -> None:
     before, after = table_of([3], [0], 4), table_of([3, 1], [], 4)
     assert codes(found_in(before)) == {"page-leaked": [None]}
-    (row,) = found_in(after, earlier=[before])
+    (row,) = found_in(after, earlier=[[before]])
     assert row["detail"].startswith("1 of 4 pages")
     assert found_in(after, earlier=[]) == []
 

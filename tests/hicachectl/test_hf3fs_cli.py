@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import threading
-import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +144,24 @@ def test_a_page_that_was_never_written_is_an_error(invoke: Invoke, place: Place)
     assert "unwritten-page" in codes
 
 
+def test_what_is_left_of_a_page_without_kv_is_only_noted(invoke: Invoke, place: Place) -> None:
+    tables = place.server.saved()
+    side = next(t for name, t in tables.items() if not name.endswith(":kv") and t["key_to_index"])
+    page = side["key_to_index"][0][0][:64]
+    left = set()
+    for name, table in tables.items():
+        rank, namespace = name.split(":")
+        keys = [key for key, _ in table["key_to_index"] if key.startswith(page)]
+        if namespace == "kv":
+            place.server.delete(int(rank), keys)
+        else:
+            left |= {f"{name}:{key}" for key in keys}
+    place.server.save()
+    document = verified(invoke, place, "--checks", "groups")
+    assert left
+    assert found(document) == sorted(("orphan-sidecar", "info", key) for key in left)
+
+
 def test_a_nan_is_found_and_confirmed(invoke: Invoke, place: Place) -> None:
     key = first_key(place)
     position = place.index_of("0:kv", key) * place.page_bytes[0, "kv"]
@@ -226,9 +243,10 @@ def test_leaked_pages_are_released_when_writers_have_stopped(invoke: Invoke, pla
     place.server.reserve(0, ["never-confirmed"])
     place.server.save()
 
+    over = threading.Event()
+
     def save_often() -> None:
-        for _ in range(3):
-            time.sleep(1)
+        while not over.wait(0.5):
             place.server.save()
 
     saver = threading.Thread(target=save_often)
@@ -237,7 +255,9 @@ def test_leaked_pages_are_released_when_writers_have_stopped(invoke: Invoke, pla
         "verify", place.url, "--profile", place.profile, "--grace", "0s", *REPAIR,
         "--writers-stopped", exit_code=4,
     )  # fmt: skip
+    over.set()
     saver.join()
+    place.server.save()
     assert "1 leaked pages released" in outcome.stderr
     document = verified(invoke, place, "--checks", "groups")
     assert document["findings"] == []

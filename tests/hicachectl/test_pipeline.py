@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,7 +120,7 @@ def test_leaving_early_ends_the_readers(store: FileStore) -> None:
     many = tasks(most_objects=1) * 50
     iterator = iter(Pipeline(store, OBJECTS, many, content, jobs=4))
     next(iterator)
-    iterator.close()  # type: ignore[attr-defined]
+    iterator.close()
     assert no_readers()
 
 
@@ -174,11 +175,12 @@ def test_a_pace_does_not_outlast_the_deadline(store: FileStore) -> None:
 def test_large_objects_are_announced_before_they_are_read_and_small_ones_not(
     store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_ANNOUNCED_BYTES", 100_000)
     monkeypatch.setattr(pipeline, "_AHEAD_BYTES", 200_000)
     seen: list[tuple[str, list[bytes]]] = []
 
     class Told(FileStore):
+        limits = replace(FileStore.limits, announced_bytes=100_000)
+
         def expect(self, rows: Any, capacities: Any) -> None:
             seen.append(("told", keys_of(rows)))
             super().expect(rows, capacities)

@@ -1,142 +1,288 @@
-"""`prewarm --dry-run`: plans as files, and what is refused."""
+"""What prewarm copies: as far as servers could restore it, best first, within its limits."""
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from hicachectl.formats.errors import FormatError, UsageError
-from hicachectl.formats.expectation import expected_objects
+from hicachectl.backends.base import Status
+from hicachectl.backends.file import FileStore
+from hicachectl.chains import Chains, Hashing, chains_of
+from hicachectl.demo import PROFILE
+from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.formats.hashing import page_hashes_hex
-from hicachectl.formats.profile import dump_profile, parse_profile
-from hicachectl.prewarming.plan_file import read_plan
-from tests.hicachectl import stores
-from tests.hicachectl.prewarm_traces import conversations
+from hicachectl.hits import find_hits
+from hicachectl.inventory import take_inventory
+from hicachectl.migrating.carrying import Manner
+from hicachectl.prewarm import Outcome, Request, prewarm
+from hicachectl.requests import Request as Prompt
+from tests.hicachectl.migrations import MODEL, contents, demo_store
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.conftest import Invoke
+    IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
-PROFILE = parse_profile(stores.DSA)
-PAGE = PROFILE.page_size
+PAGES = 12  # of the demo's one chain; states end it at pages 3, 7 and 11
+SEED = 20_251_120
+
+
+def tokens() -> list[int]:
+    """The tokens that the demo's pages are of."""
+    rng = np.random.default_rng(SEED)
+    drawn: list[int] = rng.integers(0, 150_000, PAGES * PROFILE.page_size).tolist()
+    return drawn
+
+
+HASHES = page_hashes_hex(np.array(tokens()), PROFILE.page_size)
+
+
+def chains(*lengths: int) -> Chains:
+    """Prompts that are the demo's chain, cut after so many pages, and one token more."""
+    prompts = [
+        Prompt("test", [*tokens(), 1][: length * PROFILE.page_size + 1]) for length in lengths
+    ]
+    return chains_of(prompts, Hashing.of(PROFILE))
+
+
+def in_turn(asked: Chains, names: pa.StringArray, page_of: IntArray) -> IntArray:
+    """Rank pages by where they first stand."""
+    first = np.full(len(names), len(page_of), dtype=np.int64)
+    np.minimum.at(first, page_of, np.arange(len(page_of)))
+    rank = np.empty(len(names), dtype=np.int64)
+    rank[np.argsort(first, kind="stable")] = np.arange(len(names))
+    return rank
 
 
 @pytest.fixture
-def blocks(tmp_path: Path) -> Path:
-    """A trace of block ids."""
-    path = tmp_path / "blocks.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in conversations(1, requests=50)))
-    return path
+def source(tmp_path: Path) -> Path:
+    return demo_store(tmp_path / "source", PAGES)
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> Path:
-    """A trace of token ids: two prompts that share two pages, the second one longer by one."""
-    path = tmp_path / "tokens.jsonl"
-    shared = list(range(2 * PAGE))
-    requests = [shared, [*shared, *range(PAGE + 3)]]
-    rows = [{"timestamp": 60 * k, "token_ids": ids} for k, ids in enumerate(requests)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def target(tmp_path: Path) -> Path:
+    directory = tmp_path / "target"
+    directory.mkdir()
+    return directory
 
 
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    path = tmp_path / "profile.toml"
-    path.write_text(dump_profile(PROFILE))
-    return path
+def warmed(source: Path, target: Path, asked: Chains | None, **options: Any) -> Outcome:
+    with FileStore(source) as one, FileStore(target) as other:
+        return prewarm(one, other, Request(profile=PROFILE, chains=asked, rank=in_turn, **options))
 
 
-def test_a_plan_of_block_ids_needs_no_store_and_says_that_it_cannot_be_executed(
-    invoke: Invoke, blocks: Path, tmp_path: Path
+def usable(store: Path, asked: Chains) -> list[int]:
+    with FileStore(store) as opened:
+        inventory = take_inventory(opened, PROFILE)
+    pages: list[int] = find_hits(inventory, 0, asked).usable_pages.tolist()
+    return pages
+
+
+def states(store: Path) -> set[str]:
+    return {name[:64] for name in contents(store) if ".mamba" in name}
+
+
+def pages_of(store: Path) -> set[str]:
+    return {name[:64] for name in contents(store)}
+
+
+def test_a_prompt_is_copied_as_far_as_it_can_be_restored(source: Path, target: Path) -> None:
+    outcome = warmed(source, target, chains(10))
+    # A state stands at page 7, the next at 11: pages 8 and 9 would be of no use.
+    assert pages_of(target) == set(HASHES[:8])
+    assert usable(target, chains(10)) == [8]
+    assert outcome.document["requested_pages"] == 10
+    assert outcome.document["copied_pages"] == 8
+    assert outcome.document["missing_pages"] == 2
+    assert outcome.document["usable_tokens"] == 8 * PROFILE.page_size
+    assert outcome.usable_share == 0.8
+    assert outcome.document["complete"] is True
+
+
+def test_only_states_that_can_be_hit_are_copied(source: Path, target: Path) -> None:
+    warmed(source, target, chains(12))
+    assert states(target) == {HASHES[11]}
+    warmed(source, target, chains(5))
+    assert states(target) == {HASHES[3], HASHES[11]}
+
+
+def test_a_page_that_the_source_lacks_ends_what_is_copied(source: Path, target: Path) -> None:
+    (source / f"{HASHES[5]}_{MODEL}_1_2.bin").unlink()
+    outcome = warmed(source, target, chains(12))
+    assert pages_of(target) == set(HASHES[:4])
+    assert outcome.document["missing_pages"] == 8
+
+
+def test_what_is_there_is_not_copied_again(source: Path, target: Path) -> None:
+    warmed(source, target, chains(4))
+    outcome = warmed(source, target, chains(8))
+    assert outcome.document["already_there"] == 4
+    assert outcome.document["copied_pages"] == 4
+    again = warmed(source, target, chains(8))
+    assert (again.document["copied_pages"], again.document["bytes"]) == (0, 0)
+    assert again.usable_share == 1.0
+
+
+@pytest.mark.parametrize(("budget", "whole"), [(3, 0), (4, 4), (7, 4), (8, 8), (12, 12)])
+def test_a_budget_of_pages_holds_whole_prefixes_only(
+    source: Path, target: Path, budget: int, whole: int
 ) -> None:
-    output = tmp_path / "plan.jsonl"
-    said = invoke("prewarm", "--trace", blocks, "--dry-run", "-o", output)
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    trace = [json.loads(line) for line in blocks.read_text().splitlines()]
-    assert said.stdout == ""
-    assert "cannot be executed" in said.stderr
-    assert {row["page"] for row in rows} == {block for row in trace for block in row["hash_ids"]}
-    assert rows[0]["page"] == 0
-    assert rows[0]["parent"] is None
-    assert rows[0]["requests"] == len(trace)
-    assert rows[0]["last_seen"] == trace[-1]["timestamp"]
-    with pytest.raises(UsageError, match="record token ids"):
-        read_plan(output)
+    outcome = warmed(source, target, chains(12), budget_pages=budget)
+    assert pages_of(target) == set(HASHES[:whole])
+    assert usable(target, chains(12)) == [whole]
+    assert outcome.document["stopped_by"] == ("budget" if budget < PAGES else None)
 
 
-def test_a_plan_of_token_ids_names_pages_with_their_parents(
-    invoke: Invoke, tokens: Path, profile: Path, tmp_path: Path
+def test_a_budget_of_bytes_is_kept_and_states_count(source: Path, target: Path) -> None:
+    need = sum(
+        len(data)
+        for name, (data, _) in contents(source).items()
+        if name[:64] in HASHES[:8] and (".mamba" not in name or name.startswith(HASHES[7]))
+    )
+    assert warmed(source, target, chains(12), budget_bytes=need).document["bytes"] == need
+    assert pages_of(target) == set(HASHES[:8])
+
+
+def test_a_budget_below_the_need_takes_less(source: Path, target: Path) -> None:
+    need = sum(
+        len(data)
+        for name, (data, _) in contents(source).items()
+        if name[:64] in HASHES[:8] and (".mamba" not in name or name.startswith(HASHES[7]))
+    )
+    outcome = warmed(source, target, chains(12), budget_bytes=need - 1)
+    assert pages_of(target) == set(HASHES[:4])
+    assert outcome.document["bytes"] <= need - 1
+
+
+def test_a_dry_run_writes_nothing_and_lists_the_plan(source: Path, target: Path) -> None:
+    outcome = warmed(source, target, chains(8), dry_run=True)
+    assert not contents(target)
+    assert outcome.plan is not None
+    assert outcome.plan.column("page").to_pylist() == HASHES[:8]
+    assert outcome.document["copied_pages"] == 8
+    assert outcome.document["usable_tokens"] == 0
+
+
+def test_the_best_pages_are_the_newest_in_the_end(source: Path, target: Path) -> None:
+    warmed(source, target, chains(8), manner=Manner(jobs=1))
+    times = {name: mtime for name, (_, mtime) in contents(target).items()}
+    newest = [max(t for name, t in times.items() if name.startswith(h)) for h in HASHES[:8]]
+    assert newest == sorted(newest, reverse=True)
+
+
+def test_a_passed_deadline_begins_nothing(source: Path, target: Path) -> None:
+    outcome = warmed(source, target, chains(8), deadline_seconds=0.0)
+    assert not contents(target)
+    assert outcome.document["stopped_by"] == "deadline"
+    assert outcome.document["complete"] is False
+
+
+def test_another_topology_is_warmed(source: Path, target: Path) -> None:
+    wide = replace(PROFILE, tp=4, layout="page_first_direct")
+    outcome = warmed(source, target, chains(8), destination_profile=wide)
+    assert outcome.usable_share == 1.0
+    assert {name.rpartition(".bin")[0][-4:] for name in contents(target)} == {
+        f"_{rank}_4" for rank in range(4)
+    }
+
+
+def test_a_destination_that_evicts_ends_the_run_with_what_it_holds(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = invoke("prewarm", "--trace", tokens, "--dry-run", "--profile", profile)
-    rows = [json.loads(line) for line in said.stdout.splitlines()]
-    longest = json.loads(tokens.read_text().splitlines()[1])["token_ids"]
-    hashes = page_hashes_hex(longest, PAGE)
-    assert [row["page"] for row in rows] == hashes
-    assert [row["parent"] for row in rows] == [None, *hashes[:-1]]
-    assert [row["depth"] for row in rows] == [0, 1, 2]
-    assert [row["requests"] for row in rows] == [2, 2, 1]
-    output = tmp_path / "plan.jsonl"
-    output.write_text(said.stdout)
-    planned = read_plan(output)
-    assert [page.tobytes().hex() for page in planned.hashes] == hashes
-    assert planned.parents.tolist() == [-1, 0, 1]
+    write_from = FileStore.write_from
+    calls = []
+
+    def evicting(store: FileStore, *arguments: Any, **options: Any) -> Any:
+        result = write_from(store, *arguments, **options)
+        calls.append(result)
+        for name in list(contents(target))[:-1]:
+            (target / name).unlink()
+        assert all(status == Status.OK for status in result.statuses)
+        return result
+
+    monkeypatch.setattr(FileStore, "write_from", evicting)
+    outcome = warmed(source, target, chains(12), manner=Manner(jobs=1, buffer_bytes=1 << 18))
+    assert outcome.document["stopped_by"] == "destination evicts"
+    assert "it holds about" in outcome.remarks[0]
 
 
-def test_budgets_cut_the_plan(invoke: Invoke, tokens: Path, profile: Path) -> None:
-    def planned(*budget: object) -> int:
-        command = ("prewarm", "--trace", tokens, "--dry-run", "--profile", profile, *budget)
-        return len(invoke(*command).stdout.splitlines())
-
-    page = sum(found.nbytes for found in expected_objects(PROFILE, "file"))
-    assert planned("--budget-pages", 2) == 2
-    assert planned("--budget", 2 * page) == 2
-    assert planned("--budget", 2 * page - 1) == 1
-    assert planned("--budget", 2 * page, "--budget-pages", 1) == 1
-    assert planned("--budget", "1TiB") == 3
+def test_pins_are_refused_where_there_are_none(source: Path, target: Path) -> None:
+    with pytest.raises(UnsupportedByBackend, match="--pin"):
+        warmed(source, target, chains(4), manner=Manner(pin=True))
 
 
-def test_what_cannot_be_planned_is_refused(
-    invoke: Invoke, blocks: Path, tokens: Path, tmp_path: Path
+def test_a_store_cannot_warm_itself(source: Path) -> None:
+    with pytest.raises(UsageError, match="are the same"):
+        warmed(source, source, chains(4))
+
+
+def test_an_empty_source_copies_nothing(tmp_path: Path, target: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    outcome = warmed(tmp_path / "empty", target, chains(4))
+    assert outcome.document["missing_pages"] == 4
+    assert outcome.usable_share == 0.0
+
+
+def test_all_whole_pages_can_be_asked_for(source: Path, target: Path) -> None:
+    (source / f"{HASHES[0]}_{MODEL}_1_2.bin").unlink()
+    outcome = warmed(source, target, None)
+    assert pages_of(target) == set(HASHES[1:])
+    assert outcome.document["requested_pages"] == outcome.document["copied_pages"] == PAGES - 1
+    assert outcome.usable_share == 1.0
+    assert warmed(source, target, None).document["already_there"] == PAGES - 1
+
+
+def test_of_all_pages_a_budget_takes_the_newest(source: Path, target: Path) -> None:
+    outcome = warmed(source, target, None, budget_pages=3)
+    assert pages_of(target) == set(HASHES[-3:])
+    assert outcome.document["stopped_by"] == "budget"
+    assert outcome.plan is not None
+    assert outcome.plan.column("page").to_pylist() == HASHES[:-4:-1]
+
+
+def test_pages_that_were_there_are_touched_too(source: Path, target: Path) -> None:
+    warmed(source, target, chains(4))
+    old = {name: mtime for name, (_, mtime) in contents(target).items()}
+    warmed(source, target, chains(8))
+    new = {name: mtime for name, (_, mtime) in contents(target).items()}
+    assert all(new[name] > old[name] for name in old if ".mamba" not in name)
+
+
+def test_pages_whose_prefixes_nobody_knows_are_copied_whole(source: Path, target: Path) -> None:
+    named = pa.array([HASHES[6], HASHES[2], HASHES[6], "0" * 64])
+    outcome = warmed(source, target, None, pages=named)
+    assert pages_of(target) == {HASHES[6], HASHES[2]}
+    assert outcome.plan is not None
+    assert outcome.plan.column("page").to_pylist() == [HASHES[6], HASHES[2]]
+    assert (outcome.document["requested_pages"], outcome.document["missing_pages"]) == (3, 1)
+
+
+def test_an_object_of_another_size_at_the_destination_is_a_failure(
+    source: Path, target: Path
 ) -> None:
-    def refused(*arguments: object) -> str:
-        return invoke("prewarm", *arguments, exit_code=2).stderr
-
-    assert "--dry-run" in refused("--trace", blocks)
-    assert "--budget-pages" in refused("--trace", blocks, "--dry-run", "--budget", "1GiB")
-    assert "--profile" in refused("--trace", tokens, "--dry-run")
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"hash_ids": [1]}\n{"hash_ids": 1}\n')
-    assert f"{bad}: line 2: " in refused("--trace", bad, "--dry-run")
+    name = f"{HASHES[1]}_{MODEL}_1_2.bin"
+    (target / name).write_bytes(b"short")
+    outcome = warmed(source, target, chains(4))
+    assert outcome.document["failed"] == 1
+    assert outcome.problems[0].page == HASHES[1]
 
 
-@pytest.mark.parametrize(
-    ("rows", "reason"),
-    [
-        (["x"], "line 1"),
-        ([{"page": "ab"}], "line 1: page: 'ab' is no page hash"),
-        ([{"page": "a" * 64}, {"page": "a" * 64}], "line 2: page a+ stands twice"),
-        ([{"page": "a" * 64, "parent": "b" * 64}], "line 1: page a+ stands before its parent b+"),
-        ([{"depth": 1}], "line 1"),
-    ],
-)
-def test_what_is_no_plan_is_refused_by_its_line(
-    tmp_path: Path, rows: list[object], reason: str
+def test_all_pages_that_are_evicted_are_not_called_usable(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "plan.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(FormatError, match=reason):
-        read_plan(path)
+    write_from = FileStore.write_from
 
+    def evicting(store: FileStore, *arguments: Any, **options: Any) -> Any:
+        result = write_from(store, *arguments, **options)
+        for name in contents(target):
+            (target / name).unlink()
+        return result
 
-def test_a_plan_may_be_a_bare_list_of_pages(tmp_path: Path) -> None:
-    path = tmp_path / "plan.jsonl"
-    pages = ["0" * 63 + str(k) for k in range(3)]
-    path.write_text("".join(json.dumps({"page": page}) + "\n" for page in pages))
-    planned = read_plan(path)
-    assert [page.tobytes().hex() for page in planned.hashes] == pages
-    assert np.array_equal(planned.parents, [-1, -1, -1])
+    monkeypatch.setattr(FileStore, "write_from", evicting)
+    outcome = warmed(source, target, None)
+    assert outcome.document["usable_tokens"] == 0
+    assert outcome.usable_share == 0.0

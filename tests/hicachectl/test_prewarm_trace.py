@@ -121,7 +121,7 @@ def test_a_trace_of_token_ids_needs_a_profile(tmp_path: Path) -> None:
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, reason: str) -> None:
     path = written(tmp_path, {"timestamp": 0, "hash_ids": [1]}, "", line)
-    with pytest.raises(FormatError, match=r"trace\.jsonl: line 3: ") as refusal:
+    with pytest.raises(FormatError, match=r"trace.jsonl: line 3: ") as refusal:
         read_trace(path, PROFILE)
     assert reason in str(refusal.value)
 
@@ -134,7 +134,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"cannot read .*none\.jsonl"):
+    with pytest.raises(UsageError, match=r"cannot read .*none.jsonl"):
         read_trace(tmp_path / "none.jsonl", None)
 
 

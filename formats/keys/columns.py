@@ -1,0 +1,88 @@
+"""What keys say, as Arrow columns: a value for each distinct affix, spread over the rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from hicachectl.formats.keys.resolve import Resolved
+    from hicachectl.formats.objects import Shard
+
+TEXT_COLUMNS = ("model", "tag", "pool", "part")
+RANK_COLUMNS = (
+    "tp_rank",
+    "tp_size",
+    "pp_rank",
+    "pp_size",
+    "cp_rank",
+    "cp_size",
+    "dcp_rank",
+    "dcp_size",
+)
+SPAN_COLUMNS = ("layers", "heads")  # half-open ranges, as in "0-16"
+
+
+def coordinate_columns(
+    resolved: Sequence[Resolved], affix_ids: npt.NDArray[np.int32]
+) -> dict[str, pa.Array]:
+    """Give each row's coordinate: texts as dictionaries, ranks int32; null where nothing says it.
+
+    resolved: by affix id. affix_ids: [n], negative for a foreign key.
+    """
+    # Columns are few distinct values, one an affix: dictionaries cost nothing per object.
+    indices = pa.array(affix_ids, mask=affix_ids < 0)
+    known = [_known_fields(one) for one in resolved]
+
+    def text(name: str) -> pa.Array:
+        codes = pc.dictionary_encode(pa.array([f.get(name) for f in known], pa.string()))
+        return pa.DictionaryArray.from_arrays(codes.indices.take(indices), codes.dictionary)
+
+    def rank(name: str) -> pa.Array:
+        return pa.array([fields.get(name) for fields in known], pa.int32()).take(indices)
+
+    return {
+        **{name: text(name) for name in TEXT_COLUMNS},
+        **{name: rank(name) for name in RANK_COLUMNS},
+        **{name: text(name) for name in SPAN_COLUMNS},
+    }
+
+
+def shard_fields(shard: Shard) -> dict[str, str | int | None]:
+    """Give the columns of a shard; None where the key does not say."""
+    return {
+        **{name: getattr(shard, name) for name in RANK_COLUMNS},
+        **{name: _span(getattr(shard, name)) for name in SPAN_COLUMNS},
+    }
+
+
+def _known_fields(resolved: Resolved) -> dict[str, str | int | None]:
+    """Return what an affix says for certain: where it is ambiguous, what all readings share."""
+    readings = resolved.readings if resolved.coordinate is None else (resolved.coordinate,)
+    values = [
+        {
+            "model": reading.model or None,
+            "tag": reading.tag or None,
+            "pool": reading.pool,
+            "part": reading.part,
+            **shard_fields(reading.shard),
+        }
+        for reading in readings
+    ]
+    if not values:
+        return {}
+    return {
+        name: value if all(v[name] == value for v in values) else None
+        for name, value in values[0].items()
+    }
+
+
+def _span(half_open: tuple[int, int] | None) -> str | None:
+    return None if half_open is None else f"{half_open[0]}-{half_open[1]}"

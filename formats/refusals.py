@@ -1,0 +1,138 @@
+"""What cannot be transferred between two deployments, and why; said before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
+from hicachectl.formats.pools import mla_row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hicachectl.formats.expectation import ExpectedObject
+    from hicachectl.formats.profile import Pool, Profile
+
+# What a profile fixes for good: other values name other pages, or mean other bytes.
+_FIXED = {
+    "page_size": "another page size names other pages: the chain of hashes differs",
+    "hash_unit": "another hash unit names other pages: the chain of hashes differs",
+    "cp": "pages cannot be re-cut for another number of context-parallel ranks",
+    "cp_layer_split": "pages cannot be re-cut for another layer split",
+    "dcp": "pages cannot be re-cut for another decode context parallelism",
+}
+_GRAMMARS_WITHOUT_CP = ("mooncake", "hf3fs")
+
+
+def check_profiles(source: Profile, destination: Profile) -> None:
+    """Refuse deployments whose pages are not the same content.
+
+    Raises UsageError where pages or their cut differ, ProfileError where the pools do.
+    """
+    for profile, which in ((source, "source"), (destination, "destination")):
+        if profile.inferred:
+            raise UsageError(
+                f"the {which}'s profile was inferred from what a store shows, which does not do "
+                "to change bytes; give --profile or --model-config"
+            )
+    for name, reason in _FIXED.items():
+        one, two = getattr(source, name), getattr(destination, name)
+        if one != two:
+            raise UsageError(f"{name}: {one} to {two}: {reason}")
+    if source.dcp > 1:
+        for name in ("tp", "pp", "pp_partition"):
+            if getattr(source, name) != getattr(destination, name):
+                raise UnsupportedByBackend(f"{name}: pages under DCP keep their topology")
+    ours, theirs = ({pool.name: pool for pool in p.pools} for p in (source, destination))
+    for name in (*ours, *theirs):
+        if name not in ours or name not in theirs:
+            which = "destination" if name in ours else "source"
+            raise ProfileError(f"pools[{name}]: the {which} has no such pool")
+        _check_pool(ours[name], theirs[name])
+
+
+def check_grammars(
+    source: Profile, source_grammar: str, destination: Profile, destination_grammar: str
+) -> None:
+    """Refuse key grammars that cannot name all that a deployment holds.
+
+    Raises UnsupportedByBackend.
+    """
+    for profile, grammar in ((source, source_grammar), (destination, destination_grammar)):
+        if profile.cp > 1 and profile.dcp == 1 and grammar in _GRAMMARS_WITHOUT_CP:
+            raise UnsupportedByBackend(
+                f"cp {profile.cp}: {grammar} keys name no context-parallel rank, so the pages of "
+                "ranks after the first are lost"
+            )
+        if grammar == "unified" and len(profile.pools) > 1:
+            raise UnsupportedByBackend(
+                f"pools[{profile.pools[1].name}]: the unified key scheme holds kv only"
+            )
+
+
+def check_pools(
+    source: Profile, destination: Profile, objects: Iterable[tuple[Profile, ExpectedObject]]
+) -> None:
+    """Refuse pools that cannot be cut or ordered anew.
+
+    objects: those of both sides. Raises UnsupportedByBackend and ProfileError.
+    """
+    # DeepSeek-V4 has one block of bytes a layer, in every host layout (DeepSeekV4PagedHostPool).
+    ordered = destination.pools[0].kind != "logical" and source.layout != destination.layout
+    for pool in destination.pools:
+        if pool.kind == "opaque" and ordered:
+            raise UnsupportedByBackend(
+                f"pools[{pool.name}]: its byte order is not known, so it cannot go from "
+                f"{source.layout} to {destination.layout}"
+            )
+    for profile in (source, destination):
+        for pool in profile.pools:
+            _check_shards(profile, pool)
+    for profile, expected in objects:
+        _check_shared_shard(profile, expected)
+
+
+def _check_pool(one: Pool, two: Pool) -> None:
+    ours, theirs = _comparable(one), _comparable(two)
+    for name in (f.name for f in fields(one) if getattr(ours, f.name) != getattr(theirs, f.name)):
+        raise ProfileError(
+            f"pools[{one.name}].{name}: {getattr(ours, name)!r} in the source, "
+            f"{getattr(theirs, name)!r} in the destination: other bytes, which no copy makes"
+        )
+
+
+def _comparable(pool: Pool) -> Pool:
+    """Leave out what layers a pool has, which the objects tell, and spell out its dtype."""
+    dtype = mla_row(pool)[1] if pool.kind == "mla" else pool.dtype
+    v_head_dim = pool.v_head_dim or pool.head_dim
+    return replace(pool, layers=0, packed_draft_layers=0, dtype=dtype, v_head_dim=v_head_dim)
+
+
+def _check_shards(profile: Profile, pool: Pool) -> None:
+    if pool.kind == "mha" and not pool.replicated:
+        most, least = max(pool.kv_heads, profile.tp), min(pool.kv_heads, profile.tp)
+        if most % least:
+            raise ProfileError(
+                f"pools[{pool.name}].kv_heads: {pool.kv_heads} heads and tp {profile.tp} do not "
+                "divide one another, so SGLang does not shard them"
+            )
+    if pool.kind == "mamba" and not pool.replicated and profile.linear_tp not in (0, profile.tp):
+        raise ProfileError(
+            f"linear_tp: {profile.linear_tp} beside tp {profile.tp}: which rank of the one has "
+            "which state is not in the keys"
+        )
+
+
+def _check_shared_shard(profile: Profile, expected: ExpectedObject) -> None:
+    """Refuse objects that hold the first rank's shard under a key that all ranks share."""
+    coordinate = expected.coordinate
+    pool = profile.pool(coordinate.pool)
+    if pool is None or pool.replicated or pool.kind not in ("mha", "mamba"):
+        return
+    shared = coordinate.shard.tp_rank is None and coordinate.shard.heads is None
+    if profile.tp > 1 and shared:
+        raise UnsupportedByBackend(
+            f"pools[{pool.name}]: beside an MLA target its keys name no rank, and hold the "
+            f"first of {profile.tp} shards only"
+        )

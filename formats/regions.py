@@ -1,0 +1,187 @@
+"""Which part of a page's content an object holds, in terms that do not depend on who wrote it.
+
+A pool's content is indexed by model layer, KV head, token, channel and so on. An object holds
+boxes of it: its own layers, heads and state channels, each at a place that its axis order gives.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise, product
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.strided import Axis, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.formats.expectation import ExpectedObject
+    from hicachectl.formats.layouts import TensorLayout
+    from hicachectl.formats.objects import Shard
+    from hicachectl.formats.profile import Pool, Profile, StateTensor
+
+Span = tuple[int, int, int]  # index in the object, logical index, length
+LayerOrder = dict[object, int]
+
+_SIDES = {"k": 0, "v": 1}
+_LAYER_SPLIT = ("kv", "indexer")  # pools whose layers CP ranks share out (cp_layer_split)
+
+
+def layer_order(pool: Pool) -> LayerOrder:
+    """Count the layers of a pool as its whole page has them, packed drafts last."""
+    names = [*pool.layer_numbers, *(("packed", n) for n in range(pool.packed_draft_layers))]
+    return {name: number for number, name in enumerate(names)}
+
+
+def object_regions(
+    profile: Profile, pool: Pool, expected: ExpectedObject, order: LayerOrder
+) -> tuple[Region, ...]:
+    """List the boxes that an object holds; none for one without bytes.
+
+    order: of the pool in the deployment that all layers are counted by. Raises ProfileError on a
+    layer that is not in it, and where the profile cannot say which heads or channels a rank has.
+    """
+    if not expected.tensors:
+        return _opaque_region(profile, pool, expected) if expected.nbytes else ()
+    layers = _layer_spans(pool, expected, order)
+    return tuple(
+        region
+        for tensor in expected.tensors
+        for region in _tensor_regions(profile, pool, expected, tensor, layers)
+    )
+
+
+def holder(shard: Shard) -> int:
+    """Tell the TP rank whose shard an object is; 0 where the ranks share it."""
+    if shard.tp_rank is not None:
+        return shard.tp_rank
+    if shard.heads is None:
+        return 0
+    first, end = shard.heads
+    return first // (end - first)
+
+
+def _tensor_regions(
+    profile: Profile,
+    pool: Pool,
+    expected: ExpectedObject,
+    tensor: TensorLayout,
+    layers: list[Span],
+) -> Iterator[Region]:
+    """Lay out the boxes of one tensor: one for each choice of a span along every axis."""
+    strides = _strides(tensor)
+    spans = _axis_spans(profile, pool, expected, tensor) | {"layer": layers}
+    state = tensor.name if pool.kind == "mamba" else ""
+    space = (*_space(profile, pool, expected), state)
+    names = sorted(spans)
+    for chosen in product(*(spans[name] for name in names)):
+        placed = list(zip(names, chosen, strict=True))
+        offset = tensor.offset + sum(at * strides.get(name, 0) for name, (at, _, _) in placed)
+        axes = tuple(
+            Axis(name, first, length, strides.get(name, 0)) for name, (_, first, length) in placed
+        )
+        yield Region(space, axes, tensor.itemsize, offset)
+
+
+def _axis_spans(
+    profile: Profile, pool: Pool, expected: ExpectedObject, tensor: TensorLayout
+) -> dict[str, list[Span]]:
+    """Say which indices a tensor holds along each axis but that of layers."""
+    lengths = dict(zip(tensor.axes, tensor.shape, strict=True))
+    lengths.pop("head_group", None)  # one an object
+    spans: dict[str, list[Span]] = {name: [(0, 0, length)] for name, length in lengths.items()}
+    if pool.kind == "mha":
+        held = lengths["head"]
+        spans["head"] = [(0, _first_head(profile, pool, expected, held), held)]
+        spans.setdefault("kv", [(0, _SIDES.get(tensor.name, 0), 1)])
+    if pool.kind == "mamba":
+        state = _state(pool, tensor.name)
+        name = f"state_{state.shard_axis}"
+        rank = 0 if pool.replicated else holder(expected.coordinate.shard)
+        spans[name] = _group_spans(state, rank, lengths[name])
+    return spans
+
+
+def _strides(tensor: TensorLayout) -> dict[str, int]:
+    steps = accumulate(reversed(tensor.shape), lambda step, n: step * n, initial=tensor.itemsize)
+    return dict(zip(reversed(tensor.axes), steps, strict=False))
+
+
+def _space(profile: Profile, pool: Pool, expected: ExpectedObject) -> tuple[object, ...]:
+    """Name the content that an object's indices count.
+
+    Ranks of DCP hold other tokens of kv under the same indices. Those of CP are kept apart too, as
+    nothing says that they are equal, except where they share out the layers.
+    """
+    shard = expected.coordinate.shard
+    split = profile.cp_layer_split and pool.name in _LAYER_SPLIT
+    dcp_rank = shard.dcp_rank if pool.name == "kv" else None
+    return pool.name, dcp_rank or 0, 0 if split else shard.cp_rank or 0
+
+
+def _opaque_region(profile: Profile, pool: Pool, expected: ExpectedObject) -> tuple[Region, ...]:
+    """Take an object of unknown form as one item, the same only in the same place."""
+    shard = expected.coordinate.shard
+    shared = pool.replicated or (shard.tp_rank is None and shard.heads is None)
+    place = None if shared else (profile.tp, holder(shard))
+    layers = expected.layers or (profile.pp, shard.pp_rank)
+    space = (*_space(profile, pool, expected), expected.coordinate.part, place, layers)
+    return (Region(space, (), expected.nbytes, 0),)
+
+
+def _layer_spans(pool: Pool, expected: ExpectedObject, order: LayerOrder) -> list[Span]:
+    own = set(pool.layer_numbers)
+    held = [layer for layer in expected.layers if layer in own]
+    packed = len(expected.layers) - len(held)
+    names: list[object] = [*held, *(("packed", number) for number in range(packed))]
+    padding = expected.padding_layers
+    spans: list[Span] = []
+    for place, name in enumerate(names):
+        if name not in order:
+            raise ProfileError(f"pools[{pool.name}]: the source stores no {_layer_text(name)}")
+        at, number = place + (padding if place >= len(held) else 0), order[name]
+        last = spans[-1] if spans else None
+        if last is not None and (last[0] + last[2], last[1] + last[2]) == (at, number):
+            spans[-1] = (last[0], last[1], last[2] + 1)
+        else:
+            spans.append((at, number, 1))
+    return spans
+
+
+def _layer_text(name: object) -> str:
+    return f"layer {name}" if isinstance(name, int) else "packed draft layers"
+
+
+def _first_head(profile: Profile, pool: Pool, expected: ExpectedObject, held: int) -> int:
+    """Find the first of the `held` KV heads of an object, out of the whole model's.
+
+    With more ranks than heads, neighbouring ranks hold the same one (srt/layers/linear.py ::
+    QKVParallelLinear.num_kv_head_replicas).
+    """
+    shard = expected.coordinate.shard
+    if pool.replicated:
+        return 0
+    if shard.heads is not None and pool.name == "kv":
+        return shard.heads[0] * held  # a slice of the LCM grid, a head group of the unified scheme
+    if profile.tp > pool.kv_heads:
+        return holder(shard) // (profile.tp // pool.kv_heads)
+    return holder(shard) * held
+
+
+def _state(pool: Pool, name: str) -> StateTensor:
+    state = pool.temporal if name == "temporal" else pool.conv[int(name.removeprefix("conv_"))]
+    assert state is not None  # or there was no such tensor
+    return state
+
+
+def _group_spans(state: StateTensor, rank: int, held: int) -> list[Span]:
+    """Place a rank's share of each group: q, k and v channels of a convolution."""
+    whole = state.shape[state.shard_axis]
+    groups = state.groups or (whole,)
+    ranks = whole // held
+    starts = accumulate(groups, initial=0)
+    places = accumulate((group // ranks for group in groups), initial=0)
+    return [
+        (at, start + rank * (end - start) // ranks, (end - start) // ranks)
+        for at, (start, end) in zip(places, pairwise(starts), strict=False)
+    ]

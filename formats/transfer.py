@@ -1,0 +1,300 @@
+"""How the bytes of a page's objects in one deployment become those of another's.
+
+A page's content does not change when it is stored under other keys, in another order, or by other
+ranks. So each object is described by the boxes of content that it holds (`formats.regions`), and
+what a destination object shares with a source object is one strided copy (`formats.strided`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.formats.errors import UnsupportedByBackend
+from hicachectl.formats.expectation import ExpectedObject, expected_objects
+from hicachectl.formats.refusals import check_grammars, check_pools, check_profiles
+from hicachectl.formats.regions import LayerOrder, layer_order, object_regions
+from hicachectl.formats.strided import Region, StridedCopy, joined, overlap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hicachectl.formats.profile import Profile
+
+__all__ = ["StridedCopy", "TransferPlan", "TransferUnit", "retargeted", "transfer_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferUnit:
+    """Source objects that must be in memory together, and the destination objects made of them.
+
+    sources, destinations: indices into the plan's; a copy's are positions among these.
+    copies:   fill every byte of every destination once, but for those of `padded`.
+    identity: one source and one destination of the same bytes.
+    trailing: absent from pages that lack its sources.
+    padded:   positions of destinations with bytes that no copy fills; they are to be zero.
+
+    Without sources a destination is an empty object (a logical anchor).
+    """
+
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+    copies: tuple[StridedCopy, ...]
+    identity: bool
+    trailing: bool
+    padded: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """What one page takes from its source objects to its destination objects.
+
+    sources, destinations: all that a page has or may have, as `expected_objects` lists them.
+    units:  the smallest sets that no copy connects; each destination is in one of them.
+    unused: sources that nothing reads, since others hold the same.
+    """
+
+    sources: tuple[ExpectedObject, ...]
+    destinations: tuple[ExpectedObject, ...]
+    units: tuple[TransferUnit, ...]
+    unused: tuple[int, ...]
+
+
+def transfer_plan(
+    source: Profile, source_grammar: str, destination: Profile, destination_grammar: str
+) -> TransferPlan:
+    """Plan the transfer of a page between two deployments.
+
+    Grammars are the schemes of `expected_objects`. Raises UnsupportedByBackend, ProfileError or
+    UsageError with the reason where a page cannot be transferred whole.
+    """
+    sources = expected_objects(source, source_grammar)
+    destinations = expected_objects(destination, destination_grammar)
+    if _is_plain(source, sources, destination, destinations):
+        matched = [(number, number) for number in range(len(sources))]
+        return _assembled(sources, destinations, [], matched)
+    check_profiles(source, destination)
+    check_grammars(source, source_grammar, destination, destination_grammar)
+    both = [*((source, e) for e in sources), *((destination, e) for e in destinations)]
+    check_pools(source, destination, both)
+    orders = {pool.name: layer_order(pool) for pool in source.pools}
+    copies = _copies(
+        _regions(source, sources, orders), _regions(destination, destinations, orders), destinations
+    )
+    return _assembled(sources, destinations, copies, _empty_matches(sources, destinations))
+
+
+def retargeted(
+    profile: Profile,
+    *,
+    model: str | None = None,
+    tag: str | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    pp_partition: Sequence[int] | None = None,
+    tp_lcm_size: int | None = None,
+    layout: str | None = None,
+    sglang: str | None = None,
+    unified_head_group: int | None = None,
+    unified_layer_partition: int | None = None,
+) -> Profile:
+    """Describe the same pages as another deployment would store them; None keeps a value.
+
+    Another pp without a partition gets SGLang's own. Raises nothing: `transfer_plan` checks.
+    """
+    stages = () if pp not in (None, profile.pp) else profile.pp_partition
+    changes: dict[str, Any] = {
+        "model": model,
+        "tag": tag,
+        "tp": tp,
+        # Where linear attention is sharded like attention, it still is.
+        "linear_tp": tp if profile.linear_tp == profile.tp else None,
+        "pp": pp,
+        "pp_partition": stages if pp_partition is None else tuple(pp_partition),
+        "tp_lcm_size": tp_lcm_size,
+        "layout": layout,
+        "sglang": sglang,
+        "unified_head_group": unified_head_group,
+        "unified_layer_partition": unified_layer_partition,
+    }
+    return replace(profile, **{name: new for name, new in changes.items() if new is not None})
+
+
+def _is_plain(
+    source: Profile,
+    sources: Sequence[ExpectedObject],
+    destination: Profile,
+    destinations: Sequence[ExpectedObject],
+) -> bool:
+    """Tell whether nothing changes but the names of the objects' model and tag."""
+    same = replace(
+        destination, model=source.model, tag=source.tag, sglang=source.sglang
+    ) == source and len(sources) == len(destinations)
+    return same and all(
+        replace(two, coordinate=one.coordinate) == one
+        and replace(two.coordinate, model=one.coordinate.model, tag=one.coordinate.tag)
+        == one.coordinate
+        for one, two in zip(sources, destinations, strict=True)
+    )
+
+
+def _regions(
+    profile: Profile, objects: Iterable[ExpectedObject], orders: dict[str, LayerOrder]
+) -> list[tuple[Region, ...]]:
+    pools = {pool.name: pool for pool in profile.pools}
+    found = []
+    for expected in objects:
+        name = expected.coordinate.pool
+        found.append(object_regions(profile, pools[name], expected, orders[name]))
+    return found
+
+
+class _Sources:
+    """Source objects by what they hold: replicas together, boxes by space and layers."""
+
+    def __init__(self, regions: Sequence[tuple[Region, ...]]) -> None:
+        self._replicas: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        # space -> (first layer, end) -> distinct boxes with the object that is of their kind
+        self._boxes: dict[object, dict[tuple[int, int], list[tuple[Region, tuple[object, ...]]]]]
+        self._boxes = defaultdict(lambda: defaultdict(list))
+        for number, held in enumerate(regions):
+            signature = tuple(region.box for region in held)
+            self._replicas[signature].append(number)
+            if len(self._replicas[signature]) == 1:
+                for region in held:
+                    self._boxes[region.space][_layers(region)].append((region, signature))
+
+    def copies(self, wanted: Region, destination: int, replica: int) -> list[StridedCopy]:
+        """Plan the copies that fill a box of a destination; from its own replica, if there is."""
+        first, end = _layers(wanted)
+        found = []
+        for (start, stop), boxes in self._boxes[wanted.space].items():
+            if start >= end or stop <= first:
+                continue
+            for region, signature in boxes:
+                holders = self._replicas[signature]
+                chosen = holders[replica % len(holders)]
+                shared = overlap(region, wanted, copy_from=chosen, copy_to=destination)
+                found += [shared] if shared else []
+        return found
+
+
+def _layers(region: Region) -> tuple[int, int]:
+    """Give the span of layers of a box, along which stages are found quickly."""
+    span = next(((a.first, a.first + a.length) for a in region.axes if a.name == "layer"), None)
+    return span or (0, 1)
+
+
+def _copies(
+    sources: Sequence[tuple[Region, ...]],
+    destinations: Sequence[tuple[Region, ...]],
+    objects: Sequence[ExpectedObject],
+) -> list[StridedCopy]:
+    """Plan the copies of all boxes of the destinations. Raises UnsupportedByBackend on a gap."""
+    held = _Sources(sources)
+    seen: dict[tuple[object, ...], int] = defaultdict(int)
+    found: list[StridedCopy] = []
+    for number, regions in enumerate(destinations):
+        signature = tuple(region.box for region in regions)
+        for region in regions:
+            copies = held.copies(region, number, seen[signature])
+            if sum(copy.nbytes for copy in copies) != region.nbytes:
+                raise UnsupportedByBackend(_gap_text(objects[number]))
+            found += copies
+        seen[signature] += 1
+    return found
+
+
+def _gap_text(expected: ExpectedObject) -> str:
+    coordinate = expected.coordinate
+    part = f" part {coordinate.part}" if coordinate.part else ""
+    ranks = coordinate.shard.ranks_text()
+    what = f"pools[{coordinate.pool}]:{part} of {ranks or 'all ranks'}"
+    if not expected.tensors:
+        return f"{what}: bytes of no known form stay as they were written, with their topology"
+    return f"{what}: the source does not hold all of it"
+
+
+def _empty_matches(
+    sources: Sequence[ExpectedObject], destinations: Sequence[ExpectedObject]
+) -> list[tuple[int | None, int]]:
+    """Find a source for each empty destination, if there is one."""
+    empty = [number for number, expected in enumerate(sources) if not expected.nbytes]
+    wanted = [number for number, expected in enumerate(destinations) if not expected.nbytes]
+    pairs: list[tuple[int | None, int]] = []
+    for position, number in enumerate(wanted):
+        pairs.append((empty[position % len(empty)] if empty else None, number))
+    return pairs
+
+
+def _assembled(
+    sources: tuple[ExpectedObject, ...],
+    destinations: tuple[ExpectedObject, ...],
+    copies: Sequence[StridedCopy],
+    whole: Iterable[tuple[int | None, int]],
+) -> TransferPlan:
+    """Sort copies into units; `whole` pairs destinations with the source that equals each."""
+    units = [
+        *_connected_units(copies, sources, destinations),
+        *(_whole_unit(one, two, destinations[two]) for one, two in whole),
+    ]
+    units.sort(key=lambda unit: unit.destinations)
+    read = {number for unit in units for number in unit.sources}
+    unused = tuple(number for number in range(len(sources)) if number not in read)
+    return TransferPlan(sources, destinations, tuple(units), unused)
+
+
+def _whole_unit(source: int | None, destination: int, expected: ExpectedObject) -> TransferUnit:
+    n = expected.nbytes
+    copies = (StridedCopy(0, 0, (), n, 0, (), 0, ()),) if n else ()
+    taken = () if source is None else (source,)
+    return TransferUnit(taken, (destination,), copies, source is not None, expected.trailing)
+
+
+def _connected_units(
+    copies: Sequence[StridedCopy],
+    sources: Sequence[ExpectedObject],
+    destinations: Sequence[ExpectedObject],
+) -> list[TransferUnit]:
+    """Make a unit of each set of objects that copies connect."""
+    parents: dict[tuple[str, int], tuple[str, int]] = {}
+
+    def root(node: tuple[str, int]) -> tuple[str, int]:
+        while parents.setdefault(node, node) != node:
+            parents[node] = parents[parents[node]]
+            node = parents[node]
+        return node
+
+    for copy in copies:
+        parents[root(("source", copy.source))] = root(("destination", copy.destination))
+    sets: dict[tuple[str, int], list[StridedCopy]] = defaultdict(list)
+    for copy in copies:
+        sets[root(("source", copy.source))].append(copy)
+    return [_unit(found, sources, destinations) for found in sets.values()]
+
+
+def _unit(
+    copies: Sequence[StridedCopy],
+    sources: Sequence[ExpectedObject],
+    destinations: Sequence[ExpectedObject],
+) -> TransferUnit:
+    taken = sorted({copy.source for copy in copies})
+    made = sorted({copy.destination for copy in copies})
+    local = joined(
+        replace(c, source=taken.index(c.source), destination=made.index(c.destination))
+        for c in copies
+    )
+    filled: dict[int, int] = defaultdict(int)
+    for copy in local:
+        filled[copy.destination] += copy.nbytes
+    sizes = [destinations[number].nbytes for number in made]
+    equal = [sources[number].nbytes for number in taken] == sizes and len(sizes) == 1
+    return TransferUnit(
+        sources=tuple(taken),
+        destinations=tuple(made),
+        copies=local,
+        identity=equal and local[0].itemsize == sizes[0],
+        trailing=destinations[made[0]].trailing,
+        padded=tuple(at for at, nbytes in enumerate(sizes) if filled[at] != nbytes),
+    )

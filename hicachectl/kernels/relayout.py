@@ -1,0 +1,86 @@
+"""Carry out the copies of a transfer plan on pages in host memory, many pages at once."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hicachectl.formats.strided import StridedCopy
+    from hicachectl.formats.transfer import TransferUnit
+
+    Pages = npt.NDArray[np.uint8]
+    View = npt.NDArray[Any]
+
+# Copies that read parts of the same lines take turns before the lines leave the cache.
+_CACHED_BYTES = 512 << 10
+_LONG_ITEM = 4096  # bytes; of such items, two share a line at their ends alone
+_LONGEST_VOID = 1 << 16
+
+
+def relayout(unit: TransferUnit, sources: Sequence[Pages], destinations: Sequence[Pages]) -> None:
+    """Fill the destination objects of a unit from its source objects, page by page.
+
+    sources, destinations: one array an object, [pages, object bytes] uint8; bytes of a page are
+        contiguous, pages may lie apart. Every byte of a destination is written.
+    Raises ValueError on arrays that a copy would leave.
+    """
+    for position in unit.padded:
+        destinations[position][...] = 0
+    counts = {len(pages) for pages in (*sources, *destinations)}
+    if len(counts) > 1:
+        raise ValueError(f"as many pages of each object, please, not {sorted(counts)}")
+    if not unit.copies or counts == {0}:
+        return
+    pairs = [
+        (
+            _view(destinations[c.destination], c, c.destination_offset, c.destination_strides),
+            _view(sources[c.source], c, c.source_offset, c.source_strides),
+        )
+        for c in unit.copies
+    ]
+    for block in _blocks(unit, counts.pop()):
+        for destination, source in pairs:
+            np.copyto(destination[block], source[block])
+
+
+def _view(pages: Pages, copy: StridedCopy, offset: int, strides: tuple[int, ...]) -> View:
+    """View one side of a copy as its items: [pages, *shape], or with a last axis of bytes."""
+    span = sum((n - 1) * step for n, step in zip(copy.shape, strides, strict=True))
+    end = offset + span + copy.itemsize
+    if pages.dtype != np.uint8 or pages.ndim != 2 or end > pages.shape[1] or pages.strides[1] != 1:
+        raise ValueError(f"pages {pages.shape} do not hold contiguous bytes up to {end}")
+    items = np.lib.stride_tricks.as_strided(
+        pages[:, offset:],
+        (len(pages), *copy.shape, copy.itemsize),
+        (pages.strides[0], *strides, 1),
+    )
+    if not copy.shape or copy.itemsize > _LONGEST_VOID:
+        return items
+    # One move an item, where bytes would be a loop for each.
+    return items.view(np.dtype((np.void, copy.itemsize)))[..., 0]
+
+
+def _blocks(unit: TransferUnit, count: int) -> Iterator[tuple[slice, ...]]:
+    """Cut the work, where several copies read by turns, into parts that fit into the cache."""
+    copies = unit.copies
+    lengths = {copy.shape[:1] for copy in copies}
+    if len(copies) == 1 or all(copy.itemsize >= _LONG_ITEM for copy in copies):
+        yield (slice(None),)
+        return
+    page_bytes = sum(copy.nbytes for copy in copies)
+    pages = max(1, _CACHED_BYTES // page_bytes)
+    axes = [_steps(count, pages)]
+    if len(lengths) == 1 and () not in lengths:
+        length = copies[0].shape[0]
+        axes.append(_steps(length, max(1, length * _CACHED_BYTES // page_bytes)))
+    yield from product(*axes)
+
+
+def _steps(length: int, step: int) -> list[slice]:
+    return [slice(start, start + step) for start in range(0, length, step)]

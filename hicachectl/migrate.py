@@ -1,0 +1,221 @@
+"""Move a store's page groups to another store, as they are or as another deployment has them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.migrating.agenda import Agenda, Request, make_agenda
+from hicachectl.migrating.carrying import Carrier, Tally
+from hicachectl.migrating.decisions import WRITING, Action
+from hicachectl.migrating.estimate import estimated_seconds
+from hicachectl.migrating.journal import Journal, Progress, journal_path, read_journal
+from hicachectl.migrating.preparing import find_router, settle_grammar
+from hicachectl.migrating.resuming import left_in_source, settle_existing
+from hicachectl.output import human_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hicachectl.backends.base import Store
+    from hicachectl.migrating.delivery import Delivered, Problem
+
+__all__ = ["FULL", "Outcome", "Request", "migrate"]
+
+FULL = "destination full"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a migration did, or would do.
+
+    document: the members of the JSON contract. problems: conflicts and failures. remarks: what to
+    know besides. journal: where its state is kept, where it is not complete.
+    """
+
+    document: dict[str, Any]
+    problems: list[Problem]
+    remarks: list[str]
+    journal: Path | None = None
+
+    @property
+    def all_well(self) -> bool:
+        """Whether nothing failed or conflicted, and the destination had room."""
+        document = self.document
+        troubled = document["failed"] or document["conflicts"]
+        return not troubled and document["stopped_by"] != FULL
+
+
+def migrate(
+    source: Store,
+    destination: Store,
+    request: Request,
+    *,
+    on_listed: Callable[[int], None] = lambda objects: None,
+    on_begun: Callable[[], None] = lambda: None,
+    on_moved: Callable[[int, int], None] = lambda nbytes, total: None,
+) -> Outcome:
+    """Copy page groups from a store to another; what is there already stays.
+
+    on_listed is told objects as they are listed, on_moved bytes as groups are done and how many
+    there are in all; on_begun is called before anything is written. Raises UsageError,
+    ProfileError and UnsupportedByBackend before that, StoreUnavailable for a lost store.
+    Interrupted at any point, what was begun is finished or taken back, and the journal says how
+    far it came.
+    """
+    run = _Run(source, destination, request)
+    agenda = run.list(on_listed)
+    if request.dry_run:
+        return run.rehearse(agenda)
+    return run.carry(agenda, on_begun, on_moved)
+
+
+class _Run:
+    """One migration, from what was asked for to its outcome."""
+
+    def __init__(self, source: Store, destination: Store, request: Request) -> None:
+        """Refuse what cannot be done; nothing has been listed yet."""
+        self._started = time.monotonic()
+        self._source = source
+        self._destination = destination
+        self._request = request
+        if not destination.supports_writes:
+            raise UsageError(f"{destination.url}: cannot be written to")
+        if request.manner.move and not source.supports_deletes:
+            raise UsageError(
+                f"{source.url}: --move: its objects cannot be deleted; copy without it"
+            )
+        self._target = request.destination_profile or request.profile
+        self._grammar = settle_grammar(source, destination, request.key_scheme)
+        self._routes_of = find_router(
+            source, destination, self._grammar, request.profile, self._target
+        )
+        if self._target is not None:
+            destination.use_profile(self._target)
+        self._identity = {
+            "source": source.url,
+            "destination": destination.url,
+            "grammar": self._grammar,
+            "profile": None if self._target is None else repr(self._target),
+            "move": request.manner.move,
+        }
+        self._journal_path = journal_path(self._identity)
+        self._progress = read_journal(self._journal_path, self._identity)
+        self._earlier = self._progress if request.resume else None
+
+    def list(self, on_listed: Callable[[int], None]) -> Agenda:
+        """List both stores, and give every group its turn."""
+        agenda = make_agenda(
+            self._source,
+            self._destination,
+            self._request,
+            self._routes_of,
+            self._grammar,
+            on_listed,
+        )
+        settle_existing(agenda, self._request, self._earlier)
+        agenda.refuse_too_large(self._request.manner)
+        return agenda
+
+    def rehearse(self, agenda: Agenda) -> Outcome:
+        """Say what would be done."""
+        objects, nbytes = agenda.demand()
+        tally = Tally(pages=agenda.count(*WRITING), objects=objects, nbytes=nbytes)
+        tally.same = agenda.count(Action.COMPARE)
+        outcome = self._outcome(agenda, tally)
+        outcome.document["estimated_seconds"] = estimated_seconds(
+            self._source, agenda.inventory, agenda.orders(), self._request.manner, nbytes
+        )
+        if (lack := self._lacking(nbytes)) is not None:
+            outcome.remarks.append(lack)
+        return outcome
+
+    def carry(
+        self,
+        agenda: Agenda,
+        on_begun: Callable[[], None],
+        on_moved: Callable[[int, int], None],
+    ) -> Outcome:
+        """Do it."""
+        manner, total = self._request.manner, agenda.demand()[1]
+        with Journal(
+            self._journal_path,
+            self._identity,
+            earlier=self._progress,
+            fresh=self._earlier is None,
+            durable=manner.move,  # only what is deleted from the source hangs on it
+        ) as journal:
+            on_begun()
+            self._destination.own_temporaries(journal.owner, sweep=self._progress is not None)
+            lack = self._lacking(total)
+            if lack is not None and self._request.space_check:
+                raise StoreUnavailable(lack)
+            carrier = Carrier(
+                self._source, agenda.inventory, agenda.groups, self._destination, manner, journal
+            )
+            if manner.move and self._earlier is not None:
+                self._finish_removals(agenda, carrier, self._earlier)
+
+            def on_done(delivered: Delivered) -> None:
+                on_moved(delivered.nbytes, max(total, 1))
+
+            tally = carrier.carry(agenda.orders(), on_done=on_done)
+            ended = tally.complete and not tally.failed
+            if ended:
+                journal.end()
+        outcome = self._outcome(agenda, tally)
+        outcome.journal = None if ended else self._journal_path
+        if self._destination.evicts and (lack is not None or tally.full):
+            outcome.remarks.append(
+                f"{self._destination.url}: has not the room, and evicts to make some: what was "
+                "copied first may be gone again"
+            )
+        return outcome
+
+    def _finish_removals(self, agenda: Agenda, carrier: Carrier, earlier: Progress) -> None:
+        """Delete what an interrupted run has left of pages that it was deleting."""
+        for survey, actions in zip(agenda.surveys, agenda.actions, strict=True):
+            items = left_in_source(survey, actions, earlier)
+            if len(items):
+                carrier.remove(survey, items)
+
+    def _lacking(self, nbytes: int) -> str | None:
+        """Say what room the destination lacks."""
+        free = self._destination.free_bytes()
+        if free is None or nbytes <= free:
+            return None
+        return (
+            f"{self._destination.url}: {human_size(nbytes)} to write, {human_size(free)} free; "
+            "choose fewer pages (--match, --pages-from), make room, or give --no-space-check"
+        )
+
+    def _outcome(self, agenda: Agenda, tally: Tally) -> Outcome:
+        earlier = self._earlier
+        document = {
+            "source": self._source.url,
+            "destination": self._destination.url,
+            "pages": tally.pages,
+            "objects": tally.objects,
+            "bytes": tally.nbytes,
+            "skipped": agenda.count(Action.SKIP) + tally.same,
+            "gone": tally.gone,
+            "conflicts": tally.conflicts + agenda.count(Action.CONFLICT),
+            "failed": tally.failed,
+            "moved": tally.moved,
+            "seconds": round(time.monotonic() - self._started, 3),
+            "resumed": 0 if earlier is None else earlier.pages,
+            "complete": tally.complete,
+            "stopped_by": FULL if tally.full else None,
+            "problems": [asdict(problem) for problem in tally.problems],
+        }
+        remarks = agenda.remarks()
+        if self._progress is not None and earlier is None:
+            remarks.append(
+                f"an earlier run of this migration did not end ({self._progress.pages} pages were "
+                "copied); what it copied is not copied again, and --resume would have gone on "
+                "from its journal"
+            )
+        return Outcome(document, tally.problems, [*remarks, *self._source.remarks])

@@ -1,0 +1,214 @@
+"""What a migration has to do: what was asked for, and every group's turn."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.checks.group import check_groups
+from hicachectl.checks.sizes import check_sizes
+from hicachectl.findings import combine
+from hicachectl.groups import WHOLE, PageGroups
+from hicachectl.inventory import Inventory, take_inventory
+from hicachectl.migrating.carrying import Manner, Order
+from hicachectl.migrating.decisions import WRITING, Action, IfExists, decide, unreadable
+from hicachectl.migrating.parcels import refuse_too_large
+from hicachectl.migrating.survey import ABSENT, Survey, survey_destination, survey_source
+from hicachectl.planning import plan_repair
+from hicachectl.selection import EVERYTHING, Selection, select
+from hicachectl.table_checks import check_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    import numpy.typing as npt
+
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.profile import Profile
+    from hicachectl.groups import BoolArray
+    from hicachectl.migrating.routes import Route
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to move, and how.
+
+    profile: of the deployment that wrote the source; None: as far as its keys tell, and then
+    every object keeps key and bytes. destination_profile: of what it is to become, None: the same.
+    key_scheme: grammar of the keys to be written, None: the destination's own. pages: only these.
+    partial, damaged: also groups that are not whole, or have findings of severity error.
+    resume: go on from the journal of an earlier run.
+    """
+
+    profile: Profile | None = None
+    destination_profile: Profile | None = None
+    key_scheme: str | None = None
+    selection: Selection = EVERYTHING
+    pages: Collection[str] | None = None
+    grace_seconds: float = 60.0
+    if_exists: IfExists = "skip"
+    partial: bool = False
+    damaged: bool = False
+    resume: bool = False
+    dry_run: bool = False
+    space_check: bool = True
+    manner: Manner = field(default_factory=Manner)
+
+
+# What is half done at the destination first; then by age.
+_TURNS = (Action.COMPLETE, Action.COPY, Action.COMPARE, Action.REPLACE)
+
+
+@dataclass(slots=True)
+class Agenda:
+    """All that is to be done: the source, how it becomes the destination's, and each group's turn.
+
+    actions: for each survey, of each of its groups. Groups that stay behind: damaged, with errors;
+    unfit, of sizes that their route does not take; not_whole; in_flight; elsewhere, of other
+    deployments. foreign: objects whose keys are not understood.
+    """
+
+    inventory: Inventory
+    groups: PageGroups
+    surveys: list[Survey]
+    actions: list[npt.NDArray[np.int8]]
+    damaged: int = 0
+    unfit: int = 0
+    not_whole: int = 0
+    in_flight: int = 0
+    elsewhere: int = 0
+    foreign: int = 0
+
+    def count(self, *wanted: Action) -> int:
+        """Count the groups with one of some actions."""
+        return sum(int(np.isin(actions, wanted).sum()) for actions in self.actions)
+
+    def orders(self) -> Iterator[Order]:
+        """Give every group its turn: those first that an earlier run left half done.
+
+        Then by age, the oldest first, as their writer made them: parents before children.
+        """
+        for survey, actions in zip(self.surveys, self.actions, strict=True):
+            rows = np.where(survey.rows == ABSENT, np.iinfo(np.int64).max, survey.rows)
+            first = rows.min(axis=1, initial=np.iinfo(np.int64).max)
+            turn = np.lexsort((first, self.groups.newest_ns[survey.groups]))
+            for action in _TURNS:
+                items = turn[actions[turn] == action]
+                if len(items):
+                    yield Order(survey, items, action)
+
+    def demand(self) -> tuple[int, int]:
+        """Count objects and bytes that will be written."""
+        objects = nbytes = 0
+        for survey, actions in zip(self.surveys, self.actions, strict=True):
+            writing = np.isin(actions, WRITING)
+            absent = survey.there == ABSENT
+            new = survey.needed & (absent | (actions == Action.REPLACE)[:, None])
+            new &= writing[:, None]
+            objects += int(new.sum())
+            nbytes += int(survey.wanted_bytes[new].sum())
+        return objects, nbytes
+
+    def refuse_too_large(self, manner: Manner) -> None:
+        """Refuse a group that needs more memory than there is, before anything is written."""
+        for order in self.orders():
+            refuse_too_large(
+                order.survey,
+                order.items,
+                order.action,
+                reads_back=manner.verify,
+                buffer_bytes=manner.buffer_bytes,
+            )
+
+    def remarks(self) -> list[str]:
+        """Say what stays behind, and why."""
+        kinds = (
+            (self.elsewhere, "of other deployments than the profile's"),
+            (self.in_flight, "being written; run again for them"),
+            (self.not_whole, "not whole (--include-partial)"),
+            (self.damaged, "with errors that hicachectl verify lists (--include-damaged)"),
+            (self.unfit, "with objects whose size is unknown or not the profile's"),
+        )
+        said = [f"left behind: {_counted(count, 'page')} {text}" for count, text in kinds if count]
+        if self.foreign:
+            text = "whose keys are not understood; hicachectl verify lists them"
+            said.append(f"left behind: {_counted(self.foreign, 'object')} {text}")
+        return said
+
+
+def make_agenda(
+    source: Store,
+    destination: Store,
+    request: Request,
+    routes_of: Callable[[Inventory], list[Route]],
+    grammar: str,
+    on_listed: Callable[[int], None],
+) -> Agenda:
+    """List both stores, and find what is to be done with each group."""
+    listed = take_inventory(source, request.profile, on_batch=on_listed)
+    inventory = select(listed, request.selection)
+    groups = PageGroups(inventory)
+    surveys = [survey_source(inventory, groups, route) for route in routes_of(inventory)]
+    survey_destination(destination, surveys, grammar, on_batch=on_listed)
+    chosen = _named(groups, request.pages)
+    routed = np.isin(groups.deployment_ids, [s.route.deployment_id for s in surveys])
+    agenda = Agenda(inventory, groups, surveys, [])
+    agenda.foreign = int((inventory.affix_ids < 0).sum())
+    agenda.elsewhere = int((chosen & ~routed).sum())
+    chosen &= routed
+    in_flight = _in_flight(groups, request.grace_seconds)
+    agenda.in_flight = int((chosen & in_flight).sum())
+    chosen &= ~in_flight
+    if not request.partial:
+        agenda.not_whole = int((chosen & (groups.states != WHOLE)).sum())
+        chosen &= groups.states == WHOLE
+    if not request.damaged:
+        damaged = _damaged(source, inventory, groups, in_flight)
+        agenda.damaged = int((chosen & damaged).sum())
+        chosen &= ~damaged
+    for survey in surveys:
+        wanted = chosen[survey.groups]
+        agenda.unfit += int((wanted & unreadable(survey)).sum())
+        agenda.actions.append(decide(survey, wanted, request.if_exists))
+    return agenda
+
+
+def _named(groups: PageGroups, pages: Collection[str] | None) -> BoolArray:
+    if pages is None:
+        return np.ones(len(groups), dtype=np.bool_)
+    wanted = pa.array(sorted(pages), pa.string())
+    named: BoolArray = pc.is_in(groups.pages, value_set=wanted).to_numpy(zero_copy_only=False)
+    return named.copy()
+
+
+def _in_flight(groups: PageGroups, grace_seconds: float) -> BoolArray:
+    """Say which groups a server may be writing: young ones, where the store has times."""
+    age = time.time_ns() - groups.newest_ns
+    young: BoolArray = (age < int(grace_seconds * 1e9)) & (groups.states != WHOLE)
+    return young
+
+
+def _damaged(
+    source: Store, inventory: Inventory, groups: PageGroups, in_flight: BoolArray
+) -> BoolArray:
+    """Say which groups have findings of severity error that listing can tell: [groups]."""
+    tables, _ = check_tables(source, source.table_state(), grace_seconds=0)
+    found = combine(
+        [
+            *check_groups(inventory, groups, in_flight),
+            *check_sizes(inventory, groups, in_flight, source.grammar),
+            *tables,
+        ]
+    )
+    damaged = np.zeros(len(groups), dtype=np.bool_)
+    damaged[plan_repair(groups, found).groups] = True
+    return damaged
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

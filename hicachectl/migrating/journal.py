@@ -1,0 +1,241 @@
+"""What a migration has done, a line for each batch: read by `--resume`.
+
+Lines are JSON. The first says which migration it is; a line that was cut off by a crash is the
+last, and is dropped: what it would have said is found out again from the destination.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import threading
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.formats.errors import FormatError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Self
+
+    import pyarrow as pa
+
+FORM = 1
+_HASH_DIGITS = 64
+_OWNER_BYTES = 8
+_OWNER = re.compile(f"[0-9a-f]{{{2 * _OWNER_BYTES}}}")
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})  # of some file systems
+
+
+@dataclass(slots=True)
+class Progress:
+    """What earlier runs have done: pages of each route, by its name.
+
+    owner: what they marked unfinished writes with; "" where not even that was written.
+    copied: whole at the destination. verified: of these, those that were compared there.
+    removed: taken from the source since.
+    """
+
+    owner: str = ""
+    copied: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    verified: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    removed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    @property
+    def pages(self) -> int:
+        """How many pages were copied."""
+        return sum(map(len, self.copied.values()))
+
+    def unremoved(self, route: str) -> set[str]:
+        """Pages that were copied and are still to be taken from the source."""
+        return self.copied[route] - self.removed[route]
+
+
+def journal_path(identity: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Path:
+    """Name the journal of a migration, in the user's state directory (XDG base directories)."""
+    text = json.dumps(identity, sort_keys=True)
+    base = Path(environ.get("XDG_STATE_HOME") or "")
+    if not base.is_absolute():
+        base = Path(environ.get("HOME") or Path.home()) / ".local" / "state"
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return base / "hicachectl" / "migrations" / f"{name}.jsonl"
+
+
+def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
+    """Read what earlier runs of a migration have done; None where there is no journal.
+
+    Raises FormatError for a journal of something else, UsageError where it cannot be read.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    progress = Progress()
+    if len(lines) < 2:  # not even the head was written whole
+        return progress
+    head = _parsed(lines[0], path, 1)
+    if head.get("migration") != FORM or head.get("identity") != identity:
+        raise FormatError(f"{path}: not the journal of this migration; move it out of the way")
+    owner = head.get("owner")
+    if isinstance(owner, str) and _OWNER.fullmatch(owner):
+        progress.owner = owner
+    for number, line in enumerate(lines[1:-1], 2):
+        entry = _parsed(line, path, number)
+        pages = _pages(entry, path, number)
+        route = str(entry.get("route"))
+        if entry.get("what") == "removed":
+            progress.removed[route].update(pages)
+            continue
+        progress.copied[route].update(pages)
+        if entry.get("what") == "verified":
+            progress.verified[route].update(pages)
+    return progress
+
+
+def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: line {number}: not JSON; move the file away") from error
+    if not isinstance(entry, dict):
+        raise FormatError(f"{path}: line {number}: not an object")
+    return entry
+
+
+def _pages(entry: dict[str, Any], path: Path, number: int) -> list[str]:
+    text = entry.get("pages")
+    if not isinstance(text, str) or len(text) % _HASH_DIGITS:
+        raise FormatError(f"{path}: line {number}: no page hashes")
+    return [text[at : at + _HASH_DIGITS] for at in range(0, len(text), _HASH_DIGITS)]
+
+
+class Journal:
+    """A journal that is written to, from several threads; a killed process loses no line.
+
+    It is held by one process at a time. One that nothing was noted in is removed at the end.
+    owner: 16 hex digits, the same for all runs that write to it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        identity: Mapping[str, Any],
+        *,
+        earlier: Progress | None,
+        fresh: bool,
+        durable: bool,
+    ) -> None:
+        """Open a journal; fresh: empty it.
+
+        earlier: what `read_journal` found. durable: each line is on the disk before anything
+        follows from it; else a crash of the machine may lose some: what they say is found out
+        again, at the cost of reading. Raises UsageError where it cannot be written, or another
+        process has it.
+        """
+        self.path = path
+        self.owner = (earlier and earlier.owner) or os.urandom(_OWNER_BYTES).hex()
+        self._durable = durable
+        self._lock = threading.Lock()
+        self._noted = earlier is not None and not fresh
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = _held(path)
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}") from error
+        try:
+            if fresh:
+                os.ftruncate(self._file, 0)
+            self._cut_torn_line()
+            if not os.lseek(self._file, 0, os.SEEK_END):
+                head = {"migration": FORM, "identity": identity, "owner": self.owner}
+                self._append(head)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def copied(self, route: str, pages: pa.StringArray, *, verified: bool) -> None:
+        """Note pages that are at the destination; verified: and were compared there."""
+        self._note(route, pages.to_pylist(), "verified" if verified else "copied")
+
+    def removed(self, route: str, pages: Sequence[str]) -> None:
+        """Note pages that were taken from the source."""
+        self._note(route, pages, "removed")
+
+    def _note(self, route: str, pages: Sequence[str], what: str) -> None:
+        if pages:
+            self._append({"route": route, "what": what, "pages": "".join(pages)})
+            self._noted = True
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        line = json.dumps(entry).encode() + b"\n"
+        with self._lock:
+            end = os.lseek(self._file, 0, os.SEEK_END)
+            try:
+                while line:
+                    line = line[os.write(self._file, line) :]
+                if self._durable:
+                    os.fdatasync(self._file)
+            except OSError as error:
+                with suppress(OSError):  # what comes next must not join a torn line
+                    os.ftruncate(self._file, end)
+                raise UsageError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def _cut_torn_line(self) -> None:
+        """Drop a last line that a crash has cut off, so that the next does not join it."""
+        size = os.lseek(self._file, 0, os.SEEK_END)
+        end = size
+        while end:
+            step = min(end, 1 << 16)
+            found = os.pread(self._file, step, end - step).rfind(b"\n")
+            if found >= 0:
+                end = end - step + found + 1
+                break
+            end -= step
+        if end != size:
+            os.ftruncate(self._file, end)
+
+    def end(self) -> None:
+        """Say that it has served its purpose: it is removed when it is closed."""
+        self._noted = False
+
+    def close(self) -> None:
+        """Close it."""
+        if not self._noted:
+            self.path.unlink(missing_ok=True)
+        os.close(self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _held(path: Path) -> int:
+    """Open a file for this process alone. Raises OSError, UsageError where another has it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:  # else it was removed by whoever held it
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise UsageError(
+                f"another process is at this very migration, and holds {path}; wait for it to end"
+            ) from None
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return descriptor
+            os.close(descriptor)
+            raise
+        os.close(descriptor)

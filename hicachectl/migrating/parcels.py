@@ -1,0 +1,283 @@
+"""Groups that are moved together: which objects are read and written, and where they lie.
+
+A parcel's sources lie behind one another in the order of `reads`, each 4 KiB-aligned, as the
+pipeline places them; behind them what is made of them; behind that, where the destination is read
+back, copies of what it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.arena import ALIGNMENT, place
+from hicachectl.formats.errors import UsageError
+from hicachectl.kernels.relayout import relayout
+from hicachectl.migrating.decisions import READS_BACK, Action
+from hicachectl.migrating.survey import ABSENT, keys_of
+from hicachectl.pipeline import Task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    from hicachectl.formats.transfer import TransferUnit
+    from hicachectl.groups import BoolArray
+    from hicachectl.inventory import IntArray
+    from hicachectl.migrating.survey import Survey
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Writes:
+    """Objects to be written.
+
+    targets, owners, offsets, sizes, there: [n] which of the route's targets, of which group of the
+    parcel, where in the parcel's memory, how many bytes, and what the destination has (ABSENT).
+    sources: [n] one of the reads each is made of, for its time; ABSENT where of none.
+    """
+
+    targets: IntArray
+    owners: IntArray
+    offsets: IntArray
+    sizes: IntArray
+    there: IntArray
+    sources: IntArray
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Making:
+    """Objects that one unit makes of others: (offset, step, bytes) of each block of `count`."""
+
+    unit: TransferUnit
+    count: int
+    sources: tuple[tuple[int, int, int], ...]
+    destinations: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcel(Task):
+    """Groups of one survey that are moved together, all in the same way.
+
+    items: [k] rows of the survey. read_owners: [reads] the group of each, 0..k-1.
+    back: offset of the memory for what is read back, behind all else. Offsets count from the
+    parcel's own memory.
+    """
+
+    survey: Survey = field(kw_only=True)
+    action: Action = field(kw_only=True)
+    items: IntArray = field(kw_only=True)
+    read_owners: IntArray = field(kw_only=True)
+    writes: Writes = field(kw_only=True)
+    makings: tuple[_Making, ...] = field(kw_only=True)
+    back: int = field(kw_only=True)
+
+    @property
+    def pages(self) -> pa.StringArray:
+        """The page hash of each group: [k]."""
+        return self.survey.pages.take(pa.array(self.items))
+
+    def keys(self) -> pa.BinaryArray:
+        """Spell the keys of the writes."""
+        writes = self.writes
+        pages = self.pages.take(pa.array(writes.owners))
+        return keys_of(self.survey.route, writes.targets, pages)
+
+    def anchors(self) -> BoolArray:
+        """Say which of the writes are anchors."""
+        route = self.survey.route
+        anchors: BoolArray = np.array([t.anchor for t in route.targets])[self.writes.targets]
+        return anchors
+
+    def make(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Make the destination's objects of those that were read, in the parcel's memory."""
+        for making in self.makings:
+            sources, destinations = (
+                [_block(memory, making.count, *block) for block in blocks]
+                for blocks in (making.sources, making.destinations)
+            )
+            relayout(making.unit, sources, destinations)
+
+
+def parcels(
+    survey: Survey,
+    items: IntArray,
+    action: Action,
+    *,
+    reads_back: bool,
+    most_bytes: int,
+    most_objects: int,
+) -> Iterator[Parcel]:
+    """Cut groups, in their order, into parcels of limited size, or of one group.
+
+    reads_back: whether what is written is read back as well.
+    """
+    if not len(items):
+        return
+    back = reads_back or action in READS_BACK
+    nbytes, objects = _demand(survey, items, back=back)
+    by_bytes, by_objects = np.cumsum(nbytes), np.cumsum(objects)
+    start = 0
+    while start < len(items):
+        spent = (by_bytes[start - 1], by_objects[start - 1]) if start else (0, 0)
+        end = min(
+            int(np.searchsorted(by_bytes, spent[0] + most_bytes, side="right")),
+            int(np.searchsorted(by_objects, spent[1] + most_objects, side="right")),
+        )
+        end = max(end, start + 1)
+        yield _parcel(survey, items[start:end], action, back=back)
+        start = end
+
+
+def refuse_too_large(
+    survey: Survey, items: IntArray, action: Action, *, reads_back: bool, buffer_bytes: int
+) -> None:
+    """Raise UsageError for a group that does not fit into the buffer, naming its page."""
+    nbytes, _ = _demand(survey, items, back=reads_back or action in READS_BACK)
+    if len(items) and int(nbytes.max()) > buffer_bytes:
+        page = survey.pages[int(items[nbytes.argmax()])].as_py()
+        raise UsageError(
+            f"page {page} of {survey.route.name} needs {nbytes.max()} bytes in memory at once, the "
+            f"buffer has {buffer_bytes}; give a larger --buffer-bytes"
+        )
+
+
+def _demand(survey: Survey, items: IntArray, *, back: bool) -> tuple[IntArray, IntArray]:
+    """Bytes of memory, and objects read or written, that each group needs: [n] each."""
+    due, sizes = survey.due[items], _aligned(survey.sizes[items])
+    wanted = _aligned(survey.wanted_bytes[items])
+    nbytes = np.zeros(len(items), dtype=np.int64)
+    objects = np.zeros(len(items), dtype=np.int64)
+    for number, unit in enumerate(survey.route.units):
+        sources, targets = list(unit.sources), list(unit.destinations)
+        need = sizes[:, sources].sum(axis=1)
+        copies = (not unit.identity) + back
+        need = need + copies * wanted[:, targets].sum(axis=1)
+        nbytes += need * due[:, number]
+        objects += max(len(sources), len(targets)) * due[:, number]
+    return nbytes, objects
+
+
+def _parcel(survey: Survey, items: IntArray, action: Action, *, back: bool) -> Parcel:
+    builder = _Builder(survey, items)
+    for number, unit in enumerate(survey.route.units):
+        builder.read(unit, np.flatnonzero(survey.due[items, number]))
+    read_bytes = builder.end
+    for unit, owners, blocks in builder.units:
+        builder.write(unit, owners, blocks)
+    writes = builder.writes()
+    back_at = builder.end
+    room = back_at - read_bytes + (place(writes.sizes)[1] if back else 0)
+    page = survey.pages[int(items[0])].as_py()
+    return Parcel(
+        rows=_joined(builder.rows),
+        capacities=_joined(builder.capacities),
+        room=room,
+        name=f"page {page} of {survey.route.name}" if len(items) == 1 else f"{len(items)} pages",
+        survey=survey,
+        action=action,
+        items=items,
+        read_owners=_joined(builder.read_owners),
+        writes=writes,
+        makings=tuple(builder.makings),
+        back=back_at,
+    )
+
+
+_Blocks = list[tuple[int, "IntArray"]]  # number of the first read, and the offsets, of a source
+
+
+class _Builder:
+    """Lays out a parcel, unit by unit: first what is read, then what is made of it."""
+
+    def __init__(self, survey: Survey, items: IntArray) -> None:
+        self._survey = survey
+        self._items = items
+        self.end = 0
+        self.rows: list[IntArray] = []
+        self.capacities: list[IntArray] = []
+        self.read_owners: list[IntArray] = []
+        self.units: list[tuple[TransferUnit, IntArray, _Blocks]] = []
+        self.makings: list[_Making] = []
+        self._reads = 0
+        self._writes: list[tuple[IntArray, ...]] = []
+
+    def read(self, unit: TransferUnit, owners: IntArray) -> None:
+        """Place the sources of one unit, for the groups that have them."""
+        if not len(owners):
+            return
+        blocks: _Blocks = []
+        items = self._items[owners]
+        for source in unit.sources:
+            sizes = self._survey.sizes[items, source]
+            offsets, nbytes = place(sizes)
+            self.rows.append(self._survey.rows[items, source])
+            self.capacities.append(sizes)
+            self.read_owners.append(owners)
+            blocks.append((self._reads, offsets + self.end))
+            self._reads += len(owners)
+            self.end += nbytes
+        self.units.append((unit, owners, blocks))
+
+    def write(self, unit: TransferUnit, owners: IntArray, blocks: _Blocks) -> None:
+        """Place what becomes of them: where they are, or behind."""
+        count = len(owners)
+        first = blocks[0][0] + np.arange(count) if blocks else np.full(count, ABSENT)
+        if unit.identity:
+            (source,), (target,) = unit.sources, unit.destinations
+            sizes = self._survey.sizes[self._items[owners], source]
+            self._note(target, owners, blocks[0][1], sizes, first)
+            return
+        made = []
+        for target in unit.destinations:
+            nbytes = int(self._survey.route.target_bytes[target])
+            step = int(_aligned(np.array([nbytes]))[0])
+            offsets = self.end + step * np.arange(count, dtype=np.int64)
+            self._note(target, owners, offsets, np.full(count, nbytes, dtype=np.int64), first)
+            made.append((self.end, step, nbytes))
+            self.end += step * count
+        read = tuple(
+            _steps(offsets, int(self._survey.route.sizes[source]))
+            for source, (_, offsets) in zip(unit.sources, blocks, strict=True)
+        )
+        self.makings.append(_Making(unit, count, read, tuple(made)))
+
+    def writes(self) -> Writes:
+        """Give all writes, by target."""
+        columns = zip(*self._writes, strict=True) if self._writes else ((),) * 6
+        return Writes(*(_joined(list(column)) for column in columns))
+
+    def _note(
+        self, target: int, owners: IntArray, offsets: IntArray, sizes: IntArray, first: IntArray
+    ) -> None:
+        there = self._survey.there[self._items[owners], target]
+        targets = np.full(len(owners), target, dtype=np.int64)
+        self._writes.append((targets, owners, offsets, sizes, there, first))
+
+
+def _steps(offsets: IntArray, nbytes: int) -> tuple[int, int, int]:
+    step = int(offsets[1] - offsets[0]) if len(offsets) > 1 else max(nbytes, 1)
+    return int(offsets[0]), step, nbytes
+
+
+def _block(
+    memory: npt.NDArray[np.uint8], count: int, offset: int, step: int, nbytes: int
+) -> npt.NDArray[np.uint8]:
+    """View objects of one size that lie at equal steps: [count, nbytes] uint8."""
+    whole = memory[offset : offset + step * (count - 1) + nbytes]
+    return np.lib.stride_tricks.as_strided(whole, shape=(count, nbytes), strides=(step, 1))
+
+
+def _aligned(sizes: IntArray) -> IntArray:
+    aligned: IntArray = -(-np.maximum(sizes, 0) // ALIGNMENT) * ALIGNMENT
+    return aligned
+
+
+def _joined(parts: list[IntArray]) -> IntArray:
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)

@@ -1,0 +1,225 @@
+"""Requests that files name, a line each: token ids, text, chats, or the hashes of pages."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
+
+from hicachectl.formats.errors import FormatError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    T = TypeVar("T")
+
+MAX_LINE_BYTES = 256 << 20  # a prompt of a million tokens has some 8 MB
+_PROMPTS_AT_ONCE = 64  # a tokenizer works on several at a time
+_HASH = re.compile(r"[0-9a-f]{64}")
+_UNHASHABLE = "whose page hashes a prompt alone does not tell; give the token ids that were served"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a server is asked, as far as its page hashes follow from it.
+
+    where: "FILE: line N", for messages. An empty extra_key or cache_salt is None, as in SGLang
+    (managers/io_struct.py).
+    """
+
+    where: str
+    token_ids: list[int]
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages, and what the request hands to the chat template beside them."""
+
+    messages: list[dict[str, Any]]
+    template_arguments: dict[str, Any]
+
+
+Prompt = str | Chat
+
+
+class PromptTokenizer(Protocol):
+    """Makes prompts into the token ids that a server makes of them."""
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Give the token ids of each prompt. Raises FormatError, naming none of them."""
+
+
+class _Unhashed(msgspec.Struct, forbid_unknown_fields=True):
+    """Members of a request that do not touch its page hashes, so that bodies can be given whole.
+
+    Any other member is refused: mistyped or not understood, it would give another chain.
+    """
+
+    rid: msgspec.Raw = msgspec.Raw()
+    model: msgspec.Raw = msgspec.Raw()
+    user: msgspec.Raw = msgspec.Raw()
+    stream: msgspec.Raw = msgspec.Raw()
+    sampling_params: msgspec.Raw = msgspec.Raw()
+    max_tokens: msgspec.Raw = msgspec.Raw()
+    max_completion_tokens: msgspec.Raw = msgspec.Raw()
+    temperature: msgspec.Raw = msgspec.Raw()
+    top_p: msgspec.Raw = msgspec.Raw()
+    timestamp: msgspec.Raw = msgspec.Raw()
+    input_length: msgspec.Raw = msgspec.Raw()
+    output_length: msgspec.Raw = msgspec.Raw()
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+class _TokenLine(_Unhashed):
+    token_ids: list[int] | None = None
+    input_ids: list[int] | None = None
+
+
+class _PromptLine(_Unhashed):
+    text: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class _PageLine(msgspec.Struct):
+    page: str
+
+
+_TOKEN_LINE = msgspec.json.Decoder(list[int] | _TokenLine)
+_PROMPT_LINE = msgspec.json.Decoder(str | list[dict[str, Any]] | _PromptLine)
+_PAGE_LINE = msgspec.json.Decoder(list[str] | _PageLine)
+
+
+def read_token_ids(path: Path) -> Iterator[Request]:
+    """Read requests as token ids: a JSON list, or {"token_ids" or "input_ids": [...]}, a line.
+
+    The latter with "extra_key" and "cache_salt" where the request had them. Raises UsageError when
+    the file cannot be read, FormatError naming the line.
+    """
+    for where, line in _lines(path):
+        found: list[int] | _TokenLine = _decoded(_TOKEN_LINE, line, where)
+        if isinstance(found, list):
+            yield Request(where, found)
+            continue
+        ids = [value for value in (found.token_ids, found.input_ids) if value is not None]
+        if len(ids) != 1:
+            raise FormatError(f'{where}: one of "token_ids" and "input_ids" is needed')
+        yield Request(where, ids[0], found.extra_key or None, found.cache_salt or None)
+
+
+def read_prompts(path: Path, tokenizer: PromptTokenizer) -> Iterator[Request]:
+    """Read requests as text or chats.
+
+    A line is a JSON string, {"text" or "prompt": "…"}, a list of messages or {"messages": [...]};
+    the objects with "extra_key" and "cache_salt", chats with "chat_template_kwargs". Raises
+    UsageError when the file cannot be read, FormatError naming the line, or the lines of a batch.
+    """
+    batch: list[tuple[str, Prompt, _PromptLine]] = []
+    for where, line in _lines(path):
+        found: str | list[dict[str, Any]] | _PromptLine = _decoded(_PROMPT_LINE, line, where)
+        if isinstance(found, str):
+            found = _PromptLine(text=found)
+        elif isinstance(found, list):
+            found = _PromptLine(messages=found)
+        batch.append((where, _prompt(found, where), found))
+        if len(batch) == _PROMPTS_AT_ONCE:
+            yield from _tokenized(batch, tokenizer)
+            batch = []
+    yield from _tokenized(batch, tokenizer)
+
+
+def read_page_chains(path: Path) -> Iterator[list[str]]:
+    """Read page hashes: a line is one, bare or as "page" of a JSON row, or a JSON list, a chain.
+
+    JSON rows are such as `ls` prints. Raises UsageError when the file cannot be read, FormatError
+    naming the line.
+    """
+    for where, line in _lines(path):
+        chain = [line.decode(errors="replace")]
+        if line.startswith((b"{", b"[")):
+            found: list[str] | _PageLine = _decoded(_PAGE_LINE, line, where)
+            chain = found if isinstance(found, list) else [found.page]
+        for page in chain:
+            if not _HASH.fullmatch(page):
+                raise FormatError(f"{where}: {page!r:.80} is no page hash (64 hexadecimal digits)")
+        yield chain
+
+
+def read_pages(path: Path) -> set[str]:
+    """Read page hashes as `read_page_chains` does, whichever chains they are of."""
+    return {page for chain in read_page_chains(path) for page in chain}
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Give each line that is not blank, stripped, and the name of its place."""
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                where = f"{path}: line {number}"
+                if len(line) > MAX_LINE_BYTES:
+                    raise FormatError(f"{where}: longer than {MAX_LINE_BYTES} bytes")
+                if text := line.strip():
+                    yield where, text
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], line: bytes, where: str) -> T:
+    try:
+        return decoder.decode(line)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"{where}: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"{where}: not JSON: {error}") from error
+
+
+def _prompt(line: _PromptLine, where: str) -> Prompt:
+    given = [value for value in (line.text, line.prompt, line.messages) if value is not None]
+    if len(given) != 1:
+        raise FormatError(f'{where}: one of "text", "prompt" and "messages" is needed')
+    if isinstance(given[0], str):
+        if line.chat_template_kwargs:
+            raise FormatError(f"{where}: chat_template_kwargs belong to messages")
+        return given[0]
+    for number, message in enumerate(given[0]):
+        if not isinstance(message.get("role"), str):
+            raise FormatError(f"{where}: messages[{number}]: no role")
+        _check_content(message.get("content"), f"{where}: messages[{number}]")
+    return Chat(given[0], line.chat_template_kwargs)
+
+
+def _check_content(content: object, where: str) -> None:
+    """Refuse what is hashed by its bytes, not by its text (schedule_batch.py, pad values)."""
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise FormatError(f"{where}.content: neither a text nor a list of parts")
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or part.get("type") not in ("text", "input_text"):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise FormatError(f"{where}.content: a part of type {kind!r:.40}, {_UNHASHABLE}")
+
+
+def _tokenized(
+    batch: list[tuple[str, Prompt, _PromptLine]], tokenizer: PromptTokenizer
+) -> Iterator[Request]:
+    try:
+        encoded = tokenizer.encode([prompt for _, prompt, _ in batch]) if batch else []
+    except FormatError as error:
+        if len(batch) > 1:  # find the one at fault
+            for one in batch:
+                yield from _tokenized([one], tokenizer)
+            return
+        raise FormatError(f"{batch[0][0]}: {error}") from error
+    for (where, _, line), token_ids in zip(batch, encoded, strict=True):
+        yield Request(where, token_ids, line.extra_key or None, line.cache_salt or None)

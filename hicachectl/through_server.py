@@ -1,0 +1,336 @@
+"""Have a live SGLang server pull prefixes out of its store into its own memory.
+
+Each prefix is a request to /generate for one new token: the server then looks the prefix up,
+fetches from L3 what L1 and L2 lack, and says how much it took from where. Source: SGLang
+srt/entrypoints/http_server.py :: generate_request; managers/io_struct.py :: GenerateReqInput;
+managers/scheduler_components/output_streamer.py :: get_cached_tokens_details.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from hicachectl.backends.http_service import HttpService, Reply
+from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.formats.hashing import tokens_to_restore
+from hicachectl.server import API_KEY_VARIABLE, checked_key, checked_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from hicachectl.chains import Hashing
+    from hicachectl.requests import Request
+
+REQUEST_TIMEOUT_S = 120.0
+BUSY_PATIENCE_S = 300.0  # how long a server may only answer that it has no room for requests
+
+_TRIES = 3  # of one request
+_GIVE_UP_AFTER = 3  # requests in a row that came to nothing
+_PAUSE_S = 1.0
+_MAX_PAUSE_S = 60.0
+_BUSY = (http.client.TOO_MANY_REQUESTS, http.client.SERVICE_UNAVAILABLE)
+_SAID_CHARS = 200  # of what a server says went wrong
+_SOURCES = ("device", "host", "storage")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A prefix to ask for.
+
+    number: the caller's own. pages: that it has. token_ids: theirs, and those that a server
+    computes beyond them.
+    """
+
+    number: int
+    pages: int
+    token_ids: Sequence[int]
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What became of a prefix at one DP rank; None where there is but one.
+
+    cached_tokens: that the server did not compute. sources: of these, from the device, the host
+    and the storage; empty where it does not say. error: why there was no answer, "" with one.
+    """
+
+    number: int
+    dp_rank: int | None
+    pages: int
+    cached_tokens: int = 0
+    sources: Mapping[str, int] | None = None
+    error: str = ""
+
+
+def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Prefix:
+    """Cut a request to what makes a server restore its first pages.
+
+    The token that is computed beyond them may be any: where the request ends, its last one does.
+    """
+    wanted = tokens_to_restore(pages, hashing.page_size, bigram=hashing.bigram)
+    token_ids = request.token_ids[:wanted]
+    if len(token_ids) < wanted - 1:
+        raise ValueError(f"{request.where}: {len(token_ids)} tokens are no {pages} pages")
+    token_ids += token_ids[-1:] * (wanted - len(token_ids))
+    return Prefix(number, pages, token_ids, request.extra_key, request.cache_salt)
+
+
+def dp_ranks(server_info: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """List the DP ranks that hold caches of their own: (None,) where there is one.
+
+    Source: srt/runtime_context.py :: num_dp_ranks_of, of a reply of /server_info.
+    """
+    sizes = [server_info.get(name) for name in ("dp_size", "attn_dp_size")]
+    ranks = 1
+    for size in sizes:
+        ranks *= size if type(size) is int and size > 0 else 1
+    return tuple(range(ranks)) if ranks > 1 else (None,)
+
+
+def generate_body(prefix: Prefix, dp_rank: int | None) -> dict[str, Any]:
+    """Write the body of a request to /generate."""
+    body: dict[str, Any] = {
+        "input_ids": list(prefix.token_ids),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "stream": False,
+    }
+    optional = {
+        "extra_key": prefix.extra_key,
+        "cache_salt": prefix.cache_salt,
+        "routed_dp_rank": dp_rank,
+    }
+    return body | {name: value for name, value in optional.items() if value is not None}
+
+
+class ThroughServer:
+    """One live server; `pull` is called once. Every request has a bound, and so has the whole.
+
+    api_key: default from HICACHECTL_API_KEY. jobs: requests at once. Raises UsageError on a URL
+    or a key that cannot be one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        jobs: int = 8,
+        ranks: Sequence[int | None] = (None,),
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+        busy_patience_s: float = BUSY_PATIENCE_S,
+        pause_s: float = _PAUSE_S,
+    ) -> None:
+        parts = urlsplit(checked_url(url, "--through-server"))
+        key = checked_key(api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE, ""))
+        if parts.hostname is None:
+            raise UsageError(f"--through-server: {url!r} names no host")
+        tls = parts.scheme == "https"
+        self._path = f"{parts.path}/generate"
+        self._service = HttpService(
+            parts.hostname,
+            parts.port or (443 if tls else 80),
+            who="SGLang server",
+            hint="is this the URL of an SGLang server?",
+            timeout_s=request_timeout_s,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            tls=tls,
+        )
+        self._jobs, self._ranks = jobs, tuple(ranks)
+        self._pauses = _Pauses(pause_s, busy_patience_s)
+        self._lock = threading.Lock()
+        self._failed_in_a_row = 0
+        self.complete = True  # whether nothing was left out for the deadline
+
+    def pull(self, prefixes: Iterable[Prefix], deadline: float | None = None) -> Iterator[Pulled]:
+        """Ask for prefixes, at every rank, in their order; give what became of each as it is known.
+
+        prefixes: taken one after another, by other threads. deadline: in terms of
+        time.monotonic(); what is then under way is given up. Raises StoreUnavailable where the
+        server refuses the key, has no such endpoint, or has come to be of no use.
+        """
+        work = ((prefix, rank) for prefix in prefixes for rank in self._ranks)
+        done: queue.SimpleQueue[Pulled | BaseException | None] = queue.SimpleQueue()
+        threads = [
+            threading.Thread(target=self._work, args=(work, done), name=f"pull-{number}")
+            for number in range(self._jobs)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield from self._results(done, deadline)
+        finally:
+            self._pauses.stop()
+            self._service.close()
+            for thread in threads:
+                thread.join()
+
+    def _results(
+        self, done: queue.SimpleQueue[Pulled | BaseException | None], deadline: float | None
+    ) -> Iterator[Pulled]:
+        running = self._jobs
+        while running:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0)
+            try:
+                result = done.get(timeout=left)
+            except queue.Empty:
+                self.complete = False
+                return
+            if result is None:
+                running -= 1
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                yield result
+
+    def _work(
+        self,
+        work: Iterator[tuple[Prefix, int | None]],
+        done: queue.SimpleQueue[Pulled | BaseException | None],
+    ) -> None:
+        try:
+            while not self._pauses.stopped:
+                with self._lock:
+                    prefix, rank = next(work, (None, None))
+                if prefix is None:
+                    break
+                done.put(self._pull(prefix, rank))
+        except BaseException as error:  # raised by `pull` in the caller's thread
+            done.put(error)
+        finally:
+            done.put(None)
+
+    def _pull(self, prefix: Prefix, rank: int | None) -> Pulled:
+        body = json.dumps(generate_body(prefix, rank)).encode()
+        try:
+            reply = self._asked(body)
+        except _RefusedForAllError:
+            raise
+        except StoreUnavailable as error:
+            with self._lock:
+                self._failed_in_a_row += 1
+                if self._failed_in_a_row >= _GIVE_UP_AFTER:
+                    raise
+            return Pulled(prefix.number, rank, prefix.pages, error=str(error))
+        with self._lock:
+            self._failed_in_a_row = 0
+        if reply.status != http.client.OK:
+            return Pulled(prefix.number, rank, prefix.pages, error=_said(reply))
+        return self._read(prefix, rank, reply)
+
+    def _asked(self, body: bytes) -> Reply:
+        """Send one request until it is answered: 200, or the server blames the request itself."""
+        tries = _TRIES
+        while True:
+            self._pauses.wait()
+            try:
+                reply = self._service.post(self._path, body, repeatable=True)
+                self._refuse_for_all(reply)
+                if reply.status in _BUSY:
+                    if not self._pauses.busy(reply.retry_after):
+                        raise _RefusedForAllError(str(self._service.refused(self._path, reply)))
+                    continue
+                if reply.status < http.client.INTERNAL_SERVER_ERROR:
+                    self._pauses.answered()
+                    return reply
+                raise self._service.refused(self._path, reply)
+            except StoreUnavailable as error:
+                tries -= 1
+                hung = isinstance(error.__cause__, TimeoutError)
+                if isinstance(error, _RefusedForAllError) or hung or not tries:
+                    raise
+                self._pauses.failed()
+
+    def _refuse_for_all(self, reply: Reply) -> None:
+        """Raise where no other request would fare better."""
+        if reply.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
+            what = f"HTTP {reply.status}: the server wants its API key"
+            raise _RefusedForAllError(str(self._service.lost(what, f"set {API_KEY_VARIABLE}")))
+        if reply.status == http.client.NOT_FOUND or 300 <= reply.status < 400:
+            raise _RefusedForAllError(str(self._service.refused(self._path, reply)))
+
+    def _read(self, prefix: Prefix, rank: int | None, reply: Reply) -> Pulled:
+        try:
+            meta = json.loads(reply.body)["meta_info"]
+            cached = meta["cached_tokens"]
+            details = meta.get("cached_tokens_details") or {}
+            reason = meta.get("finish_reason") or {}
+            sources = {name: details[name] for name in _SOURCES if type(details.get(name)) is int}
+            aborted = reason.get("type") == "abort"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            what = "an answer is not that of an SGLang server"
+            raise _RefusedForAllError(str(self._service.lost(what, self._service.hint))) from None
+        error = str(reason.get("message") or "aborted")[:_SAID_CHARS] if aborted else ""
+        tokens = cached if type(cached) is int else 0
+        return Pulled(prefix.number, rank, prefix.pages, tokens, sources, error)
+
+
+class _RefusedForAllError(StoreUnavailable):
+    """A refusal that no other request would escape."""
+
+
+class _Pauses:
+    """How long requests wait while a server is busy or fails; shared by all threads."""
+
+    def __init__(self, pause_s: float, patience_s: float) -> None:
+        self._pause_s, self._patience_s = pause_s, patience_s
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._next_s = pause_s
+        self._until = 0.0  # when requests go on
+        self._answered = time.monotonic()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        """Let nobody wait any longer."""
+        self._stop.set()
+
+    def wait(self) -> None:
+        """Wait until requests go on. Raises StoreUnavailable once they never will."""
+        while (left := self._until - time.monotonic()) > 0 and not self.stopped:
+            self._stop.wait(left)
+        if self.stopped:
+            raise StoreUnavailable("stopped")
+
+    def answered(self) -> None:
+        """Note that the server takes requests."""
+        with self._lock:
+            self._answered = time.monotonic()
+            self._next_s = self._pause_s
+
+    def busy(self, retry_after: str) -> bool:
+        """Make all requests wait, as long as the server says; False when it was busy too long."""
+        now = time.monotonic()
+        with self._lock:
+            asked = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
+            self._extend(now, max(asked, self._next_s))
+            return now - self._answered < self._patience_s
+
+    def failed(self) -> None:
+        """Make all requests wait a little."""
+        with self._lock:
+            self._extend(time.monotonic(), self._next_s)
+
+    def _extend(self, now: float, seconds: float) -> None:
+        if self._until <= now:  # the first of those that were under way together
+            self._until = now + min(seconds, _MAX_PAUSE_S)
+            self._next_s = min(2 * self._next_s, _MAX_PAUSE_S)
+
+
+def _said(reply: Reply) -> str:
+    """Quote why a server does not take a request."""
+    text = reply.body[:_SAID_CHARS].decode(errors="replace")
+    text = "".join(char if char.isprintable() else " " for char in text).strip()
+    return f"HTTP {reply.status}" + (f": {text}" if text else "")

@@ -1,0 +1,138 @@
+"""Hits of many chains against many objects, beside listing and hashing alone; run by hand.
+
+    python tests/bench/bench_hits.py [--objects 1000000] [--chains 10000] [--pages 100]
+
+The store is a listing in memory, of a TP=2 model with an indexer, some objects of which are
+missing; requests are a file of token ids. Prints seconds, and what finding hits costs as a share
+of listing the same objects, as `ls` does, and of hashing the same requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.base import Limits, Store, scan_schema
+from hicachectl.chains import Chains, Hashing, chains_of, hex_pages
+from hicachectl.formats.hashing import page_hashes
+from hicachectl.formats.profile import parse_profile
+from hicachectl.hit_rows import hit_rows
+from hicachectl.hits import find_hits
+from hicachectl.inventory import take_inventory
+from hicachectl.requests import read_token_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Generator
+
+PAGE_SIZE = 16
+SUFFIXES = ("_m_0_2.bin", "_m_1_2.bin", ".mamba_m_0_2.bin", ".mamba_m_1_2.bin")
+PROFILE = f"""
+model = "m"
+page_size = {PAGE_SIZE}
+tp = 2
+[[pools]]
+name = "kv"
+kind = "opaque"
+nbytes = 4096
+[[pools]]
+name = "mamba"
+kind = "opaque"
+nbytes = 4096
+"""
+
+
+class Listing(Store):
+    """A store that can only be listed."""
+
+    scheme = "file"
+    limits = Limits(batch_objects=1, batch_bytes=1, parallel_reads=1, parallel_writes=1)
+
+    def __init__(self, batches: list[pa.RecordBatch]) -> None:
+        self.url, self.batches = "memory", batches
+
+    @classmethod
+    def from_url(cls, url: Any) -> Any:
+        raise NotImplementedError
+
+    def scan(self, columns: Collection[str] = ()) -> Generator[Any, None, None]:
+        names = scan_schema(columns).names
+        yield from (batch.select(names) for batch in self.batches)
+
+    def read_into(self, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+def listing(pages: np.ndarray[Any, Any], gone: float) -> Listing:
+    """Every page with all its objects, but for a share of them."""
+    chance = np.random.default_rng(0)
+    batches = []
+    for suffix in SUFFIXES:
+        there = pages[chance.random(len(pages)) >= gone]
+        for start in range(0, len(there), 65_536):
+            names = hex_pages(np.ascontiguousarray(there[start : start + 65_536]))
+            keys = pa.array([name + suffix for name in names.to_pylist()], pa.binary())
+            sizes = pa.array(np.full(len(keys), 4096))
+            fields = {"key": keys, "nbytes": sizes, "mtime_ns": sizes}
+            batches.append(pa.record_batch(fields).cast(scan_schema(("nbytes", "mtime_ns"))))
+    return Listing(batches)
+
+
+def timed(what: str, function: Any) -> tuple[Any, float]:
+    """Call, print the seconds, and return both."""
+    start = time.perf_counter()
+    result = function()
+    seconds = time.perf_counter() - start
+    print(f"{what:44} {seconds:7.2f} s")
+    return result, seconds
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--objects", type=int, default=1_000_000)
+    parser.add_argument("--chains", type=int, default=10_000)
+    parser.add_argument("--pages", type=int, default=100)
+    options = parser.parse_args()
+    chance = random.Random(0)
+    # Requests share prefixes: as many distinct pages as the store has.
+    stems = max(1, options.objects // len(SUFFIXES) // options.pages)
+    tokens = options.pages * PAGE_SIZE + 1
+    prompts = [[chance.randrange(150_000) for _ in range(tokens)] for _ in range(stems)]
+    stored = np.concatenate([page_hashes(prompt, PAGE_SIZE) for prompt in prompts])
+    store = listing(stored, gone=0.001)
+    profile = parse_profile(PROFILE)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "requests.jsonl"
+        with path.open("w") as file:
+            for number in range(options.chains):
+                file.write(json.dumps(prompts[number % stems]) + "\n")
+        print(f"{options.chains} requests of {options.pages} pages, {options.objects} objects")
+        chains, hashing = timed(
+            "read and hash the requests",
+            lambda: chains_of(read_token_ids(path), Hashing.of(profile)),
+        )
+    inventory, listed = timed("list the store", lambda: take_inventory(store, profile))
+    hits, found = timed("find hits", lambda: find_hits(inventory, 0, chains))
+    _, _ = timed("make rows", lambda: hit_rows(hits, PAGE_SIZE))
+    check(chains, hits)
+    print(f"find hits / list {found / listed:5.2f}   find hits / hash {found / hashing:5.2f}")
+    print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
+
+
+def check(chains: Chains, hits: Any) -> None:
+    """What is measured is the work, not a shortcut."""
+    assert len(hits.usable_pages) == len(chains)
+    assert 0 < hits.usable_pages.mean() < np.diff(chains.offsets).mean()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""File store to Mooncake, against a bare loop of batch_put_from over memory; run by hand.
+
+    python -m tests.bench.bench_migrate_mooncake [--pages 512] [--bytes 1048576] [--runs 5]
+
+Starts a master and a storage process on this machine. The bare loop puts as many objects of the
+same sizes from one registered buffer that holds them already, in batches of 128, from one thread.
+Ours is what `hicachectl migrate` does once both stores are listed: reading files (on tmpfs unless
+--dir says otherwise), making K and V objects of them, and putting these. Prints median throughputs
+and the median ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from hicachectl.backends.arena import Arena
+from hicachectl.backends.mooncake import MooncakeStore
+from hicachectl.backends.urls import StoreUrl, open_store, parse_url
+from hicachectl.formats.profile import Pool, Profile
+from hicachectl.migrate import Request, migrate
+from hicachectl.migrating.carrying import Carrier, Manner
+from tests.bench.bench_migrate_files import fill
+from tests.mooncake_cluster import Cluster
+
+BATCH = 128
+TOKENS, HEADS, CHANNELS = 64, 1, 128
+
+
+def profile_of(nbytes: int) -> Profile:
+    """A deployment of TP 1 whose pages have so many bytes in a file, K and V together."""
+    layers = nbytes // (2 * TOKENS * HEADS * CHANNELS * 2)
+    pool = Pool(
+        name="kv", kind="mha", dtype="bfloat16", layers=layers, kv_heads=HEADS, head_dim=CHANNELS
+    )
+    return Profile(model="bench", page_size=TOKENS, layout="page_first", pools=(pool,))
+
+
+def bare(store: MooncakeStore, objects: int, nbytes: int, run: int) -> float:
+    """Seconds of putting objects that are in memory."""
+    client = store._data()
+    slot = -(-nbytes // 4096) * 4096
+    with Arena(slot * BATCH) as arena:
+        arena.array[:] = 1
+        client.register(arena.address, arena.nbytes)
+        began = time.perf_counter()
+        for start in range(0, objects, BATCH):
+            keys = [f"bare_{run}_{n:064x}_0_k" for n in range(start, min(start + BATCH, objects))]
+            addresses = [arena.address + slot * n for n in range(len(keys))]
+            codes = client.put_from(keys, addresses, [nbytes] * len(keys), groups=None, pin=False)
+            assert not codes.any()
+        seconds = time.perf_counter() - began
+        client.unregister(arena.address)
+    return seconds
+
+
+def ours(source: Path, url: str, profile: Profile, manner: Manner) -> float:
+    """Seconds of carrying, after listing."""
+    spent = [0.0]
+    carry = Carrier.carry
+
+    def timed(carrier: Carrier, *arguments: object, **options: object) -> object:
+        began = time.perf_counter()
+        tally = carry(carrier, *arguments, **options)  # type: ignore[arg-type]
+        spent[0] = time.perf_counter() - began
+        return tally
+
+    Carrier.carry = timed  # type: ignore[method-assign,assignment]
+    try:
+        with open_store(str(source)) as one, open_store(url) as other:
+            outcome = migrate(one, other, Request(profile=profile, manner=manner))
+        assert outcome.all_well, outcome.document
+        assert outcome.document["pages"]
+    finally:
+        Carrier.carry = carry  # type: ignore[method-assign]
+    return spent[0]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pages", type=int, default=512)
+    parser.add_argument("--bytes", type=int, default=1 << 20)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--jobs", type=int)
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
+    options = parser.parse_args()
+    profile = profile_of(options.bytes)
+    total = options.pages * options.bytes
+    with (
+        tempfile.TemporaryDirectory(dir=options.dir) as folder,
+        Cluster(segment_bytes=2 * total + (64 << 20), lease_ms=1) as cluster,
+    ):
+        os.environ["XDG_STATE_HOME"] = folder
+        fill(Path(folder, "s"), options.pages, ["_bench_0_1"], options.bytes)
+        times = []
+        for run in range(options.runs + 1):
+            with MooncakeStore.from_url(_url(cluster)) as store:
+                alone = bare(store, 2 * options.pages, options.bytes // 2, run)
+            cluster.clear()
+            whole = ours(Path(folder, "s"), cluster.url, profile, Manner(jobs=options.jobs))
+            cluster.clear()
+            times.append((alone, whole))
+        seconds = np.array(times[1:])  # the first touches the segment
+        speeds = total / seconds / 1e9
+        print(
+            f"{options.pages} pages of {options.bytes} bytes: bare {np.median(speeds[:, 0]):.2f} "
+            f"GB/s, ours {np.median(speeds[:, 1]):.2f} GB/s, ratio "
+            f"{np.median(speeds[:, 1] / speeds[:, 0]):.2f}"
+        )
+
+
+def _url(cluster: Cluster) -> StoreUrl:
+
+    return parse_url(cluster.url)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Measure what re-sharding and re-ordering pages in memory costs over copying them.
+
+    python -m tests.bench.bench_relayout [--pages N] [--repeat N]
+
+Pages of Qwen3-32B (64 tokens, 64 layers, 8 KV heads of 128 bfloat16). Prints GB/s of source bytes
+by `relayout`, by numpy.copyto of the same bytes as they are, and the median of their ratios; the
+two take turns. One thread, and its own processor time, so that other load on the machine counts
+less; what it takes of the memory's bandwidth remains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hicachectl.formats.profile import Pool, Profile
+from hicachectl.formats.transfer import transfer_plan
+from hicachectl.kernels.relayout import relayout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+QWEN = Profile(
+    model="Qwen/Qwen3-32B",
+    page_size=64,
+    tp=4,
+    pools=(Pool(name="kv", kind="mha", dtype="bfloat16", layers=64, kv_heads=8, head_dim=128),),
+)
+DIRECT = {"layout": "page_first_direct"}
+CASES: tuple[tuple[str, dict[str, Any], dict[str, Any], str], ...] = (
+    ("tp 4 to 8, page_first, file", {}, {"tp": 8}, "file"),
+    ("tp 4 to 8, page_first_direct, file", DIRECT, {"tp": 8}, "file"),
+    ("tp 4 to 8, page_first, mooncake", {}, {"tp": 8}, "mooncake"),
+    ("tp 8 to 4, page_first, file", {"tp": 8}, {"tp": 4}, "file"),
+    ("pp 1 to 2, page_first, file", {}, {"pp": 2}, "file"),
+    ("page_first to page_first_direct, file", {}, DIRECT, "file"),
+    ("page_first to page_head, file", {}, {"layout": "page_head"}, "file"),
+    ("page_head to page_first, file", {"layout": "page_head"}, {"layout": "page_first"}, "file"),
+)
+
+
+def main() -> None:
+    """Print a line for each case."""
+    parser = argparse.ArgumentParser(description="Measure relayout against copying.")
+    parser.add_argument("--pages", type=int, default=16)
+    parser.add_argument("--repeat", type=int, default=11)
+    options = parser.parse_args()
+    for name, source, destination, grammar in CASES:
+        before = replace(QWEN, **source)
+        after = replace(before, **destination)
+        unit_time(name, before, after, grammar, options)
+
+
+def unit_time(
+    name: str, before: Profile, after: Profile, grammar: str, options: argparse.Namespace
+) -> None:
+    plan = transfer_plan(before, grammar, after, grammar)
+    unit = plan.units[0]
+    rng = np.random.default_rng(1)
+    sources = [
+        rng.integers(0, 256, (options.pages, plan.sources[n].nbytes), dtype=np.uint8)
+        for n in unit.sources
+    ]
+    made = [
+        np.ones((options.pages, plan.destinations[n].nbytes), np.uint8) for n in unit.destinations
+    ]
+    copies = [np.ones_like(pages) for pages in sources]
+
+    def copy() -> None:
+        for one, two in zip(copies, sources, strict=True):
+            np.copyto(one, two)
+
+    nbytes = sum(pages.nbytes for pages in sources)
+    pairs = [
+        (seconds(copy), seconds(lambda: relayout(unit, sources, made)))
+        for _ in range(options.repeat)
+    ]
+    plain, moved = (min(times) for times in zip(*pairs, strict=True))
+    ratio = statistics.median(two / one for one, two in pairs)
+    print(
+        f"{name:42} {nbytes / moved / 1e9:5.1f} GB/s, copy {nbytes / plain / 1e9:5.1f} GB/s, "
+        f"{ratio:.2f}x its time"
+    )
+
+
+def seconds(work: Callable[[], None]) -> float:
+    start = time.thread_time()
+    work()
+    return time.thread_time() - start
+
+
+if __name__ == "__main__":
+    main()

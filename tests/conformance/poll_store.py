@@ -1,0 +1,91 @@
+"""Ask SGLang's own backend again and again which pages of a prompt are there, and how much of each.
+
+Runs inside the SGLang environment:
+`poll_store.py PLACE --manifest FILE --log FILE --until FILE`; PLACE, --backend and the manifest
+are write_store.py's.
+
+Every rank asks `batch_exists_v2` for a page's anchor, and once it has that, in a second call for
+each side pool that the manifest's objects of the page are of: one call asks for them all in no
+certain order. Goes on until the file of --until exists, and appends a JSON line to --log for each
+time through the prompt: {"seen", "half"}, how many pages all ranks see, and [page, rank, pool] of
+each side object that was not there though the anchor was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.conformance import rank_pools, sglang_env, write_store
+    from tests.conformance.store_cases import Deployment
+else:
+    import rank_pools
+    import sglang_env
+    import write_store
+    from store_cases import Deployment
+
+
+def main() -> None:
+    """Poll until told to stop."""
+    parser = argparse.ArgumentParser(description="Watch a store with SGLang itself.")
+    write_store.add_place(parser)
+    parser.add_argument("--manifest", type=Path, required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--until", type=Path, required=True)
+    options = parser.parse_args()
+    manifest = json.loads(options.manifest.read_text())
+    logging.disable(logging.WARNING)  # a miss is one
+    with contextlib.redirect_stdout(sys.stderr), options.log.open("w", buffering=1) as log:
+        backends = _backends(manifest, write_store.place(options))
+        while not options.until.exists():
+            log.write(json.dumps(_round(backends, manifest)) + "\n")
+
+
+def _backends(manifest: dict[str, Any], place: write_store.Place) -> list[Any]:
+    """The backend of each rank, and the pools that keep it alive."""
+    deployment = Deployment(**manifest["deployments"][0])
+    controllers = []
+    for rank in rank_pools.ranks(deployment.profile):
+        with rank_pools.parallel(deployment, rank):
+            pools = rank_pools.build_pools(deployment, rank, len(manifest["pages"]))
+            controllers.append((write_store.make_controller(deployment, pools, place), pools))
+    return controllers
+
+
+def _round(controllers: list[Any], manifest: dict[str, Any]) -> dict[str, Any]:
+    sides: dict[str, set[str]] = {page: set() for page in manifest["pages"]}
+    for entry in manifest["objects"]:
+        if entry["pool"] != "kv":
+            sides[entry["page"]].add(entry["pool"])
+    seen, half = 0, []
+    for page in manifest["pages"]:
+        believers = 0
+        for number, (controller, _) in enumerate(controllers):
+            backend = controller.storage_backend
+            if not backend.batch_exists_v2([page], None).kv_hit_pages:
+                continue
+            believers += 1
+            half += [
+                [page, number, pool]
+                for pool in sorted(sides[page])
+                if not backend.batch_exists_v2([page], [_query(pool)]).kv_hit_pages
+            ]
+        seen += believers == len(controllers)
+    return {"seen": seen, "half": half}
+
+
+def _query(pool: str) -> Any:
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+    return PoolTransfer(name=PoolName(pool), keys=[""], hit_policy=PoolHitPolicy.ALL_PAGES)
+
+
+if __name__ == "__main__":
+    sglang_env.prepare()
+    main()

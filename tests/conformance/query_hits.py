@@ -1,0 +1,82 @@
+"""Ask SGLang's own backend how far each rank could restore chains of pages.
+
+Runs inside the SGLang environment: `query_hits.py --question FILE PLACE… [--backend B]`. Places and
+--backend are write_store.py's; the question is JSON: deployments (of a manifest) and chains, lists
+of page hashes. Prints a JSON list with an entry for each place, deployment and rank: place,
+deployment (their numbers), pp, cp, tp, and for each chain restorable, the lengths that
+`batch_exists_v2` reports, and kv, the leading pages of kv. 3FS reports no more than one length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conformance import rank_pools, read_back, sglang_env, write_store
+    from tests.conformance.rank_pools import Rank
+    from tests.conformance.store_cases import Deployment
+else:
+    import rank_pools
+    import read_back
+    import sglang_env
+    import write_store
+    from store_cases import Deployment
+
+
+def main() -> None:
+    """Answer the question and print the answers."""
+    parser = argparse.ArgumentParser(description="Ask SGLang what it could restore.")
+    parser.add_argument("places", nargs="+")
+    parser.add_argument("--backend", choices=("file", "hf3fs", "mooncake"), default="file")
+    parser.add_argument("--question", type=Path, required=True)
+    options = parser.parse_args()
+    question = json.loads(options.question.read_text())
+    with contextlib.redirect_stdout(sys.stderr):
+        answers = [
+            {"deployment": number, **dataclasses.asdict(rank), **answer}
+            for number, fields in enumerate(question["deployments"])
+            for rank in rank_pools.ranks(fields["profile"])
+            for answer in _ask(Deployment(**fields), rank, question["chains"], options)
+        ]
+    print(json.dumps(answers))
+
+
+def _ask(
+    deployment: Deployment, rank: Rank, chains: list[list[str]], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """The answers of a rank, one a place."""
+    with rank_pools.parallel(deployment, rank):
+        pools = rank_pools.build_pools(deployment, rank, pages=1)
+        for number, text in enumerate(options.places):
+            place = write_store.place(argparse.Namespace(place=text, backend=options.backend))
+            backend = write_store.make_controller(deployment, pools, place).storage_backend
+            found = [
+                backend.batch_exists_v2(chain, read_back.queries(deployment.profile))
+                for chain in chains
+            ]
+            yield {
+                "place": number,
+                "restorable": [_lengths(result) for result in found],
+                "kv": [result.extra_pool_hit_pages.get("kv", 0) for result in found],
+            }
+
+
+def _lengths(result: Any) -> list[int]:
+    if result.restorable_prefix_pages is None:
+        return [result.kv_hit_pages]
+    lengths: list[int] = result.restorable_prefix_pages
+    assert result.kv_hit_pages == max(lengths, default=0)
+    return lengths
+
+
+if __name__ == "__main__":
+    sglang_env.prepare()
+    main()

@@ -1,0 +1,186 @@
+"""`hits` says what SGLang's own backends would say of each chain, all ranks agreed."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.conformance.store_cases import CASES, DEFAULT_LAYOUT, NEWEST
+from tests.mooncake_cluster import Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conformance.conftest import Manifest, SglangSession, WriteStore
+    from tests.conftest import Invoke
+
+    Answers = list[dict[str, Any]]
+    Chain = list[str]
+
+CHAINS = 60
+PLACES = 6  # copies of a store, each with other objects gone
+FILE_CASES = [name for name, case in CASES.items() if case.sglang == NEWEST]
+MOONCAKE_CASES = (
+    "gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "mha_draft", "swa", "pp2", "cp2",
+    "mla_mha_draft", "split_heads_draft", "tag_and_none",
+)  # fmt: skip
+
+pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-mooncake")]
+
+
+@pytest.fixture(scope="module")
+def cluster(mooncake_package: None) -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("case", FILE_CASES)
+def test_chains_in_files_reach_as_far_as_sglang_says(
+    sglang_store: WriteStore,
+    sglang_session: SglangSession,
+    invoke: Invoke,
+    tmp_path: Path,
+    case: str,
+) -> None:
+    store, manifest = sglang_store(case, layout=DEFAULT_LAYOUT)
+    chance = random.Random(case)
+    places = []
+    for number in range(PLACES):
+        places.append(tmp_path / f"store-{number}")
+        shutil.copytree(store, places[-1], copy_function=_empty_copy)
+        for gone in some_objects(manifest, chance, share=number * 0.04):
+            (places[-1] / gone["file"]).unlink()
+    chains = chains_of(manifest["pages"], chance)
+    answers = ask(sglang_session, manifest, chains, tmp_path, *places)
+    reached = set()
+    for number, place in enumerate(places):
+        for deployment, profile in enumerate(_profiles(manifest, tmp_path)):
+            told = [a for a in answers if (a["place"], a["deployment"]) == (number, deployment)]
+            rows = hits_of(invoke, chains, tmp_path, place, "--profile", profile)
+            compare(rows, told, chains)
+            existing = {path.name for path in place.iterdir()}
+            check_stops(rows, chains, existing)
+            reached |= {(row["usable_pages"], row["kv_pages"]) for row in rows}
+    if case == "cp2_without_dp":  # SGLang leaves out what its second rank would read
+        assert reached == {(0, 0)}
+    else:
+        assert len(reached) > 5
+
+
+def _empty_copy(source: str, target: str) -> None:
+    """Copy an object's name and size: nothing here reads one."""
+    from pathlib import Path
+
+    with Path(target).open("wb") as file:
+        file.truncate(Path(source).stat().st_size)
+
+
+@pytest.mark.parametrize("case", MOONCAKE_CASES)
+def test_chains_in_mooncake_reach_as_far_as_sglang_says(
+    cluster: Cluster,
+    sglang_session: SglangSession,
+    invoke: Invoke,
+    tmp_path: Path,
+    case: str,
+) -> None:
+    cluster.clear()
+    manifest = sglang_session.run("write_store", case, cluster.master, "--backend=mooncake")
+    chance = random.Random(case)
+    chains = chains_of(manifest["pages"], chance)
+    reached = set()
+    for share in (0.0, 0.1):
+        for gone in some_objects(manifest, chance, share=share):
+            cluster.remove(gone["key"])
+        answers = ask(
+            sglang_session, manifest, chains, tmp_path, cluster.master, "--backend=mooncake"
+        )
+        for deployment, profile in enumerate(_profiles(manifest, tmp_path)):
+            told = [a for a in answers if a["deployment"] == deployment]
+            rows = hits_of(invoke, chains, tmp_path, cluster.url, "--profile", profile)
+            compare(rows, told, chains)
+            check_stops(rows, chains, set(cluster.list_keys()))
+            reached |= {(row["usable_pages"], row["kv_pages"]) for row in rows}
+    assert len(reached) > 5
+
+
+def test_requests_reach_the_pages_that_sglang_wrote_for_their_tokens(
+    sglang_store: WriteStore, invoke: Invoke, tmp_path: Path
+) -> None:
+    store, manifest = sglang_store("hybrid_mamba", layout=DEFAULT_LAYOUT)
+    (profile,) = _profiles(manifest, tmp_path)
+    tokens = manifest["tokens"]
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("".join(f"{json.dumps(ids)}\n" for ids in ([*tokens, 1], tokens, [1] * 99)))
+    out = invoke(
+        "hits", store, "--token-ids", requests, "--profile", profile, "--format", "jsonl"
+    ).stdout
+    rows = [json.loads(line) for line in out.splitlines()]
+    # Of whole pages the last is computed again, and Mamba states lie at pages 2, 5 and 7.
+    assert [(row["kv_pages"], row["usable_pages"]) for row in rows] == [(8, 8), (7, 6), (0, 0)]
+    assert rows[1]["usable_tokens"] == 6 * manifest["page_size"]
+    assert rows[1]["stopped_by"]["pool"] == "mamba"
+    assert rows[1]["stopped_by"]["page"] == manifest["pages"][6]
+
+
+def some_objects(manifest: Manifest, chance: random.Random, share: float) -> list[dict[str, Any]]:
+    return [entry for entry in manifest["objects"] if chance.random() < share]
+
+
+def chains_of(pages: list[str], chance: random.Random) -> list[Chain]:
+    """Every prefix, and others: a backend only looks for names, in whichever order they are."""
+    chains = [pages[:length] for length in range(1, len(pages) + 1)]
+    while len(chains) < CHAINS:
+        strangers = [f"{chance.getrandbits(256):064x}" for _ in range(2)]
+        chains.append(chance.sample([*pages, *strangers], chance.randint(1, len(pages))))
+        start = chance.randrange(len(pages))
+        chains.append(pages[start : start + chance.randint(1, len(pages))])
+    return chains
+
+
+def _profiles(manifest: Manifest, directory: Path) -> list[Path]:
+    paths = []
+    for number, deployment in enumerate(manifest["deployments"]):
+        paths.append(directory / f"profile-{number}.json")
+        paths[-1].write_text(json.dumps(deployment["profile"]))
+    return paths
+
+
+def ask(
+    session: SglangSession, manifest: Manifest, chains: list[Chain], folder: Path, *place: object
+) -> Answers:
+    question = folder / "question.json"
+    question.write_text(json.dumps({"deployments": manifest["deployments"], "chains": chains}))
+    answers: Answers = session.run("query_hits", *place, f"--question={question}")
+    return answers
+
+
+def hits_of(invoke: Invoke, chains: list[Chain], folder: Path, *arguments: object) -> Answers:
+    listed = folder / "chains.jsonl"
+    listed.write_text("".join(f"{json.dumps(chain)}\n" for chain in chains))
+    out = invoke("hits", *arguments, "--pages", listed, "--format", "jsonl").stdout
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def compare(rows: Answers, told: Answers, chains: list[Chain]) -> None:
+    """Compare with what the ranks say, agreed as _sync_prefetch_hit_query has them agree."""
+    assert told
+    for number, (row, chain) in enumerate(zip(rows, chains, strict=True)):
+        agreed = set.intersection(*(set(answer["restorable"][number]) for answer in told))
+        assert row["usable_pages"] == max(agreed, default=0), chain
+        assert row["kv_pages"] == min(answer["kv"][number] for answer in told), chain
+
+
+def check_stops(rows: Answers, chains: list[Chain], existing: set[str]) -> None:
+    """A chain is stopped by an object of one of its pages that is not there."""
+    for row, chain in zip(rows, chains, strict=True):
+        stop = row["stopped_by"]
+        assert (stop is None) == (row["usable_pages"] == len(chain))
+        if stop is not None:
+            assert stop["key"] not in existing
+            assert stop["page"] in stop["key"]
+            assert stop["page"] in chain[: row["kv_pages"] + 1]

@@ -1,0 +1,290 @@
+"""What SGLang wrote for one deployment, SGLang reads as another after `hicachectl migrate`.
+
+The values of page_values.py say where in the model each element belongs. So a store that was
+re-keyed, re-ordered or re-sharded on its way must give the destination's ranks, through SGLang's
+own backends and host pools, the elements that are theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.hf3fs_server import MetadataServer
+from tests.mooncake_cluster import Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conformance.conftest import Manifest, SglangSession, WriteStore
+    from tests.conftest import Invoke
+
+FILE_SIZE = 1 << 24
+
+# One worker holds the processes that the stores live in.
+pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-migrated")]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A case of store_cases.py, and the deployment that its pages are to serve.
+
+    to: fields of the destination's profile that differ from the source's.
+    layout: that the source has, where it is not the case's own.
+    """
+
+    case: str
+    source: str
+    destination: str
+    to: dict[str, Any] = field(default_factory=dict)
+    layout: str = ""
+
+    @property
+    def name(self) -> str:
+        changes = [f"{name}={value}" for name, value in self.to.items()]
+        return " ".join(filter(None, (self.case, self.layout, *changes))).replace("/", "-")
+
+
+_DIRECT = {"layout": "page_first_direct"}
+_HEAD = {"layout": "page_head"}
+_THREE_ONE = {"pp": 2, "pp_partition": [3, 1]}
+_ONE_STAGE: dict[str, Any] = {"pp": 1, "pp_partition": []}
+
+MOVES = (
+    # Heads over other ranks, down to one and up to more ranks than heads.
+    Move("gqa_tp2", "file", "file", {"tp": 1}),
+    Move("gqa_tp2", "file", "file", {"tp": 4, **_DIRECT}),
+    Move("gqa_tp2", "file", "file", {"tp": 8}),
+    Move("gqa_tp2", "file", "mooncake", {"tp": 4}),
+    Move("gqa_tp2", "file", "hf3fs", {"tp": 4}),
+    Move("gqa_tp2", "mooncake", "file", {"tp": 1, **_HEAD}),
+    Move("gqa_tp2", "mooncake", "mooncake", {"tp": 8, **_DIRECT}),
+    Move("gqa_tp2", "mooncake", "hf3fs", {"tp": 1, **_DIRECT}, layout="page_head"),
+    Move("gqa_tp2", "hf3fs", "file", {"tp": 4, **_HEAD}),
+    Move("gqa_tp2", "hf3fs", "mooncake", {"tp": 4, **_DIRECT}, layout="layer_first"),
+    Move("gqa_tp2", "hf3fs", "hf3fs", {"tp": 1, **_DIRECT}),
+    # Stages, with heads at once.
+    Move("gqa_tp2", "file", "file", {"tp": 4, **_THREE_ONE}),
+    Move("gqa_tp2", "hf3fs", "mooncake", _THREE_ONE),
+    Move("pp2", "file", "file", {"tp": 4, **_ONE_STAGE}),
+    Move("pp2", "file", "hf3fs", _ONE_STAGE),
+    Move("pp2", "mooncake", "file", {"pp_partition": [1, 4]}),
+    Move("mla_pp2", "mooncake", "file", _ONE_STAGE),
+    Move("mla_pp2", "mooncake", "mooncake", {"pp": 3, "pp_partition": [1, 1, 2]}),
+    # Byte orders.
+    Move("mha_layouts", "file", "file", _HEAD, layout="layer_first"),
+    Move("mha_layouts", "file", "file", _DIRECT, layout="page_head"),
+    Move("mha_layouts", "file", "mooncake", {"layout": "page_first"}, layout="page_head"),
+    Move("mla_indexer", "file", "file", _DIRECT),
+    Move("mla_indexer", "hf3fs", "mooncake", {"layout": "page_first"}, layout="layer_first"),
+    # Latent rows and index keys, which the ranks share.
+    Move("mla_indexer", "file", "hf3fs", {"tp": 4}),
+    Move("mla_indexer", "file", "mooncake", {**_THREE_ONE, **_DIRECT}),
+    Move("mla_fp8_indexer", "mooncake", "file", {"tp": 1, **_DIRECT}),
+    # Recurrent states: gated delta net, and Kimi's, whose window is the first axis.
+    Move("hybrid_mamba", "file", "file", {"tp": 4, **_DIRECT}),
+    Move("hybrid_mamba", "file", "mooncake", {"tp": 1}),
+    Move("hybrid_mamba", "mooncake", "hf3fs", {"tp": 4}, layout="page_first_direct"),
+    Move("hybrid_mamba", "hf3fs", "file", {"tp": 1}),
+    Move("mla_mamba", "file", "hf3fs", {"tp": 4}),
+    Move("mla_mamba", "mooncake", "file", {"tp": 1}),
+    Move("mla_mamba", "hf3fs", "mooncake", {"tp": 4, **_DIRECT}),
+    # Windows and drafts.
+    Move("swa", "file", "mooncake", {"tp": 4}),
+    Move("swa", "mooncake", "file", {"tp": 1, **_HEAD}),
+    Move("mha_draft", "file", "mooncake", {"tp": 4}),
+    Move("mha_draft", "mooncake", "file", {"tp": 1, **_DIRECT}),
+    Move("mla_mla_draft", "mooncake", "file", {"tp": 1}, layout="layer_first"),
+    Move("mla_mha_draft", "mooncake", "mooncake", {"tp": 4}),
+    Move("mla_mha_draft", "mooncake", "file", {"tp": 1}),
+    # Split heads, which several TP sizes share.
+    Move("gqa_tp2", "file", "mooncake", {"tp_lcm_size": 4, **_HEAD}),
+    Move("split_heads", "mooncake", "file", {"tp": 1, "tp_lcm_size": 0, "layout": "page_first"}),
+    Move("split_heads", "mooncake", "mooncake", {"tp": 1}),
+    Move("split_heads_draft", "mooncake", "mooncake", {"tp": 4}),
+    Move("split_heads_draft", "mooncake", "file", {"tp": 2, "tp_lcm_size": 0}),
+    # Names.
+    Move("hybrid_mamba", "file", "file", {"model": "Qwen/Renamed"}),
+    Move("hybrid_mamba", "mooncake", "mooncake", {"tag": "teamB"}),
+    Move("tag_and_none", "mooncake", "mooncake", {"tag": "", "model": "other/name"}),
+    Move("cp2", "file", "file", {"model": "zai-org/Renamed", **_DIRECT}),
+)
+
+
+class Places:
+    """Where stores of each kind can be: two of each, so that one can be copied to the other."""
+
+    def __init__(self, python: Path, folder: Path) -> None:
+        self.clusters = [Cluster(), Cluster()]
+        self.servers = [MetadataServer(python), MetadataServer(python)]
+        self._folder = folder
+        self._numbers: dict[str, int] = defaultdict(int)
+
+    def close(self) -> None:
+        for cluster in self.clusters:
+            cluster.close()
+        for server in self.servers:
+            server.close()
+
+    def empty(self, kind: str, side: int) -> Place:
+        """An empty store: source (0) or destination (1)."""
+        self._numbers[kind] += 1
+        folder = self._folder / f"{kind}-{self._numbers[kind]}"
+        folder.mkdir()
+        if kind == "file":
+            return Place(kind, str(folder), lambda: str(folder))
+        if kind == "mooncake":
+            cluster = self.clusters[side]
+            cluster.clear()
+            return Place(kind, cluster.master, lambda: cluster.url)
+        server = self.servers[side]
+        server.reset()
+        config = folder / "hf3fs.json"
+        settings = {
+            "file_path_prefix": str(folder / "data" / "hicache"),
+            "file_size": FILE_SIZE,
+            "numjobs": 2,
+            "entries": 4,
+            "metadata_server_url": server.url,
+        }
+        config.write_text(json.dumps(settings))
+        return Place(kind, str(config), lambda: f"hf3fs:?config={config}&snapshot={server.save()}")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A store: what the scripts call it, and its URL."""
+
+    kind: str
+    argument: str
+    url: Any
+
+    @property
+    def arguments(self) -> tuple[str, str]:
+        return self.argument, f"--backend={self.kind}"
+
+
+@pytest.fixture(scope="module")
+def places(
+    sglang_python: Path, mooncake_package: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Places]:
+    """Stores that no other module uses."""
+    found = Places(sglang_python, tmp_path_factory.mktemp("places"))
+    yield found
+    found.close()
+
+
+def changed(profile: dict[str, Any], to: dict[str, Any]) -> dict[str, Any]:
+    """The destination's profile."""
+    return {name: value for name, value in {**profile, **to}.items() if value not in ([], "")}
+
+
+def check(
+    session: SglangSession, place: Place, manifest: Manifest, profile: dict[str, Any], folder: Path
+) -> None:
+    """SGLang, served as `profile` says, finds every page of the manifest and reads its values."""
+    for rank in read_back(session, place, manifest, profile, folder):
+        where = {name: rank[name] for name in ("pp", "cp", "tp")}
+        assert rank["hit_pages"] == len(manifest["pages"]), where
+        assert not any(rank["wrong"].values()), (where, rank["wrong"])
+        assert rank["read"] == positions(manifest, profile), where
+
+
+def read_back(
+    session: SglangSession, place: Place, manifest: Manifest, profile: dict[str, Any], folder: Path
+) -> list[dict[str, Any]]:
+    """What each rank of a deployment reads of a store (read_back.py)."""
+    paths = {"manifest": manifest, "profile": profile}
+    for name, document in paths.items():
+        (folder / f"{name}.json").write_text(json.dumps(document))
+    arguments = [f"--{name}={folder / name}.json" for name in paths]
+    found: list[dict[str, Any]] = session.run(
+        "read_back", *place.arguments, *arguments, accepted=(0, 1)
+    )
+    return found
+
+
+def positions(manifest: Manifest, profile: dict[str, Any]) -> dict[str, list[int]]:
+    """Where in the chain SGLang stored each pool."""
+    number = {page: position for position, page in enumerate(manifest["pages"])}
+    first = manifest["profile"]
+    own = {"model": first["model"].replace("/", "-"), "tag": first.get("tag")}
+    found: dict[str, set[int]] = {pool["name"]: set() for pool in profile["pools"]}
+    for entry in manifest["objects"]:
+        if all(entry.get(name, value) == value for name, value in own.items()):
+            found[entry["pool"]].add(number[entry["page"]])
+    return {pool: sorted(places) for pool, places in found.items()}
+
+
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.name)
+def test_sglang_reads_what_was_migrated_as_the_destination_it_was_made_for(
+    move: Move, places: Places, sglang_session: SglangSession, invoke: Invoke, tmp_path: Path
+) -> None:
+    source, destination = places.empty(move.source, 0), places.empty(move.destination, 1)
+    layout = [f"--layout={move.layout}"] if move.layout else []
+    manifest = sglang_session.run("write_store", move.case, *source.arguments, *layout)
+    profile = changed(manifest["profile"], move.to)
+    if move.destination == "hf3fs":  # its servers have told the metadata server of their files
+        read_back(sglang_session, destination, {**manifest, "pages": []}, profile, tmp_path)
+    before, after = tmp_path / "from.json", tmp_path / "to.json"
+    before.write_text(json.dumps(manifest["profile"]))
+    after.write_text(json.dumps(profile))
+    invoke(
+        "migrate", source.url(), destination.url(),
+        "--profile", before, "--to-profile", after, "--verify", "--grace", "0s",
+    )  # fmt: skip
+    check(sglang_session, destination, manifest, profile, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "sglang", "ends"),
+    [
+        ("gqa_tp2", "0.5.16", {"_0_k", "_0_v", "_1_k", "_1_v"}),
+        ("mla_mla_draft", "0.5.16", {"__k", "__draft_k"}),
+        ("mla_mamba", "0.5.16", {"__k", "_0_temporal", "_1_temporal", "_0_conv_0", "_1_conv_0"}),
+        ("mla_pp2", "0.5.8", {"_0_k", "_1_k", "_0_indexer", "_1_indexer"}),
+        ("gqa_tp2", "0.5.7", {"_0_k", "_0_v", "_1_k", "_1_v"}),
+    ],
+)  # fmt: skip
+def test_pages_of_an_older_release_are_found_again_under_their_new_names(
+    case: str,
+    sglang: str,
+    ends: set[str],
+    places: Places,
+    sglang_session: SglangSession,
+    invoke: Invoke,
+    tmp_path: Path,
+) -> None:
+    new, old = places.empty("mooncake", 0), places.empty("mooncake", 1)
+    manifest = sglang_session.run("write_store", case, *new.arguments)
+    profile, older = tmp_path / "profile.json", tmp_path / "older.json"
+    profile.write_text(json.dumps(manifest["profile"]))
+    older.write_text(json.dumps({**manifest["profile"], "sglang": sglang}))
+    options = ("--verify", "--grace", "0s")
+    invoke("migrate", new.url(), old.url(), "--profile", profile, "--to-sglang", sglang, *options)
+    pages = set(manifest["pages"])
+    named = [key for key in places.clusters[1].list_keys() if key[:64] in pages]
+    assert len(named) == len(manifest["objects"])
+    assert {key[64:] for key in named} == ends
+
+    new = places.empty("mooncake", 0)
+    newest = manifest["profile"]["sglang"]
+    invoke("migrate", old.url(), new.url(), "--profile", older, "--to-sglang", newest, *options)
+    check(sglang_session, new, manifest, manifest["profile"], tmp_path)
+
+
+def test_states_of_an_older_release_that_kept_one_rank_of_two_are_refused(
+    sglang_store: WriteStore, invoke: Invoke, tmp_path: Path
+) -> None:
+    directory, manifest = sglang_store("legacy_mla_mamba")
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps(manifest["profile"]))
+    arguments = (directory, tmp_path / "new", "--profile", profile)
+    refused = invoke("migrate", *arguments, "--to-sglang", "0.5.23", exit_code=2)
+    assert "pools[mamba]: beside an MLA target its keys name no rank" in refused.stderr
+    assert not (tmp_path / "new").exists()

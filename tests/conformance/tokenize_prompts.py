@@ -1,0 +1,80 @@
+"""Have SGLang tokenize texts and chats, as its servers do.
+
+Runs inside the SGLang environment: `tokenize_prompts.py FILE`, a JSON list of {directory, texts,
+chats}: a chat is a body of /v1/chat/completions. Prints a JSON list of {texts, chats}: token ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+if TYPE_CHECKING:
+    from tests.conformance import sglang_env
+else:
+    import sglang_env
+
+
+def main() -> None:
+    """Tokenize what the file that the command line names holds."""
+    questions = json.loads(Path(sys.argv[1]).read_text())
+    with contextlib.redirect_stdout(sys.stderr):
+        answers = [_answered(**question) for question in questions]
+    print(json.dumps(answers))
+
+
+def _answered(directory: str, texts: list[str], chats: list[dict[str, Any]]) -> dict[str, Any]:
+    from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
+
+    tokenizer = get_tokenizer(directory)
+    serving = _serving(tokenizer)
+    return {
+        "texts": tokenizer(texts)["input_ids"],
+        "chats": [_chat(serving, chat) for chat in chats],
+    }
+
+
+def _serving(tokenizer: Any) -> Any:
+    """SGLang's chat endpoint with only what renders and encodes."""
+    # Imported by the endpoint, and called for what no chat here has.
+    sys.modules.setdefault("jsonschema", mock.MagicMock())
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+    from sglang.srt.parser import jinja_template_utils
+
+    serving = OpenAIServingChat.__new__(OpenAIServingChat)
+    template = tokenizer.chat_template
+    serving.tokenizer_manager = SimpleNamespace(tokenizer=tokenizer)
+    serving.template_manager = SimpleNamespace(
+        jinja_template_content_format=jinja_template_utils.detect_jinja_template_content_format(
+            template
+        ),
+        jinja_template_may_reorder_tool_results=False,
+        python_chat_template=None,
+        reasoning_config=None,
+    )
+    serving.default_chat_template_kwargs = {}
+    serving.chat_encoding_spec = None
+    serving._encoding_adapter = None
+    serving.is_minimax_m3 = False
+    serving._thinking_requested = lambda request: False
+    serving._tokenizer_auto_adds_specials = len(tokenizer.encode("")) > 0
+    serving._prompt_text_round_trip_is_lossy = serving._probe_prompt_text_round_trip()
+    return serving
+
+
+def _chat(serving: Any, body: dict[str, Any]) -> list[int]:
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+    request = ChatCompletionRequest(model="m", **body)
+    ids: list[int] = serving._apply_jinja_template(request, None, False).prompt_ids
+    return ids
+
+
+if __name__ == "__main__":
+    sglang_env.prepare()
+    main()

@@ -1,0 +1,113 @@
+"""What is refused before a byte is moved, and with which reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.formats.errors import HicacheError
+from hicachectl.formats.transfer import retargeted, transfer_plan
+from tests.formats.small_models import (
+    CP_TWO,
+    DCP,
+    MHA_TWO,
+    OLD_KDA,
+    WITH_DRAFT,
+    gdn,
+    indexer,
+    mha,
+    mla,
+    opaque,
+    profile,
+)
+
+if TYPE_CHECKING:
+    from hicachectl.formats.profile import Profile
+
+
+@pytest.mark.parametrize(
+    ("source", "grammar", "change", "destination", "reason"),
+    [
+        (profile(mha(), mha("swa")), "file", {}, "hf3fs", "beside kv on 3FS"),
+        (MHA_TWO, "file", {"pp": 2}, "hf3fs", "no pipeline stage"),
+        (DCP, "file", {}, "hf3fs", "DCP"),
+        (DCP, "file", {"tp": 4}, "file", "tp: pages under DCP"),
+        (DCP, "file", {"pp": 2}, "mooncake", "pp: pages under DCP"),
+        (MHA_TWO, "file", {"layout": "layer_first"}, "mooncake", "scattered"),
+        (MHA_TWO, "file", {"layout": "page_unified"}, "file", "unified key scheme"),
+        (profile(mha(), gdn()), "file", {"layout": "layer_first"}, "file", "a Mamba pool"),
+        (profile(mha(v_head_dim=4)), "mooncake", {}, "file", "Mooncake only"),
+        (CP_TWO, "file", {}, "mooncake", "mooncake keys name no context"),
+        (CP_TWO, "mooncake", {}, "file", "mooncake keys name no context"),
+        (profile(mla(), mha("swa")), "file", {}, "mooncake", "do not fit kind mha"),
+        (WITH_DRAFT, "file", {}, "mooncake", "first of 2 shards only"),
+        (WITH_DRAFT, "mooncake", {}, "file", "first of 2 shards only"),
+        (OLD_KDA, "file", {"sglang": "0.5.23"}, "file", "first of 2 shards only"),
+        (profile(mha(), gdn(), tp=2, linear_tp=4), "file", {"tp": 4}, "file", "linear_tp"),
+        (profile(mha(), gdn()), "file", {"tp": 16}, "file", "does not divide over 16"),
+        (profile(mha(kv_heads=6)), "file", {"tp": 4}, "file", "6 heads and tp 4"),
+        (profile(mha(), indexer()), "file", {}, "unified", "holds kv only"),
+        (profile(opaque("kv"), tp=2), "file", {"tp": 4}, "file", "no known form"),
+        (
+            profile(opaque("kv"), tp=2),
+            "file",
+            {"layout": "page_head"},
+            "file",
+            "byte order is not known",
+        ),
+        (profile(opaque("kv"), tp=2), "file", {}, "mooncake", "no known form"),
+        (profile(opaque("kv", replicated=True)), "file", {"pp": 2}, "file", "no known form"),
+        (profile(mha(), inferred=True), "file", {"tp": 2}, "file", "inferred"),
+        (profile(mha(), pp=2, sglang="0.5.9"), "mooncake", {}, "file", "before 0.5.10"),
+    ],
+)
+def test_what_no_copy_can_make_is_refused(
+    source: Profile,
+    grammar: str,
+    change: dict[str, Any],
+    destination: str,
+    reason: str,
+) -> None:
+    with pytest.raises(HicacheError, match=reason):
+        transfer_plan(source, grammar, retargeted(source, **change), destination)
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "reason"),
+    [
+        (MHA_TWO, replace(MHA_TWO, page_size=6), "page_size: 3 to 6: another page size"),
+        (MHA_TWO, replace(MHA_TWO, hash_unit="bigram"), "another hash unit"),
+        (profile(mla(), cp=2), profile(mla()), "cp: 2 to 1"),
+        (profile(mla(), tp=2, page_size=4), DCP, "dcp: 1 to 2"),
+        (profile(mha()), profile(mha(dtype="float16")), r"pools\[kv\].dtype: 'bfloat16' in"),
+        (profile(mha()), profile(mha(kv_heads=8)), "kv_heads: 4 in the source, 8 in"),
+        (profile(mla()), profile(mla(row="fp8")), "dtype: 'bfloat16' in"),
+        (profile(mha()), profile(mha(), mha("draft")), r"pools\[draft\]: the source has no"),
+        (profile(mha(), mha("draft")), profile(mha()), r"pools\[draft\]: the destination has no"),
+        (profile(mha()), profile(mha(layers=5)), "the source stores no layer 4"),
+        (profile(mha()), profile(mha(packed_draft_layers=1)), "stores no packed draft"),
+    ],
+)
+def test_deployments_of_other_pages_are_refused(
+    source: Profile, destination: Profile, reason: str
+) -> None:
+    with pytest.raises(HicacheError, match=reason):
+        transfer_plan(source, "file", destination, "file")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        WITH_DRAFT,
+        OLD_KDA,
+        replace(CP_TWO, cp_layer_split=False),
+        profile(opaque("kv"), tp=2, inferred=True),
+        profile(mha(), gdn(), tp=2, linear_tp=4),
+        profile(mha(kv_heads=6), tp=4),
+    ],
+)
+def test_a_new_name_is_given_even_to_what_cannot_be_cut(model: Profile) -> None:
+    plan = transfer_plan(model, "file", retargeted(model, model="new"), "file")
+    assert all(unit.identity for unit in plan.units)

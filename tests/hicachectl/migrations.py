@@ -1,0 +1,55 @@
+"""Stores that migrations are tested on, and what they hold."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.backends.file import FileStore
+from hicachectl.demo import PROFILE, fill
+from hicachectl.formats.profile import dump_profile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hicachectl.formats.profile import Profile
+    from tests.conftest import Invoke
+
+PAGES = 8
+MODEL = "demo-hybrid-1b"
+
+Contents = dict[str, tuple[bytes, int]]
+
+
+def demo_store(directory: Path, pages: int = PAGES) -> Path:
+    """The demo's pages: MHA of TP 2, and Mamba states on each fourth page and the last."""
+    directory.mkdir()
+    with FileStore(directory) as store:
+        fill(store, pages)
+    return directory
+
+
+def profile_file(path: Path, profile: Profile = PROFILE) -> Path:
+    path.write_text(dump_profile(profile))
+    return path
+
+
+def contents(directory: Path) -> Contents:
+    """Bytes and times of a store's objects."""
+    return {
+        path.name: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in directory.iterdir()
+        if path.is_file()
+    }
+
+
+def migrated(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
+    """Run a migration; its document, and what it said on stderr."""
+    output = invoke("migrate", *arguments, "--format", "json", exit_code=exit_code)
+    document: dict[str, Any] = json.loads(output.stdout)
+    return {**document, "stderr": output.stderr}
+
+
+def journals(home: Path) -> list[Path]:
+    """The journals of migrations that are not complete."""
+    return sorted((home / ".local/state/hicachectl/migrations").glob("*.jsonl"))

@@ -1,0 +1,137 @@
+"""Reading a 3FS store's objects: in the order of its files, and asked about in large batches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from hicachectl import reading
+from hicachectl.inventory import take_inventory
+from hicachectl.reading import ReadingPlan, ReadingResult, read_objects
+from tests.backends.hf3fs_place import NUM_PAGES, PAGE_BYTES, PROFILE, FreshStore, Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from hicachectl.inventory import Inventory
+    from tests.hf3fs_server import MetadataServer
+
+PAGES = NUM_PAGES // 2  # K and V of each
+
+
+@pytest.fixture
+def place(
+    metadata_server: MetadataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Place:
+    """Both ranks full, in an order of eviction that has nothing to do with that of the files."""
+    monkeypatch.setattr(reading, "_TASK_OBJECTS", 4)
+    monkeypatch.setattr(reading, "_WINDOW_OBJECTS", 32)
+    place = Place(metadata_server, tmp_path / "hicache")
+    place.create()
+    for rank in range(2):
+        names = [f"{page:064x}-{part}" for page in range(PAGES) for part in "kv"]
+        metadata_server.put(rank, names)
+        shuffled = np.random.default_rng(rank).permutation(names).tolist()
+        metadata_server.page_indices(rank, shuffled)
+        content = np.random.default_rng(rank).bytes(NUM_PAGES * PAGE_BYTES)
+        place.file(f"{rank}:kv:").write_bytes(content)
+    return place
+
+
+@pytest.fixture
+def store(place: Place) -> Iterator[FreshStore]:
+    with place.open() as store:
+        yield store
+
+
+def read(store: FreshStore, *, digest: bool) -> tuple[Inventory, ReadingResult]:
+    inventory = take_inventory(store, PROFILE)
+    rows = np.arange(len(inventory.objects))
+    plan = ReadingPlan(
+        rows=rows,
+        capacities=np.full(len(rows), PAGE_BYTES),
+        digest=np.full(len(rows), digest),
+        checkers={},
+        sizes=np.zeros(0, dtype=np.int64),
+        jobs=1,
+    )
+    return inventory, read_objects(store, inventory, plan)
+
+
+def test_objects_are_read_stretch_by_stretch_of_the_files(
+    store: FreshStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+    real = store.read_into
+
+    def read_into(rows: Any, *arguments: Any, **options: Any) -> Any:
+        seen.append(rows.column("locator").to_pylist())
+        return real(rows, *arguments, **options)
+
+    monkeypatch.setattr(store, "read_into", read_into)
+    _, result = read(store, digest=False)
+    assert result.bytes_read == 2 * NUM_PAGES * PAGE_BYTES
+    assert sorted(index for task in seen for index in task) == sorted([*range(NUM_PAGES)] * 2)
+    for task in seen:
+        assert task == sorted(task)
+    # A window of 32 objects is 16 pages of both files; so the tasks before have lower ones.
+    stretches = [{index // 16 for index in task} for task in seen]
+    assert all(len(stretch) == 1 for stretch in stretches)
+    order = [min(stretch) for stretch in stretches]
+    assert order == sorted(order)
+
+
+def test_many_tasks_are_asked_about_in_one_call(
+    store: FreshStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store._server is not None
+    asked: list[int] = []
+    real = store._server.exists
+
+    def exists(rank: int, namespace: str, keys: Any) -> Any:
+        asked.append(len(keys))
+        return real(rank, namespace, keys)
+
+    monkeypatch.setattr(store._server, "exists", exists)
+    inventory, result = read(store, digest=True)
+    assert result.digested.all()
+    # Once for the listing of each rank, and once for what was read of each.
+    assert asked == [NUM_PAGES] * 4
+    for row, (key, index) in enumerate(
+        zip(
+            *(inventory.objects.column(name).to_pylist() for name in ("key", "locator")),
+            strict=True,
+        )
+    ):
+        path = store.settings.data_file(int(key[:1]), "kv")
+        with open(path, "rb") as file:  # noqa: PTH123 - a text
+            file.seek(index * PAGE_BYTES)
+            assert result.digests[row].tobytes() == blake3(file.read(PAGE_BYTES)).digest()
+
+
+def test_a_key_that_is_evicted_before_its_tasks_are_asked_about_is_gone(
+    place: Place, store: FreshStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evicted = f"0:kv:{3:064x}-v"
+    real = store.exists
+
+    def evict_and_ask(rows: Any) -> Any:
+        place.delete(evicted)
+        return real(rows)
+
+    monkeypatch.setattr(store, "exists", evict_and_ask)
+    inventory, result = read(store, digest=True)
+    row = inventory.objects.column("key").to_pylist().index(evicted.encode())
+    assert result.gone == 1
+    assert np.flatnonzero(~result.digested).tolist() == [row]
+
+
+def test_without_digests_the_server_is_not_asked(
+    store: FreshStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "exists", None)
+    assert read(store, digest=False)[1].bytes_read == 2 * NUM_PAGES * PAGE_BYTES

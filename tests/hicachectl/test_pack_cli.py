@@ -1,0 +1,196 @@
+"""Packs on the command line: stores like others, `pack info` and `pack repair`."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from hicachectl.backends.arena import Arena, place
+from hicachectl.backends.urls import open_store
+from hicachectl.demo import PROFILE, fill
+from hicachectl.formats.profile import parse_profile
+from tests.backends import pack_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+PAGES = 6
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "store").mkdir()
+    with open_store(str(tmp_path / "store")) as store:
+        fill(store, PAGES)
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def pack(directory: Path, tmp_path: Path) -> Path:
+    """The same objects, with their profile."""
+    path = tmp_path / "x.hcpack"
+    url = f"pack://{path}?keys=file"
+    with (
+        open_store(str(directory)) as source,
+        open_store(url, create=True) as store,
+        Arena(8 << 20) as arena,
+    ):
+        source.attach(arena)
+        store.attach(arena)
+        store.use_profile(PROFILE)
+        for rows in source.scan():
+            sizes = rows.column("nbytes").to_numpy()
+            offsets, _ = place(sizes)
+            assert source.read_into(rows, offsets, sizes).all_ok
+            assert store.write_from(rows, np.asarray(offsets), sizes, if_absent=True).all_ok
+    return path
+
+
+def listed(invoke: Invoke, store: object, *options: str) -> list[dict[str, object]]:
+    rows = [
+        json.loads(line)
+        for line in invoke("ls", store, *options, "--format", "jsonl").stdout.splitlines()
+    ]
+    for row in rows:
+        row.pop("offset", None)
+    return sorted(rows, key=lambda row: str(row.get("key", row["page"])))
+
+
+def test_a_pack_is_listed_as_the_store_it_came_from(
+    invoke: Invoke, directory: Path, pack: Path, tmp_path: Path
+) -> None:
+    profile = tmp_path / "p.toml"
+    invoke("profile", f"pack://{pack}", "-o", profile)
+    assert parse_profile(profile.read_text()) == PROFILE
+    for options in ((), ("--objects",)):
+        expected = listed(invoke, directory, *options, "--profile", str(profile))
+        assert listed(invoke, f"pack://{pack}", *options) == expected
+        assert expected
+
+
+def test_verify_uses_the_profile_in_the_pack(invoke: Invoke, pack: Path) -> None:
+    report = json.loads(invoke("verify", f"pack://{pack}", "--format", "json").stdout)
+    assert report["findings"] == []
+    assert "values" in report["checks"]
+    assert report["objects"] == len(pack_files.indexed(pack))
+    assert report["bytes_read"] == report["bytes"]
+
+
+def test_a_profile_that_is_given_wins(invoke: Invoke, pack: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text(
+        invoke("profile", f"pack://{pack}").stdout.replace("head_dim = 64", "head_dim = 32")
+    )
+    refused = invoke("verify", f"pack://{pack}", "--profile", other, exit_code=2).stderr
+    assert "should have 8192 bytes, those in the store have 16384" in refused
+
+
+def test_damage_in_a_pack_is_found_by_verify(invoke: Invoke, pack: Path) -> None:
+    first = next(r for r in pack_files.records(pack) if r.kind == pack_files.OBJECT)
+    data = bytearray(pack.read_bytes())
+    data[first.offset + first.length - 1] ^= 1
+    pack.write_bytes(data)
+    report = invoke("verify", f"pack://{pack}", "--format", "json", exit_code=4).stdout
+    (finding,) = json.loads(report)["findings"]
+    assert (finding["code"], finding["key"]) == ("unreadable", first.key.decode())
+    assert "damaged" in finding["detail"]
+
+
+def test_a_page_is_shown(invoke: Invoke, pack: Path) -> None:
+    page = listed(invoke, f"pack://{pack}")[0]["page"]
+    assert "temporal" in invoke("show", f"pack://{pack}", page).stdout
+
+
+def test_nothing_is_removed_from_a_pack(invoke: Invoke, pack: Path) -> None:
+    refused = invoke("rm", f"pack://{pack}", "--before", "1s", "--yes", exit_code=2)
+    assert "cannot be deleted" in refused.stderr
+
+
+def test_info_says_what_is_in_it(invoke: Invoke, pack: Path) -> None:
+    said = json.loads(invoke("pack", "info", pack, "--format", "json").stdout)
+    index = pack_files.indexed(pack)
+    assert said["objects"] == len(index)
+    assert said["bytes"] == sum(row["nbytes"] for row in index.values())
+    assert said["stored_bytes"] < said["bytes"] < said["file_bytes"] * 2
+    assert said["planes"] == {"2": 12, "4": len(index) - 12}
+    assert (said["grammar"], said["model"]) == ("file", PROFILE.model)
+    assert f"{len(index)} as" not in invoke("pack", "info", f"pack://{pack}").stdout
+
+
+def test_a_pack_that_was_cut_off_is_refused_with_the_remedy_that_mends_it(
+    invoke: Invoke, pack: Path
+) -> None:
+    count = len(pack_files.indexed(pack))
+    os.truncate(pack, pack.stat().st_size - 10)
+    refused = invoke("ls", f"pack://{pack}", exit_code=2)
+    assert refused.stderr.count("\n") == 1
+    remedy = refused.stderr.split("run: hicachectl ")[1].split()
+    said = invoke(*remedy, "--dry-run")
+    assert f"{count} objects" in said.stdout
+    assert "nothing was changed" in said.stderr
+    assert invoke("ls", f"pack://{pack}", exit_code=2).stderr == refused.stderr
+    invoke(*remedy)
+    invoke("verify", f"pack://{pack}")
+    assert "nothing to repair" in invoke(*remedy).stdout
+
+
+def test_repair_says_what_was_lost_and_exits_with_4(
+    invoke: Invoke, pack: Path, tmp_path: Path
+) -> None:
+    records = [r for r in pack_files.records(pack) if r.kind == pack_files.OBJECT]
+    data = bytearray(pack.read_bytes())
+    data[records[2].offset] ^= 1
+    data[records[4].offset + records[4].length - 1] ^= 1
+    pack.write_bytes(data[: records[-1].offset + records[-1].length - 1])
+    saved = tmp_path / "saved.hcpack"
+    outcome = invoke("pack", "repair", pack, "-o", saved, "--format", "json", exit_code=4)
+    said = json.loads(outcome.stdout)
+    assert said["objects"] == len(records) - 3
+    assert (said["damaged"], said["unfinished"]) == (1, 1)
+    assert said["damaged_bytes"] == records[2].length
+    assert len(listed(invoke, f"pack://{saved}", "--objects")) == said["objects"]
+    text = invoke("pack", "repair", pack, "--dry-run", exit_code=4).stdout
+    assert "1 damaged objects left out" in text
+    assert "1 unfinished object lost" in text
+
+
+@pytest.mark.parametrize("arguments", [("pack", "info"), ("pack", "repair"), ("ls",)])
+def test_what_is_no_pack_is_one_clear_line(
+    invoke: Invoke, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    other = tmp_path / "text"
+    other.write_text("something else, and long enough to be a header of some file")
+    refused = invoke(*arguments, f"pack://{other}", exit_code=2).stderr
+    assert refused == f"hicachectl: {other}: is not a pack\n"
+    missing = invoke(*arguments, f"pack://{tmp_path}/none", exit_code=3).stderr
+    assert missing == f"hicachectl: {tmp_path}/none: no such pack; check the path\n"
+
+
+def test_a_pack_command_wants_a_file(invoke: Invoke) -> None:
+    assert "mooncake store" in invoke("pack", "info", "mooncake://h", exit_code=2).stderr
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_damage_ends_in_a_traceback(
+    invoke: Invoke, pack: Path, tmp_path: Path, seed: int
+) -> None:
+    from hicachectl.__main__ import run
+
+    rng = np.random.default_rng(seed)
+    data = pack.read_bytes()
+    damaged_path = tmp_path / "damaged.hcpack"
+    for _ in range(10):
+        damaged = bytearray(data)
+        region = len(data) if rng.random() < 0.5 else 8000  # half of them near the end
+        for place_ in len(data) - 1 - rng.integers(0, region, rng.integers(1, 10)):
+            damaged[place_] ^= 1 << rng.integers(8)
+        damaged_path.write_bytes(damaged)
+        for command in (["ls"], ["verify"], ["pack", "info"], ["pack", "repair"]):
+            assert run([*command, f"pack://{damaged_path}"]) in (0, 2, 4)
+    assert invoke("ls", f"pack://{pack}").stdout

@@ -1,0 +1,157 @@
+"""Prompts to token ids, with tokenizers of real kinds; SGLang's own ids are in conformance."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.requests import Chat
+from hicachectl.tokenizing import DirectoryTokenizer, find_tokenizer
+from tests.hicachectl.stores import DSA
+from tests.tiny_tokenizers import make_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+pytest.importorskip("tokenizers")
+
+USER = {"role": "user", "content": "The cat"}
+
+
+def test_special_tokens_are_the_tokenizers_own_or_by_flag(tmp_path: Path) -> None:
+    def ids(kind: str, **config: Any) -> list[int]:
+        made = make_tokenizer(tmp_path / f"{kind}{len(config)}", kind, **config)
+        return DirectoryTokenizer(made).encode(["The cat"])[0]
+
+    plain = ids("qwen")
+    assert ids("llama_without") == plain
+    assert ids("llama3") == ids("deepseek") == ids("llama_by_default") == [0, *plain]
+    # Classes that never knew the flag do not obey it.
+    assert ids("qwen", add_bos_token=True) == plain
+
+
+def test_texts_and_chats_keep_their_order(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "deepseek"))
+    chat = Chat([USER], {})
+    mixed = tokenizer.encode(["a", chat, "b", chat, chat])
+    assert mixed == [tokenizer.encode([prompt])[0] for prompt in ("a", chat, "b", chat, chat)]
+    assert mixed[1] != mixed[0]
+    assert mixed[1][:2] == [0, 2]  # one <s>, of the template; <|im_start|>
+
+
+def test_a_chat_that_the_template_refuses_is_said(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    template = "{{ raise_exception('roles must alternate') }}"
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen", chat_template=template))
+    with pytest.raises(FormatError, match="roles must alternate"):
+        tokenizer.encode([Chat([USER], {})])
+
+
+def test_templates_cannot_reach_out_of_their_sandbox(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen", chat_template=template))
+    with pytest.raises(FormatError, match="chat template refuses"):
+        tokenizer.encode([Chat([USER], {})])
+
+
+def test_tool_call_arguments_must_be_json(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
+    call = {"function": {"name": "f", "arguments": "{"}}
+    with pytest.raises(FormatError, match="arguments are not JSON"):
+        tokenizer.encode([Chat([{"role": "assistant", "tool_calls": [call]}, USER], {})])
+
+
+@pytest.mark.parametrize(
+    "architecture", ["DeepseekV4ForCausalLM", "KimiK3ForConditionalGeneration"]
+)
+def test_chats_that_sglang_renders_itself_are_refused(tmp_path: Path, architecture: str) -> None:
+    pytest.importorskip("transformers")
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    with pytest.raises(UsageError, match="code of its own"):
+        tokenizer.encode([Chat([USER], {})])
+
+
+def test_a_tokenizer_without_a_template_takes_texts_only(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen", chat_template=None))
+    assert tokenizer.encode(["a"])
+    with pytest.raises(UsageError, match="no chat template"):
+        tokenizer.encode([Chat([USER], {})])
+
+
+@pytest.mark.parametrize("missing", ["tokenizers", "transformers"])
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    made = make_tokenizer(tmp_path, "qwen")
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(UsageError, match=rf"{missing}: pip install 'hicachectl\[tokenizers\]'"):
+        DirectoryTokenizer(made).encode([Chat([USER], {})])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tokenizer.json", "{"), ("tokenizer.json", "[]"), ("tokenizer_config.json", "["),
+     ("tokenizer_config.json", "[]")],
+)  # fmt: skip
+def test_damaged_tokenizers_are_refused(tmp_path: Path, name: str, text: str) -> None:
+    make_tokenizer(tmp_path, "qwen")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(FormatError, match=name):
+        DirectoryTokenizer(tmp_path)
+
+
+def test_a_flagged_token_that_is_unknown_is_refused(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, "deepseek", bos_token="<nobody>")
+    with pytest.raises(FormatError, match="<nobody>"):
+        DirectoryTokenizer(tmp_path)
+
+
+def test_the_tokenizer_lies_beside_the_config_unless_it_is_given(tmp_path: Path) -> None:
+    model = make_tokenizer(tmp_path / "model", "llama3")
+    other = make_tokenizer(tmp_path / "other", "qwen")
+    assert find_tokenizer(None, (None, tmp_path, model / "config.json")).encode(["a"])[0][0] == 0
+    assert find_tokenizer(None, (model,)).encode(["a"])[0][0] == 0
+    assert find_tokenizer(other, (model,)).encode(["a"])[0][0] != 0
+    for given in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UsageError, match=r"no tokenizer\.json"):
+            find_tokenizer(given)
+    with pytest.raises(UsageError, match="--tokenizer DIR"):
+        find_tokenizer(None, (None, tmp_path))
+
+
+def test_hits_of_prompts_are_those_of_their_tokens(invoke: Invoke, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = make_tokenizer(tmp_path / "model", "qwen")
+    (tmp_path / "store").mkdir()
+    (model / "profile.toml").write_text(DSA)
+    prompts, ids = tmp_path / "prompts.jsonl", tmp_path / "ids.jsonl"
+    text = "the cat sat on the mat, and the dog looked"
+    encoded = DirectoryTokenizer(model).encode([text, Chat([USER], {})])
+    prompts.write_text(f"{json.dumps(text)}\n{json.dumps([USER])}\n")
+    ids.write_text("".join(f"{json.dumps(one)}\n" for one in encoded))
+    arguments = [
+        "hits",
+        tmp_path / "store",
+        "--profile",
+        model / "profile.toml",
+        "--format",
+        "jsonl",
+    ]
+    found = [invoke(*arguments, *source).stdout for source in (
+        ["--prompts", prompts], ["--token-ids", ids], ["--prompts", prompts, "--tokenizer", model],
+    )]  # fmt: skip
+    assert found[0] == found[1] == found[2]
+    assert [json.loads(line)["tokens"] for line in found[0].splitlines()] == [
+        len(one) for one in encoded
+    ]
