@@ -207,6 +207,7 @@ class Store(ABC):
     # at the same moment.
     confirms_writes: bool = True
     lease_wait_seconds: float = 0.0  # how long to wait for readers before a delete gives up
+    pin_seconds: float | None = None  # how long pins last; None: as long as the store's own rule
 
     @classmethod
     @abstractmethod

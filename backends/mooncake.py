@@ -61,6 +61,7 @@ _TCP = "tcp"
 _CARD_READERS = 4  # not measured: no RDMA network was at hand
 _WITH_MESSAGE = (Status.ERROR, Status.UNREACHABLE)
 _NOT_TEXT = "the key is not UTF-8: Mooncake has no such keys"
+_PIN_TOO_LONG = "refused: --pin-ttl is longer than the --max_kv_soft_pin_ttl of the master"
 _READ_BACK_BYTES = 64 << 20  # at once
 
 
@@ -319,9 +320,12 @@ class MooncakeStore(Store):
                     sizes[places].tolist(),
                     groups=None if group is None else [group[at] for at in places.tolist()],
                     pin=pin,
+                    pin_seconds=self.pin_seconds,
                 )
             statuses[places[codes == EXISTS]] = Status.EXISTS
             _note_errors(statuses, errors, places, codes, (0, EXISTS))
+            if pin and self.pin_seconds is not None:
+                errors |= dict.fromkeys(places[codes == INVALID].tolist(), _PIN_TOO_LONG)
             self._settle_begun(rows, places[(codes == 0) & begun[places]], statuses)
             if self.confirms_writes:
                 put = places[(codes == 0) & (statuses[places] == Status.OK)]

@@ -154,8 +154,12 @@ class MooncakeClient:
         *,
         groups: Sequence[str] | None = None,
         pin: bool = False,
+        pin_seconds: float | None = None,
     ) -> Codes:
-        """Write objects from registered memory; 0 also for those that exist, which stay."""
+        """Write objects from registered memory; 0 also for those that exist, which stay.
+
+        pin_seconds: None for the master's --default_kv_soft_pin_ttl.
+        """
         configuration = self._configuration()
         if groups is not None and self.supports_groups:
             configuration.group_ids = list(groups)
@@ -163,6 +167,8 @@ class MooncakeClient:
             if self._soft_pin is None:
                 raise UnsupportedByBackend("this version of Mooncake cannot pin objects")
             configuration.soft_pin_action = self._soft_pin.ENABLE
+            if pin_seconds is not None:
+                configuration.soft_pin_ttl_ms = int(pin_seconds * 1000)
         return self._call("batch_put_from", keys, addresses, sizes, configuration)
 
     def remove(self, keys: Sequence[str]) -> Codes:

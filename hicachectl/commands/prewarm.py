@@ -97,7 +97,18 @@ crontab:
     metavar="SHARE",
     help="Exit with 4 when servers could restore less of the tokens asked for, such as 0.9.",
 )
-@click.option("--pin", is_flag=True, help="Mooncake: protect what is written from eviction.")
+@click.option(
+    "--pin",
+    is_flag=True,
+    help="Mooncake: protect what is written from eviction, by soft pins; what was there gets none.",
+)
+@click.option(
+    "--pin-ttl",
+    type=Duration(),
+    metavar="DURATION",
+    help="How long pins last, 24h at most unless the master's --max_kv_soft_pin_ttl is another.  "
+    "[default: the master's --default_kv_soft_pin_ttl, 30m unless set]",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan, best page first; do nothing.")
 @click.option(
     "--through-server",
@@ -145,8 +156,8 @@ def command(
     none that can be executed. The transforms are those of migrate: an archive of TP 4 warms a
     cluster of TP 8.
 
-    A line of the trace is {"timestamp": 27482, "token_ids": [...]}, with the request's extra_key
-    and cache_salt where it had them; input_length and output_length (tokens) improve the plan. To
+    A line of the trace is {"timestamp": 27482, "token_ids": [...]}, and where the request had them
+    its extra_key and cache_salt; input_length and output_length (tokens) improve the plan. To
     record one, start SGLang with --log-requests --log-requests-level 3 --log-requests-format json
     (level 2 cuts long prompts) and take from its log:
 
@@ -155,6 +166,13 @@ def command(
         {timestamp, token_ids: .obj.input_ids, extra_key: .obj.extra_key,
          cache_salt: .obj.cache_salt,
          output_length: .out.meta_info.completion_tokens}' server.log > trace.jsonl
+
+    Mooncake gives up soft pins when their time is over, and, unless its master runs with
+    --allow_evict_soft_pinned_objects=false, when it has nothing else to evict.
+
+    With --through-server the servers themselves then pull the prefixes that DST holds, by requests
+    for one token, once at each of their DP ranks; without --from that is all that is done. The API
+    key is that of HICACHECTL_API_KEY.
 
     A summary goes to stderr, and the result to stdout as JSON unless --format says otherwise.
     """  # noqa: D301 - \b is click's mark, not ours
@@ -167,6 +185,8 @@ def command(
         raise click.UsageError(
             "give DST and --from SRC; or --trace FILE --dry-run, for a plan without stores"
         )
+    if options["pin_ttl"] is not None and not options["pin"]:
+        raise click.UsageError("--pin-ttl is for --pin")
     if options["servers"] and not (options["prompts"] or options["token_ids"]):
         raise click.UsageError("--through-server sends tokens: it needs --prompts or --token-ids")
     with raised_once(), locked(options["lock"]) as is_ours:
@@ -174,8 +194,9 @@ def command(
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
             return
         with opened(
-            ctx, destination, lease_wait=options["lease_wait"], create=not options["dry_run"]
+            ctx, destination, lease_wait=options["lease_wait"], create=source is not None
         ) as target:
+            target.pin_seconds = options["pin_ttl"]
             document, plan = _worked(ctx, source, target, options)
     failed = _is_failed(document, options)
     if options["metrics_file"]:

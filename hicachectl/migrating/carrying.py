@@ -199,6 +199,9 @@ class Carrier:
         assert isinstance(parcel, Parcel)
         base = int(loaded.offsets[0]) if len(loaded.offsets) else loaded.room
         read = Delivered(parcel, np.full(len(parcel.items), Fate.DONE, dtype=np.uint8))
+        if self._to.full.is_set() or self._stopped.is_set():
+            read.fates[:] = Fate.NO_ROOM  # it would lack the prefix that had none
+            return read
         self._settle_unread(loaded, read)
         parcel.make(loaded.arena.array[base : loaded.room + parcel.room])
         delivered = self._to.deliver(parcel, loaded.arena, base, read.fates)

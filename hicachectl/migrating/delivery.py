@@ -145,6 +145,7 @@ class _Delivery:
         anchors = self._parcel.anchors()
         for stage in (~anchors, anchors):
             self._write(np.flatnonzero(self._open() & stage & ~self._equal))
+            self._leave_out_what_follows()
         self._to.store.flush()
         self._take_back()
         if self._to._verify:
@@ -153,6 +154,15 @@ class _Delivery:
         kept = self._mine & self._open()
         self._delivered.written = int(kept.sum())
         self._delivered.nbytes = int(self._writes.sizes[kept].sum())
+
+    def _leave_out_what_follows(self) -> None:
+        """Where a group had no room, write none behind it: they would lack their prefix."""
+        fates = self._delivered.fates
+        full = np.flatnonzero(fates == Fate.NO_ROOM)
+        if len(full):
+            behind = np.unique(self._writes.owners[~self._equal])
+            behind = behind[(behind > full[0]) & (fates[behind] == Fate.DONE)]
+            fates[behind] = Fate.NO_ROOM
 
     def _open(self) -> BoolArray:
         """Say which writes are of groups that nothing has gone wrong with: [writes]."""

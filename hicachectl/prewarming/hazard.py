@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -82,12 +82,10 @@ class Hazards:
     def _sum(self, rates: Floats, start: Floats, end: Floats) -> Floats:
         total = np.zeros(len(rates))
         for age, (low, high) in enumerate(zip(self.edges[:-1], self.edges[1:], strict=True)):
-            total += rates[:, age] * np.clip(
-                np.minimum(end, high) - np.maximum(start, low), 0, None
-            )
-        low = np.maximum(start, self.edges[-1])
-        high = np.maximum(end, low)
-        total += rates[:, -1] * self.fading * np.log(high / low)
+            within = np.minimum(end, high) - np.maximum(start, low)
+            total += rates[:, age] * np.maximum(within, 0)
+        old = np.maximum(start, (self.edges[-1] or 1.0))
+        total += rates[:, -1] * self.fading * np.log(np.maximum(end, old) / old)
         return total
 
 
@@ -123,21 +121,22 @@ def fit_hazards(
     tiny = 1e-9
     base = (events.sum(0) + tiny) / (exposure.sum(0) + tiny)
     groups = [_age_groups(factor.age_groups, len(edges)) for factor in factors]
-    columns = [_grouped(codes[:, k], factor.levels) for k, factor in enumerate(factors)]
-    seen = [column(events) @ group for column, group in zip(columns, groups, strict=True)]
+    members = [_members(codes[:, k], factor.levels) for k, factor in enumerate(factors)]
+    seen = [member @ events @ group for member, group in zip(members, groups, strict=True)]
     ratios = [np.ones((factor.levels, len(edges))) for factor in factors]
     expected = exposure * base
     for _ in range(_ROUNDS):
         change = 0.0
         for k, group in enumerate(groups):
-            step = (seen[k] + prior) / (
-                columns[k](expected) @ group / _mean(ratios[k], group) + prior
-            )
-            ratio = step @ group.T
+            unscaled = members[k] @ expected @ group / _mean(ratios[k], group)
+            ratio = ((seen[k] + prior) / (unscaled + prior)) @ group.T
             scale = ratio / ratios[k]
             expected *= scale[codes[:, k]]
             ratios[k] = ratio
             change = max(change, float(np.abs(np.log(scale)).max(initial=0)))
+        scale = (events.sum(0) + tiny) / (expected.sum(0) + tiny)
+        expected *= scale
+        base *= scale
         if change < _CLOSE_ENOUGH:
             break
     last = edges[-1] or 1.0
@@ -177,13 +176,6 @@ def _mean(ratios: Floats, group: Floats) -> Floats:
     return means
 
 
-def _grouped(codes: Codes, levels: int) -> Callable[[Floats], Floats]:
-    """Return the function that sums rows by their code, [cells, ages] to [levels, ages]."""
-
-    def total(table: Floats) -> Floats:
-        ages = table.shape[1]
-        place = (codes[:, None] * ages + np.arange(ages)).ravel()
-        sums: Floats = np.bincount(place, table.ravel(), levels * ages).astype(np.float64)
-        return sums.reshape(levels, ages)
-
-    return total
+def _members(codes: Codes, levels: int) -> Floats:
+    """Membership [levels, cells]; a product with it sums cells by their level."""
+    return np.equal(codes, np.arange(levels)[:, None]).astype(np.float64)

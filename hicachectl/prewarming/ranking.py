@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Ranker:
     """Ranks the pages of chains by what is known of the requests that they are of.
 
-    times: [chains] float64, rising; None where nothing is known, and pages that many requests
-    share come first. output_tokens: [chains], -1 where unknown.
+    times: [chains] float64, rising; None where nothing is known: then pages that more requests
+    share come first, and else the chains in their order. output_tokens: [chains], -1 where unknown.
     """
 
     times: npt.NDArray[np.float64] | None = None
@@ -49,7 +49,13 @@ class Ranker:
             forest=grow_forest(raw_pages(names), blocks, chains.offsets),
         )
         rank = np.full(len(names), len(names), dtype=np.int64)
-        order = plan_order(trace).order
+        plan = plan_order(trace)
+        order = plan.order
+        if self.times is None:
+            # One chain after another: what ends a prefix, as states do, comes with each.
+            first = np.full(len(names), len(page_of), dtype=np.int64)
+            np.minimum.at(first, page_of, np.arange(len(page_of)))
+            order = order[np.lexsort((first[order], -plan.values))]
         rank[order] = np.arange(len(order))
         return rank
 

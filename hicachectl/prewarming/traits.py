@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _USES = np.array([2, 3, 5, 9, 17])  # a level a doubling, from here on
 _TURNS = np.array([1, 2, 3, 5, 9])
 _BLOCKS = np.array([1, 2, 4, 16, 64])
-_QUANTILES = 6
-_USE_FACTOR = Factor("uses", len(_USES) + 1, age_groups=1 << 30)  # rates by age of their own
+_QUANTILES = 12
+_USE_FACTOR = Factor("uses", len(_USES) + 1)
 _DEPTH_FACTOR = Factor("depth", len(_BLOCKS) + 1)
 _TAIL_FACTOR = Factor("tail", 2)  # the last block of a prompt that does not fill it
 _LEFT_FACTOR = Factor("left", 2)  # a block that its conversation went on without
@@ -51,8 +51,8 @@ class Traits:
 
         left: the block's conversation went on without it.
         """
-        use = np.searchsorted(_USES, uses, side="right")
-        depth = np.searchsorted(_BLOCKS, depths, side="right")
+        use = _by_edges(_USES, uses)
+        depth = _by_edges(_BLOCKS, depths)
         tail = self.tails[requests] == depths
         codes: Codes = ((use * _DEPTH_FACTOR.levels + depth) * 2 + tail) * 2 + left
         return codes
@@ -73,13 +73,11 @@ def take_traits(trace: Trace, links: Links, times: npt.NDArray[np.float64]) -> T
     """Code every request by what may tell whether, and when, it is carried on."""
     lengths = np.diff(trace.offsets)
     pace = np.where(links.source >= 0, times - times[links.source], -1.0)
+    fresh = lengths - links.known
     columns = {
-        Factor("turns", len(_TURNS) + 1): np.searchsorted(_TURNS, links.turns, side="right"),
-        Factor("fresh", len(_BLOCKS) + 1): np.searchsorted(
-            _BLOCKS, lengths - links.known, side="right"
-        ),
+        Factor("turns", len(_TURNS) + 1, age_groups=4): _by_edges(_TURNS, links.turns),
+        Factor("fresh", len(_BLOCKS) + 1): _by_edges(_BLOCKS, fresh),
         Factor("pace", _QUANTILES + 1): _by_quantile(pace),
-        Factor("input", _QUANTILES + 1): _by_quantile(trace.input_tokens),
         Factor("output", _QUANTILES + 1, age_groups=4): _by_quantile(trace.output_tokens),
     }
     tails = np.full(len(trace), -1, np.int64)
@@ -90,9 +88,13 @@ def take_traits(trace: Trace, links: Links, times: npt.NDArray[np.float64]) -> T
         tails[:] = -1
     return Traits(
         (_USE_FACTOR, _DEPTH_FACTOR, _TAIL_FACTOR, _LEFT_FACTOR, *columns),
-        np.column_stack(list(columns.values())).astype(np.int64),
+        np.column_stack(list(columns.values())),
         tails,
     )
+
+
+def _by_edges(edges: Codes, values: npt.NDArray[np.integer]) -> Codes:
+    return np.searchsorted(edges, values, side="right").astype(np.int64)
 
 
 def _by_quantile(values: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> Codes:

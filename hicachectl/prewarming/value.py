@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 HORIZONS = tuple(0.5**halvings for halvings in range(6))  # of the trace's span
 
 _SAMPLED_REQUESTS = 20_000  # whose blocks' waits are fitted: enough, and bounds the time
-_PRIOR_EVENTS = 2.0
+_PRIOR_EVENTS = 4.0
 _REFERENCES_AT_ONCE = 1 << 20
 _GROUPS_AT_ONCE = 1 << 17
 
@@ -98,7 +98,7 @@ def _cells(
     begin, end, depth, count = waits
     weight = 1 / np.sqrt(np.diff(trace.offsets)[begin])  # a chain's blocks wait together
     middle = links.left[begin]
-    left = middle < end
+    left = np.less(middle, end)
     at = np.flatnonzero(left)
     every = np.concatenate((np.arange(len(begin)), at, at))
     whole = len(begin)
@@ -121,7 +121,7 @@ def _alike(trace: Trace, uses: Uses, links: Links, traits: Traits) -> tuple[Inde
     Returns the groups' keys and each block's group.
     """
     last = uses.last.astype(np.int64)
-    left = links.left[last] < np.int32(len(trace))
+    left = np.less(links.left[last], len(trace))
     key = last * traits.block_levels
     key += traits.block_codes(last, trace.forest.depths, uses.counts, left)
     present = np.zeros(len(trace) * traits.block_levels, np.bool_)

@@ -59,11 +59,14 @@ def test_flat_chains_agree_with_a_page_by_page_twin(
     pools = [PoolPages(np.array(m, np.bool_), w) for m, w in zip(masks, windows, strict=True)]
     allowed = restorable(pools, offsets)
     runs = leading_runs(pools[0].present, offsets)
+    most = [data.draw(st.integers(0, length)) for length in lengths]
+    cut = longest(allowed, offsets, np.array(most, dtype=np.int64))
     for chain, (start, length) in enumerate(zip(offsets, lengths, strict=False)):
         own = [mask[start : start + length] for mask in masks]
         wanted = [p for p in range(1, length + 1) if _fits(own, windows, p)]
         assert (np.flatnonzero(allowed[start : start + length]) + 1).tolist() == wanted
         assert longest(allowed, offsets)[chain] == max(wanted, default=0)
+        assert cut[chain] == max((p for p in wanted if p <= most[chain]), default=0)
         assert runs[chain] == (own[0].index(False) if False in own[0] else length)
 
 

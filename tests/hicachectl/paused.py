@@ -52,6 +52,10 @@ class Paused:
             assert time.monotonic() < deadline, f"{call} is not called {number} times"
             time.sleep(0.01)
 
+    def send(self, number: int) -> None:
+        """Send it a signal while it waits."""
+        self._process.send_signal(number)
+
     def resumed(self) -> Ended:
         """Let it go on until it ends; fails when it does not."""
         started = time.monotonic()

@@ -100,9 +100,8 @@ def test_a_plan_is_executed_page_by_page_in_its_order(
 ) -> None:
     asked, plan = prompts(tmp_path / "asked.jsonl", 4, 8, 12), tmp_path / "plan.jsonl"
     stores = (target, "--from", source, "--profile", profile, "--jobs", 1)
-    target.mkdir()
     output = invoke("prewarm", *stores, "--token-ids", asked, "--dry-run", "-o", plan)
-    assert not contents(target)
+    assert not target.exists()
     assert "12 pages to copy" in output.stderr
     listed = [json.loads(line)["page"] for line in plan.read_text().splitlines()]
     assert listed == HASHES
@@ -328,6 +327,7 @@ def test_nothing_that_can_be_had_is_no_error(
         (("--token-ids", "missing.jsonl"), "cannot read missing.jsonl"),
         (("--pages", "missing.jsonl", "--through-server", "http://x:1"), "it needs --prompts"),
         (("--token-ids", "missing.jsonl", "--to-key-scheme", "unified"), "is for migrate"),
+        (("--token-ids", "missing.jsonl", "--pin-ttl", "1h"), "--pin-ttl is for --pin"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(

@@ -1,0 +1,210 @@
+"""Prewarm that is terminated, and stores that fill up, evict or lose pages meanwhile."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from hicachectl.backends.file import FileStore
+from hicachectl.demo import PROFILE
+from tests.hicachectl.migrations import contents, demo_store, profile_file
+from tests.hicachectl.paused import paused
+from tests.hicachectl.places import Hf3fsPlace
+from tests.hicachectl.test_prewarm import HASHES, PAGES, pages_of
+from tests.hicachectl.test_prewarm_cli import prompts, warmed
+from tests.mooncake_cluster import Cluster
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+    from tests.hf3fs_server import MetadataServer
+
+SIZE = PROFILE.page_size
+WRITE = "hicachectl.backends.file:FileStore.write_from"
+READ = "hicachectl.backends.file:FileStore.read_into"
+SMALL = ("--jobs", 1, "--buffer-bytes", "300KiB")  # a parcel holds a page or two
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return demo_store(tmp_path / "source", PAGES)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    return profile_file(tmp_path / "profile.toml")
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Path:
+    """Prompts of 4, 8 and 12 pages: states end each."""
+    return prompts(tmp_path / "asked.jsonl", 4, 8, 12)
+
+
+def reach(invoke: Invoke, store: object, profile: Path, asked: Path) -> list[int]:
+    """How far each prompt can be restored."""
+    out = invoke("hits", store, "--profile", profile, "--token-ids", asked, "--format", "jsonl")
+    return [json.loads(line)["usable_pages"] for line in out.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("number", [2, 5, 7])
+def test_terminated_it_leaves_prefixes_and_a_second_run_completes_them(
+    invoke: Invoke, source: Path, profile: Path, asked: Path, tmp_path: Path, number: int
+) -> None:
+    target = tmp_path / "target"
+    stores = (target, "--from", source, "--profile", profile, "--token-ids", asked)
+    with paused(tmp_path / "paused", WRITE, number, "prewarm", *stores, *SMALL) as run:
+        run.send(signal.SIGTERM)
+        ended = run.resumed()
+    assert ended.code == 143, ended
+    assert ended.stderr == "hicachectl: terminated\n"
+    held = pages_of(target)
+    assert held == set(HASHES[: len(held)])
+    assert 0 < len(held) < PAGES
+    assert not [name for name in contents(target) if name.startswith(".")]
+    assert reach(invoke, target, profile, asked) == [min(n, len(held) // 4 * 4) for n in (4, 8, 12)]
+    document = warmed(invoke, *stores)
+    assert document["already_there"] + document["copied_pages"] == PAGES
+    assert reach(invoke, target, profile, asked) == [4, 8, 12]
+
+
+def test_a_file_system_that_is_full_ends_the_run_with_whole_prefixes(
+    invoke: Invoke, source: Path, profile: Path, asked: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", str(target)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        document = warmed(
+            invoke, target, "--from", source, "--profile", profile, "--token-ids", asked, *SMALL,
+            exit_code=4,
+        )  # fmt: skip
+        held = pages_of(target)
+        assert held == set(HASHES[: len(held)])
+        assert reach(invoke, target, profile, asked) == [4, 4, 4]
+    finally:
+        subprocess.run(["umount", str(target)], check=True)
+    assert (document["complete"], document["stopped_by"]) == (False, "destination full")
+    assert document["usable_tokens"] == 12 * SIZE
+    assert document["stderr"].rstrip().endswith("stopped: destination full")
+
+
+def test_pages_that_leave_the_source_meanwhile_are_counted_and_nothing_claims_them(
+    invoke: Invoke, source: Path, profile: Path, asked: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    stores = (target, "--from", source, "--profile", profile, "--token-ids", asked)
+    with paused(tmp_path / "paused", READ, 2, "prewarm", *stores, *SMALL) as run:
+        for name in contents(source):
+            if name.startswith(HASHES[6]):
+                (source / name).unlink()
+        ended = run.resumed()
+    assert ended.code == 0, ended
+    document = json.loads(ended.stdout)
+    assert (document["gone"], document["failed"]) == (1, 0)
+    assert document["copied_pages"] == PAGES - 1
+    assert document["usable_tokens"] == 12 * SIZE
+    assert reach(invoke, target, profile, asked) == [4, 4, 4]
+
+
+def many_pages(folder: Path, pages: int) -> tuple[Path, Path]:
+    """A store of one long chain, and the prompt that reaches all of it."""
+    source = demo_store(folder / "many", pages)
+    drawn = np.random.default_rng(20_251_120).integers(0, 150_000, pages * SIZE)
+    asked = folder / "many.jsonl"
+    asked.write_text(f"{json.dumps([*drawn.tolist(), 1])}\n")
+    return source, asked
+
+
+def test_a_cluster_that_evicts_ends_the_run_and_says_what_it_holds(
+    mooncake_package: None, invoke: Invoke, profile: Path, tmp_path: Path
+) -> None:
+    source, asked = many_pages(tmp_path, 1200)
+    with Cluster(16 << 20, lease_ms=100, eviction_high_watermark_ratio=0.5) as cluster:
+        document = warmed(
+            invoke, cluster.url, "--from", source, "--profile", profile, "--token-ids", asked,
+            "--jobs", 1, "--buffer-bytes", "1MiB", "--bwlimit", "5MiB",
+        )  # fmt: skip
+        left = reach(invoke, cluster.url, profile, asked)
+    assert (document["complete"], document["stopped_by"]) == (False, "destination evicts")
+    assert "evicts what was just written; it holds about" in document["stderr"]
+    assert document["copied_pages"] < 1200
+    assert document["usable_tokens"] == left[0] * SIZE
+
+
+def test_mooncake_protects_what_is_pinned_and_says_what_is_not(
+    mooncake_cluster: Cluster, invoke: Invoke, source: Path, profile: Path, tmp_path: Path
+) -> None:
+    stores = (mooncake_cluster.url, "--from", source, "--profile", profile)
+    warmed(invoke, *stores, "--token-ids", prompts(tmp_path / "four.jsonl", 4))
+    assert "soft-pinned: 0" in mooncake_cluster.ask("metrics/summary")
+    document = warmed(invoke, *stores, "--token-ids", prompts(tmp_path / "eight.jsonl", 8), "--pin")
+    assert (document["copied_pages"], document["not_pinned"]) == (4, 4)
+    fresh = [k for k in mooncake_cluster.list_keys() if any(h in k for h in HASHES[4:8])]
+    assert f"soft-pinned: {len(fresh)}" in mooncake_cluster.ask("metrics/summary")
+
+
+def test_pins_last_as_long_as_is_asked(
+    mooncake_package: None, invoke: Invoke, source: Path, profile: Path, asked: Path
+) -> None:
+    with Cluster() as cluster:
+        stores = (cluster.url, "--from", source, "--profile", profile, "--token-ids", asked)
+        refused = warmed(invoke, *stores, "--pin", "--pin-ttl", "2d", exit_code=4)
+        assert refused["failed"] == PAGES  # the master allows a day
+        assert "--pin-ttl" in refused["stderr"]
+        assert not cluster.list_keys()
+        assert warmed(invoke, *stores, "--pin", "--pin-ttl", "20h")["copied_pages"] == PAGES
+        pinned = f"soft-pinned: {len(cluster.list_keys())})"
+        assert pinned in cluster.ask("metrics/summary")
+
+
+def test_the_most_valuable_pages_are_the_last_that_3fs_evicts(
+    metadata_server: MetadataServer, invoke: Invoke, source: Path, profile: Path, tmp_path: Path
+) -> None:
+    place = Hf3fsPlace(tmp_path, metadata_server)
+    place.empty()
+    stores = (place.url, "--from", source, "--profile", profile)
+    warmed(invoke, *stores, "--token-ids", prompts(tmp_path / "four.jsonl", 4))
+    document: dict[str, Any] = warmed(
+        invoke, *stores, "--token-ids", prompts(tmp_path / "eight.jsonl", 8), *SMALL
+    )
+    assert (document["already_there"], document["copied_pages"]) == (4, 4)
+    assert document["usable_tokens"] == 8 * SIZE
+    for rank in (0, 1):
+        keys = metadata_server.keys_by_recency(rank)
+        pages = [page for key in keys for page in HASHES if page in key]  # K and V apart
+        assert list(dict.fromkeys(pages)) == HASHES[:8][::-1]
+
+
+def test_the_best_is_the_newest_also_when_a_deadline_ends_it(
+    invoke: Invoke, source: Path, profile: Path, asked: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    target = tmp_path / "target"
+    write_from = FileStore.write_from
+
+    def slowly(store: FileStore, *arguments: Any, **options: Any) -> Any:
+        time.sleep(0.25)
+        return write_from(store, *arguments, **options)
+
+    monkeypatch.setattr(FileStore, "write_from", slowly)
+    document = warmed(
+        invoke, target, "--from", source, "--profile", profile, "--token-ids", asked, *SMALL,
+        "--deadline", "1s",
+    )  # fmt: skip
+    assert document["stopped_by"] == "deadline"
+    held = HASHES[: document["copied_pages"]]
+    assert pages_of(target) == set(held)
+    assert 0 < len(held) < PAGES
+    times = {name: mtime for name, (_, mtime) in contents(target).items()}
+    newest = [max(t for name, t in times.items() if name.startswith(page)) for page in held]
+    assert newest == sorted(newest, reverse=True)
