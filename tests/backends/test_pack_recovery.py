@@ -111,7 +111,8 @@ def test_a_pack_that_was_complete_but_for_its_end_is_finished_without_a_write(
     whole: Path, arena: Arena
 ) -> None:
     os.truncate(whole, whole.stat().st_size - 5)
-    opened(whole, arena, create=True).close()
+    with opened(whole, arena, create=True) as store:
+        store.own_temporaries("0" * 16, sweep=True)  # as a run that goes on with it does
     assert contents(whole, arena) == MANY
 
 
