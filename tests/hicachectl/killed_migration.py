@@ -99,14 +99,20 @@ class Runner:
             "kill": kill,
             "folder": str(self._folder),
         }
+        run = self._answer(request)
+        if run.code == -signal.SIGSEGV and not run.steps:
+            # A child of a process with native threads can break before it has done anything.
+            run = self._answer(request)
+        assert run.code in (0, 4, -signal.SIGKILL), run
+        return run
+
+    def _answer(self, request: dict[str, Any]) -> Run:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         assert answer, "the process that forks has ended"
-        run = Run(**json.loads(answer))
-        assert run.code in (0, 4, -signal.SIGKILL), run
-        return run
+        return Run(**json.loads(answer))
 
     def close(self) -> None:
         """End the process."""
