@@ -56,18 +56,14 @@ class Kind:
         self.form = pool_form(checker.expected.tensors)
         stored = stored_layers(checker.expected, checker.profile)
         self.layers = [number for number, layer in enumerate(stored) if layer is not None]
-        self.fields = [
-            (piece, field)
-            for piece, fields in fields_of(checker.expected, checker.profile, self.form)
-            for field in fields
-        ]
+        self.fields = list(fields_of(checker.expected, checker.profile, self.form))
         layout = checker.layout
         self.looks = [] if layout is None else [layout.first_look, *layout.second_looks]
 
     @property
     def supported(self) -> bool:
         """Whether the kernels can look at every field."""
-        return all(supports(field) for _, field in self.fields)
+        return all(supports(field) for _, fields in self.fields for field in fields)
 
     def row_places(self, look: OrderLook, slots: int) -> IntArray:
         """Find the rows of a look in the first pool, of page slot 0: byte offsets [3, sets]."""
@@ -213,24 +209,24 @@ class Passage:
     def _flags(self, count: int) -> torch.Tensor:
         layers = len(self._kind.layers)
         found = torch.zeros((count, 2), dtype=torch.bool, device=self._lane.device)
-        for piece, field in self._kind.fields:
-            counts, _ = self._look(piece, field, count)
-            by_object = counts.view(count, layers, -1).sum(1)
-            scales = field.scale_floor is not None
-            bad = by_object[:, BAD_SCALE] if scales else by_object[:, NAN] + by_object[:, INF]
-            found[:, 0] |= (bad + by_object[:, ZERO_HEADS]) > 0
-            if not field.excusable:
-                found[:, 1] |= bad > 0
+        for piece, fields in self._kind.fields:
+            for field, (counts, _) in zip(fields, self._look(piece, fields, count), strict=True):
+                by_object = counts.reshape(count, layers, -1).sum(1)
+                scales = field.scale_floor is not None
+                bad = by_object[:, BAD_SCALE] if scales else by_object[:, NAN] + by_object[:, INF]
+                found[:, 0] |= (bad + by_object[:, ZERO_HEADS]) > 0
+                if not field.excusable:
+                    found[:, 1] |= bad > 0
         return found
 
     def _look(
-        self, piece: PoolPiece, field: Field, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, piece: PoolPiece, fields: Sequence[Field], count: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return block_statistics(
             self._lane.pools[self.most * piece.offset :],
             self._blocks[: count * len(self._kind.layers)],
             piece.slot_bytes,
-            field,
+            fields,
         )
 
     def _correlated(self, number: int, slots: torch.Tensor) -> Correlations:

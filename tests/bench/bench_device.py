@@ -193,17 +193,16 @@ def measure_case(case: Case, ceiling: float, device: torch.device) -> None:
             provider.copy(plan.reversed(), pools, slots, objects, places)
 
     looks = [
-        (pools[count * piece.offset :], piece, field)
+        (pools[count * piece.offset :], piece, fields)
         for piece, fields in fields_of(expected, case.profile, form)
-        for field in fields
     ]
     blocks = {
         piece.name: torch.arange(count * piece.layers, device=device) for piece in form.pieces
     }
 
     def check() -> None:
-        for pool, piece, field in looks:
-            block_statistics(pool, blocks[piece.name], piece.slot_bytes, field)
+        for pool, piece, fields in looks:
+            block_statistics(pool, blocks[piece.name], piece.slot_bytes, fields)
 
     moved = 2 * count * expected.nbytes
     scattered = rate(moved, replayed(scatter))

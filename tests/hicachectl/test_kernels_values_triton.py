@@ -25,6 +25,8 @@ from hicachectl.kernels.values_triton import (  # isort: skip
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
@@ -44,20 +46,26 @@ def dense(dtype: str, rows: int = 5, items: int = 24, **fields: object) -> Field
     return replace(Field("kv", dtype, rows, pitch, 0, items), **fields)  # type: ignore[arg-type]
 
 
-def measured(blocks: Bytes, field: Field, device: str, block_vectors: int = 32) -> Statistics:
+def measured(blocks: Bytes, field: Field, device: str, lanes: int = 32) -> Statistics:
+    """Look at one field of some blocks."""
+    return measured_together(blocks, [field], device, lanes)[0]
+
+
+def measured_together(
+    blocks: Bytes, fields: Sequence[Field], device: str, lanes: int
+) -> list[Statistics]:
     """Lay blocks out in a pool in another order, with poison between, and look at them."""
     order = np.random.default_rng(3).permutation(2 * len(blocks))[: len(blocks)]
     pool = np.full((2 * len(blocks), blocks.shape[1]), 0xFF, np.uint8)
     pool[order] = blocks
-    return to_statistics(
-        *block_statistics(
-            torch.from_numpy(pool.reshape(-1)).to(device),
-            torch.from_numpy(order).to(device),
-            blocks.shape[1],
-            field,
-            block_vectors=block_vectors,
-        )
+    found = block_statistics(
+        torch.from_numpy(pool.reshape(-1)).to(device),
+        torch.from_numpy(order).to(device),
+        blocks.shape[1],
+        fields,
+        lanes=lanes,
     )
+    return [to_statistics(counts, sums) for counts, sums in found]
 
 
 def assert_equal(found: Statistics, expected: Statistics, blocks: Bytes, field: Field) -> None:
@@ -108,7 +116,7 @@ def test_every_bit_pattern_is_counted_as_the_reference_counts_it(device: str, dt
     # One block each for runs of patterns: sums of subnormals and of large numbers come apart.
     blocks = patterns.view(np.uint8).reshape(8 if width > 1 else 4, -1)
     field = dense(dtype, rows=4, items=blocks.shape[1] // width // 4)
-    found = measured(blocks, field, device, block_vectors=64)
+    found = measured(blocks, field, device, lanes=64)
     assert_equal(found, statistics_reference(blocks, field), blocks, field)
 
 
@@ -130,8 +138,9 @@ def test_one_special_number_anywhere_changes_its_block_alone(device: str, dtype:
     assert_equal(found, statistics_reference(blocks, field), blocks, field)
 
 
+@pytest.mark.parametrize("lanes", [32, 512])
 @DEVICES
-def test_fields_of_packed_rows_are_looked_at_apart(device: str) -> None:
+def test_fields_of_packed_rows_are_looked_at_apart(device: str, lanes: int) -> None:
     rng = np.random.default_rng(secrets.randbits(31))
     rows, pitch = 6, 656
     blocks = rng.integers(0, 256, (3, rows * pitch), dtype=np.uint8)
@@ -145,12 +154,14 @@ def test_fields_of_packed_rows_are_looked_at_apart(device: str) -> None:
     part = blocks.reshape(3, rows, pitch)[..., 512:528].view(np.float32)
     part[...] = rng.random(part.shape)
     part[0, 2, 1], part[1, 0, 0], part[1, 1, 3], part[2, 5, 2] = -1, np.inf, 0, -0.0
-    for field in fields:
+    found = measured_together(blocks, fields, device, lanes)
+    for field, statistics in zip(fields, found, strict=True):
         expected = statistics_reference(blocks, field)
         with np.errstate(all="ignore"):
-            assert_equal(measured(blocks, field, device), expected, blocks, field)
-    assert measured(blocks, fields[1], device).counts[:, 3].tolist() == [1, 1, 0]
-    assert measured(blocks, fields[2], device).counts[:, 3].tolist() == [1, 2, 1]
+            assert_equal(statistics, expected, blocks, field)
+            assert_equal(measured(blocks, field, device, lanes), expected, blocks, field)
+    assert found[1].counts[:, 3].tolist() == [1, 1, 0]
+    assert found[2].counts[:, 3].tolist() == [1, 2, 1]
 
 
 @DEVICES
@@ -176,12 +187,48 @@ def test_rows_of_any_whole_number_of_words(device: str, items: int) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@DEVICES
+def test_small_blocks_that_share_a_program_are_told_apart(device: str, dtype: str) -> None:
+    field = dense(dtype, rows=2, items=40)
+    blocks = normal(dtype, (13, 2 * 40), seed := secrets.randbits(31))
+    damaged = int(np.random.default_rng(seed).integers(13))
+    blocks[damaged, -1], blocks[damaged, -2] = 0x7F, 0xFF  # NaN in both
+    blocks[(damaged + 1) % 13, : blocks.shape[1] // 2] = 0
+    found = measured(blocks, field, device, lanes=64)
+    assert_equal(found, statistics_reference(blocks, field), blocks, field)
+    assert np.flatnonzero(found.counts[:, 0]).tolist() == [damaged]
+    assert np.flatnonzero(found.counts[:, ZERO_HEADS]).tolist() == [(damaged + 1) % 13]
+
+
+@DEVICES
+def test_long_blocks_of_packed_rows_are_shared_out_by_rows(device: str) -> None:
+    rows, pitch = 66, 656  # 43 KB, which is shared out among programs
+    rng = np.random.default_rng(secrets.randbits(31))
+    blocks = rng.integers(0, 256, (2, rows * pitch), dtype=np.uint8)
+    by_row = blocks.reshape(2, rows, pitch)
+    by_row[..., 512:528].view(np.float32)[...] = 1
+    by_row[1, 5, 512:516] = 0xFF
+    by_row[0, 65, :16] = 0
+    fields = (
+        Field("codes", "float8_e4m3fn", rows, pitch, 0, 512),
+        Field("scales", "float32", rows, pitch, 512, 4, scale_floor=0.0, leads=False),
+        Field("rope", "bfloat16", rows, pitch, 528, 64, leads=False),
+    )
+    found = measured_together(blocks, fields, device, 256)
+    for field, statistics in zip(fields, found, strict=True):
+        with np.errstate(all="ignore"):
+            assert_equal(statistics, statistics_reference(blocks, field), blocks, field)
+    assert found[1].counts[:, 3].tolist() == [0, 1]
+    assert found[0].counts[:, ZERO_HEADS].tolist() == [1, 0]
+
+
 @DEVICES
 def test_parts_of_a_long_block_add_up(device: str) -> None:
     field = dense("float8_e4m3fn", rows=1, items=16 * 2200)
     blocks = normal("float8_e4m3fn", (1, 16 * 2200), 9)
     blocks[0, 100] = blocks[0, -1] = 0x7F
-    found = measured(blocks, field, device, block_vectors=16)
+    found = measured(blocks, field, device, lanes=16)
     assert_equal(found, statistics_reference(blocks, field), blocks, field)
 
 
@@ -197,4 +244,4 @@ def test_fields_of_broken_words_are_refused() -> None:
     field = dense("float8_e5m2", rows=2, items=6)
     assert not supports(field)
     with pytest.raises(ValueError, match="whole words"):
-        block_statistics(torch.zeros(12, dtype=torch.uint8), torch.tensor([0]), 12, field)
+        block_statistics(torch.zeros(12, dtype=torch.uint8), torch.tensor([0]), 12, [field])
