@@ -140,6 +140,8 @@ def _note(
     if record.kind is Kind.METADATA:
         with suppress(FormatError):
             found.metadata = read_metadata(descriptor, record, at)
+    elif record.kind is Kind.WITHDRAWN:
+        found.entries.rows.pop(record.key, None)
     elif record.kind is Kind.OBJECT:
         if check and record.nbytes <= _MOST_CHECKED_BYTES:
             try:

@@ -296,11 +296,24 @@ class PackWriter:
         return record, build_record(record, self.pack_id), planes
 
     def withdraw(self, keys: Sequence[bytes]) -> list[bool]:
-        """Forget objects that were appended; which of them were there."""
+        """Forget objects that were appended; which of them were there.
+
+        Records say so, for who reads the pack without an index. Where they find no room, only the
+        index that is to come leaves the objects out.
+        """
         with self._turn:
             there = [self.entries.rows.pop(key, None) is not None for key in keys]
-            self._is_valid = self._is_valid and not any(there)
+            gone = [key for key, was_there in zip(keys, there, strict=True) if was_there]
+            if gone:
+                self.may_finish = True
+                with suppress(OSError):
+                    self._put([self._withdrawal(key) for key in gone])
             return there
+
+    def _withdrawal(self, key: bytes) -> bytes:
+        nothing = blake3(b"").digest()
+        record = Record(kind=Kind.WITHDRAWN, key=key, nbytes=0, stored=(0,), digest=nothing)
+        return build_record(record, self.pack_id)
 
     def _append(self, encoded: list[_Encoded], *, if_absent: bool) -> list[Status | OSError]:
         """Append what there is room for, in one call of the system."""

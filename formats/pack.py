@@ -48,6 +48,7 @@ class Kind(IntEnum):
     METADATA = 1
     OBJECT = 2
     INDEX = 3
+    WITHDRAWN = 4  # the object of this key, written before, counts no more
 
 
 _KINDS = {int(kind): kind for kind in Kind}

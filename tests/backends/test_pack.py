@@ -315,7 +315,7 @@ def test_an_append_that_fails_midway_leaves_no_trace(
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(("put", "put_if_absent", "reopen", "cut", "read")),
+        st.sampled_from(("put", "put_if_absent", "withdraw", "reopen", "cut", "read")),
         st.integers(0, 3),
         st.integers(0, 200),
     ),
@@ -346,6 +346,10 @@ def test_any_order_of_writes_and_of_runs_cut_off_behaves_like_a_dict(
             result, found = read(store, rows_of([key]), [len(model[key])])
             assert result.all_ok
             assert found == [model[key]]
+        elif verb == "withdraw":
+            answer = Status.OK if key in model else Status.GONE
+            assert store.withdraw(rows_of([key])).statuses.tolist() == [answer]
+            model.pop(key, None)
         elif verb != "read":
             kept = verb == "put_if_absent" and key in model
             result_ = write(store, {key: value}, if_absent=verb == "put_if_absent")

@@ -16,7 +16,7 @@ import pytest
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status
 from hicachectl.backends.pack_recovery import Repaired, repair
-from hicachectl.backends.testing import read, write
+from hicachectl.backends.testing import read, rows_of, write
 from hicachectl.backends.urls import open_store
 from hicachectl.formats.errors import FormatError, HicacheError, StoreUnavailable, UsageError
 from tests.backends import pack_files
@@ -125,6 +125,20 @@ def test_nothing_that_was_cut_off_is_left_behind_what_is_written_next(
         write(store, {b"small": b"x"}, if_absent=True)
         assert whole.stat().st_size < start + 200
     assert contents(whole, arena)[b"small"] == b"x"
+
+
+def test_a_withdrawn_object_does_not_come_back(path: Path, arena: Arena) -> None:
+    put(path, arena, {KEYS[0]: b"a", KEYS[1]: b"b"})
+    with opened(path, arena, create=True) as store:
+        write(store, {KEYS[2]: b"c"}, if_absent=True)
+        assert store.withdraw(rows_of([KEYS[0], KEYS[2]])).all_ok
+    os.truncate(path, path.stat().st_size - 1)
+    assert repair(str(path)).objects == 1
+    assert contents(path, arena) == {KEYS[1]: b"b"}
+    put(path, arena, {KEYS[2]: b"d"})
+    os.truncate(path, path.stat().st_size - 1)
+    repair(str(path))
+    assert contents(path, arena) == {KEYS[1]: b"b", KEYS[2]: b"d"}
 
 
 def test_every_acknowledged_object_of_a_killed_writer_is_saved(path: Path, arena: Arena) -> None:
