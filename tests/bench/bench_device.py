@@ -317,28 +317,37 @@ class Clock:
 
 def measure_verify(device: torch.device) -> None:
     """Verify a store on tmpfs; the ceilings are its reads into the arena and the bus."""
+    from hicachectl.loaders import lanes
+
     nbytes, distinct = STORE_BYTES
     bus = bus_rate(device)
     print(f"{nbytes >> 30} GiB of objects, {distinct >> 30} GiB distinct; GB/s while reading")
     print(f"bus: {bus:.1f} GB/s from pinned memory")
-    print(f"{'':34}{'jobs':>6}{'reads':>8}{'values':>15}{'and digests':>15}{'all, s':>9}")
+    print(
+        f"{'':34}{'slab':>6}{'jobs':>6}{'reads':>8}{'values':>15}{'and digests':>15}{'all, s':>9}"
+    )
     for name in ("bf16 K/V 8.4 MB page_first", "656-byte rows 2.6 MB page_first"):
         case = next(case for case in cases() if case.name == name)
         with tempfile.TemporaryDirectory(dir=STORE_DIRECTORY) as directory:
             write_store(Path(directory), case, nbytes, distinct)
-            for jobs in VERIFY_JOBS:
-                reads = max(timed_reads(Path(directory), jobs, SLAB_BYTES)[0] for _ in range(2))
-                ceiling = min(reads, bus)
+            reads = max(timed_reads(Path(directory), READ_JOBS, SLAB_BYTES)[0] for _ in range(3))
+            ceiling = min(reads, bus)
+            for slab_bytes, jobs in VERIFY_WITH:
+                lanes.SLAB_BYTES = slab_bytes
                 figures = ""
                 for catalog in (False, True):
                     verify_once(Path(directory), case, jobs, catalog, device)  # compiles
                     done, seconds = verify_once(Path(directory), case, jobs, catalog, device)
                     figures += f"{done:8.1f} ({done / ceiling:.2f})"
-                print(f"{case.name:34}{jobs:6}{reads:8.1f}{figures}{seconds:9.2f}", flush=True)
+                print(
+                    f"{case.name:34}{slab_bytes >> 20:6}{jobs or 'auto':>6}{reads:8.1f}"
+                    f"{figures}{seconds:9.2f}",
+                    flush=True,
+                )
 
 
 def verify_once(
-    directory: Path, case: Case, jobs: int, catalog: bool, device: torch.device
+    directory: Path, case: Case, jobs: int | None, catalog: bool, device: torch.device
 ) -> tuple[float, float]:
     request = Request(
         profile=case.profile,
@@ -371,7 +380,14 @@ PARTS = {"kernels": measure_kernels, "bus": measure_bus, "verify": measure_verif
 SLAB_BYTES = 64 << 20
 STORE_BYTES = (96 << 30, 8 << 30)
 STORE_DIRECTORY = "/dev/shm"
-VERIFY_JOBS: tuple[int, ...] = (12, 16)
+READ_JOBS = 16
+# Slab and reading threads; None: as many as verify starts by itself.
+VERIFY_WITH: tuple[tuple[int, int | None], ...] = (
+    (64 << 20, 16),
+    (64 << 20, None),
+    (32 << 20, None),
+    (16 << 20, None),
+)
 
 
 def main() -> None:
