@@ -233,7 +233,9 @@ class Store(ABC):
         Called before the first write. Raises UnsupportedByBackend for keys it cannot hold.
         """
         if name != self.grammar:
-            raise UnsupportedByBackend(f"{self.url}: holds {self.grammar} keys, not {name} keys")
+            raise UnsupportedByBackend(
+                f"{self.url}: holds {self.grammar} keys, not {name} keys; a new pack holds any"
+            )
 
     @property
     def open_grammar(self) -> bool:
