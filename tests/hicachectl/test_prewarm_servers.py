@@ -128,6 +128,44 @@ def test_without_a_source_servers_only_pull(
     assert document["usable_tokens"] == 12 * SIZE
 
 
+def test_of_a_trace_each_prefix_is_asked_for_once_the_best_first(
+    invoke: Invoke, stores: tuple[object, ...], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    alien = [7] * (4 * SIZE + 1)
+    cut = [[*tokens(), 1][: pages * SIZE + 1] for pages in (8, 4)]
+    rows = [
+        {"timestamp": 5, "token_ids": cut[0], "output_length": 3},
+        {"timestamp": 9, "token_ids": cut[0]},
+        {"timestamp": 1, "token_ids": alien},
+        {"timestamp": 3, "input_ids": cut[1], "rid": "x"},
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    server = Server(answer)
+    with serving(server) as place:
+        document = warmed(
+            invoke, *stores, "--trace", trace, "--jobs", 1, "--through-server", f"http://{place}"
+        )
+    # The demo has states, and that of page 4 only a request that ends there restores.
+    assert [body["input_ids"] for body in server.asked] == cut[::-1]
+    assert [row["request"] for row in document["pulled"][0]["requests"]] == [1, 2]
+    assert document["usable_tokens"] == (4 + 8 + 8) * SIZE
+
+
+def test_a_trace_of_block_ids_has_nothing_that_servers_could_be_asked(
+    invoke: Invoke, stores: tuple[object, ...], tmp_path: Path
+) -> None:
+    _, _, source, *profile = stores
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 1, "hash_ids": [1, 2]}\n')
+    server = Server(answer)
+    with serving(server) as place:
+        refused = invoke("prewarm", source, *profile, "--trace", trace, "--through-server",
+                         f"http://{place}", exit_code=2)  # fmt: skip
+    assert "a trace of block ids cannot be executed" in refused.stderr
+    assert not server.asked
+
+
 def test_nobody_is_asked_where_nothing_is_there_or_nothing_is_to_be_done(
     invoke: Invoke, stores: tuple[object, ...], tmp_path: Path
 ) -> None:
