@@ -37,17 +37,17 @@ def pull(
     *,
     jobs: int | None = None,
     deadline: float | None = None,
+    reports: list[dict[str, Any]],
     on_done: Callable[[int], None] = lambda requests: None,
-) -> list[dict[str, Any]]:
+) -> None:
     """Ask each server, at each of its DP ranks, for the prefixes that the store has.
 
     asked: gives requests with their numbers, for each server anew. usable_pages: by those numbers.
-    deadline: in terms of time.monotonic(). Gives for each server how many requests failed, the
-    tokens that were cached, of each request where they came from, and what made the server be given
-    up, if anything did.
+    deadline: in terms of time.monotonic(). reports: gets for each server, also when this is
+    interrupted, how many requests failed, the tokens that were cached, of each request where they
+    came from, and what made the server be given up, if anything did.
     """
     hashing = Hashing.of(profile)
-    reports = []
     for url, ranks in servers.items():
         server = ThroughServer(url, ranks=ranks, jobs=_JOBS if jobs is None else jobs)
         prefixes = (
@@ -56,24 +56,25 @@ def pull(
             if usable_pages[number]
         )
         rows: list[dict[str, Any]] = []
-        error = None
+        error, ended = None, False
         try:
             for pulled in server.pull(prefixes, deadline):
                 rows.append(_row(pulled, profile.page_size))
                 on_done(1)
+            ended = server.complete
         except StoreUnavailable as lost:
             error = str(lost)
-        reports.append(
-            {
-                "server": url,
-                "requests": rows,
-                "failed": sum(row["error"] is not None for row in rows),
-                "cached_tokens": sum(row["cached_tokens"] for row in rows),
-                "complete": server.complete and error is None,
-                "error": error,
-            }
-        )
-    return reports
+        finally:
+            reports.append(
+                {
+                    "server": url,
+                    "requests": rows,
+                    "failed": sum(row["error"] is not None for row in rows),
+                    "cached_tokens": sum(row["cached_tokens"] for row in rows),
+                    "complete": ended,
+                    "error": error,
+                }
+            )
 
 
 def _row(pulled: Pulled, page_size: int) -> dict[str, Any]:

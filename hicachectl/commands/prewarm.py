@@ -153,7 +153,9 @@ def command(
     and how lately requests used them, measured on the trace itself; a page never before its
     prefix. So whatever ends the run, what was copied is of use.
 
-    In the end the pages are touched, the least valuable first, so that the best are evicted last.
+    In the end the pages are touched, the least valuable first, so that the best are evicted last;
+    after a deadline, or a signal while it copies, for 10 s at most, and then the best ones only.
+    SIGTERM and Ctrl-C let what was begun be finished, and the result is written after them too.
     A destination that evicts meanwhile ends the run, which says what it holds. The rows of
     --dry-run are the plan, and --plan executes one; a trace of hash_ids alone gives a plan, but
     none that can be executed. The transforms are those of migrate: an archive of TP 4 warms a
@@ -203,19 +205,33 @@ def command(
             ctx, destination, lease_wait=options["lease_wait"], create=source is not None
         ) as target:
             target.pin_seconds = options["pin_ttl"]
-            document, plan = _worked(ctx, source, target, options)
-    failed = _is_failed(document, options)
+            outcome = _worked(ctx, source, target, options)
+        _report(ctx, outcome, options, output_format, output)
+    if outcome.interruption is not None:
+        raise outcome.interruption
+    lost = [server["error"] for server in outcome.document.get("pulled", ()) if server["error"]]
+    if lost:
+        raise StoreUnavailable("; ".join(lost))
+    if _is_failed(outcome, options):
+        ctx.exit(FINDINGS)
+
+
+def _report(
+    ctx: click.Context,
+    outcome: Outcome,
+    options: dict[str, Any],
+    output_format: str,
+    output: Path | None,
+) -> None:
+    """Write the metrics, the summary and the document."""
     if options["metrics_file"]:
         from hicachectl.metrics import write_prewarm_metrics
 
-        write_prewarm_metrics(options["metrics_file"], document, succeeded=not failed)
-    remark(ctx, _summary(document, dry_run=options["dry_run"]))
-    _write(document, plan, output_format, output)
-    lost = [server["error"] for server in document.get("pulled", ()) if server["error"]]
-    if lost:
-        raise StoreUnavailable("; ".join(lost))
-    if failed:
-        ctx.exit(FINDINGS)
+        succeeded = outcome.interruption is None and not _is_failed(outcome, options)
+        write_prewarm_metrics(options["metrics_file"], outcome.document, succeeded=succeeded)
+    remark(ctx, _summary(outcome.document, dry_run=options["dry_run"]))
+    plan = outcome.plan if options["dry_run"] else None
+    _write(outcome.document, plan, output_format, output)
 
 
 def _format(ctx: click.Context, output_format: str) -> str:
@@ -260,8 +276,8 @@ def _plan_trace(
 
 def _worked(
     ctx: click.Context, source: str | None, target: Store, options: dict[str, Any]
-) -> tuple[dict[str, Any], pa.Table | None]:
-    """Copy, and have servers pull; the document, and the plan."""
+) -> Outcome:
+    """Copy, and have servers pull."""
     from hicachectl.prewarm import prewarm, usable_from
 
     started = time.monotonic()
@@ -281,9 +297,9 @@ def _worked(
                 remark(ctx, text)
     for problem in outcome.problems[:_SHOWN_PROBLEMS]:
         remark(ctx, f"{problem.key or problem.page}: {problem.detail}")
-    if servers:
+    if servers and outcome.interruption is None:
         _pull(ctx, servers, request.target, wanted, outcome, options, started)
-    return outcome.document, outcome.plan if options["dry_run"] else None
+    return outcome
 
 
 def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> tuple[Request, Wanted]:
@@ -341,25 +357,33 @@ def _pull(
 
     limit = options["deadline"]
     document = outcome.document
-    with progress(ctx, "pulling", " requests") as advance:
-        document["pulled"] = pull(
-            servers,
-            requests_for_servers(wanted, outcome.usable_pages, profile, options),
-            outcome.usable_pages,
-            profile,
-            jobs=options["jobs"],
-            deadline=None if limit is None else started + limit,
-            on_done=advance,
-        )
+    document["pulled"] = []
+    try:
+        with progress(ctx, "pulling", " requests") as advance:
+            pull(
+                servers,
+                requests_for_servers(wanted, outcome.usable_pages, profile, options),
+                outcome.usable_pages,
+                profile,
+                jobs=options["jobs"],
+                deadline=None if limit is None else started + limit,
+                reports=document["pulled"],
+                on_done=advance,
+            )
+    except BaseException as error:
+        if isinstance(error, Exception):
+            raise
+        outcome.interrupt(error)
     document["seconds"] = round(time.monotonic() - started, 3)
     if any(not server["complete"] and not server["error"] for server in document["pulled"]):
         document["stopped_by"] = document["stopped_by"] or "deadline"
     document["complete"] &= all(server["complete"] for server in document["pulled"])
 
 
-def _is_failed(document: dict[str, Any], options: dict[str, Any]) -> bool:
+def _is_failed(outcome: Outcome, options: dict[str, Any]) -> bool:
     if options["dry_run"]:
         return False
+    document = outcome.document
     failed = bool(document["failed"]) or document["stopped_by"] == "destination full"
     failed |= any(server["failed"] or server["error"] for server in document.get("pulled", ()))
     if options["min_usable"] is not None:

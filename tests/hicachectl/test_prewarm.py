@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from hicachectl.backends.base import Status
@@ -15,9 +17,13 @@ from hicachectl.chains import Chains, Hashing, chains_of
 from hicachectl.demo import PROFILE
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.formats.hashing import page_hashes_hex
+from hicachectl.groups import PageGroups
 from hicachectl.hits import find_hits
 from hicachectl.inventory import take_inventory
+from hicachectl.migrating import watching
 from hicachectl.migrating.carrying import Manner
+from hicachectl.migrating.routes import verbatim_routes
+from hicachectl.migrating.survey import survey_source
 from hicachectl.prewarm import Outcome, Request, prewarm
 from hicachectl.requests import Request as Prompt
 from tests.hicachectl.migrations import MODEL, contents, demo_store
@@ -179,6 +185,30 @@ def test_a_passed_deadline_begins_nothing(source: Path, target: Path) -> None:
     assert not contents(target)
     assert outcome.document["stopped_by"] == "deadline"
     assert outcome.document["complete"] is False
+
+
+def test_touches_that_take_too_long_are_left_out_but_not_those_of_the_best(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[list[str]] = []
+    clock = [0.0]
+
+    def slowly(store: FileStore, rows: Any) -> Any:
+        keys = [key.decode()[:64] for key in rows.column("key").to_pylist()]
+        touched.append(list(dict.fromkeys(keys)))
+        clock[0] += 1.0
+        return np.ones(len(rows), dtype=np.bool_)
+
+    monkeypatch.setattr(FileStore, "touch", slowly)
+    monkeypatch.setattr(FileStore, "limits", replace(FileStore.limits, batch_objects=1))
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with FileStore(source) as one, FileStore(target) as other:
+        inventory = take_inventory(one, PROFILE)
+        (route,) = verbatim_routes(inventory.table.deployments)
+        survey = survey_source(inventory, PageGroups(inventory), route)
+        place = pc.index_in(survey.pages, value_set=pa.array(HASHES)).to_numpy()
+        watching.Touching(other, survey).touch(np.argsort(place), until=4.5)
+    assert touched == [[HASHES[at]] for at in (11, 2, 1, 0)]
 
 
 def test_another_topology_is_warmed(source: Path, target: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import pytest
 from hicachectl.demo import PROFILE
 from tests.backends.http_scripts import Call, serving
 from tests.hicachectl.migrations import demo_store, profile_file
+from tests.hicachectl.paused import Paused, paused
 from tests.hicachectl.test_prewarm import PAGES, tokens
 from tests.hicachectl.test_prewarm_cli import prompts, strangers, warmed
 from tests.hicachectl.test_through_server import answer_of
@@ -253,3 +255,30 @@ def test_a_server_that_hangs_is_left_at_the_deadline(
     assert document["copied_pages"] == 12
     assert (document["complete"], document["stopped_by"]) == (False, "deadline")
     assert document["pulled"][0]["requests"] == []
+
+
+def test_terminated_while_servers_pull_it_says_what_they_did(
+    stores: tuple[object, ...], tmp_path: Path, started: float
+) -> None:
+    runs: list[Paused] = []
+
+    def answer_once(call: Call, number: int) -> None:
+        if number:
+            runs[0].send(signal.SIGTERM)
+            call.hang()
+        answer(call, number)
+
+    asked, folder = prompts(tmp_path / "asked.jsonl", 8, 12), tmp_path / "paused"
+    with serving(Server(answer_once)) as place:
+        through = ("--jobs", 1, "--through-server", f"http://{place}")
+        arguments = ("prewarm", *stores, "--token-ids", asked, *through)
+        call = "hicachectl.through_server:ThroughServer.pull"
+        with paused(folder, call, 1, *arguments) as run:
+            runs.append(run)
+            ended = run.resumed()
+    assert ended.code == 143, ended
+    document = json.loads(ended.stdout)
+    assert (document["copied_pages"], document["stopped_by"]) == (12, "terminated")
+    (pulled,) = document["pulled"]
+    assert [row["request"] for row in pulled["requests"]] == [0]
+    assert pulled["complete"] is document["complete"] is False
