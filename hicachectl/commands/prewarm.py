@@ -85,7 +85,7 @@ crontab:
     "--all",
     "all_",
     is_flag=True,
-    help="Every whole page of SRC; within a budget the newest, in the order of their age.",
+    help="Every whole page of SRC, the newest minute first; nothing is known of prefixes then.",
 )
 @click.option("--budget", type=Size(), metavar="SIZE", help="Copy at most so many bytes.")
 @click.option(
@@ -151,7 +151,8 @@ def command(
     SRC, by the rules of every pool; of trailing pools (Mamba, windows) only what ends a prefix.
     What DST has already is left out. Pages are put in order by what warming them saves: how often
     and how lately requests used them, measured on the trace itself; a page never before its
-    prefix. So whatever ends the run, what was copied is of use.
+    prefix. So whatever ends the run, what was copied is of use; but for --all, which knows no
+    prefixes and copies what was written in the same minute in that order, newer minutes first.
 
     In the end the pages are touched, the least valuable first, so that the best are evicted last;
     after a deadline, or a signal while it copies, for 10 s at most, and then the best ones only.

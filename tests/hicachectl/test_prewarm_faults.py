@@ -101,21 +101,26 @@ def touched_best_last(target: Path, held: int) -> bool:
     return newest == sorted(newest, reverse=True)
 
 
+@pytest.mark.parametrize("jobs", [1, 3])
 def test_a_file_system_that_is_full_ends_the_run_with_whole_prefixes(
-    invoke: Invoke, source: Path, profile: Path, asked: Path, tmp_path: Path
+    invoke: Invoke, source: Path, profile: Path, asked: Path, tmp_path: Path, jobs: int
 ) -> None:
     target = tmp_path / "target"
     target.mkdir()
+    parcels = ("--jobs", jobs, "--buffer-bytes", f"{300 * jobs}KiB")
     mount = ["mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", str(target)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount a small tmpfs")
     try:
         document = warmed(
-            invoke, target, "--from", source, "--profile", profile, "--token-ids", asked, *SMALL,
+            invoke, target, "--from", source, "--profile", profile, "--token-ids", asked, *parcels,
             exit_code=4,
         )  # fmt: skip
         held = pages_of(target)
-        assert held == set(HASHES[: len(held)])
+        # What other jobs had begun may have found room behind the page that found none.
+        most = len(held) if jobs == 1 else PAGES - 1
+        assert set(HASHES[:4]) <= held <= set(HASHES[:most])
+        assert not [name for name in contents(target) if name.startswith(".")]
         assert reach(invoke, target, profile, asked) == [4, 4, 4]
     finally:
         subprocess.run(["umount", str(target)], check=True)
@@ -151,14 +156,15 @@ def many_pages(folder: Path, pages: int) -> tuple[Path, Path]:
     return source, asked
 
 
+@pytest.mark.parametrize("jobs", [1, 3])
 def test_a_cluster_that_evicts_ends_the_run_and_says_what_it_holds(
-    mooncake_package: None, invoke: Invoke, profile: Path, tmp_path: Path
+    mooncake_package: None, invoke: Invoke, profile: Path, tmp_path: Path, jobs: int
 ) -> None:
     source, asked = many_pages(tmp_path, 1200)
     with Cluster(16 << 20, lease_ms=100, eviction_high_watermark_ratio=0.5) as cluster:
         document = warmed(
             invoke, cluster.url, "--from", source, "--profile", profile, "--token-ids", asked,
-            "--jobs", 1, "--buffer-bytes", "1MiB", "--bwlimit", "5MiB",
+            "--jobs", jobs, "--buffer-bytes", f"{jobs}MiB", "--bwlimit", "5MiB",
         )  # fmt: skip
         left = reach(invoke, cluster.url, profile, asked)
     assert (document["complete"], document["stopped_by"]) == (False, "destination evicts")

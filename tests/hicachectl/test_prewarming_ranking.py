@@ -70,7 +70,8 @@ def test_servers_are_asked_for_each_usable_prefix_once_and_the_most_shared_first
     usable = np.array([3, 2, 3, 2, 2, 0])  # of the fourth and fifth no more than what others share
 
     def chosen(*, longest_only: bool) -> list[int]:
-        return prefixes_worth_asking(chains, usable, Ranker(), longest_only=longest_only).tolist()
+        found = prefixes_worth_asking(chains, usable, Ranker(), longest_only=longest_only)
+        return [int(number) for number in found]
 
     assert chosen(longest_only=True) == [0, 2]
     assert chosen(longest_only=False) == [1, 3, 0, 2]
