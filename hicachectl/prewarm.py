@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,7 @@ BUDGET = "budget"
 DEADLINE = "deadline"
 FULL = "destination full"
 EVICTS = "destination evicts"
+ENDING_SECONDS = 10.0  # for the touches after a deadline or a signal; then again for the last look
 
 
 @dataclass(slots=True)
@@ -44,7 +45,8 @@ class Outcome:
     document: the members of the JSON contract. problems: pages that failed or are in conflict.
     plan: what was to be copied, best first: page, its parent in a chain, depth, bytes.
     usable_pages: [chains] how far servers can restore each from the destination; for all pages, [1]
-    how many are whole there.
+    how many are whole there. interruption: what ended the copying early, SIGTERM or Ctrl-C say, to
+    be raised when the rest is said.
     """
 
     document: dict[str, Any]
@@ -52,6 +54,13 @@ class Outcome:
     remarks: list[str]
     usable_pages: IntArray
     plan: pa.Table | None = None
+    interruption: BaseException | None = None
+
+    def interrupt(self, by: BaseException) -> None:
+        """Say that the work was ended early."""
+        self.interruption = by
+        reason = "interrupted" if isinstance(by, KeyboardInterrupt) else "terminated"
+        self.document |= {"complete": False, "stopped_by": reason}
 
     @property
     def usable_share(self) -> float:
@@ -93,42 +102,75 @@ def prewarm(
         if request.chains is None
         else plan_chains(inventory, survey, request.chains, request)
     )
-    rows = plan.rows()
-    total = int(plan.cost.sum())
+    run = _Run(plan, source, destination, request, started)
     if request.dry_run:
-        outcome = _finished(plan, source, destination, request, started)
-        outcome.document |= {"copied_pages": len(plan.items), "bytes": total}
+        outcome = _finished(run)
+        outcome.document |= {"copied_pages": len(plan.items), "bytes": int(plan.cost.sum())}
         outcome.document["failed"] = len(plan.conflicts)
-        outcome.plan, outcome.problems = rows, _conflicts(plan)
-        return outcome
-    deadline = None if request.deadline_seconds is None else started + request.deadline_seconds
-    watch = Watch(destination, survey)
-    carrier = Carrier(
-        source, inventory, groups, destination, replace(request.manner, deadline=deadline)
-    )
+        outcome.problems = _conflicts(plan)
+    else:
+        carrier = Carrier(
+            source, inventory, groups, destination, replace(request.manner, deadline=run.deadline)
+        )
+        outcome = _executed(run, carrier, on_copied)
+    outcome.plan = plan.rows()
+    return outcome
+
+
+class _Run(NamedTuple):
+    """A plan, and between which stores and since when it is carried out."""
+
+    plan: Plan
+    source: Store
+    destination: Store
+    request: Request
+    started: float
+
+    @property
+    def deadline(self) -> float | None:
+        seconds = self.request.deadline_seconds
+        return None if seconds is None else self.started + seconds
+
+
+def _executed(run: _Run, carrier: Carrier, on_copied: Callable[[int, int], None]) -> Outcome:
+    """Copy, put into the order of eviction, and look; shortened when it is interrupted."""
+    plan = run.plan
+    total = max(int(plan.cost.sum()), 1)
+    watch = Watch(run.destination, plan.survey)
+    touching = Touching(run.destination, plan.survey)
+    partly = int((plan.actions[plan.items] == Action.COMPLETE).sum())
 
     def on_done(delivered: Delivered) -> None:
-        on_copied(delivered.nbytes, max(total, 1))
+        on_copied(delivered.nbytes, total)
         watch.add(delivered)
         if watch.lost():
             carrier.stop()
 
-    partly = int((plan.actions[plan.items] == Action.COMPLETE).sum())
-    tally = carrier.carry(plan.orders(), on_done=on_done)
-    Touching(destination, survey).touch(plan.wanted)
-    outcome = _finished(plan, source, destination, request, started)
-    outcome.plan = rows
-    outcome.problems = [*_conflicts(plan), *tally.problems]
+    interruption = None
+    try:
+        carrier.carry(plan.orders(), on_done=on_done)
+        touching.touch(plan.wanted, until=_after(run.deadline))
+        outcome = _finished(run)
+    except BaseException as error:
+        if isinstance(error, Exception):
+            raise
+        interruption = error
+        touching.touch(plan.wanted, until=_after(time.monotonic()))
+        outcome = _finished(run, until=_after(time.monotonic()))
+    tally = carrier.tally
     reason = _reason(tally.full, watch, tally.complete, plan)
+    outcome.problems = [*_conflicts(plan), *tally.problems]
     outcome.document |= {
         "copied_pages": tally.pages,
         "bytes": tally.nbytes,
-        "not_pinned": plan.there + partly if request.manner.pin else 0,
+        "not_pinned": plan.there + partly if run.request.manner.pin else 0,
         "gone": tally.gone,
         "failed": tally.failed + tally.conflicts + len(plan.conflicts),
         "complete": reason is None,
         "stopped_by": reason,
     }
+    if interruption is not None:
+        outcome.interrupt(interruption)
     if watch.lost():
         outcome.remarks.append(watch.remark())
     return outcome
@@ -147,6 +189,11 @@ def usable_from(store: Store, request: Request) -> Outcome:
     return _outcome(document, hits.usable_pages, request, started, cut=False)
 
 
+def _after(moment: float | None) -> float | None:
+    """Say until when a run may go on with what ends it; None: as long as that takes."""
+    return None if moment is None else max(moment, time.monotonic()) + ENDING_SECONDS
+
+
 def _reason(full: bool, watch: Watch, complete: bool, plan: Plan) -> str | None:
     if full:
         return FULL
@@ -157,35 +204,46 @@ def _reason(full: bool, watch: Watch, complete: bool, plan: Plan) -> str | None:
     return BUDGET if plan.cut else None
 
 
-def _finished(
-    plan: Plan,
-    source: Store,
-    destination: Store,
-    request: Request,
-    started: float,
-) -> Outcome:
+def _finished(run: _Run, *, until: float | None = None) -> Outcome:
     """Say what servers can restore from the destination in the end.
 
-    What they can of pages that the source could not give was there already.
+    What they can of pages that the source could not give was there already. A listing that takes
+    longer than `until` is given up: then nothing is known to be usable.
     """
+    plan, source, destination, request, started = run
     there, missing = plan.there, plan.missing
-    if request.chains is None:
-        usable = np.array([_whole_pages(plan, destination)], dtype=np.int64)
-    else:
-        found = inventory_of_chains(destination, request.target, request.chains)
-        hits = find_hits(found, 0, request.chains)
-        usable = hits.usable_pages
-        held = hits.page_names.filter(pa.array(hits.needed().any(axis=1)))
-        more = int(pc.invert(pc.is_in(held, value_set=plan.names)).true_count)
-        there, missing = there + more, missing - more
+    usable = np.zeros(1 if request.chains is None else len(request.chains), dtype=np.int64)
+    unseen = False
+
+    def on_batch(_objects: int) -> None:
+        if until is not None and time.monotonic() > until:
+            raise TimeoutError
+
+    try:
+        if request.chains is None:
+            usable[0] = _whole_pages(plan, destination, on_batch)
+        else:
+            found = inventory_of_chains(
+                destination, request.target, request.chains, on_batch=on_batch
+            )
+            hits = find_hits(found, 0, request.chains)
+            usable = hits.usable_pages
+            held = hits.page_names.filter(pa.array(hits.needed().any(axis=1)))
+            more = int(pc.invert(pc.is_in(held, value_set=plan.names)).true_count)
+            there, missing = there + more, missing - more
+    except TimeoutError:
+        unseen = True
     document = _document(source, destination, plan.requested, there, missing)
-    return _outcome(document, usable, request, started, cut=plan.cut)
+    outcome = _outcome(document, usable, request, started, cut=plan.cut)
+    if unseen:
+        outcome.remarks.append(f"{destination.url}: too long to list; what is usable is not known")
+    return outcome
 
 
-def _whole_pages(plan: Plan, destination: Store) -> int:
+def _whole_pages(plan: Plan, destination: Store, on_batch: Callable[[int], None]) -> int:
     """Count the pages asked for that the destination has whole by now."""
     survey = replace(plan.survey, there=np.full_like(plan.survey.there, ABSENT))
-    survey_destination(destination, [survey], destination.grammar)
+    survey_destination(destination, [survey], destination.grammar, on_batch=on_batch)
     wanted = np.zeros(len(survey.groups), dtype=np.bool_)
     wanted[plan.wanted] = True
     return int((decide(survey, wanted, "skip") == Action.SKIP).sum())

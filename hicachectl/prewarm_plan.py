@@ -29,14 +29,17 @@ if TYPE_CHECKING:
     from hicachectl.migrating.survey import Survey
 
 
+_MINUTE_NS = 60 * 10**9
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What to warm a store with.
 
     profile: of the source. destination_profile: of the servers of the destination, None: the same.
     chains: what is asked for. Without chains, nothing is known of prefixes, and whole pages are
-    taken: pages in their order, the best first; without pages either all of them, the newest first
-    within a budget. rank: given chains, their distinct pages and which of them each page is, gives
+    taken: pages in their order, the best first; without pages either all of them, the newest first.
+    rank: given chains, their distinct pages and which of them each page is, gives
     the place of each distinct page in the order of value, 0 the best; a page never before one that
     precedes it in a chain.
     """
@@ -67,13 +70,11 @@ class Request:
 class Plan:
     """What is to be copied.
 
-    wanted: rows of the survey, best first. items: those of them that are to be copied. reverse:
-    whether they are copied the last one first. cost: bytes that each of these brings to the
-    destination. actions: for every row of the survey. parents, depths: of each item in its chain;
-    null and 0 where unknown.
+    wanted: rows of the survey, best first. items: those of them that are to be copied. cost: bytes
+    that each of these brings to the destination. actions: for every row of the survey. parents,
+    depths: of each item in its chain; null and 0 where unknown.
     names: pages that servers could restore from the source. there: pages that the destination has
-    of these. missing: pages asked for that are not among them. conflicts: pages of which the
-    destination has another object.
+    of these. missing: pages asked for that are not among them.
     """
 
     survey: Survey
@@ -88,7 +89,6 @@ class Plan:
     there: int
     missing: int
     cut: bool
-    reverse: bool = False
 
     @property
     def conflicts(self) -> IntArray:
@@ -97,13 +97,12 @@ class Plan:
         return found
 
     def orders(self) -> Iterator[Order]:
-        """Give the pages their turns, none before its prefix.
+        """Give the pages their turns, the best first.
 
         A page of which the destination has nothing is completed as it would be copied.
         """
         partly = (self.actions[self.items] == Action.COMPLETE).any()
-        items = self.items[::-1] if self.reverse else self.items
-        yield Order(self.survey, items, Action.COMPLETE if partly else Action.COPY)
+        yield Order(self.survey, self.items, Action.COMPLETE if partly else Action.COPY)
 
     def rows(self) -> pa.Table:
         """List what is to be copied, best first."""
@@ -153,7 +152,7 @@ def plan_chains(inventory: Inventory, survey: Survey, chains: Chains, request: R
 def plan_pages(groups: PageGroups, survey: Survey, request: Request) -> Plan:
     """Choose whole pages, of whose prefixes nothing is known.
 
-    Those of a list in its order. Else all of them: the newest within the budget, copied in the
+    Those of a list in its order. Else all of them: the newest first, but those of a minute in the
     order of their age, since what precedes a page in its chain is as old or older.
     """
     whole = groups.states[survey.groups] == WHOLE
@@ -168,7 +167,7 @@ def plan_pages(groups: PageGroups, survey: Survey, request: Request) -> Plan:
                 "--all within a budget takes the newest pages, and the source keeps no times; name "
                 "pages, or give no budget"
             )
-        turn = -groups.newest_ns[survey.groups]
+        turn = _newest_minute_first(groups.newest_ns[survey.groups])
     actions = decide(survey, whole, "skip")
     wanted = np.flatnonzero(actions != Action.NOTHING)
     wanted = wanted[np.argsort(turn[wanted], kind="stable")]
@@ -190,8 +189,15 @@ def plan_pages(groups: PageGroups, survey: Survey, request: Request) -> Plan:
         there=int((actions == Action.SKIP).sum()),
         missing=asked - len(names),
         cut=not fits.all(),
-        reverse=request.pages is None,
     )
+
+
+def _newest_minute_first(times_ns: IntArray) -> IntArray:
+    """Give pages their turns by when they were written."""
+    order = np.lexsort((times_ns, -(times_ns // _MINUTE_NS)))
+    turn = np.empty(len(order), dtype=np.int64)
+    turn[order] = np.arange(len(order))
+    return turn
 
 
 def _within_budget(cost: IntArray, request: Request) -> npt.NDArray[np.bool_]:

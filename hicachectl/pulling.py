@@ -10,7 +10,7 @@ from hicachectl.server import fetch_server
 from hicachectl.through_server import ThroughServer, dp_ranks, prefix_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hicachectl.formats.profile import Profile
     from hicachectl.inventory import IntArray
@@ -31,48 +31,50 @@ def ranks_of(urls: Sequence[str]) -> dict[str, Ranks]:
 
 def pull(
     servers: Mapping[str, Ranks],
-    requests: Sequence[Request],
+    asked: Callable[[], Iterable[tuple[int, Request]]],
     usable_pages: IntArray,
     profile: Profile,
     *,
     jobs: int | None = None,
     deadline: float | None = None,
+    reports: list[dict[str, Any]],
     on_done: Callable[[int], None] = lambda requests: None,
-) -> list[dict[str, Any]]:
+) -> None:
     """Ask each server, at each of its DP ranks, for the prefixes that the store has.
 
-    usable_pages: [requests]. deadline: in terms of time.monotonic(). Gives for each server how many
-    requests failed, the tokens that were cached, of each request where they came from, and what
-    made the server be given up, if anything did.
+    asked: gives requests with their numbers, for each server anew. usable_pages: by those numbers.
+    deadline: in terms of time.monotonic(). reports: gets for each server, also when this is
+    interrupted, how many requests failed, the tokens that were cached, of each request where they
+    came from, and what made the server be given up, if anything did.
     """
     hashing = Hashing.of(profile)
-    reports = []
     for url, ranks in servers.items():
         server = ThroughServer(url, ranks=ranks, jobs=_JOBS if jobs is None else jobs)
         prefixes = (
-            prefix_of(number, request, int(pages), hashing)
-            for number, (request, pages) in enumerate(zip(requests, usable_pages, strict=True))
-            if pages
+            prefix_of(number, request, int(usable_pages[number]), hashing)
+            for number, request in asked()
+            if usable_pages[number]
         )
         rows: list[dict[str, Any]] = []
-        error = None
+        error, ended = None, False
         try:
             for pulled in server.pull(prefixes, deadline):
                 rows.append(_row(pulled, profile.page_size))
                 on_done(1)
+            ended = server.complete
         except StoreUnavailable as lost:
             error = str(lost)
-        reports.append(
-            {
-                "server": url,
-                "requests": rows,
-                "failed": sum(row["error"] is not None for row in rows),
-                "cached_tokens": sum(row["cached_tokens"] for row in rows),
-                "complete": server.complete and error is None,
-                "error": error,
-            }
-        )
-    return reports
+        finally:
+            reports.append(
+                {
+                    "server": url,
+                    "requests": rows,
+                    "failed": sum(row["error"] is not None for row in rows),
+                    "cached_tokens": sum(row["cached_tokens"] for row in rows),
+                    "complete": ended,
+                    "error": error,
+                }
+            )
 
 
 def _row(pulled: Pulled, page_size: int) -> dict[str, Any]:

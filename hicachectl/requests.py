@@ -38,10 +38,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages, and what the request hands to the chat template beside them."""
+    """Messages, and what the request hands to the chat template beside them.
+
+    tool_choice: "auto", "required" or "none", or which of the tools, as in a request.
+    """
 
     messages: list[dict[str, Any]]
     template_arguments: dict[str, Any]
+    tools: Sequence[dict[str, Any]] = ()
+    tool_choice: str | dict[str, Any] = "auto"
 
 
 Prompt = str | Chat
@@ -86,6 +91,9 @@ class _PromptLine(_Unhashed):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: msgspec.Raw = msgspec.Raw()
 
 
 class _PageLine(msgspec.Struct):
@@ -118,8 +126,9 @@ def read_prompts(path: Path, tokenizer: PromptTokenizer) -> Iterator[Request]:
     """Read requests as text or chats.
 
     A line is a JSON string, {"text" or "prompt": "…"}, a list of messages or {"messages": [...]};
-    the objects with "extra_key" and "cache_salt", chats with "chat_template_kwargs". Raises
-    UsageError when the file cannot be read, FormatError naming the line, or the lines of a batch.
+    the objects with "extra_key" and "cache_salt", chats with "chat_template_kwargs", "tools" and
+    "tool_choice". Raises UsageError when the file cannot be read, FormatError naming the line, or
+    the lines of a batch.
     """
     batch: list[tuple[str, Prompt, _PromptLine]] = []
     for where, line in _lines(path):
@@ -187,14 +196,15 @@ def _prompt(line: _PromptLine, where: str) -> Prompt:
     if len(given) != 1:
         raise FormatError(f'{where}: one of "text", "prompt" and "messages" is needed')
     if isinstance(given[0], str):
-        if line.chat_template_kwargs:
-            raise FormatError(f"{where}: chat_template_kwargs belong to messages")
+        if line.chat_template_kwargs or line.tools:
+            raise FormatError(f"{where}: chat_template_kwargs and tools belong to messages")
         return given[0]
     for number, message in enumerate(given[0]):
         if not isinstance(message.get("role"), str):
             raise FormatError(f"{where}: messages[{number}]: no role")
         _check_content(message.get("content"), f"{where}: messages[{number}]")
-    return Chat(given[0], line.chat_template_kwargs)
+    choice = line.tool_choice or "auto"
+    return Chat(given[0], line.chat_template_kwargs, line.tools or (), choice)
 
 
 def _check_content(content: object, where: str) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.requests import Chat
+from hicachectl.tools_of_chats import template_tools
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -116,13 +117,24 @@ class DirectoryTokenizer:
 
     def _rendered(self, chat: Chat) -> str:
         messages = _template_messages(chat.messages, takes_parts=self._takes_parts)
-        try:
-            text = self._templated.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **chat.template_arguments
-            )
-        except Exception as error:  # templates raise what they like
-            raise FormatError(f"the chat template refuses it: {error}") from error
-        return str(text)
+        tools = template_tools(chat)
+        ways = [tools]
+        if tools:  # some templates want them without what wraps them; SGLang tries that as well
+            ways.append([tool["function"] for tool in tools])
+        for given in ways:
+            try:
+                text = self._templated.apply_chat_template(
+                    messages,
+                    tools=given,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **chat.template_arguments,
+                )
+            except Exception as error:  # templates raise what they like
+                refusal = error
+            else:
+                return str(text)
+        raise FormatError(f"the chat template refuses it: {refusal}") from refusal
 
     @cached_property
     def _templated(self) -> Any:

@@ -17,7 +17,8 @@ SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 # One text a message.
 PLAIN_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "{% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}"
     "{% if message.tool_calls %}{% for call in message.tool_calls %}"
     "{{ call.function.name }}{{ call.function.arguments.city }}{% endfor %}{% endif %}"
@@ -25,8 +26,10 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}{% endif %}"
 )
-# Content in parts, trimmed.
+# Content in parts, trimmed; tools without what wraps them.
 PARTS_TEMPLATE = (
+    "{% for tool in tools or [] %}{% if tool.function is defined %}"
+    "{{ raise_exception('bare tools only') }}{% endif %}{{ tool | tojson }}{% endfor %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{{ part['text'] | trim }}{% endfor %}{% endif %}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.asking import asked_chains, asked_hashing, asked_requests, refuse_other_sources
+from hicachectl.asking import refuse_other_sources
 from hicachectl.errors import FINDINGS
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.guards import locked
@@ -28,6 +28,7 @@ from hicachectl.options import (
     transform_options,
 )
 from hicachectl.session import bytes_progress, opened, progress, remark
+from hicachectl.warming_inputs import read_wanted, requests_for_servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.prewarm import Outcome, Request
     from hicachectl.pulling import Ranks
+    from hicachectl.warming_inputs import Wanted
 
+_TOKEN_SOURCES = ("prompts", "token_ids", "trace")
 _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
 _SHOWN_PROBLEMS = 20
 _PLAN = "plan"
@@ -82,7 +85,7 @@ crontab:
     "--all",
     "all_",
     is_flag=True,
-    help="Every whole page of SRC; within a budget the newest, in the order of their age.",
+    help="Every whole page of SRC, the newest minute first; nothing is known of prefixes then.",
 )
 @click.option("--budget", type=Size(), metavar="SIZE", help="Copy at most so many bytes.")
 @click.option(
@@ -148,9 +151,12 @@ def command(
     SRC, by the rules of every pool; of trailing pools (Mamba, windows) only what ends a prefix.
     What DST has already is left out. Pages are put in order by what warming them saves: how often
     and how lately requests used them, measured on the trace itself; a page never before its
-    prefix. So whatever ends the run, what was copied is of use.
+    prefix. So whatever ends the run, what was copied is of use; but for --all, which knows no
+    prefixes and copies what was written in the same minute in that order, newer minutes first.
 
-    In the end the pages are touched, the least valuable first, so that the best are evicted last.
+    In the end the pages are touched, the least valuable first, so that the best are evicted last;
+    after a deadline, or a signal while it copies, for 10 s at most, and then the best ones only.
+    SIGTERM and Ctrl-C let what was begun be finished, and the result is written after them too.
     A destination that evicts meanwhile ends the run, which says what it holds. The rows of
     --dry-run are the plan, and --plan executes one; a trace of hash_ids alone gives a plan, but
     none that can be executed. The transforms are those of migrate: an archive of TP 4 warms a
@@ -171,8 +177,9 @@ def command(
     --allow_evict_soft_pinned_objects=false, when it has nothing else to evict.
 
     With --through-server the servers themselves then pull the prefixes that DST holds, by requests
-    for one token, once at each of their DP ranks; without --from that is all that is done. The API
-    key is that of HICACHECTL_API_KEY.
+    for one token, once at each of their DP ranks; without --from that is all that is done. Of a
+    trace each prefix is asked for once, the most valuable first. The API key is that of
+    HICACHECTL_API_KEY.
 
     A summary goes to stderr, and the result to stdout as JSON unless --format says otherwise.
     """  # noqa: D301 - \b is click's mark, not ours
@@ -187,8 +194,10 @@ def command(
         )
     if options["pin_ttl"] is not None and not options["pin"]:
         raise click.UsageError("--pin-ttl is for --pin")
-    if options["servers"] and not (options["prompts"] or options["token_ids"]):
-        raise click.UsageError("--through-server sends tokens: it needs --prompts or --token-ids")
+    if options["servers"] and not any(options[name] for name in _TOKEN_SOURCES):
+        raise click.UsageError(
+            "--through-server sends tokens: it needs --prompts, --token-ids or --trace"
+        )
     with raised_once(), locked(options["lock"]) as is_ours:
         if not is_ours:
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
@@ -197,19 +206,33 @@ def command(
             ctx, destination, lease_wait=options["lease_wait"], create=source is not None
         ) as target:
             target.pin_seconds = options["pin_ttl"]
-            document, plan = _worked(ctx, source, target, options)
-    failed = _is_failed(document, options)
+            outcome = _worked(ctx, source, target, options)
+        _report(ctx, outcome, options, output_format, output)
+    if outcome.interruption is not None:
+        raise outcome.interruption
+    lost = [server["error"] for server in outcome.document.get("pulled", ()) if server["error"]]
+    if lost:
+        raise StoreUnavailable("; ".join(lost))
+    if _is_failed(outcome, options):
+        ctx.exit(FINDINGS)
+
+
+def _report(
+    ctx: click.Context,
+    outcome: Outcome,
+    options: dict[str, Any],
+    output_format: str,
+    output: Path | None,
+) -> None:
+    """Write the metrics, the summary and the document."""
     if options["metrics_file"]:
         from hicachectl.metrics import write_prewarm_metrics
 
-        write_prewarm_metrics(options["metrics_file"], document, succeeded=not failed)
-    remark(ctx, _summary(document, dry_run=options["dry_run"]))
-    _write(document, plan, output_format, output)
-    lost = [server["error"] for server in document.get("pulled", ()) if server["error"]]
-    if lost:
-        raise StoreUnavailable("; ".join(lost))
-    if failed:
-        ctx.exit(FINDINGS)
+        succeeded = outcome.interruption is None and not _is_failed(outcome, options)
+        write_prewarm_metrics(options["metrics_file"], outcome.document, succeeded=succeeded)
+    remark(ctx, _summary(outcome.document, dry_run=options["dry_run"]))
+    plan = outcome.plan if options["dry_run"] else None
+    _write(outcome.document, plan, output_format, output)
 
 
 def _format(ctx: click.Context, output_format: str) -> str:
@@ -254,18 +277,18 @@ def _plan_trace(
 
 def _worked(
     ctx: click.Context, source: str | None, target: Store, options: dict[str, Any]
-) -> tuple[dict[str, Any], pa.Table | None]:
-    """Copy, and have servers pull; the document, and the plan."""
+) -> Outcome:
+    """Copy, and have servers pull."""
     from hicachectl.prewarm import prewarm, usable_from
 
     started = time.monotonic()
     servers = _servers(options)
     if source is None:
-        request = _request(ctx, target, options)
+        request, wanted = _request(ctx, target, options)
         outcome = usable_from(target, request)
     else:
         with opened(ctx, source, lease_wait=options["lease_wait"]) as origin:
-            request = _request(ctx, origin, options)
+            request, wanted = _request(ctx, origin, options)
             with (
                 progress(ctx, "listing", " objects") as on_listed,
                 bytes_progress(ctx, "copying") as on_copied,
@@ -275,12 +298,12 @@ def _worked(
                 remark(ctx, text)
     for problem in outcome.problems[:_SHOWN_PROBLEMS]:
         remark(ctx, f"{problem.key or problem.page}: {problem.detail}")
-    if servers:
-        _pull(ctx, servers, request, outcome, options, started)
-    return outcome.document, outcome.plan if options["dry_run"] else None
+    if servers and outcome.interruption is None:
+        _pull(ctx, servers, request.target, wanted, outcome, options, started)
+    return outcome
 
 
-def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Request:
+def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> tuple[Request, Wanted]:
     from hicachectl.migrating.carrying import Manner
     from hicachectl.prewarm import Request
     from hicachectl.profiles import profile_from_options
@@ -293,10 +316,13 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Reque
         )
     if options["to_key_scheme"]:
         raise click.UsageError("--to-key-scheme is for migrate: no server reads such keys yet")
-    return Request(
+    wanted = read_wanted(profile, options)
+    request = Request(
         profile=profile,
         destination_profile=destination_profile(profile, options),
-        **_asked(profile, options),
+        chains=wanted.chains,
+        rank=wanted.rank,
+        pages=wanted.pages,
         budget_bytes=options["budget"],
         budget_pages=options["budget_pages"],
         deadline_seconds=options["deadline"],
@@ -308,39 +334,7 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Reque
             pin=options["pin"],
         ),
     )
-
-
-def _asked(profile: Profile, options: dict[str, Any]) -> dict[str, Any]:
-    """Give the members of a request that say what is asked for."""
-    from hicachectl.chains import hex_pages
-
-    if options["all_"]:
-        return {"chains": None}
-    chains, rank = _chains_and_rank(profile, options)
-    lone = bool((chains.offsets[1:] - chains.offsets[:-1] < 2).all())
-    if lone and (options["pages"] or options["plan"]):
-        return {"chains": None, "pages": hex_pages(chains.pages)}  # nothing says what precedes them
-    return {"chains": chains, "rank": rank}
-
-
-def _chains_and_rank(profile: Profile, options: dict[str, Any]) -> tuple[Any, Any]:
-    from hicachectl.prewarming.plan_file import read_plan
-    from hicachectl.prewarming.ranking import Ranker, chains_of_plan, chains_of_trace
-    from hicachectl.prewarming.trace import read_trace
-
-    hashing = asked_hashing(profile, options)
-    assert hashing is not None  # of a profile that is not inferred
-    if options["plan"]:
-        return chains_of_plan(read_plan(options["plan"]), profile.page_size)
-    if not options["trace"]:
-        return asked_chains(options, hashing), Ranker()
-    trace = read_trace(options["trace"], profile)
-    if not trace.forest.hashed:
-        raise click.UsageError(
-            f"{options['trace']}: a trace of block ids cannot be executed, since nothing makes "
-            "them into keys; record token ids, or use --dry-run without stores"
-        )
-    return chains_of_trace(trace, hashing), Ranker(trace.times, trace.output_tokens)
+    return request, wanted
 
 
 def _servers(options: dict[str, Any]) -> dict[str, Ranks]:
@@ -353,7 +347,8 @@ def _servers(options: dict[str, Any]) -> dict[str, Ranks]:
 def _pull(
     ctx: click.Context,
     servers: dict[str, Ranks],
-    request: Request,
+    profile: Profile,
+    wanted: Wanted,
     outcome: Outcome,
     options: dict[str, Any],
     started: float,
@@ -363,25 +358,33 @@ def _pull(
 
     limit = options["deadline"]
     document = outcome.document
-    with progress(ctx, "pulling", " requests") as advance:
-        document["pulled"] = pull(
-            servers,
-            list(asked_requests(options)),
-            outcome.usable_pages,
-            request.target,
-            jobs=options["jobs"],
-            deadline=None if limit is None else started + limit,
-            on_done=advance,
-        )
+    document["pulled"] = []
+    try:
+        with progress(ctx, "pulling", " requests") as advance:
+            pull(
+                servers,
+                requests_for_servers(wanted, outcome.usable_pages, profile, options),
+                outcome.usable_pages,
+                profile,
+                jobs=options["jobs"],
+                deadline=None if limit is None else started + limit,
+                reports=document["pulled"],
+                on_done=advance,
+            )
+    except BaseException as error:
+        if isinstance(error, Exception):
+            raise
+        outcome.interrupt(error)
     document["seconds"] = round(time.monotonic() - started, 3)
     if any(not server["complete"] and not server["error"] for server in document["pulled"]):
         document["stopped_by"] = document["stopped_by"] or "deadline"
     document["complete"] &= all(server["complete"] for server in document["pulled"])
 
 
-def _is_failed(document: dict[str, Any], options: dict[str, Any]) -> bool:
+def _is_failed(outcome: Outcome, options: dict[str, Any]) -> bool:
     if options["dry_run"]:
         return False
+    document = outcome.document
     failed = bool(document["failed"]) or document["stopped_by"] == "destination full"
     failed |= any(server["failed"] or server["error"] for server in document.get("pulled", ()))
     if options["min_usable"] is not None:

@@ -66,20 +66,31 @@ class Touching:
         self._store = store
         self._survey = survey
 
-    def touch(self, items: IntArray) -> None:
-        """Touch groups, the most valuable first in `items`, where the store has such an order."""
+    def touch(self, items: IntArray, *, until: float | None = None) -> None:
+        """Touch groups, the most valuable first in `items`, where the store has such an order.
+
+        until: `time.monotonic()` by which it shall have ended, but for one more call. Where there
+        seems to be no time for all, less valuable ones are left out.
+        """
         if not self._store.supports_touch:
             return
         step = self._store.limits.batch_objects
+        calls = -(-len(items) // step)
+        begun, made, at = time.monotonic(), 0, 0
+        while at < calls:
+            self._touch(items[::-1][at * step : (at + 1) * step])
+            at, made = at + 1, made + 1
+            if until is not None:
+                now = time.monotonic()
+                affordable = int(made * (until - now) / max(now - begun, 1e-9))
+                at = max(at, calls - max(affordable, 1))
+
+    def _touch(self, items: IntArray) -> None:
+        """Touch all objects of some groups, in their order."""
         targets = np.arange(len(self._survey.route.targets))
-        unit_of_target = self._survey.route.unit_of_target
-        for start in range(0, len(items), step):
-            some = items[::-1][start : start + step]
-            at, chosen = np.nonzero(self._survey.due[some][:, unit_of_target])
-            pages = self._survey.pages.take(pa.array(some[at]))
-            self._store.touch(
-                pa.table({"key": keys_of(self._survey.route, targets[chosen], pages)})
-            )
+        at, chosen = np.nonzero(self._survey.due[items][:, self._survey.route.unit_of_target])
+        pages = self._survey.pages.take(pa.array(items[at]))
+        self._store.touch(pa.table({"key": keys_of(self._survey.route, targets[chosen], pages)}))
 
 
 def anchor_keys(survey: Survey, items: IntArray) -> pa.BinaryArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,8 @@ from hicachectl.prewarming.plan import plan_order
 from hicachectl.prewarming.trace import Trace
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
     import pyarrow as pa
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from hicachectl.prewarming.plan_file import PlannedPages
 
     IntArray = npt.NDArray[np.int64]
+    Rank = Callable[[Chains, pa.StringArray, IntArray], IntArray]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +69,30 @@ def chains_of_trace(trace: Trace, hashing: Hashing) -> Chains:
     tokens = trace.input_tokens.astype(np.int64)
     reach = [restorable_pages(n, hashing.page_size, bigram=hashing.bigram) for n in tokens.tolist()]
     return Chains(names[trace.blocks], trace.offsets, tokens, np.array(reach, dtype=np.int64))
+
+
+def prefixes_worth_asking(
+    chains: Chains, usable_pages: IntArray, rank: Rank, *, longest_only: bool
+) -> IntArray:
+    """Choose chains so that each usable prefix is among them once: their indices, best first.
+
+    longest_only: leave out a prefix that others begin with.
+    """
+    usable = replace(chains, reach=usable_pages).within_reach()
+    names, page_of = usable.distinct_pages()
+    some = np.flatnonzero(usable_pages)
+    last = usable.offsets[some + 1] - 1
+    if longest_only:
+        inner = np.ones(len(page_of), dtype=np.bool_)
+        inner[last] = False
+        ends_nothing = np.zeros(len(names), dtype=np.bool_)
+        ends_nothing[page_of[inner]] = True
+        kept = ~ends_nothing[page_of[last]]
+        some, last = some[kept], last[kept]
+    _, first = np.unique(page_of[last], return_index=True)
+    ranks = rank(usable, names, page_of)[page_of[last[first]]]
+    chosen: IntArray = some[first][np.argsort(ranks, kind="stable")]
+    return chosen
 
 
 class PlannedOrder:

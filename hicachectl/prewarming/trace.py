@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,8 +19,10 @@ import numpy as np
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.hashing import HASH_BYTES, namespace_seed, page_hashes
 from hicachectl.prewarming.forest import Forest, grow_forest
+from hicachectl.requests import Request
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     import numpy.typing as npt
@@ -41,6 +43,7 @@ class Trace:
     input_tokens:  [requests] int64, -1 where unknown.
     output_tokens: [requests] int64, -1 where unknown.
     block_tokens:  tokens of a full block; 0 where the lengths do not tell.
+    starts:        [requests] int64, where in its file the line of each begins; None without a file.
     """
 
     times: npt.NDArray[np.float64] | None
@@ -50,6 +53,7 @@ class Trace:
     output_tokens: npt.NDArray[np.int64]
     block_tokens: int
     forest: Forest
+    starts: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -65,6 +69,10 @@ class _Request(msgspec.Struct):
     extra_key: str | None = None
     cache_salt: str | None = None
 
+    @property
+    def tokens(self) -> list[int] | None:
+        return self.token_ids if self.input_ids is None else self.input_ids
+
 
 class _Lines:
     """The columns of a trace while it is read."""
@@ -76,13 +84,14 @@ class _Lines:
         self.inputs = array("q")
         self.outputs = array("q")
         self.ids = array("q")
+        self.starts = array("q")
         self.hashes: list[npt.NDArray[np.uint8]] = []
         self.hashed: bool | None = None
         self.timed: bool | None = None
 
-    def add(self, request: _Request) -> None:
-        """Take a request; raises FormatError saying what is wrong with it."""
-        tokens = request.token_ids if request.input_ids is None else request.input_ids
+    def add(self, request: _Request, start: int) -> None:
+        """Take a request of the line at `start`; raises FormatError saying what is wrong."""
+        tokens = request.tokens
         if (tokens is None) == (request.hash_ids is None):
             raise FormatError('a request has either "token_ids" or "hash_ids"')
         self.hashed = _same(self.hashed, tokens is not None, "token ids", "hash ids")
@@ -91,6 +100,7 @@ class _Lines:
             self.times.append(_time(request.timestamp))
         count = self._add_ids(request.hash_ids or []) if tokens is None else self._hash(request)
         self.lengths.append(count)
+        self.starts.append(start)
         length = request.input_length
         self.inputs.append(_count(len(tokens) if tokens is not None else length, "input_length"))
         self.outputs.append(_count(request.output_length, "output_length"))
@@ -108,13 +118,17 @@ class _Lines:
                 "a trace of token ids needs the deployment's page size and kind of hash; "
                 "add --profile, --model-config or --server"
             )
-        tokens = request.token_ids if request.input_ids is None else request.input_ids
         # A server takes empty ones for none: managers/io_struct.py.
         seed = namespace_seed(request.extra_key or None, request.cache_salt or None)
         bigram = self._profile.hash_unit == "bigram"
-        hashes = page_hashes(tokens or [], self._profile.page_size, bigram=bigram, prior=seed)
+        hashes = page_hashes(
+            request.tokens or [], self._profile.page_size, bigram=bigram, prior=seed
+        )
         self.hashes.append(hashes)
         return len(hashes)
+
+
+_decode = msgspec.json.Decoder(_Request).decode
 
 
 def read_trace(path: Path, profile: Profile | None) -> Trace:
@@ -124,16 +138,16 @@ def read_trace(path: Path, profile: Profile | None) -> Trace:
     is missing.
     """
     lines = _Lines(profile)
-    decode = msgspec.json.Decoder(_Request).decode
     try:
         with path.open("rb") as file:
-            number = 0
+            number = end = 0
             while line := file.readline(_MAX_LINE_BYTES):
                 number += 1
+                end += len(line)
                 if line.isspace():
                     continue
                 try:
-                    lines.add(decode(line))
+                    lines.add(_decode(line), end - len(line))
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     raise FormatError(f"{path}: line {number}: {error}") from error
                 except FormatError as error:
@@ -146,6 +160,26 @@ def read_trace(path: Path, profile: Profile | None) -> Trace:
         raise FormatError(f"{path}: {error}") from error
 
 
+def read_requests(path: Path, starts: npt.NDArray[np.int64]) -> Iterator[Request]:
+    """Read again the requests of token ids whose lines begin at `starts`, in that order.
+
+    A trace does not keep tokens, of which there may be billions. Raises UsageError where the file
+    cannot be read again, FormatError where it has changed.
+    """
+    try:
+        with path.open("rb") as file:
+            for start in starts.tolist():
+                file.seek(start)
+                found = _decode(file.readline(_MAX_LINE_BYTES))
+                where = f"{path}: byte {start}"
+                salts = found.extra_key or None, found.cache_salt or None
+                yield Request(where, found.tokens or [], *salts)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path}: has changed since it was read") from error
+    except OSError as error:
+        raise UsageError(f"cannot read {path} again: {error.strerror or error}") from error
+
+
 def _trace(lines: _Lines, profile: Profile | None) -> Trace:
     offsets = np.zeros(len(lines.lengths) + 1, np.int64)
     np.cumsum(lines.lengths, out=offsets[1:])
@@ -154,15 +188,17 @@ def _trace(lines: _Lines, profile: Profile | None) -> Trace:
     names, blocks = _hash_index(lines) if lines.hashed else _id_index(lines.ids)
     inputs, outputs = np.array(lines.inputs, np.int64), np.array(lines.outputs, np.int64)
     times = np.array(lines.times, np.float64) if lines.timed else None
+    order: Any = slice(None)
     if times is not None and (np.diff(times) < 0).any():
         order = np.argsort(times, kind="stable")
         blocks, offsets = _reordered(blocks, offsets, order)
         times, inputs, outputs = times[order], inputs[order], outputs[order]
+    starts = np.array(lines.starts, np.int64)[order]
     block_tokens = _block_tokens(inputs, np.diff(offsets))
     if lines.hashed and profile is not None:
         block_tokens = profile.page_size
     forest = grow_forest(names, blocks, offsets)
-    return Trace(times, offsets, blocks, inputs, outputs, block_tokens, forest)
+    return Trace(times, offsets, blocks, inputs, outputs, block_tokens, forest, starts)
 
 
 def _id_index(

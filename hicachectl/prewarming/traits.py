@@ -21,6 +21,7 @@ _USES = np.array([2, 3, 5, 9, 17])  # a level a doubling, from here on
 _TURNS = np.array([1, 2, 3, 5, 9])
 _BLOCKS = np.array([1, 2, 4, 16, 64])
 _QUANTILES = 12
+_FEW_QUANTILES = 6  # of what is told apart by age as well, and has no more to say
 _USE_FACTOR = Factor("uses", len(_USES) + 1)
 _DEPTH_FACTOR = Factor("depth", len(_BLOCKS) + 1)
 _TAIL_FACTOR = Factor("tail", 2)  # the last block of a prompt that does not fill it
@@ -72,12 +73,15 @@ class Traits:
 def take_traits(trace: Trace, links: Links, times: npt.NDArray[np.float64]) -> Traits:
     """Code every request by what may tell whether, and when, it is carried on."""
     lengths = np.diff(trace.offsets)
-    pace = np.where(links.source >= 0, times - times[links.source], -1.0)
-    fresh = lengths - links.known
+    going_on = links.source >= 0
+    pace = np.where(going_on, times - times[links.source], -1.0)
+    habit = np.where(going_on, (times - times[links.first]) / np.maximum(links.turns, 1), -1.0)
     columns = {
         Factor("turns", len(_TURNS) + 1, age_groups=4): _by_edges(_TURNS, links.turns),
-        Factor("fresh", len(_BLOCKS) + 1): _by_edges(_BLOCKS, fresh),
+        Factor("fresh", len(_BLOCKS) + 1): _by_edges(_BLOCKS, lengths - links.known),
+        Factor("added", _QUANTILES + 1): _by_quantile(_added_tokens(trace, links)),
         Factor("pace", _QUANTILES + 1): _by_quantile(pace),
+        Factor("habit", _FEW_QUANTILES + 1, age_groups=4): _by_quantile(habit, _FEW_QUANTILES),
         Factor("output", _QUANTILES + 1, age_groups=4): _by_quantile(trace.output_tokens),
     }
     tails = np.full(len(trace), -1, np.int64)
@@ -93,14 +97,26 @@ def take_traits(trace: Trace, links: Links, times: npt.NDArray[np.float64]) -> T
     )
 
 
+def _added_tokens(trace: Trace, links: Links) -> Codes:
+    """Count what each prompt adds to its conversation's last prompt and answer; -1: unknown."""
+    tokens, before = trace.input_tokens, links.source
+    going_on = before >= 0
+    so_far = np.where(going_on, tokens[before], 0)
+    answered = np.where(going_on, np.maximum(trace.output_tokens[before], 0), 0)
+    known = (tokens >= 0) & (so_far >= 0)
+    return np.where(known, np.maximum(tokens - so_far - answered, 0), -1)
+
+
 def _by_edges(edges: Codes, values: npt.NDArray[np.integer]) -> Codes:
     return np.searchsorted(edges, values, side="right").astype(np.int64)
 
 
-def _by_quantile(values: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> Codes:
+def _by_quantile(
+    values: npt.NDArray[np.int64] | npt.NDArray[np.float64], quantiles: int = _QUANTILES
+) -> Codes:
     """Code by quantile, from 1; 0 is unknown, which is below 0."""
     known = values[values >= 0]
     if not len(known):
         return np.zeros(len(values), np.int64)
-    edges = np.unique(np.quantile(known, np.linspace(0, 1, _QUANTILES + 1)[1:-1]))
+    edges = np.unique(np.quantile(known, np.linspace(0, 1, quantiles + 1)[1:-1]))
     return np.where(values < 0, 0, 1 + np.searchsorted(edges, values, side="right"))

@@ -38,6 +38,7 @@ class Links:
     known:  int64, leading blocks that were used before.
     source: int32, the request that this one carries on; -1: none.
     turns:  int32, requests before this one in its conversation.
+    first:  int32, the request that began its conversation.
     left:   int32, the first request that carries this one on. What it does not use of this one's
             blocks, the conversation has left behind. The number of requests: none.
     """
@@ -45,6 +46,7 @@ class Links:
     known: npt.NDArray[np.int64]
     source: npt.NDArray[np.int32]
     turns: npt.NDArray[np.int32]
+    first: npt.NDArray[np.int32]
     left: npt.NDArray[np.int32]
 
 
@@ -80,13 +82,13 @@ def link_requests(trace: Trace, uses: Uses) -> Links:
     some = np.flatnonzero(known)
     deepest = trace.offsets[some] + known[some] - 1
     source, turns, left = [-1] * requests, [0] * requests, [requests] * requests
+    first = list(range(requests))
     for request, user, used in zip(
         some.tolist(), uses.previous[deepest].tolist(), uses.earlier[deepest].tolist(), strict=True
     ):
         if used <= turns[user] + 1:
             source[request] = user
             turns[request] = turns[user] + 1
+            first[request] = first[user]
             left[user] = min(left[user], request)
-    return Links(
-        known, np.array(source, np.int32), np.array(turns, np.int32), np.array(left, np.int32)
-    )
+    return Links(known, *(np.array(column, np.int32) for column in (source, turns, first, left)))

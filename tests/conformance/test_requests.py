@@ -32,6 +32,25 @@ def _call(arguments: str) -> dict[str, Any]:
     return {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
 
 
+TOOLS: list[dict[str, Any]] = [
+    # What a template writes out: members in the order of the request, and those it does not give.
+    {
+        "type": "function",
+        "function": {
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": ["string", "null"], "description": "The cat"}},
+                "required": ["city"],
+            },
+            "name": "weather",
+            "strict": False,
+            "unknown": 1,
+        },
+    },
+    {"function": {"name": "later", "strict": None}, "defer_loading": True, "unknown": 2},
+    {"type": "function", "function": {"name": "bare", "description": "dog", "parameters": None}},
+]
+
 CHATS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "The cat"}]},
     {"messages": [{"role": "system", "content": "tool"}, {"role": "user", "content": ""}]},
@@ -57,6 +76,14 @@ CHATS: list[dict[str, Any]] = [
         "messages": [{"role": "user", "content": "a"}],
         "chat_template_kwargs": {"enable_thinking": False},
     },
+    {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS},
+    {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "tool_choice": "required"},
+    {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "tool_choice": "none"},
+    {
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "later"}},
+    },
 ]
 
 
@@ -76,7 +103,15 @@ def test_prompts_have_the_token_ids_that_sglang_gives_them(
     for (kind, place), answer in zip(places.items(), told, strict=True):
         tokenizer = DirectoryTokenizer(place)
         assert tokenizer.encode(TEXTS) == answer["texts"], kind
-        chats = [Chat(c["messages"], c.get("chat_template_kwargs", {})) for c in CHATS]
+        chats = [
+            Chat(
+                chat["messages"],
+                chat.get("chat_template_kwargs", {}),
+                chat.get("tools", ()),
+                chat.get("tool_choice", "auto"),
+            )
+            for chat in CHATS
+        ]
         for chat, ids in zip(chats, answer["chats"], strict=True):
             assert tokenizer.encode([chat]) == [ids], (kind, chat)
 

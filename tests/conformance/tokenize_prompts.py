@@ -55,12 +55,19 @@ def _serving(tokenizer: Any) -> Any:
         ),
         jinja_template_may_reorder_tool_results=False,
         python_chat_template=None,
+        chat_template_name=None,
         reasoning_config=None,
     )
     serving.default_chat_template_kwargs = {}
     serving.chat_encoding_spec = None
     serving._encoding_adapter = None
     serving.is_minimax_m3 = False
+    serving.is_gpt_oss = serving.is_gemma4 = False
+    serving.tool_call_parser = serving.reasoning_parser = None
+    serving._patch_reasoning_skip_special_tokens = lambda request: None
+    serving._get_reasoning_from_request = lambda request: False
+    serving._takes_turn_grammar = lambda request, output_constrained: False
+    serving._requires_response_template_detokenization = lambda request: False
     serving._thinking_requested = lambda request: False
     serving._tokenizer_auto_adds_specials = len(tokenizer.encode("")) > 0
     serving._prompt_text_round_trip_is_lossy = serving._probe_prompt_text_round_trip()
@@ -71,7 +78,7 @@ def _chat(serving: Any, body: dict[str, Any]) -> list[int]:
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
     request = ChatCompletionRequest(model="m", **body)
-    ids: list[int] = serving._apply_jinja_template(request, None, False).prompt_ids
+    ids: list[int] = serving._process_messages(request, False).prompt_ids
     return ids
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from hicachectl.backends.base import Status
@@ -15,9 +19,13 @@ from hicachectl.chains import Chains, Hashing, chains_of
 from hicachectl.demo import PROFILE
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.formats.hashing import page_hashes_hex
+from hicachectl.groups import PageGroups
 from hicachectl.hits import find_hits
 from hicachectl.inventory import take_inventory
+from hicachectl.migrating import watching
 from hicachectl.migrating.carrying import Manner
+from hicachectl.migrating.routes import verbatim_routes
+from hicachectl.migrating.survey import survey_source
 from hicachectl.prewarm import Outcome, Request, prewarm
 from hicachectl.requests import Request as Prompt
 from tests.hicachectl.migrations import MODEL, contents, demo_store
@@ -29,6 +37,7 @@ if TYPE_CHECKING:
 
 PAGES = 12  # of the demo's one chain; states end it at pages 3, 7 and 11
 SEED = 20_251_120
+MINUTE_NS = 60 * 10**9
 
 
 def tokens() -> list[int]:
@@ -181,6 +190,30 @@ def test_a_passed_deadline_begins_nothing(source: Path, target: Path) -> None:
     assert outcome.document["complete"] is False
 
 
+def test_touches_that_take_too_long_are_left_out_but_not_those_of_the_best(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[list[str]] = []
+    clock = [0.0]
+
+    def slowly(store: FileStore, rows: Any) -> Any:
+        keys = [key.decode()[:64] for key in rows.column("key").to_pylist()]
+        touched.append(list(dict.fromkeys(keys)))
+        clock[0] += 1.0
+        return np.ones(len(rows), dtype=np.bool_)
+
+    monkeypatch.setattr(FileStore, "touch", slowly)
+    monkeypatch.setattr(FileStore, "limits", replace(FileStore.limits, batch_objects=1))
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with FileStore(source) as one, FileStore(target) as other:
+        inventory = take_inventory(one, PROFILE)
+        (route,) = verbatim_routes(inventory.table.deployments)
+        survey = survey_source(inventory, PageGroups(inventory), route)
+        place = pc.index_in(survey.pages, value_set=pa.array(HASHES)).to_numpy()
+        watching.Touching(other, survey).touch(np.argsort(place), until=4.5)
+    assert touched == [[HASHES[at]] for at in (11, 2, 1, 0)]
+
+
 def test_another_topology_is_warmed(source: Path, target: Path) -> None:
     wide = replace(PROFILE, tp=4, layout="page_first_direct")
     outcome = warmed(source, target, chains(8), destination_profile=wide)
@@ -236,12 +269,51 @@ def test_all_whole_pages_can_be_asked_for(source: Path, target: Path) -> None:
     assert warmed(source, target, None).document["already_there"] == PAGES - 1
 
 
-def test_of_all_pages_a_budget_takes_the_newest(source: Path, target: Path) -> None:
-    outcome = warmed(source, target, None, budget_pages=3)
-    assert pages_of(target) == set(HASHES[-3:])
+def aged(store: Path, minutes: dict[str, int]) -> None:
+    """Let pages be so many minutes older than they are, each a second after the one before it."""
+    newest = time.time_ns() // MINUTE_NS * MINUTE_NS
+    for name in contents(store):
+        moment = newest - minutes[name[:64]] * MINUTE_NS + HASHES.index(name[:64]) * 10**9
+        os.utime(store / name, ns=(moment, moment))
+
+
+def test_of_all_pages_the_newest_minute_is_best_and_in_it_what_others_follow(
+    source: Path, target: Path
+) -> None:
+    # Pages 0 to 3 were written long ago, 8 to 11 are a later branch, 4 to 7 came in between.
+    aged(source, {page: (9, 5, 1)[at // 4] for at, page in enumerate(HASHES)})
+    best_first = [*HASHES[8:], *HASHES[4:8], *HASHES[:4]]
+    outcome = warmed(source, target, None, budget_pages=6)
+    assert pages_of(target) == set(best_first[:6])
     assert outcome.document["stopped_by"] == "budget"
     assert outcome.plan is not None
-    assert outcome.plan.column("page").to_pylist() == HASHES[:-4:-1]
+    assert outcome.plan.column("page").to_pylist() == best_first[:6]
+    warmed(source, target, None, manner=Manner(jobs=1))
+    times = {name: mtime for name, (_, mtime) in contents(target).items()}
+    newest = [max(t for name, t in times.items() if name.startswith(h)) for h in best_first]
+    assert newest == sorted(newest, reverse=True)
+
+
+def test_all_pages_are_copied_the_newest_first(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aged(source, {page: PAGES - at for at, page in enumerate(HASHES)})
+    write_from = FileStore.write_from
+    calls: list[int] = []
+
+    def failing(store: FileStore, *arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        return write_from(store, *arguments, **options)
+
+    monkeypatch.setattr(FileStore, "write_from", failing)
+    outcome = warmed(source, target, None, manner=Manner(jobs=1, buffer_bytes=1 << 18))
+    held = outcome.document["copied_pages"]
+    assert 0 < held < PAGES
+    assert pages_of(target) >= set(HASHES[-held:])
+    assert isinstance(outcome.interruption, KeyboardInterrupt)
+    assert (outcome.document["complete"], outcome.document["stopped_by"]) == (False, "interrupted")
 
 
 def test_pages_that_were_there_are_touched_too(source: Path, target: Path) -> None:

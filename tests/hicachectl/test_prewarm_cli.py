@@ -325,7 +325,7 @@ def test_nothing_that_can_be_had_is_no_error(
         (("--token-ids", "a", "--prompts", "b"), "one of --prompts"),
         ((), "one of --prompts"),
         (("--token-ids", "missing.jsonl"), "cannot read missing.jsonl"),
-        (("--pages", "missing.jsonl", "--through-server", "http://x:1"), "it needs --prompts"),
+        (("--pages", "missing.jsonl", "--through-server", "http://x:1"), "sends tokens: it needs"),
         (("--token-ids", "missing.jsonl", "--to-key-scheme", "unified"), "is for migrate"),
         (("--token-ids", "missing.jsonl", "--pin-ttl", "1h"), "--pin-ttl is for --pin"),
     ],

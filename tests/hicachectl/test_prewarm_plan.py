@@ -96,6 +96,7 @@ def test_links_follow_conversations_and_not_shared_prompts() -> None:
     assert links.known.tolist() == [0, 1, 3, 1, 4, 2]
     assert links.source.tolist()[2:] == [0, -1, 2, 4]
     assert links.turns.tolist()[2:] == [1, 0, 2, 3]
+    assert links.first.tolist() == [0, 0, 0, 3, 0, 0]
     assert links.left.tolist()[2] == 4
 
 

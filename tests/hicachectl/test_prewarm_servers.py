@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import pytest
 from hicachectl.demo import PROFILE
 from tests.backends.http_scripts import Call, serving
 from tests.hicachectl.migrations import demo_store, profile_file
+from tests.hicachectl.paused import Paused, paused
 from tests.hicachectl.test_prewarm import PAGES, tokens
 from tests.hicachectl.test_prewarm_cli import prompts, strangers, warmed
 from tests.hicachectl.test_through_server import answer_of
@@ -128,6 +130,44 @@ def test_without_a_source_servers_only_pull(
     assert document["usable_tokens"] == 12 * SIZE
 
 
+def test_of_a_trace_each_prefix_is_asked_for_once_the_best_first(
+    invoke: Invoke, stores: tuple[object, ...], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    alien = [7] * (4 * SIZE + 1)
+    cut = [[*tokens(), 1][: pages * SIZE + 1] for pages in (8, 4)]
+    rows = [
+        {"timestamp": 5, "token_ids": cut[0], "output_length": 3},
+        {"timestamp": 9, "token_ids": cut[0]},
+        {"timestamp": 1, "token_ids": alien},
+        {"timestamp": 3, "input_ids": cut[1], "rid": "x"},
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    server = Server(answer)
+    with serving(server) as place:
+        document = warmed(
+            invoke, *stores, "--trace", trace, "--jobs", 1, "--through-server", f"http://{place}"
+        )
+    # The demo has states, and that of page 4 only a request that ends there restores.
+    assert [body["input_ids"] for body in server.asked] == cut[::-1]
+    assert [row["request"] for row in document["pulled"][0]["requests"]] == [1, 2]
+    assert document["usable_tokens"] == (4 + 8 + 8) * SIZE
+
+
+def test_a_trace_of_block_ids_has_nothing_that_servers_could_be_asked(
+    invoke: Invoke, stores: tuple[object, ...], tmp_path: Path
+) -> None:
+    _, _, source, *profile = stores
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 1, "hash_ids": [1, 2]}\n')
+    server = Server(answer)
+    with serving(server) as place:
+        refused = invoke("prewarm", source, *profile, "--trace", trace, "--through-server",
+                         f"http://{place}", exit_code=2)  # fmt: skip
+    assert "a trace of block ids cannot be executed" in refused.stderr
+    assert not server.asked
+
+
 def test_nobody_is_asked_where_nothing_is_there_or_nothing_is_to_be_done(
     invoke: Invoke, stores: tuple[object, ...], tmp_path: Path
 ) -> None:
@@ -215,3 +255,30 @@ def test_a_server_that_hangs_is_left_at_the_deadline(
     assert document["copied_pages"] == 12
     assert (document["complete"], document["stopped_by"]) == (False, "deadline")
     assert document["pulled"][0]["requests"] == []
+
+
+def test_terminated_while_servers_pull_it_says_what_they_did(
+    stores: tuple[object, ...], tmp_path: Path, started: float
+) -> None:
+    runs: list[Paused] = []
+
+    def answer_once(call: Call, number: int) -> None:
+        if number:
+            runs[0].send(signal.SIGTERM)
+            call.hang()
+        answer(call, number)
+
+    asked, folder = prompts(tmp_path / "asked.jsonl", 8, 12), tmp_path / "paused"
+    with serving(Server(answer_once)) as place:
+        through = ("--jobs", 1, "--through-server", f"http://{place}")
+        arguments = ("prewarm", *stores, "--token-ids", asked, *through)
+        call = "hicachectl.through_server:ThroughServer.pull"
+        with paused(folder, call, 1, *arguments) as run:
+            runs.append(run)
+            ended = run.resumed()
+    assert ended.code == 143, ended
+    document = json.loads(ended.stdout)
+    assert (document["copied_pages"], document["stopped_by"]) == (12, "terminated")
+    (pulled,) = document["pulled"]
+    assert [row["request"] for row in pulled["requests"]] == [0]
+    assert pulled["complete"] is document["complete"] is False

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hicachectl.chains import chains_of_pages, hex_pages, raw_pages
 from hicachectl.formats.errors import FormatError
-from hicachectl.prewarming.ranking import Ranker
+from hicachectl.prewarming.ranking import Ranker, prefixes_worth_asking
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,3 +62,16 @@ def test_hashes_are_read_as_they_are_spelt(hashes: list[bytes], skipped: int) ->
     text = hex_pages(raw)
     assert text.to_pylist() == [each.hex() for each in hashes]
     assert np.array_equal(raw_pages(text.slice(skipped)), raw[skipped:])
+
+
+def test_servers_are_asked_for_each_usable_prefix_once_and_the_most_shared_first() -> None:
+    asked = [[1, 2, 3], [1, 2], [11, 12, 13], [11, 12, 14], [1, 2, 9], [21]]
+    chains = chains_of_pages([[page(number) for number in one] for one in asked], 16)
+    usable = np.array([3, 2, 3, 2, 2, 0])  # of the fourth and fifth no more than what others share
+
+    def chosen(*, longest_only: bool) -> list[int]:
+        found = prefixes_worth_asking(chains, usable, Ranker(), longest_only=longest_only)
+        return [int(number) for number in found]
+
+    assert chosen(longest_only=True) == [0, 2]
+    assert chosen(longest_only=False) == [1, 3, 0, 2]

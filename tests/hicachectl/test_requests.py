@@ -116,7 +116,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ([{"role": "user", "content": [IMAGE]}], "image_url"),
         ([{"role": "user", "content": 5}], "neither a text nor a list of parts"),
         ([{"role": "user", "content": ["x"]}], "part of type 'x'"),
-        ({"messages": [], "tools": []}, "tools"),
+        ({"messages": [], "tools": [1]}, "Expected `object`"),
+        ({"text": "a", "tools": [{}]}, "belong to messages"),
         ({"text": "a", "chat_template_kwargs": {"x": 1}}, "belong to messages"),
     ],
 )

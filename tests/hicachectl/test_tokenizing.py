@@ -70,6 +70,47 @@ def test_tool_call_arguments_must_be_json(tmp_path: Path) -> None:
         tokenizer.encode([Chat([{"role": "assistant", "tool_calls": [call]}, USER], {})])
 
 
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def test_tools_are_written_by_the_template_and_a_choice_picks_among_them(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
+    other = {"function": {"name": "other"}}
+    without = tokenizer.encode([Chat([USER], {})])
+    both = tokenizer.encode([Chat([USER], {}, [TOOL, other])])
+    one = tokenizer.encode([Chat([USER], {}, [TOOL])])
+    picked = {"type": "function", "function": {"name": "weather"}}
+    assert tokenizer.encode([Chat([USER], {}, [TOOL, other], picked)]) == one
+    assert tokenizer.encode([Chat([USER], {}, [TOOL, other], "required")]) == both
+    assert tokenizer.encode([Chat([USER], {}, [TOOL], "none")]) == without
+    assert len(without[0]) < len(one[0]) < len(both[0])
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "said"),
+    [
+        ([{"type": "function"}], "auto", r"tools\[0\]: no function with a name"),
+        ([TOOL, {"function": {"name": 3}}], "auto", r"tools\[1\]: no function with a name"),
+        ([TOOL], "sometimes", "'sometimes' is none of auto"),
+        ([TOOL], {"function": {"name": "x"}}, "'x' is none of the tools"),
+        ([TOOL], {"function": 1}, "is none of the tools"),
+        (
+            [{"function": {"name": "f", "parameters": {"anyOf": [{"type": ["varchar"]}]}}}],
+            "auto",
+            "'varchar' is no type of JSON schemas",
+        ),
+    ],
+)
+def test_tools_that_sglang_would_not_take_or_would_change_are_refused(
+    tmp_path: Path, tools: list[dict[str, Any]], choice: Any, said: str
+) -> None:
+    pytest.importorskip("transformers")
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
+    with pytest.raises(FormatError, match=said):
+        tokenizer.encode([Chat([USER], {}, tools, choice)])
+
+
 @pytest.mark.parametrize(
     "architecture", ["DeepseekV4ForCausalLM", "KimiK3ForConditionalGeneration"]
 )
@@ -137,8 +178,9 @@ def test_hits_of_prompts_are_those_of_their_tokens(invoke: Invoke, tmp_path: Pat
     (model / "profile.toml").write_text(DSA)
     prompts, ids = tmp_path / "prompts.jsonl", tmp_path / "ids.jsonl"
     text = "the cat sat on the mat, and the dog looked"
-    encoded = DirectoryTokenizer(model).encode([text, Chat([USER], {})])
-    prompts.write_text(f"{json.dumps(text)}\n{json.dumps([USER])}\n")
+    encoded = DirectoryTokenizer(model).encode([text, Chat([USER], {}), Chat([USER], {}, [TOOL])])
+    body = {"messages": [USER], "tools": [TOOL], "tool_choice": "auto", "model": "m"}
+    prompts.write_text("".join(f"{json.dumps(one)}\n" for one in (text, [USER], body)))
     ids.write_text("".join(f"{json.dumps(one)}\n" for one in encoded))
     arguments = [
         "hits",
