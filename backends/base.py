@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 StatusArray = npt.NDArray[np.uint8]
+_MANY_CHUNKS = 8
+
 Rows = Any  # pa.RecordBatch | pa.Table, a slice of the scan table; pyarrow ships no types
 
 SCAN_FIELDS = {
@@ -467,6 +469,26 @@ def batch_spans(sizes: IntArray, limits: Limits) -> Iterator[slice]:
 def as_table(rows: Rows) -> Any:
     """Give rows as one table, whether they came as a table or as a record batch."""
     return pa.Table.from_batches([rows]) if isinstance(rows, pa.RecordBatch) else rows
+
+
+def take_rows(objects: Any, rows: IntArray) -> Any:
+    """Give some rows of a table, in their order.
+
+    As Table.take does, which first makes one chunk of all, twice the memory of the table.
+    """
+    batches = objects.to_batches()
+    if len(batches) < _MANY_CHUNKS:
+        return objects.take(pa.array(rows))
+    order = None if len(rows) < 2 or (np.diff(rows) >= 0).all() else np.argsort(rows, kind="stable")
+    ordered = rows if order is None else rows[order]
+    ends = np.cumsum([len(batch) for batch in batches])
+    edges = np.searchsorted(ordered, [0, *ends.tolist()])
+    taken = [
+        batches[n].take(pa.array(ordered[edges[n] : edges[n + 1]] - (ends[n - 1] if n else 0)))
+        for n in np.flatnonzero(np.diff(edges)).tolist()
+    ]
+    table = pa.Table.from_batches(taken, schema=objects.schema)
+    return table if order is None else table.take(pa.array(np.argsort(order)))
 
 
 def keys_of(rows: Rows) -> list[bytes]:

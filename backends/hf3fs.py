@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -32,16 +33,16 @@ from hicachectl.backends.base import (
     Store,
     keys_of,
     scan_schema,
+    take_rows,
 )
 from hicachectl.backends.hf3fs_creating import TableMaker
 from hicachectl.backends.hf3fs_files import DataFiles, PageReader, Pages
 from hicachectl.backends.hf3fs_keys import (
     Share,
     TableName,
-    prefix_of,
+    names_of,
     shares_of,
     table_of_key,
-    texts_of,
 )
 from hicachectl.backends.hf3fs_metadata import MetadataClient
 from hicachectl.backends.hf3fs_settings import Hf3fsSettings, settings_from
@@ -250,13 +251,15 @@ class Hf3fsStore(Store):
         """
         schema = scan_schema(columns)
         for table in self.page_tables():
-            for start in range(0, len(table.keys), SCAN_ROWS):
-                keys = table.keys.slice(start, SCAN_ROWS)
-                indices = table.indices[start : start + SCAN_ROWS]
+            name, start = (table.rank, table.namespace), 0
+            for chunk in table.keys.chunks:
+                keys, indices = chunk, table.indices[start : start + len(chunk)]
+                start += len(chunk)
                 if self._server is not None:
-                    there = self._asked((table.rank, table.namespace), texts_of(keys))
-                    keys, indices = keys.filter(pa.array(there)), indices[there]
-                yield self._batch(schema, (table.rank, table.namespace), keys, indices)
+                    there = self._asked(name, names_of(keys, name))
+                    if not there.all():
+                        keys, indices = keys.filter(pa.array(there)), indices[there]
+                yield self._batch(schema, name, keys, indices)
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """List a few keys again; one that is newer than the snapshot has no locator, no version."""
@@ -267,7 +270,8 @@ class Hf3fsStore(Store):
             once = share.only(np.sort(first))
             kept = once.only(self._there(once))
             indices = self._indices_of(kept)
-            found.append(self._batch(schema, share.table, kept.array, indices))
+            keys = pa.array(kept.keys, pa.binary())
+            found.append(self._batch(schema, share.table, keys, indices))
         return pa.Table.from_batches(found, schema=schema)
 
     def exists(self, rows: Rows) -> BoolArray:
@@ -299,25 +303,18 @@ class Hf3fsStore(Store):
         return total if self._sizes.nbytes else None
 
     def _batch(self, schema: Any, table: TableName, keys: Any, indices: IntArray) -> Any:
-        import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
-
+        """Make a batch, whose columns of one value all batches share."""
         unknown = indices == _UNKNOWN
-        prefix = pa.scalar(prefix_of(table), pa.binary())
-        versions = pa.FixedSizeBinaryArray.from_buffers(
-            pa.binary(_VERSION_BYTES),
-            len(indices),
-            [None, pa.py_buffer(np.ascontiguousarray(indices, dtype="<i8"))],
-        ).cast(pa.binary())
-        known = {
-            "key": pc.binary_join_element_wise(prefix, keys, b""),
-            "nbytes": pa.array([self._sizes.nbytes.get(table)], pa.int64()).take(
-                pa.array(np.zeros(len(indices), dtype=np.int64))
-            ),
-            "locator": pa.array(indices, mask=unknown),
-            "version": pc.if_else(pa.array(unknown), None, versions),
+        columns = {
+            "key": lambda: keys,
+            "nbytes": lambda: _all_alike(self._sizes.nbytes.get(table), len(indices)),
+            "locator": lambda: pa.array(indices, mask=unknown if unknown.any() else None),
+            "version": lambda: _versions(indices, unknown),
+            "mtime_ns": lambda: _all_alike(None, len(indices)),
         }
         arrays = [
-            known[f.name] if f.name in known else pa.nulls(len(indices), f.type) for f in schema
+            columns[f.name]() if f.name in columns else pa.nulls(len(indices), f.type)
+            for f in schema
         ]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -376,10 +373,11 @@ class Hf3fsStore(Store):
         indices = np.full(len(share.at), _UNKNOWN, dtype=np.int64)
         table = None if self.settings.snapshot is None else self._table(share.table)
         if table is not None:
-            wanted = share.array
+            wanted = pa.array(share.keys, pa.binary())
             # The few are hashed and the many looked up, not the other way round.
             rows = np.flatnonzero(pc.is_in(table.keys, value_set=wanted).to_numpy(False))
-            held = pc.index_in(wanted, value_set=table.keys.take(pa.array(rows)))
+            found = take_rows(pa.table({"key": table.keys}), rows).column("key")
+            held = pc.index_in(wanted, value_set=found.combine_chunks())
             known = held.is_valid().to_numpy(False)
             indices[known] = table.indices[rows[held.drop_null().to_numpy()]]
         return indices
@@ -667,8 +665,8 @@ class Hf3fsStore(Store):
         named = set(share.names)
         mine = self._indices_of(share)
         for n in np.flatnonzero(np.isin(mine, shared)).tolist():
-            holders = table.keys.take(pa.array(np.flatnonzero(table.indices == mine[n])))
-            mates = [name for name in texts_of(holders) if name not in named]
+            holders = table.names_at(np.flatnonzero(table.indices == mine[n])).to_pylist()
+            mates = [name for holder in holders if (name := holder.decode()) not in named]
             there = self._asked(share.table, mates)
             if there.any():
                 yield int(share.at[n]), mates[int(np.flatnonzero(there)[0])]
@@ -682,6 +680,28 @@ def _locators(rows: Rows) -> IntArray:
     if column.null_count:
         column = column.fill_null(_UNKNOWN)
     return np.array(column.to_numpy(), dtype=np.int64)
+
+
+@lru_cache(maxsize=8)
+def _column_of(value: int | None, count: int) -> Any:
+    return pa.repeat(pa.scalar(value, pa.int64()), count)
+
+
+def _all_alike(value: int | None, count: int) -> Any:
+    """Give a column of one number, or of nulls, in memory that others of it have as well."""
+    return _column_of(value, -(-count // SCAN_ROWS) * SCAN_ROWS).slice(0, count)
+
+
+def _versions(indices: IntArray, unknown: BoolArray) -> Any:
+    """Write page indices as versions of objects; null where they are not known."""
+    import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+
+    versions = pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(_VERSION_BYTES),
+        len(indices),
+        [None, pa.py_buffer(np.ascontiguousarray(indices, dtype="<i8"))],
+    ).cast(pa.binary())
+    return pc.if_else(pa.array(unknown), None, versions)
 
 
 def _positions(indices: IntArray, nbytes: int) -> IntArray:

@@ -50,11 +50,6 @@ class Share:
         """What the server calls them."""
         return [key[self.skipped :].decode() for key in self.keys]
 
-    @property
-    def array(self) -> Any:
-        """The same as a binary array."""
-        return pa.array([key[self.skipped :] for key in self.keys], pa.binary())
-
 
 def shares_of(rows: Rows) -> list[Share]:
     """Sort rows by the table of their keys; keys that no table can have are in none."""
@@ -113,10 +108,10 @@ def table_of(prefix: bytes) -> TableName:
     return int(rank), namespace
 
 
-def texts_of(keys: Any) -> list[str]:
-    """Give a binary array of the server's names as texts."""
-    texts: list[str] = keys.cast(pa.string()).to_pylist()
-    return texts
+def names_of(keys: Any, table: TableName) -> list[str]:
+    """Give what the server calls the keys of a table, a binary array."""
+    skipped = len(prefix_of(table))
+    return [key[skipped:] for key in keys.cast(pa.string()).to_pylist()]
 
 
 def shown(key: bytes) -> str:

@@ -97,7 +97,7 @@ class PageSizes:
             ours = {after for before, after in self.affixes if before == prefix}
             if not ours:
                 continue
-            ends = pc.unique(pc.binary_slice(table.keys, 64, _LONGEST)).to_pylist()
+            ends = pc.unique(pc.binary_slice(table.keys, len(prefix) + 64, _LONGEST)).to_pylist()
             if strange := sorted(set(ends) - ours):
                 raise UnsupportedByBackend(
                     f"{url}: {table.name} has keys such as PAGE{shown(strange[0])}, which the "

@@ -1,7 +1,6 @@
 """The snapshot of SGLang's 3FS metadata server: which key lies on which page, and what is free.
 
-JSON, read as a stream: memory is bounded by the columns it becomes, some 80 bytes a key, and by
-the search for keys that are there twice, which takes three times as much while it lasts.
+JSON, read as a stream: memory is bounded by the columns it becomes, some 90 bytes a key.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py ::
 GlobalMetadataState.save_to_disk, load_from_disk.
 """
@@ -22,6 +21,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.base import take_rows
+from hicachectl.backends.hf3fs_repeats import repeated_key
 from hicachectl.formats.errors import FormatError, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ _BLOCK_BYTES = 1 << 20
 _MAX_ENTRY_BYTES = 1 << 20  # of one key with its index
 _MAX_NAME_BYTES = 4 << 10
 _WRITE_ROWS = 16 << 10
+_CHUNK_ROWS = 16 << 10
 _REPAIRED_MODE = 0o644  # as the server, which may be another user, has to read it
 
 _SPACE = re.compile(rb"[ \t\r\n]*")
@@ -63,7 +65,8 @@ class PageTable:
     """The pages of one rank and namespace.
 
     free:    int64 [n], pages that are free, in the server's order: the last is handed out first.
-    keys:    binary array [m] of distinct keys, the least recently used first.
+    keys:    chunked binary array [m] of distinct keys as they are listed, RANK:NAMESPACE:KEY, the
+             least recently used first.
     indices: int64 [m], the page of each key. Neither these nor `free` need be less than num_pages.
     """
 
@@ -71,13 +74,18 @@ class PageTable:
     namespace: str
     num_pages: int
     free: IntArray
-    keys: Any  # pa.BinaryArray
+    keys: Any  # pa.ChunkedArray, which listings share
     indices: IntArray
 
     @property
     def name(self) -> str:
         """The table as the server spells it, RANK:NAMESPACE."""
         return f"{self.rank}:{self.namespace}"
+
+    def names_at(self, rows: IntArray) -> Any:
+        """Give what the server calls some keys, KEY alone: a chunked binary array."""
+        keys = take_rows(pa.table({"key": self.keys}), rows).column("key")
+        return pc.binary_slice(keys, len(self.name) + 1, MAX_KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +156,7 @@ class _Parser:
             elif field == "free_pages" and free is None:
                 free = self._free_pages()
             elif field == "key_to_index" and entries is None:
-                entries = self._entries()
+                entries = self._entries(f"{name}:")
             else:
                 self._fail("not known to this version of hicachectl, or there twice")
             self._place = name
@@ -172,24 +180,31 @@ class _Parser:
             parts.append(np.array(self._decoded(_PAGES, piece, parts), dtype=np.int64))
         return _joined(parts)
 
-    def _entries(self) -> tuple[Any, IntArray]:
-        keys: list[Any] = []
+    def _entries(self, prefix: str) -> tuple[Any, IntArray]:
+        chunks: list[Any] = []
+        texts: list[Any] = []  # of the chunk that is being gathered
         indices: list[IntArray] = []
-        nbytes = 0
+        nbytes = gathered = 0
         for piece in self._pieces(self._entries_end):
             entries = self._decoded(_ENTRIES, piece, indices)
-            texts, pages = zip(*entries, strict=True)
-            keys.append(pa.array(texts, pa.string()).cast(pa.binary()))
+            names, pages = zip(*entries, strict=True)
+            texts.append(pa.array(names, pa.string()))
             indices.append(np.array(pages, dtype=np.int64))
-            nbytes += pc.sum(pc.binary_length(keys[-1])).as_py()
-            if nbytes > MAX_KEY_BYTES:
-                self._fail(f"more than {MAX_KEY_BYTES} bytes of keys")
-        column = pa.concat_arrays([pa.array([], pa.binary()), *keys])
-        del keys
-        twice = _repeated(column)
+            gathered += len(names)
+            if gathered >= _CHUNK_ROWS:
+                chunks.append(listed_keys(prefix, texts))
+                nbytes += chunks[-1].nbytes
+                texts, gathered = [], 0
+                if nbytes > MAX_KEY_BYTES:
+                    self._fail(f"more than {MAX_KEY_BYTES} bytes of keys")
+        if texts:
+            chunks.append(listed_keys(prefix, texts))
+        keys = pa.chunked_array(chunks, pa.binary())
+        twice = repeated_key(keys)
         if twice is not None:
-            self._fail(f"the key {_quoted(twice)} is there twice")
-        return column, _joined(indices)
+            name = twice.decode().removeprefix(prefix)
+            self._fail(f"the key {_quoted(name)} is there twice")
+        return keys, _joined(indices)
 
     def _decoded(self, decoder: Any, piece: bytes, before: Sequence[IntArray]) -> Any:
         """Decode some elements of an array, which `before` has the ones before of."""
@@ -345,17 +360,13 @@ def _joined(parts: Sequence[IntArray]) -> IntArray:
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
-def _repeated(keys: Any) -> bytes | None:
-    """Give a key that is there more than once."""
-    if len(pc.unique(keys)) == len(keys):
-        return None
-    counts = pc.value_counts(keys)
-    twice: bytes = counts.filter(pc.greater(counts.field("counts"), 1))[0]["values"].as_py()
-    return twice
+def listed_keys(prefix: str, names: Sequence[Any]) -> Any:
+    """Spell keys as they are listed, of arrays of what the server calls them: one binary array."""
+    joined = pc.binary_join_element_wise(prefix, pa.concat_arrays(names), "")
+    return joined.cast(pa.binary())
 
 
-def _quoted(key: bytes) -> str:
-    text = key.decode()
+def _quoted(text: str) -> str:
     return repr(text if len(text) <= 100 else text[:100] + "…")
 
 
@@ -423,7 +434,8 @@ def _page_lines(pages: IntArray) -> Iterator[bytes]:
 
 def _entry_lines(table: PageTable) -> Iterator[bytes]:
     for start in range(0, len(table.keys), _WRITE_ROWS):
-        keys = table.keys.slice(start, _WRITE_ROWS).to_pylist()
+        rows = np.arange(start, min(start + _WRITE_ROWS, len(table.keys)))
+        keys = table.names_at(rows).to_pylist()
         pages = table.indices[start : start + _WRITE_ROWS].tolist()
         yield ",".join(
             f"\n            [\n                {json.dumps(key.decode())},"

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 
 from hicachectl.deployments import UNRESOLVED
 from hicachectl.formats.keys.resolve import ANCHOR_POOL
@@ -14,6 +13,8 @@ from hicachectl.records import Facts, Shape, Slot, TakenGroup, TakenObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    import pyarrow as pa
 
     from hicachectl.deployments import Deployment, Member
     from hicachectl.groups import PageGroups
@@ -101,11 +102,11 @@ class Planner:
     def _batch(self, first: int, last: int) -> list[Planned]:
         start = int(self._objects[first])
         rows = self._rows[start : self._objects[last]]
-        objects = self._inventory.objects.take(pa.array(rows))
+        objects = self._inventory.take(rows)
         keys = objects.column("key").to_pylist()
         columns = (_values(objects, name) for name in ("nbytes", "mtime_ns", "version"))
         facts = list(map(Facts, *columns))
-        pages = self._groups.pages.take(pa.array(self._plan.groups[first:last])).to_pylist()
+        pages = self._groups.pages_at(self._plan.groups[first:last]).to_pylist()
         planned = []
         for number in range(first, last):
             mine = slice(self._objects[number] - start, self._objects[number + 1] - start)

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.deployments import UNRESOLVED, Deployment
+from hicachectl.page_order import page_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from hicachectl.inventory import IntArray, Inventory
 
 WHOLE, PARTIAL, ORPHAN, UNKNOWN = range(4)
+
+_COUNTED_AT_ONCE = 1 << 20
+_MOST_UNUSED = 4  # codes for each that is there
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -57,20 +61,21 @@ class PageGroups:
         self._inventory = inventory
         self.deployments = table.deployments
         self._sets = [_object_sets(deployment) for deployment in table.deployments]
-        pages = pc.dictionary_encode(inventory.objects.column("page").combine_chunks())
-        self._distinct_pages = pages.dictionary
-        order = np.argsort(pc.array_sort_indices(pages.dictionary).to_numpy()).astype(np.int64)
-        page_ids = pages.indices.fill_null(0).to_numpy().astype(np.int64)
-        deployment_ids = inventory.by_affix(table.deployment_ids, UNRESOLVED)
-        in_group = inventory.by_affix(tuple(bool(r.readings) for r in table.resolved), False) != 0
-        ranked = deployment_ids * max(len(order), 1) + order[page_ids] if len(order) else page_ids
-        _codes, first, inverse = np.unique(ranked[in_group], return_index=True, return_inverse=True)
-        self.of_object: IntArray = np.full(len(page_ids), -1, dtype=np.int64)
-        self.of_object[in_group] = inverse
-        rows = np.flatnonzero(in_group)[first]
-        self.page_ids: IntArray = page_ids[rows]
-        self.deployment_ids: IntArray = deployment_ids[rows]
-        self._member_ids = inventory.by_affix(table.member_ids, UNRESOLVED)
+        in_group = inventory.of_affixes(tuple(bool(r.readings) for r in table.resolved))
+        ranks, distinct = page_ranks(inventory, in_group)
+        deployment_ids = inventory.by_affix(table.deployment_ids, UNRESOLVED)[in_group]
+        codes = (deployment_ids - UNRESOLVED) * max(distinct, 1) + ranks
+        del deployment_ids
+        numbers, first = _numbered(codes, (len(table.deployments) - UNRESOLVED) * distinct)
+        del codes
+        self.of_object: IntArray = np.full(len(in_group), -1, dtype=np.int64)
+        self.of_object[in_group] = numbers
+        self.page_ids: IntArray = ranks[first]
+        self._rows: IntArray = np.flatnonzero(in_group)[first]  # the first object of each
+        del numbers, ranks, in_group
+        self.deployment_ids: IntArray = np.array([*table.deployment_ids, UNRESOLVED])[
+            inventory.affix_ids[self._rows]
+        ]
 
     def __len__(self) -> int:
         return len(self.page_ids)
@@ -78,7 +83,18 @@ class PageGroups:
     @property
     def pages(self) -> pa.StringArray:
         """The page hash of each group."""
-        return self._distinct_pages.take(pa.array(self.page_ids))
+        return self.pages_at(slice(None))
+
+    def pages_at(self, groups: IntArray | slice) -> pa.StringArray:
+        """Give the page hash of some groups."""
+        return self._inventory.pages(self._rows[groups]).combine_chunks()
+
+    def _members_of(self, objects: IntArray) -> IntArray:
+        """Say which member of its deployment each of some objects is, UNRESOLVED for none."""
+        table = self._inventory.table
+        of_affix = np.array([*table.member_ids, UNRESOLVED], dtype=np.int64)
+        members: IntArray = of_affix[self._inventory.affix_ids[objects]]
+        return members
 
     @cached_property
     def nbytes(self) -> IntArray:
@@ -120,11 +136,15 @@ class PageGroups:
         for start, sets in zip(starts.tolist(), self._sets, strict=False):
             for column, object_set in enumerate(sets):
                 column_of[start + object_set.members] = column
-        resolved = np.flatnonzero((self.of_object >= 0) & (self._member_ids >= 0))
-        groups = self.of_object[resolved]
-        columns = column_of[starts[self.deployment_ids[groups]] + self._member_ids[resolved]]
-        counts = np.bincount(groups * width + columns, minlength=len(self) * width)
-        return counts.reshape(len(self), width).astype(np.int32)
+        counts = np.zeros(len(self) * width, dtype=np.int32)
+        for start in range(0, len(self.of_object), _COUNTED_AT_ONCE):
+            objects = np.arange(start, min(start + _COUNTED_AT_ONCE, len(self.of_object)))
+            groups, members = self.of_object[objects], self._members_of(objects)
+            resolved = (groups >= 0) & (members >= 0)
+            groups, members = groups[resolved], members[resolved]
+            columns = column_of[starts[self.deployment_ids[groups]] + members]
+            np.add.at(counts, groups * width + columns, 1)
+        return counts.reshape(len(self), width)
 
     @cached_property
     def expected(self) -> npt.NDArray[np.int32]:
@@ -157,11 +177,10 @@ class PageGroups:
         """Say which members of a deployment the given groups have: [groups, members]."""
         position = np.full(len(self) + 1, -1, dtype=np.int64)
         position[groups] = np.arange(len(groups))
-        rows = position[self.of_object]
-        wanted = rows >= 0
+        objects = np.flatnonzero(position[self.of_object] >= 0)
         members = len(self.deployments[deployment_id].members)
         present = np.zeros((len(groups), members), dtype=np.bool_)
-        present[rows[wanted], self._member_ids[wanted]] = True
+        present[position[self.of_object[objects]], self._members_of(objects)] = True
         return present
 
     def missing(self) -> Iterator[Missing]:
@@ -183,11 +202,27 @@ class PageGroups:
         members = pa.array(missing.members)
         before = pa.array([m.affix[0] for m in missing.deployment.members], pa.string())
         after = pa.array([m.affix[1] for m in missing.deployment.members], pa.string())
-        pages = self.pages.take(pa.array(missing.groups))
+        pages = self.pages_at(missing.groups)
         return pc.cast(
             pc.binary_join_element_wise(before.take(members), pages, after.take(members), ""),
             pa.binary(),
         )
+
+
+def _numbered(codes: IntArray, limit: int) -> tuple[IntArray, IntArray]:
+    """Give each row the number of its code, in the order of codes, and each code its first row.
+
+    limit: above all codes, none of which is negative.
+    """
+    if limit > _MOST_UNUSED * len(codes):
+        _, first, numbers = np.unique(codes, return_index=True, return_inverse=True)
+        return numbers, first
+    used = np.zeros(limit, dtype=np.bool_)  # this many codes need no sort
+    used[codes] = True
+    numbers = (np.cumsum(used) - 1)[codes]
+    first = np.zeros(np.count_nonzero(used), dtype=np.int64)
+    first[numbers[::-1]] = np.arange(len(codes))[::-1]  # of equal ones the last stays
+    return numbers, first
 
 
 def _object_sets(deployment: Deployment) -> list[ObjectSet]:

@@ -206,7 +206,7 @@ def stored_members(
     members = table.deployments[deployment_id].members
     state = np.full((len(page_names), len(members)), ABSENT, dtype=np.uint8)
     rows = np.flatnonzero(inventory.by_affix(table.deployment_ids, UNRESOLVED) == deployment_id)
-    pages = inventory.objects.column("page").take(pa.array(rows))
+    pages = inventory.pages(rows)
     at = pc.index_in(pages.cast(page_names.type), value_set=page_names).fill_null(-1).to_numpy()
     rows, at = rows[at >= 0], at[at >= 0]
     member_ids = inventory.by_affix(table.member_ids, UNRESOLVED)[rows]

@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from hicachectl.backends.base import take_rows
 from hicachectl.contradiction import refuse_contradiction
 from hicachectl.deployments import UNRESOLVED, AffixTable, Member, assign_affixes
 from hicachectl.formats.keys.base import codec_for
-from hicachectl.formats.keys.table import KeySplitter
+from hicachectl.formats.keys.table import KeySplitter, page_starts, page_words, pages_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
@@ -29,8 +30,8 @@ _ASKED_AT_ONCE = 8192
 class Inventory:
     """All objects of a store.
 
-    objects: columns of the scan (key binary, nbytes and mtime_ns int64) plus
-             page (string, null for a foreign key).
+    objects: columns of the scan: key binary, nbytes and mtime_ns int64, and those asked for.
+             Tables of many chunks: see `take`.
     affix_ids: int32 a row, index into `affixes`, negative for a foreign key.
     """
 
@@ -38,12 +39,45 @@ class Inventory:
     affix_ids: npt.NDArray[np.int32]
     table: AffixTable
 
+    def take(self, rows: IntArray, columns: Collection[str] | None = None) -> pa.Table:
+        """Give some objects, in the order of rows; all columns, or those named."""
+        objects = self.objects if columns is None else self.objects.select(list(columns))
+        return take_rows(objects, rows)
+
+    def only(self, rows: IntArray) -> Inventory:
+        """Leave out all objects but some."""
+        return replace(self, objects=self.take(rows), affix_ids=self.affix_ids[rows])
+
+    def pages(self, rows: IntArray | None = None) -> pa.ChunkedArray:
+        """Give the page hash of each object, or of some: strings, null for a foreign key."""
+        keys, ids = self.objects.column("key"), self.affix_ids
+        if rows is not None:
+            keys, ids = self.take(rows, ["key"]).column("key"), ids[rows]
+        starts = page_starts(self.table.affixes)
+        cut = (pages_of(chunk, starts[ids[part]]) for chunk, part in _chunks(keys))
+        return pa.chunked_array(cut, pa.string())
+
+    def page_words(self, rows: npt.NDArray[np.bool_], word: int) -> npt.NDArray[np.uint64]:
+        """Give a quarter of the page hash of each object chosen: [objects] bool, none foreign."""
+        starts = page_starts(self.table.affixes)
+        words = np.empty(np.count_nonzero(rows), dtype=np.uint64)
+        filled = 0
+        for chunk, part in _chunks(self.objects.column("key")):
+            chosen = np.flatnonzero(rows[part])
+            of_affix = starts[self.affix_ids[part][chosen]]
+            words[filled : filled + len(chosen)] = page_words(chunk, chosen, of_affix, word)
+            filled += len(chosen)
+        return words
+
     def of_pool(self, pool: str) -> npt.NDArray[np.bool_]:
         """[objects] which are, by any reading, of a pool."""
         resolved = self.table.resolved
-        found = tuple(any(r.pool == pool for r in one.readings) for one in resolved)
-        of_pool: npt.NDArray[np.bool_] = self.by_affix(found, 0) != 0
-        return of_pool
+        return self.of_affixes(tuple(any(r.pool == pool for r in one.readings) for one in resolved))
+
+    def of_affixes(self, chosen: tuple[bool, ...]) -> npt.NDArray[np.bool_]:
+        """[objects] which have an affix out of some, by affix id; no foreign key has one."""
+        of_affixes: npt.NDArray[np.bool_] = np.array([*chosen, False])[self.affix_ids]
+        return of_affixes
 
     def by_affix(self, values: tuple[int, ...], missing: int) -> IntArray:
         """Spread a list indexed by affix id over the rows; `missing` for foreign keys."""
@@ -61,7 +95,7 @@ def take_inventory(
     """Scan a store and understand its keys.
 
     columns: of the scan, beside key, nbytes and mtime_ns. on_batch is told the number of objects
-    of each batch as it arrives. Memory: about 250 bytes an object. Raises StoreUnavailable, and
+    of each batch as it arrives. Memory: about 120 bytes an object. Raises StoreUnavailable, and
     ProfileError where the profile cannot be the one that wrote the store.
     """
     wanted = {"key", "nbytes", "mtime_ns", *columns}
@@ -81,6 +115,14 @@ def look_up(store: Store, keys: pa.BinaryArray, profile: Profile | None = None) 
     return _understood(batches, store.grammar, profile, lambda objects: None)
 
 
+def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[pa.Array, slice]]:
+    """Give the chunks of a column, and which of its rows each has."""
+    start = 0
+    for chunk in column.chunks:
+        yield chunk, slice(start, start + len(chunk))
+        start += len(chunk)
+
+
 def _understood(
     scanned: Iterable[pa.RecordBatch],
     grammar: str,
@@ -91,9 +133,8 @@ def _understood(
     batches: list[pa.RecordBatch] = []
     ids: list[npt.NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
     for batch in scanned:
-        pages, affix_ids = splitter.split(batch.column("key"))
-        batches.append(batch.append_column("page", pages))
-        ids.append(affix_ids)
+        batches.append(batch)
+        ids.append(splitter.identify(batch.column("key")))
         on_batch(len(batch))
     table = assign_affixes(splitter.affixes, codec_for(grammar), profile)
     objects = pa.Table.from_batches(batches, schema=batches[0].schema if batches else _SCHEMA)
@@ -157,6 +198,4 @@ def _common_sizes(kinds: IntArray, sizes: IntArray) -> dict[int, int]:
     }
 
 
-_SCHEMA = pa.schema(
-    {"key": pa.binary(), "nbytes": pa.int64(), "mtime_ns": pa.int64(), "page": pa.string()}
-)
+_SCHEMA = pa.schema({"key": pa.binary(), "nbytes": pa.int64(), "mtime_ns": pa.int64()})

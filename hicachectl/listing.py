@@ -12,12 +12,14 @@ import pyarrow.compute as pc
 from hicachectl.backends.base import SCAN_FIELDS
 from hicachectl.deployments import UNRESOLVED
 from hicachectl.formats.keys.columns import coordinate_columns
+from hicachectl.page_order import page_ranks
 from hicachectl.vocabulary import STATES
 
 if TYPE_CHECKING:
     from hicachectl.groups import PageGroups
     from hicachectl.inventory import Inventory
 
+_KIND = ("model", "tag", "pool")
 _COUNTS = pa.struct([("present", pa.int32()), ("expected", pa.int32())])
 
 Rows = npt.NDArray[np.int64]
@@ -39,16 +41,13 @@ def seconds(times_ns: pa.Array) -> pa.Array:
 
 def object_rows(inventory: Inventory, rows: Rows | None = None, *, pool: str = "") -> pa.Table:
     """Make a row per object, in the columns of `ls --objects`; `rows` and `pool` pick some."""
-    objects = inventory.objects
-    ids = inventory.affix_ids
     if pool:
         rows = np.flatnonzero(inventory.of_pool(pool))
-    if rows is not None:
-        objects = objects.take(pa.array(rows))
-        ids = ids[rows]
+    objects = inventory.objects if rows is None else inventory.take(rows)
+    ids = inventory.affix_ids if rows is None else inventory.affix_ids[rows]
     columns = {
         "key": pa.chunked_array([key_text(c) for c in objects.column("key").chunks], pa.string()),
-        "page": objects.column("page"),
+        "page": inventory.pages(rows),
         **coordinate_columns(inventory.table.resolved, ids),
         "nbytes": objects.column("nbytes"),
         "mtime": seconds(objects.column("mtime_ns")),
@@ -126,18 +125,43 @@ def _missing_keys(groups: PageGroups) -> pa.ListArray:
 
 def summary_rows(inventory: Inventory, *, pool: str = "") -> pa.Table:
     """Total by model, tag and pool: pages, objects, bytes. Foreign objects are a row of nulls."""
-    objects = object_rows(inventory, pool=pool).select(["page", "model", "tag", "pool", "nbytes"])
-    totals = objects.group_by(["model", "tag", "pool"]).aggregate(
-        [("page", "count_distinct"), ("nbytes", "count", pc.CountOptions("all")), ("nbytes", "sum")]
+    if pool:
+        inventory = inventory.only(np.flatnonzero(inventory.of_pool(pool)))
+    kinds, kind_ids = _kinds(inventory)
+    sums = (
+        pa.table({"kind": kind_ids, "nbytes": inventory.objects.column("nbytes")})
+        .group_by("kind")
+        .aggregate([("nbytes", "count", pc.CountOptions("all")), ("nbytes", "sum")])
     )
-    totals = pa.table(
-        {
-            **{
-                name: pc.cast(totals.column(name), pa.string()) for name in ("model", "tag", "pool")
-            },
-            "pages": totals.column("page_count_distinct"),
-            "objects": totals.column("nbytes_count"),
-            "nbytes": pc.fill_null(totals.column("nbytes_sum"), 0),
-        }
-    )
-    return totals.sort_by([("model", "ascending"), ("tag", "ascending"), ("pool", "ascending")])
+    there = sums.column("kind")
+    totals = kinds.take(there)
+    for name, values in (
+        ("pages", pa.array(_page_counts(inventory, kind_ids, len(kinds))).take(there)),
+        ("objects", sums.column("nbytes_count")),
+        ("nbytes", pc.fill_null(sums.column("nbytes_sum"), 0)),
+    ):
+        totals = totals.append_column(name, values)
+    return totals.sort_by([(name, "ascending") for name in _KIND])
+
+
+def _kinds(inventory: Inventory) -> tuple[pa.Table, npt.NDArray[np.int32]]:
+    """Give the distinct kinds of objects, in the columns _KIND, and the number of each row's."""
+    resolved = inventory.table.resolved
+    ids = np.arange(-1, len(resolved), dtype=np.int32)  # the first stands for foreign keys
+    said = coordinate_columns(resolved, ids)
+    texts = zip(*(said[name].to_pylist() for name in _KIND), strict=True)
+    numbers: dict[tuple[str | None, ...], int] = {}
+    of_affix = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int32)
+    columns = zip(_KIND, zip(*numbers, strict=True), strict=True)
+    kinds = pa.table({name: pa.array(values, pa.string()) for name, values in columns})
+    return kinds, of_affix[inventory.affix_ids + 1]
+
+
+def _page_counts(inventory: Inventory, kind_ids: npt.NDArray[np.int32], kinds: int) -> Rows:
+    """Count the distinct pages of each kind of objects; foreign objects have none."""
+    known = inventory.affix_ids >= 0
+    pairs, distinct = page_ranks(inventory, known)
+    pairs += kind_ids[known].astype(np.int64) * distinct
+    pairs.sort()
+    first = np.diff(pairs, prepend=-1) != 0
+    return np.bincount(pairs[first] // max(distinct, 1), minlength=kinds)

@@ -77,8 +77,8 @@ class Repaired:
 def bad_rows(table: PageTable, keys: Collection[bytes]) -> BoolArray:
     """Find keys, written RANK:NAMESPACE:KEY, and those that share a page with one: [m] bool."""
     prefix = f"{table.name}:".encode()
-    names = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
-    named = pc.is_in(table.keys, pa.array(names, pa.binary())).to_numpy(zero_copy_only=False)
+    own = [key for key in keys if key.startswith(prefix)]
+    named = pc.is_in(table.keys, pa.array(own, pa.binary())).to_numpy(zero_copy_only=False)
     shared: BoolArray = np.isin(table.indices, table.indices[named])
     return shared
 
@@ -182,7 +182,7 @@ def repaired_table(table: PageTable, bad: BoolArray, *, release_leaked: bool = F
 
 
 def _texts(table: PageTable, rows: IntArray) -> list[str]:
-    return [key.decode() for key in table.keys.take(pa.array(rows)).to_pylist()]
+    return [key.decode() for key in table.names_at(rows).to_pylist()]
 
 
 def _listed(starts: IntArray, lengths: IntArray) -> IntArray:

@@ -157,7 +157,7 @@ def _place(groups: PageGroups, found: pa.Table) -> tuple[IntArray, IntArray]:
 def _groups_of(groups: PageGroups, deployment: int, pages: pa.StringArray) -> IntArray:
     """Find a deployment's group of each page; _NOBODY where it has none."""
     mine = np.flatnonzero(groups.deployment_ids == deployment)
-    at = pc.index_in(pages, value_set=groups.pages.take(pa.array(mine)))
+    at = pc.index_in(pages, value_set=groups.pages_at(mine))
     places = at.fill_null(len(mine)).to_numpy()
     # A null page is in no group, whatever index_in makes of it.
     known = pages.is_valid().to_numpy(zero_copy_only=False)
@@ -165,10 +165,9 @@ def _groups_of(groups: PageGroups, deployment: int, pages: pa.StringArray) -> In
 
 
 def _pages_by_deployment(groups: PageGroups, numbers: IntArray) -> dict[int, set[str]]:
-    pages = groups.pages
     return {
         deployment: set(
-            pages.take(pa.array(numbers[groups.deployment_ids[numbers] == deployment])).to_pylist()
+            groups.pages_at(numbers[groups.deployment_ids[numbers] == deployment]).to_pylist()
         )
         for deployment in np.unique(groups.deployment_ids[numbers]).tolist()
     }
@@ -178,5 +177,5 @@ def _outright(groups: PageGroups, numbers: IntArray, code: str, why: str) -> pa.
     if not len(numbers):
         return SCHEMA.empty_table()
     nothing = pa.nulls(len(numbers), pa.string())
-    pages = groups.pages.take(pa.array(numbers))
+    pages = groups.pages_at(numbers)
     return combine([findings(code, "info", keys=nothing, pages=pages, detail=why)])

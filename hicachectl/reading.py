@@ -391,7 +391,7 @@ class _Reader:
         if not tasks:
             return
         rows = np.concatenate([done.loaded.task.rows for done in tasks])
-        there = self._store.exists(self._inventory.objects.select(["key"]).take(pa.array(rows)))
+        there = self._store.exists(self._inventory.take(rows, ["key"]))
         start = 0
         for done in tasks:
             end = start + len(done.loaded.task.rows)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.errors import UsageError
@@ -49,12 +48,7 @@ def select(inventory: Inventory, selection: Selection) -> Inventory:
         return inventory
     groups = PageGroups(inventory)
     keep = np.append(_chosen(groups, inventory, selection), False)
-    rows = np.flatnonzero(keep[groups.of_object])
-    return replace(
-        inventory,
-        objects=inventory.objects.take(pa.array(rows)),
-        affix_ids=inventory.affix_ids[rows],
-    )
+    return inventory.only(np.flatnonzero(keep[groups.of_object]))
 
 
 def _chosen(groups: PageGroups, inventory: Inventory, selection: Selection) -> BoolArray:

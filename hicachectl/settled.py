@@ -29,7 +29,7 @@ def changed_groups(
     changed = np.zeros(len(groups), dtype=np.bool_)
     suspect = settled & np.isin(groups.states, (PARTIAL, ORPHAN))
     rows = np.flatnonzero(np.append(suspect, False)[groups.of_object])
-    still_there = store.exists(inventory.objects.take(pa.array(rows)))
+    still_there = store.exists(inventory.take(rows))
     changed[groups.of_object[rows[~still_there]]] = True
     for missing in groups.missing():
         wanted = np.flatnonzero(suspect[missing.groups])

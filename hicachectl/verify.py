@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.backends.base import Status
+from hicachectl.backends.base import Status, take_rows
 from hicachectl.catalogs import MISMATCH, Digested, carry_forward, compare
 from hicachectl.checks.digests import check_digests
 from hicachectl.checks.group import check_groups
@@ -311,7 +311,7 @@ class _Run:
         if not self.store.supports_holes:
             return hollow
         for start in range(0, len(plan.rows), _HOLES_AT_ONCE):
-            rows = inventory.objects.take(pa.array(plan.rows[start : start + _HOLES_AT_ONCE]))
+            rows = inventory.take(plan.rows[start : start + _HOLES_AT_ONCE])
             found = np.flatnonzero(self.store.holes(rows))
             if len(found):
                 where = self.store.confirm(rows.take(pa.array(found)))
@@ -354,14 +354,15 @@ class _Run:
     def _records(
         self, inventory: Inventory, rows: npt.NDArray[np.int64], reading: ReadingResult
     ) -> Digested:
-        objects = inventory.objects.select(["key", "page", "nbytes"])
-        if len(rows) < len(objects):
-            objects = objects.take(pa.array(rows))
+        some = rows if len(rows) < len(inventory.objects) else None
+        objects = inventory.objects.select(["key", "nbytes"])
+        if some is not None:
+            objects = take_rows(objects, some)
         pools = [r.coordinate.pool if r.coordinate else None for r in inventory.table.resolved]
         ids = pa.array(inventory.affix_ids[rows], mask=inventory.affix_ids[rows] < 0)
         return Digested(
             keys=objects.column("key").combine_chunks(),
-            pages=objects.column("page").combine_chunks(),
+            pages=inventory.pages(some).combine_chunks(),
             pools=pa.array(pools, pa.string()).take(ids),
             nbytes=objects.column("nbytes").fill_null(0).to_numpy(),
             identities=reading.versions[rows],

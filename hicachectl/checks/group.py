@@ -62,7 +62,7 @@ def _missing(groups: PageGroups, missing: Missing) -> pa.Table:
         pa.array(names, pa.string()),
         pa.array(severity, pa.string()),
         keys=key_text(groups.keys_of(missing)),
-        pages=groups.pages.take(pa.array(missing.groups)),
+        pages=groups.pages_at(missing.groups),
         pools=pa.array([m.coordinate.pool for m in deployment.members]).take(members),
         parts=pa.array([m.coordinate.part for m in deployment.members], pa.string()).take(members),
         detail=pa.array(np.array(list(_WORDS.values()))[codes], pa.string()),

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 def check_names(inventory: Inventory, *, now_ns: int, grace_ns: int) -> Iterator[pa.Table]:
     """Find foreign-object, stale-temporary and ambiguous-key, from names alone."""
     resolved = inventory.table.resolved
-    is_object = inventory.by_affix(tuple(bool(r.readings) for r in resolved), 0) != 0
+    is_object = inventory.of_affixes(tuple(bool(r.readings) for r in resolved))
     yield from _foreign(inventory, np.flatnonzero(~is_object), now_ns - grace_ns)
     yield from _ambiguous(inventory)
 
 
 def _foreign(inventory: Inventory, rows: np.ndarray, settled_ns: int) -> Iterator[pa.Table]:
-    objects = inventory.objects.take(pa.array(rows))
+    objects = inventory.take(rows)
     keys = objects.column("key").combine_chunks()
     temporary = pc.match_substring_regex(keys, TEMPORARY_PATTERN)
     warm_up = pc.match_substring_regex(keys, WARM_UP_PATTERN)
@@ -65,7 +65,7 @@ def _ambiguous(inventory: Inventory) -> Iterator[pa.Table]:
         return
     distinct, first = np.unique(inventory.affix_ids, return_index=True)
     rows = first[np.searchsorted(distinct, numbers)]
-    objects = inventory.objects.take(pa.array(rows))
+    keys = inventory.take(rows, ["key"]).column("key").combine_chunks()
     details = []
     for number in numbers:
         example = "<hash>".join(table.affixes[number])
@@ -74,8 +74,8 @@ def _ambiguous(inventory: Inventory) -> Iterator[pa.Table]:
     yield findings(
         "ambiguous-key",
         "warning",
-        keys=key_text(objects.column("key").combine_chunks()),
-        pages=objects.column("page"),
+        keys=key_text(keys),
+        pages=inventory.pages(rows),
         detail=pa.array(details, pa.string()),
     )
 

@@ -214,7 +214,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 def _key_findings(code: str, table: PageTable, rows: IntArray, *detail: str | IntArray) -> pa.Table:
     """Make an error of each row; detail: what to join."""
-    keys = key_text(table.keys.take(pa.array(rows)))
+    keys = key_text(table.names_at(rows).combine_chunks())
     page, rest = pc.extract_regex(keys, _PAGE_AND_REST).flatten()
     part = pc.if_else(
         pc.is_in(rest, pa.array(["-k", "-v"])), pc.utf8_slice_codeunits(rest, 1, 2), None

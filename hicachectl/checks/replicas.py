@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from hicachectl.findings import findings
 from hicachectl.listing import object_rows
+from hicachectl.page_order import page_ranks
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -61,14 +61,14 @@ def check_replicas(
 ) -> pa.Table:
     """Find objects that differ from the lowest rank's copy of the same heads."""
     sets = replica_sets(inventory.table)[inventory.affix_ids]
-    rows = np.flatnonzero((sets != NO_REPLICAS) & digested)
-    pages = pc.dictionary_encode(inventory.objects.column("page").combine_chunks())
-    page_ids = pages.indices.fill_null(0).to_numpy()
+    chosen = (sets != NO_REPLICAS) & digested
+    rows = np.flatnonzero(chosen)
     ranks = np.array([_rank(r.coordinate) for r in inventory.table.resolved] + [0])
-    rank_of = ranks[inventory.affix_ids[rows]]
-    rows = rows[np.lexsort((rank_of, sets[rows], page_ids[rows]))]
+    page_ids, _ = page_ranks(inventory, chosen)
+    order = np.lexsort((ranks[inventory.affix_ids[rows]], sets[rows], page_ids))
+    rows, page_ids = rows[order], page_ids[order]
     same_set = np.diff(sets[rows], prepend=NO_REPLICAS) == 0
-    same_set &= np.diff(page_ids[rows], prepend=-1) == 0
+    same_set &= np.diff(page_ids, prepend=-1) == 0
     firsts = np.maximum.accumulate(np.where(same_set, 0, np.arange(len(rows))))
     differs = (digests[rows] != digests[rows[firsts]]).any(axis=1)
     objects = object_rows(inventory, np.sort(rows[differs]))

@@ -106,11 +106,10 @@ def _say_what_is_odd(
     ctx: click.Context, inventory: Inventory, *, judged: bool, filtered: bool
 ) -> None:
     """Remark on what the rows alone do not show."""
-    pages = inventory.objects.column("page")
-    foreign = pages.null_count
+    foreign = int((inventory.affix_ids < 0).sum())
     if not len(inventory.objects):
         remark(ctx, "nothing matches the filters" if filtered else "the store is empty")
-    elif foreign == len(pages):
+    elif foreign == len(inventory.objects):
         remark(ctx, f"no pages: {foreign} objects here are not SGLang's")
     elif any(resolved.ambiguous for resolved in inventory.table.resolved):
         remark(ctx, "some keys read in several ways; give a profile to tell")

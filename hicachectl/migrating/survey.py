@@ -118,7 +118,7 @@ def survey_source(inventory: Inventory, groups: PageGroups, route: Route) -> Sur
     return Survey(
         route=route,
         groups=numbers,
-        pages=groups.pages.take(pa.array(numbers)),
+        pages=groups.pages_at(numbers),
         rows=rows,
         sizes=sizes,
         due=due,

@@ -68,12 +68,19 @@ def _small_pieces() -> Iterator[None]:
         patch.setattr(hf3fs_snapshot, "_PIECE_BYTES", 16)
         patch.setattr(hf3fs_snapshot, "_BLOCK_BYTES", 7)
         patch.setattr(hf3fs_snapshot, "_WRITE_ROWS", 3)
+        patch.setattr(hf3fs_snapshot, "_CHUNK_ROWS", 2)
         yield
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("snapshot") / "metadata.json"
+
+
+def names_in(table: PageTable) -> list[bytes]:
+    names: list[bytes] = table.names_at(np.arange(len(table.keys))).to_pylist()
+    assert table.keys.to_pylist() == [f"{table.name}:".encode() + name for name in names]
+    return names
 
 
 def as_document(snapshot: Snapshot) -> Document:
@@ -83,7 +90,7 @@ def as_document(snapshot: Snapshot) -> Document:
             "free_pages": table.free.tolist(),
             "key_to_index": [
                 [key.decode(), index]
-                for key, index in zip(table.keys.to_pylist(), table.indices.tolist(), strict=True)
+                for key, index in zip(names_in(table), table.indices.tolist(), strict=True)
             ],
         }
         for table in snapshot.tables
@@ -332,7 +339,7 @@ def test_the_server_starts_with_what_was_written(
         namespace="mamba",
         num_pages=4,
         free=np.array([0, 3], dtype=np.int64),
-        keys=pa.array([b"old", "n\u00e9w".encode()], pa.binary()),
+        keys=pa.chunked_array([[b"2:mamba:old", "2:mamba:n\u00e9w".encode()]], pa.binary()),
         indices=np.array([1, 2], dtype=np.int64),
     )
     repaired = tmp_path / "repaired.json"

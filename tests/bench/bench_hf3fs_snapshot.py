@@ -50,9 +50,10 @@ def peak_kib() -> int:
 def write_sample(path: Path, keys: int) -> None:
     """Write a rank of an MHA model: keys of K and V objects, and as many free pages."""
     pages = (hashlib.sha256(str(number).encode()).hexdigest() for number in range(-(-keys // 2)))
-    names = [f"{page}{part}".encode() for page in pages for part in ("-k", "-v")][:keys]
+    names = [f"0:kv:{page}{part}".encode() for page in pages for part in ("-k", "-v")][:keys]
     indices = np.arange(2 * keys - 1, keys - 1, -1)
-    table = PageTable(0, "kv", 2 * keys, np.arange(keys), pa.array(names, pa.binary()), indices)
+    listed = pa.chunked_array([names], pa.binary())
+    table = PageTable(0, "kv", 2 * keys, np.arange(keys), listed, indices)
     write_repaired(Snapshot(0, (table,)), path)
 
 

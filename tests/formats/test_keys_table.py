@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.formats.keys.table import FOREIGN, KeySplitter
+from hicachectl.formats.keys import table
+from hicachectl.formats.keys.table import FOREIGN, KeySplitter, page_starts, page_words
 
 HASH = "0123456789abcdef" * 4
 _FRAGMENTS = st.sampled_from(
@@ -32,8 +35,15 @@ def split_one(key: bytes) -> tuple[str, tuple[str, str]] | None:
         return None
 
 
-@given(st.lists(st.lists(_KEYS, max_size=20), max_size=3))
-def test_tables_split_like_single_keys(batches: list[list[bytes]]) -> None:
+@pytest.mark.parametrize("likenesses", [0, 1, 32])
+@given(batches=st.lists(st.lists(_KEYS, max_size=20), max_size=3))
+def test_tables_split_like_single_keys(likenesses: int, batches: list[list[bytes]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "_LIKENESSES", likenesses)  # none: by regular expression alone
+        _check(batches)
+
+
+def _check(batches: list[list[bytes]]) -> None:
     splitter = KeySplitter()
     for keys in batches:
         pages, ids = splitter.split(pa.array(keys, pa.binary()))
@@ -47,3 +57,24 @@ def test_tables_split_like_single_keys(batches: list[list[bytes]]) -> None:
             for page, number in zip(pages.to_pylist(), ids.tolist(), strict=True)
         )
     assert len(set(splitter.affixes)) == len(splitter.affixes)
+
+
+def test_a_slice_of_a_column_and_nulls_split_like_a_column_of_their_own() -> None:
+    keys = pa.array([b"x", HASH.encode(), None, f"tag_{HASH}-k".encode()], pa.binary())
+    splitter = KeySplitter()
+    pages, ids = splitter.split(keys.slice(1))
+    assert pages.to_pylist() == [HASH, None, HASH]
+    assert ids.tolist() == [0, FOREIGN, 1]
+    assert splitter.affixes == [("", ""), ("tag_", "-k")]
+
+
+@given(st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=9))
+def test_the_words_of_a_page_are_the_numbers_that_its_digits_spell(hashes: list[bytes]) -> None:
+    keys = pa.array([f"0:kv:{page.hex()}-k".encode() for page in hashes], pa.binary())
+    splitter = KeySplitter()
+    rows = np.arange(len(hashes))
+    ids = splitter.identify(keys)
+    starts = page_starts(splitter.affixes)[ids]
+    words = [page_words(keys, rows, starts, word) for word in range(4)]
+    spelt = [b"".join(int(word).to_bytes(8) for word in page) for page in np.stack(words).T]
+    assert spelt == hashes

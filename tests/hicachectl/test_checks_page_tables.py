@@ -47,7 +47,7 @@ def table_of(
         namespace,
         num_pages,
         np.array(free, dtype=np.int64),
-        pa.array([name.encode() for name in names], pa.binary()),
+        pa.chunked_array([[f"{rank}:{namespace}:{name}".encode() for name in names]], pa.binary()),
         np.array(indices, dtype=np.int64),
     )
 

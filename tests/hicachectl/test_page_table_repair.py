@@ -54,7 +54,7 @@ def table_now(server: MetadataServer, name: str = "0:kv") -> PageTable:
 
 
 def mapping(table: PageTable) -> dict[str, int]:
-    keys = [key.decode() for key in table.keys.to_pylist()]
+    keys = [key.decode() for key in table.names_at(np.arange(len(table.keys))).to_pylist()]
     return dict(zip(keys, table.indices.tolist(), strict=True))
 
 
@@ -197,7 +197,9 @@ def test_batches_are_small_where_the_server_has_many_free_pages() -> None:
 
 def empty_table(num_pages: int) -> PageTable:
     nothing = np.zeros(0, dtype=np.int64)
-    return PageTable(0, "kv", num_pages, np.arange(num_pages), pa.array([], pa.binary()), nothing)
+    return PageTable(
+        0, "kv", num_pages, np.arange(num_pages), pa.chunked_array([], pa.binary()), nothing
+    )
 
 
 # leaked pages
@@ -264,7 +266,7 @@ def test_a_repaired_table_is_sound_whatever_it_was(data: st.DataObject) -> None:
         "kv",
         data.draw(st.integers(0, 12)),
         np.array(data.draw(st.lists(PAGES, max_size=12)), dtype=np.int64),
-        pa.array([key.encode() for key in keys], pa.binary()),
+        pa.chunked_array([[f"0:kv:{key}".encode() for key in keys]], pa.binary()),
         np.array(indices, dtype=np.int64),
     )
     chosen = data.draw(st.sets(st.sampled_from(keys))) if keys else set()
