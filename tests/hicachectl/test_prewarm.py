@@ -193,18 +193,18 @@ def test_another_topology_is_warmed(source: Path, target: Path) -> None:
 def test_a_destination_that_evicts_ends_the_run_with_what_it_holds(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_from = FileStore.write_from
+    copy_from = FileStore.copy_from
     calls = []
 
     def evicting(store: FileStore, *arguments: Any, **options: Any) -> Any:
-        result = write_from(store, *arguments, **options)
+        result = copy_from(store, *arguments, **options)
         calls.append(result)
         for name in list(contents(target))[:-1]:
             (target / name).unlink()
         assert all(status == Status.OK for status in result.statuses)
         return result
 
-    monkeypatch.setattr(FileStore, "write_from", evicting)
+    monkeypatch.setattr(FileStore, "copy_from", evicting)
     outcome = warmed(source, target, chains(12), manner=Manner(jobs=1, buffer_bytes=1 << 18))
     assert outcome.document["stopped_by"] == "destination evicts"
     assert "it holds about" in outcome.remarks[0]
@@ -274,15 +274,15 @@ def test_an_object_of_another_size_at_the_destination_is_a_failure(
 def test_all_pages_that_are_evicted_are_not_called_usable(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_from = FileStore.write_from
+    copy_from = FileStore.copy_from
 
     def evicting(store: FileStore, *arguments: Any, **options: Any) -> Any:
-        result = write_from(store, *arguments, **options)
+        result = copy_from(store, *arguments, **options)
         for name in contents(target):
             (target / name).unlink()
         return result
 
-    monkeypatch.setattr(FileStore, "write_from", evicting)
+    monkeypatch.setattr(FileStore, "copy_from", evicting)
     outcome = warmed(source, target, None)
     assert outcome.document["usable_tokens"] == 0
     assert outcome.usable_share == 0.0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.hf3fs_server import MetadataServer
 
 SIZE = PROFILE.page_size
-WRITE = "hicachectl.backends.file:FileStore.write_from"
+COPY = "hicachectl.backends.file:FileStore.copy_from"
 READ = "hicachectl.backends.file:FileStore.read_into"
 SMALL = ("--jobs", 1, "--buffer-bytes", "300KiB")  # a parcel holds a page or two
 
@@ -60,7 +60,7 @@ def test_terminated_it_leaves_prefixes_and_a_second_run_completes_them(
 ) -> None:
     target = tmp_path / "target"
     stores = (target, "--from", source, "--profile", profile, "--token-ids", asked)
-    with paused(tmp_path / "paused", WRITE, number, "prewarm", *stores, *SMALL) as run:
+    with paused(tmp_path / "paused", COPY, number, "prewarm", *stores, *SMALL) as run:
         run.send(signal.SIGTERM)
         ended = run.resumed()
     assert ended.code == 143, ended
@@ -190,13 +190,13 @@ def test_the_best_is_the_newest_also_when_a_deadline_ends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     target = tmp_path / "target"
-    write_from = FileStore.write_from
+    copy_from = FileStore.copy_from
 
     def slowly(store: FileStore, *arguments: Any, **options: Any) -> Any:
         time.sleep(0.25)
-        return write_from(store, *arguments, **options)
+        return copy_from(store, *arguments, **options)
 
-    monkeypatch.setattr(FileStore, "write_from", slowly)
+    monkeypatch.setattr(FileStore, "copy_from", slowly)
     document = warmed(
         invoke, target, "--from", source, "--profile", profile, "--token-ids", asked, *SMALL,
         "--deadline", "1s",
