@@ -23,7 +23,7 @@ from hicachectl.backends import file
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Result, Status, Store, scan_schema
 from hicachectl.backends.file import FileStore
-from hicachectl.backends.file_copying import copy_bytes
+from hicachectl.backends.file_bytes import copy_bytes
 from hicachectl.backends.pack import PackStore
 from hicachectl.backends.testing import (
     ARENA_BYTES,

@@ -1,4 +1,4 @@
-"""Tests of backends.file_copying: bytes from one file to another, by the system or through us."""
+"""Tests of backends.file_bytes: bytes from one file to another, by the system or through us."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from hicachectl.backends.file_copying import WRITE_BYTES, copy_bytes
+from hicachectl.backends.file_bytes import WRITE_BYTES, copy_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
