@@ -1,8 +1,9 @@
 """Groups that are moved together: which objects are read and written, and where they lie.
 
 A parcel's sources lie behind one another in the order of `reads`, each 4 KiB-aligned, as the
-pipeline places them; behind them what is made of them; behind that, where the destination is read
-back, copies of what it has. A parcel that the destination copies by itself needs no memory.
+pipeline places them. Behind them lies what is made of them, but for what is a run of their bytes
+as it is; behind that, where the destination is read back, copies of what it has. A parcel that the
+destination copies by itself needs no memory.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from hicachectl.formats.strided import StridedCopy
     from hicachectl.formats.transfer import TransferUnit
     from hicachectl.groups import BoolArray
     from hicachectl.inventory import IntArray
+    from hicachectl.migrating.routes import Route
     from hicachectl.migrating.survey import Survey
 
 
@@ -168,7 +171,8 @@ def _demand(survey: Survey, items: IntArray, *, back: bool) -> tuple[IntArray, I
     for number, unit in enumerate(survey.route.units):
         sources, targets = list(unit.sources), list(unit.destinations)
         need = sizes[:, sources].sum(axis=1)
-        copies = (not unit.identity) + back
+        made = not unit.identity and _runs(survey.route, unit) is None
+        copies = made + back
         need = need + copies * wanted[:, targets].sum(axis=1)
         nbytes += need * due[:, number]
         objects += max(len(sources), len(targets)) * due[:, number]
@@ -248,6 +252,11 @@ class _Builder:
             sizes = self._survey.sizes[self._items[owners], source]
             self._note(target, owners, blocks[0][1], sizes, first)
             return
+        if (runs := _runs(self._survey.route, unit)) is not None:
+            for target, run in zip(unit.destinations, runs, strict=True):
+                offsets = blocks[run.source][1] + run.source_offset
+                self._note(target, owners, offsets, np.full(count, run.nbytes), first)
+            return
         made = []
         for target in unit.destinations:
             nbytes = int(self._survey.route.target_bytes[target])
@@ -273,6 +282,20 @@ class _Builder:
         there = self._survey.there[self._items[owners], target]
         targets = np.full(len(owners), target, dtype=np.int64)
         self._writes.append((targets, owners, offsets, sizes, there, first))
+
+
+def _runs(route: Route, unit: TransferUnit) -> list[StridedCopy] | None:
+    """Find each destination of a unit as one run of bytes in a source; None where one is made.
+
+    Runs begin where objects of their own would: aligned.
+    """
+    runs = sorted(unit.copies, key=lambda copy: copy.destination)
+    whole = [copy.destination for copy in runs] == list(range(len(unit.destinations))) and all(
+        (copy.shape, copy.nbytes) == ((), route.targets[target].nbytes)
+        and copy.source_offset % ALIGNMENT == 0
+        for target, copy in zip(unit.destinations, runs, strict=True)
+    )
+    return runs if whole and runs else None
 
 
 def _steps(offsets: IntArray, nbytes: int) -> tuple[int, int, int]:

@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--tp-reshard", action="store_true")
+    parser.add_argument("--no-rclone", action="store_true", help="for many small objects: minutes")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         source, target = Path(folder, "source"), Path(folder, "target")
@@ -128,7 +129,7 @@ def main() -> None:
                 "hicachectl migrate": tool,
                 "cp -r": ["cp", "-r", str(source), str(target)],
             }
-            if rclone := shutil.which("rclone"):
+            if (rclone := shutil.which("rclone")) and not options.no_rclone:
                 ways["rclone copy"] = [rclone, "copy", "--transfers", "4", str(source), str(target)]
         measure(ways, target, options.runs, environment)
 
