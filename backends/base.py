@@ -354,6 +354,28 @@ class Store(ABC):
         """
         raise UnsupportedByBackend(f"{self.url}: the store cannot be written to")
 
+    def can_copy_from(self, source: Store) -> bool:
+        """Whether `copy_from` takes objects of a store."""
+        return False
+
+    def copy_from(
+        self,
+        source: Store,
+        origins: Rows,
+        rows: Rows,
+        sizes: IntArray,
+        *,
+        if_absent: bool,
+        pin: bool = False,
+    ) -> Result:
+        """Copy objects of another store as they are, without the arena; else as `write_from`.
+
+        origins: [n] the source's rows. sizes: [n] int64, bytes expected of each.
+        Statuses: those of `write_from`, and of the source's objects GONE, SHORT, OVERSIZED, and
+        CHANGED for one that was written to meanwhile.
+        """
+        raise UnsupportedByBackend(f"{self.url}: takes no objects right from {source.url}")
+
     def delete(self, rows: Rows) -> Result:
         """Delete objects by key. Statuses: OK, GONE, ERROR."""
         raise UnsupportedByBackend(f"{self.url}: objects of this store cannot be deleted")

@@ -53,6 +53,11 @@ class Task:
     room: int = 0
     name: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes from the store."""
+        return int(self.capacities.sum())
+
 
 @dataclass(slots=True, eq=False)
 class _Upcoming:
@@ -215,7 +220,7 @@ class Pipeline(Generic[T]):
             fresh = self._look_ahead()
             taken = self._ahead.popleft() if self._ahead else None
             if taken is not None:
-                self._ahead_bytes -= int(taken.task.capacities.sum())
+                self._ahead_bytes -= taken.task.nbytes
         for upcoming in fresh:
             if upcoming is not taken:
                 upcoming.named = self._named(upcoming.task.rows)
@@ -233,7 +238,7 @@ class Pipeline(Generic[T]):
             if task is None:
                 break
             self._ahead.append(_Upcoming(task))
-            self._ahead_bytes += int(task.capacities.sum())
+            self._ahead_bytes += task.nbytes
             if int(task.capacities.max(initial=0)) < self._announced_bytes:
                 break
             fresh.append(self._ahead[-1])
@@ -253,7 +258,7 @@ class Pipeline(Generic[T]):
         loaded: Loaded | None = None
         try:
             offsets = np.asarray(offsets) + slab.offset
-            self._keep_pace(int(task.capacities.sum()))
+            self._keep_pace(task.nbytes)
             if named is None:
                 named = self._named(task.rows)
             with self._reading:

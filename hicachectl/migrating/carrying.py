@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from hicachectl.backends.base import Status
 from hicachectl.migrating.decisions import Action
-from hicachectl.migrating.delivery import Delivered, Destination, Fate, Problem, times_of
+from hicachectl.migrating.delivery import CHANGES, Delivered, Destination, Fate, Problem
 from hicachectl.migrating.parcels import Parcel, parcels
 from hicachectl.pacing import Pace
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES, Loaded, Pipeline
@@ -109,8 +109,9 @@ class Carrier:
         self._inventory = inventory
         self._manner = manner
         self._journal = journal
-        times = times_of(inventory.objects)
-        self._to = Destination(destination, times, verify=manner.verify, pin=manner.pin)
+        self._to = Destination(
+            destination, source, inventory.objects, verify=manner.verify, pin=manner.pin
+        )
         # Another server's object under the same key is the same page.
         destination.confirms_writes = False
         self._lock = threading.Lock()
@@ -183,6 +184,7 @@ class Carrier:
                 order.items,
                 order.action,
                 reads_back=self._manner.verify,
+                copies=self._to.copies,
                 most_bytes=most_bytes,
                 most_objects=most_objects,
             )
@@ -213,18 +215,14 @@ class Carrier:
         """Settle the groups of which an object could not be read."""
         statuses = loaded.read.statuses
         for index in np.flatnonzero(statuses).tolist():
-            owner = int(read.parcel.read_owners[index])
+            owner = int(read.parcel.owners[index])
             status = Status(int(statuses[index]))
             key = self._inventory.objects.column("key")[int(read.parcel.rows[index])].as_py()
             if status in (Status.GONE, Status.UNREACHABLE):
                 read.fail(owner, Fate.GONE, key, "")
                 continue
-            words = {
-                Status.SHORT: "is shorter than it was listed",
-                Status.OVERSIZED: "is longer than it was listed",
-            }
-            why = loaded.read.errors.get(index, "cannot be read")
-            read.fail(owner, Fate.FAILED, key, words.get(status, why))
+            why = CHANGES.get(status) or loaded.read.errors.get(index, "cannot be read")
+            read.fail(owner, Fate.FAILED, key, why)
 
     def _record(self, delivered: Delivered) -> None:
         """Count what became of a parcel, and let the journal have what is done."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.backends.arena import Arena
-    from hicachectl.backends.base import IntArray, Store
+    from hicachectl.backends.base import IntArray, Result, Store
     from hicachectl.groups import BoolArray
     from hicachectl.migrating.parcels import Parcel
 
@@ -40,6 +40,16 @@ class Fate(IntEnum):
     CONFLICT = 3  # the destination has other bytes under one of its keys
     NO_ROOM = 4  # not written: the destination is full
     AGAIN = 5  # an object of it came to the destination meanwhile: to be compared with that
+
+
+# Whose objects are deleted again, where some were written.
+_TAKEN_BACK = (Fate.GONE, Fate.FAILED, Fate.NO_ROOM)
+# What the source's object has met with since it was listed.
+CHANGES = {
+    Status.SHORT: "is shorter than it was listed",
+    Status.OVERSIZED: "is longer than it was listed",
+    Status.CHANGED: "was written to while it was copied",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +97,20 @@ class Delivered:
 class Destination:
     """A store that parcels are written to, from several threads.
 
-    times: modification time in ns of each of the source's objects, null where unknown.
+    source: where they come from. objects: the columns of its scan.
     full: set once nothing more should be begun, since the store is full.
+    copies: whether the store copies objects of the source by itself.
     """
 
-    def __init__(self, store: Store, times: Any, *, verify: bool, pin: bool = False) -> None:
+    def __init__(
+        self, store: Store, source: Store, objects: pa.Table, *, verify: bool, pin: bool = False
+    ) -> None:
         self.store = store
+        self.source = source
         self.full = threading.Event()
-        self._times = times
+        self.copies = store.can_copy_from(source)
+        self._objects = objects.select(["key"]).combine_chunks() if self.copies else None
+        self._times = _times_of(objects)
         self._verify = verify
         self._pin = pin
         self._writing = threading.BoundedSemaphore(max(1, store.limits.parallel_writes))
@@ -114,9 +130,32 @@ class Destination:
     def rows(self, parcel: Parcel) -> pa.Table:
         """Give the rows of a parcel's writes: keys, and the times of what they were made of."""
         sources = parcel.writes.sources
-        places = np.append(parcel.rows, ABSENT)[sources]
+        places = np.append(parcel.origins, ABSENT)[sources]
         times = self._times.take(pa.array(places, mask=places == ABSENT))
         return pa.table({"key": parcel.keys(), "mtime_ns": times})
+
+    def put(
+        self,
+        parcel: Parcel,
+        places: IntArray,
+        rows: pa.Table,
+        offsets: IntArray,
+    ) -> Result:
+        """Write some of a parcel's objects, or copy them: places among its writes.
+
+        rows, offsets: their keys and times, and where they lie in the arena.
+        """
+        if_absent = parcel.action is not Action.REPLACE
+        sizes = parcel.writes.sizes[places]
+        with self._writing:
+            if self._objects is None or not parcel.copied:
+                return self.store.write_from(
+                    rows, offsets, sizes, if_absent=if_absent, pin=self._pin
+                )
+            origins = self._objects.take(pa.array(parcel.origins[parcel.writes.sources[places]]))
+            return self.store.copy_from(
+                self.source, origins, rows, sizes, if_absent=if_absent, pin=self._pin
+            )
 
 
 class _Delivery:
@@ -174,14 +213,8 @@ class _Delivery:
 
     def _write(self, places: IntArray) -> None:
         def call(some: IntArray) -> None:
-            with self._to._writing:
-                result = self._to.store.write_from(
-                    self._rows.take(pa.array(some)),
-                    self._offsets[some],
-                    self._writes.sizes[some],
-                    if_absent=self._parcel.action is not Action.REPLACE,
-                    pin=self._to._pin,
-                )
+            rows = self._rows.take(pa.array(some))
+            result = self._to.put(self._parcel, some, rows, self._offsets[some])
             self._mine[some[result.ok]] = True
             for index in np.flatnonzero(~result.ok).tolist():
                 at, status = int(some[index]), Status(int(result.statuses[index]))
@@ -191,8 +224,11 @@ class _Delivery:
                 elif status is Status.EXISTS:
                     self._writes.there[at] = self._writes.sizes[at]
                     self._fail(at, Fate.AGAIN, "")
+                elif status is Status.GONE:
+                    self._fail(at, Fate.GONE, "")  # from the source
                 else:
-                    self._fail(at, Fate.FAILED, result.errors.get(index, "cannot be written"))
+                    why = CHANGES.get(status) or result.errors.get(index, "cannot be written")
+                    self._fail(at, Fate.FAILED, why)
 
         self._each(places, call)
 
@@ -260,7 +296,7 @@ class _Delivery:
         """
         owners, anchors = self._writes.owners, self._parcel.anchors()
         left = np.flatnonzero(self._mine & ~self._open())
-        left = left[np.isin(self._delivered.fates[owners[left]], (Fate.NO_ROOM, Fate.FAILED))]
+        left = left[np.isin(self._delivered.fates[owners[left]], _TAKEN_BACK)]
         stuck = np.zeros(len(self._delivered.fates), dtype=np.bool_)
         for stage in (anchors, ~anchors):
             chosen = left[stage[left] & ~stuck[owners[left]]]
@@ -280,7 +316,7 @@ class _Delivery:
             call(places[span])
 
 
-def times_of(objects: pa.Table) -> Any:
+def _times_of(objects: pa.Table) -> Any:
     """Give the times of a source's objects as one array."""
     if "mtime_ns" not in objects.column_names:
         return pa.nulls(len(objects), pa.int64())

@@ -1,8 +1,9 @@
 """Groups that are moved together: which objects are read and written, and where they lie.
 
 A parcel's sources lie behind one another in the order of `reads`, each 4 KiB-aligned, as the
-pipeline places them; behind them what is made of them; behind that, where the destination is read
-back, copies of what it has.
+pipeline places them. Behind them lies what is made of them, but for what is a run of their bytes
+as it is; behind that, where the destination is read back, copies of what it has. A parcel that the
+destination copies by itself needs no memory.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from hicachectl.formats.strided import StridedCopy
     from hicachectl.formats.transfer import TransferUnit
     from hicachectl.groups import BoolArray
     from hicachectl.inventory import IntArray
+    from hicachectl.migrating.routes import Route
     from hicachectl.migrating.survey import Survey
 
 
@@ -37,7 +40,7 @@ class Writes:
 
     targets, owners, offsets, sizes, there: [n] which of the route's targets, of which group of the
     parcel, where in the parcel's memory, how many bytes, and what the destination has (ABSENT).
-    sources: [n] one of the reads each is made of, for its time; ABSENT where of none.
+    sources: [n] one of the origins each is made of, for its time; ABSENT where of none.
     """
 
     targets: IntArray
@@ -65,18 +68,26 @@ class _Making:
 class Parcel(Task):
     """Groups of one survey that are moved together, all in the same way.
 
-    items: [k] rows of the survey. read_owners: [reads] the group of each, 0..k-1.
-    back: offset of the memory for what is read back, behind all else. Offsets count from the
-    parcel's own memory.
+    items: [k] rows of the survey. origins: [m] rows of the source's objects; owners: [m] the group
+    of each, 0..k-1. copied: the destination takes them from the source, so that none is read; else
+    all are. back: offset of the memory for what is read back, behind all else. Offsets count from
+    the parcel's own memory.
     """
 
     survey: Survey = field(kw_only=True)
     action: Action = field(kw_only=True)
     items: IntArray = field(kw_only=True)
-    read_owners: IntArray = field(kw_only=True)
+    origins: IntArray = field(kw_only=True)
+    owners: IntArray = field(kw_only=True)
+    copied: bool = field(kw_only=True)
     writes: Writes = field(kw_only=True)
     makings: tuple[_Making, ...] = field(kw_only=True)
     back: int = field(kw_only=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes from the source, read or copied."""
+        return int((self.writes.sizes if self.copied else self.capacities).sum())
 
     @property
     def pages(self) -> pa.StringArray:
@@ -111,16 +122,19 @@ def parcels(
     action: Action,
     *,
     reads_back: bool,
+    copies: bool,
     most_bytes: int,
     most_objects: int,
 ) -> Iterator[Parcel]:
     """Cut groups, in their order, into parcels of limited size, or of one group.
 
-    reads_back: whether what is written is read back as well.
+    reads_back: whether what is written is read back as well. copies: whether the destination can
+    copy objects of the source by itself.
     """
     if not len(items):
         return
     back = reads_back or action in READS_BACK
+    copied = copies and survey.route.verbatim and not back
     nbytes, objects = _demand(survey, items, back=back)
     by_bytes, by_objects = np.cumsum(nbytes), np.cumsum(objects)
     start = 0
@@ -131,7 +145,7 @@ def parcels(
             int(np.searchsorted(by_objects, spent[1] + most_objects, side="right")),
         )
         end = max(end, start + 1)
-        yield _parcel(survey, items[start:end], action, back=back)
+        yield _parcel(survey, items[start:end], action, back=back, copied=copied)
         start = end
 
 
@@ -157,14 +171,15 @@ def _demand(survey: Survey, items: IntArray, *, back: bool) -> tuple[IntArray, I
     for number, unit in enumerate(survey.route.units):
         sources, targets = list(unit.sources), list(unit.destinations)
         need = sizes[:, sources].sum(axis=1)
-        copies = (not unit.identity) + back
+        made = not unit.identity and _runs(survey.route, unit) is None
+        copies = made + back
         need = need + copies * wanted[:, targets].sum(axis=1)
         nbytes += need * due[:, number]
         objects += max(len(sources), len(targets)) * due[:, number]
     return nbytes, objects
 
 
-def _parcel(survey: Survey, items: IntArray, action: Action, *, back: bool) -> Parcel:
+def _parcel(survey: Survey, items: IntArray, action: Action, *, back: bool, copied: bool) -> Parcel:
     builder = _Builder(survey, items)
     for number, unit in enumerate(survey.route.units):
         builder.read(unit, np.flatnonzero(survey.due[items, number]))
@@ -175,15 +190,18 @@ def _parcel(survey: Survey, items: IntArray, action: Action, *, back: bool) -> P
     back_at = builder.end
     room = back_at - read_bytes + (place(writes.sizes)[1] if back else 0)
     page = survey.pages[int(items[0])].as_py()
+    origins = _joined(builder.origins)
     return Parcel(
-        rows=_joined(builder.rows),
-        capacities=_joined(builder.capacities),
+        rows=_joined([]) if copied else origins,
+        capacities=_joined([] if copied else builder.capacities),
         room=room,
         name=f"page {page} of {survey.route.name}" if len(items) == 1 else f"{len(items)} pages",
         survey=survey,
         action=action,
         items=items,
-        read_owners=_joined(builder.read_owners),
+        origins=origins,
+        owners=_joined(builder.owners),
+        copied=copied,
         writes=writes,
         makings=tuple(builder.makings),
         back=back_at,
@@ -200,9 +218,9 @@ class _Builder:
         self._survey = survey
         self._items = items
         self.end = 0
-        self.rows: list[IntArray] = []
+        self.origins: list[IntArray] = []
         self.capacities: list[IntArray] = []
-        self.read_owners: list[IntArray] = []
+        self.owners: list[IntArray] = []
         self.units: list[tuple[TransferUnit, IntArray, _Blocks]] = []
         self.makings: list[_Making] = []
         self._reads = 0
@@ -217,9 +235,9 @@ class _Builder:
         for source in unit.sources:
             sizes = self._survey.sizes[items, source]
             offsets, nbytes = place(sizes)
-            self.rows.append(self._survey.rows[items, source])
+            self.origins.append(self._survey.rows[items, source])
             self.capacities.append(sizes)
-            self.read_owners.append(owners)
+            self.owners.append(owners)
             blocks.append((self._reads, offsets + self.end))
             self._reads += len(owners)
             self.end += nbytes
@@ -233,6 +251,11 @@ class _Builder:
             (source,), (target,) = unit.sources, unit.destinations
             sizes = self._survey.sizes[self._items[owners], source]
             self._note(target, owners, blocks[0][1], sizes, first)
+            return
+        if (runs := _runs(self._survey.route, unit)) is not None:
+            for target, run in zip(unit.destinations, runs, strict=True):
+                offsets = blocks[run.source][1] + run.source_offset
+                self._note(target, owners, offsets, np.full(count, run.nbytes), first)
             return
         made = []
         for target in unit.destinations:
@@ -259,6 +282,20 @@ class _Builder:
         there = self._survey.there[self._items[owners], target]
         targets = np.full(len(owners), target, dtype=np.int64)
         self._writes.append((targets, owners, offsets, sizes, there, first))
+
+
+def _runs(route: Route, unit: TransferUnit) -> list[StridedCopy] | None:
+    """Find each destination of a unit as one run of bytes in a source; None where one is made.
+
+    Runs begin where objects of their own would: aligned.
+    """
+    runs = sorted(unit.copies, key=lambda copy: copy.destination)
+    whole = [copy.destination for copy in runs] == list(range(len(unit.destinations))) and all(
+        (copy.shape, copy.nbytes) == ((), route.targets[target].nbytes)
+        and copy.source_offset % ALIGNMENT == 0
+        for target, copy in zip(unit.destinations, runs, strict=True)
+    )
+    return runs if whole and runs else None
 
 
 def _steps(offsets: IntArray, nbytes: int) -> tuple[int, int, int]:

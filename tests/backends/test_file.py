@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import socket
@@ -20,10 +21,13 @@ import pytest
 
 from hicachectl.backends import file
 from hicachectl.backends.arena import Arena
-from hicachectl.backends.base import Status, Store, scan_schema
+from hicachectl.backends.base import Result, Status, Store, scan_schema
 from hicachectl.backends.file import FileStore
+from hicachectl.backends.file_bytes import copy_bytes
+from hicachectl.backends.pack import PackStore
 from hicachectl.backends.testing import (
     ARENA_BYTES,
+    OLD_TIME_NS,
     StoreSuite,
     listing,
     read,
@@ -31,10 +35,11 @@ from hicachectl.backends.testing import (
     scanned_rows,
     write,
 )
-from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.backends.urls import parse_url
+from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class TestFileStore(StoreSuite):
@@ -455,8 +460,191 @@ def test_a_write_that_is_interrupted_leaves_no_temporary_file(
     assert _names(store.path) == []
 
 
+# copying
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> Iterator[FileStore]:
+    (tmp_path / "origin").mkdir()
+    with FileStore(tmp_path / "origin") as opened:
+        yield opened
+
+
+def _copy(
+    origin: FileStore, store: FileStore, sizes: dict[bytes, int], *, if_absent: bool = True
+) -> Result:
+    """Copy objects to keys with `new-` before the names, and an old time."""
+    rows = rows_of([b"new-" + key for key in sizes], mtime_ns=[OLD_TIME_NS] * len(sizes))
+    expected = np.array(list(sizes.values()), dtype=np.int64)
+    return store.copy_from(origin, rows_of(list(sizes)), rows, expected, if_absent=if_absent)
+
+
+def _while_copying(
+    monkeypatch: pytest.MonkeyPatch, then: Callable[[], object], *, before: bool
+) -> None:
+    """Do something right before or after the bytes of each object are copied."""
+
+    def copy(source: int, nbytes: int, target: int) -> None:
+        if before:
+            then()
+        copy_bytes(source, nbytes, target)
+        if not before:
+            then()
+
+    monkeypatch.setattr(file, "copy_bytes", copy)
+
+
+def test_only_files_are_copied_from(store: FileStore, origin: FileStore) -> None:
+    none = np.zeros(0, dtype=np.int64)
+    with PackStore.create(parse_url(f"pack://{origin.path}/a.hcpack")) as pack:
+        assert store.can_copy_from(origin)
+        for one, other in ((store, pack), (pack, store)):
+            assert not one.can_copy_from(other)
+            with pytest.raises(UnsupportedByBackend):
+                one.copy_from(other, rows_of([]), rows_of([]), none, if_absent=True)
+
+
+def test_copies_have_their_own_keys_and_the_bytes_and_times_asked_for(
+    store: FileStore, origin: FileStore
+) -> None:
+    sizes = {b"%d.bin" % n: n for n in (0, 1, 4096, 1_000_000)}
+    for name, nbytes in sizes.items():
+        (Path(origin.path) / os.fsdecode(name)).write_bytes(b"x" * nbytes)
+    store.detach()
+    assert _copy(origin, store, sizes).all_ok
+    assert {name: path.read_bytes() for name, path in _paths(store)} == {
+        f"new-{n}.bin": b"x" * n for n in sizes.values()
+    }
+    assert {path.stat().st_mtime_ns for _, path in _paths(store)} == {OLD_TIME_NS}
+
+
+def _paths(store: FileStore) -> list[tuple[str, Path]]:
+    return [(name, Path(store.path) / name) for name in _names(store.path)]
+
+
+def test_each_object_that_cannot_be_copied_says_why(store: FileStore, origin: FileStore) -> None:
+    base = Path(origin.path)
+    for name in ("fine", "short", "long"):
+        (base / name).write_bytes(b"abc")
+    (base / "link").symlink_to("fine")
+    (base / "folder").mkdir()
+    os.mkfifo(base / "fifo")
+    sizes = {b"gone": 3, b"short": 4, b"long": 2, b"link": 3, b"folder": 3, b"fifo": 0, b"../x": 1}
+    result = _copy(origin, store, {**sizes, b"fine": 3})
+    refused = [Status.GONE, Status.SHORT, Status.OVERSIZED, *[Status.ERROR] * 4]
+    assert result.statuses.tolist() == [*refused, Status.OK]
+    assert result.errors == {
+        3: "is a symbolic link",
+        4: "is not a regular file",
+        5: "is not a regular file",
+        6: "the key cannot be a file name",
+    }
+    assert _names(store.path) == ["new-fine"]
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "status"),
+    [
+        (True, lambda path: os.truncate(path, 10), Status.SHORT),
+        (False, lambda path: os.truncate(path, 10), Status.CHANGED),
+        (False, lambda path: path.write_bytes(b"y" * 9000), Status.CHANGED),
+        (True, lambda path: path.write_bytes(b"y" * 9001), Status.CHANGED),
+        (True, Path.unlink, Status.OK),
+    ],
+    ids=["cut before", "cut after", "rewritten", "grown", "unlinked"],
+)
+def test_what_changes_while_it_is_copied_is_not_published(
+    store: FileStore,
+    origin: FileStore,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    before: bool,
+    change: Callable[[Path], object],
+    status: Status,
+) -> None:
+    path = Path(origin.path) / "a.bin"
+    path.write_bytes(b"x" * 9000)
+    os.utime(path, ns=(OLD_TIME_NS, OLD_TIME_NS))
+    _while_copying(monkeypatch, lambda: change(path), before=before)
+    assert _copy(origin, store, {b"a.bin": 9000}).statuses.tolist() == [status]
+    written = [data for _, p in _paths(store) if (data := p.read_bytes())]
+    assert written == ([b"x" * 9000] if status == Status.OK else [])
+
+
+def test_a_copy_leaves_or_replaces_what_is_there(store: FileStore, origin: FileStore) -> None:
+    (Path(origin.path) / "a.bin").write_bytes(b"new")
+    there = Path(store.path) / "new-a.bin"
+    there.write_bytes(b"old")
+    assert _copy(origin, store, {b"a.bin": 3}).statuses.tolist() == [Status.EXISTS]
+    assert there.read_bytes() == b"old"
+    assert _copy(origin, store, {b"a.bin": 3}, if_absent=False).all_ok
+    assert there.read_bytes() == b"new"
+    assert _names(store.path) == ["new-a.bin"]
+
+
+def test_a_copy_that_is_interrupted_leaves_nothing(
+    store: FileStore, origin: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = itertools.count(1)
+
+    def interrupt() -> None:
+        if next(left) == 2:
+            raise KeyboardInterrupt
+
+    for name in ("a.bin", "b.bin"):
+        (Path(origin.path) / name).write_bytes(b"abc")
+    _while_copying(monkeypatch, interrupt, before=False)
+    descriptors = _open_files()
+    with pytest.raises(KeyboardInterrupt):
+        _copy(origin, store, {b"a.bin": 3, b"b.bin": 3})
+    assert _names(store.path) == []
+    assert _open_files() == descriptors
+
+
+def test_a_copy_says_which_directory_is_lost(store: FileStore, origin: FileStore) -> None:
+    (Path(origin.path) / "a.bin").write_bytes(b"abc")
+    Path(store.path).rmdir()
+    with pytest.raises(StoreUnavailable, match="/store: "):
+        _copy(origin, store, {b"a.bin": 3})
+    shutil.rmtree(origin.path)
+    with pytest.raises(StoreUnavailable, match="/origin: "):
+        _copy(origin, store, {b"a.bin": 3})
+
+
+def test_copying_leaves_access_times(store: FileStore, origin: FileStore) -> None:
+    path = Path(origin.path) / "a.bin"
+    path.write_bytes(b"abc")
+    os.utime(path, (1000, 2000))
+    before = path.stat()
+    assert _copy(origin, store, {b"a.bin": 3}).all_ok
+    assert path.stat().st_atime_ns == before.st_atime_ns
+
+
+def test_a_copy_on_a_full_file_system_is_told_of_the_row(tmp_path: Path, origin: FileStore) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    sizes = {b"a.bin": 4096, b"b.bin": 256 << 10, b"c.bin": 1}
+    for name, nbytes in sizes.items():
+        (Path(origin.path) / os.fsdecode(name)).write_bytes(b"x" * nbytes)
+    try:
+        with FileStore(small) as store:
+            result = _copy(origin, store, sizes)
+            assert result.statuses.tolist() == [Status.OK, Status.FULL, Status.OK]
+            assert result.errors == {1: "No space left on device"}
+            assert _names(small) == ["new-a.bin", "new-c.bin"]
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def _abc(descriptor: int) -> None:
+    os.write(descriptor, b"abc")
+
+
 def test_a_temporary_name_is_one_that_sglang_ignores(store: FileStore) -> None:
-    name = store._write_temporary(memoryview(b"abc"), None)
+    name = store._write_temporary(_abc, None)
     assert name.startswith(b".")
     assert not name.endswith(b".bin")
     assert (Path(store.path) / os.fsdecode(name)).read_bytes() == b"abc"
@@ -466,9 +654,9 @@ def test_leftovers_are_swept_by_their_owner_alone(store: FileStore) -> None:
     mine, theirs = "0" * 16, "1" * 16
     with FileStore(store.path) as another:
         another.own_temporaries(theirs, sweep=False)
-        kept = os.fsdecode(another._write_temporary(memoryview(b"abc"), None))
+        kept = os.fsdecode(another._write_temporary(_abc, None))
     store.own_temporaries(mine, sweep=False)
-    left = os.fsdecode(store._write_temporary(memoryview(b"abc"), None))
+    left = os.fsdecode(store._write_temporary(_abc, None))
     (Path(store.path) / "a.bin").write_bytes(b"abc")
     store.own_temporaries("2" * 16, sweep=True)
     assert _names(store.path) == sorted([kept, left, "a.bin"])

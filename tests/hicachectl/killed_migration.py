@@ -164,6 +164,7 @@ class _Counter:
     def install(self) -> None:
         """Wrap what is counted."""
         write, pwrite, pwritev = os.write, os.pwrite, os.pwritev
+        copy = os.copy_file_range
 
         def wrote(descriptor: int, data: Any) -> int:
             return self._written(len(data), lambda n: write(descriptor, data[:n]))
@@ -175,7 +176,11 @@ class _Counter:
             data = b"".join(buffers)
             return self._written(len(data), lambda n: pwritev(descriptor, [data[:n]], offset))
 
+        def copied(source: int, target: int, count: int, *offsets: int) -> int:
+            return self._written(count, lambda n: copy(source, target, n, *offsets))
+
         os.write, os.pwrite, os.pwritev = wrote, pwrote, pwrotev  # type: ignore[assignment]
+        os.copy_file_range = copied  # type: ignore[assignment]
         for name in ("fsync", "fdatasync"):
             setattr(os, name, self._stepped(getattr(os, name)))
         for module, path in _CALLS:
@@ -192,7 +197,7 @@ class _Counter:
         one = pipeline._one
 
         def counted(this: Any, upcoming: Any, *more: Any) -> Any:
-            self.reading(int(upcoming.task.capacities.sum()))
+            self.reading(upcoming.task.nbytes)
             return one(this, upcoming, *more)
 
         pipeline._one = counted

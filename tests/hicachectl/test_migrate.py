@@ -352,16 +352,16 @@ def test_a_writer_that_comes_between_is_compared_with(
     invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same, other = kv_names(source)[0], kv_names(source)[2]
-    write_from = FileStore.write_from
+    copy_from = FileStore.copy_from
     size = (source / other).stat().st_size
 
     def race(store: FileStore, *arguments: object, **options: object) -> object:
         if not (target / same).exists():
             shutil.copy2(source / same, target / same)
             (target / other).write_bytes(b"z" * size)
-        return write_from(store, *arguments, **options)  # type: ignore[arg-type]
+        return copy_from(store, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(FileStore, "write_from", race)
+    monkeypatch.setattr(FileStore, "copy_from", race)
     document = migrated(invoke, source, target, exit_code=4)
     assert document["conflicts"] == 1
     assert document["problems"][0]["key"] == other

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tests.conftest import Invoke
     from tests.hicachectl.paused import Ended
 
-WRITE = "hicachectl.backends.file:FileStore.write_from"
+COPY = "hicachectl.backends.file:FileStore.copy_from"
 PUT = "hicachectl.backends.mooncake_client:MooncakeClient.put_from"
 RESERVE = "hicachectl.backends.hf3fs_metadata:MetadataClient.reserve"
 CONFIRM = "hicachectl.backends.hf3fs_metadata:MetadataClient.confirm"
@@ -174,7 +174,7 @@ def test_a_journal_on_a_full_disk_ends_the_run_and_is_of_use_later(
 def test_a_destination_that_is_removed_meanwhile_ends_the_run(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
-    ended = met(tmp_path, WRITE, 3, lambda: shutil.rmtree(target), source, target)
+    ended = met(tmp_path, COPY, 3, lambda: shutil.rmtree(target), source, target)
     assert_lost(ended, str(target))
     assert migrated(invoke, source, target, "--resume")["pages"] == PAGES
     assert contents(target) == contents(source)

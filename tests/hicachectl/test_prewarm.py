@@ -226,18 +226,18 @@ def test_another_topology_is_warmed(source: Path, target: Path) -> None:
 def test_a_destination_that_evicts_ends_the_run_with_what_it_holds(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_from = FileStore.write_from
+    copy_from = FileStore.copy_from
     calls = []
 
     def evicting(store: FileStore, *arguments: Any, **options: Any) -> Any:
-        result = write_from(store, *arguments, **options)
+        result = copy_from(store, *arguments, **options)
         calls.append(result)
         for name in list(contents(target))[:-1]:
             (target / name).unlink()
         assert all(status == Status.OK for status in result.statuses)
         return result
 
-    monkeypatch.setattr(FileStore, "write_from", evicting)
+    monkeypatch.setattr(FileStore, "copy_from", evicting)
     outcome = warmed(source, target, chains(12), manner=Manner(jobs=1, buffer_bytes=1 << 18))
     assert outcome.document["stopped_by"] == "destination evicts"
     assert "it holds about" in outcome.remarks[0]
@@ -298,16 +298,16 @@ def test_all_pages_are_copied_the_newest_first(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aged(source, {page: PAGES - at for at, page in enumerate(HASHES)})
-    write_from = FileStore.write_from
+    copy_from = FileStore.copy_from
     calls: list[int] = []
 
     def failing(store: FileStore, *arguments: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) > 3:
             raise KeyboardInterrupt
-        return write_from(store, *arguments, **options)
+        return copy_from(store, *arguments, **options)
 
-    monkeypatch.setattr(FileStore, "write_from", failing)
+    monkeypatch.setattr(FileStore, "copy_from", failing)
     outcome = warmed(source, target, None, manner=Manner(jobs=1, buffer_bytes=1 << 18))
     held = outcome.document["copied_pages"]
     assert 0 < held < PAGES
@@ -346,15 +346,15 @@ def test_an_object_of_another_size_at_the_destination_is_a_failure(
 def test_all_pages_that_are_evicted_are_not_called_usable(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_from = FileStore.write_from
+    copy_from = FileStore.copy_from
 
     def evicting(store: FileStore, *arguments: Any, **options: Any) -> Any:
-        result = write_from(store, *arguments, **options)
+        result = copy_from(store, *arguments, **options)
         for name in contents(target):
             (target / name).unlink()
         return result
 
-    monkeypatch.setattr(FileStore, "write_from", evicting)
+    monkeypatch.setattr(FileStore, "copy_from", evicting)
     outcome = warmed(source, target, None)
     assert outcome.document["usable_tokens"] == 0
     assert outcome.usable_share == 0.0
