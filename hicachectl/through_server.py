@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from hicachectl.backends.http_service import HttpService, Reply
-from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.formats.hashing import tokens_to_restore
 from hicachectl.server import API_KEY_VARIABLE, checked_key, checked_url
 
@@ -76,11 +76,12 @@ def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Pr
     """Cut a request to what makes a server restore its first pages.
 
     The token that is computed beyond them may be any: where the request ends, its last one does.
+    Raises FormatError for a request that is shorter, as one of a file that has changed meanwhile.
     """
     wanted = tokens_to_restore(pages, hashing.page_size, bigram=hashing.bigram)
     token_ids = request.token_ids[:wanted]
     if len(token_ids) < wanted - 1:
-        raise ValueError(f"{request.where}: {len(token_ids)} tokens are no {pages} pages")
+        raise FormatError(f"{request.where}: {len(token_ids)} tokens are no {pages} pages")
     token_ids += token_ids[-1:] * (wanted - len(token_ids))
     return Prefix(number, pages, token_ids, request.extra_key, request.cache_salt)
 

@@ -11,6 +11,7 @@ requests with as long an output and so on, were used again in it (`hazard`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,8 @@ from hicachectl.prewarming.traits import Traits, take_traits
 from hicachectl.prewarming.uses import Links, Uses, link_requests
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     import numpy.typing as npt
 
     from hicachectl.prewarming.trace import Trace
@@ -35,17 +38,55 @@ _REFERENCES_AT_ONCE = 1 << 20
 _GROUPS_AT_ONCE = 1 << 17
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Reuse:
+    """When the blocks of a trace may be used again, as it looks from its end.
+
+    groups: keys of blocks that have the same chances. group_of: [blocks] the group of each.
+    ages: [requests] float64, time since each. span: time since the first one.
+    """
+
+    hazards: Hazards
+    traits: Traits
+    groups: Index
+    group_of: Index
+    ages: Floats
+    span: float
+
+    def chances(self, horizons: Sequence[float]) -> Iterator[tuple[slice, Floats]]:
+        """Give the chances of a use within each horizon, of some groups at a time.
+
+        Yields which groups, and their chances [horizons, these groups].
+        """
+        for start in range(0, len(self.groups), _GROUPS_AT_ONCE):
+            piece = slice(start, start + _GROUPS_AT_ONCE)
+            requests, block_codes = np.divmod(self.groups[piece], self.traits.block_levels)
+            codes = self.traits.codes(requests, block_codes)
+            yield piece, self.hazards.chances(codes, self.ages[requests], horizons)
+
+
 def reuse_values(trace: Trace, times: Floats, now: float, uses: Uses) -> Floats:
     """Estimate for every block the expected share of its tokens that warming saves.
 
     times: [requests], not decreasing, `now` no earlier. Returns [blocks], not prefix-closed; all 0
     where no block was ever used twice.
     """
+    reuse = fit_reuse(trace, times, now, uses)
+    if reuse is None:
+        return np.zeros(len(trace.forest))
+    means = np.empty(len(reuse.groups))
+    for piece, chances in reuse.chances([share * reuse.span for share in HORIZONS]):
+        means[piece] = chances.mean(0)
+    return means[reuse.group_of]
+
+
+def fit_reuse(trace: Trace, times: Floats, now: float, uses: Uses) -> Reuse | None:
+    """Measure on the trace itself when blocks are used again; None where none ever was."""
     links = link_requests(trace, uses)
     traits = take_traits(trace, links, times)
     waits, codes = _waits(trace, times, now, uses, links, traits)
     if not waits.durations[waits.used].any():
-        return np.zeros(len(trace.forest))
+        return None
     span = now - times[0]
     hazards = fit_hazards(
         waits,
@@ -56,8 +97,7 @@ def reuse_values(trace: Trace, times: Floats, now: float, uses: Uses) -> Floats:
         prior=_PRIOR_EVENTS,
     )
     groups, group_of = _alike(trace, uses, links, traits)
-    chances = _mean_chances(hazards, traits, groups, now - times, span)
-    return chances[group_of]
+    return Reuse(hazards, traits, groups, group_of, now - times, span)
 
 
 def _waits(
@@ -127,16 +167,3 @@ def _alike(trace: Trace, uses: Uses, links: Links, traits: Traits) -> tuple[Inde
     present = np.zeros(len(trace) * traits.block_levels, np.bool_)
     present[key] = True
     return np.flatnonzero(present), (np.cumsum(present) - 1)[key]
-
-
-def _mean_chances(
-    hazards: Hazards, traits: Traits, groups: Index, ages: Floats, span: float
-) -> Floats:
-    horizons = [share * span for share in HORIZONS]
-    means = np.empty(len(groups))
-    for start in range(0, len(groups), _GROUPS_AT_ONCE):
-        piece = slice(start, start + _GROUPS_AT_ONCE)
-        requests, block_codes = np.divmod(groups[piece], traits.block_levels)
-        codes = traits.codes(requests, block_codes)
-        means[piece] = hazards.chances(codes, ages[requests], horizons).mean(0)
-    return means

@@ -12,7 +12,7 @@ from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.hashing import namespace_seed, page_hashes
 from hicachectl.formats.profile import parse_profile
 from hicachectl.prewarming.forest import name_of, prefix_closed
-from hicachectl.prewarming.trace import read_trace
+from hicachectl.prewarming.trace import read_requests, read_trace
 from tests.hicachectl import stores
 from tests.hicachectl.prewarm_traces import trace_of
 
@@ -179,3 +179,27 @@ def test_values_close_over_prefixes() -> None:
 def test_an_empty_file_is_an_empty_trace(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path), None)
     assert (len(trace), len(trace.forest), len(trace.blocks)) == (0, 0, 0)
+
+
+def test_requests_are_read_again_from_where_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 9, "token_ids": [1] * 70},
+        {"timestamp": 3, "input_ids": [2] * 80, "extra_key": "lora", "cache_salt": ""},
+        {"timestamp": 5, "token_ids": []},
+    ]
+    path.write_text("\n".join(["", *map(json.dumps, rows)]))
+    trace = read_trace(path, PROFILE)
+    assert trace.starts is not None
+    found = list(read_requests(path, trace.starts))
+    assert [(r.token_ids, r.extra_key, r.cache_salt) for r in found] == [
+        ([2] * 80, "lora", None),
+        ([], None, None),
+        ([1] * 70, None, None),
+    ]
+    path.write_text("other lines")
+    with pytest.raises(FormatError, match="has changed since it was read"):
+        next(read_requests(path, trace.starts))
+    path.unlink()
+    with pytest.raises(UsageError, match=r"trace\.jsonl again"):
+        next(read_requests(path, trace.starts))

@@ -319,5 +319,5 @@ def test_a_prefix_has_the_tokens_that_its_pages_need(bigram: bool) -> None:
 def test_the_token_beyond_the_last_page_may_be_any() -> None:
     request = Request("x", list(range(8)))
     assert list(prefix_of(0, request, 2, Hashing(4)).token_ids) == [*range(8), 7]
-    with pytest.raises(ValueError, match="8 tokens are no 3 pages"):
+    with pytest.raises(FormatError, match="8 tokens are no 3 pages"):
         prefix_of(0, request, 3, Hashing(4))

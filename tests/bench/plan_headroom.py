@@ -1,0 +1,105 @@
+"""What keeps a plan from the gain of a clairvoyant warm-up: its choice, its order, or chance.
+
+    python -m tests.bench.plan_headroom --trace conversation_trace.jsonl
+
+For the first split of `bench_prewarm_plan`, at each capacity C:
+
+- captured: by the plan.
+- choice: by the plan's first C blocks in the order of their first use, which no plan can know.
+- own set: by the blocks that the clairvoyant warm-up makes use of, in the plan's order.
+- by chance: mean and standard deviation of the share that the plan captures in futures that are
+  drawn from its own chances, where blocks with the same last request are used together.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.prewarming.plan import plan_order
+from hicachectl.prewarming.trace import read_trace
+from hicachectl.prewarming.uses import walk_uses
+from hicachectl.prewarming.value import fit_reuse
+from tests.bench.bench_prewarm_plan import CAPACITIES, SPLITS
+from tests.bench.warm_replay import FirstUses, clairvoyant, first_uses, part, warmed_tokens
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from hicachectl.prewarming.trace import Trace
+
+    Index = npt.NDArray[np.int64]
+    Floats = npt.NDArray[np.float64]
+
+FUTURES = 200
+STEPS = 120  # of time, up to when a cold cache has filled
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", type=Path, required=True, help="in Mooncake's format")
+    trace = read_trace(parser.parse_args().trace, None)
+    start, middle, end = (int(share * len(trace)) for share in SPLITS[0])
+    known, later = part(trace, start, middle), part(trace, middle, end)
+    order, uses = plan_order(known).order, first_uses(known, later)
+    print(f"{'C':>8}", *(f"{name:>9}" for name in ("captured", "choice", "own set", "by chance")))
+    for capacity in CAPACITIES:
+        rank = ranks(order, len(known.forest))[uses.blocks]
+        useful = uses.before < capacity
+        orders = (
+            order,
+            uses.blocks[rank < capacity],
+            uses.blocks[useful][np.argsort(rank[useful])],
+        )
+        shares = [captured(one, uses, len(known.forest), capacity) for one in orders]
+        drawn = drawn_shares(known, order, capacity)
+        print(
+            f"{capacity:8,}",
+            *(f"{share:9.3f}" for share in shares),
+            f"{drawn.mean():9.3f} ± {drawn.std():.3f}",
+            flush=True,
+        )
+
+
+def ranks(order: Index, blocks: int) -> Index:
+    rank = np.full(blocks, blocks)
+    rank[order] = np.arange(len(order))
+    return rank
+
+
+def captured(order: Index, uses: FirstUses, blocks: int, capacity: int) -> float:
+    """Share of the clairvoyant gain."""
+    best = warmed_tokens(clairvoyant(uses), uses, blocks, [capacity])
+    return float((warmed_tokens(order, uses, blocks, [capacity]) / np.maximum(best, 1))[0])
+
+
+def drawn_shares(known: Trace, order: Index, capacity: int) -> Floats:
+    """What an order captures in futures that are drawn from the trace's own chances."""
+    assert known.times is not None
+    now = float(known.times[-1])
+    uses = walk_uses(known)
+    reuse = fit_reuse(known, known.times, now, uses)
+    assert reuse is not None
+    rate = len(known.forest) / reuse.span  # distinct blocks used, in all
+    moments = np.linspace(0, 1.2 * capacity / rate, STEPS + 1)
+    found = [chances for _, chances in reuse.chances(list(moments))]
+    chances = np.concatenate(found, axis=1)[:, reuse.group_of]
+    random = np.random.default_rng(3)
+    shares = []
+    for _ in range(FUTURES):
+        luck = random.random(len(known))[uses.last]
+        step = (chances < luck).sum(0)
+        blocks = np.flatnonzero(step < len(moments))
+        blocks = blocks[np.lexsort((known.forest.depths[blocks], step[blocks]))]
+        before = (moments[step[blocks]] * rate).astype(np.int64)
+        tokens = np.full(len(blocks), float(known.block_tokens))
+        future = FirstUses(blocks, step[blocks], tokens, before)
+        shares.append(captured(order, future, len(known.forest), capacity))
+    return np.array(shares)
+
+
+if __name__ == "__main__":
+    main()
