@@ -42,6 +42,7 @@ _MAX_ENTRY_BYTES = 1 << 20  # of one key with its index
 _MAX_NAME_BYTES = 4 << 10
 _WRITE_ROWS = 16 << 10
 _CHUNK_ROWS = 16 << 10
+_NUMBER_BYTES = 8
 _REPAIRED_MODE = 0o644  # as the server, which may be another user, has to read it
 
 _SPACE = re.compile(rb"[ \t\r\n]*")
@@ -111,9 +112,11 @@ def read_snapshot(path: Path | str) -> Snapshot:
         # Unbuffered: what is read next is told by one place alone.
         with Path(path).open("rb", buffering=0) as file:
             saved_at_ns = os.fstat(file.fileno()).st_mtime_ns
-            return Snapshot(saved_at_ns, tuple(_Parser(file, str(path)).tables()))
+            snapshot = Snapshot(saved_at_ns, tuple(_Parser(file, str(path)).tables()))
     except OSError as error:
         raise StoreUnavailable(f"{path}: cannot read the snapshot: {error.strerror}") from error
+    pa.default_memory_pool().release_unused()
+    return snapshot
 
 
 class _Parser:
@@ -175,21 +178,21 @@ class _Parser:
         return int(match[0])
 
     def _free_pages(self) -> IntArray:
-        parts: list[IntArray] = []
+        pages = bytearray()  # which grows in one place, unlike many small arrays
         for piece in self._pieces(self._pages_end):
-            parts.append(np.array(self._decoded(_PAGES, piece, parts), dtype=np.int64))
-        return _joined(parts)
+            pages += np.array(self._decoded(_PAGES, piece, pages), dtype=np.int64).data
+        return np.frombuffer(pages, dtype=np.int64)
 
     def _entries(self, prefix: str) -> tuple[Any, IntArray]:
         chunks: list[Any] = []
         texts: list[Any] = []  # of the chunk that is being gathered
-        indices: list[IntArray] = []
+        indices = bytearray()
         nbytes = gathered = 0
         for piece in self._pieces(self._entries_end):
             entries = self._decoded(_ENTRIES, piece, indices)
             names, pages = zip(*entries, strict=True)
             texts.append(pa.array(names, pa.string()))
-            indices.append(np.array(pages, dtype=np.int64))
+            indices += np.array(pages, dtype=np.int64).data
             gathered += len(names)
             if gathered >= _CHUNK_ROWS:
                 chunks.append(listed_keys(prefix, texts))
@@ -204,14 +207,14 @@ class _Parser:
         if twice is not None:
             name = twice.decode().removeprefix(prefix)
             self._fail(f"the key {_quoted(name)} is there twice")
-        return keys, _joined(indices)
+        return keys, np.frombuffer(indices, dtype=np.int64)
 
-    def _decoded(self, decoder: Any, piece: bytes, before: Sequence[IntArray]) -> Any:
-        """Decode some elements of an array, which `before` has the ones before of."""
+    def _decoded(self, decoder: Any, piece: bytes, before: bytearray) -> Any:
+        """Decode some elements of an array; `before` has a number of each before them."""
         try:
             return decoder.decode(b"[" + piece + b"]")
         except _UNREADABLE as error:
-            number = sum(map(len, before))
+            number = len(before) // _NUMBER_BYTES
             said = re.sub(
                 r" - at `\$\[(\d+)\](?:\[\d\])?`",
                 lambda m: f" (entry {number + int(m[1])})",
@@ -354,10 +357,6 @@ class _Parser:
             f"{self._path}: the snapshot is cut short: it ends after {size} bytes, "
             f"within {self._place}"
         )
-
-
-def _joined(parts: Sequence[IntArray]) -> IntArray:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
 def listed_keys(prefix: str, names: Sequence[Any]) -> Any:

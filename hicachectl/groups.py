@@ -63,9 +63,11 @@ class PageGroups:
         self._sets = [_object_sets(deployment) for deployment in table.deployments]
         in_group = inventory.of_affixes(tuple(bool(r.readings) for r in table.resolved))
         ranks, distinct = page_ranks(inventory, in_group)
-        deployment_ids = inventory.by_affix(table.deployment_ids, UNRESOLVED)[in_group]
-        codes = (deployment_ids - UNRESOLVED) * max(distinct, 1) + ranks
-        del deployment_ids
+        # In place: with millions of objects every further array would be felt.
+        codes = self._deployments_of(np.flatnonzero(in_group))
+        codes -= UNRESOLVED
+        codes *= distinct
+        codes += ranks
         numbers, first = _numbered(codes, (len(table.deployments) - UNRESOLVED) * distinct)
         del codes
         self.of_object: IntArray = np.full(len(in_group), -1, dtype=np.int64)
@@ -73,9 +75,7 @@ class PageGroups:
         self.page_ids: IntArray = ranks[first]
         self._rows: IntArray = np.flatnonzero(in_group)[first]  # the first object of each
         del numbers, ranks, in_group
-        self.deployment_ids: IntArray = np.array([*table.deployment_ids, UNRESOLVED])[
-            inventory.affix_ids[self._rows]
-        ]
+        self.deployment_ids: IntArray = self._deployments_of(self._rows)
 
     def __len__(self) -> int:
         return len(self.page_ids)
@@ -88,6 +88,13 @@ class PageGroups:
     def pages_at(self, groups: IntArray | slice) -> pa.StringArray:
         """Give the page hash of some groups."""
         return self._inventory.pages(self._rows[groups]).combine_chunks()
+
+    def _deployments_of(self, objects: IntArray) -> IntArray:
+        """Say which deployment each of some objects is of."""
+        table = self._inventory.table
+        of_affix = np.array([*table.deployment_ids, UNRESOLVED], dtype=np.int64)
+        deployments: IntArray = of_affix[self._inventory.affix_ids[objects]]
+        return deployments
 
     def _members_of(self, objects: IntArray) -> IntArray:
         """Say which member of its deployment each of some objects is, UNRESOLVED for none."""
@@ -104,6 +111,8 @@ class PageGroups:
     @cached_property
     def newest_ns(self) -> IntArray:
         """Mtime of each group's newest object, Unix nanoseconds; 0 where the store keeps none."""
+        if not self.has_times:
+            return np.zeros(len(self), dtype=np.int64)
         return self._reduce(np.maximum, "mtime_ns")
 
     @property

@@ -141,6 +141,7 @@ def _understood(
     affix_ids = np.concatenate(ids)
     table = _with_common_sizes(table, objects, affix_ids)
     refuse_contradiction(table, affix_ids, objects.column("nbytes").fill_null(-1).to_numpy())
+    pa.default_memory_pool().release_unused()
     return Inventory(objects, affix_ids, table)
 
 

@@ -6,6 +6,7 @@ import mmap
 import os
 import time
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 32
 
 # Tasks are small enough that the bytes are still in the processor's cache when they are worked
-# on, and large enough that small objects are worked on together.
-_TASK_BYTES = 8 << 20
+# on, and large enough that what a task costs beside them is little: with half of it two threads
+# read 20% less, with a quarter 40%.
+_TASK_BYTES = 16 << 20
 _TASK_OBJECTS = 256
 # Objects of one kind are read together within a window of the listing, so that a run that is cut
 # short has seen whole pages and not one rank's objects alone. Where the store says how they lie,
@@ -419,24 +421,37 @@ def _places(inventory: Inventory) -> IntArray | None:
 
 
 def _tasks(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window]) -> Iterator[Task]:
-    """Cut the rows of each window into tasks of objects of one affix and size.
+    """Cut the rows of each window into tasks of objects of one size, and of one affix or file.
 
-    Objects follow one another as they lie in the store, where it says how.
+    Where the store says how objects lie, those that do so next to each other are read together,
+    such as the K and V of a page on 3FS; in memory those of each affix follow one another.
     """
     affix_ids, places = inventory.affix_ids, _places(inventory)
-    most_objects, most_bytes = _TASK_OBJECTS, _TASK_BYTES
+    most_objects, most_bytes = _TASK_OBJECTS, min(_TASK_BYTES, plan.buffer_bytes // 2)
+    kinds = np.arange(len(inventory.table.affixes) + 1)
     if plan.device is not None:
         most_objects, most_bytes = plan.device.most_objects, plan.device.slab_bytes
+    elif places is not None:
+        kinds = _prefix_ids(inventory)
     for start, stop in windows:
         window, window_sizes = plan.rows[start:stop], plan.capacities[start:stop]
-        affixes = affix_ids[window]
-        order = np.lexsort((window if places is None else places[window], window_sizes, affixes))
-        window, affixes, window_sizes = window[order], affixes[order], window_sizes[order]
-        changes = np.flatnonzero((np.diff(affixes) != 0) | (np.diff(window_sizes) != 0)) + 1
+        kind = kinds[affix_ids[window]]
+        order = np.lexsort((window if places is None else places[window], window_sizes, kind))
+        window, kind, window_sizes = window[order], kind[order], window_sizes[order]
+        changes = np.flatnonzero((np.diff(kind) != 0) | (np.diff(window_sizes) != 0)) + 1
         for part, part_sizes in zip(
             np.split(window, changes), np.split(window_sizes, changes), strict=True
         ):
-            yield from batches(part, part_sizes, most_objects=most_objects, most_bytes=most_bytes)
+            for task in batches(part, part_sizes, most_objects=most_objects, most_bytes=most_bytes):
+                by_affix = np.argsort(affix_ids[task.rows], kind="stable")
+                yield replace(task, rows=task.rows[by_affix])
+
+
+def _prefix_ids(inventory: Inventory) -> IntArray:
+    """Give a number to what keys begin with, by affix id: on 3FS, which file they mean."""
+    prefixes = [prefix for prefix, _ in inventory.table.affixes]
+    ids = {prefix: number for number, prefix in enumerate(dict.fromkeys(prefixes))}
+    return np.array([*(ids[prefix] for prefix in prefixes), len(ids)], dtype=np.int64)
 
 
 def _work(
@@ -444,18 +459,27 @@ def _work(
 ) -> _Done:
     """Digest and check one task's objects; runs in a reader thread."""
     rows = loaded.task.rows
-    ok = loaded.read.ok
-    affix = int(inventory.affix_ids[rows[0]])
-    checker = plan.checkers.get(affix)
-    if checker is not None and loaded.task.capacities[0] != plan.sizes[affix]:
-        checker = None
-    if plan.device is not None:
-        examined = plan.device.examine(loaded, ok & wants_digest[rows], checker)
+    wanted = loaded.read.ok & wants_digest[rows]
+    if plan.device is not None:  # its tasks are of one affix
+        examined = plan.device.examine(loaded, wanted, _checker(loaded, inventory, plan, 0))
         if examined is not None:
             return _Done(loaded, *examined)
-    return _Done(
-        loaded, _digests(loaded, np.flatnonzero(ok & wants_digest[rows])), _issues(loaded, checker)
-    )
+    issues: list[ValueIssue] = []
+    if plan.checkers:
+        edges = np.flatnonzero(np.diff(inventory.affix_ids[rows])) + 1
+        for start, stop in pairwise([0, *edges.tolist(), len(rows)]):
+            checker = _checker(loaded, inventory, plan, start)
+            issues += _issues(loaded, checker, start, stop)
+    return _Done(loaded, _digests(loaded, np.flatnonzero(wanted)), issues)
+
+
+def _checker(
+    loaded: Loaded, inventory: Inventory, plan: ReadingPlan, index: int
+) -> ValueChecker | None:
+    """Give what checks an object of a task; None where it is not of the size for that."""
+    affix = int(inventory.affix_ids[loaded.task.rows[index]])
+    fits = affix in plan.checkers and loaded.task.capacities[index] == plan.sizes[affix]
+    return plan.checkers[affix] if fits else None
 
 
 def _digests(loaded: Loaded, wanted: IntArray) -> npt.NDArray[np.uint8]:
@@ -470,15 +494,16 @@ def _digests(loaded: Loaded, wanted: IntArray) -> npt.NDArray[np.uint8]:
     return digests
 
 
-def _issues(loaded: Loaded, checker: ValueChecker | None) -> list[ValueIssue]:
-    """Check the values of a task's objects, as far as they could be read."""
-    ok = loaded.read.ok
-    if checker is None or not ok.any():
+def _issues(
+    loaded: Loaded, checker: ValueChecker | None, start: int, stop: int
+) -> list[ValueIssue]:
+    """Check the values of objects from `start` to `stop` of a task, as far as they were read."""
+    places = start + np.flatnonzero(loaded.read.ok[start:stop])
+    if checker is None or not len(places):
         return []
-    if ok.all():
-        return checker.check(loaded.block())
-    places = np.flatnonzero(ok)
-    issues = checker.check(loaded.block()[places])
+    block = loaded.block()
+    whole = len(places) == stop - start
+    issues = checker.check(block[start:stop] if whole else block[places])
     return [replace(issue, index=int(places[issue.index])) for issue in issues]
 
 

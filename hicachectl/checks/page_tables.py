@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int64]
 
 _NAMED_PAGES = 8  # leaked ones that a finding lists
+_COMPARED_AT_ONCE = 1 << 20
 _PAGE_AND_REST = r"(?s)^(?P<page>[0-9a-f]{64})(?P<rest>.*)$"
 _NS = 1_000_000_000
 
@@ -105,12 +106,17 @@ def leaked_pages(*tables: PageTable) -> PageRuns:
     """Find pages that are neither free nor held by a key, in any of several states of one table."""
     lists = [pages for table in tables for pages in (table.free, table.indices)]
     num_pages = min(table.num_pages for table in tables)
-    known = np.sort(np.concatenate(lists))
-    known = known[: np.searchsorted(known, num_pages)]
-    bounds = np.concatenate([[-1], known, [num_pages]])
-    lengths = np.diff(bounds) - 1
-    gaps = lengths > 0
-    return PageRuns(bounds[:-1][gaps] + 1, lengths[gaps])
+    known = np.concatenate([np.array([-1, num_pages]), *lists])
+    known.sort()
+    known = known[: np.searchsorted(known, num_pages) + 1]
+    starts, lengths = [], []
+    for at in range(0, len(known) - 1, _COMPARED_AT_ONCE):
+        some = known[at : at + _COMPARED_AT_ONCE + 1]
+        between = np.diff(some) - 1
+        gaps = np.flatnonzero(between > 0)
+        starts.append(some[gaps] + 1)
+        lengths.append(between[gaps])
+    return PageRuns(np.concatenate(starts), np.concatenate(lengths))
 
 
 def _holders(table: PageTable) -> IntArray:

@@ -4,11 +4,13 @@
 
 Writes a data file and the snapshot of a metadata server, in the order of eviction that SGLang's
 first pass leaves (`written`: the last page first) and after much reuse (`mixed`). Reads all pages
-in turn: by dd with blocks of 1 MiB, which never leave the processor's cache; in the order of the
-file into as much memory as two of verify's tasks have; by `read_objects`, with verify's own tasks
-and order, whose work does nothing; and by dd again, which tells how far two equal readings differ
-here. --cold drops the file from the page cache before each of them. Prints median throughputs,
-the median ratios of ours to both others, and between which bounds dd was of itself.
+in turn: by dd with blocks of 1 MiB, which never leave the processor's cache; by fio with the same
+blocks (psync), where it is installed; in the order of the file into as much memory as two of
+verify's tasks have; by `read_objects`, with verify's own tasks and order, whose work does nothing;
+and by dd again, which tells how far two equal readings differ here. --cold drops the file from the
+page cache before each of them; --parts makes the pages K and V in turn, under keys of their own.
+Prints median throughputs, the median ratios of ours to the others, and between which bounds dd was
+of itself.
 
 --server starts SGLang's metadata server, and measures digesting instead, for which it is asked
 about what was read: with it, against the same without it.
@@ -20,6 +22,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -41,13 +44,18 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1 << 20
 BUFFER_BYTES = 512 << 20
-TASK_BYTES = 8 << 20  # hicachectl.reading's
+TASK_BYTES = 16 << 20  # hicachectl.reading's
 
 
-def profile_of(nbytes: int) -> Profile:
-    """A deployment whose kv pages have so many bytes."""
+def profile_of(nbytes: int, *, parts: bool) -> Profile:
+    """A deployment whose kv pages, or K and V of them each, have so many bytes."""
     pool = Pool(name="kv", kind="opaque", nbytes=nbytes, replicated=True)
-    return Profile(model="m", layout="page_first", pools=(pool,))
+    if parts:
+        head_dim = nbytes // 2
+        pool = Pool(
+            name="kv", kind="mha", dtype="bfloat16", layers=1, kv_heads=1, head_dim=head_dim
+        )
+    return Profile(model="m", page_size=1, layout="page_first", pools=(pool,))
 
 
 def fill(path: Path, pages: int, nbytes: int) -> None:
@@ -59,9 +67,12 @@ def fill(path: Path, pages: int, nbytes: int) -> None:
         os.fsync(file.fileno())
 
 
-def save_table(path: Path, order: np.ndarray) -> None:
+def save_table(path: Path, order: np.ndarray, *, parts: bool) -> None:
     """Write the snapshot of a table in which `order` gives the pages, least recent first."""
-    entries = [[f"{index:064x}", index] for index in order.tolist()]
+    entries = [
+        [f"{index // 2:064x}-{'kv'[index % 2]}" if parts else f"{index:064x}", index]
+        for index in order.tolist()
+    ]
     table = {"num_pages": len(order), "free_pages": [], "key_to_index": entries}
     path.write_text(json.dumps({"0:kv": table}))
 
@@ -82,6 +93,18 @@ def dd(path: Path) -> float:
         command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"}
     )
     return float(done.stderr.rpartition(" copied, ")[2].split()[0])
+
+
+def fio(path: Path) -> float:
+    """Seconds that fio took to read a file, as it says; not a number without it."""
+    if shutil.which("fio") is None:
+        return float("nan")
+    options = ["--rw=read", f"--bs={BLOCK_BYTES}", "--ioengine=psync", "--invalidate=0"]
+    command = ["fio", "--name=read", f"--filename={path}", *options, "--readonly"]
+    command.append("--output-format=json")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    read = json.loads(done.stdout)["jobs"][0]["read"]
+    return float(read["io_bytes"] / read["bw_bytes"])
 
 
 def in_order(path: Path) -> float:
@@ -124,7 +147,7 @@ def ours(
 
 
 def open_store(
-    stack: contextlib.ExitStack, folder: Path, nbytes: int, server: MetadataServer | None
+    stack: contextlib.ExitStack, folder: Path, profile: Profile, server: MetadataServer | None
 ) -> Hf3fsStore:
     """Open the store in a folder, by its snapshot, with a server or without."""
     settings = Hf3fsSettings(
@@ -133,7 +156,7 @@ def open_store(
         server=None if server is None else server.url,
     )
     store = stack.enter_context(Hf3fsStore(settings))
-    store.use_profile(profile_of(nbytes))
+    store.use_profile(profile)
     return store
 
 
@@ -152,20 +175,22 @@ def measure(options: argparse.Namespace, folder: Path, server: MetadataServer | 
     """Measure both orders and print."""
     data, snapshot = folder / "hicache.0.bin", folder / "metadata.json"
     fill(data, options.pages, options.bytes)
+    profile = profile_of(options.bytes, parts=options.parts)
     orders = {
         "written": np.arange(options.pages)[::-1],
         "mixed": np.random.default_rng(1).permutation(options.pages),
     }
     for name, order in orders.items():
-        save_table(snapshot, order)
+        save_table(snapshot, order, parts=options.parts)
         title = f"{options.pages} pages of {options.bytes} bytes, {name}"
+        title += ", K and V" if options.parts else ""
         title += ", cold" if options.cold else ", warm"
         with contextlib.ExitStack() as stack:
-            alone = open_store(stack, folder, options.bytes, None)
+            alone = open_store(stack, folder, profile, None)
             if server is not None:
                 server.snapshot.write_bytes(snapshot.read_bytes())
                 server.start()
-                asking = open_store(stack, folder, options.bytes, server)
+                asking = open_store(stack, folder, profile, server)
                 ways = [ours(store, digest=True, jobs=options.jobs) for store in (alone, asking)]
                 without, with_it = (found := speeds(ways, options, data)).T
                 print(
@@ -175,16 +200,16 @@ def measure(options: argparse.Namespace, folder: Path, server: MetadataServer | 
                 )
                 continue
             own = ours(alone, jobs=options.jobs)
-            found = speeds(
-                [lambda: dd(data), lambda: in_order(data), own, lambda: dd(data)], options, data
-            )
-            dd_s, order_s, ours_s, again_s = np.median(found, axis=0)
-            to_dd = np.median(found[:, 2] / found[:, [0, 3]].mean(axis=1))
-            to_order = np.median(found[:, 2] / found[:, 1])
-            of_itself = found[:, 3] / found[:, 0]
+            others = [lambda: fio(data), lambda: in_order(data)]
+            found = speeds([lambda: dd(data), *others, own, lambda: dd(data)], options, data)
+            dd_s, fio_s, order_s, ours_s, again_s = np.median(found, axis=0)
+            to_dd = np.median(found[:, 3] / found[:, [0, 4]].mean(axis=1))
+            to_fio, to_order = (np.median(found[:, 3] / found[:, n]) for n in (1, 2))
+            of_itself = found[:, 4] / found[:, 0]
             print(
-                f"{title}: dd {dd_s:.2f} and {again_s:.2f} GB/s, in order {order_s:.2f} GB/s, "
-                f"ours {ours_s:.2f} GB/s, ratios {to_dd:.2f} and {to_order:.2f}; "
+                f"{title}: dd {dd_s:.2f} and {again_s:.2f} GB/s, fio {fio_s:.2f} GB/s, in order "
+                f"{order_s:.2f} GB/s, ours {ours_s:.2f} GB/s, of dd {to_dd:.2f}, of fio "
+                f"{to_fio:.2f}, of in order {to_order:.2f}; "
                 f"dd of itself {of_itself.min():.2f} to {of_itself.max():.2f}"
             )
 
@@ -203,6 +228,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--parts", action="store_true", help="K and V apart, as MHA zero-copy")
     parser.add_argument("--server", type=Path, metavar="PYTHON", help="one that has SGLang")
     parser.add_argument("--dir", type=Path, help="where the file is to lie")
     options = parser.parse_args()

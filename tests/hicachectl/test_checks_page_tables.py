@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hicachectl.backends.hf3fs_snapshot import PageTable, read_snapshot
 from hicachectl.backends.page_tables import DataFile
+from hicachectl.checks import page_tables
 from hicachectl.checks.page_tables import (
     check_page_tables,
     leaked_pages,
@@ -22,7 +23,7 @@ from hicachectl.checks.page_tables import (
 from hicachectl.findings import SCHEMA, combine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tests.hf3fs_server import MetadataServer
 
@@ -30,6 +31,14 @@ PAGE = "0123456789abcdef" * 4
 S = 1_000_000_000
 
 PAGES = st.one_of(st.integers(0, 12), st.integers(0, 2**63 - 1))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_steps() -> Iterator[None]:
+    """Let what is looked at in steps take several for a few pages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_tables, "_COMPARED_AT_ONCE", 3)
+        yield
 
 
 def table_of(

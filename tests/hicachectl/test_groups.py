@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hicachectl import groups
 from hicachectl.backends.urls import open_store
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.groups import PageGroups
@@ -126,3 +127,23 @@ def test_states_and_missing_agree_with_counting_by_hand(tmp_path: Path, present:
     assert row["state"] == state
     assert row["state"] in STATES
     assert sorted(row["missing"]) == sorted(f"{page(0)}{s}.bin" for s in wanted if s not in chosen)
+
+
+def test_groups_are_the_same_whichever_way_they_are_numbered_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for model in ("a", "b"):
+        put_pages(tmp_path, range(5), f"_{model}_0_2", f"_{model}_1_2")
+    (tmp_path / f"{page(3)}_a_1_2.bin").unlink()
+    (tmp_path / f"{page(9)}_.bin").write_bytes(b"of no model")
+    (tmp_path / "README").touch()
+    usual = groups_of(tmp_path)
+    rows = page_rows(usual).to_pylist()
+    names = [(row["model"], row["page"]) for row in rows]
+    assert names == sorted(names, key=lambda name: (name[0] is not None, name))
+    monkeypatch.setattr(groups, "_MOST_UNUSED", 0)  # by a sort
+    monkeypatch.setattr(groups, "_COUNTED_AT_ONCE", 3)
+    other = groups_of(tmp_path)
+    assert page_rows(other).to_pylist() == rows
+    assert (other.of_object == usual.of_object).all()
+    assert (other.page_ids == usual.page_ids).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,8 +10,11 @@ import pytest
 from blake3 import blake3
 
 from hicachectl import reading
+from hicachectl.backends.arena import ALIGNMENT
+from hicachectl.checks.sizes import expected_sizes
+from hicachectl.findings import combine
 from hicachectl.inventory import take_inventory
-from hicachectl.reading import ReadingPlan, ReadingResult, read_objects
+from hicachectl.reading import ReadingPlan, ReadingResult, read_objects, value_checkers
 from tests.backends.hf3fs_place import NUM_PAGES, PAGE_BYTES, PROFILE, FreshStore, Place
 
 if TYPE_CHECKING:
@@ -66,18 +70,25 @@ def test_objects_are_read_stretch_by_stretch_of_the_files(
     store: FreshStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[int]] = []
+    affixes: list[list[bytes]] = []
     real = store.read_into
 
     def read_into(rows: Any, *arguments: Any, **options: Any) -> Any:
         seen.append(rows.column("locator").to_pylist())
+        affixes.append([key[:5] + key[-2:] for key in rows.column("key").to_pylist()])
         return real(rows, *arguments, **options)
 
     monkeypatch.setattr(store, "read_into", read_into)
     _, result = read(store, digest=False)
     assert result.bytes_read == 2 * NUM_PAGES * PAGE_BYTES
     assert sorted(index for task in seen for index in task) == sorted([*range(NUM_PAGES)] * 2)
+    # K and V lie mixed in a file, and are read together: without a gap, in the order of the file.
     for task in seen:
-        assert task == sorted(task)
+        assert sorted(task) == list(range(min(task), min(task) + len(task)))
+    assert any(len(set(of_task)) == 2 for of_task in affixes)
+    for of_task in affixes:  # in memory, each of them by itself
+        assert of_task == sorted(of_task, key=of_task.index)
+        assert len({affix[:5] for affix in of_task}) == 1
     # A window of 32 objects is 16 pages of both files; so the tasks before have lower ones.
     stretches = [{index // 16 for index in task} for task in seen]
     assert all(len(stretch) == 1 for stretch in stretches)
@@ -135,3 +146,53 @@ def test_without_digests_the_server_is_not_asked(
 ) -> None:
     monkeypatch.setattr(store, "exists", None)
     assert read(store, digest=False)[1].bytes_read == 2 * NUM_PAGES * PAGE_BYTES
+
+
+def test_a_task_fits_into_a_small_buffer_with_another(store: FreshStore) -> None:
+    inventory = take_inventory(store, PROFILE)
+    rows = np.arange(len(inventory.objects))
+    plan = ReadingPlan(
+        rows=rows,
+        capacities=np.full(len(rows), PAGE_BYTES),
+        digest=np.full(len(rows), False),
+        checkers={},
+        sizes=np.zeros(0, dtype=np.int64),
+        jobs=2,
+        buffer_bytes=2 * ALIGNMENT,
+    )
+    assert PAGE_BYTES <= ALIGNMENT
+    assert read_objects(store, inventory, plan).bytes_read == 2 * NUM_PAGES * PAGE_BYTES
+
+
+def test_values_of_k_and_v_read_together_are_told_of_the_right_keys(
+    place: Place, store: FreshStore
+) -> None:
+    inventory = take_inventory(store, PROFILE)
+    keys, indices = (inventory.objects.column(name).to_pylist() for name in ("key", "locator"))
+    rows = np.arange(len(keys))
+    damaged = [rows[1], rows[2], rows[7], *rows[-9::2]]
+    for rank in range(2):
+        place.file(f"{rank}:kv:").write_bytes(b"\x80\x3f" * (NUM_PAGES * PAGE_BYTES // 2))
+    for row in damaged:
+        with place.file(keys[row]).open("r+b") as file:
+            file.seek(indices[row] * PAGE_BYTES)
+            file.write(b"\xc0\x7f")
+    os.truncate(place.file("1:kv:"), (NUM_PAGES - 3) * PAGE_BYTES)
+    plan = ReadingPlan(
+        rows=rows,
+        capacities=np.full(len(rows), PAGE_BYTES),
+        digest=np.full(len(rows), False),
+        checkers=value_checkers(inventory.table, PROFILE, "hf3fs"),
+        sizes=expected_sizes(inventory.table),
+        jobs=2,
+    )
+    found = combine(read_objects(store, inventory, plan).findings(inventory)).to_pylist()
+    cut = {
+        key
+        for key, index in zip(keys, indices, strict=True)
+        if key.startswith(b"1:") and index >= NUM_PAGES - 3
+    }
+    by_code: dict[str, set[bytes]] = {}
+    for finding in found:
+        by_code.setdefault(finding["code"], set()).add(finding["key"].encode())
+    assert by_code == {"truncated": cut, "nan": {keys[row] for row in damaged} - cut}
