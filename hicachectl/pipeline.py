@@ -178,9 +178,10 @@ class Pipeline(Generic[T]):
             threading.Thread(target=self._read, args=(arena, allocator), name=f"reader-{number}")
             for number in range(self._jobs)
         ]
-        for reader in readers:
-            reader.start()
         try:
+            with deferred():  # a thread that is being started is one to wait for
+                for reader in readers:
+                    reader.start()
             running = len(readers)
             while running:
                 item = self._results.get()
