@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from hicachectl.backends.http_service import HttpService, Reply
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.formats.hashing import tokens_to_restore
+from hicachectl.interrupts import deferred
 from hicachectl.server import API_KEY_VARIABLE, checked_key, checked_url
 
 if TYPE_CHECKING:
@@ -165,15 +166,18 @@ class ThroughServer:
             threading.Thread(target=self._work, args=(work, done), name=f"pull-{number}")
             for number in range(self._jobs)
         ]
-        for thread in threads:
-            thread.start()
         try:
+            with deferred():  # a thread that is being started is one to wait for
+                for thread in threads:
+                    thread.start()
             yield from self._results(done, deadline)
         finally:
-            self._pauses.stop()
-            self._service.close()
-            for thread in threads:
-                thread.join()
+            with deferred():
+                self._pauses.stop()
+                self._service.close()
+                for thread in threads:
+                    if thread.ident is not None:
+                        thread.join()
 
     def _results(
         self, done: queue.SimpleQueue[Pulled | BaseException | None], deadline: float | None
