@@ -18,7 +18,8 @@ from hicachectl.groups import PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.listing import object_rows, page_rows
 from hicachectl.pipeline import Loaded, Pipeline, Task
-from hicachectl.reading import ReadingPlan, read_objects, readable_sizes, value_checkers
+from hicachectl.reading import read_objects, readable_sizes, value_checkers
+from hicachectl.reading_plan import ReadingPlan
 from hicachectl.selection import Selection, select
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import os
 import time
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,10 +19,11 @@ from hicachectl.findings import findings
 from hicachectl.forking import Children, Tickets
 from hicachectl.formats.expectation import expected_objects
 from hicachectl.pacing import Pace
-from hicachectl.pipeline import DEFAULT_BUFFER_BYTES, Loaded, Pipeline, Task, batches
+from hicachectl.pipeline import Pipeline
+from hicachectl.reading_plan import TASK_BYTES, places_of, tasks_of, windows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
     import numpy.typing as npt
 
@@ -31,21 +32,11 @@ if TYPE_CHECKING:
     from hicachectl.deployments import AffixTable
     from hicachectl.formats.profile import Profile
     from hicachectl.inventory import IntArray, Inventory
-
-    Window = tuple[int, int]
+    from hicachectl.pipeline import Loaded
+    from hicachectl.reading_plan import ReadingPlan, Window
 
 DIGEST_BYTES = 32
 
-# Tasks are small enough that the bytes are still in the processor's cache when they are worked
-# on, and large enough that what a task costs beside them is little: with half of it two threads
-# read 20% less, with a quarter 40%.
-_TASK_BYTES = 16 << 20
-_TASK_OBJECTS = 256
-# Objects of one kind are read together within a window of the listing, so that a run that is cut
-# short has seen whole pages and not one rank's objects alone. Where the store says how they lie,
-# windows follow that: a window is a stretch of each file.
-_WINDOW_OBJECTS = 8192
-_LEAST_WINDOW_OBJECTS = 1024
 # Of how many objects a store is asked at once whether they are still there.
 _ASKED_OBJECTS = 4096
 # From how many objects on, and up to which size of them, forked processes read faster than
@@ -57,66 +48,6 @@ _MOST_PROCESSES = 8
 _TELL_SECONDS = 0.05
 
 _SEVERITIES = {"all-zero": "warning"}
-
-
-class Device(Protocol):
-    """Digests and checks objects somewhere else than in the processor."""
-
-    names: tuple[str, ...]
-    slab_bytes: int  # of objects that it takes at once
-    most_objects: int
-    lanes: int  # threads that it keeps busy besides those that read
-
-    def examine(
-        self, loaded: Loaded, wanted: npt.NDArray[np.bool_], checker: ValueChecker | None
-    ) -> tuple[npt.NDArray[np.uint8], list[ValueIssue]] | None:
-        """Give digests [n, 32] of the wanted objects and issues of all; None: it cannot."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadingPlan:
-    """What to read and what to do with it.
-
-    rows: [n] int64, the objects to read. capacities: [n] int64, how many bytes of each. digest:
-    [n] bool, which of them to digest. checkers: by affix id, for objects of `sizes[affix]` bytes,
-    the last entry of foreign keys. jobs: how many threads, or processes, read. confirm: so that no
-    writer can have interfered, see `Store.read_confirmed`. device: what digests and checks
-    in place of the processor.
-    """
-
-    rows: IntArray
-    capacities: IntArray
-    digest: npt.NDArray[np.bool_]
-    checkers: Mapping[int, ValueChecker]
-    sizes: IntArray
-    buffer_bytes: int = DEFAULT_BUFFER_BYTES
-    bytes_per_second: int | None = None
-    jobs: int | None = None
-    deadline: float | None = None
-    confirm: bool = False
-    device: Device | None = None
-
-    def without(self, left_out: npt.NDArray[np.bool_]) -> ReadingPlan:
-        """Plan the same but for some of the rows, [n] bool."""
-        return self._picked(~left_out) if left_out.any() else self
-
-    def only(self, chosen: npt.NDArray[np.bool_]) -> ReadingPlan:
-        """Plan some of the rows, [n] bool, to be confirmed."""
-        return replace(self._picked(chosen), confirm=True)
-
-    def ordered(self, places: IntArray | None) -> ReadingPlan:
-        """Plan the same in the order of places, [objects]; as it is where there are none."""
-        if places is None:
-            return self
-        return self._picked(np.argsort(places[self.rows], kind="stable"))
-
-    def _picked(self, chosen: npt.NDArray[np.bool_] | IntArray) -> ReadingPlan:
-        return replace(
-            self,
-            rows=self.rows[chosen],
-            capacities=self.capacities[chosen],
-            digest=self.digest[chosen],
-        )
 
 
 @dataclass(slots=True)
@@ -282,7 +213,7 @@ class _Reader:
     ) -> None:
         self._store = store
         self._inventory = inventory
-        self._plan = plan = plan.ordered(_places(inventory))
+        self._plan = plan = plan.ordered(places_of(inventory))
         self._result = result
         self._sizes = plan.capacities
         self._wants_digest = np.zeros(len(inventory.objects), dtype=np.bool_)
@@ -303,12 +234,12 @@ class _Reader:
             return 1
         wanted = self._plan.jobs or min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
         # Each has its share of the buffer, which must hold any task.
-        fit = self._plan.buffer_bytes // max(int(self._sizes.max()) + ALIGNMENT, 2 * _TASK_BYTES)
+        fit = self._plan.buffer_bytes // max(int(self._sizes.max()) + ALIGNMENT, 2 * TASK_BYTES)
         return max(1, min(wanted, fit))
 
     def read(self, on_read: Callable[[int], None]) -> None:
         """Read in threads of this process."""
-        windows = _windows(len(self._plan.rows), least=_WINDOW_OBJECTS)
+        windows = windows_of(len(self._plan.rows))
         jobs, device = self._plan.jobs, self._plan.device
         if jobs is None and device is not None:  # threads that wait for it do not read meanwhile
             jobs = self._store.limits.parallel_reads + device.lanes
@@ -317,7 +248,7 @@ class _Reader:
 
     def read_forked(self, processes: int, on_read: Callable[[int], None]) -> bool:
         """Read in forked processes; False when the system has none for us."""
-        windows = _windows(len(self._plan.rows), least=_LEAST_WINDOW_OBJECTS, readers=processes)
+        windows = windows_of(len(self._plan.rows), readers=processes)
         try:
             tickets = Tickets()
         except OSError:
@@ -354,7 +285,7 @@ class _Reader:
         return Pipeline(
             self._store,
             inventory.objects,
-            _tasks(plan, inventory, windows),
+            tasks_of(plan, inventory, windows),
             lambda loaded: _work(loaded, inventory, plan, wants_digest),
             buffer_bytes=plan.buffer_bytes // share,
             jobs=jobs,
@@ -399,59 +330,6 @@ class _Reader:
             end = start + len(done.loaded.task.rows)
             yield done.without(~there[start:end])
             start = end
-
-
-def _windows(count: int, *, least: int, readers: int = 1) -> list[Window]:
-    """Cut the listing into windows, smaller ones to the end: readers are then done together."""
-    windows = []
-    start = 0
-    while start < count:
-        size = min(_WINDOW_OBJECTS, max(least, (count - start) // (2 * readers)))
-        windows.append((start, min(start + size, count)))
-        start += size
-    return windows
-
-
-def _places(inventory: Inventory) -> IntArray | None:
-    """Say where objects lie, each in its file: [objects]; None where the store does not say."""
-    if "locator" not in inventory.objects.column_names:
-        return None
-    places: IntArray = inventory.objects.column("locator").fill_null(0).to_numpy()
-    return places
-
-
-def _tasks(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window]) -> Iterator[Task]:
-    """Cut the rows of each window into tasks of objects of one size, and of one affix or file.
-
-    Where the store says how objects lie, those that do so next to each other are read together,
-    such as the K and V of a page on 3FS; in memory those of each affix follow one another.
-    """
-    affix_ids, places = inventory.affix_ids, _places(inventory)
-    most_objects, most_bytes = _TASK_OBJECTS, min(_TASK_BYTES, plan.buffer_bytes // 2)
-    kinds = np.arange(len(inventory.table.affixes) + 1)
-    if plan.device is not None:
-        most_objects, most_bytes = plan.device.most_objects, plan.device.slab_bytes
-    elif places is not None:
-        kinds = _prefix_ids(inventory)
-    for start, stop in windows:
-        window, window_sizes = plan.rows[start:stop], plan.capacities[start:stop]
-        kind = kinds[affix_ids[window]]
-        order = np.lexsort((window if places is None else places[window], window_sizes, kind))
-        window, kind, window_sizes = window[order], kind[order], window_sizes[order]
-        changes = np.flatnonzero((np.diff(kind) != 0) | (np.diff(window_sizes) != 0)) + 1
-        for part, part_sizes in zip(
-            np.split(window, changes), np.split(window_sizes, changes), strict=True
-        ):
-            for task in batches(part, part_sizes, most_objects=most_objects, most_bytes=most_bytes):
-                by_affix = np.argsort(affix_ids[task.rows], kind="stable")
-                yield replace(task, rows=task.rows[by_affix])
-
-
-def _prefix_ids(inventory: Inventory) -> IntArray:
-    """Give a number to what keys begin with, by affix id: on 3FS, which file they mean."""
-    prefixes = [prefix for prefix, _ in inventory.table.affixes]
-    ids = {prefix: number for number, prefix in enumerate(dict.fromkeys(prefixes))}
-    return np.array([*(ids[prefix] for prefix in prefixes), len(ids)], dtype=np.int64)
 
 
 def _work(

@@ -24,13 +24,8 @@ from hicachectl.groups import ORPHAN, PARTIAL, PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.loaders.devices import DEFAULT_DEVICE_BYTES, open_checker
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES
-from hicachectl.reading import (
-    ReadingPlan,
-    ReadingResult,
-    read_objects,
-    readable_sizes,
-    value_checkers,
-)
+from hicachectl.reading import ReadingResult, read_objects, readable_sizes, value_checkers
+from hicachectl.reading_plan import ReadingPlan
 from hicachectl.selection import EVERYTHING, Selection, select
 from hicachectl.settled import changed_groups, unjudged
 from hicachectl.stamps import check_stamp

@@ -36,7 +36,8 @@ from hicachectl.backends.hf3fs import Hf3fsStore
 from hicachectl.backends.hf3fs_settings import Hf3fsSettings
 from hicachectl.formats.profile import Pool, Profile
 from hicachectl.inventory import take_inventory
-from hicachectl.reading import ReadingPlan, read_objects
+from hicachectl.reading import read_objects
+from hicachectl.reading_plan import ReadingPlan
 from tests.hf3fs_server import MetadataServer
 
 if TYPE_CHECKING:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from hicachectl import reading
+from hicachectl import reading_plan
 from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.checks.sizes import expected_sizes
 from hicachectl.findings import combine
 from hicachectl.inventory import take_inventory
-from hicachectl.reading import ReadingPlan, ReadingResult, read_objects, value_checkers
+from hicachectl.reading import ReadingResult, read_objects, value_checkers
+from hicachectl.reading_plan import ReadingPlan
 from tests.backends.hf3fs_place import NUM_PAGES, PAGE_BYTES, PROFILE, FreshStore, Place
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def place(
     metadata_server: MetadataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Place:
     """Both ranks full, in an order of eviction that has nothing to do with that of the files."""
-    monkeypatch.setattr(reading, "_TASK_OBJECTS", 4)
-    monkeypatch.setattr(reading, "_WINDOW_OBJECTS", 32)
+    monkeypatch.setattr(reading_plan, "_TASK_OBJECTS", 4)
+    monkeypatch.setattr(reading_plan, "_WINDOW_OBJECTS", 32)
     place = Place(metadata_server, tmp_path / "hicache")
     place.create()
     for rank in range(2):

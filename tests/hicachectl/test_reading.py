@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from hicachectl import reading
+from hicachectl import reading, reading_plan
 from hicachectl.backends.base import Limits
 from hicachectl.backends.file import FileStore
 from hicachectl.checks.sizes import expected_sizes
 from hicachectl.findings import combine
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.inventory import Inventory, take_inventory
-from hicachectl.reading import ReadingPlan, ReadingResult, read_objects, value_checkers
+from hicachectl.reading import ReadingResult, read_objects, value_checkers
+from hicachectl.reading_plan import ReadingPlan
 from tests.hicachectl.repairs import DSA, dsa_store, indexer, kv
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Forks:
 def forks(monkeypatch: pytest.MonkeyPatch) -> Forks:
     """Many objects are few in a test, and a window is smaller than they are many."""
     monkeypatch.setattr(reading, "_FORK_OBJECTS", OBJECTS)
-    monkeypatch.setattr(reading, "_LEAST_WINDOW_OBJECTS", 16)
+    monkeypatch.setattr(reading_plan, "_LEAST_WINDOW_OBJECTS", 16)
     counter = Forks()
     monkeypatch.setattr(os, "fork", counter)
     return counter
