@@ -8,29 +8,24 @@ are listed like objects, for a check to report.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
-import struct
 import time
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
-from pyarrow.fs import FileType, LocalFileSystem
 
+from hicachectl.backends import file_system
 from hicachectl.backends.base import (
     BoolArray,
     IntArray,
     Limits,
-    Mover,
     ReadResult,
     Result,
     Rows,
@@ -41,25 +36,31 @@ from hicachectl.backends.base import (
     scan_schema,
 )
 from hicachectl.backends.file_bytes import copy_bytes, write_bytes
+from hicachectl.backends.file_listing import ask_each, names_in, scan_directory
+from hicachectl.backends.file_mover import FileMover
+from hicachectl.backends.file_system import (
+    LOST,
+    OWN_PREFIX,
+    VERSION,
+    are_plain,
+    check_key,
+    check_new_key,
+    is_file_name,
+    read_ahead,
+    sync_directory,
+    sync_file_system,
+)
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+    from collections.abc import Callable, Collection, Generator, Sequence
 
-SCAN_ROWS = 16384
-# Arrow's stat releases the GIL: two workers keep up with the thread that reads names.
-SCAN_WORKERS = 2
-OWN_PREFIX = b".hicachectl"
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # The 16 bytes of a temporary name: its owner, the process, and a number.
 _OWNER_BYTES, _TOKEN_BYTES = 8, 12
-_RENAME_NOREPLACE = 1
-_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
-# The file system itself is gone: no answer about one file means anything.
-_LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 # A new file of a random name is refused: the directory takes no other either.
 _NO_NEW_FILES = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -68,9 +69,7 @@ _WORDS = {
     errno.ENXIO: "is not a regular file",  # opening a socket
     errno.ENAMETOOLONG: "the key is too long for a file name",
 }
-_VERSION = struct.Struct("<QqqQ")  # inode, mtime and ctime in ns, size
-_VERSION_BYTES = _VERSION.size
-_LIBC = ctypes.CDLL(None, use_errno=True)
+_VERSION_BYTES = VERSION.size
 
 
 class FileStore(Store):
@@ -149,23 +148,10 @@ class FileStore(Store):
 
         A file that cannot be asked for its size is listed without one.
         """
-        schema = scan_schema(columns)
-        read = self._batch_reader(schema)
-        pending: deque[Any] = deque()
-        # Versions need a stat call from Python, where a second thread only fights for the GIL.
-        workers = 1 if "version" in schema.names else SCAN_WORKERS
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="hicachectl-scan")
         try:
-            for names in self._names():
-                pending.append(pool.submit(read, names))
-                if len(pending) > workers + 1:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
+            yield from scan_directory(self._directory, self.path, scan_schema(columns))
         except OSError as error:
             raise self._unavailable(error) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
@@ -174,14 +160,14 @@ class FileStore(Store):
         memory = self._memory(offsets, capacities, len(rows))
         statuses = np.zeros(len(rows), dtype=np.uint8)
         nbytes = np.full(len(rows), -1, dtype=np.int64)
-        versions = bytearray(len(rows) * _VERSION.size)
+        versions = bytearray(len(rows) * VERSION.size)
         errors: dict[int, str] = {}
         sizes = [-1] * len(rows)
         # This loop is most of what reading small objects costs: names are looked up once, and
         # the checks of a healthy key made for all keys together.
-        pack, read, here = _VERSION.pack_into, self._read, self._directory
+        pack, read, here = VERSION.pack_into, self._read, self._directory
         keys = keys_of(rows)
-        check = None if _are_plain(keys) else _check_key
+        check = None if are_plain(keys) else check_key
         places = zip(keys, offsets.tolist(), capacities.tolist(), strict=True)
         for index, (key, offset, capacity) in enumerate(places):
             try:
@@ -211,10 +197,10 @@ class FileStore(Store):
         """Let the system begin to read files that are not in memory yet."""
         for key, capacity in zip(keys_of(rows), capacities.tolist(), strict=True):
             with suppress(OSError):  # the read will say what is wrong
-                _check_key(key)
+                check_key(key)
                 descriptor = self._open(key, self._directory)
                 try:
-                    _read_ahead(descriptor, capacity)
+                    read_ahead(descriptor, capacity)
                 finally:
                     os.close(descriptor)
 
@@ -263,7 +249,7 @@ class FileStore(Store):
 
         def stage(index: int, errors: dict[int, str]) -> bytes | Status:
             try:
-                _check_key(files[index])
+                check_key(files[index])
                 descriptor = self._open(files[index], source._directory)
             except OSError as error:
                 return source._failed(index, error, errors)
@@ -290,7 +276,7 @@ class FileStore(Store):
         written: dict[int, bytes] = {}
 
         def make(index: int) -> Status:
-            _check_new_key(keys[index])
+            check_new_key(keys[index])
             made = stage(index, errors)
             if isinstance(made, Status):
                 return made
@@ -311,7 +297,7 @@ class FileStore(Store):
             sync = partial(self._sync_data, list(written.values()))
             if staged and self._synced(sync, staged, statuses, errors):
                 self._each(staged, publish, statuses, errors)
-                self._synced(self._sync_directory, staged, statuses, errors)
+                self._synced(partial(sync_directory, self._directory), staged, statuses, errors)
         finally:
             for name in written.values():
                 with suppress(OSError):
@@ -325,7 +311,7 @@ class FileStore(Store):
         errors: dict[int, str] = {}
 
         def unlink(index: int) -> Status:
-            _check_key(keys[index])
+            check_key(keys[index])
             os.unlink(keys[index], dir_fd=self._directory)
             return Status.OK
 
@@ -333,7 +319,7 @@ class FileStore(Store):
         # An anchor must not come back after a crash once its sidecars are gone.
         deleted = np.flatnonzero(statuses == Status.OK).tolist()
         if deleted:
-            self._synced(self._sync_directory, deleted, statuses, errors)
+            self._synced(partial(sync_directory, self._directory), deleted, statuses, errors)
         return Result(statuses, errors)
 
     def own_temporaries(self, owner: str, *, sweep: bool) -> None:
@@ -344,7 +330,7 @@ class FileStore(Store):
             return
         prefix = os.fsdecode(OWN_PREFIX) + f"-{owner}"
         try:
-            for names in self._names():
+            for names in names_in(self._directory):
                 for name in names:
                     if name.startswith(prefix):
                         with suppress(FileNotFoundError):
@@ -366,7 +352,7 @@ class FileStore(Store):
         touched = np.zeros(len(rows), dtype=np.bool_)
         for index, key in enumerate(keys_of(rows)):
             try:
-                _check_key(key)
+                check_key(key)
                 times = now + index, now + index
                 os.utime(key, ns=times, dir_fd=self._directory, follow_symlinks=False)
                 touched[index] = True
@@ -376,9 +362,9 @@ class FileStore(Store):
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """List a few files again, one stat each."""
-        names = [os.fsdecode(key) for key in keys_of(rows) if _is_file_name(key)]
+        names = [os.fsdecode(key) for key in keys_of(rows) if is_file_name(key)]
         try:
-            batch = self._ask_each(scan_schema(columns), names)
+            batch = ask_each(self._directory, scan_schema(columns), names)
         except OSError as error:
             raise self._unavailable(error) from error
         return pa.Table.from_batches([batch])
@@ -405,88 +391,12 @@ class FileStore(Store):
         except BaseException:
             os.close(target)
             raise
-        return FileMover(self, target)
+        return FileMover(self._directory, target, self._failed)
 
     def free_bytes(self) -> int | None:
         """Count what the file system leaves to users who are not root."""
         space = os.fstatvfs(self._directory)
         return space.f_bavail * space.f_frsize
-
-    # listing
-
-    def _names(self) -> Iterator[list[str]]:
-        # A descriptor of its own: scans at the same time must not share a position.
-        directory = os.open(
-            ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._directory
-        )
-        try:
-            with os.scandir(directory) as entries:
-                names = (entry.name for entry in entries if entry.is_file(follow_symlinks=False))
-                while chunk := list(islice(names, SCAN_ROWS)):
-                    yield chunk
-        finally:
-            os.close(directory)
-
-    def _batch_reader(self, schema: Any) -> Callable[[list[str]], Any]:
-        """How names become a batch of `schema`: the cheapest way that has all its columns."""
-
-        def only_names(names: list[str]) -> Any:
-            return _batch(schema, {"key": _key_array(names)}, len(names))
-
-        def read(names: list[str]) -> Any:
-            # Arrow takes UTF-8 text only, and asks for no inode.
-            arrow = "version" not in schema.names and self.path.isascii()
-            if arrow and "".join(names).isascii():
-                with suppress(OSError):  # one file that cannot be asked fails them all
-                    return self._ask_arrow(schema, names)
-            return self._ask_each(schema, names)
-
-        return read if {"nbytes", "mtime_ns", "version"} & set(schema.names) else only_names
-
-    def _ask_arrow(self, schema: Any, names: list[str]) -> Any:
-        """Size and mtime by way of Arrow, which asks the system without holding the GIL."""
-        prefix = self.path + "/"
-        infos = LocalFileSystem().get_file_info([prefix + name for name in names])
-        sizes = [info.size for info in infos]
-        if None in sizes:  # vanished, or no longer a file
-            kept = [info.type == FileType.File for info in infos]
-            names = [name for name, keep in zip(names, kept, strict=True) if keep]
-            infos = [info for info, keep in zip(infos, kept, strict=True) if keep]
-            sizes = [info.size for info in infos]
-        columns = {
-            "key": _key_array(names),
-            "nbytes": pa.array(sizes, pa.int64()),
-            "mtime_ns": pa.array([info.mtime_ns for info in infos], pa.int64()),
-        }
-        return _batch(schema, columns, len(names))
-
-    def _ask_each(self, schema: Any, names: list[str]) -> Any:
-        found: list[str] = []
-        facts: list[tuple[int | None, int | None, bytes | None]] = []
-        fact: tuple[int | None, int | None, bytes | None]
-        for name in names:
-            try:
-                s = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                if error.errno in _LOST:
-                    raise
-                fact = (None, None, None)
-            else:
-                if not stat.S_ISREG(s.st_mode):
-                    continue
-                fact = s.st_size, s.st_mtime_ns, _version(s)
-            found.append(name)
-            facts.append(fact)
-        sizes, times, versions = zip(*facts, strict=True) if facts else ((), (), ())
-        columns = {
-            "key": _key_array(found),
-            "nbytes": pa.array(sizes, pa.int64()),
-            "mtime_ns": pa.array(times, pa.int64()),
-            "version": pa.array(versions, pa.binary()),
-        }
-        return _batch(schema, columns, len(found))
 
     # reading and writing one file
 
@@ -523,10 +433,10 @@ class FileStore(Store):
 
     def _is_there(self, key: bytes) -> bool:
         try:
-            _check_key(key)
+            check_key(key)
             facts = os.stat(key, dir_fd=self._directory, follow_symlinks=False)
         except OSError as error:
-            if error.errno in _LOST:
+            if error.errno in LOST:
                 raise self._unavailable(error) from error
             return False
         return stat.S_ISREG(facts.st_mode)
@@ -576,31 +486,20 @@ class FileStore(Store):
         here = self._directory
         if not if_absent:
             os.replace(temporary, key, src_dir_fd=here, dst_dir_fd=here)
-        elif not _rename_noreplace(here, temporary, here, key):
+        elif not file_system.rename_noreplace(here, temporary, here, key):
             os.link(temporary, key, src_dir_fd=here, dst_dir_fd=here, follow_symlinks=False)
             os.unlink(temporary, dir_fd=here)
 
     def _sync_data(self, names: Collection[bytes]) -> None:
         """Make files durable: by one syncfs, far cheaper than an fsync each where there is one."""
-        if hasattr(_LIBC, "syncfs"):
-            if not _LIBC.syncfs(self._directory):
-                return
-            number = ctypes.get_errno()
-            if number != errno.ENOSYS:  # some sandboxes have no such call
-                raise OSError(number, os.strerror(number))
+        if sync_file_system(self._directory):
+            return
         for name in names:
             descriptor = os.open(name, _READ_FLAGS, dir_fd=self._directory)
             try:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-
-    def _sync_directory(self) -> None:
-        try:
-            os.fsync(self._directory)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:  # some network file systems need none
-                raise
 
     # what went wrong
 
@@ -636,7 +535,7 @@ class FileStore(Store):
 
     def _failed(self, index: int, error: OSError, errors: dict[int, str]) -> Status:
         """Give the status of a system call that failed for one row."""
-        if error.errno in _LOST or self._removed(error):
+        if error.errno in LOST or self._removed(error):
             raise self._unavailable(error) from error
         if error.errno == errno.ENOENT:
             return Status.GONE
@@ -658,152 +557,3 @@ class FileStore(Store):
         }
         reason = remedies.get(error.errno or 0) or f"{error.strerror}; is the file system mounted?"
         return StoreUnavailable(f"{self.path}: {reason}")
-
-
-class FileMover(Mover):
-    """Renames between a store's directory and another one, by their descriptors."""
-
-    def __init__(self, store: FileStore, directory: int) -> None:
-        self._store = store
-        self._here = store._directory
-        self._there = directory
-
-    def take(self, key: bytes, name: str, version: bytes | None = None) -> Status:
-        """Rename, unless the file is no longer the one listed."""
-        target = os.fsencode(name)
-        _check_key(key)
-        _check_key(target)
-        try:
-            listed = os.stat(key, dir_fd=self._here, follow_symlinks=False)
-            if not stat.S_ISREG(listed.st_mode) or version not in (None, _version(listed)):
-                return Status.CHANGED
-            if not _rename_noreplace(self._here, key, self._there, target):
-                os.rename(key, target, src_dir_fd=self._here, dst_dir_fd=self._there)
-        except OSError as error:
-            if not os.fstat(self._there).st_nlink:
-                raise OSError(errno.ECANCELED, "its new directory was removed") from error
-            return self._missing(error)
-        moved = os.stat(target, dir_fd=self._there, follow_symlinks=False)
-        if moved.st_ino == listed.st_ino:
-            return Status.OK
-        # A writer renamed another file to the key between the two calls.
-        if self.put_back(name, key) == Status.EXISTS:
-            os.unlink(target, dir_fd=self._there)  # and again, after that one was taken
-        return Status.CHANGED
-
-    def put_back(self, name: str, key: bytes) -> Status:
-        """Rename, or link where the file system has no rename that spares what is there."""
-        source = os.fsencode(name)
-        _check_key(source)
-        _check_new_key(key)
-        try:
-            if not _rename_noreplace(self._there, source, self._here, key):
-                os.link(
-                    source,
-                    key,
-                    src_dir_fd=self._there,
-                    dst_dir_fd=self._here,
-                    follow_symlinks=False,
-                )
-                os.unlink(source, dir_fd=self._there)
-        except FileExistsError:
-            return Status.EXISTS
-        except OSError as error:
-            return self._missing(error)
-        return Status.OK
-
-    def flush(self) -> None:
-        """Sync both directories: first the one that gained names."""
-        for directory in (self._there, self._here, self._there):
-            try:
-                os.fsync(directory)
-            except OSError as error:
-                if error.errno not in _UNSUPPORTED:  # some network file systems need none
-                    raise
-
-    def close(self) -> None:
-        """Close the directory's descriptor."""
-        descriptor, self._there = self._there, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def _missing(self, error: OSError) -> Status:
-        """Give the status of an error that is none, or raise it."""
-        if self._store._failed(0, error, {}) == Status.GONE:
-            return Status.GONE
-        raise error
-
-
-def _read_ahead(descriptor: int, nbytes: int) -> None:
-    """Begin to read a file, unless its last page is in memory: then all is, as a rule.
-
-    The question costs 1 us; the advice alone, on 4.5 MB that are in memory, 60 us.
-    """
-    try:
-        os.preadv(descriptor, (bytearray(1),), max(0, nbytes - 1), os.RWF_NOWAIT)
-    except OSError as error:
-        if error.errno not in {errno.EAGAIN, *_UNSUPPORTED}:
-            raise
-        os.posix_fadvise(descriptor, 0, nbytes, os.POSIX_FADV_WILLNEED)
-
-
-def _is_file_name(key: bytes) -> bool:
-    try:
-        _check_key(key)
-    except OSError:
-        return False
-    return True
-
-
-def _check_key(key: bytes) -> None:
-    """Raise OSError for bytes that are no name of a file in this very directory."""
-    if b"/" in key or b"\0" in key or key in (b"", b".", b".."):
-        raise OSError(errno.EINVAL, "the key cannot be a file name")
-
-
-def _are_plain(keys: list[bytes]) -> bool:
-    """Tell at once, of many keys, that `_check_key` has nothing against any."""
-    joined = b"".join(keys)
-    return (
-        b"/" not in joined and b"\0" not in joined and len(min(keys, key=len, default=b"...")) > 2
-    )
-
-
-def _check_new_key(key: bytes) -> None:
-    _check_key(key)
-    if key.startswith(OWN_PREFIX):
-        raise OSError(errno.EINVAL, "names in .hicachectl are kept for this tool's own files")
-
-
-def _rename_noreplace(source: int, old: bytes, target: int, new: bytes) -> bool:
-    """Rename unless `new` is there (FileExistsError); False where the system cannot."""
-    if not hasattr(_LIBC, "renameat2"):
-        return False
-    if not _LIBC.renameat2(source, old, target, new, _RENAME_NOREPLACE):
-        return True
-    number = ctypes.get_errno()
-    if number in _UNSUPPORTED:
-        return False
-    raise OSError(number, os.strerror(number))
-
-
-def _version(facts: os.stat_result) -> bytes:
-    return _VERSION.pack(facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size)
-
-
-def _key_array(names: list[str]) -> Any:
-    """File names as a binary array, from one joined buffer instead of a bytes object each."""
-    joined = os.fsencode("".join(names))
-    lengths = list(map(len, names))
-    if sum(lengths) != len(joined):
-        lengths = [len(os.fsencode(name)) for name in names]
-    offsets = np.zeros(len(names) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(joined)]
-    return pa.Array.from_buffers(pa.binary(), len(names), buffers)
-
-
-def _batch(schema: Any, columns: dict[str, Any], rows: int) -> Any:
-    """Build a batch of `schema`; columns that files know nothing about are null."""
-    arrays = [columns[f.name] if f.name in columns else pa.nulls(rows, f.type) for f in schema]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from hicachectl.backends import file
+from hicachectl.backends import file_listing, file_system
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Result, Status, Store, scan_schema
 from hicachectl.backends.file import FileStore
@@ -104,7 +104,7 @@ def test_scan_agrees_with_the_directory(store: FileStore) -> None:
     truth = {name: (s.st_size, s.st_mtime_ns) for name, s in facts}
     for columns in (("nbytes", "mtime_ns"), ("nbytes", "mtime_ns", "version")):
         batches = list(store.scan(columns))
-        assert max(batch.num_rows for batch in batches) <= file.SCAN_ROWS
+        assert max(batch.num_rows for batch in batches) <= file_listing.SCAN_ROWS
         rows = [row for batch in batches for row in batch.to_pylist()]
         assert len(rows) == len(truth)
         assert {row["key"]: (row["nbytes"], row["mtime_ns"]) for row in rows} == truth
@@ -183,7 +183,8 @@ def test_files_that_vanish_while_listing_are_left_out(
 def test_a_listed_name_that_is_gone_has_no_row(store: FileStore) -> None:
     (Path(store.path) / "here.bin").write_bytes(b"abc")
     for columns in (("nbytes", "mtime_ns"), ("nbytes", "version")):
-        batch = store._batch_reader(scan_schema(columns))(["gone.bin", "here.bin"])
+        ask = file_listing.batch_reader(store._directory, store.path, scan_schema(columns))
+        batch = ask(["gone.bin", "here.bin"])
         assert batch.column("key").to_pylist() == [b"here.bin"]
         assert batch.column("nbytes").to_pylist() == [3]
 
@@ -199,7 +200,7 @@ def test_scans_at_the_same_time_do_not_disturb_one_another(store: FileStore) -> 
 def test_an_early_close_leaves_no_threads_or_descriptors(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file, "SCAN_ROWS", 100)
+    monkeypatch.setattr(file_listing, "SCAN_ROWS", 100)
     _fill(store, 5_000)
     threads, descriptors = threading.active_count(), _open_files()
     batches = store.scan()
@@ -374,7 +375,7 @@ def test_a_key_that_appears_meanwhile_is_not_replaced(
     store: FileStore, monkeypatch: pytest.MonkeyPatch, *, noreplace: bool
 ) -> None:
     if not noreplace:  # as on a file system without RENAME_NOREPLACE
-        monkeypatch.setattr(file, "_rename_noreplace", lambda *_: False)
+        monkeypatch.setattr(file_system, "rename_noreplace", lambda *_: False)
     sync = store._sync_data
 
     def overtaken(names: list[bytes]) -> None:
@@ -412,7 +413,7 @@ def test_without_syncfs_every_file_is_synced(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
-    monkeypatch.setattr(file, "_LIBC", object())
+    monkeypatch.setattr(file_system, "_LIBC", object())
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
     assert write(store, {b"a.bin": b"abc", b"b.bin": b"b"}, if_absent=True).all_ok
     assert synced[:2] == [3, 1]
@@ -491,7 +492,7 @@ def _while_copying(
         if not before:
             then()
 
-    monkeypatch.setattr(file, "copy_bytes", copy)
+    monkeypatch.setattr("hicachectl.backends.file.copy_bytes", copy)
 
 
 def test_only_files_are_copied_from(store: FileStore, origin: FileStore) -> None:

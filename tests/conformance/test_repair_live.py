@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from hicachectl.backends.base import Status
-from hicachectl.backends.file import FileMover, FileStore
+from hicachectl.backends.file import FileStore
 from hicachectl.findings import combine, findings
 from hicachectl.formats.profile import parse_profile
 from hicachectl.groups import WHOLE, PageGroups
@@ -26,6 +26,7 @@ from hicachectl.repair import run_repair
 from tests.conformance.store_cases import CASES
 
 if TYPE_CHECKING:
+    from hicachectl.backends.file_mover import FileMover
     from hicachectl.groups import PageGroups as Groups
     from hicachectl.inventory import Inventory
     from hicachectl.repair import RepairOutcome

@@ -187,8 +187,8 @@ class _Counter:
             owner, _, method = path.partition(".")
             of = getattr(sys.modules[module], owner)
             setattr(of, method, self._stepped(getattr(of, method)))
-        file = sys.modules["hicachectl.backends.file"]
-        file._rename_noreplace = self._stepped(file._rename_noreplace)  # type: ignore[attr-defined]
+        system = sys.modules["hicachectl.backends.file_system"]
+        system.rename_noreplace = self._stepped(system.rename_noreplace)  # type: ignore[attr-defined]
         self._count_reads()
         sys.addaudithook(lambda event, _: self.step() if event in _EVENTS else None)
 

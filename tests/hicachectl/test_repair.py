@@ -17,7 +17,8 @@ import pyarrow as pa
 import pytest
 
 from hicachectl.backends.base import Mover, Status
-from hicachectl.backends.file import FileMover, FileStore
+from hicachectl.backends.file import FileStore
+from hicachectl.backends.file_mover import FileMover
 from hicachectl.findings import findings
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.planning import plan_removal, plan_repair, with_descendants

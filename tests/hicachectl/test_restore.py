@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hicachectl.backends.file import FileMover
+from hicachectl.backends.file_mover import FileMover
 from tests.hicachectl.repairs import (
     content,
     default_quarantine,

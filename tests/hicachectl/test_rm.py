@@ -246,7 +246,7 @@ def test_what_an_earlier_run_began_is_completed_first(
 def test_failures_are_listed_and_exit_with_4(
     invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hicachectl.backends.file import FileMover
+    from hicachectl.backends.file_mover import FileMover
 
     def stuck(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")

@@ -1,0 +1,94 @@
+"""Files renamed between a store's directory and another, as a quarantine is filled and emptied."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from hicachectl.backends import file_system
+from hicachectl.backends.base import Mover, Status
+from hicachectl.backends.file_system import check_key, check_new_key, sync_directory, version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class FileMover(Mover):
+    """Renames between a store's directory and another one, by their descriptors."""
+
+    def __init__(
+        self,
+        here: int,
+        there: int,
+        status_of: Callable[[int, OSError, dict[int, str]], Status],
+    ) -> None:
+        """Take two descriptors, of which the second is closed with this.
+
+        status_of: what an error of the store's directory means, as `FileStore` sees it.
+        """
+        self._here = here
+        self._there = there
+        self._status_of = status_of
+
+    def take(self, key: bytes, name: str, version: bytes | None = None) -> Status:
+        """Rename, unless the file is no longer the one listed."""
+        target = os.fsencode(name)
+        check_key(key)
+        check_key(target)
+        try:
+            listed = os.stat(key, dir_fd=self._here, follow_symlinks=False)
+            if not stat.S_ISREG(listed.st_mode) or version not in (None, version_of(listed)):
+                return Status.CHANGED
+            if not file_system.rename_noreplace(self._here, key, self._there, target):
+                os.rename(key, target, src_dir_fd=self._here, dst_dir_fd=self._there)
+        except OSError as error:
+            if not os.fstat(self._there).st_nlink:
+                raise OSError(errno.ECANCELED, "its new directory was removed") from error
+            return self._missing(error)
+        moved = os.stat(target, dir_fd=self._there, follow_symlinks=False)
+        if moved.st_ino == listed.st_ino:
+            return Status.OK
+        # A writer renamed another file to the key between the two calls.
+        if self.put_back(name, key) == Status.EXISTS:
+            os.unlink(target, dir_fd=self._there)  # and again, after that one was taken
+        return Status.CHANGED
+
+    def put_back(self, name: str, key: bytes) -> Status:
+        """Rename, or link where the file system has no rename that spares what is there."""
+        source = os.fsencode(name)
+        check_key(source)
+        check_new_key(key)
+        try:
+            if not file_system.rename_noreplace(self._there, source, self._here, key):
+                os.link(
+                    source,
+                    key,
+                    src_dir_fd=self._there,
+                    dst_dir_fd=self._here,
+                    follow_symlinks=False,
+                )
+                os.unlink(source, dir_fd=self._there)
+        except FileExistsError:
+            return Status.EXISTS
+        except OSError as error:
+            return self._missing(error)
+        return Status.OK
+
+    def flush(self) -> None:
+        """Sync both directories: first the one that gained names."""
+        for directory in (self._there, self._here, self._there):
+            sync_directory(directory)
+
+    def close(self) -> None:
+        """Close the directory's descriptor."""
+        descriptor, self._there = self._there, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _missing(self, error: OSError) -> Status:
+        """Give the status of an error that is none, or raise it."""
+        if self._status_of(0, error, {}) == Status.GONE:
+            return Status.GONE
+        raise error
