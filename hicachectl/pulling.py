@@ -65,6 +65,7 @@ def pull(
         except StoreUnavailable as lost:
             error = str(lost)
         finally:
+            rows += [_row(pulled, profile.page_size) for pulled in server.unclaimed]
             reports.append(
                 {
                     "server": url,

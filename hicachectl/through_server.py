@@ -152,6 +152,7 @@ class ThroughServer:
         self._lock = threading.Lock()
         self._failed_in_a_row = 0
         self.complete = True  # whether nothing was left out for the deadline
+        self.unclaimed: list[Pulled] = []  # answers that a caller has not waited for
 
     def pull(self, prefixes: Iterable[Prefix], deadline: float | None = None) -> Iterator[Pulled]:
         """Ask for prefixes, at every rank, in their order; give what became of each as it is known.
@@ -178,6 +179,7 @@ class ThroughServer:
                 for thread in threads:
                     if thread.ident is not None:
                         thread.join()
+                self.unclaimed = list(_answered(done))
 
     def _results(
         self, done: queue.SimpleQueue[Pulled | BaseException | None], deadline: float | None
@@ -281,6 +283,14 @@ class ThroughServer:
 
 class _RefusedForAllError(StoreUnavailable):
     """A refusal that no other request would escape."""
+
+
+def _answered(done: queue.SimpleQueue[Pulled | BaseException | None]) -> Iterator[Pulled]:
+    """Take what servers have answered from a queue that nobody fills any more."""
+    while not done.empty():
+        result = done.get()
+        if isinstance(result, Pulled) and not result.error:
+            yield result
 
 
 class _Pauses:

@@ -280,6 +280,17 @@ def test_a_caller_that_stops_is_not_kept_waiting() -> None:
     assert threading.active_count() == before
 
 
+def test_answers_that_the_caller_did_not_wait_for_are_kept() -> None:
+    with serving(lambda call: call.answer(answer_of(call.body))) as place:
+        server = ThroughServer(f"http://{place}", **FAST, jobs=1)
+        pulled = server.pull(PREFIXES[:3])
+        assert next(pulled).number == 0
+        while any(thread.name.startswith("pull-") for thread in threading.enumerate()):
+            time.sleep(0.01)
+        pulled.close()  # type: ignore[attr-defined]
+    assert [left.number for left in server.unclaimed] == [1, 2]
+
+
 def test_what_is_wrong_with_a_request_is_raised_to_the_caller(play: Play) -> None:
     def prefixes() -> Iterator[Prefix]:
         yield PREFIXES[0]
