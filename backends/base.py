@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 StatusArray = npt.NDArray[np.uint8]
-_MANY_CHUNKS = 8
-
 Rows = Any  # pa.RecordBatch | pa.Table, a slice of the scan table; pyarrow ships no types
+
+_MANY_CHUNKS = 8  # of a table, from which on `take_rows` leaves them apart
 
 SCAN_FIELDS = {
     "key": pa.field("key", pa.binary(), nullable=False),

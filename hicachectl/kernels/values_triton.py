@@ -275,6 +275,16 @@ def _added(largest, total, squares, numbers, bad, special,
 
 
 @triton.jit
+def _with(number, largest, total, squares):
+    """Add the numbers of each lane's vector to what the lane has: [lanes, numbers], [lanes]."""
+    return (
+        tl.maximum(largest, tl.max(tl.abs(number), 1)),
+        total + tl.sum(number, 1),
+        squares + tl.sum(number * number, 1),
+    )
+
+
+@triton.jit
 def _read(start, split, step, LOOK: tl.constexpr):
     """Read a round of vectors: [lanes, words], where they begin, and which there are."""
     lane = step * LOOK.lanes + tl.arange(0, LOOK.lanes)
@@ -312,15 +322,11 @@ def _first_pass(start, split, LOOK: tl.constexpr):
             codes = at.to(tl.pointer_type(tl.uint8), bitcast=True)[:, None]
             number = tl.load(codes + tl.arange(0, 4 * WORDS)[None, :], mask=inside, other=0)
             number = number.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-            largest = tl.maximum(largest, tl.max(tl.abs(number), 1))
-            total += tl.sum(number, 1)
-            squares += tl.sum(number * number, 1)
+            largest, total, squares = _with(number, largest, total, squares)
         else:
             for place in tl.static_range(PLACES):
                 number = _number(words, place, LOOK)
-                largest = tl.maximum(largest, tl.max(tl.abs(number), 1))
-                total += tl.sum(number, 1)
-                squares += tl.sum(number * number, 1)
+                largest, total, squares = _with(number, largest, total, squares)
         if LOOK.scales:
             legal = (words >= LOOK.floor) & (words < LOOK.first_special)
             if LOOK.zero_scales:
@@ -357,9 +363,7 @@ def _second_pass(start, split, LOOK: tl.constexpr):
                 finite = magnitude < LOOK.first_special
                 infinite = magnitude == LOOK.infinity
             number = tl.where(finite, _number(words, place, LOOK), 0.0)
-            largest = tl.maximum(largest, tl.max(tl.abs(number), 1))
-            total += tl.sum(number, 1)
-            squares += tl.sum(number * number, 1)
+            largest, total, squares = _with(number, largest, total, squares)
             infs += tl.sum(infinite.to(tl.int32), 1)
             nans += tl.sum((~(finite | infinite)).to(tl.int32), 1)
     return (

@@ -37,6 +37,7 @@ from hicachectl.backends.testing import (
 )
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
+from tests.small_file_system import small_file_system
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -433,20 +434,18 @@ def test_a_directory_cleared_while_writing_is_an_error(
 
 
 def test_a_full_file_system_is_told_of_the_row(tmp_path: Path) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a small tmpfs")
-    try:
-        with Arena(1 << 20) as arena, FileStore(tmp_path) as store:
-            store.attach(arena)
-            assert store.free_bytes() == 64 << 10
-            objects = {b"a.bin": b"a" * 4096, b"b.bin": b"b" * (256 << 10), b"c.bin": b"c"}
-            result = write(store, objects, if_absent=True)
-            assert result.statuses.tolist() == [Status.OK, Status.FULL, Status.OK]
-            assert result.errors == {1: "No space left on device"}
-            assert _names(tmp_path) == ["a.bin", "c.bin"]
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
+    with (
+        small_file_system(tmp_path, "64k"),
+        Arena(1 << 20) as arena,
+        FileStore(tmp_path) as store,
+    ):
+        store.attach(arena)
+        assert store.free_bytes() == 64 << 10
+        objects = {b"a.bin": b"a" * 4096, b"b.bin": b"b" * (256 << 10), b"c.bin": b"c"}
+        result = write(store, objects, if_absent=True)
+        assert result.statuses.tolist() == [Status.OK, Status.FULL, Status.OK]
+        assert result.errors == {1: "No space left on device"}
+        assert _names(tmp_path) == ["a.bin", "c.bin"]
 
 
 def test_a_write_that_is_interrupted_leaves_no_temporary_file(
@@ -623,21 +622,14 @@ def test_copying_leaves_access_times(store: FileStore, origin: FileStore) -> Non
 
 def test_a_copy_on_a_full_file_system_is_told_of_the_row(tmp_path: Path, origin: FileStore) -> None:
     small = tmp_path / "small"
-    small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a small tmpfs")
     sizes = {b"a.bin": 4096, b"b.bin": 256 << 10, b"c.bin": 1}
     for name, nbytes in sizes.items():
         (Path(origin.path) / os.fsdecode(name)).write_bytes(b"x" * nbytes)
-    try:
-        with FileStore(small) as store:
-            result = _copy(origin, store, sizes)
-            assert result.statuses.tolist() == [Status.OK, Status.FULL, Status.OK]
-            assert result.errors == {1: "No space left on device"}
-            assert _names(small) == ["new-a.bin", "new-c.bin"]
-    finally:
-        subprocess.run(["umount", small], check=True)
+    with small_file_system(small, "64k"), FileStore(small) as store:
+        result = _copy(origin, store, sizes)
+        assert result.statuses.tolist() == [Status.OK, Status.FULL, Status.OK]
+        assert result.errors == {1: "No space left on device"}
+        assert _names(small) == ["new-a.bin", "new-c.bin"]
 
 
 def _abc(descriptor: int) -> None:

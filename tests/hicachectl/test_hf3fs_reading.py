@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,17 +54,22 @@ def store(place: Place) -> Iterator[FreshStore]:
         yield store
 
 
-def read(store: FreshStore, *, digest: bool) -> tuple[Inventory, ReadingResult]:
-    inventory = take_inventory(store, PROFILE)
-    rows = np.arange(len(inventory.objects))
-    plan = ReadingPlan(
-        rows=rows,
-        capacities=np.full(len(rows), PAGE_BYTES),
-        digest=np.full(len(rows), digest),
+def whole(inventory: Inventory, *, digest: bool) -> ReadingPlan:
+    """Read every page, by one thread."""
+    count = len(inventory.objects)
+    return ReadingPlan(
+        rows=np.arange(count),
+        capacities=np.full(count, PAGE_BYTES),
+        digest=np.full(count, digest),
         checkers={},
         sizes=np.zeros(0, dtype=np.int64),
         jobs=1,
     )
+
+
+def read(store: FreshStore, *, digest: bool) -> tuple[Inventory, ReadingResult]:
+    inventory = take_inventory(store, PROFILE)
+    plan = whole(inventory, digest=digest)
     return inventory, read_objects(store, inventory, plan)
 
 
@@ -151,16 +157,7 @@ def test_without_digests_the_server_is_not_asked(
 
 def test_a_task_fits_into_a_small_buffer_with_another(store: FreshStore) -> None:
     inventory = take_inventory(store, PROFILE)
-    rows = np.arange(len(inventory.objects))
-    plan = ReadingPlan(
-        rows=rows,
-        capacities=np.full(len(rows), PAGE_BYTES),
-        digest=np.full(len(rows), False),
-        checkers={},
-        sizes=np.zeros(0, dtype=np.int64),
-        jobs=2,
-        buffer_bytes=2 * ALIGNMENT,
-    )
+    plan = replace(whole(inventory, digest=False), jobs=2, buffer_bytes=2 * ALIGNMENT)
     assert PAGE_BYTES <= ALIGNMENT
     assert read_objects(store, inventory, plan).bytes_read == 2 * NUM_PAGES * PAGE_BYTES
 

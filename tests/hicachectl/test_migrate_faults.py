@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,9 +29,10 @@ from tests.hicachectl.migrations import (
 from tests.hicachectl.paused import paused
 from tests.hicachectl.places import FilePlace, Hf3fsPlace, MooncakePlace, half_pages
 from tests.mooncake_cluster import Cluster
+from tests.small_file_system import small_file_system
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from tests.conftest import Invoke
     from tests.hicachectl.paused import Ended
@@ -58,19 +58,6 @@ def target(tmp_path: Path) -> Path:
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
     return profile_file(tmp_path / "profile.toml")
-
-
-@contextmanager
-def tmpfs(folder: Path, nbytes: int) -> Iterator[Path]:
-    """Mount a file system of a size."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a small tmpfs")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 def met(
@@ -103,7 +90,7 @@ def test_a_pack_on_a_full_disk_keeps_whole_pages_and_is_valid(
 ) -> None:
     size = sum(len(data) for data, _ in contents(source).values())
     # An index is written in any case: a megabyte is kept for it.
-    with tmpfs(tmp_path / "small", (1 << 20) + size // 2) as small:
+    with small_file_system(tmp_path / "small", (1 << 20) + size // 2) as small:
         pack = f"pack://{small}/a.hcpack"
         document = migrated(invoke, source, pack, "--no-space-check", *SMALL, exit_code=4)
         assert document["stopped_by"] == "destination full"
@@ -124,7 +111,7 @@ def test_a_pack_on_a_full_disk_keeps_whole_pages_and_is_valid(
 def test_a_read_only_destination_ends_the_run_with_one_clear_line(
     invoke: Invoke, source: Path, tmp_path: Path
 ) -> None:
-    with tmpfs(tmp_path / "fixed", 1 << 24) as fixed:
+    with small_file_system(tmp_path / "fixed", 1 << 24) as fixed:
         subprocess.run(["mount", "-o", "remount,ro", fixed], check=True)
         output = invoke("migrate", source, fixed, exit_code=3)
     assert output.stdout == ""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +18,9 @@ from tests.hicachectl.places import Hf3fsPlace
 from tests.hicachectl.test_prewarm import HASHES, PAGES, pages_of
 from tests.hicachectl.test_prewarm_cli import prompts, warmed
 from tests.mooncake_cluster import Cluster
+from tests.small_file_system import small_file_system
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.conftest import Invoke
@@ -101,19 +99,6 @@ def touched_best_last(target: Path, held: int) -> bool:
     times = {name: mtime for name, (_, mtime) in contents(target).items()}
     newest = [max(t for name, t in times.items() if name.startswith(h)) for h in HASHES[:held]]
     return newest == sorted(newest, reverse=True)
-
-
-@contextmanager
-def small_file_system(directory: Path, size: str) -> Iterator[None]:
-    """A file system of a limited size at a directory; skips where none can be mounted."""
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a small tmpfs")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
 
 
 def test_a_file_system_that_is_full_ends_the_run_with_whole_prefixes(

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,6 +43,7 @@ from tests.hicachectl.repairs import (
     shorten,
 )
 from tests.hicachectl.stores import page, put, put_pages
+from tests.small_file_system import small_file_system
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,15 +68,10 @@ def other_file_system() -> Iterator[Path]:
 
 @contextmanager
 def _mounted(size: str = "16m") -> Iterator[Path]:
-    directory = Path(subprocess.check_output(["mktemp", "-d"], text=True).strip())
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
+    directory = Path(tempfile.mkdtemp())
     try:
-        if subprocess.run(mount, capture_output=True, check=False).returncode:
-            pytest.skip("needs the right to mount a small tmpfs")
-        try:
+        with small_file_system(directory, size):
             yield directory
-        finally:
-            subprocess.run(["umount", directory], check=True)
     finally:
         directory.rmdir()
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     Play = Callable[..., tuple[list[Pulled], list[Call]]]
 
 FAST: dict[str, Any] = {"pause_s": 0.02, "api_key": "", "request_timeout_s": 10.0}
+PATIENCE_S = 30
 PREFIXES = [Prefix(number, 2, list(range(number, number + 9))) for number in range(6)]
 
 
@@ -285,8 +286,9 @@ def test_answers_that_the_caller_did_not_wait_for_are_kept() -> None:
         server = ThroughServer(f"http://{place}", **FAST, jobs=1)
         pulled = server.pull(PREFIXES[:3])
         assert next(pulled).number == 0
-        while any(thread.name.startswith("pull-") for thread in threading.enumerate()):
-            time.sleep(0.01)
+        for thread in threading.enumerate():
+            if thread.name.startswith("pull-"):
+                thread.join(PATIENCE_S)
         pulled.close()  # type: ignore[attr-defined]
     assert [left.number for left in server.unclaimed] == [1, 2]
 
