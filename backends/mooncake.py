@@ -72,8 +72,8 @@ class MooncakeStore(Store):
     limits: Limits = Limits(
         batch_objects=128,  # SGLang's own batches are of 128 pages
         batch_bytes=256 << 20,
-        parallel_reads=1,  # by tcp two transfers at a time are slower than one
-        parallel_writes=2,  # of which one puts, while the other asks the master what is there
+        parallel_reads=2,  # one is begun while the other ends
+        parallel_writes=2,
     )
     supports_times: ClassVar[bool] = False
     supports_empty: ClassVar[bool] = False
@@ -102,7 +102,6 @@ class MooncakeStore(Store):
         self._kept: list[Any] = []
         self._registered: int | None = None  # address of the arena
         self._opening = threading.Lock()
-        self._putting = threading.Lock()
         try:
             self._admin.check()
         except BaseException:
@@ -313,15 +312,14 @@ class MooncakeStore(Store):
         begun = self._make_room(rows, statuses, errors, if_absent=if_absent)
         places = np.flatnonzero(statuses == Status.OK)
         if len(places):
-            with self._putting:
-                codes = self._data().put_from(
-                    [keys[at] or "" for at in places],
-                    self._addresses(offsets[places]),
-                    sizes[places].tolist(),
-                    groups=None if group is None else [group[at] for at in places.tolist()],
-                    pin=pin,
-                    pin_seconds=self.pin_seconds,
-                )
+            codes = self._data().put_from(
+                [keys[at] or "" for at in places],
+                self._addresses(offsets[places]),
+                sizes[places].tolist(),
+                groups=None if group is None else [group[at] for at in places.tolist()],
+                pin=pin,
+                pin_seconds=self.pin_seconds,
+            )
             statuses[places[codes == EXISTS]] = Status.EXISTS
             _note_errors(statuses, errors, places, codes, (0, EXISTS))
             if pin and self.pin_seconds is not None:

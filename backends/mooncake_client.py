@@ -61,6 +61,9 @@ _REACH_SECONDS = 5.0
 # Of one question to the master, where the environment does not say; Mooncake's own is 30 s.
 _RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS = "MC_RPC_TIMEOUT_MS", "15000"
 _PATIENCE_SECONDS = 25.0
+# Added in the thread that waits for a transfer: Mooncake has it wait in a loop, where it would
+# take a core from the threads that copy, ours among them.
+_NICENESS = 10
 _ABANDONED: list[Any] = []  # never given back: their end would wait for what hangs
 _PROBE_KEY = "hicachectl-probe"
 _CALLS = ("batch_get_into", "batch_put_from", "batch_remove", "register_buffer")
@@ -218,6 +221,7 @@ class MooncakeClient:
 
         def call() -> None:
             try:
+                os.nice(_NICENESS)  # of this thread alone, on Linux
                 answers.append(getattr(store, name)(*arguments))
             except Exception as error:
                 failures.append(error)
