@@ -390,6 +390,13 @@ class Store(ABC):
         owner: 16 hex digits that at most one living process uses.
         """
 
+    def unfinished(self, rows: Rows) -> BoolArray:
+        """Say which keys another writer has begun, and not finished; none where writes are atomic.
+
+        No reader finds these yet.
+        """
+        return np.zeros(len(as_table(rows)), dtype=np.bool_)
+
     def exists(self, rows: Rows) -> BoolArray:
         """Say which keys are there.
 

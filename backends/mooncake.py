@@ -166,6 +166,10 @@ class MooncakeStore(Store):
         """Say which objects are there and readable."""
         return self._found(rows)[0]
 
+    def unfinished(self, rows: Rows) -> BoolArray:
+        """Say which keys a writer has begun and not finished, where the master can tell."""
+        return self._found(rows)[1]
+
     def _found(self, rows: Rows) -> tuple[BoolArray, BoolArray]:
         """Say which objects are readable, and which somebody has begun to write."""
         keys = _key_array(rows)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -137,17 +137,10 @@ class Carrier:
         """
         self._pass(orders, on_done)
         for seconds in _WAIT_SECONDS:
-            again, self._again = self._again, {}
-            if not again or self._to.full.is_set():
+            if not self._again or self._to.full.is_set():
                 break
             time.sleep(seconds)
-            self._pass(
-                [
-                    Order(survey, np.array(sorted(items), dtype=np.int64), Action.COMPLETE)
-                    for survey, items in again.values()
-                ],
-                on_done,
-            )
+            self._try_again(on_done)
         self._give_up()
         if self._removal is not None:
             self._remove(self._removal.ready(all_=True))
@@ -268,6 +261,27 @@ class Carrier:
         there = delivered.parcel.items[writes.owners[mine]], writes.targets[mine]
         survey.there[there] = writes.sizes[mine]
         self._again.setdefault(id(survey), (survey, []))[1].extend(items.tolist())
+
+    def _try_again(self, on_done: Callable[[Delivered], None]) -> None:
+        """Compare what others have finished meanwhile; of what they have not, write one group.
+
+        Once that goes, a killed writer's objects are given up, and the others are written as well.
+        """
+        again, self._again = self._again, {}
+        finished, unfinished = [], []
+        for survey, items in again.values():
+            chosen = np.array(sorted(items), dtype=np.int64)
+            begun = self._to.unfinished(survey, chosen)
+            finished.append(Order(survey, chosen[~begun], Action.COMPLETE))
+            unfinished.append(Order(survey, chosen[begun], Action.COMPLETE))
+        tried = [replace(order, items=order.items[:1]) for order in unfinished]
+        self._pass([*finished, *tried], on_done)
+        for order in unfinished:
+            rest = replace(order, items=order.items[1:])
+            if id(order.survey) not in self._again:
+                self._pass([rest], on_done)
+            elif len(rest.items):
+                self._again[id(order.survey)][1].extend(rest.items.tolist())
 
     def _keep(self, survey: Survey, items: IntArray) -> None:
         """Leave groups in the source that the destination has only a part of."""

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from hicachectl.backends.arena import place
 from hicachectl.backends.base import Status, batch_spans
 from hicachectl.migrating.decisions import READS_BACK, Action
-from hicachectl.migrating.survey import ABSENT
+from hicachectl.migrating.survey import ABSENT, keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import IntArray, Result, Store
     from hicachectl.groups import BoolArray
     from hicachectl.migrating.parcels import Parcel
+    from hicachectl.migrating.survey import Survey
 
 
 class Fate(IntEnum):
@@ -133,6 +134,15 @@ class Destination:
         places = np.append(parcel.origins, ABSENT)[sources]
         times = self._times.take(pa.array(places, mask=places == ABSENT))
         return pa.table({"key": parcel.keys(), "mtime_ns": times})
+
+    def unfinished(self, survey: Survey, items: IntArray) -> BoolArray:
+        """Say of which groups another writer has begun an object that is there: [items]."""
+        at, targets = np.nonzero(survey.there[items] != ABSENT)
+        pages = survey.pages.take(pa.array(items[at]))
+        begun = self.store.unfinished(pa.table({"key": keys_of(survey.route, targets, pages)}))
+        found = np.zeros(len(items), dtype=np.bool_)
+        found[at[begun]] = True
+        return found
 
     def put(
         self,

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from hicachectl.migrating.routes import Route
     from hicachectl.migrating.survey import Survey
 
+_FIRST_BYTES = 8 << 20
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Writes:
@@ -128,6 +130,7 @@ def parcels(
 ) -> Iterator[Parcel]:
     """Cut groups, in their order, into parcels of limited size, or of one group.
 
+    The first are smaller, so that writing soon begins, and ever larger until they reach the limit.
     reads_back: whether what is written is read back as well. copies: whether the destination can
     copy objects of the source by itself.
     """
@@ -137,16 +140,16 @@ def parcels(
     copied = copies and survey.route.verbatim and not back
     nbytes, objects = _demand(survey, items, back=back)
     by_bytes, by_objects = np.cumsum(nbytes), np.cumsum(objects)
-    start = 0
+    start, limit = 0, min(_FIRST_BYTES, most_bytes)
     while start < len(items):
         spent = (by_bytes[start - 1], by_objects[start - 1]) if start else (0, 0)
         end = min(
-            int(np.searchsorted(by_bytes, spent[0] + most_bytes, side="right")),
+            int(np.searchsorted(by_bytes, spent[0] + limit, side="right")),
             int(np.searchsorted(by_objects, spent[1] + most_objects, side="right")),
         )
         end = max(end, start + 1)
         yield _parcel(survey, items[start:end], action, back=back, copied=copied)
-        start = end
+        start, limit = end, min(2 * limit, most_bytes)
 
 
 def refuse_too_large(
