@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from hicachectl.backends.arena import place
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES, batches
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Device(Protocol):
     """Digests and checks objects somewhere else than in the processor."""
 
     names: tuple[str, ...]
-    slab_bytes: int  # of objects that it takes at once
+    slab_bytes: int  # of objects that it takes at once, as the arena places them
     most_objects: int
     lanes: int  # threads that it keeps busy besides those that read
 
@@ -125,7 +126,7 @@ def tasks_of(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window])
     most_objects, most_bytes = _TASK_OBJECTS, min(TASK_BYTES, plan.buffer_bytes // 2)
     kinds = np.arange(len(inventory.table.affixes) + 1)
     if plan.device is not None:
-        most_objects, most_bytes = plan.device.most_objects, plan.device.slab_bytes
+        most_bytes = plan.device.slab_bytes
     elif places is not None:
         kinds = _prefix_ids(inventory)
     for start, stop in windows:
@@ -137,9 +138,17 @@ def tasks_of(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window])
         for part, part_sizes in zip(
             np.split(window, changes), np.split(window_sizes, changes), strict=True
         ):
+            if plan.device is not None:
+                most_objects = _in_slab(plan.device, int(part_sizes.max(initial=1)))
             for task in batches(part, part_sizes, most_objects=most_objects, most_bytes=most_bytes):
                 by_affix = np.argsort(affix_ids[task.rows], kind="stable")
                 yield replace(task, rows=task.rows[by_affix])
+
+
+def _in_slab(device: Device, nbytes: int) -> int:
+    """Say how many objects of a size a slab of a device holds, as the arena places them."""
+    _, step = place(np.array([max(1, nbytes)]))
+    return max(1, min(device.most_objects, device.slab_bytes // step))
 
 
 def _prefix_ids(inventory: Inventory) -> IntArray:

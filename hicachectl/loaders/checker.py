@@ -10,6 +10,7 @@ import queue
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from subprocess import CalledProcessError
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -43,8 +44,8 @@ MOST_OBJECTS = 4096  # of a task: small objects are worked on together
 class DeviceChecker:
     """Digests and checks objects on one or several devices.
 
-    slab_bytes: the most bytes of a task that is copied at once; larger ones are cut. failure: what
-    went wrong, once `examine` has begun to answer None.
+    slab_bytes, most_objects: what a task may have, as the arena places it. failure: what went
+    wrong, once `examine` has begun to answer None.
     """
 
     def __init__(
@@ -95,11 +96,7 @@ class DeviceChecker:
             if self.failure is not None or not self._takes(loaded, checker):
                 return None
             digests = np.zeros((len(wanted), DIGEST_BYTES), dtype=np.uint8)
-            issues = [
-                issue
-                for start, stop in self._cuts(loaded)
-                for issue in self._part(loaded, start, stop, wanted, checker, digests)
-            ]
+            issues = self._part(loaded, 0, len(wanted), wanted, checker, digests)
         except DeviceError as error:
             if not self._falls_back:
                 raise
@@ -113,13 +110,6 @@ class DeviceChecker:
         if not loaded.task.capacities[0]:
             return False
         return checker is None or self._kind(checker, _step(loaded)).supported
-
-    def _cuts(self, loaded: Loaded) -> Iterator[tuple[int, int]]:
-        """Cut a task into runs of objects that fit a slab."""
-        step = _step(loaded)
-        together = max(1, self.slab_bytes // step)
-        count = len(loaded.offsets)
-        return ((at, min(at + together, count)) for at in range(0, count, together))
 
     def _part(
         self,
@@ -223,6 +213,10 @@ class DeviceChecker:
         try:
             with _named_errors(lane):
                 yield lane
+        except BaseException:
+            with suppress(RuntimeError):  # a device that has failed does not read any more, either
+                lane.wait()  # until its copy is done the objects have to stay in the arena
+            raise
         finally:
             self._free.put(lane)
 
@@ -254,8 +248,13 @@ def _named_errors(lane: Lane) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
+    except CalledProcessError as error:  # Triton's, of the compiler of its launchers
+        raise DeviceError(
+            f"{lane.device}: kernels cannot be built: {error}; a C compiler and Python's headers "
+            "are needed, or --device cpu"
+        ) from error
     except RuntimeError as error:
-        if "CUDA" not in str(error):
+        if not any(sign in str(error) for sign in ("CUDA", "C compiler")):
             raise  # a bug of ours
         reason = str(error).partition("\n")[0]
         raise DeviceError(

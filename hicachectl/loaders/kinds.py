@@ -124,9 +124,8 @@ class Passage:
 
     def start_digests(self, count: int) -> torch.Tensor:
         """Gather objects out of the pools, into a buffer without their bytes, and digest them."""
-        if self._checking is None:
+        if self._digesting is None:
             return to_host(self._launch_digests(count))
-        assert self._digesting is not None, "not prepared"
         graph, results = self._digesting
         graph.replay()
         return to_host(results[:count])
@@ -250,14 +249,20 @@ class Passage:
     def _captured(self, launch: Callable[[int], T]) -> tuple[torch.cuda.CUDAGraph, T] | None:
         """Capture launches for all slots, after a first time that compiles them.
 
-        While this thread captures, no other one may use the device.
+        None where the device has no memory for that: made anew, for fewer objects, launches need
+        less. While this thread captures, no other one may use the device.
         """
-        if self._lane.stream is None or not self._provider.capturable:
+        lane = self._lane
+        if lane.stream is None or not self._provider.capturable:
             return None
-        launch(self.most)
-        self._lane.wait()
+        try:
+            launch(self.most)
+        except torch.OutOfMemoryError:
+            return None
+        lane.wait()
+        torch.cuda.empty_cache()  # the graph has memory of its own
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool=lane.graph_memory, capture_error_mode="thread_local")
         try:
             results = launch(self.most)
         finally:
