@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from subprocess import CalledProcessError
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,10 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def write_store(directory: Path, kind: str) -> tuple[Path, Profile]:
     """Write pages of a kind of pool beside those of the others of its model."""
     profile, _ = tiny(kind)
+    return write_pages(directory, profile), profile
+
+
+def write_pages(directory: Path, profile: Profile) -> Path:
     store = directory / "store"
     store.mkdir()
     for expected in expected_objects(profile, "file"):
@@ -72,7 +77,7 @@ def write_store(directory: Path, kind: str) -> tuple[Path, Profile]:
         for number, content in enumerate(objects):
             put(store / f"{before}{page(number)}{after}", content.tobytes())
     (directory / "p.toml").write_text(dump_profile(profile))
-    return store, profile
+    return store
 
 
 def put(path: Path, content: bytes) -> None:
@@ -122,6 +127,24 @@ def test_findings_are_those_of_the_cpu_word_for_word(
     os.utime(paths[-1], (OLD, OLD))
     expected = found(verified(store, profile))
     assert {row["code"] for row in expected} >= {"all-zero", "truncated"}
+    on_device(device)
+    assert found(verified(store, profile, "cuda")) == expected
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@DEVICES
+def test_drafts_go_the_same_way(
+    tmp_path: Path, on_device: Callable[[str], None], device: str, packed: bool
+) -> None:
+    profile, _ = tiny("latent")
+    kv = profile.pools[0]
+    pools = (replace(kv, packed_draft_layers=1),) if packed else (kv, replace(kv, name="draft"))
+    profile = replace(profile, pools=pools)
+    store = write_pages(tmp_path, profile)
+    damaged = sorted(path for path in store.iterdir() if packed or ".draft" in path.name)[1]
+    put(damaged, damaged.read_bytes()[:-32] + b"\xff" * 32)
+    expected = found(verified(store, profile))
+    assert [row["key"] for row in expected] == [damaged.name]
     on_device(device)
     assert found(verified(store, profile, "cuda")) == expected
 

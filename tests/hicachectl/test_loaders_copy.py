@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.hicachectl.devices import DEVICES, torch
 from tests.hicachectl.value_cases import expected_of, profile_of, tiny
 
-from hicachectl.formats.layouts import MhaGeometry, TensorLayout, unified_page  # isort: skip
+from hicachectl.formats.layouts import (  # isort: skip
+    MhaGeometry,
+    TensorLayout,
+    flat_page,
+    unified_page,
+)
 from hicachectl.kernels.copy_triton import strided_copy  # isort: skip
 from hicachectl.loaders.plans import pool_form  # isort: skip
 from hicachectl.loaders.providers import (  # isort: skip
@@ -123,6 +130,41 @@ def test_every_item_arrives_in_its_layer_slot_and_head_and_comes_back(
     back = gathered(provider, form, pools, slots, objects.shape[1], device)
     assert (back[:, : form.page_bytes] == objects[:, : form.page_bytes]).all()
     assert (back[:, form.page_bytes :] == 0x5A).all()
+
+
+@st.composite
+def random_forms(draw: st.DrawFn) -> PoolForm:
+    if draw(st.booleans()):
+        geometry = MhaGeometry(
+            layers=draw(st.integers(1, 4)),
+            tokens=draw(st.integers(1, 5)),
+            heads=draw(st.integers(1, 3)),
+            head_dim=(dim := draw(st.integers(1, 24))),
+            v_head_dim=dim,
+            dtype=draw(st.sampled_from(("bfloat16", "float8_e4m3fn", "float32"))),
+        )
+        return pool_form(flat_page(geometry, draw(st.sampled_from(MHA_LAYOUTS))))
+    axes = draw(st.sampled_from((("layer", "token", "channel"), ("token", "layer", "channel"))))
+    shape = tuple(draw(st.integers(1, 5)) for _ in range(2))
+    return pool_form((TensorLayout("kv", axes, (*shape, draw(st.integers(1, 80))), "uint8"),))
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@DEVICES
+@settings(max_examples=25, deadline=None)
+@given(form=random_forms(), slots=st.lists(st.integers(0, SLOTS - 1), max_size=3, unique=True))
+def test_pages_of_any_shape_and_layout_arrive_and_come_back(
+    device: str, name: str, form: PoolForm, slots: list[int]
+) -> None:
+    objects = random_objects(form, len(slots))
+    expected = np.full(SLOTS * form.page_bytes, 0xA5, np.uint8)
+    for content, slot in zip(objects, slots, strict=True):
+        placed(form, content, slot, expected)
+    provider = provider_named(name, device)
+    pools = scattered(provider, form, objects, slots, device)
+    assert (pools == expected).all()
+    back = gathered(provider, form, pools, slots, objects.shape[1], device)
+    assert (back[:, : form.page_bytes] == objects[:, : form.page_bytes]).all()
 
 
 def provider_named(name: str, device: str) -> Provider:
