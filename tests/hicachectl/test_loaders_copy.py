@@ -191,6 +191,7 @@ def address_arithmetic() -> SimpleNamespace:
         src_layout_dim: int, block_quota: int = 2,
     ) -> None:  # fmt: skip
         assert item_size % 8 == 0
+        assert len(src_indices), "the launcher divides by it"
         for i, j in zip(src_indices.tolist(), dst_indices.tolist(), strict=True):
             at = src.data_ptr() + i * src_layout_dim + layer_id * item_size
             move(at, dst.data_ptr() + j * item_size, item_size)
@@ -207,6 +208,7 @@ def address_arithmetic() -> SimpleNamespace:
         dst_layout_dim: int, num_layers: int, block_quota: int = 2,
     ) -> None:  # fmt: skip
         assert num_layers == len(src_layers)
+        assert len(src_indices), "the launcher divides by it"
         for layer, base in enumerate(src_layers.view(torch.int64).tolist()):
             for i, j in zip(src_indices.tolist(), dst_indices.tolist(), strict=True):
                 at = dst.data_ptr() + j * dst_layout_dim + layer * item_size
@@ -286,11 +288,14 @@ def test_rows_of_any_width_are_moved(device: str, width: int) -> None:
     assert (pools == expected).all()
 
 
+@pytest.mark.parametrize("name", ["torch", "triton", "sgl_kernel"])
 @DEVICES
-def test_nothing_to_copy_is_no_launch(device: str) -> None:
+def test_nothing_to_copy_is_no_launch(device: str, name: str) -> None:
     form = pool_form(tensors_of("latent", "page_first"))
-    pools = scattered(TritonProvider(), form, np.zeros((0, 4096), np.uint8), [], device)
+    provider = provider_named(name, device)
+    pools = scattered(provider, form, np.zeros((0, 4096), np.uint8), [], device)
     assert (pools == 0xA5).all()
+    assert gathered(provider, form, pools, [], 4096, device).size == 0
 
 
 def test_real_models_move_in_the_widest_words() -> None:
