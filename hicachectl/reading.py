@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.checks.values import ValueChecker, ValueIssue
-    from hicachectl.deployments import AffixTable
+    from hicachectl.deployments import AffixTable, Deployment
     from hicachectl.formats.profile import Profile
     from hicachectl.inventory import IntArray, Inventory
     from hicachectl.pipeline import Loaded
@@ -150,12 +150,18 @@ def value_checkers(
     from hicachectl.checks.values import ValueChecker
 
     expected = expected_objects(profile, scheme)
+    members = enumerate(zip(table.deployment_ids, table.member_ids, strict=True))
     checkers = {
-        affix: ValueChecker(expected[table.member_ids[affix]], profile)
-        for affix, deployment in enumerate(table.deployment_ids)
-        if deployment >= 0 and table.deployments[deployment].profile is profile
+        affix: ValueChecker(expected[member], profile)
+        for affix, (number, member) in members
+        if number >= 0 and _lists(table.deployments[number], member, profile)
     }
     return {affix: checker for affix, checker in checkers.items() if checker.applies}
+
+
+def _lists(deployment: Deployment, member: int, profile: Profile) -> bool:
+    """Whether a member is one of the profile's, and not a pool of its pages that it lacks."""
+    return deployment.profile is profile and deployment.members[member].listed
 
 
 def read_objects(
