@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.checks.values import ValueChecker, ValueIssue
+    from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.inventory import IntArray, Inventory
     from hicachectl.pipeline import Loaded, Task
 
@@ -42,7 +43,11 @@ class Device(Protocol):
     lanes: int  # threads that it keeps busy besides those that read
 
     def examine(
-        self, loaded: Loaded, wanted: npt.NDArray[np.bool_], checker: ValueChecker | None
+        self,
+        loaded: Loaded,
+        wanted: npt.NDArray[np.bool_],
+        expected: ExpectedObject | None,
+        checker: ValueChecker | None,
     ) -> tuple[npt.NDArray[np.uint8], list[ValueIssue]] | None:
         """Give digests [n, 32] of the wanted objects and issues of all; None: it cannot."""
 
@@ -52,8 +57,9 @@ class ReadingPlan:
     """What to read and what to do with it.
 
     rows: [n] int64, the objects to read. capacities: [n] int64, how many bytes of each. digest:
-    [n] bool, which of them to digest. checkers: by affix id, for objects of `sizes[affix]` bytes,
-    the last entry of foreign keys. jobs: how many threads, or processes, read. confirm: so that no
+    [n] bool, which of them to digest. expected: by affix id, what objects of `sizes[affix]` bytes
+    are made of, where that is known; checkers: for those whose values are to be checked. The last
+    of sizes is of foreign keys. jobs: how many threads, or processes, read. confirm: so that no
     writer can have interfered, see `Store.read_confirmed`. device: what digests and checks
     in place of the processor.
     """
@@ -61,6 +67,7 @@ class ReadingPlan:
     rows: IntArray
     capacities: IntArray
     digest: npt.NDArray[np.bool_]
+    expected: Mapping[int, ExpectedObject]
     checkers: Mapping[int, ValueChecker]
     sizes: IntArray
     buffer_bytes: int = DEFAULT_BUFFER_BYTES

@@ -174,6 +174,43 @@ def test_digests_are_of_the_bytes_that_came_back_from_the_pools(
     assert report.document["counts"]["digest-mismatch"] == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@DEVICES
+def test_digests_alone_are_those_of_the_cpu_and_nothing_is_looked_at(
+    tmp_path: Path,
+    on_device: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    kind: str,
+) -> None:
+    def looked_at(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("values are looked at")
+
+    for name in ("block_statistics", "correlations"):
+        monkeypatch.setattr(f"hicachectl.loaders.kinds.{name}", looked_at)
+    store, profile = write_store(tmp_path, kind)
+    on_host = verified(store, profile, update_catalog=True).catalog
+    on_device(device)
+    assert found(verified(store, profile, "cuda", checks=("digests",), catalog=on_host)) == []
+
+
+def test_digests_alone_are_of_what_went_through_the_pools_where_the_form_is_known(
+    tmp_path: Path, provided: Callable[[Any], None]
+) -> None:
+    class Copyless(TorchProvider):
+        def copy(self, *arguments: Any) -> None:
+            pass
+
+    store, profile = write_store(tmp_path, "mamba")
+    known = {path.name for path in store.iterdir()}
+    (store / "notes.txt").write_bytes(b"x" * 1001)
+    on_host = verified(store, profile, update_catalog=True).catalog
+    provided(Copyless())
+    rows = found(verified(store, profile, "cuda", checks=("digests",), catalog=on_host))
+    assert {row["code"] for row in rows} == {"digest-mismatch"}
+    assert {row["key"] for row in rows} == known
+
+
 @DEVICES
 def test_objects_that_a_lane_does_not_hold_together_follow_one_another(
     tmp_path: Path, on_device: Callable[[str], None], device: str

@@ -29,6 +29,7 @@ def test_tasks_of_a_device_fit_its_slab(nbytes: int, together: int) -> None:
         rows=np.arange(count),
         capacities=np.full(count, nbytes),
         digest=np.ones(count, np.bool_),
+        expected={},
         checkers={},
         sizes=np.full(1, nbytes),
         device=device,
