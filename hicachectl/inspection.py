@@ -102,6 +102,7 @@ def _read(
         rows=rows,
         capacities=sizes[rows],
         digest=np.ones(len(rows), dtype=np.bool_),
+        expected={},  # no device has a use for it
         checkers=checkers,
         sizes=expected,
     )

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.checks.values import ValueChecker, ValueIssue
-    from hicachectl.deployments import AffixTable
+    from hicachectl.deployments import AffixTable, Deployment
+    from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.formats.profile import Profile
     from hicachectl.inventory import IntArray, Inventory
     from hicachectl.pipeline import Loaded
@@ -141,20 +142,40 @@ class _Done:
         return replace(self, issues=[issue for issue in self.issues if not gone[issue.index]])
 
 
+def known_objects(
+    table: AffixTable, profile: Profile | None, scheme: str
+) -> dict[int, ExpectedObject]:
+    """Give the object of each affix that the profile accounts for and knows the form of.
+
+    None of an inferred profile.
+    """
+    if profile is None or profile.inferred:
+        return {}
+    expected = expected_objects(profile, scheme)
+    members = enumerate(zip(table.deployment_ids, table.member_ids, strict=True))
+    accounted = {
+        affix: expected[member]
+        for affix, (number, member) in members
+        if number >= 0 and _lists(table.deployments[number], member, profile)
+    }
+    return {affix: known for affix, known in accounted.items() if known.tensors}
+
+
+def _lists(deployment: Deployment, member: int, profile: Profile) -> bool:
+    """Whether a member is one of the profile's, and not a pool of its pages that it lacks."""
+    return deployment.profile is profile and deployment.members[member].listed
+
+
 def value_checkers(
     table: AffixTable, profile: Profile | None, scheme: str
 ) -> dict[int, ValueChecker]:
-    """Make a checker for each affix that the profile accounts for; none of an inferred profile."""
-    if profile is None or profile.inferred:
+    """Make a checker for each of the known objects that is not all padding."""
+    if profile is None:
         return {}
     from hicachectl.checks.values import ValueChecker
 
-    expected = expected_objects(profile, scheme)
-    checkers = {
-        affix: ValueChecker(expected[table.member_ids[affix]], profile)
-        for affix, deployment in enumerate(table.deployment_ids)
-        if deployment >= 0 and table.deployments[deployment].profile is profile
-    }
+    known = known_objects(table, profile, scheme)
+    checkers = {affix: ValueChecker(expected, profile) for affix, expected in known.items()}
     return {affix: checker for affix, checker in checkers.items() if checker.applies}
 
 
@@ -339,25 +360,24 @@ def _work(
     rows = loaded.task.rows
     wanted = loaded.read.ok & wants_digest[rows]
     if plan.device is not None:  # its tasks are of one affix
-        examined = plan.device.examine(loaded, wanted, _checker(loaded, inventory, plan, 0))
+        affix = _known_affix(loaded, inventory, plan, 0)
+        expected, checker = plan.expected.get(affix), plan.checkers.get(affix)
+        examined = plan.device.examine(loaded, wanted, expected, checker)
         if examined is not None:
             return _Done(loaded, *examined)
     issues: list[ValueIssue] = []
     if plan.checkers:
         edges = np.flatnonzero(np.diff(inventory.affix_ids[rows])) + 1
         for start, stop in pairwise([0, *edges.tolist(), len(rows)]):
-            checker = _checker(loaded, inventory, plan, start)
+            checker = plan.checkers.get(_known_affix(loaded, inventory, plan, start))
             issues += _issues(loaded, checker, start, stop)
     return _Done(loaded, _digests(loaded, np.flatnonzero(wanted)), issues)
 
 
-def _checker(
-    loaded: Loaded, inventory: Inventory, plan: ReadingPlan, index: int
-) -> ValueChecker | None:
-    """Give what checks an object of a task; None where it is not of the size for that."""
+def _known_affix(loaded: Loaded, inventory: Inventory, plan: ReadingPlan, index: int) -> int:
+    """Give the affix id of an object of a task; -1 where it is not of the size expected of that."""
     affix = int(inventory.affix_ids[loaded.task.rows[index]])
-    fits = affix in plan.checkers and loaded.task.capacities[index] == plan.sizes[affix]
-    return plan.checkers[affix] if fits else None
+    return affix if loaded.task.capacities[index] == plan.sizes[affix] else -1
 
 
 def _digests(loaded: Loaded, wanted: IntArray) -> npt.NDArray[np.uint8]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from hicachectl.backends.arena import place
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES, batches
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.checks.values import ValueChecker, ValueIssue
+    from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.inventory import IntArray, Inventory
     from hicachectl.pipeline import Loaded, Task
 
@@ -36,12 +38,16 @@ class Device(Protocol):
     """Digests and checks objects somewhere else than in the processor."""
 
     names: tuple[str, ...]
-    slab_bytes: int  # of objects that it takes at once
+    slab_bytes: int  # of objects that it takes at once, as the arena places them
     most_objects: int
     lanes: int  # threads that it keeps busy besides those that read
 
     def examine(
-        self, loaded: Loaded, wanted: npt.NDArray[np.bool_], checker: ValueChecker | None
+        self,
+        loaded: Loaded,
+        wanted: npt.NDArray[np.bool_],
+        expected: ExpectedObject | None,
+        checker: ValueChecker | None,
     ) -> tuple[npt.NDArray[np.uint8], list[ValueIssue]] | None:
         """Give digests [n, 32] of the wanted objects and issues of all; None: it cannot."""
 
@@ -51,8 +57,9 @@ class ReadingPlan:
     """What to read and what to do with it.
 
     rows: [n] int64, the objects to read. capacities: [n] int64, how many bytes of each. digest:
-    [n] bool, which of them to digest. checkers: by affix id, for objects of `sizes[affix]` bytes,
-    the last entry of foreign keys. jobs: how many threads, or processes, read. confirm: so that no
+    [n] bool, which of them to digest. expected: by affix id, what objects of `sizes[affix]` bytes
+    are made of, where that is known; checkers: for those whose values are to be checked. The last
+    of sizes is of foreign keys. jobs: how many threads, or processes, read. confirm: so that no
     writer can have interfered, see `Store.read_confirmed`. device: what digests and checks
     in place of the processor.
     """
@@ -60,6 +67,7 @@ class ReadingPlan:
     rows: IntArray
     capacities: IntArray
     digest: npt.NDArray[np.bool_]
+    expected: Mapping[int, ExpectedObject]
     checkers: Mapping[int, ValueChecker]
     sizes: IntArray
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
@@ -125,7 +133,7 @@ def tasks_of(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window])
     most_objects, most_bytes = _TASK_OBJECTS, min(TASK_BYTES, plan.buffer_bytes // 2)
     kinds = np.arange(len(inventory.table.affixes) + 1)
     if plan.device is not None:
-        most_objects, most_bytes = plan.device.most_objects, plan.device.slab_bytes
+        most_bytes = plan.device.slab_bytes
     elif places is not None:
         kinds = _prefix_ids(inventory)
     for start, stop in windows:
@@ -137,9 +145,17 @@ def tasks_of(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window])
         for part, part_sizes in zip(
             np.split(window, changes), np.split(window_sizes, changes), strict=True
         ):
+            if plan.device is not None:
+                most_objects = _in_slab(plan.device, int(part_sizes.max(initial=1)))
             for task in batches(part, part_sizes, most_objects=most_objects, most_bytes=most_bytes):
                 by_affix = np.argsort(affix_ids[task.rows], kind="stable")
                 yield replace(task, rows=task.rows[by_affix])
+
+
+def _in_slab(device: Device, nbytes: int) -> int:
+    """Say how many objects of a size a slab of a device holds, as the arena places them."""
+    _, step = place(np.array([max(1, nbytes)]))
+    return max(1, min(device.most_objects, device.slab_bytes // step))
 
 
 def _prefix_ids(inventory: Inventory) -> IntArray:

@@ -24,7 +24,13 @@ from hicachectl.groups import ORPHAN, PARTIAL, PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.loaders.devices import DEFAULT_DEVICE_BYTES, open_checker
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES
-from hicachectl.reading import ReadingResult, read_objects, readable_sizes, value_checkers
+from hicachectl.reading import (
+    ReadingResult,
+    known_objects,
+    read_objects,
+    readable_sizes,
+    value_checkers,
+)
 from hicachectl.reading_plan import ReadingPlan
 from hicachectl.selection import EVERYTHING, Selection, select
 from hicachectl.settled import changed_groups, unjudged
@@ -252,9 +258,8 @@ class _Run:
 
     def _plan(self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray) -> ReadingPlan:
         """Choose the objects to read: settled, in the sample, and of use to a check."""
-        checkers: dict[int, ValueChecker] = {}
-        if self._values:
-            checkers = value_checkers(inventory.table, self.request.profile, self.store.grammar)
+        known_by = inventory.table, self.request.profile, self.store.grammar
+        checkers: dict[int, ValueChecker] = value_checkers(*known_by) if self._values else {}
         replicated = replica_sets(inventory.table) != NO_REPLICAS
         has_checker = np.zeros(len(inventory.table.affixes) + 1, dtype=np.bool_)
         has_checker[list(checkers)] = True
@@ -274,6 +279,7 @@ class _Run:
             rows=rows,
             capacities=sizes[rows],
             digest=digest[rows],
+            expected=known_objects(*known_by),
             checkers=checkers,
             sizes=expected,
             buffer_bytes=self.request.buffer_bytes,

@@ -174,8 +174,9 @@ def command(
     names,groups,sizes reads none; --bwlimit and --sample make the others gentler.
 
     With --device cuda objects are loaded into GPU memory as a server loads them, layer by layer,
-    and checked and digested there. The findings are the same as without; a GPU that is missing or
-    fails ends the run, with --device auto the CPU goes on.
+    checked there, gathered back into the order of the store and digested. Objects whose form no
+    profile gives are digested as they came into GPU memory. The findings are the same as without;
+    a GPU that is missing or fails ends the run, with --device auto the CPU goes on.
     """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.output import write_document
     from hicachectl.verify import verify_store

@@ -258,6 +258,7 @@ def _plan_step(
         count = tl.maximum(newest - begin, 0)
         tl.store(positions + slot, begin + slot, mask=slot < count)
         tl.store(slots + slot, begin + slot, mask=slot < count)
+        tl.debug_barrier()  # every warp has read what one of them writes over
         tl.store(loaded + request, length)
         want = there | (position == newest)
         found = position
@@ -269,7 +270,9 @@ def _plan_step(
         token = tl.load(tokens + order, mask=in_n, other=-1)
         token = tl.where(token < newest, token, -1)
         tl.store(tokens + order, token, mask=in_n)
-        mark = tl.load(marks + token, mask=token >= 0, other=0x7FFFFFFF)
+        # What was short, and longer than its pages, has left tokens that have no mark.
+        marked = (token >= 0) & (token < page_columns * PAGE_SIZE)
+        mark = tl.load(marks + token, mask=marked, other=0x7FFFFFFF)
         hit = mark != 0x7FFFFFFF
         tl.store(marks + token, -1 - order, mask=hit)
         stale = in_n & (~hit)

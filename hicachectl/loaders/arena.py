@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,11 +52,20 @@ def register(arena: Arena) -> bool:
     if not torch.cuda.is_available():
         return False
     error = torch.cuda.cudart().cudaHostRegister(arena.address, arena.nbytes, _FLAGS)
-    if int(error) not in (0, _ALREADY_REGISTERED):
+    if not int(error):
+        return True
+    if int(error) != _ALREADY_REGISTERED:
         _LOG.warning(
             "the buffer of %d bytes cannot be page-locked (CUDA error %d): copies to the device "
             "are slower; a higher limit of locked memory (ulimit -l) helps",
             arena.nbytes,
             int(error),
         )
-    return int(error) == 0
+    _forget_last_error()
+    return False
+
+
+def _forget_last_error() -> None:
+    """Let a launch report the error that CUDA keeps for the thread's next one to report."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")

@@ -10,6 +10,7 @@ import queue
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from subprocess import CalledProcessError
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import BoolArray
     from hicachectl.checks.values import ValueChecker, ValueIssue
+    from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.loaders.lanes import Lane
     from hicachectl.loaders.providers import Provider
     from hicachectl.pipeline import Loaded
@@ -43,8 +45,8 @@ MOST_OBJECTS = 4096  # of a task: small objects are worked on together
 class DeviceChecker:
     """Digests and checks objects on one or several devices.
 
-    slab_bytes: the most bytes of a task that is copied at once; larger ones are cut. failure: what
-    went wrong, once `examine` has begun to answer None.
+    slab_bytes, most_objects: what a task may have, as the arena places it. failure: what went
+    wrong, once `examine` has begun to answer None.
     """
 
     def __init__(
@@ -82,24 +84,31 @@ class DeviceChecker:
         self._prepared: set[tuple[int, bool]] = set()
 
     def examine(
-        self, loaded: Loaded, wanted: BoolArray, checker: ValueChecker | None
+        self,
+        loaded: Loaded,
+        wanted: BoolArray,
+        expected: ExpectedObject | None,
+        checker: ValueChecker | None,
     ) -> tuple[Digests, list[ValueIssue]] | None:
         """Send the objects of a task through a device: digests [n, 32] and issues.
 
-        wanted:  which objects to digest. checker: of objects that are all of its kind; None where
-                 nothing is to be checked. Objects that could not be read are left out.
+        wanted:   which objects to digest.
+        expected: what they all are: digested as gathered back from the pools. None where the form
+                  of their bytes is not known: digested as they came into device memory.
+        checker:  of such objects; None where no values are to be checked. Objects that could not
+                  be read are left out.
         None: the processor has to look at them, in the arena, where they still are; so it is once
         the device has failed, if that is wanted, else DeviceError is raised.
         """
+        if self.failure is not None or not loaded.task.capacities[0]:
+            return None
+        kind = None if expected is None else self._kind(expected, checker, _step(loaded))
+        if kind is not None and not kind.supported:
+            return None
+        digests = np.zeros((len(wanted), DIGEST_BYTES), dtype=np.uint8)
         try:
-            if self.failure is not None or not self._takes(loaded, checker):
-                return None
-            digests = np.zeros((len(wanted), DIGEST_BYTES), dtype=np.uint8)
-            issues = [
-                issue
-                for start, stop in self._cuts(loaded)
-                for issue in self._part(loaded, start, stop, wanted, checker, digests)
-            ]
+            flags = self._part(loaded, 0, len(wanted), wanted, kind, digests)
+            issues = [] if checker is None else _judged(loaded, checker, flags)
         except DeviceError as error:
             if not self._falls_back:
                 raise
@@ -108,30 +117,18 @@ class DeviceChecker:
             return None
         return digests, issues
 
-    def _takes(self, loaded: Loaded, checker: ValueChecker | None) -> bool:
-        """Whether there is anything to send, and its form is one that the kernels can look at."""
-        if not loaded.task.capacities[0]:
-            return False
-        return checker is None or self._kind(checker, _step(loaded)).supported
-
-    def _cuts(self, loaded: Loaded) -> Iterator[tuple[int, int]]:
-        """Cut a task into runs of objects that fit a slab."""
-        step = _step(loaded)
-        together = max(1, self.slab_bytes // step)
-        count = len(loaded.offsets)
-        return ((at, min(at + together, count)) for at in range(0, count, together))
-
     def _part(
         self,
         loaded: Loaded,
         start: int,
         stop: int,
         wanted: BoolArray,
-        checker: ValueChecker | None,
+        kind: Kind | None,
         digests: Digests,
-    ) -> list[ValueIssue]:
+    ) -> BoolArray:
+        """Run a slab, in halves where memory is short; fills in digests, and gives flags [n, 2]."""
         try:
-            flags = self._on_device(loaded, start, stop, wanted, checker, digests)
+            return self._on_device(loaded, start, stop, wanted, kind, digests)
         except torch.OutOfMemoryError as error:
             if stop - start < 2:
                 raise DeviceError(
@@ -139,15 +136,10 @@ class DeviceChecker:
                     "--device-bytes, or run with --device cpu"
                 ) from error
             middle = (start + stop) // 2
-            return [
-                issue
-                for part in ((start, middle), (middle, stop))
-                for issue in self._part(loaded, *part, wanted, checker, digests)
-            ]
-        if checker is None:
-            return []
-        suspects = np.flatnonzero(flags[:, 0] & loaded.read.ok[start:stop])
-        return _judged(loaded, checker, start + suspects, flags[suspects, 1])
+            halves = ((start, middle), (middle, stop))
+            return np.concatenate(
+                [self._part(loaded, *half, wanted, kind, digests) for half in halves]
+            )
 
     def _on_device(
         self,
@@ -155,13 +147,12 @@ class DeviceChecker:
         start: int,
         stop: int,
         wanted: BoolArray,
-        checker: ValueChecker | None,
+        kind: Kind | None,
         digests: Digests,
-    ) -> npt.NDArray[np.bool_]:
-        """Run one slab through a lane; fills in digests, and gives flags [n, 2]."""
+    ) -> BoolArray:
+        """Run one slab through a lane."""
         step, count = _step(loaded), stop - start
         chosen = np.flatnonzero(wanted[start:stop])
-        kind = None if checker is None else self._kind(checker, step)
         if kind is not None:
             self._prepare(kind, digests=len(chosen) > 0)
         with self._lane() as lane, lane.in_use():
@@ -210,10 +201,10 @@ class DeviceChecker:
                     self._free.put(lane)
             self._prepared |= {(id(kind), False), (id(kind), digests)}
 
-    def _kind(self, checker: ValueChecker, step: int) -> Kind:
-        key = (form_of(checker), step)
+    def _kind(self, expected: ExpectedObject, checker: ValueChecker | None, step: int) -> Kind:
+        key = (form_of(expected, checker), step)
         if key not in self._kinds:  # of two threads that come here at once, the first one's stays
-            self._kinds.setdefault(key, Kind(checker, step))
+            self._kinds.setdefault(key, Kind(expected, checker, step))
         return self._kinds[key]
 
     @contextmanager
@@ -223,6 +214,10 @@ class DeviceChecker:
         try:
             with _named_errors(lane):
                 yield lane
+        except BaseException:
+            with suppress(RuntimeError):  # a device that has failed does not read any more, either
+                lane.wait()  # until its copy is done the objects have to stay in the arena
+            raise
         finally:
             self._free.put(lane)
 
@@ -254,8 +249,13 @@ def _named_errors(lane: Lane) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
+    except CalledProcessError as error:  # Triton's, of the compiler of its launchers
+        raise DeviceError(
+            f"{lane.device}: kernels cannot be built: {error}; a C compiler and Python's headers "
+            "are needed, or --device cpu"
+        ) from error
     except RuntimeError as error:
-        if "CUDA" not in str(error):
+        if not any(sign in str(error) for sign in ("CUDA", "C compiler")):
             raise  # a bug of ours
         reason = str(error).partition("\n")[0]
         raise DeviceError(
@@ -271,21 +271,17 @@ def _step(loaded: Loaded) -> int:
     return -(-max(1, int(loaded.task.capacities[0])) // 4096) * 4096
 
 
-def _judged(
-    loaded: Loaded,
-    checker: ValueChecker,
-    suspects: npt.NDArray[np.int64],
-    certain: npt.NDArray[np.bool_],
-) -> list[ValueIssue]:
+def _judged(loaded: Loaded, checker: ValueChecker, flags: BoolArray) -> list[ValueIssue]:
     """Have the host look at suspects, in the bytes that are still in the arena.
 
-    certain: [suspects] bool, where the host must find something, too.
+    flags: [n, 2], which objects to look at, and where the host must find something, too.
     """
+    suspects = np.flatnonzero(flags[:, 0] & loaded.read.ok)
     if not len(suspects):
         return []
     issues = checker.check(loaded.block()[suspects])
     found = {issue.index for issue in issues}
-    for number in np.flatnonzero(certain).tolist():
+    for number in np.flatnonzero(flags[suspects, 1]).tolist():
         if number not in found:
             raise DeviceError(
                 f"object {suspects[number]} of a task is healthy in host memory and not on the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -82,10 +83,14 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
         import triton  # noqa: F401 - only to see whether it is there
     except ImportError as error:
         raise UsageError(f"no CUDA device can be used: {error}; install triton") from error
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    with warnings.catch_warnings(record=True) as said:  # of a driver that is too old, say
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        reason = "" if torch.version.cuda else ": this torch is built without CUDA"
-        raise UsageError(f"no CUDA device is there{reason}")
+        reasons = [str(warning.message).partition("\n")[0] for warning in said]
+        if not torch.version.cuda:
+            reasons = ["this torch is built without CUDA"]
+        raise UsageError(": ".join(["no CUDA device is there", *reasons[:1]]))
     devices = [torch.device("cuda", _index(name)) for name in names]
     for device in devices:
         if device.index >= count:

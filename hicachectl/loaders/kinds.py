@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.checks.values import ValueChecker
+    from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.kernels.copies import CopyPlan
     from hicachectl.kernels.layout import OrderLook
     from hicachectl.loaders.lanes import Lane
@@ -39,26 +40,35 @@ POISON = 0xA5  # what staging holds before pages are gathered back into it
 _SEED = 20_011  # of the slots that pages are put in: scattered, as on a server
 
 
-def form_of(checker: ValueChecker) -> Hashable:
+def form_of(expected: ExpectedObject, checker: ValueChecker | None) -> Hashable:
     """Tell kinds apart: ranks whose objects are of one form share what is prepared for it."""
-    expected = checker.expected
+    if checker is None:
+        return expected.tensors
     stored = stored_layers(expected, checker.profile)
     padding = tuple(layer is None for layer in stored)
     return expected.coordinate.pool, expected.tensors, padding
 
 
 class Kind:
-    """What is known of objects of one kind that lie `step` bytes apart. Threads may share it."""
+    """What is known of objects of one kind that lie `step` bytes apart. Threads may share it.
 
-    def __init__(self, checker: ValueChecker, step: int) -> None:
+    layers, fields, looks: what is looked at in the pools; nothing without a checker.
+    """
+
+    def __init__(self, expected: ExpectedObject, checker: ValueChecker | None, step: int) -> None:
         self.step = step
-        self.nbytes = checker.expected.nbytes
-        self.form = pool_form(checker.expected.tensors)
-        stored = stored_layers(checker.expected, checker.profile)
+        self.nbytes = expected.nbytes
+        self.form = pool_form(expected.tensors)
+        self.layers: list[int] = []
+        self.fields: list[tuple[PoolPiece, tuple[Field, ...]]] = []
+        self.looks: list[OrderLook] = []
+        if checker is None:
+            return
+        stored = stored_layers(expected, checker.profile)
         self.layers = [number for number, layer in enumerate(stored) if layer is not None]
-        self.fields = list(fields_of(checker.expected, checker.profile, self.form))
-        layout = checker.layout
-        self.looks = [] if layout is None else [layout.first_look, *layout.second_looks]
+        self.fields = list(fields_of(expected, checker.profile, self.form))
+        if checker.layout is not None:
+            self.looks = [checker.layout.first_look, *checker.layout.second_looks]
 
     @property
     def supported(self) -> bool:
@@ -112,7 +122,7 @@ class Passage:
     # --- what a slab goes through ---
 
     def start_checks(self, count: int) -> torch.Tensor:
-        """Scatter the objects of the staging buffer into the pools, and look at these.
+        """Scatter the objects of the staging buffer into the pools, and look at what is to be.
 
         What was seen goes to the host, for `suspects`, once the lane has been waited for.
         """
@@ -124,9 +134,8 @@ class Passage:
 
     def start_digests(self, count: int) -> torch.Tensor:
         """Gather objects out of the pools, into a buffer without their bytes, and digest them."""
-        if self._checking is None:
+        if self._digesting is None:
             return to_host(self._launch_digests(count))
-        assert self._digesting is not None, "not prepared"
         graph, results = self._digesting
         graph.replay()
         return to_host(results[:count])
@@ -250,14 +259,20 @@ class Passage:
     def _captured(self, launch: Callable[[int], T]) -> tuple[torch.cuda.CUDAGraph, T] | None:
         """Capture launches for all slots, after a first time that compiles them.
 
-        While this thread captures, no other one may use the device.
+        None where the device has no memory for that: made anew, for fewer objects, launches need
+        less. While this thread captures, no other one may use the device.
         """
-        if self._lane.stream is None or not self._provider.capturable:
+        lane = self._lane
+        if lane.stream is None or not self._provider.capturable:
             return None
-        launch(self.most)
-        self._lane.wait()
+        try:
+            launch(self.most)
+        except torch.OutOfMemoryError:
+            return None
+        lane.wait()
+        torch.cuda.empty_cache()  # the graph has memory of its own
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool=lane.graph_memory, capture_error_mode="thread_local")
         try:
             results = launch(self.most)
         finally:

@@ -14,14 +14,17 @@ from hicachectl.formats.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from torch.cuda import _POOL_HANDLE
+
     from hicachectl.loaders.kinds import Passage
 
 # Large enough that launches cost less than the copy, small enough that several lanes overlap.
 SLAB_BYTES = 64 << 20
 MOST_LANES = 8  # of a device: reads, copies and kernels overlap with fewer
 _FEWEST_LANES = 4  # slabs get smaller before there are fewer
-# Beside staging and pools: digests keep 32 bytes for each KiB, statistics less.
-_EXTRA_SHARE = 8
+# Beside staging and pools, a quarter of a slab: digests keep 32 bytes for each KiB, statistics 32
+# for each field of a block, which is 96 for 656 bytes where a page is one token.
+_EXTRA_SHARE = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +35,8 @@ class Lane:
     staging: torch.Tensor
     pools: torch.Tensor
     stream: torch.cuda.Stream | None
+    # Of all captured launches: they are replayed one after another, so passing results share it.
+    graph_memory: _POOL_HANDLE | None = None
     passages: dict[int, Passage] = field(default_factory=dict)  # by the kind's identity
 
     @contextmanager
@@ -70,7 +75,7 @@ def slab_size(device_bytes: int, buffer_bytes: int, largest: int, name: str) -> 
 
     Raises UsageError where not even one object fits.
     """
-    least = -(-max(largest, 1) // ALIGNMENT) * ALIGNMENT
+    least = _aligned(max(largest, 1))
     if lane_bytes(least) > device_bytes:
         raise UsageError(
             f"--device-bytes {device_bytes} is too small for one page: {name} of {largest} bytes "
@@ -81,14 +86,20 @@ def slab_size(device_bytes: int, buffer_bytes: int, largest: int, name: str) -> 
     return max(least, min(ample, share) // ALIGNMENT * ALIGNMENT)
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 def allocate_lanes(
     devices: Sequence[torch.device], device_bytes: int, slab_bytes: int, least: int
 ) -> list[Lane]:
     """Allocate up to MOST_LANES lanes on each device, within `device_bytes` of each.
 
     Where a device has less memory left, fewer lanes; where it has not even one, smaller slabs
-    down to `least` bytes. Raises UsageError where that does not fit either.
+    down to `least` bytes, in whole ALIGNMENTs, as objects lie in them. Raises UsageError where that
+    does not fit either.
     """
+    least = _aligned(least)
     while True:
         count = min(MOST_LANES, max(1, device_bytes // lane_bytes(slab_bytes)))
         by_device = [_lanes(device, count, slab_bytes) for device in devices]
@@ -103,7 +114,7 @@ def allocate_lanes(
                 "allocated; free some, or run with --device cpu"
             )
         by_device.clear()
-        slab_bytes = max(least, slab_bytes // 2)
+        slab_bytes = max(least, slab_bytes // 2 // ALIGNMENT * ALIGNMENT)
 
 
 def _lanes(device: torch.device, count: int, slab_bytes: int) -> list[Lane]:
@@ -124,5 +135,6 @@ def _lanes(device: torch.device, count: int, slab_bytes: int) -> list[Lane]:
 
 def _lane(device: torch.device, slab_bytes: int) -> Lane:
     staging, pools = (torch.empty(slab_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    return Lane(device, staging, pools, stream)
+    if device.type != "cuda":
+        return Lane(device, staging, pools, None)
+    return Lane(device, staging, pools, torch.cuda.Stream(device), torch.cuda.graph_pool_handle())

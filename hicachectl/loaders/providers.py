@@ -136,6 +136,8 @@ class SglKernelProvider:
         destination_places: torch.Tensor,
     ) -> None:
         """Carry a plan out for each pair of places."""
+        if not len(source_places):  # the server's launcher would divide by their number
+            return
         if _dense(plan):
             self._scatter(plan, source, source_places, destination, destination_places)
         else:

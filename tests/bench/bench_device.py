@@ -1,10 +1,13 @@
 """Measure what `verify --device cuda` is made of against what the device can do, in one run.
 
-    python -m tests.bench.bench_device [--part kernels,bus,verify] [--store DIR] [--bytes 8GiB]
+    python -m tests.bench.bench_device [--part kernels,bus,verify,sparse]
+        [--store /dev/shm] [--bytes 8GiB]
 
 Ceilings: a copy within the device (bytes read and written), a bare loop of cudaMemcpyAsync from
 pinned memory, and reads of the same store into the arena. Kernels run on about 1 GiB of pages that
 look like a model's, several times the cache, and are timed by events: the median of some rounds.
+verify reads a store of which --bytes are distinct; the rest are further names of the same files.
+sparse: what `bench_sparse --part gather,digest` measures.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -24,6 +28,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.file import FileStore
+from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.file import FileCodec
 from hicachectl.formats.profile import Pool, Profile, StateTensor
@@ -32,7 +37,7 @@ from hicachectl.verify import Request, verify_store
 from tests.kvgen import KvGenerator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
@@ -143,6 +148,28 @@ def rate(nbytes: int, work: Callable[[], object]) -> float:
     return float(nbytes / milliseconds(work) / 1e6)
 
 
+def cuda_device() -> torch.device:
+    """Give the first CUDA device; where there is none, end with the reason."""
+    from hicachectl.loaders.devices import cuda_devices
+
+    try:
+        return cuda_devices(("cuda",))[0]
+    except HicacheError as error:
+        raise SystemExit(f"{error}; nothing was measured") from error
+
+
+def parts_of(text: str, known: Iterable[str]) -> list[str]:
+    parts = text.split(",")
+    if unknown := set(parts) - set(known):
+        raise SystemExit(f"--part {min(unknown)!r}: write some of {','.join(known)}")
+    return parts
+
+
+def size(text: str) -> int:
+    number, unit = text[:-3], text[-3:]
+    return int(float(number) * {"GiB": 1 << 30, "MiB": 1 << 20}[unit])
+
+
 def device_copy(device: torch.device) -> float:
     import torch
 
@@ -151,7 +178,7 @@ def device_copy(device: torch.device) -> float:
     return rate(2 * TOTAL_BYTES, lambda: copy.copy_(source))
 
 
-def measure_kernels(device: torch.device) -> None:
+def measure_kernels(device: torch.device, options: argparse.Namespace) -> None:
     ceiling = device_copy(device)
     print(f"copy within the device: {ceiling:.0f} GB/s read and written\n")
     print("GB/s; in brackets the ratio to that copy: scatter and gather by bytes read and written,")
@@ -226,7 +253,7 @@ def measure_case(case: Case, ceiling: float, device: torch.device) -> None:
 # --- the way there ---
 
 
-def measure_bus(device: torch.device) -> None:
+def measure_bus(device: torch.device, options: argparse.Namespace) -> None:
     import torch
 
     from hicachectl.backends.arena import Arena
@@ -315,11 +342,17 @@ class Clock:
         return time.monotonic() - self.started
 
 
-def measure_verify(device: torch.device) -> None:
+def measure_verify(device: torch.device, options: argparse.Namespace) -> None:
     """Verify a store on tmpfs; the ceilings are its reads into the arena and the bus."""
     from hicachectl.loaders import lanes
 
-    nbytes, distinct = STORE_BYTES
+    distinct = options.bytes
+    nbytes = distinct * NAMES_OF_A_FILE
+    if (free := shutil.disk_usage(options.store).free) < distinct + (64 << 20):
+        raise SystemExit(
+            f"{options.store} has room for {free >> 20} MiB, not for {distinct >> 20}: give "
+            "another --store, or fewer --bytes"
+        )
     bus = bus_rate(device)
     print(f"{nbytes >> 30} GiB of objects, {distinct >> 30} GiB distinct; GB/s while reading")
     print(f"bus: {bus:.1f} GB/s from pinned memory")
@@ -328,7 +361,7 @@ def measure_verify(device: torch.device) -> None:
     )
     for name in ("bf16 K/V 8.4 MB page_first", "656-byte rows 2.6 MB page_first"):
         case = next(case for case in cases() if case.name == name)
-        with tempfile.TemporaryDirectory(dir=STORE_DIRECTORY) as directory:
+        with tempfile.TemporaryDirectory(dir=options.store) as directory:
             write_store(Path(directory), case, nbytes, distinct)
             reads = max(timed_reads(Path(directory), READ_JOBS, SLAB_BYTES)[0] for _ in range(3))
             ceiling = min(reads, bus)
@@ -376,10 +409,23 @@ def bus_rate(device: torch.device) -> float:
     return rate(TOTAL_BYTES, loop)
 
 
-PARTS = {"kernels": measure_kernels, "bus": measure_bus, "verify": measure_verify}
+def measure_sparse(device: torch.device, options: argparse.Namespace) -> None:
+    from tests.bench import bench_sparse
+
+    memory = bench_sparse.page_locked(bench_sparse.HOST_BYTES, "arena")
+    bench_sparse.print_gather(memory)
+    bench_sparse.print_digest(memory)
+
+
+# The last one keeps its memory.
+PARTS = {
+    "kernels": measure_kernels,
+    "bus": measure_bus,
+    "verify": measure_verify,
+    "sparse": measure_sparse,
+}
 SLAB_BYTES = 64 << 20
-STORE_BYTES = (96 << 30, 8 << 30)
-STORE_DIRECTORY = "/dev/shm"
+NAMES_OF_A_FILE = 12
 READ_JOBS = 16
 # Slab and reading threads; None: as many as verify starts by itself.
 VERIFY_WITH: tuple[tuple[int, int | None], ...] = (
@@ -391,17 +437,22 @@ VERIFY_WITH: tuple[tuple[int, int | None], ...] = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", default=",".join(PARTS))
-    arguments = parser.parse_args()
+    parser.add_argument("--store", type=Path, default=Path("/dev/shm"), help="where to make one")
+    parser.add_argument("--bytes", type=size, default=8 << 30)
+    options = parser.parse_args()
+    parts = parts_of(options.part, PARTS)
+    device = cuda_device()
     import torch
 
-    device = torch.device("cuda", 0)
     started = time.monotonic()
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
-    for part in arguments.part.split(","):
+    for part in parts:
         print(f"\n# {part}")
-        PARTS[part](device)
+        PARTS[part](device, options)
     print(f"\n{time.monotonic() - started:.0f} s")
 
 

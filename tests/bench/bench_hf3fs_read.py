@@ -130,6 +130,7 @@ def ours(
         rows=rows,
         capacities=inventory.objects.column("nbytes").to_numpy(),
         digest=np.full(len(rows), digest),
+        expected={},
         checkers={},
         sizes=np.zeros(0, dtype=np.int64),
         buffer_bytes=BUFFER_BYTES,

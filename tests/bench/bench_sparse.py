@@ -27,7 +27,15 @@ import numpy as np
 
 from hicachectl.backends.arena import Arena
 from hicachectl.kernels.sparse_reference import SparseModel
-from tests.bench.bench_device import ROUNDS, WARM_UP, milliseconds, rate
+from tests.bench.bench_device import (
+    ROUNDS,
+    WARM_UP,
+    cuda_device,
+    milliseconds,
+    parts_of,
+    rate,
+    size,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,7 +51,7 @@ REQUESTS, TOP_K, MISSES = 64, 2048, 400
 LAYERS, PAGE_SIZE, ROW_BYTES = 61, 64, 656
 DIGEST_BYTES = 1 << 30
 OBJECT_BYTES = (40_016, 515_328, 2_561_024, 4_497_408, 75_497_472)
-GIB = 1 << 30
+HOST_BYTES = 4 << 30
 DEVICE = "cuda"
 
 
@@ -62,7 +70,10 @@ def generated(options: argparse.Namespace) -> Pattern:
 
 
 def loaded(path: Path) -> Pattern:
-    pattern: Pattern = np.load(path, mmap_mode="r", allow_pickle=False)
+    try:
+        pattern: Pattern = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: {error}") from error
     if pattern.dtype != np.int32 or pattern.ndim != 3 or not pattern.size:
         raise SystemExit(f"{path}: {pattern.dtype} {pattern.shape}, not int32 [steps, layers, k]")
     return pattern
@@ -92,6 +103,8 @@ def print_fractions(options: argparse.Namespace) -> None:
     print(f"fraction fetched, {steps} steps, {layers} layers, k {k}; {source}")
     print(f"{'slots':>8}{'first':>8}{'later':>8}{'layers, least':>16}{'most':>8}{'s':>8}")
     for slots in options.slots or (k, 2 * k, 4 * k):
+        if slots < k:
+            raise SystemExit(f"--slots {slots}: a buffer of fewer than the {k} selected tokens")
         start = time.perf_counter()
         shares = fractions(pattern, slots)
         by_layer = shares[1:].mean(axis=0) if steps > 1 else shares[0]
@@ -99,6 +112,10 @@ def print_fractions(options: argparse.Namespace) -> None:
             f"{slots:8}{shares[0].mean():8.3f}{by_layer.mean():8.3f}{by_layer.min():16.3f}"
             f"{by_layer.max():8.3f}{time.perf_counter() - start:8.1f}"
         )
+        if options.each_step:
+            for step, share in enumerate(shares):
+                by_each = " ".join(f"{one:.3f}" for one in share)
+                print(f"{'':8}step {step}: {share.mean():.3f}; layers {by_each}")
 
 
 def page_locked(nbytes: int, kind: str) -> torch.Tensor:
@@ -275,26 +292,21 @@ def print_digest(memory: torch.Tensor) -> None:
     buffer = memory[:DIGEST_BYTES].to(DEVICE)
     lanes = (32, 64, 128, 256)
     print(f"{'bytes an object':>16}" + "".join(f"{f'{n} lanes':>12}" for n in lanes))
-    for size in OBJECT_BYTES:
-        stride = -(-size // 4096) * 4096
+    for nbytes in OBJECT_BYTES:
+        stride = -(-nbytes // 4096) * 4096
         offsets = np.arange(DIGEST_BYTES // stride) * stride
-        lengths = np.full(len(offsets), size)
+        lengths = np.full(len(offsets), nbytes)
         rates = []
         for n in lanes:
             found = digests(buffer, offsets, lengths, lanes=n).cpu().numpy()
             for number in (0, len(offsets) - 1):
                 start = int(offsets[number])
-                data = memory[start : start + size].numpy().tobytes()
+                data = memory[start : start + nbytes].numpy().tobytes()
                 assert found[number].tobytes() == blake3(data).digest()
             rates.append(
-                rate(size * len(offsets), partial(digests, buffer, offsets, lengths, lanes=n))
+                rate(nbytes * len(offsets), partial(digests, buffer, offsets, lengths, lanes=n))
             )
-        print(f"{size:16}" + "".join(f"{speed:12.0f}" for speed in rates))
-
-
-def size(text: str) -> int:
-    number, unit = text[:-3], text[-3:]
-    return int(float(number) * {"GiB": 1 << 30, "MiB": 1 << 20}[unit])
+        print(f"{nbytes:16}" + "".join(f"{speed:12.0f}" for speed in rates))
 
 
 def main() -> None:
@@ -303,21 +315,23 @@ def main() -> None:
     parser.add_argument("--pattern", type=Path, help="[steps, layers, k] int32, .npy")
     parser.add_argument("--save", type=Path, help="where to write the generated pattern")
     parser.add_argument("--slots", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--each-step", action="store_true", help="the fraction of every step, too")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--k", type=int, default=TOP_K)
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--persistence", type=float, default=0.95)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--host-bytes", type=size, default=4 * GIB)
+    parser.add_argument("--host-bytes", type=size, default=HOST_BYTES)
     parser.add_argument("--memory", choices=("arena", "huge"), default="arena")
     options = parser.parse_args()
-    parts = options.part.split(",")
+    parts = parts_of(options.part, ("fraction", "gather", "digest"))
     if options.save:
         np.save(options.save, generated(options))
     if "fraction" in parts:
         print_fractions(options)
     if {"gather", "digest"} & set(parts):
+        cuda_device()
         import torch
 
         print(f"{torch.cuda.get_device_name()}, {options.memory} {options.host_bytes >> 20} MiB")

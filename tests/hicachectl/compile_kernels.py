@@ -75,7 +75,7 @@ def compile_passages() -> None:
         expected = expected_of(case)
         step = -(-expected.nbytes // ALIGNMENT) * ALIGNMENT
         staging, pools = (torch.empty(OBJECTS * step, dtype=torch.uint8) for _ in range(2))
-        kind = Kind(ValueChecker(expected, case.profile), step)
+        kind = Kind(expected, ValueChecker(expected, case.profile), step)
         assert kind.supported, case.name
         passage = Passage(kind, Lane(torch.device("cpu"), staging, pools, None), TritonProvider())
         passage.start_checks(OBJECTS)

@@ -50,7 +50,7 @@ def test_the_kernel_sees_the_order_where_the_host_does(device: str, name: str) -
     step = -(-expected.nbytes // 4096) * 4096
     slab = len(objects) * step
     lane = allocate_lanes([torch.device(device)], lane_bytes(slab), slab, slab)[0]
-    passage = Passage(Kind(checker, step), lane, TorchProvider())
+    passage = Passage(Kind(expected, checker, step), lane, TorchProvider())
     slabs = np.zeros((len(objects), step), np.uint8)
     slabs[:, : expected.nbytes] = objects
     lane.staging.copy_(torch.from_numpy(slabs.reshape(-1)))

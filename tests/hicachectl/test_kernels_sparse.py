@@ -143,6 +143,20 @@ def test_the_kernel_agrees_with_the_model_bit_for_bit(device: str, episode: Epis
             pair.step(step, rows, there)
 
 
+@DEVICES
+def test_marks_of_others_are_left_alone_where_a_sequence_outgrew_its_pages(device: str) -> None:
+    slots, context = 12, 8
+    with host_rows(device, requests=1, layers=1, page_size=4, context=context) as rows:
+        pair = Pair(1, slots, context, device)
+        memory = torch.zeros(4 * context, dtype=torch.int32, device=device)
+        memory[:context] = pair.plan.marks[0]
+        pair.plan.marks = memory[:context].view(1, context)
+        there = [[True] * context + [False] * 20]
+        pair.step(Step([11], [[1, 9, 10, 7, 2]]), rows, there)
+        pair.step(Step([13], [[1, 9, 12, 7, 11]]), rows, there)
+        assert not bool(memory[context:].any())
+
+
 @pytest.mark.parametrize("device", [NATIVE])
 def test_the_kernel_agrees_with_the_model_at_the_size_of_a_server(device: str) -> None:
     requests, slots, k, context = 8, 4096, 2048, 16384

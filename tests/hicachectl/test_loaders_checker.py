@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
+from contextlib import nullcontext
+from dataclasses import replace
+from subprocess import CalledProcessError
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +24,7 @@ from hicachectl.loaders import devices  # isort: skip
 from hicachectl.loaders.checker import DeviceChecker  # isort: skip
 from hicachectl.loaders.devices import parse_devices  # isort: skip
 from hicachectl.loaders.kinds import Passage  # isort: skip
-from hicachectl.loaders.lanes import allocate_lanes, lane_bytes, slab_size  # isort: skip
+from hicachectl.loaders.lanes import Lane, allocate_lanes, lane_bytes, slab_size  # isort: skip
 from hicachectl.loaders.providers import TorchProvider, TritonProvider  # isort: skip
 from hicachectl.formats.expectation import expected_objects  # isort: skip
 from hicachectl.verify import Report, Request, verify_store  # isort: skip
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from tests.conftest import Invoke
 
 PAGES = 3
+STREAM: Any = object()  # stands for a stream where there is none
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 JOBS = 4 if HAS_CUDA else 1  # Triton's interpreter belongs to one thread
 KINDS = ("bfloat16", "float8_e4m3fn", "fp8_scaled", "indexer", "mamba")
@@ -59,6 +65,10 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def write_store(directory: Path, kind: str) -> tuple[Path, Profile]:
     """Write pages of a kind of pool beside those of the others of its model."""
     profile, _ = tiny(kind)
+    return write_pages(directory, profile), profile
+
+
+def write_pages(directory: Path, profile: Profile) -> Path:
     store = directory / "store"
     store.mkdir()
     for expected in expected_objects(profile, "file"):
@@ -67,7 +77,7 @@ def write_store(directory: Path, kind: str) -> tuple[Path, Profile]:
         for number, content in enumerate(objects):
             put(store / f"{before}{page(number)}{after}", content.tobytes())
     (directory / "p.toml").write_text(dump_profile(profile))
-    return store, profile
+    return store
 
 
 def put(path: Path, content: bytes) -> None:
@@ -121,6 +131,24 @@ def test_findings_are_those_of_the_cpu_word_for_word(
     assert found(verified(store, profile, "cuda")) == expected
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@DEVICES
+def test_drafts_go_the_same_way(
+    tmp_path: Path, on_device: Callable[[str], None], device: str, packed: bool
+) -> None:
+    profile, _ = tiny("latent")
+    kv = profile.pools[0]
+    pools = (replace(kv, packed_draft_layers=1),) if packed else (kv, replace(kv, name="draft"))
+    profile = replace(profile, pools=pools)
+    store = write_pages(tmp_path, profile)
+    damaged = sorted(path for path in store.iterdir() if packed or ".draft" in path.name)[1]
+    put(damaged, damaged.read_bytes()[:-32] + b"\xff" * 32)
+    expected = found(verified(store, profile))
+    assert [row["key"] for row in expected] == [damaged.name]
+    on_device(device)
+    assert found(verified(store, profile, "cuda")) == expected
+
+
 @DEVICES
 def test_digests_are_of_the_bytes_that_came_back_from_the_pools(
     tmp_path: Path, on_device: Callable[[str], None], device: str
@@ -146,8 +174,45 @@ def test_digests_are_of_the_bytes_that_came_back_from_the_pools(
     assert report.document["counts"]["digest-mismatch"] == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @DEVICES
-def test_a_task_larger_than_a_lane_is_cut(
+def test_digests_alone_are_those_of_the_cpu_and_nothing_is_looked_at(
+    tmp_path: Path,
+    on_device: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    kind: str,
+) -> None:
+    def looked_at(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("values are looked at")
+
+    for name in ("block_statistics", "correlations"):
+        monkeypatch.setattr(f"hicachectl.loaders.kinds.{name}", looked_at)
+    store, profile = write_store(tmp_path, kind)
+    on_host = verified(store, profile, update_catalog=True).catalog
+    on_device(device)
+    assert found(verified(store, profile, "cuda", checks=("digests",), catalog=on_host)) == []
+
+
+def test_digests_alone_are_of_what_went_through_the_pools_where_the_form_is_known(
+    tmp_path: Path, provided: Callable[[Any], None]
+) -> None:
+    class Copyless(TorchProvider):
+        def copy(self, *arguments: Any) -> None:
+            pass
+
+    store, profile = write_store(tmp_path, "mamba")
+    known = {path.name for path in store.iterdir()}
+    (store / "notes.txt").write_bytes(b"x" * 1001)
+    on_host = verified(store, profile, update_catalog=True).catalog
+    provided(Copyless())
+    rows = found(verified(store, profile, "cuda", checks=("digests",), catalog=on_host))
+    assert {row["code"] for row in rows} == {"digest-mismatch"}
+    assert {row["key"] for row in rows} == known
+
+
+@DEVICES
+def test_objects_that_a_lane_does_not_hold_together_follow_one_another(
     tmp_path: Path, on_device: Callable[[str], None], device: str
 ) -> None:
     store, profile = write_store(tmp_path, "bfloat16")
@@ -263,15 +328,25 @@ def provided(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 
 def test_a_device_that_fails_ends_the_run_or_leaves_the_rest_to_the_cpu(
-    tmp_path: Path, provided: Callable[[Any], None]
+    tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, profile = write_store(tmp_path, "indexer")
     damaged = sorted(store.iterdir())[3]
     put(damaged, bytes(damaged.stat().st_size))
     expected = found(verified(store, profile))
-    provided(Failing(good=1))
+    provider = Failing(good=1)
+    waited_with: list[int] = []
+    wait = Lane.wait
+
+    def noted_wait(lane: Lane) -> None:
+        waited_with.append(provider.good)
+        wait(lane)
+
+    monkeypatch.setattr(Lane, "wait", noted_wait)
+    provided(provider)
     with pytest.raises(DeviceError, match="failed: CUDA error: unspecified launch failure;"):
         verified(store, profile, "cuda")
+    assert waited_with[-1] < 0, "the arena is gone while the device may read it"
     provided(Failing(good=1))
     report = verified(store, profile, "auto", device_bytes=lane_bytes(16384))
     assert found(report) == expected
@@ -288,6 +363,60 @@ def test_without_memory_for_many_objects_fewer_are_sent(
     provided(Failing(at_most=0, error=error))
     with pytest.raises(DeviceError, match="out of memory for one page"):
         verified(store, profile, "cuda")
+
+
+def streaming_lane(device: Any, slab_bytes: int) -> Lane:
+    staging, pools = torch.empty((2, slab_bytes), dtype=torch.uint8)
+    return Lane(device, staging, pools, STREAM)
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="captures in earnest")
+def test_without_memory_to_capture_launches_they_are_made_anew_for_fewer_objects(
+    tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = Failing(at_most=1, error=torch.OutOfMemoryError("CUDA out of memory"))
+    monkeypatch.setattr(provider, "capturable", True, raising=False)
+    monkeypatch.setattr(Lane, "in_use", lambda lane: nullcontext())
+    monkeypatch.setattr(Lane, "wait", lambda lane: None)
+    monkeypatch.setattr("hicachectl.loaders.lanes._lane", streaming_lane)
+    store, profile = write_store(tmp_path, "latent")
+    on_host = verified(store, profile, update_catalog=True).catalog
+    provided(provider)
+    assert found(verified(store, profile, "cuda", catalog=on_host, update_catalog=True)) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        CalledProcessError(1, ["gcc", "main.c"]),
+    ],
+)
+def test_without_a_compiler_for_launchers_the_run_ends_with_the_reason(
+    tmp_path: Path, provided: Callable[[Any], None], error: Exception
+) -> None:
+    store, profile = write_store(tmp_path, "latent")
+    provided(Failing(error=error))
+    with pytest.raises(DeviceError, match=r"(C compiler|gcc).*--device cpu"):
+        verified(store, profile, "cuda")
+    provided(Failing(error=error))
+    report = verified(store, profile, "auto")
+    assert found(report) == []
+    assert "the CPU did what was left" in report.remarks[0]
+
+
+def test_a_driver_s_complaint_is_the_reason_that_there_is_no_device(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def is_available() -> bool:
+        warnings.warn("CUDA initialization: the driver is too old\nmore", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    with pytest.raises(UsageError, match=r"no CUDA device is there: .* the driver is too old$"):
+        devices.cuda_devices(("auto",))
+    assert not len(recwarn)
 
 
 def test_a_device_that_damages_data_is_told_from_a_damaged_store(
@@ -315,7 +444,7 @@ def test_lanes_stay_within_the_budget_and_grow_with_the_largest_object() -> None
 def test_a_full_device_gets_fewer_lanes_then_smaller_slabs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real, largest, allowed = torch.empty, 4000, 3
+    real, largest, allowed = torch.empty, 20480, 3
 
     def empty(nbytes: Any, **options: Any) -> Any:
         nonlocal allowed
@@ -326,14 +455,14 @@ def test_a_full_device_gets_fewer_lanes_then_smaller_slabs(
 
     monkeypatch.setattr("hicachectl.loaders.lanes.torch.empty", empty)
     cpu = torch.device("cpu")
-    lanes = allocate_lanes([cpu], 1 << 20, 4000, 1000)
-    assert [len(lane.staging) for lane in lanes] == [4000]
-    largest, allowed = 2500, 1000
-    lanes = allocate_lanes([cpu], 1 << 20, 4000, 1000)
-    assert {len(lane.staging) for lane in lanes} == {2000}
-    largest = 999
+    lanes = allocate_lanes([cpu], 1 << 20, 20480, 5000)
+    assert [len(lane.staging) for lane in lanes] == [20480]
+    largest, allowed = 12288, 1000
+    lanes = allocate_lanes([cpu], 1 << 20, 20480, 5000)
+    assert {len(lane.staging) for lane in lanes} == {8192}
+    largest = 8191
     with pytest.raises(UsageError, match="out of memory"):
-        allocate_lanes([cpu], 1 << 20, 4000, 1000)
+        allocate_lanes([cpu], 1 << 20, 20480, 5000)
 
 
 def test_device_names() -> None:
@@ -359,6 +488,38 @@ def test_an_arena_is_page_locked_until_it_is_closed(device: str) -> None:
     arena.close()
     with Arena(1 << 20) as again:
         assert arenas.tensor(again)[5] == 0
+
+
+@pytest.mark.parametrize(("error", "warnings_said"), [(0, 0), (2, 1), (712, 0)])
+def test_a_refusal_to_page_lock_is_said_and_does_not_come_up_later(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: int,
+    warnings_said: int,
+) -> None:
+    from hicachectl.backends.arena import Arena
+    from hicachectl.loaders.arena import register
+
+    kept = []
+
+    def cuda_host_register(address: int, nbytes: int, flags: int) -> int:
+        assert flags == 3
+        kept.extend([error] * (error > 0))
+        return error
+
+    def launch(*arguments: Any, **options: Any) -> None:
+        if kept:
+            raise RuntimeError(f"CUDA error: {kept.pop()}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=cuda_host_register)
+    )
+    monkeypatch.setattr(torch, "ones", launch)
+    with Arena(4096) as arena:
+        assert register(arena) == (not error)
+    assert kept == []
+    assert len(caplog.records) == warnings_said
 
 
 def test_a_checker_gives_its_lanes_back() -> None:

@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.hicachectl.devices import DEVICES, torch
 from tests.hicachectl.value_cases import expected_of, profile_of, tiny
 
-from hicachectl.formats.layouts import MhaGeometry, TensorLayout, unified_page  # isort: skip
+from hicachectl.formats.layouts import (  # isort: skip
+    MhaGeometry,
+    TensorLayout,
+    flat_page,
+    unified_page,
+)
 from hicachectl.kernels.copy_triton import strided_copy  # isort: skip
 from hicachectl.loaders.plans import pool_form  # isort: skip
 from hicachectl.loaders.providers import (  # isort: skip
@@ -125,6 +132,41 @@ def test_every_item_arrives_in_its_layer_slot_and_head_and_comes_back(
     assert (back[:, form.page_bytes :] == 0x5A).all()
 
 
+@st.composite
+def random_forms(draw: st.DrawFn) -> PoolForm:
+    if draw(st.booleans()):
+        geometry = MhaGeometry(
+            layers=draw(st.integers(1, 4)),
+            tokens=draw(st.integers(1, 5)),
+            heads=draw(st.integers(1, 3)),
+            head_dim=(dim := draw(st.integers(1, 24))),
+            v_head_dim=dim,
+            dtype=draw(st.sampled_from(("bfloat16", "float8_e4m3fn", "float32"))),
+        )
+        return pool_form(flat_page(geometry, draw(st.sampled_from(MHA_LAYOUTS))))
+    axes = draw(st.sampled_from((("layer", "token", "channel"), ("token", "layer", "channel"))))
+    shape = tuple(draw(st.integers(1, 5)) for _ in range(2))
+    return pool_form((TensorLayout("kv", axes, (*shape, draw(st.integers(1, 80))), "uint8"),))
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@DEVICES
+@settings(max_examples=25, deadline=None)
+@given(form=random_forms(), slots=st.lists(st.integers(0, SLOTS - 1), max_size=3, unique=True))
+def test_pages_of_any_shape_and_layout_arrive_and_come_back(
+    device: str, name: str, form: PoolForm, slots: list[int]
+) -> None:
+    objects = random_objects(form, len(slots))
+    expected = np.full(SLOTS * form.page_bytes, 0xA5, np.uint8)
+    for content, slot in zip(objects, slots, strict=True):
+        placed(form, content, slot, expected)
+    provider = provider_named(name, device)
+    pools = scattered(provider, form, objects, slots, device)
+    assert (pools == expected).all()
+    back = gathered(provider, form, pools, slots, objects.shape[1], device)
+    assert (back[:, : form.page_bytes] == objects[:, : form.page_bytes]).all()
+
+
 def provider_named(name: str, device: str) -> Provider:
     if name == "torch":
         return TorchProvider()
@@ -149,6 +191,7 @@ def address_arithmetic() -> SimpleNamespace:
         src_layout_dim: int, block_quota: int = 2,
     ) -> None:  # fmt: skip
         assert item_size % 8 == 0
+        assert len(src_indices), "the launcher divides by it"
         for i, j in zip(src_indices.tolist(), dst_indices.tolist(), strict=True):
             at = src.data_ptr() + i * src_layout_dim + layer_id * item_size
             move(at, dst.data_ptr() + j * item_size, item_size)
@@ -165,6 +208,7 @@ def address_arithmetic() -> SimpleNamespace:
         dst_layout_dim: int, num_layers: int, block_quota: int = 2,
     ) -> None:  # fmt: skip
         assert num_layers == len(src_layers)
+        assert len(src_indices), "the launcher divides by it"
         for layer, base in enumerate(src_layers.view(torch.int64).tolist()):
             for i, j in zip(src_indices.tolist(), dst_indices.tolist(), strict=True):
                 at = dst.data_ptr() + j * dst_layout_dim + layer * item_size
@@ -244,11 +288,14 @@ def test_rows_of_any_width_are_moved(device: str, width: int) -> None:
     assert (pools == expected).all()
 
 
+@pytest.mark.parametrize("name", ["torch", "triton", "sgl_kernel"])
 @DEVICES
-def test_nothing_to_copy_is_no_launch(device: str) -> None:
+def test_nothing_to_copy_is_no_launch(device: str, name: str) -> None:
     form = pool_form(tensors_of("latent", "page_first"))
-    pools = scattered(TritonProvider(), form, np.zeros((0, 4096), np.uint8), [], device)
+    provider = provider_named(name, device)
+    pools = scattered(provider, form, np.zeros((0, 4096), np.uint8), [], device)
     assert (pools == 0xA5).all()
+    assert gathered(provider, form, pools, [], 4096, device).size == 0
 
 
 def test_real_models_move_in_the_widest_words() -> None:

@@ -63,6 +63,7 @@ def planned(inventory: Inventory, **options: Any) -> ReadingPlan:
         rows=np.arange(count),
         capacities=inventory.objects.column("nbytes").to_numpy(),
         digest=np.arange(count) % 5 != 0,
+        expected={},
         checkers=value_checkers(inventory.table, DSA, "file"),
         sizes=expected_sizes(inventory.table),
         **options,

@@ -76,6 +76,19 @@ def test_a_healthy_store_is_read_whole_and_clean(invoke: Invoke, store: Path) ->
     assert document["sampled"] == PAGES
 
 
+def test_a_pool_that_the_profile_does_not_list_has_no_values_to_check(
+    invoke: Invoke, store: Path
+) -> None:
+    for rank in range(4):
+        write(store / f"{page(0)}.mamba_m_{rank}_4.bin", np.full(8, 0x7FC1, "<u2"))
+    document = verify(invoke, store)
+    assert document["findings"] == []
+    assert "values" in document["checks"]
+    assert document["skipped_checks"] == ["unlisted-pools"]
+    shown = invoke("show", store, page(0), "--profile", store.parent / "p.toml").stdout
+    assert ".mamba_m_3_4.bin" in shown
+
+
 def test_ranks_that_share_heads_must_agree(invoke: Invoke, store: Path) -> None:
     other = store / f"{page(3)}_m_1_4.bin"
     write(other, healthy(999))
