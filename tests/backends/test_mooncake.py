@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from hicachectl.backends import mooncake_client
@@ -214,10 +215,12 @@ def test_what_a_killed_writer_had_begun_is_not_called_ours(
             time.sleep(0.003)
             writer.send_signal(signal.SIGSTOP)
         writer.kill()
+    assert store.unfinished(pa.table({"key": [KEY, b"other"]})).tolist() == [True, False]
     assert write(store, {KEY: b"ours"}, if_absent=True).statuses.tolist() == [Status.EXISTS]
     time.sleep(DISCARD_S + 0.5)
     assert write(store, {KEY: b"ours"}, if_absent=True).all_ok
     assert cluster.client().get(key) == b"ours"
+    assert not store.unfinished(pa.table({"key": [KEY]})).any()
 
 
 def test_an_empty_object_is_refused_before_it_is_put(store: MooncakeStore) -> None:
