@@ -276,12 +276,14 @@ class Carrier:
             unfinished.append(Order(survey, chosen[begun], Action.COMPLETE))
         tried = [replace(order, items=order.items[:1]) for order in unfinished]
         self._pass([*finished, *tried], on_done)
-        for order in unfinished:
-            rest = replace(order, items=order.items[1:])
-            if id(order.survey) not in self._again:
-                self._pass([rest], on_done)
-            elif len(rest.items):
-                self._again[id(order.survey)][1].extend(rest.items.tolist())
+        rests = [replace(order, items=order.items[1:]) for order in unfinished]
+        rests = [order for order in rests if len(order.items)]
+        for order in rests:
+            if id(order.survey) in self._again:
+                self._again[id(order.survey)][1].extend(order.items.tolist())
+        given_up = [order for order in rests if id(order.survey) not in self._again]
+        if given_up:
+            self._pass(given_up, on_done)
 
     def _keep(self, survey: Survey, items: IntArray) -> None:
         """Leave groups in the source that the destination has only a part of."""
