@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.chains import Hashing
@@ -29,6 +30,32 @@ def ranks_of(urls: Sequence[str]) -> dict[str, Ranks]:
     return {url: dp_ranks(fetch_server(url).info) for url in urls}
 
 
+@dataclass(slots=True)
+class Report:
+    """What one server has done; whole whenever the pulling is interrupted.
+
+    pulled: of each request, at each DP rank. complete: whether it was asked for all. error: what
+    made it be given up, if anything did.
+    """
+
+    server: str
+    pulled: list[Pulled]
+    complete: bool = False
+    error: str | None = None
+
+    def document(self, page_size: int) -> dict[str, Any]:
+        """Count the requests that failed and the tokens that were cached, and list the requests."""
+        pulled = list(self.pulled)
+        return {
+            "server": self.server,
+            "requests": [_row(one, page_size) for one in pulled],
+            "failed": sum(bool(one.error) for one in pulled),
+            "cached_tokens": sum(one.cached_tokens for one in pulled),
+            "complete": self.complete,
+            "error": self.error,
+        }
+
+
 def pull(
     servers: Mapping[str, Ranks],
     asked: Callable[[], Iterable[tuple[int, Request]]],
@@ -37,45 +64,29 @@ def pull(
     *,
     jobs: int | None = None,
     deadline: float | None = None,
-    reports: list[dict[str, Any]],
+    reports: list[Report],
     on_done: Callable[[int], None] = lambda requests: None,
 ) -> None:
     """Ask each server, at each of its DP ranks, for the prefixes that the store has.
 
     asked: gives requests with their numbers, for each server anew. usable_pages: by those numbers.
-    deadline: in terms of time.monotonic(). reports: gets for each server, also when this is
-    interrupted, how many requests failed, the tokens that were cached, of each request where they
-    came from, and what made the server be given up, if anything did.
+    deadline: in terms of time.monotonic(). reports: gets one of each server that is asked.
     """
     hashing = Hashing.of(profile)
     for url, ranks in servers.items():
         server = ThroughServer(url, ranks=ranks, jobs=_JOBS if jobs is None else jobs)
+        report = Report(url, server.pulled)
+        reports.append(report)
         prefixes = (
             prefix_of(number, request, int(usable_pages[number]), hashing)
             for number, request in asked()
             if usable_pages[number]
         )
-        rows: list[dict[str, Any]] = []
-        error, ended = None, False
         try:
-            for pulled in server.pull(prefixes, deadline):
-                rows.append(_row(pulled, profile.page_size))
-                on_done(1)
-            ended = server.complete
+            server.pull(prefixes, deadline, on_done)
+            report.complete = server.complete
         except StoreUnavailable as lost:
-            error = str(lost)
-        finally:
-            rows += [_row(pulled, profile.page_size) for pulled in server.unclaimed]
-            reports.append(
-                {
-                    "server": url,
-                    "requests": rows,
-                    "failed": sum(row["error"] is not None for row in rows),
-                    "cached_tokens": sum(row["cached_tokens"] for row in rows),
-                    "complete": ended,
-                    "error": error,
-                }
-            )
+            report.error = str(lost)
 
 
 def _row(pulled: Pulled, page_size: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from hicachectl.interrupts import deferred
 from hicachectl.server import API_KEY_VARIABLE, checked_key, checked_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from hicachectl.chains import Hashing
     from hicachectl.requests import Request
@@ -114,8 +114,16 @@ def generate_body(prefix: Prefix, dp_rank: int | None) -> dict[str, Any]:
     return body | {name: value for name, value in optional.items() if value is not None}
 
 
+# Of each thread: its results, what made it fail, and at its end None.
+_Done = queue.SimpleQueue[Pulled | BaseException | None]
+
+
 class ThroughServer:
     """One live server; `pull` is called once. Every request has a bound, and so has the whole.
+
+    pulled: what became of prefixes, in the order in which it became known; filled by the threads
+    that ask, so that it is whole whenever `pull` is interrupted. complete: whether nothing was
+    left out for the deadline.
 
     api_key: default from HICACHECTL_API_KEY. jobs: requests at once. Raises UsageError on a URL
     or a key that cannot be one.
@@ -151,18 +159,24 @@ class ThroughServer:
         self._pauses = _Pauses(pause_s, busy_patience_s)
         self._lock = threading.Lock()
         self._failed_in_a_row = 0
-        self.complete = True  # whether nothing was left out for the deadline
-        self.unclaimed: list[Pulled] = []  # answers that a caller has not waited for
+        self.complete = True
+        self.pulled: list[Pulled] = []
 
-    def pull(self, prefixes: Iterable[Prefix], deadline: float | None = None) -> Iterator[Pulled]:
-        """Ask for prefixes, at every rank, in their order; give what became of each as it is known.
+    def pull(
+        self,
+        prefixes: Iterable[Prefix],
+        deadline: float | None = None,
+        on_done: Callable[[int], None] = lambda requests: None,
+    ) -> None:
+        """Ask for prefixes, at every rank, in their order.
 
         prefixes: taken one after another, by other threads. deadline: in terms of
-        time.monotonic(); what is then under way is given up. Raises StoreUnavailable where the
-        server refuses the key, has no such endpoint, or has come to be of no use.
+        time.monotonic(); what is then under way is given up. on_done: told of each result, in
+        this thread. Raises StoreUnavailable where the server refuses the key, has no such
+        endpoint, or has come to be of no use.
         """
         work = ((prefix, rank) for prefix in prefixes for rank in self._ranks)
-        done: queue.SimpleQueue[Pulled | BaseException | None] = queue.SimpleQueue()
+        done: _Done = queue.SimpleQueue()
         threads = [
             threading.Thread(target=self._work, args=(work, done), name=f"pull-{number}")
             for number in range(self._jobs)
@@ -171,7 +185,7 @@ class ThroughServer:
             with deferred():  # a thread that is being started is one to wait for
                 for thread in threads:
                     thread.start()
-            yield from self._results(done, deadline)
+            self._wait(done, deadline, on_done)
         finally:
             with deferred():
                 self._pauses.stop()
@@ -179,11 +193,9 @@ class ThroughServer:
                 for thread in threads:
                     if thread.ident is not None:
                         thread.join()
-                self.unclaimed = list(_answered(done))
 
-    def _results(
-        self, done: queue.SimpleQueue[Pulled | BaseException | None], deadline: float | None
-    ) -> Iterator[Pulled]:
+    def _wait(self, done: _Done, deadline: float | None, on_done: Callable[[int], None]) -> None:
+        """Wait until all threads have ended, or the deadline is past."""
         running = self._jobs
         while running:
             left = None if deadline is None else max(deadline - time.monotonic(), 0)
@@ -197,20 +209,20 @@ class ThroughServer:
             elif isinstance(result, BaseException):
                 raise result
             else:
-                yield result
+                on_done(1)
 
-    def _work(
-        self,
-        work: Iterator[tuple[Prefix, int | None]],
-        done: queue.SimpleQueue[Pulled | BaseException | None],
-    ) -> None:
+    def _work(self, work: Iterator[tuple[Prefix, int | None]], done: _Done) -> None:
         try:
             while not self._pauses.stopped:
                 with self._lock:
                     prefix, rank = next(work, (None, None))
                 if prefix is None:
                     break
-                done.put(self._pull(prefix, rank))
+                pulled = self._pull(prefix, rank)
+                if pulled.error and self._pauses.stopped:
+                    break  # a request that was broken off is none that failed
+                self.pulled.append(pulled)
+                done.put(pulled)
         except BaseException as error:  # raised by `pull` in the caller's thread
             done.put(error)
         finally:
@@ -283,14 +295,6 @@ class ThroughServer:
 
 class _RefusedForAllError(StoreUnavailable):
     """A refusal that no other request would escape."""
-
-
-def _answered(done: queue.SimpleQueue[Pulled | BaseException | None]) -> Iterator[Pulled]:
-    """Take what servers have answered from a queue that nobody fills any more."""
-    while not done.empty():
-        result = done.get()
-        if isinstance(result, Pulled) and not result.error:
-            yield result
 
 
 class _Pauses:

@@ -354,11 +354,11 @@ def _pull(
     started: float,
 ) -> None:
     """Have servers pull what DST has of each request, and note what each answered."""
-    from hicachectl.pulling import pull
+    from hicachectl.pulling import Report, pull
 
     limit = options["deadline"]
     document = outcome.document
-    document["pulled"] = []
+    reports: list[Report] = []
     try:
         with progress(ctx, "pulling", " requests") as advance:
             pull(
@@ -368,13 +368,14 @@ def _pull(
                 profile,
                 jobs=options["jobs"],
                 deadline=None if limit is None else started + limit,
-                reports=document["pulled"],
+                reports=reports,
                 on_done=advance,
             )
     except BaseException as error:
         if isinstance(error, Exception):
             raise
         outcome.interrupt(error)
+    document["pulled"] = [report.document(profile.page_size) for report in reports]
     document["seconds"] = round(time.monotonic() - started, 3)
     if any(not server["complete"] and not server["error"] for server in document["pulled"]):
         document["stopped_by"] = document["stopped_by"] or "deadline"

@@ -62,7 +62,8 @@ def play() -> Play:
         deadline = options.pop("deadline", None)
         with serving(numbered) as place:
             server = ThroughServer(f"http://{place}", **{**FAST, **options})
-            return list(server.pull(prefixes, deadline)), calls
+            server.pull(prefixes, deadline)
+            return server.pulled, calls
 
     return pull
 
@@ -257,40 +258,46 @@ def test_the_deadline_holds_while_a_server_hangs() -> None:
     with serving(hang_later) as place:
         server = ThroughServer(f"http://{place}", **FAST, jobs=2)
         started = time.monotonic()
-        pulled = list(server.pull(PREFIXES, started + 0.7))
+        server.pull(PREFIXES, started + 0.7)
         assert time.monotonic() - started < 8  # and not the ten seconds of a request
-    assert sorted(result.number for result in pulled) == [0, 1]
+    assert sorted(result.number for result in server.pulled) == [0, 1]
     assert not server.complete
 
 
-def test_a_caller_that_stops_is_not_kept_waiting() -> None:
-    """As after Ctrl-C, which ends the generator while requests are under way."""
+def test_an_interruption_loses_no_answer_and_is_not_kept_waiting() -> None:
+    """Raised where a signal would be, while other requests are under way."""
 
     def hang_later(call: Call) -> None:
         if json.loads(call.body)["input_ids"][0]:
             call.hang()
         call.answer(answer_of(call.body))
 
+    def interrupt(_requests: int) -> None:
+        raise KeyboardInterrupt
+
     before = threading.active_count()
     with serving(hang_later) as place:
-        pulled = ThroughServer(f"http://{place}", **FAST, jobs=4).pull(PREFIXES)
-        assert next(pulled).number == 0
+        server = ThroughServer(f"http://{place}", **FAST, jobs=4)
         started = time.monotonic()
-        pulled.close()  # type: ignore[attr-defined]
+        with pytest.raises(KeyboardInterrupt):
+            server.pull(PREFIXES, on_done=interrupt)
         assert time.monotonic() - started < 8
+    assert [result.number for result in server.pulled] == [0]
     assert threading.active_count() == before
 
 
-def test_answers_that_the_caller_did_not_wait_for_are_kept() -> None:
-    with serving(lambda call: call.answer(answer_of(call.body))) as place:
-        server = ThroughServer(f"http://{place}", **FAST, jobs=1)
-        pulled = server.pull(PREFIXES[:3])
-        assert next(pulled).number == 0
+def test_answers_that_came_during_the_interruption_are_kept() -> None:
+    def interrupt(_requests: int) -> None:
         for thread in threading.enumerate():
             if thread.name.startswith("pull-"):
                 thread.join(PATIENCE_S)
-        pulled.close()  # type: ignore[attr-defined]
-    assert [left.number for left in server.unclaimed] == [1, 2]
+        raise KeyboardInterrupt
+
+    with serving(lambda call: call.answer(answer_of(call.body))) as place:
+        server = ThroughServer(f"http://{place}", **FAST, jobs=1)
+        with pytest.raises(KeyboardInterrupt):
+            server.pull(PREFIXES[:3], on_done=interrupt)
+    assert [result.number for result in server.pulled] == [0, 1, 2]
 
 
 def test_what_is_wrong_with_a_request_is_raised_to_the_caller(play: Play) -> None:
@@ -306,7 +313,7 @@ def test_nobody_listening_is_said() -> None:
     with serving(lambda call: None) as place:
         pass
     with pytest.raises(StoreUnavailable, match="connection refused"):
-        list(ThroughServer(f"http://{place}", **FAST).pull(PREFIXES))
+        ThroughServer(f"http://{place}", **FAST).pull(PREFIXES)
 
 
 @pytest.mark.parametrize("url", ["host:30000", "http://u:p@host", "ftp://host", "http://h/?a=1"])
