@@ -123,6 +123,9 @@ def _serve(peer: socket.socket, number: int, script: Script, over: threading.Eve
                 name, _, value = header.decode().partition(":")
                 headers[name.lower()] = value.strip()
             path = first.split()[1].decode()
-            body = stream.read(int(headers.get("content-length", 0)))
+            length = int(headers.get("content-length", 0))
+            body = stream.read(length)
+            if len(body) < length:  # the client has gone in the middle of a request
+                return
             script(Call(peer, path, headers, body, number, turn, over))
             turn += 1
