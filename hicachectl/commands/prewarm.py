@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.asking import refuse_other_sources
+from hicachectl.commands.prewarm_report import is_failed, write_report
 from hicachectl.errors import FINDINGS
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.guards import locked
@@ -31,10 +32,6 @@ from hicachectl.session import bytes_progress, opened, progress, remark
 from hicachectl.warming_inputs import read_wanted, requests_for_servers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import pyarrow as pa
-
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.prewarm import Outcome, Request
@@ -44,7 +41,6 @@ if TYPE_CHECKING:
 _TOKEN_SOURCES = ("prompts", "token_ids", "trace")
 _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
 _SHOWN_PROBLEMS = 20
-_PLAN = "plan"
 
 
 @click.command(
@@ -207,32 +203,14 @@ def command(
         ) as target:
             target.pin_seconds = options["pin_ttl"]
             outcome = _worked(ctx, source, target, options)
-        _report(ctx, outcome, options, output_format, output)
+        write_report(ctx, outcome, options, output_format, output)
     if outcome.interruption is not None:
         raise outcome.interruption
     lost = [server["error"] for server in outcome.document.get("pulled", ()) if server["error"]]
     if lost:
         raise StoreUnavailable("; ".join(lost))
-    if _is_failed(outcome, options):
+    if is_failed(outcome, options):
         ctx.exit(FINDINGS)
-
-
-def _report(
-    ctx: click.Context,
-    outcome: Outcome,
-    options: dict[str, Any],
-    output_format: str,
-    output: Path | None,
-) -> None:
-    """Write the metrics, the summary and the document."""
-    if options["metrics_file"]:
-        from hicachectl.metrics import write_prewarm_metrics
-
-        succeeded = outcome.interruption is None and not _is_failed(outcome, options)
-        write_prewarm_metrics(options["metrics_file"], outcome.document, succeeded=succeeded)
-    remark(ctx, _summary(outcome.document, dry_run=options["dry_run"]))
-    plan = outcome.plan if options["dry_run"] else None
-    _write(outcome.document, plan, output_format, output)
 
 
 def _format(ctx: click.Context, output_format: str) -> str:
@@ -380,60 +358,3 @@ def _pull(
     if any(not server["complete"] and not server["error"] for server in document["pulled"]):
         document["stopped_by"] = document["stopped_by"] or "deadline"
     document["complete"] &= all(server["complete"] for server in document["pulled"])
-
-
-def _is_failed(outcome: Outcome, options: dict[str, Any]) -> bool:
-    if options["dry_run"]:
-        return False
-    document = outcome.document
-    failed = bool(document["failed"]) or document["stopped_by"] == "destination full"
-    failed |= any(server["failed"] or server["error"] for server in document.get("pulled", ()))
-    if options["min_usable"] is not None:
-        wanted = document["requested_tokens"]
-        failed |= document["usable_tokens"] < options["min_usable"] * wanted
-    return failed
-
-
-def _summary(document: dict[str, Any], *, dry_run: bool) -> str:
-    from hicachectl.output import human_size
-
-    wanted = document["requested_tokens"]
-    share = document["usable_tokens"] / wanted if wanted else 1.0
-    parts = [
-        f"{document['copied_pages']} pages {'to copy' if dry_run else 'copied'}, "
-        f"{human_size(document['bytes'])}",
-        f"{document['already_there']} there already",
-        f"{document['missing_pages']} not to be had",
-        f"{share:.0%} of {wanted} tokens usable{' now' if dry_run else ''}",
-    ]
-    if document["stopped_by"]:
-        parts.append(f"stopped: {document['stopped_by']}")
-    return "; ".join(parts)
-
-
-def _write(
-    document: dict[str, Any], plan: pa.Table | None, output_format: str, output: Path | None
-) -> None:
-    import pyarrow as pa
-
-    from hicachectl.output import write_document
-
-    rows = pa.table({"page": pa.array([], pa.string())}) if plan is None else plan
-    if plan is not None:
-        document = {**document, _PLAN: None}
-    elif output_format != "json":
-        rows = pa.Table.from_pylist([{k: v for k, v in document.items() if k != "pulled"}])
-    write_document(
-        document,
-        rows=rows,
-        name=_PLAN,
-        output_format=output_format,
-        output=output,
-        text=lambda colour: _lines(document),
-    )
-
-
-def _lines(document: dict[str, Any]) -> Iterator[str]:
-    for name, value in document.items():
-        if value is not None and name not in (_PLAN, "pulled"):
-            yield f"{name.replace('_', ' ')}: {value}"

@@ -1,18 +1,23 @@
-"""Tests of migrating.parcels: what has to be made of what was read, and what is there as it is."""
+"""Tests of migrating.parcels: how groups are cut, what has to be made, what is there as it is."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hicachectl.demo import PROFILE
 from hicachectl.deployments import Deployment
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.kernels.relayout import relayout
-from hicachectl.migrating.parcels import _runs
+from hicachectl.migrating.decisions import Action
+from hicachectl.migrating.parcels import _FIRST_BYTES, _runs, parcels
 from hicachectl.migrating.routes import Route, Target
+from hicachectl.migrating.survey import ABSENT, Survey
 
 
 def route_of(tp: int, layout: str, grammar: str) -> tuple[Route, list[int]]:
@@ -63,3 +68,61 @@ def test_what_is_spread_over_a_source_is_no_run() -> None:
     kv = [unit for unit in route.units if route.targets[unit.destinations[0]].anchor]
     assert kv
     assert all(_runs(route, unit) is None for unit in kv)
+
+
+MIB = 1 << 20
+LIMIT = 64 * MIB
+
+
+def survey_of(sizes: list[int]) -> Survey:
+    """Groups of one object each that are due as they are."""
+    route, _ = route_of(PROFILE.tp, "page_first", "file")
+    unit = next(unit for unit in route.units if unit.identity)
+    unit = replace(unit, sources=(0,), destinations=(0,))
+    route = replace(route, units=(unit,), targets=route.targets[:1], members=np.arange(1))
+    rows = np.arange(len(sizes)).reshape(-1, 1)
+    return Survey(
+        route=route,
+        groups=np.arange(len(sizes)),
+        pages=pa.array([f"{number:064x}" for number in range(len(sizes))], pa.string()),
+        rows=rows,
+        sizes=np.array(sizes, dtype=np.int64).reshape(-1, 1),
+        due=np.ones((len(sizes), 1), dtype=np.bool_),
+        there=np.full((len(sizes), 1), ABSENT, dtype=np.int64),
+        strays=np.zeros(len(sizes), dtype=np.bool_),
+    )
+
+
+@given(st.lists(st.integers(1, 70 * MIB), max_size=200), st.integers(1, 50))
+def test_parcels_hold_each_group_once_in_order_and_no_more_than_the_limit(
+    sizes: list[int], most_objects: int
+) -> None:
+    cut = list(
+        parcels(
+            survey_of(sizes),
+            np.arange(len(sizes)),
+            Action.COPY,
+            reads_back=False,
+            copies=False,
+            most_bytes=LIMIT,
+            most_objects=most_objects,
+        )
+    )
+    assert [item for parcel in cut for item in parcel.items] == list(range(len(sizes)))
+    for parcel in cut:
+        assert len(parcel.items) == 1 or parcel.nbytes <= LIMIT
+        assert len(parcel.items) <= most_objects
+
+
+def test_the_first_parcels_are_small_and_those_that_follow_grow_to_the_limit() -> None:
+    cut = parcels(
+        survey_of([MIB] * 400),
+        np.arange(400),
+        Action.COPY,
+        reads_back=False,
+        copies=False,
+        most_bytes=LIMIT,
+        most_objects=1000,
+    )
+    assert _FIRST_BYTES == 8 * MIB
+    assert [parcel.nbytes // MIB for parcel in cut] == [8, 16, 32, 64, 64, 64, 64, 64, 24]

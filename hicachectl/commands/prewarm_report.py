@@ -1,0 +1,94 @@
+"""Say what a prewarm has done: its metrics, its summary and its document."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.session import remark
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import click
+    import pyarrow as pa
+
+    from hicachectl.prewarm import Outcome
+
+_PLAN = "plan"
+
+
+def write_report(
+    ctx: click.Context,
+    outcome: Outcome,
+    options: dict[str, Any],
+    output_format: str,
+    output: Path | None,
+) -> None:
+    """Write the metrics, the summary and the document."""
+    if options["metrics_file"]:
+        from hicachectl.metrics import write_prewarm_metrics
+
+        succeeded = outcome.interruption is None and not is_failed(outcome, options)
+        write_prewarm_metrics(options["metrics_file"], outcome.document, succeeded=succeeded)
+    remark(ctx, _summary(outcome.document, dry_run=options["dry_run"]))
+    plan = outcome.plan if options["dry_run"] else None
+    _write(outcome.document, plan, output_format, output)
+
+
+def is_failed(outcome: Outcome, options: dict[str, Any]) -> bool:
+    """Say whether pages or servers failed, or less is usable than --min-usable wants."""
+    if options["dry_run"]:
+        return False
+    document = outcome.document
+    failed = bool(document["failed"]) or document["stopped_by"] == "destination full"
+    failed |= any(server["failed"] or server["error"] for server in document.get("pulled", ()))
+    if options["min_usable"] is not None:
+        wanted = document["requested_tokens"]
+        failed |= document["usable_tokens"] < options["min_usable"] * wanted
+    return failed
+
+
+def _summary(document: dict[str, Any], *, dry_run: bool) -> str:
+    from hicachectl.output import human_size
+
+    wanted = document["requested_tokens"]
+    share = document["usable_tokens"] / wanted if wanted else 1.0
+    parts = [
+        f"{document['copied_pages']} pages {'to copy' if dry_run else 'copied'}, "
+        f"{human_size(document['bytes'])}",
+        f"{document['already_there']} there already",
+        f"{document['missing_pages']} not to be had",
+        f"{share:.0%} of {wanted} tokens usable{' now' if dry_run else ''}",
+    ]
+    if document["stopped_by"]:
+        parts.append(f"stopped: {document['stopped_by']}")
+    return "; ".join(parts)
+
+
+def _write(
+    document: dict[str, Any], plan: pa.Table | None, output_format: str, output: Path | None
+) -> None:
+    import pyarrow as pa
+
+    from hicachectl.output import write_document
+
+    rows = pa.table({"page": pa.array([], pa.string())}) if plan is None else plan
+    if plan is not None:
+        document = {**document, _PLAN: None}
+    elif output_format != "json":
+        rows = pa.Table.from_pylist([{k: v for k, v in document.items() if k != "pulled"}])
+    write_document(
+        document,
+        rows=rows,
+        name=_PLAN,
+        output_format=output_format,
+        output=output,
+        text=lambda colour: _lines(document),
+    )
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    for name, value in document.items():
+        if value is not None and name not in (_PLAN, "pulled"):
+            yield f"{name.replace('_', ' ')}: {value}"
