@@ -24,8 +24,12 @@ class Terminated(BaseException):
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit with its status; see the exit codes in hicachectl(1)."""
     _complete_streams()
-    status = run(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(_flush(status))
+    status = _flush(run(sys.argv[1:] if arguments is None else arguments))
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+    # Not through the interpreter's end: Arrow's and Mooncake's threads may still let go of what
+    # is Python's then, and abort the process. Whatever matters is closed by now.
+    os._exit(status)
 
 
 def run(arguments: list[str]) -> int:
@@ -125,18 +129,12 @@ def _flush(status: int) -> int:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _discard_output()
+        pass
     except OSError as error:
-        _discard_output()
         if not status:
             _say(f"cannot write to stdout: {error.strerror or error}")
             return BAD_INPUT
     return status
-
-
-def _discard_output() -> None:
-    """Let what is still buffered go nowhere, or the interpreter would complain at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,9 @@
-"""Ctrl-C and SIGTERM at a time that suits: not while what they have interrupted is being ended."""
+"""Ctrl-C and SIGTERM at a time that suits: not while what they have interrupted is being ended.
+
+What a signal raises can get lost: it is raised wherever the main thread is, and where C code that
+has called Python (numpy looking for an attribute, Arrow for a module) takes any exception for a
+no, the run would go on as if nothing had been.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +42,31 @@ def deferred() -> Iterator[None]:
         yield
     for act in waiting[:1]:
         act()
+
+
+@contextmanager
+def persistent() -> Iterator[Callable[[], None]]:
+    """Let none get lost in the block: give a function that raises again what they have raised.
+
+    So does the end of the block. Who catches what a signal has raised does so outside.
+    """
+    raised: BaseException | None = None
+
+    def note(act: Callable[[], None]) -> None:
+        nonlocal raised
+        try:
+            act()
+        except BaseException as error:
+            raised = error
+            raise
+
+    def check() -> None:
+        if raised is not None:
+            raise raised
+
+    with _handled(note):
+        yield check
+        check()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from hicachectl.contradiction import refuse_contradiction
 from hicachectl.deployments import UNRESOLVED, AffixTable, Member, assign_affixes
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.table import KeySplitter, page_starts, page_words, pages_of
+from hicachectl.interrupts import persistent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -132,10 +133,12 @@ def _understood(
     splitter = KeySplitter()
     batches: list[pa.RecordBatch] = []
     ids: list[npt.NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
-    for batch in scanned:
-        batches.append(batch)
-        ids.append(splitter.identify(batch.column("key")))
-        on_batch(len(batch))
+    with persistent() as check:
+        for batch in scanned:
+            batches.append(batch)
+            ids.append(splitter.identify(batch.column("key")))
+            on_batch(len(batch))
+            check()
     table = assign_affixes(splitter.affixes, codec_for(grammar), profile)
     objects = pa.Table.from_batches(batches, schema=batches[0].schema if batches else _SCHEMA)
     affix_ids = np.concatenate(ids)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from hicachectl.backends.arena import Arena, ReservationCancelledError, SlabAllocator, place
-from hicachectl.interrupts import deferred
+from hicachectl.interrupts import deferred, persistent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -183,14 +183,16 @@ class Pipeline(Generic[T]):
                 for reader in readers:
                     reader.start()
             running = len(readers)
-            while running:
-                item = self._results.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield item[0]
+            with persistent() as check:
+                while running:
+                    item = self._results.get()
+                    if isinstance(item, BaseException):
+                        raise item
+                    if item is None:
+                        running -= 1
+                    else:
+                        yield item[0]
+                        check()
         finally:
             with deferred():  # what readers are at they finish, in memory that has to stay
                 self._stopped.set()

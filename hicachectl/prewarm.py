@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.groups import PageGroups
 from hicachectl.hits import find_hits, inventory_of_chains
+from hicachectl.interrupts import persistent
 from hicachectl.inventory import take_inventory
 from hicachectl.migrating.carrying import Carrier
 from hicachectl.migrating.decisions import Action, decide
@@ -148,9 +149,10 @@ def _executed(run: _Run, carrier: Carrier, on_copied: Callable[[int, int], None]
 
     interruption = None
     try:
-        carrier.carry(plan.orders(), on_done=on_done)
-        touching.touch(plan.wanted, until=_after(run.deadline))
-        outcome = _finished(run)
+        with persistent():
+            carrier.carry(plan.orders(), on_done=on_done)
+            touching.touch(plan.wanted, until=_after(run.deadline))
+            outcome = _finished(run)
     except BaseException as error:
         if isinstance(error, Exception):
             raise

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from hicachectl.backends.http_service import HttpService, Reply
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.formats.hashing import tokens_to_restore
-from hicachectl.interrupts import deferred
+from hicachectl.interrupts import deferred, persistent
 from hicachectl.server import API_KEY_VARIABLE, checked_key, checked_url
 
 if TYPE_CHECKING:
@@ -185,7 +185,8 @@ class ThroughServer:
             with deferred():  # a thread that is being started is one to wait for
                 for thread in threads:
                     thread.start()
-            self._wait(done, deadline, on_done)
+            with persistent() as check:
+                self._wait(done, deadline, on_done, check)
         finally:
             with deferred():
                 self._pauses.stop()
@@ -194,7 +195,13 @@ class ThroughServer:
                     if thread.ident is not None:
                         thread.join()
 
-    def _wait(self, done: _Done, deadline: float | None, on_done: Callable[[int], None]) -> None:
+    def _wait(
+        self,
+        done: _Done,
+        deadline: float | None,
+        on_done: Callable[[int], None],
+        check: Callable[[], None],
+    ) -> None:
         """Wait until all threads have ended, or the deadline is past."""
         running = self._jobs
         while running:
@@ -210,6 +217,7 @@ class ThroughServer:
                 raise result
             else:
                 on_done(1)
+                check()
 
     def _work(self, work: Iterator[tuple[Prefix, int | None]], done: _Done) -> None:
         try:

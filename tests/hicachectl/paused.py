@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hicachectl.__main__ import run
+from hicachectl.__main__ import main
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -102,4 +102,4 @@ def _pause(folder: Path, call: str, number: int) -> None:
 
 if __name__ == "__main__":
     _pause(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
-    sys.exit(run(sys.argv[4:]))
+    main(sys.argv[4:])

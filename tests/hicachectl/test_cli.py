@@ -193,6 +193,24 @@ def test_an_interrupt_ends_with_130_and_one_line(tmp_path: Path) -> None:
         assert "Traceback" not in found.stderr
 
 
+def test_a_command_ends_whatever_other_threads_still_do(tmp_path: Path) -> None:
+    """Arrow's may wait for the interpreter when it ends, which would abort the process."""
+    code = (
+        "import sys, threading, time; from hicachectl.__main__ import main;"
+        "threading.Thread(target=time.sleep, args=(600,)).start(); main(sys.argv[1:])"
+    )
+    for place, status in ((tmp_path, 0), (tmp_path / "no", 3)):
+        found = subprocess.run(
+            [sys.executable, "-c", code, "ls", str(place), "--format", "csv"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert found.returncode == status, found.stderr
+        assert bool(found.stdout) == (not status)  # what was written is out, a head at least
+
+
 def test_an_unknown_command_is_bad_usage() -> None:
     found = run("frobnicate")
     assert found.returncode == 2

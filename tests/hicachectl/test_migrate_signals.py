@@ -27,7 +27,7 @@ OPTIONS = ("--buffer-bytes", "512KiB", "--jobs", "1", "--format", "json")
 _HELD_UP = """
 import importlib, sys, time
 from pathlib import Path
-from hicachectl.__main__ import run
+from hicachectl.__main__ import main
 
 folder, module, owner, name = Path(sys.argv[1]), *sys.argv[2:5]
 of = getattr(importlib.import_module(module), owner)
@@ -41,7 +41,7 @@ def held_up(*arguments, **options):
     return method(*arguments, **options)
 
 setattr(of, name, held_up)
-sys.exit(run(sys.argv[5:]))
+main(sys.argv[5:])
 """
 SYNC = ("hicachectl.backends.file", "FileStore", "_sync_data")
 INDEX = ("hicachectl.backends.pack_writer", "PackWriter", "close")
