@@ -129,7 +129,7 @@ Examples:
     default="2GiB",
     show_default=True,
     metavar="SIZE",
-    help="Memory to use on each device.",
+    help="Memory to use on each device, beside what CUDA itself takes.",
 )
 @repair_options
 @lock_option

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -68,18 +68,23 @@ def ranges_of(
     lengths: Sequence[int] | npt.NDArray[np.int64],
     *,
     lanes: int = LANES,
+    upload: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Ranges:
-    """Prepare ranges for `digest_ranges`, with the arguments and errors of `digests`."""
+    """Prepare ranges for `digest_ranges`, with the arguments and errors of `digests`.
+
+    upload: brings the table to the device; by default through page-locked memory of torch's.
+    """
     starts = np.asarray(offsets, np.int64)
     sizes = np.asarray(lengths, np.int64)
     _check(buffer, starts, sizes, lanes)
     counts = np.maximum(1, -(-sizes // CHUNK_BYTES))  # no bytes are one chunk of none
     firsts = np.cumsum(counts) - counts
     table = torch.from_numpy(np.stack([firsts, starts // WORD_BYTES, sizes]))
-    if buffer.is_cuda:
-        table = table.pin_memory()  # else the copy waits for all that the stream has to do
-    on_device = table.to(buffer.device, non_blocking=True)
-    return Ranges(on_device, int(counts.sum()), int(counts.max(initial=0)), lanes)
+    if upload is not None:
+        table = upload(table)
+    elif buffer.is_cuda:  # page-locked, else the copy waits for all that the stream has to do
+        table = table.pin_memory().to(buffer.device, non_blocking=True)
+    return Ranges(table, int(counts.sum()), int(counts.max(initial=0)), lanes)
 
 
 def digest_ranges(buffer: torch.Tensor, ranges: Ranges) -> torch.Tensor:

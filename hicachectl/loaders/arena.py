@@ -1,16 +1,14 @@
-"""The host arena as devices see it: page-locked and mapped, registered once."""
+"""Host memory as devices see it: page-locked and mapped, registered once."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from hicachectl.backends.arena import Arena
+from hicachectl.backends.arena import Arena
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,23 +34,53 @@ class HostArenas:
             if known is None:
                 known = torch.from_numpy(arena.array)
                 self._tensors[id(arena)] = known
-                registered = register(arena)
-                arena.at_close(lambda: self._forget(arena, registered))
+                arena.at_close(lambda: self._forget(arena))
+                register(arena)
             return known
 
-    def _forget(self, arena: Arena, registered: bool) -> None:
+    def _forget(self, arena: Arena) -> None:
         with self._lock:
             del self._tensors[id(arena)]
-        if registered:
-            torch.cuda.cudart().cudaHostUnregister(arena.address)
+
+
+class HostBuffer:
+    """A little page-locked memory that grows with what is put there. One thread at a time.
+
+    Not of torch's own: that asks the device about memory that it gets back, in a destructor, which
+    ends the process once the device has failed.
+    """
+
+    def __init__(self) -> None:
+        self._arena: Arena | None = None
+
+    def room(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Give memory for a tensor; it is that of the one before, whose copies have to be done."""
+        nbytes = max(1, shape.numel() * dtype.itemsize)
+        if self._arena is None or self._arena.nbytes < nbytes:
+            self.close()
+            self._arena = Arena(nbytes)
+            register(self._arena)
+        whole = torch.from_numpy(self._arena.array)
+        return whole[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
 
 
 def register(arena: Arena) -> bool:
-    """Page-lock and map an arena's memory for all devices; False where that is refused."""
+    """Page-lock and map an arena's memory for all devices, until it is closed.
+
+    False where that is refused.
+    """
     if not torch.cuda.is_available():
         return False
     error = torch.cuda.cudart().cudaHostRegister(arena.address, arena.nbytes, _FLAGS)
     if not int(error):
+        device = torch.cuda.current_device()
+        arena.at_close(lambda: _unregister(arena.address, device))
         return True
     if int(error) != _ALREADY_REGISTERED:
         _LOG.warning(
@@ -63,6 +91,12 @@ def register(arena: Arena) -> bool:
         )
     _forget_last_error()
     return False
+
+
+def _unregister(address: int, device: int) -> None:
+    """Undo `register` on the device that was current: on another, CUDA would begin to use it."""
+    with suppress(RuntimeError), torch.cuda.device(device):  # it may have failed
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _forget_last_error() -> None:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
+from triton.errors import TritonError
 
 from hicachectl.formats.errors import DeviceError
-from hicachectl.kernels.blake3_triton import digests as blake3_digests
+from hicachectl.kernels.blake3_triton import digest_ranges, ranges_of
 from hicachectl.loaders.arena import HostArenas
 from hicachectl.loaders.kinds import Kind, Passage, form_of
-from hicachectl.loaders.lanes import allocate_lanes, slab_size, to_host
+from hicachectl.loaders.lanes import MOST_OBJECTS, allocate_lanes, slab_size
 from hicachectl.loaders.providers import best_provider
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     Digests = npt.NDArray[np.uint8]
 
 DIGEST_BYTES = 32
-MOST_OBJECTS = 4096  # of a task: small objects are worked on together
+_ABANDONED: list[Lane] = []  # of devices that have failed: giving graphs back ends the process
 
 
 class DeviceChecker:
@@ -66,7 +67,7 @@ class DeviceChecker:
         device has failed, `examine` answers None instead of raising. Raises UsageError where one
         object does not fit.
         """
-        slab = slab_size(device_bytes, buffer_bytes, largest, largest_name)
+        slab = slab_size(devices, device_bytes, buffer_bytes, largest, largest_name)
         lanes = allocate_lanes(devices, device_bytes, slab, max(1, largest))
         self.names = tuple(dict.fromkeys(str(lane.device) for lane in lanes))
         self.slab_bytes = len(lanes[0].staging)
@@ -167,7 +168,9 @@ class DeviceChecker:
                 made = passage.start_digests(count)
             elif len(chosen):
                 sizes = loaded.task.capacities[start:stop]
-                made = to_host(blake3_digests(lane.staging, np.arange(count) * step, sizes))
+                offsets = np.arange(count) * step
+                ranges = ranges_of(lane.staging, offsets, sizes, upload=lane.to_device)
+                made = lane.to_host("digests", digest_ranges(lane.staging, ranges))
             lane.wait()
             if made is not None:
                 digests[start + chosen] = made.numpy()[chosen]
@@ -222,13 +225,17 @@ class DeviceChecker:
             self._free.put(lane)
 
     def close(self) -> None:
-        """Give the device memory back."""
+        """Give the device memory back; a device that has failed has nothing to give back."""
         while not self._free.empty():
-            self._free.get_nowait().passages.clear()
+            lane = self._free.get_nowait()
+            try:
+                lane.wait()
+                lane.close()
+            except RuntimeError:
+                _ABANDONED.append(lane)
         self._kinds.clear()
-        if torch.cuda.is_available():
-            with suppress(RuntimeError):  # a device that has failed has nothing to give back
-                torch.cuda.empty_cache()
+        if torch.cuda.is_available() and not _ABANDONED:
+            torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:
         return self
@@ -242,6 +249,10 @@ class DeviceChecker:
         self.close()
 
 
+# In what torch, CUDA and Triton say of a device and its tools.
+_DEVICE_SIGNS = ("CUDA", "C compiler", "ptxas", "libcuda")
+
+
 @contextmanager
 def _named_errors(lane: Lane) -> Iterator[None]:
     """Raise DeviceError for what goes wrong on a lane's device, but for lack of memory."""
@@ -249,13 +260,14 @@ def _named_errors(lane: Lane) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except CalledProcessError as error:  # Triton's, of the compiler of its launchers
+    except (TritonError, CalledProcessError, OSError) as error:  # of its compilers, and of ptxas
+        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise DeviceError(
-            f"{lane.device}: kernels cannot be built: {error}; a C compiler and Python's headers "
-            "are needed, or --device cpu"
+            f"{lane.device}: kernels cannot be built: {reason}; a C compiler and Python's headers "
+            "are needed, and a triton that knows the device, or --device cpu"
         ) from error
-    except RuntimeError as error:
-        if not any(sign in str(error) for sign in ("CUDA", "C compiler")):
+    except (RuntimeError, AssertionError) as error:
+        if not any(sign in str(error) for sign in _DEVICE_SIGNS):
             raise  # a bug of ours
         reason = str(error).partition("\n")[0]
         raise DeviceError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 AUTO, CPU = "auto", "cpu"
 DEFAULT_DEVICE_BYTES = 2 << 30
+_OLDEST_TRITON = (3, 4)
 
 
 def open_checker(
@@ -80,9 +82,16 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
             f"no CUDA device can be used: {error}; install the extra hicachectl[gpu]"
         ) from error
     try:
-        import triton  # noqa: F401 - only to see whether it is there
+        import triton
     except ImportError as error:
         raise UsageError(f"no CUDA device can be used: {error}; install triton") from error
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < _OLDEST_TRITON:
+        raise UsageError(
+            f"no CUDA device can be used: triton {triton.__version__} does not compile the "
+            "kernels; install triton>=3.4, which torch>=2.8 brings"
+        )
+    # Its default is to change: Triton would say so on stderr.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     with warnings.catch_warnings(record=True) as said:  # of a driver that is too old, say
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -15,11 +16,11 @@ from hicachectl.kernels.layout_triton import MARGIN, correlations
 from hicachectl.kernels.statistics import BAD_SCALE, INF, NAN, ZERO_HEADS, Field
 from hicachectl.kernels.values_triton import block_statistics, supports
 from hicachectl.loaders.fields import fields_of
-from hicachectl.loaders.lanes import to_host
+from hicachectl.loaders.lanes import MOST_OBJECTS
 from hicachectl.loaders.plans import PoolPiece, pool_form
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -97,7 +98,11 @@ class Passage:
 
     def __init__(self, kind: Kind, lane: Lane, provider: Provider) -> None:
         """Compile, compute and upload. Raises torch.OutOfMemoryError."""
-        self.most = min(len(lane.staging) // kind.step, len(lane.pools) // kind.form.page_bytes)
+        self.most = min(
+            MOST_OBJECTS,
+            len(lane.staging) // kind.step,
+            len(lane.pools) // kind.form.page_bytes,
+        )
         self._kind, self._lane, self._provider = kind, lane, provider
         most, device = self.most, lane.device
         self._slots = torch.from_numpy(np.random.default_rng(_SEED).permutation(most)).to(device)
@@ -127,18 +132,18 @@ class Passage:
         What was seen goes to the host, for `suspects`, once the lane has been waited for.
         """
         if self._checking is None:
-            return to_host(self._launch_checks(count))
+            return self._lane.to_host("seen", self._launch_checks(count))
         graph, seen = self._checking
         graph.replay()
-        return to_host(seen)  # not in the graph: its host memory would be the same each time
+        return self._lane.to_host("seen", seen)
 
     def start_digests(self, count: int) -> torch.Tensor:
         """Gather objects out of the pools, into a buffer without their bytes, and digest them."""
         if self._digesting is None:
-            return to_host(self._launch_digests(count))
+            return self._lane.to_host("digests", self._launch_digests(count))
         graph, results = self._digesting
         graph.replay()
-        return to_host(results[:count])
+        return self._lane.to_host("digests", results[:count])
 
     def suspects(self, seen: torch.Tensor, count: int) -> BoolArray:
         """Say what is suspicious by what was seen: [count, 2].
@@ -254,7 +259,7 @@ class Passage:
     def _digestible(self, count: int) -> Ranges:
         offsets = np.arange(count, dtype=np.int64) * self._kind.step
         sizes = np.full(count, self._kind.nbytes, dtype=np.int64)
-        return ranges_of(self._lane.staging, offsets, sizes)
+        return ranges_of(self._lane.staging, offsets, sizes, upload=self._lane.to_device)
 
     def _captured(self, launch: Callable[[int], T]) -> tuple[torch.cuda.CUDAGraph, T] | None:
         """Capture launches for all slots, after a first time that compiles them.
@@ -265,16 +270,30 @@ class Passage:
         lane = self._lane
         if lane.stream is None or not self._provider.capturable:
             return None
+        kept = len(lane.graphs)
         try:
             launch(self.most)
-        except torch.OutOfMemoryError:
+            lane.wait()
+            torch.cuda.empty_cache()  # the graph has memory of its own
+            graph = torch.cuda.CUDAGraph()
+            lane.graphs.append(graph)  # which is not to be destroyed once the device has failed
+            with _capturing(graph, lane):
+                results = launch(self.most)
+        except RuntimeError as error:  # torch.OutOfMemoryError, or CUDA's as it builds the graph
+            if "out of memory" not in str(error):
+                raise
+            del lane.graphs[kept:]
             return None
-        lane.wait()
-        torch.cuda.empty_cache()  # the graph has memory of its own
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=lane.graph_memory, capture_error_mode="thread_local")
-        try:
-            results = launch(self.most)
-        finally:
-            graph.capture_end()
         return graph, results
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> Iterator[None]:
+    graph.capture_begin(pool=lane.graph_memory, capture_error_mode="thread_local")
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # what went wrong has ended the capture, and says more
+            graph.capture_end()
+        raise
+    graph.capture_end()

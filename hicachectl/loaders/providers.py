@@ -153,21 +153,19 @@ class SglKernelProvider:
         slots: torch.Tensor,
     ) -> None:
         kinds = [axis for axis in plan.axes if axis.name == "kv"]
+        from_units, to_items = _indices(plan, object_places, slots)
         for layer in _layers(plan):
-            from_rows, to_rows = _rows(layer, object_places, slots)
-            from_units = from_rows // layer.unit
-            to_items = to_rows // layer.run
             first, last = objects[layer.source_offset :], pools[layer.destination_offset :]
             if kinds:
                 second = objects[layer.source_offset + kinds[0].source :]
                 values = pools[layer.destination_offset + kinds[0].destination :]
                 self._load_kv(
-                    first, last, second, values, from_units, to_items, 0, layer.run, layer.unit,
+                    first, last, second, values, from_units, to_items, 0, plan.run, plan.unit,
                     block_quota=_SGL_BLOCKS,
                 )  # fmt: skip
             else:
                 self._load(
-                    first, last, from_units, to_items, 0, layer.run, layer.unit,
+                    first, last, from_units, to_items, 0, plan.run, plan.unit,
                     block_quota=_SGL_BLOCKS,
                 )  # fmt: skip
 
@@ -182,18 +180,18 @@ class SglKernelProvider:
         """Run a scatter plan backwards."""
         kinds = [axis for axis in plan.axes if axis.name == "kv"]
         offsets = [(0, 0), *((axis.source, axis.destination) for axis in kinds)]
+        object_units, pool_items = _indices(plan, object_places, slots)
         for layer, (to_kind, from_kind) in product(_layers(plan), offsets):
-            object_rows, pool_rows = _rows(layer, object_places, slots)
             pool = pools[layer.destination_offset + from_kind :]
             address = pool.data_ptr()
             table = torch.full((1,), address, dtype=torch.int64, device=pools.device)
             self._back_up(
                 table.view(torch.uint64),
                 objects[layer.source_offset + to_kind :],
-                pool_rows // layer.run,
-                object_rows // layer.unit,
-                layer.run,
-                layer.unit,
+                pool_items,
+                object_units,
+                plan.run,
+                plan.unit,
                 1,
                 block_quota=_SGL_BLOCKS,
             )
@@ -213,23 +211,26 @@ def _layers(plan: CopyPlan) -> Iterator[CopyPlan]:
     return (plan.of_layer(layer) for layer in range(count))
 
 
-def _rows(
+def _indices(
     plan: CopyPlan, object_places: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the byte offset of every row of K, or of the only kind, on both sides."""
-    axes = [axis for axis in plan.axes if axis.name != "kv"]
+    """List the rows of one layer of K, or of the only kind: objects in units, pools in rows.
+
+    The same for each layer, which begins elsewhere.
+    """
+    axes = [axis for axis in plan.axes if axis.name not in ("kv", "layer")]
     sides = (
         (object_places * plan.source_step, [axis.source for axis in axes]),
         (slots * plan.destination_step, [axis.destination for axis in axes]),
     )
-    found = []
-    for first, steps in sides:
+    indices = []
+    for (first, steps), width in zip(sides, (plan.unit, plan.run), strict=True):
         rows = first
         for axis, step in zip(axes, steps, strict=True):
             along = torch.arange(axis.length, device=rows.device) * step
             rows = (rows[:, None] + along).reshape(-1)
-        found.append(rows)
-    return found[0], found[1]
+        indices.append(rows // width)
+    return indices[0], indices[1]
 
 
 class FirstThatCan:

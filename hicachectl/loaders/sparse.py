@@ -7,6 +7,8 @@ Counterpart: sglang kernels/jit/csrc/kvcacheio/hisparse.cuh :: load_cache_to_dev
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from hicachectl.kernels.sparse_triton import HostRows, StepPlan, gather_rows, plan_step
@@ -66,8 +68,10 @@ class SparseLoader:
         """
         self._check_step(layer, topk, seq_len)
         state = (self.tokens[layer], self.lru[layer], self._loaded[layer])
-        locs = plan_step(topk, seq_len, self.rows, *state, self._plan)
-        gather_rows(self.rows, layer, self._plan, self._pools[layer])
+        device = self.tokens.device  # Triton launches on the current one
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            locs = plan_step(topk, seq_len, self.rows, *state, self._plan)
+            gather_rows(self.rows, layer, self._plan, self._pools[layer])
         return locs
 
     def newest_locs(self, seq_len: torch.Tensor) -> torch.Tensor:

@@ -134,6 +134,7 @@ def replayed(work: Callable[[], object]) -> Callable[[], object]:
     import torch
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # what the work reads may be on its way
     with torch.cuda.stream(stream):
         work()
         graph = torch.cuda.CUDAGraph()

@@ -285,27 +285,27 @@ def captured(work: Callable[[], object]) -> Callable[[], object]:
 def print_digest(memory: torch.Tensor) -> None:
     from blake3 import blake3
 
-    from hicachectl.kernels.blake3_triton import digests
+    from hicachectl.kernels.blake3_triton import digest_ranges, ranges_of
 
     copy = copy_gb_s(memory)
-    print(f"digest of {DIGEST_BYTES >> 20} MiB, GB/s; host-to-device {copy:.1f}")
-    buffer = memory[:DIGEST_BYTES].to(DEVICE)
+    total = min(DIGEST_BYTES, len(memory))
+    print(f"digest of {total >> 20} MiB, GB/s; host-to-device {copy:.1f}")
+    buffer = memory[:total].to(DEVICE)
     lanes = (32, 64, 128, 256)
     print(f"{'bytes an object':>16}" + "".join(f"{f'{n} lanes':>12}" for n in lanes))
     for nbytes in OBJECT_BYTES:
         stride = -(-nbytes // 4096) * 4096
-        offsets = np.arange(DIGEST_BYTES // stride) * stride
+        offsets = np.arange(total // stride) * stride
         lengths = np.full(len(offsets), nbytes)
         rates = []
         for n in lanes:
-            found = digests(buffer, offsets, lengths, lanes=n).cpu().numpy()
+            ranges = ranges_of(buffer, offsets, lengths, lanes=n)
+            found = digest_ranges(buffer, ranges).cpu().numpy()
             for number in (0, len(offsets) - 1):
                 start = int(offsets[number])
                 data = memory[start : start + nbytes].numpy().tobytes()
                 assert found[number].tobytes() == blake3(data).digest()
-            rates.append(
-                rate(nbytes * len(offsets), partial(digests, buffer, offsets, lengths, lanes=n))
-            )
+            rates.append(rate(nbytes * len(offsets), partial(digest_ranges, buffer, ranges)))
         print(f"{nbytes:16}" + "".join(f"{speed:12.0f}" for speed in rates))
 
 

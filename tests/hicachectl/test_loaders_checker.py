@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from subprocess import CalledProcessError
 from types import SimpleNamespace
@@ -27,13 +29,14 @@ from hicachectl.loaders.kinds import Passage  # isort: skip
 from hicachectl.loaders.lanes import Lane, allocate_lanes, lane_bytes, slab_size  # isort: skip
 from hicachectl.loaders.providers import TorchProvider, TritonProvider  # isort: skip
 from hicachectl.formats.expectation import expected_objects  # isort: skip
+from triton.runtime.errors import PTXASError  # isort: skip
 from hicachectl.verify import Report, Request, verify_store  # isort: skip
 from tests.hicachectl.stores import OLD, page  # isort: skip
 from tests.hicachectl.value_cases import tiny  # isort: skip
 from tests.kvgen import KvGenerator  # isort: skip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from hicachectl.formats.profile import Profile
@@ -366,7 +369,7 @@ def test_without_memory_for_many_objects_fewer_are_sent(
 
 
 def streaming_lane(device: Any, slab_bytes: int) -> Lane:
-    staging, pools = torch.empty((2, slab_bytes), dtype=torch.uint8)
+    staging, pools = (torch.empty(slab_bytes, dtype=torch.uint8) for _ in range(2))
     return Lane(device, staging, pools, STREAM)
 
 
@@ -390,19 +393,122 @@ def test_without_memory_to_capture_launches_they_are_made_anew_for_fewer_objects
     [
         RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
         CalledProcessError(1, ["gcc", "main.c"]),
+        PTXASError("ptxas fatal: Value 'sm_30' is not defined"),
+        RuntimeError("Cannot find ptxas"),
+        FileNotFoundError(2, "No such file or directory", "/sbin/ldconfig"),
+        AssertionError("libcuda.so cannot found!\nPossible files are located at []"),
     ],
 )
-def test_without_a_compiler_for_launchers_the_run_ends_with_the_reason(
+def test_where_kernels_cannot_be_built_the_run_ends_with_the_reason(
     tmp_path: Path, provided: Callable[[Any], None], error: Exception
 ) -> None:
     store, profile = write_store(tmp_path, "latent")
     provided(Failing(error=error))
-    with pytest.raises(DeviceError, match=r"(C compiler|gcc).*--device cpu"):
+    with pytest.raises(DeviceError, match=r"(C compiler|gcc|ptxas|ldconfig|libcuda).*--device cpu"):
         verified(store, profile, "cuda")
     provided(Failing(error=error))
     report = verified(store, profile, "auto")
     assert found(report) == []
     assert "the CPU did what was left" in report.remarks[0]
+
+
+class Unbuilt:
+    """A CUDA graph for which there is no memory when it is built from what was captured."""
+
+    def capture_begin(self, **_options: Any) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="builds graphs in earnest")
+def test_without_memory_to_build_a_graph_launches_are_made_anew(
+    tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = Failing(good=1000)
+    monkeypatch.setattr(provider, "capturable", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Unbuilt)
+    monkeypatch.setattr(Lane, "in_use", lambda lane: nullcontext())
+    monkeypatch.setattr(Lane, "wait", lambda lane: None)
+    monkeypatch.setattr("hicachectl.loaders.lanes._lane", streaming_lane)
+    store, profile = write_store(tmp_path, "latent")
+    provided(provider)
+    report = verified(store, profile, "cuda", device_bytes=lane_bytes(16384))
+    assert found(report) == []
+    assert provider.good < 1000
+
+
+def test_what_a_failed_device_has_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The destructors of graphs would end the process."""
+
+    def wait(lane: Lane) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    abandoned: list[Lane] = []
+    monkeypatch.setattr("hicachectl.loaders.checker._ABANDONED", abandoned)
+    cpu = torch.device("cpu")
+    with DeviceChecker(
+        [cpu], device_bytes=1 << 22, buffer_bytes=1 << 22, largest=100, provider=TorchProvider()
+    ) as checker:
+        monkeypatch.setattr(Lane, "wait", wait)
+        monkeypatch.setattr(Lane, "close", lambda lane: pytest.fail("given back"))
+    assert len(abandoned) == checker.lanes
+
+
+_BREAKING = """
+import sys
+
+import triton
+import triton.language as tl
+
+from hicachectl.__main__ import main
+from hicachectl.loaders import checker
+from hicachectl.loaders.providers import TritonProvider
+
+
+@triton.jit
+def stray(memory):
+    tl.store(memory + (1 << 45), 1)
+
+
+class Breaking(TritonProvider):
+    capturable = False
+
+    def copy(self, *arguments):
+        super().copy(*arguments)
+        stray[(1,)](arguments[1])  # from then on every call of the device fails
+
+
+checker.best_provider = lambda device: Breaking()
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="there is no CUDA device")
+@pytest.mark.parametrize(
+    ("device", "status", "said"),
+    [("auto", 4, "the CPU did what was left"), ("cuda", 3, "run again, or with --device cpu")],
+)
+def test_a_device_that_really_fails_does_not_take_the_process_with_it(
+    tmp_path: Path, device: str, status: int, said: str
+) -> None:
+    program = tmp_path / "breaking.py"
+    program.write_text(_BREAKING)
+    store, _ = write_store(tmp_path, "bfloat16")
+    damaged = sorted(store.iterdir())[2]
+    put(damaged, b"\xff" * damaged.stat().st_size)
+    arguments = ("verify", store, "--profile", tmp_path / "p.toml", "--device", device)
+    done = subprocess.run(
+        [sys.executable, program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr
 
 
 def test_a_driver_s_complaint_is_the_reason_that_there_is_no_device(
@@ -417,6 +523,12 @@ def test_a_driver_s_complaint_is_the_reason_that_there_is_no_device(
     with pytest.raises(UsageError, match=r"no CUDA device is there: .* the driver is too old$"):
         devices.cuda_devices(("auto",))
     assert not len(recwarn)
+
+
+def test_an_old_triton_is_refused_with_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.__version__", "3.3.1")
+    with pytest.raises(UsageError, match=r"triton 3\.3\.1 does not.*install triton>=3\.4"):
+        devices.cuda_devices(("auto",))
 
 
 def test_a_device_that_damages_data_is_told_from_a_damaged_store(
@@ -434,11 +546,22 @@ def test_a_device_that_damages_data_is_told_from_a_damaged_store(
 
 
 def test_lanes_stay_within_the_budget_and_grow_with_the_largest_object() -> None:
-    for budget in (1 << 20, 100 << 20, 2 << 30):
-        slab = slab_size(budget, 1 << 30, 50_000, "x")
-        lanes = max(1, budget // lane_bytes(slab))
-        assert lanes * lane_bytes(slab) <= budget
-    assert slab_size(4 << 30, 1 << 30, 77_000_000, "x") >= 77_000_000
+    for kind, segments in (("cpu", 0), ("cuda", 22 << 20)):
+        devices = [torch.device(kind)]
+        for budget in (1 << 20, 300 << 20, 2 << 30):
+            slab = slab_size(devices, budget, 1 << 30, 50_000, "x")
+            lanes = max(1, budget // (lane_bytes(slab) + segments))
+            assert lanes * lane_bytes(slab) <= budget
+            assert lanes == 1 or lanes * (lane_bytes(slab) + segments) <= budget
+        assert slab_size(devices, 4 << 30, 1 << 30, 77_000_000, "x") >= 77_000_000
+
+
+def test_lanes_of_several_devices_leave_half_of_the_buffer_to_reading() -> None:
+    devices = [torch.device("cpu")] * 3
+    slab = slab_size(devices, 2 << 30, 1 << 30, 50_000, "x")
+    lanes = allocate_lanes(devices, 24 * lane_bytes(slab), slab, slab)
+    assert len(lanes) == 24
+    assert len(lanes) * slab <= 1 << 29
 
 
 def test_a_full_device_gets_fewer_lanes_then_smaller_slabs(
@@ -512,14 +635,42 @@ def test_a_refusal_to_page_lock_is_said_and_does_not_come_up_later(
             raise RuntimeError(f"CUDA error: {kept.pop()}")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=cuda_host_register)
+    undone = []
+    current = [1]
+    cudart = SimpleNamespace(
+        cudaHostRegister=cuda_host_register,
+        cudaHostUnregister=lambda address: undone.append((address, current[-1])),
     )
+
+    @contextmanager
+    def device(number: int) -> Iterator[None]:
+        current.append(number)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch, "ones", launch)
     with Arena(4096) as arena:
         assert register(arena) == (not error)
+        address = arena.address
+        current.append(0)  # as when the main thread closes what a lane's thread has registered
     assert kept == []
+    assert undone == ([] if error else [(address, 1)])
     assert len(caplog.records) == warnings_said
+
+
+def test_a_buffer_of_the_host_grows_with_what_is_put_there() -> None:
+    from hicachectl.loaders.arena import HostBuffer
+
+    buffer = HostBuffer()
+    for shape in ((3, 32), (0,), (5000, 32), (2,)):
+        room = buffer.room(torch.Size(shape), torch.float32)
+        assert (room.shape, room.dtype) == (shape, torch.float32)
+        room.fill_(1.5)
+        assert (room == 1.5).all()
+    buffer.close()
 
 
 def test_a_checker_gives_its_lanes_back() -> None:
