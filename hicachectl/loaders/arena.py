@@ -55,13 +55,12 @@ class HostBuffer:
 
     def room(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Give memory for a tensor; it is that of the one before, whose copies have to be done."""
-        nbytes = max(1, shape.numel() * dtype.itemsize)
+        nbytes = shape.numel() * dtype.itemsize
         if self._arena is None or self._arena.nbytes < nbytes:
             self.close()
-            self._arena = Arena(nbytes)
+            self._arena = Arena(max(nbytes, 1))
             register(self._arena)
-        whole = torch.from_numpy(self._arena.array)
-        return whole[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        return torch.from_numpy(self._arena.array)[:nbytes].view(dtype).view(shape)
 
     def close(self) -> None:
         """Give the memory back."""

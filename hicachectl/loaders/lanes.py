@@ -133,7 +133,6 @@ def allocate_lanes(
     """Allocate up to MOST_LANES lanes on each device, within `device_bytes` of each.
 
     One lane in any case: what torch's segments take beyond it may be more than a small budget.
-
     Where a device has less memory left, fewer lanes; where it has not even one, smaller slabs
     down to `least` bytes, in whole ALIGNMENTs, as objects lie in them. Raises UsageError where that
     does not fit either.

@@ -86,10 +86,20 @@ def test_without_a_signal_nothing_is_raised() -> None:
 
 
 def test_what_was_raised_and_caught_outside_is_over() -> None:
+    caught = []
+    try:
+        with persistent():
+            send()
+    except _SignalError:
+        caught.append("once")
     with persistent() as check:
-        with suppress(_SignalError), persistent():
-            raise _SignalError
         check()
+    assert caught == ["once"]
+
+
+def test_what_was_caught_inside_is_raised_again() -> None:
+    with pytest.raises(_SignalError), persistent(), suppress(_SignalError):
+        send()
 
 
 def test_a_pipeline_does_not_go_on_after_a_signal_that_was_lost(tmp_path: Path) -> None:
