@@ -33,6 +33,7 @@ _JOBS = 3  # one reads while others write, or wait for the disk
 # Large enough that a call is worth it and a sync is shared, small enough that several are at work.
 _PARCEL_BYTES = 64 << 20
 _LEAST_OBJECTS = 256
+_LAST_BYTES = 1 << 20  # of a parcel, while the last room is filled
 _MOST_PROBLEMS = 1000  # to remember
 # Before each pass over what came to the destination meanwhile, for its writer to finish. What a
 # killed one had begun Mooncake gives up after 30 s.
@@ -116,6 +117,8 @@ class Carrier:
         destination.confirms_writes = False
         self._lock = threading.Lock()
         self._again: dict[int, tuple[Survey, list[int]]] = {}
+        self._without_room: list[Order] = []
+        self._left_out = False  # whether parcels were not even begun
         self._removal = Removal(source, inventory, groups) if manner.move else None
         self._stopped = threading.Event()
 
@@ -135,7 +138,10 @@ class Carrier:
         work are finished first. Raises StoreUnavailable, and UsageError for a group that is larger
         than the buffer.
         """
+        orders = list(orders)
         self._pass(orders, on_done)
+        if self._to.full.is_set() and not self._stopped.is_set():
+            self._fill_up(orders, on_done)
         for seconds in _WAIT_SECONDS:
             if not self._again or self._to.full.is_set():
                 break
@@ -145,17 +151,27 @@ class Carrier:
         if self._removal is not None:
             self._remove(self._removal.ready(all_=True))
         self.tally.full = self._to.full.is_set()
+        self.tally.complete &= not self.tally.full
         return self.tally
 
-    def _pass(self, orders: Iterable[Order], on_done: Callable[[Delivered], None]) -> None:
+    def _pass(
+        self,
+        orders: Iterable[Order],
+        on_done: Callable[[Delivered], None],
+        *,
+        alone: bool = False,
+    ) -> None:
+        """Carry out orders. alone: small parcels, one after the other."""
         manner = self._manner
+        jobs = 1 if alone else manner.jobs or _JOBS
+        most_bytes = min(_LAST_BYTES if alone else _PARCEL_BYTES, manner.buffer_bytes // jobs)
         pipeline = Pipeline(
             self._source,
             self._inventory.objects,
-            self._parcels(orders),
+            self._parcels(orders, most_bytes),
             self._work,
             buffer_bytes=manner.buffer_bytes,
-            jobs=manner.jobs or _JOBS,
+            jobs=jobs,
             deadline=manner.deadline,
             pace=None if manner.bytes_per_second is None else Pace(manner.bytes_per_second),
             identify=False,
@@ -165,11 +181,31 @@ class Carrier:
         with closing(iter(pipeline)) as results:
             for delivered in results:
                 on_done(delivered)
-        stopped = self._to.full.is_set() or self._stopped.is_set()
-        self.tally.complete &= pipeline.complete and not stopped
+        self.tally.complete &= pipeline.complete and not self._stopped.is_set()
 
-    def _parcels(self, orders: Iterable[Order]) -> Iterator[Parcel]:
-        most_bytes = min(_PARCEL_BYTES, self._manner.buffer_bytes // (self._manner.jobs or _JOBS))
+    def _fill_up(self, orders: list[Order], on_done: Callable[[Delivered], None]) -> None:
+        """Carry what was begun and had no room once more, until there is none.
+
+        Parcels that take the last room from one another are all taken back, and what one of them
+        lacked is there again: alone, and in their order, some of them fit.
+        """
+        last = []
+        for order in orders:
+            begun = [
+                each.items
+                for each in self._without_room
+                if each.survey is order.survey and each.action is order.action
+            ]
+            if begun:
+                chosen = order.items[np.isin(order.items, np.concatenate(begun))]
+                last.append(replace(order, items=chosen))
+        left_out = self._left_out
+        self._to.full.clear()
+        self._pass(last, on_done, alone=True)
+        if left_out:
+            self._to.full.set()
+
+    def _parcels(self, orders: Iterable[Order], most_bytes: int) -> Iterator[Parcel]:
         most_objects = max(_LEAST_OBJECTS, self._to.store.limits.batch_objects)
         cut = (
             parcels(
@@ -185,6 +221,7 @@ class Carrier:
         )
         for parcel in chain.from_iterable(cut):
             if self._to.full.is_set() or self._stopped.is_set():
+                self._left_out = True
                 return
             yield parcel
 
@@ -196,6 +233,7 @@ class Carrier:
         read = Delivered(parcel, np.full(len(parcel.items), Fate.DONE, dtype=np.uint8))
         if self._to.full.is_set() or self._stopped.is_set():
             read.fates[:] = Fate.NO_ROOM  # it would lack the prefix that had none
+            self._record(read)
             return read
         self._settle_unread(loaded, read)
         parcel.make(loaded.arena.array[base : loaded.room + parcel.room])
@@ -243,6 +281,9 @@ class Carrier:
             tally.failed += int((fates == Fate.FAILED).sum())
             for problem in delivered.problems:
                 tally.note(problem)
+            without = parcel.items[fates == Fate.NO_ROOM]
+            if len(without):
+                self._without_room.append(Order(parcel.survey, without, parcel.action))
             again = parcel.items[fates == Fate.AGAIN]
             if len(again):
                 self._note_again(delivered, again)

@@ -343,6 +343,23 @@ def test_a_destination_that_fills_up_keeps_whole_pages(
         assert names == {name for name in contents(source) if name[:64] in pages}
 
 
+def test_jobs_that_take_the_last_room_from_one_another_leave_it_full(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    """Without room for what three jobs are at, as much is kept as one job would have kept."""
+    source, full, pages = tmp_path / "source", tmp_path / "small", 96
+    demo_store(source, pages)
+    with small_file_system(full, "2m"):
+        parcels = ("--jobs", 3, "--buffer-bytes", "6MiB")
+        document = migrated(invoke, source, full, "--no-space-check", *parcels, exit_code=4)
+        free = shutil.disk_usage(full).free
+        held = {name[:64] for name in contents(full)}
+        assert contents(full).items() <= contents(source).items()
+    assert (document["complete"], document["stopped_by"]) == (False, "destination full")
+    assert len(held) == document["pages"]
+    assert free < 1 << 20
+
+
 def test_a_writer_that_comes_between_is_compared_with(
     invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
