@@ -81,16 +81,17 @@ class Places:
 
     def _place(self, role: str, kind: str) -> Place:
         if (role, kind) not in self._made:
-            self._made[role, kind] = self._new(kind, self.folder(f"{role}-{kind}"))
+            self._made[role, kind] = self._new(kind, f"{role}-{kind}")
         return self._made[role, kind]
 
-    def _new(self, kind: str, folder: Path) -> Place:
+    def _new(self, kind: str, name: str) -> Place:
         if kind == "mooncake":
             self._ended.append(Cluster(lease_ms=LEASE_MS, put_start_discard_timeout_sec=1))
             return MooncakePlace(self._ended[-1])
         if kind == "hf3fs":
             self._ended.append(MetadataServer(self._python()))
-            return Hf3fsPlace(folder, self._ended[-1])
+            return Hf3fsPlace(self.folder(name), self._ended[-1])
+        folder = self.folder(name)
         return FilePlace(folder) if kind == "file" else PackPlace(folder)
 
     def close(self) -> None:
