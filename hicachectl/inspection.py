@@ -18,7 +18,7 @@ from hicachectl.groups import PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.listing import object_rows, page_rows
 from hicachectl.pipeline import Loaded, Pipeline, Task
-from hicachectl.reading import read_objects, readable_sizes, value_checkers
+from hicachectl.reading import known_objects, read_objects, readable_sizes, value_checkers
 from hicachectl.reading_plan import ReadingPlan
 from hicachectl.selection import Selection, select
 
@@ -66,7 +66,10 @@ def inspect_page(
     if len(pages) != 1:
         raise UsageError(_no_single_page(store.url, prefix, pages))
     in_flight = groups.newest_ns > time.time_ns() - int(grace_seconds * 1e9)
-    checkers = value_checkers(inventory.table, profile, store.grammar)
+    checkers: dict[int, ValueChecker] = {}
+    if profile is not None:
+        known = known_objects(inventory.table, profile, store.grammar)
+        checkers = value_checkers(known, profile)
     reading = _read(store, inventory, checkers)
     found = combine(
         [

@@ -166,15 +166,10 @@ def _lists(deployment: Deployment, member: int, profile: Profile) -> bool:
     return deployment.profile is profile and deployment.members[member].listed
 
 
-def value_checkers(
-    table: AffixTable, profile: Profile | None, scheme: str
-) -> dict[int, ValueChecker]:
+def value_checkers(known: dict[int, ExpectedObject], profile: Profile) -> dict[int, ValueChecker]:
     """Make a checker for each of the known objects that is not all padding."""
-    if profile is None:
-        return {}
     from hicachectl.checks.values import ValueChecker
 
-    known = known_objects(table, profile, scheme)
     checkers = {affix: ValueChecker(expected, profile) for affix, expected in known.items()}
     return {affix: checker for affix, checker in checkers.items() if checker.applies}
 

@@ -22,7 +22,7 @@ from hicachectl.checks.sizes import UNKNOWN_SIZE, check_sizes, expected_sizes
 from hicachectl.findings import combine, severity_ranks
 from hicachectl.groups import ORPHAN, PARTIAL, PageGroups
 from hicachectl.inventory import Inventory, take_inventory
-from hicachectl.loaders.devices import DEFAULT_DEVICE_BYTES, open_checker
+from hicachectl.loaders.devices import DEFAULT_DEVICE_BYTES, open_checker, refuse_missing
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.reading import (
     ReadingResult,
@@ -143,6 +143,8 @@ class _Run:
         on_wait: Callable[[float, int], None],
     ) -> Report:
         request = self.request
+        if self._values or self._digests:  # said before a long listing, and of an empty store too
+            refuse_missing(request.devices)
         tables = self.store.table_state() if "groups" in request.checks else None
         listed = take_inventory(
             self.store, request.profile, columns=self._columns(), on_batch=on_listed
@@ -258,8 +260,11 @@ class _Run:
 
     def _plan(self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray) -> ReadingPlan:
         """Choose the objects to read: settled, in the sample, and of use to a check."""
-        known_by = inventory.table, self.request.profile, self.store.grammar
-        checkers: dict[int, ValueChecker] = value_checkers(*known_by) if self._values else {}
+        profile = self.request.profile
+        known = known_objects(inventory.table, profile, self.store.grammar)
+        checkers: dict[int, ValueChecker] = {}
+        if self._values and profile is not None:
+            checkers = value_checkers(known, profile)
         replicated = replica_sets(inventory.table) != NO_REPLICAS
         has_checker = np.zeros(len(inventory.table.affixes) + 1, dtype=np.bool_)
         has_checker[list(checkers)] = True
@@ -279,7 +284,7 @@ class _Run:
             rows=rows,
             capacities=sizes[rows],
             digest=digest[rows],
-            expected=known_objects(*known_by),
+            expected=known,
             checkers=checkers,
             sizes=expected,
             buffer_bytes=self.request.buffer_bytes,

@@ -58,6 +58,12 @@ def open_checker(
         return nullcontext()
 
 
+def refuse_missing(names: tuple[str, ...]) -> None:
+    """Raise UsageError or DeviceError where a device that `auto` does not choose cannot be used."""
+    if names not in ((AUTO,), (CPU,)):
+        cuda_devices(names)
+
+
 def parse_devices(text: str) -> tuple[str, ...]:
     """Split `auto`, `cpu`, `cuda`, or a list such as `cuda:0,cuda:1`. Raises UsageError."""
     names = tuple(text.split(","))

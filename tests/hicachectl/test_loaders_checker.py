@@ -298,6 +298,8 @@ def test_without_cuda_a_named_device_is_refused_and_auto_goes_on(
     refused = invoke(*arguments, "cuda", exit_code=2).stderr
     assert "no CUDA device" in refused
     assert len(refused.splitlines()) == 1
+    (empty := tmp_path / "empty").mkdir()
+    assert invoke("verify", empty, *arguments[2:], "cuda", exit_code=2).stderr == refused
     outcome = invoke(*arguments, "auto", "--format", "json")
     assert json.loads(outcome.stdout)["device"] == "cpu"
     said = [line for line in outcome.stderr.splitlines() if "--device auto" in line]
