@@ -183,6 +183,7 @@ class Store(ABC):
     supports_version: ClassVar[bool] = False
     version_fields: ClassVar[tuple[str, ...]] = ()  # of `version`, 8 bytes of little endian each
     evicts: ClassVar[bool] = False  # what is there, to make room for what is written
+    keeps_withdrawn: ClassVar[bool] = False  # what is withdrawn goes on to take room
     loses_races: ClassVar[bool] = False  # a write answered OK may be another's at the same moment
     lists_late: ClassVar[bool] = False  # a scan may lack what was written lately
     versions_recur: ClassVar[bool] = False  # another object can get the version of an earlier one

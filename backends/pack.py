@@ -30,7 +30,7 @@ from hicachectl.backends.base import (
     scan_schema,
 )
 from hicachectl.backends.pack_file import ObjectReader, Place, load_finished, open_pack
-from hicachectl.backends.pack_writer import PackWriter
+from hicachectl.backends.pack_writer import PackWriter, free_bytes
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import (
     FormatError,
@@ -142,6 +142,7 @@ class PackStore(Store):
         forkable=True,  # all that reading needs is the file's descriptor
     )
     supports_deletes: ClassVar[bool] = False
+    keeps_withdrawn: ClassVar[bool] = True
     supports_version: ClassVar[bool] = True
     supports_locator: ClassVar[bool] = True
     version_fields: ClassVar[tuple[str, ...]] = ("digest_0", "digest_1", "digest_2", "digest_3")
@@ -323,9 +324,9 @@ class PackStore(Store):
         )
 
     def free_bytes(self) -> int | None:
-        """Count what the file system leaves to users who are not root."""
-        space = os.fstatvfs(self._descriptor)
-        return space.f_bavail * space.f_frsize
+        """Count what the file system leaves to objects and users who are not root."""
+        objects = 0 if self._writer is None else len(self._writer.entries)
+        return max(0, free_bytes(self._descriptor, objects))
 
     def summary(self) -> dict[str, Any]:
         """Say in JSON's types what the pack holds and how it is stored."""

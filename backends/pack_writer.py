@@ -322,9 +322,7 @@ class PackWriter:
         added: dict[bytes, tuple[Record, int]] = {}
         with self._turn:
             at = self._end
-            space = os.fstatvfs(self.descriptor)  # of which another thread may have taken some
-            room = space.f_bavail * space.f_frsize
-            room -= _INDEX_BYTES + _INDEX_ROW_BYTES * len(self.entries)
+            room = free_bytes(self.descriptor, len(self.entries))
             for record, head, planes in encoded:
                 # Another thread, or the same call with the same key, was faster.
                 is_there = record.key in self.entries.rows or record.key in added
@@ -367,6 +365,15 @@ class PackWriter:
             f"{self.path}: cannot be written to: {error.strerror}; once that is mended, run: "
             f"hicachectl pack repair {self.path}"
         )
+
+
+def free_bytes(descriptor: int, objects: int) -> int:
+    """Count what a pack's file system has for objects, beside the index of those in the pack.
+
+    Negative where not even that has room.
+    """
+    space = os.fstatvfs(descriptor)
+    return space.f_bavail * space.f_frsize - _INDEX_BYTES - _INDEX_ROW_BYTES * objects
 
 
 def _handfuls(indices: Iterator[int], objects: Sequence[memoryview]) -> Iterator[list[int]]:

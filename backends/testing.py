@@ -493,6 +493,7 @@ class StoreSuite(ABC):
         suppress_health_check=[
             HealthCheck.function_scoped_fixture,
             HealthCheck.differing_executors,
+            HealthCheck.too_slow,
         ],
     )
     def test_any_order_of_calls_behaves_like_a_dict(

@@ -36,6 +36,9 @@ DEFAULT_BUFFER_BYTES = 1 << 30
 _QUEUED_RESULTS = 64  # finished tasks whose results nobody has taken yet
 # A store is told early of as many objects as keep a disk busy while the readers work.
 _AHEAD_BYTES = 64 << 20
+# How many tasks per job begin before one that is still at work has to be done, where order counts:
+# what comes to a destination behind a task that then fails is of less use there.
+_TURNS_AHEAD = 2
 
 T = TypeVar("T")
 
@@ -61,9 +64,10 @@ class Task:
 
 @dataclass(slots=True, eq=False)
 class _Upcoming:
-    """A task that was drawn. named: its objects, once somebody needed them."""
+    """A task that was drawn: which one it is, and its objects once somebody needed them."""
 
     task: Task
+    number: int
     named: pa.Table | None = None
 
 
@@ -142,7 +146,8 @@ class Pipeline(Generic[T]):
         pace:     how fast to read.
         identify: whether the versions of what is read are wanted.
         confirm:  read by `Store.read_confirmed`.
-        destination: a store that the work writes to, from the same memory.
+        destination: a store that the work writes to, from the same memory. No task is begun while
+                  one far before it is at work.
         """
         self.complete = True  # whether every task was begun, once the iteration is over
         self._store = store
@@ -152,12 +157,15 @@ class Pipeline(Generic[T]):
         self._tasks = iter(tasks)
         self._ahead: deque[_Upcoming] = deque()  # drawn, and not begun
         self._ahead_bytes = 0
-        self._next = threading.Lock()
+        self._drawn = 0
+        self._at_work: set[int] = set()  # numbers of tasks
+        self._next = threading.Condition()
         self._work = work
         self._announced_bytes = store.limits.announced_bytes
         self._jobs = jobs or min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
         # Jobs that write as well leave the reading to others meanwhile: there can be more of them.
         readers = self._jobs if destination is None else store.limits.parallel_reads
+        self._most_at_once = None if destination is None else _TURNS_AHEAD * self._jobs
         self._reading = threading.BoundedSemaphore(max(1, readers))
         self._buffer_bytes = buffer_bytes
         self._deadline = deadline
@@ -208,30 +216,55 @@ class Pipeline(Generic[T]):
         """Take tasks until there are none, in a thread of its own."""
         end: BaseException | None = None
         try:
-            while (upcoming := self._take()) is not None:
-                self._results.put((self._one(upcoming, arena, allocator),))
+            while (taken := self._take()) is not None:
+                upcoming, fresh = taken
+                try:
+                    self._announce(fresh, but=upcoming)
+                    result = self._one(upcoming, arena, allocator)
+                finally:
+                    self._end(upcoming)
+                self._results.put((result,))
         except ReservationCancelledError:
             pass
         except BaseException as error:
             end = error
         self._results.put(end)
 
-    def _take(self) -> _Upcoming | None:
-        if self._stopped.is_set():
-            return None
+    def _take(self) -> tuple[_Upcoming, list[_Upcoming]] | None:
+        """Begin the next task, once its turn has come; and give those that were drawn meanwhile."""
         with self._next:
+            self._next.wait_for(self._is_due)
+            if self._stopped.is_set():
+                return None
             fresh = self._look_ahead()
-            taken = self._ahead.popleft() if self._ahead else None
-            if taken is not None:
-                self._ahead_bytes -= taken.task.nbytes
+            if not self._ahead:
+                return None
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                self.complete = False
+                return None
+            taken = self._ahead.popleft()
+            self._ahead_bytes -= taken.task.nbytes
+            self._at_work.add(taken.number)
+            return taken, fresh
+
+    def _is_due(self) -> bool:
+        """Say whether the next task may begin, or none will."""
+        if self._most_at_once is None or not self._at_work or self._stopped.is_set():
+            return True
+        begun = self._drawn - len(self._ahead)
+        return begun - min(self._at_work) < self._most_at_once
+
+    def _end(self, upcoming: _Upcoming) -> None:
+        with self._next:
+            self._at_work.remove(upcoming.number)
+            self._next.notify_all()
+
+    def _announce(self, fresh: list[_Upcoming], *, but: _Upcoming) -> None:
+        """Tell the store of tasks to come."""
         for upcoming in fresh:
-            if upcoming is not taken:
+            if upcoming is not but:
                 upcoming.named = self._named(upcoming.task.rows)
                 self._store.expect(upcoming.named, upcoming.task.capacities)
-        if taken is not None and self._deadline is not None and time.monotonic() > self._deadline:
-            self.complete = False
-            return None
-        return taken
 
     def _look_ahead(self) -> list[_Upcoming]:
         """Draw tasks as far as is looked ahead; give those to announce."""
@@ -240,7 +273,8 @@ class Pipeline(Generic[T]):
             task = next(self._tasks, None)
             if task is None:
                 break
-            self._ahead.append(_Upcoming(task))
+            self._ahead.append(_Upcoming(task, self._drawn))
+            self._drawn += 1
             self._ahead_bytes += task.nbytes
             if int(task.capacities.max(initial=0)) < self._announced_bytes:
                 break

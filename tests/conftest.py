@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from hicachectl.__main__ import run
 from tests.hf3fs_fixtures import (  # noqa: F401 - fixtures
@@ -22,6 +23,10 @@ from tests.mooncake_fixtures import (  # noqa: F401 - fixtures
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+# Machines stall: how long an example took says nothing about the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 _FOREIGN_SETTINGS = (
     "HICACHECTL_CONFIG",

@@ -33,7 +33,7 @@ _JOBS = 3  # one reads while others write, or wait for the disk
 # Large enough that a call is worth it and a sync is shared, small enough that several are at work.
 _PARCEL_BYTES = 64 << 20
 _LEAST_OBJECTS = 256
-_LAST_BYTES = 1 << 20  # of a parcel, while the last room is filled
+_LAST_BYTES = 256 << 10  # of a parcel, while the last room is filled
 _MOST_PROBLEMS = 1000  # to remember
 # Before each pass over what came to the destination meanwhile, for its writer to finish. What a
 # killed one had begun Mooncake gives up after 30 s.

@@ -7,6 +7,7 @@ that cannot be written whole is taken back, its anchors first.
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from hicachectl.migrating.decisions import READS_BACK, Action
 from hicachectl.migrating.survey import ABSENT, keys_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
@@ -43,6 +44,7 @@ class Fate(IntEnum):
     AGAIN = 5  # an object of it came to the destination meanwhile: to be compared with that
 
 
+_HEAD_BYTES = 1024  # of an object, at most as a rule: its key, and its row in an index
 # Whose objects are deleted again, where some were written.
 _TAKEN_BACK = (Fate.GONE, Fate.FAILED, Fate.NO_ROOM)
 # What the source's object has met with since it was listed.
@@ -115,6 +117,8 @@ class Destination:
         self._verify = verify
         self._pin = pin
         self._writing = threading.BoundedSemaphore(max(1, store.limits.parallel_writes))
+        self._counting = threading.Lock()
+        self._promised = 0  # bytes to the parcels that are being written
 
     def deliver(
         self, parcel: Parcel, arena: Arena, base: int, fates: npt.NDArray[np.uint8]
@@ -124,9 +128,34 @@ class Destination:
         fates: [groups] DONE for those to be written. Raises StoreUnavailable.
         """
         delivered = Delivered(parcel, fates)
-        if (fates == Fate.DONE).any():
-            _Delivery(self, delivered, arena, base).run()
+        if not (fates == Fate.DONE).any():
+            return delivered
+        with self.room_for(parcel) as has_room:
+            if has_room:
+                _Delivery(self, delivered, arena, base).run()
+            else:
+                self.full.set()
+                fates[fates == Fate.DONE] = Fate.NO_ROOM
         return delivered
+
+    @contextmanager
+    def room_for(self, parcel: Parcel) -> Iterator[bool]:
+        """Promise the room for a parcel while it is being written; or say that there is none.
+
+        Asked only of a store that does not get it back with what is taken back.
+        """
+        writes = parcel.writes
+        new = (writes.there == ABSENT) | (parcel.action is Action.REPLACE)
+        nbytes = int((writes.sizes[new] + _HEAD_BYTES).sum())
+        with self._counting:
+            free = self.store.free_bytes() if self.store.keeps_withdrawn else None
+            has_room = free is None or self._promised + nbytes <= free
+            self._promised += has_room * nbytes
+        try:
+            yield has_room
+        finally:
+            with self._counting:
+                self._promised -= has_room * nbytes
 
     def rows(self, parcel: Parcel) -> pa.Table:
         """Give the rows of a parcel's writes: keys, and the times of what they were made of."""

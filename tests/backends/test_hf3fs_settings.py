@@ -210,7 +210,7 @@ NAMES = st.text(
     file_size=st.none() | st.integers(1, (1 << 63) - 1),
     ranks=st.none() | st.integers(1, 4096),
 )
-@settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_settings_written_as_a_url_lead_to_equal_settings(
     prefix: str, snapshot: str | None, file_size: int | None, ranks: int | None
 ) -> None:

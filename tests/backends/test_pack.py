@@ -322,8 +322,7 @@ STEPS = st.lists(
 @given(steps=STEPS)
 @settings(
     max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_any_order_of_writes_and_of_runs_cut_off_behaves_like_a_dict(
     path: Path, arena: Arena, steps: list[tuple[str, int, int]]

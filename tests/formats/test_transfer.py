@@ -141,7 +141,7 @@ def pages_of(
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_a_page_of_any_deployment_becomes_that_of_any_other(data: st.DataObject) -> None:
     model = data.draw(models())

@@ -81,7 +81,7 @@ TABLES = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(table=TABLES, earlier=TABLES)
 def test_the_arithmetic_agrees_with_sets(table: PageTable, earlier: PageTable) -> None:
     indices, free = table.indices.tolist(), set(table.free.tolist())

@@ -87,7 +87,7 @@ def codes_of(issues: list[ValueIssue]) -> list[tuple[int, str]]:
 
 
 @given(data=st.data(), kind=st.sampled_from(PLAIN))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_planted_numbers_are_counted_and_the_first_is_named(data: st.DataObject, kind: str) -> None:
     layout = data.draw(st.sampled_from(MLA_LAYOUTS if kind in ("latent", "fp8") else MHA_LAYOUTS))
     checker, expected, objects = prepared(kind, layout)

@@ -129,7 +129,7 @@ class Pair:
 
 
 @DEVICES
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(episode=episodes(requests=2, most_steps=8))
 def test_the_kernel_agrees_with_the_model_bit_for_bit(device: str, episode: Episode) -> None:
     with host_rows(device, requests=2, layers=1, page_size=episode.page_size) as rows:

@@ -151,7 +151,7 @@ def random_forms(draw: st.DrawFn) -> PoolForm:
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @DEVICES
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(form=random_forms(), slots=st.lists(st.integers(0, SLOTS - 1), max_size=3, unique=True))
 def test_pages_of_any_shape_and_layout_arrive_and_come_back(
     device: str, name: str, form: PoolForm, slots: list[int]

@@ -67,7 +67,7 @@ class Decoder:
 
 @DEVICES
 @LAYOUTS
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(episode=episodes(requests=2, most_steps=6))
 def test_every_loc_holds_the_row_of_its_token(layout: str, device: str, episode: Episode) -> None:
     with host_rows(

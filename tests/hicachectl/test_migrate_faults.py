@@ -108,6 +108,28 @@ def test_a_pack_on_a_full_disk_keeps_whole_pages_and_is_valid(
     assert contents(tmp_path / "back") == contents(source)
 
 
+def test_jobs_that_take_the_last_room_from_one_another_leave_a_pack_full(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    """What a pack has forgotten still takes room: nothing is begun that may have to be."""
+    demo_store(tmp_path / "source", 96)
+    with small_file_system(tmp_path / "small", "3m") as small:
+        pack = f"pack://{small}/a.hcpack"
+        parcels = ("--jobs", 3, "--buffer-bytes", "6MiB")
+        document = migrated(
+            invoke, tmp_path / "source", pack, "--no-space-check", *parcels, exit_code=4
+        )
+        assert document["stopped_by"] == "destination full"
+        with open_store(pack) as store:
+            assert sum(len(batch) for batch in store.scan()) == document["objects"]
+        size = (small / "a.hcpack").stat().st_size
+        assert document["bytes"] > size / 2  # little of it is forgotten
+        # A megabyte is kept for the index, and another is more than is begun at once.
+        assert (3 << 20) - size < 2 << 20
+        again = migrated(invoke, tmp_path / "source", pack, "--no-space-check", exit_code=4)
+        assert again["skipped"] == document["pages"]
+
+
 def test_a_read_only_destination_ends_the_run_with_one_clear_line(
     invoke: Invoke, source: Path, tmp_path: Path
 ) -> None:

@@ -256,7 +256,7 @@ def test_an_absurd_number_of_leaked_pages_is_refused() -> None:
 # repaired snapshots
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_repaired_table_is_sound_whatever_it_was(data: st.DataObject) -> None:
     indices = data.draw(st.lists(PAGES, max_size=12))

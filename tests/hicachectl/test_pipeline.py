@@ -138,6 +138,40 @@ def test_a_slow_consumer_holds_the_readers_back(store: FileStore) -> None:
     assert len(list(iterator)) == 999
 
 
+def test_towards_a_destination_no_task_begins_far_before_one_is_done(store: FileStore) -> None:
+    """Two jobs are at most four tasks apart: one of them is slow here."""
+    begun: list[int] = []
+    lock, may_end = threading.Lock(), threading.Event()
+
+    def work(_loaded: Loaded) -> None:
+        with lock:
+            begun.append(len(begun))
+            first = len(begun) == 1
+        assert not first or may_end.wait(60)
+
+    many = [Task(np.array([1]), np.array([1]))] * 20
+    results = iter(Pipeline(store, OBJECTS, many, work, jobs=2, destination=store))
+    for _ in range(3):
+        next(results)
+    time.sleep(0.05)
+    assert len(begun) == 4
+    may_end.set()
+    assert len(list(results)) == 17
+    assert no_readers()
+
+
+def test_leaving_early_does_not_wait_for_a_turn(store: FileStore) -> None:
+    def fail_late(loaded: Loaded) -> None:
+        if int(loaded.task.rows[0]) == 0:
+            time.sleep(0.1)
+            raise ZeroDivisionError
+
+    rows = [Task(np.array([n]), SIZES[n : n + 1]) for n in range(len(SIZES))]
+    with pytest.raises(ZeroDivisionError):
+        list(Pipeline(store, OBJECTS, rows, fail_late, jobs=3, destination=store))
+    assert no_readers()
+
+
 def test_held_slabs_outlive_the_work_and_bound_what_is_read(store: FileStore) -> None:
     held = []
     kept = Pipeline(

@@ -137,7 +137,8 @@ def test_several_jobs_leave_no_more_behind_the_page_that_found_no_room_than_they
     assert (document["complete"], document["stopped_by"]) == (False, "destination full")
     assert document["usable_tokens"] == sum(usable) * SIZE
     in_parcel = 300 // 32  # KiB
-    assert max(usable) >= len(held) - jobs * in_parcel - 3
+    at_once = 2 * jobs  # parcels that are begun while one before them is at work
+    assert max(usable) >= len(held) - at_once * in_parcel - 3
     assert len(held) > 80
 
 

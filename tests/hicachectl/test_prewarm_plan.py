@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.prewarming.hazard import Factor, Waits, age_edges, fit_hazards
@@ -29,7 +29,6 @@ def names(plan: Plan) -> list[int]:
     return found
 
 
-@settings(deadline=None)
 @given(
     ids=st.composite(chains)(),
     times=st.none() | st.lists(st.integers(0, 100), min_size=30, max_size=30),
