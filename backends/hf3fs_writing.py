@@ -96,9 +96,8 @@ def _distinct_batches(names: Sequence[str], most: int) -> list[list[int]]:
 def _seen_to_its_end(reservation: _Reservation) -> Result:
     """Run a reservation in a thread; an interrupt stops its writing, and waits for its release."""
     with ThreadPoolExecutor(1, thread_name_prefix="hicachectl-write") as pool:
-        future = pool.submit(reservation.run)
         try:
-            return future.result()
+            return pool.submit(reservation.run).result()
         except BaseException:
             reservation.stop.set()
             raise

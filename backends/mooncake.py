@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 SCAN_ROWS = 16384
 LEASE_SECONDS = 10.0  # of Mooncake 0.3.13; --default_kv_lease_ttl of the master
 _LEASE_POLL_SECONDS = 0.5
+_LEASE_RETRIES = 3  # of a read that was too slow for its lease: the machine may have been busy
 _TCP = "tcp"
 _CARD_READERS = 4  # not measured: no RDMA network was at hand
 _WITH_MESSAGE = (Status.ERROR, Status.UNREACHABLE)
@@ -257,10 +258,11 @@ class MooncakeStore(Store):
     def _transferred(
         self, keys: Sequence[str], addresses: list[int], capacities: list[int]
     ) -> Codes:
-        """Read objects; those whose leases ended before the batch did, once more and one by one."""
+        """Read objects; those whose leases ended before the batch did, again and one by one."""
         codes = self._data().get_into(keys, addresses, capacities)
-        for at in np.flatnonzero(codes == LEASE_EXPIRED).tolist():
-            codes[at] = self._data().get_into([keys[at]], [addresses[at]], [capacities[at]])[0]
+        for at in np.flatnonzero(codes == LEASE_EXPIRED).tolist() * _LEASE_RETRIES:
+            if codes[at] == LEASE_EXPIRED:
+                codes[at] = self._data().get_into([keys[at]], [addresses[at]], [capacities[at]])[0]
         return codes
 
     def _clear_up(

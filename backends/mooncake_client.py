@@ -61,9 +61,11 @@ _REACH_SECONDS = 5.0
 # Of one question to the master, where the environment does not say; Mooncake's own is 30 s.
 _RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS = "MC_RPC_TIMEOUT_MS", "15000"
 _PATIENCE_SECONDS = 25.0
-# Added in the thread that waits for a transfer: Mooncake has it wait in a loop, where it would
-# take a core from the threads that copy, ours among them.
+# Added in the thread that waits for a large transfer: Mooncake has it wait in a loop, where it
+# would take a core from the threads that copy, ours among them. Short calls would only be slower
+# on a busy machine, and outlast the leases that they grant.
 _NICENESS = 10
+_LARGE_BYTES = 1 << 20
 _ABANDONED: list[Any] = []  # never given back: their end would wait for what hangs
 _PROBE_KEY = "hicachectl-probe"
 _CALLS = ("batch_get_into", "batch_put_from", "batch_remove", "register_buffer")
@@ -147,7 +149,7 @@ class MooncakeClient:
         self, keys: Sequence[str], addresses: Sequence[int], capacities: Sequence[int]
     ) -> Codes:
         """Read objects into registered memory: sizes, or codes. Grants leases."""
-        return self._call("batch_get_into", keys, addresses, capacities)
+        return self._call("batch_get_into", keys, addresses, capacities, nbytes=sum(capacities))
 
     def put_from(
         self,
@@ -172,7 +174,9 @@ class MooncakeClient:
             configuration.soft_pin_action = self._soft_pin.ENABLE
             if pin_seconds is not None:
                 configuration.soft_pin_ttl_ms = int(pin_seconds * 1000)
-        return self._call("batch_put_from", keys, addresses, sizes, configuration)
+        return self._call(
+            "batch_put_from", keys, addresses, sizes, configuration, nbytes=sum(sizes)
+        )
 
     def remove(self, keys: Sequence[str]) -> Codes:
         """Remove objects that nobody has leased."""
@@ -195,14 +199,16 @@ class MooncakeClient:
         if store is not None and not self.abandoned:
             store.close()
 
-    def _call(self, name: str, *arguments: Any) -> Codes:
+    def _call(self, name: str, *arguments: Any, nbytes: int = 0) -> Codes:
+        """Call the module. nbytes: to be transferred."""
         # The module crashes on calls after its close.
         with self._calls:
             if self._store is None:
                 raise ValueError("the store is closed")
             store = self._store
             self._running += 1
-        codes = np.atleast_1d(np.array(self._awaited(store, name, arguments), dtype=np.int64))
+        answer = self._awaited(store, name, arguments, _NICENESS * (nbytes >= _LARGE_BYTES))
+        codes = np.atleast_1d(np.array(answer, dtype=np.int64))
         if lost := next((int(code) for code in LOST if (codes == code).any()), 0):
             raise StoreUnavailable(
                 f"mooncake://{self._settings.master}: the master does not answer (error {lost}); "
@@ -210,7 +216,7 @@ class MooncakeClient:
             )
         return codes
 
-    def _awaited(self, store: Any, name: str, arguments: tuple[Any, ...]) -> Any:
+    def _awaited(self, store: Any, name: str, arguments: tuple[Any, ...], niceness: int) -> Any:
         """Give what a call answers. Raises StoreUnavailable where it does not within a time.
 
         A storage process that hangs keeps a transfer for minutes, and nothing ends it: the call is
@@ -221,7 +227,7 @@ class MooncakeClient:
 
         def call() -> None:
             try:
-                os.nice(_NICENESS)  # of this thread alone, on Linux
+                os.nice(niceness)  # of this thread alone, on Linux
                 answers.append(getattr(store, name)(*arguments))
             except Exception as error:
                 failures.append(error)
@@ -234,7 +240,9 @@ class MooncakeClient:
         thread.start()
         thread.join(_PATIENCE_SECONDS)
         if thread.is_alive():
-            self.abandoned = True
+            with self._calls:
+                self.abandoned = True
+                self._calls.notify_all()  # `close` waits no longer either
             _ABANDONED.append(store)
             raise StoreUnavailable(
                 f"mooncake://{self._settings.master}: no answer to a transfer within "

@@ -9,6 +9,7 @@ import stat
 import threading
 from array import array
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -163,7 +164,11 @@ def open_pack(path: str, flags: int) -> int:
 
 
 def lock_pack(descriptor: int, path: str) -> None:
-    """Become the pack's only writer, until the descriptor is closed. Raises StoreUnavailable."""
+    """Become the only writer of the pack at a path, until the descriptor is closed.
+
+    Raises StoreUnavailable, also where the file was removed or replaced since it was opened: the
+    writer before may have done so, and what is written to it would be nowhere.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -172,6 +177,12 @@ def lock_pack(descriptor: int, path: str) -> None:
         ) from error
     except OSError as error:
         raise StoreUnavailable(f"{path}: cannot be locked: {error.strerror}") from error
+    try:
+        is_there = os.path.samestat(os.fstat(descriptor), Path(path).stat())
+    except FileNotFoundError:
+        is_there = False
+    if not is_there:
+        raise StoreUnavailable(f"{path}: was removed or replaced while it was opened; try again")
 
 
 def read_exactly(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:

@@ -212,9 +212,14 @@ class _Run:
         return int(self.request.grace_seconds * 1e9)
 
     def _in_flight(self, groups: PageGroups) -> BoolArray:
-        """Say which groups are younger than the grace; a time far ahead is a wrong clock's."""
+        """Say which groups are younger than the grace; a time far ahead is a wrong clock's.
+
+        What was written while the listing went on has a time ahead of the run's.
+        """
         age = self.now_ns - groups.newest_ns
-        young: BoolArray = (age < self._grace_ns) & (age > -max(self._grace_ns, _CLOCK_SKEW_NS))
+        listing_ns = int((time.monotonic() - self.started) * 1e9)
+        ahead_ns = listing_ns + max(self._grace_ns, _CLOCK_SKEW_NS)
+        young: BoolArray = (age < self._grace_ns) & (age > -ahead_ns)
         return young
 
     def _look_again(

@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -472,6 +474,34 @@ def test_a_failing_disk_leaves_no_page_reserved(
     assert len(free_pages(place)) == NUM_PAGES
 
 
+def test_an_interrupt_before_the_batch_is_waited_for_ends_it_as_well(
+    store: FreshStore, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+    stops: list[threading.Event] = []
+    written: list[int] = []
+    submit, real = ThreadPoolExecutor.submit, store._files.write
+
+    def interrupted(pool: Any, run: Any) -> Any:
+        stops.append(run.__self__.stop)
+        submit(pool, run)
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    def write_slowly(path: str, position: int, data: memoryview) -> None:
+        real(path, position, data)
+        written.append(position)
+        begun.set()
+        stops[0].wait(20)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    monkeypatch.setattr(store._files, "write", write_slowly)
+    with pytest.raises(KeyboardInterrupt):
+        write(store, {KEY: page(0), OTHER: page(1), THIRD: page(2)}, if_absent=True)
+    assert len(written) == 1
+    assert place.reserved() == 0
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_exception_while_writing_leaves_no_page_reserved(
     store: FreshStore, place: Place, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
@@ -491,7 +521,6 @@ def test_an_interrupt_ends_the_batch_and_releases_its_pages(
 ) -> None:
     """A real signal, which arrives in the main thread while another writes."""
     import signal
-    import threading
 
     real = store._files.write
     written = []

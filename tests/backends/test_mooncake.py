@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +19,7 @@ from hicachectl.backends import mooncake_client
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status, Store
 from hicachectl.backends.mooncake import MooncakeStore
+from hicachectl.backends.mooncake_client import LEASE_EXPIRED
 from hicachectl.backends.testing import (
     ARENA_BYTES,
     PAGE_HASHES,
@@ -267,6 +271,57 @@ def _codes_of_one_batch(cluster: Cluster, keys: list[bytes], arena: Arena) -> li
     return codes
 
 
+def test_a_read_that_outlasts_its_lease_is_repeated(
+    store: MooncakeStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.put(KEY.decode(), b"x" * 5000)
+    rows, client = scanned_rows(store, [KEY]), store._data()
+    real, left = client.get_into, [LEASE_EXPIRED] * 3
+
+    def get_into(keys: Any, addresses: Any, capacities: Any) -> Any:
+        answer = real(keys, addresses, capacities)
+        return np.array([left.pop()]) if left else answer
+
+    monkeypatch.setattr(client, "get_into", get_into)
+    assert read(store, rows, [5000])[1] == [b"x" * 5000]
+    left += [LEASE_EXPIRED] * 4
+    result, _ = read(store, rows, [5000])
+    assert result.statuses.tolist() == [Status.UNREACHABLE]
+    assert left == []
+
+
+def test_only_waiting_for_large_transfers_gives_way_to_other_threads(
+    store: MooncakeStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = SPLIT_HEADS_KEY
+    cluster.put(KEY.decode(), b"x" * 5000)
+    cluster.put(large.decode(), b"x" * (1 << 20))
+    client = store._data()
+    recorder = Recorder(client._store)
+    monkeypatch.setattr(client, "_store", recorder)
+    result, _ = read(store, scanned_rows(store, [KEY]), [5000])
+    assert result.all_ok
+    result, _ = read(store, scanned_rows(store, [large]), [1 << 20])
+    assert result.all_ok
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    assert recorder.niceness == [here, here + 10]
+
+
+class Recorder:
+    """A client of Mooncake that notes how nice the threads are that read."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.niceness: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def batch_get_into(self, *arguments: Any) -> Any:
+        self.niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return self._client.batch_get_into(*arguments)
+
+
 def test_groups_live_and_die_together(store: MooncakeStore, cluster: Cluster) -> None:
     """A lease on one object of a group keeps the others."""
     assert store.arena is not None
@@ -302,6 +357,34 @@ def test_pinning_is_known_to_the_master(store: MooncakeStore, cluster: Cluster) 
     )
     assert written.all_ok
     assert "soft-pinned: 1" in cluster.ask("metrics/summary")
+
+
+def test_a_client_that_is_closed_while_a_call_hangs_waits_no_longer_than_the_call(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_client, "_PATIENCE_SECONDS", 1.0)
+    store = open_store(cluster.url)
+    assert isinstance(store, MooncakeStore)
+    client, hangs, goes_on = store._data(), threading.Event(), threading.Event()
+    real = client._store
+
+    class Hanging:
+        def batch_remove(self, *_: Any) -> list[int]:
+            hangs.set()
+            goes_on.wait(120)
+            return [0]
+
+    monkeypatch.setattr(client, "_store", Hanging())
+    with ThreadPoolExecutor(2) as pool:
+        removal = pool.submit(client.remove, ["key"])
+        assert hangs.wait(60)
+        try:
+            pool.submit(store.close).result(timeout=60)
+        finally:
+            goes_on.set()
+        with pytest.raises(StoreUnavailable, match="hang"):
+            removal.result()
+    real.close()
 
 
 def test_a_storage_process_that_hangs_is_given_up(

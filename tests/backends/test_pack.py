@@ -23,6 +23,7 @@ from hicachectl.backends import pack_writer
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status, scan_schema
 from hicachectl.backends.pack import PackStore, _Growing
+from hicachectl.backends.pack_file import open_pack
 from hicachectl.backends.testing import (
     OLD_TIME_NS,
     PAGE_HASHES,
@@ -222,6 +223,23 @@ def test_there_is_one_writer(path: Path, arena: Arena) -> None:
     with opened(path, arena, create=True), pytest.raises(StoreUnavailable, match=writing):
         opened(path, arena, create=True)
     opened(path, arena, create=True).close()
+
+
+def test_a_pack_that_its_writer_removes_while_another_opens_it_is_not_written_to(
+    path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer with nothing to write removes the file: objects put into it now would be lost."""
+    first = opened(path, arena, create=True)
+
+    def open_late(path: str, flags: int) -> int:
+        descriptor = open_pack(path, flags)
+        first.close()
+        return descriptor
+
+    monkeypatch.setattr("hicachectl.backends.pack_writer.open_pack", open_late)
+    with pytest.raises(StoreUnavailable, match="was removed or replaced while it was opened"):
+        opened(path, arena, create=True)
+    assert not path.exists()
 
 
 def test_a_pack_that_is_being_written_cannot_be_read(path: Path, arena: Arena) -> None:

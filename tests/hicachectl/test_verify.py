@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.backends.file import FileStore
-from hicachectl.verify import Request, verify_store
+from hicachectl.verify import Request, _Run, verify_store
 from tests.hicachectl.stores import DSA, page, put, put_pages
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator
+
+
+IGNORE = (lambda *_: None,) * 3  # of what `verify` is to be told
 
 
 @pytest.fixture
@@ -348,6 +351,18 @@ def test_a_clock_that_is_far_ahead_does_not_hide_damage(invoke: Invoke, tmp_path
     put_pages(tmp_path, range(4), "_m_0_2", "_m_1_2", mtime=time.time() + 30 * 86400)
     (tmp_path / f"{page(0)}_m_0_2.bin").unlink()
     assert verify(invoke, tmp_path, exit_code=4)["counts"] == {"missing-rank": 1}
+
+
+def test_what_is_written_while_a_long_listing_goes_on_is_in_flight(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(4), "_m_0_2", "_m_1_2", mtime=time.time() - 3600)
+    put_pages(tmp_path, range(4, 8), "_m_0_2", mtime=time.time())
+    with FileStore(tmp_path) as store:
+        run = _Run(store, Request(checks=("groups",)))
+        run.now_ns -= 300 * 10**9
+        assert run.report(*IGNORE).document["counts"] == {"missing-rank": 4}  # the clock is wrong
+        run.started -= 300
+        document = run.report(*IGNORE).document
+    assert (document["counts"], document["in_flight"]) == ({}, 4)
 
 
 def test_our_own_leftovers_are_stale_temporaries(invoke: Invoke, hybrid: Path) -> None:
