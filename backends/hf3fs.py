@@ -10,11 +10,7 @@ mini_3fs_metadata_server.py :: RankMetadata.
 from __future__ import annotations
 
 import os
-import threading
-import time
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -33,7 +29,6 @@ from hicachectl.backends.base import (
     Store,
     keys_of,
     scan_schema,
-    take_rows,
 )
 from hicachectl.backends.hf3fs_creating import TableMaker
 from hicachectl.backends.hf3fs_files import DataFiles, PageReader, Pages
@@ -45,50 +40,24 @@ from hicachectl.backends.hf3fs_keys import (
     table_of_key,
 )
 from hicachectl.backends.hf3fs_metadata import MetadataClient
+from hicachectl.backends.hf3fs_rows import batch_of
 from hicachectl.backends.hf3fs_settings import Hf3fsSettings, settings_from
 from hicachectl.backends.hf3fs_sizes import PageSizes
-from hicachectl.backends.hf3fs_snapshot import Snapshot, read_snapshot
+from hicachectl.backends.hf3fs_tables import UNKNOWN, Tables, locators
 from hicachectl.backends.hf3fs_usrbio import UsrbioReader, find_usrbio
 from hicachectl.backends.hf3fs_writing import PageWriter
 from hicachectl.backends.page_tables import DataFile, TableState
-from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend, UsageError
+from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterator, Sequence
+    from collections.abc import Collection, Generator, Sequence
 
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.hf3fs_snapshot import PageTable
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.profile import Profile
 
-SCAN_ROWS = 16384
 _HIGHEST = np.iinfo(np.int64).max
-_UNKNOWN = -1  # no page index
-_VERSION_BYTES = 8
-
-
-@dataclass(slots=True, eq=False)
-class _Saved:
-    """A snapshot as it was read, by the file that it was read from.
-
-    shared:  [rank and namespace] the pages that several keys hold, once somebody asked.
-    checked: whether its keys are known to be all of the profile's deployment.
-    """
-
-    file: tuple[int, ...]
-    snapshot: Snapshot
-    shared: dict[TableName, IntArray] = field(default_factory=dict)
-    checked: bool = False
-
-    def has(self, name: TableName) -> bool:
-        return any((table.rank, table.namespace) == name for table in self.snapshot.tables)
-
-    def shared_pages(self, table: PageTable) -> IntArray:
-        name = table.rank, table.namespace
-        if name not in self.shared:
-            indices, counts = np.unique(table.indices, return_counts=True)
-            self.shared[name] = indices[counts > 1]
-        return self.shared[name]
 
 
 class Hf3fsStore(Store):
@@ -129,12 +98,9 @@ class Hf3fsStore(Store):
         """
         self.settings = settings
         self.url = str(settings)
-        self.touched_keys = 0  # how many were asked for in a way that makes them the most recent
         self._files = DataFiles(direct=direct)
         self._reader: PageReader = self._files
         self._sizes = PageSizes({}, frozenset())
-        self._last: _Saved | None = None
-        self._lock = threading.Lock()
         self._server: MetadataClient | None = None
         directory = Path(settings.prefix).parent
         if not directory.is_dir():
@@ -145,7 +111,7 @@ class Hf3fsStore(Store):
         self.named_arena = self._usrbio is not None
         if settings.server is not None:
             self._server = MetadataClient(settings.server)
-        self._known: set[TableName] = set()  # tables that the server was seen to have
+        self._tables = Tables(settings, self._server)
         self._maker = TableMaker(self._server, settings) if self._server and create else None
 
     @classmethod
@@ -197,19 +163,14 @@ class Hf3fsStore(Store):
 
         Raises UsageError where no snapshot is named.
         """
-        return self._looked_at(self._saved())
-
-    def _looked_at(self, saved: _Saved) -> tuple[PageTable, ...]:
-        ranks = self.settings.ranks
-        tables = saved.snapshot.tables
-        return tuple(table for table in tables if ranks is None or table.rank < ranks)
+        return self._tables.looked_at(self._tables.saved())
 
     def table_state(self) -> TableState | None:
         """Give the tables of the ranks looked at with the facts of their files."""
         if self.settings.snapshot is None:
             return None
-        saved = self._saved()
-        tables = self._looked_at(saved)
+        saved = self._tables.saved()
+        tables = self._tables.looked_at(saved)
         files = {}
         for table in tables:
             path = self.settings.data_file(table.rank, table.namespace)
@@ -230,12 +191,16 @@ class Hf3fsStore(Store):
         return self._server
 
     @property
+    def touched_keys(self) -> int:
+        """How many keys were asked for in a way that makes them the most recent."""
+        return self._tables.touched_keys
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """How old the listing is, and what looking has moved in the order of eviction."""
         texts = []
-        if (last := self._last) is not None:
-            age = max(0, time.time_ns() - last.snapshot.saved_at_ns) / 1e9
-            texts.append(f"listed from a snapshot saved {age:.0f}s ago: {self.settings.snapshot}")
+        if (listed := self._tables.remark()) is not None:
+            texts.append(listed)
         if self.touched_keys:
             texts.append(
                 f"keys that looked damaged were asked for {self.touched_keys} times, which the "
@@ -256,10 +221,10 @@ class Hf3fsStore(Store):
                 keys, indices = chunk, table.indices[start : start + len(chunk)]
                 start += len(chunk)
                 if self._server is not None:
-                    there = self._asked(name, names_of(keys, name))
+                    there = self._tables.has_keys(name, names_of(keys, name))
                     if not there.all():
                         keys, indices = keys.filter(pa.array(there)), indices[there]
-                yield self._batch(schema, name, keys, indices)
+                yield batch_of(schema, keys, indices, self._sizes.nbytes.get(name))
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """List a few keys again; one that is newer than the snapshot has no locator, no version."""
@@ -268,17 +233,18 @@ class Hf3fsStore(Store):
         for share in shares_of(rows):
             _, first = np.unique(share.names, return_index=True)
             once = share.only(np.sort(first))
-            kept = once.only(self._there(once))
-            indices = self._indices_of(kept)
+            kept = once.only(self._tables.there(once))
+            indices = self._tables.indices_of(kept)
             keys = pa.array(kept.keys, pa.binary())
-            found.append(self._batch(schema, share.table, keys, indices))
+            nbytes = self._sizes.nbytes.get(share.table)
+            found.append(batch_of(schema, keys, indices, nbytes))
         return pa.Table.from_batches(found, schema=schema)
 
     def exists(self, rows: Rows) -> BoolArray:
         """Say which keys the server has, or the snapshot where there is no server."""
         found = np.zeros(len(rows), dtype=np.bool_)
         for share in shares_of(rows):
-            found[share.at] = self._there(share)
+            found[share.at] = self._tables.there(share)
         return found
 
     def free_bytes(self) -> int | None:
@@ -293,7 +259,7 @@ class Hf3fsStore(Store):
         for name, nbytes in self._sizes.nbytes.items():
             if name in saved:
                 total += len(saved[name].free) * nbytes
-            elif self._maker is not None and not self._may_have(name):
+            elif self._maker is not None and not self._tables.may_have(name):
                 size = self._maker.file_size(name)
                 if size is None:
                     return None
@@ -301,89 +267,6 @@ class Hf3fsStore(Store):
             elif self.settings.snapshot is None or self._maker is not None:
                 return None  # the server has it, and says nothing of it
         return total if self._sizes.nbytes else None
-
-    def _batch(self, schema: Any, table: TableName, keys: Any, indices: IntArray) -> Any:
-        """Make a batch, whose columns of one value all batches share."""
-        unknown = indices == _UNKNOWN
-        columns = {
-            "key": lambda: keys,
-            "nbytes": lambda: _all_alike(self._sizes.nbytes.get(table), len(indices)),
-            "locator": lambda: pa.array(indices, mask=unknown if unknown.any() else None),
-            "version": lambda: _versions(indices, unknown),
-            "mtime_ns": lambda: _all_alike(None, len(indices)),
-        }
-        arrays = [
-            columns[f.name]() if f.name in columns else pa.nulls(len(indices), f.type)
-            for f in schema
-        ]
-        return pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-    def _saved(self) -> _Saved:
-        """Read the snapshot, unless it is the one that was read last."""
-        path = self.settings.snapshot
-        if path is None:
-            raise UsageError(
-                f"{self.url}: a 3FS metadata server lists nothing; give snapshot=FILE, where it "
-                "saves its tables (--persistence-path)"
-            )
-        with self._lock:
-            try:
-                facts = Path(path).stat()
-            except OSError as error:
-                raise StoreUnavailable(
-                    f"{path}: {error.strerror}; is it the metadata server's --persistence-path?"
-                ) from error
-            file = facts.st_dev, facts.st_ino, facts.st_mtime_ns, facts.st_size
-            if self._last is None or self._last.file != file:
-                self._last = None  # two would need twice the memory
-                self._last = _Saved(file, read_snapshot(path))
-            return self._last
-
-    def _there(self, share: Share) -> BoolArray:
-        """Say which keys of a table are there: [n] bool."""
-        if self._server is not None:
-            return self._asked(share.table, share.names)
-        there: BoolArray = self._indices_of(share) != _UNKNOWN
-        return there
-
-    def _asked(self, table: TableName, names: Sequence[str]) -> BoolArray:
-        """Ask the server which keys it has; none of a table that no engine has made."""
-        assert self._server is not None
-        if not self._may_have(table):
-            return np.zeros(len(names), dtype=np.bool_)
-        return self._server.exists(*table, names)
-
-    def _may_have(self, table: TableName) -> bool:
-        """Tell whether to ask the server: it has no answer about a pool that no engine made.
-
-        Where the snapshot has a table, its absence is an error: the server lost it.
-        """
-        assert self._server is not None
-        if table in self._known:
-            return True
-        listed = self.settings.snapshot is not None and (self._last or self._saved()).has(table)
-        if listed or self._server.has_table(*table):
-            self._known.add(table)
-        return table in self._known
-
-    def _indices_of(self, share: Share) -> IntArray:
-        """Find keys in the snapshot: [n] int64 page indices, _UNKNOWN where it has them not."""
-        import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
-
-        indices = np.full(len(share.at), _UNKNOWN, dtype=np.int64)
-        table = None if self.settings.snapshot is None else self._table(share.table)
-        if table is not None:
-            wanted = pa.array(share.keys, pa.binary())
-            # The few are hashed and the many looked up, not the other way round.
-            rows = np.flatnonzero(pc.is_in(table.keys, value_set=wanted).to_numpy(False))
-            found = take_rows(pa.table({"key": table.keys}), rows).column("key")
-            held = pc.index_in(wanted, value_set=found.combine_chunks())
-            known = held.is_valid().to_numpy(False)
-            indices[known] = table.indices[rows[held.drop_null().to_numpy()]]
-        return indices
-
-    def _table(self, name: TableName) -> PageTable | None:
-        return next((t for t in self.page_tables() if (t.rank, t.namespace) == name), None)
 
     # reading
 
@@ -407,12 +290,12 @@ class Hf3fsStore(Store):
             return
         if self._is_in_memory(rows.column("key")[-1].as_py(), rows.column("locator")[-1].as_py()):
             return
-        located = _locators(rows)
+        located = locators(rows)
         for share in shares_of(rows):
             nbytes = self._sizes.nbytes.get(share.table)
             if nbytes is not None:
                 path = self.settings.data_file(*share.table)
-                known = located[share.at][located[share.at] != _UNKNOWN]
+                known = located[share.at][located[share.at] != UNKNOWN]
                 self._files.expect(path, _positions(known, nbytes), nbytes)
 
     def _is_in_memory(self, key: bytes, index: int | None) -> bool:
@@ -432,7 +315,7 @@ class Hf3fsStore(Store):
         A page whose key was evicted and stored again meanwhile is read as OK, with other bytes:
         see `read_confirmed`. SHORT: the data file ends within the page.
         """
-        return self._read(rows, offsets, capacities, self._located(rows), check=identify)
+        return self._read(rows, offsets, capacities, self._tables.located(rows), check=identify)
 
     def read_confirmed(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
@@ -443,11 +326,11 @@ class Hf3fsStore(Store):
         gone, or on another page than the row says, is GONE; one whose row says none is read where
         the server has it.
         """
-        before = self._current(rows)
-        located = self._located(rows) if "locator" in rows.schema.names else before
-        located = np.where(located == _UNKNOWN, before, located)
+        before = self._tables.current(rows)
+        located = self._tables.located(rows) if "locator" in rows.schema.names else before
+        located = np.where(located == UNKNOWN, before, located)
         result = self._read(rows, offsets, capacities, located, check=False)
-        moved = (before != located) | (self._current(rows) != located)
+        moved = (before != located) | (self._tables.current(rows) != located)
         result.statuses[moved] = Status.GONE
         result.nbytes[moved] = -1
         for at in np.flatnonzero(moved).tolist():
@@ -459,18 +342,15 @@ class Hf3fsStore(Store):
 
         For suspects only: the server counts the question as use, and evicts others first.
         """
-        current = self._current(rows)
+        current = self._tables.current(rows)
         statuses = np.full(len(rows), Status.CHANGED, dtype=np.uint8)
-        statuses[current == self._located(rows)] = Status.OK
-        statuses[current == _UNKNOWN] = Status.GONE
+        statuses[current == self._tables.located(rows)] = Status.OK
+        statuses[current == UNKNOWN] = Status.GONE
         return statuses
 
     def touch(self, rows: Rows) -> BoolArray:
         """Ask the server where pages are, which makes them the last to be evicted."""
-        touched: BoolArray = self._current(rows) != _UNKNOWN
-        with self._lock:  # nothing to remark on: it is what was asked for
-            self.touched_keys -= int(touched.sum()) if self._server else 0
-        return touched
+        return self._tables.touch(rows)
 
     def holes(self, rows: Rows) -> BoolArray:
         """Say which pages were never written, wholly or in part: [n] bool.
@@ -478,39 +358,15 @@ class Hf3fsStore(Store):
         Only a file system that keeps holes, and says so, can tell.
         """
         found = np.zeros(len(rows), dtype=np.bool_)
-        located = self._located(rows)
+        located = self._tables.located(rows)
         for share in shares_of(rows):
             nbytes = self._sizes.nbytes.get(share.table)
-            known = located[share.at] != _UNKNOWN
+            known = located[share.at] != UNKNOWN
             if nbytes is not None and known.any():
                 positions = _positions(located[share.at[known]], nbytes)
                 path = self.settings.data_file(*share.table)
                 found[share.at[known]] = self._files.holes(path, positions, nbytes)
         return found
-
-    def _located(self, rows: Rows) -> IntArray:
-        """Find the page index of every row: [n] int64, its own or else the snapshot's."""
-        located = _locators(rows)
-        if (located == _UNKNOWN).any():
-            for share in shares_of(rows):
-                lacking = share.only(located[share.at] == _UNKNOWN)
-                if len(lacking.at):
-                    located[lacking.at] = self._indices_of(lacking)
-        return located
-
-    def _current(self, rows: Rows) -> IntArray:
-        """Ask the server for page indices, which bumps the keys: [n] int64; else the snapshot."""
-        current = np.full(len(rows), _UNKNOWN, dtype=np.int64)
-        for share in shares_of(rows):
-            if self._server is None:
-                current[share.at] = self._indices_of(share)
-                continue
-            if self._may_have(share.table):
-                answer = self._server.page_indices(*share.table, share.names)
-                current[share.at] = [_UNKNOWN if index is None else index for index in answer]
-        with self._lock:  # other threads count, too
-            self.touched_keys += int((current != _UNKNOWN).sum()) if self._server else 0
-        return current
 
     def _read(
         self,
@@ -530,11 +386,11 @@ class Hf3fsStore(Store):
         )
         for share in shares_of(rows):
             there = np.ones(len(share.at), dtype=np.bool_)
-            if (located[share.at] == _UNKNOWN).any():
-                there = self._there(share)
+            if (located[share.at] == UNKNOWN).any():
+                there = self._tables.there(share)
             self._read_share(share.only(there), offsets, capacities, located, memory, result)
             if check and self._server is not None:
-                gone = share.at[there & ~self._asked(share.table, share.names)]
+                gone = share.at[there & ~self._tables.has_keys(share.table, share.names)]
                 result.statuses[gone] = Status.GONE
                 result.nbytes[gone] = -1
                 for at in gone.tolist():
@@ -561,7 +417,7 @@ class Hf3fsStore(Store):
             result.nbytes[at] = nbytes
             result.statuses[at] = np.where(wanted > nbytes, Status.SHORT, Status.OVERSIZED)
             at = at[wanted == nbytes]
-        if (unknown := located[at] == _UNKNOWN).any():
+        if (unknown := located[at] == UNKNOWN).any():
             _fail(result, at[unknown], "newer than the snapshot, which alone tells where it is")
             at = at[~unknown]
         if not len(at):
@@ -599,8 +455,8 @@ class Hf3fsStore(Store):
         if not self._sizes.nbytes:
             raise UnsupportedByBackend(f"{self.url}: to write pages a profile is needed")
         self._sizes.refuse_strangers(self.url, keys_of(rows), sizes)
-        if self.settings.snapshot is not None and not (saved := self._saved()).checked:
-            self._sizes.refuse_other_models(self.url, self._looked_at(saved))
+        if self.settings.snapshot is not None and not (saved := self._tables.saved()).checked:
+            self._sizes.refuse_other_models(self.url, self._tables.looked_at(saved))
             saved.checked = True
         writer = PageWriter(server, self._files)
         statuses = np.full(len(rows), Status.ERROR, dtype=np.uint8)
@@ -624,7 +480,7 @@ class Hf3fsStore(Store):
 
     def _make(self, table: TableName, nbytes: int) -> None:
         """Make a table that is to be written to, where that is wanted and there is none."""
-        if self._maker is not None and not self._may_have(table):
+        if self._maker is not None and not self._tables.may_have(table):
             self._maker.ensure(table, nbytes)
 
     def _needed_server(self) -> MetadataClient:
@@ -644,8 +500,8 @@ class Hf3fsStore(Store):
         statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)
         errors: dict[int, str] = {}
         for share in shares_of(rows):
-            found = share.only(self._there(share))
-            for at, mate in self._left_behind(found):
+            found = share.only(self._tables.there(share))
+            for at, mate in self._tables.sharers(found):
                 statuses[at] = Status.ERROR
                 errors[at] = f"shares its page with {mate}, which would be left on a free page"
             doomed = found.only(statuses[found.at] != Status.ERROR)
@@ -653,55 +509,6 @@ class Hf3fsStore(Store):
                 server.delete(*doomed.table, doomed.names)
                 statuses[doomed.at] = Status.OK
         return Result(statuses, errors)
-
-    def _left_behind(self, share: Share) -> Iterator[tuple[int, str]]:
-        """Find rows on a page that another key holds, which is there and not among them."""
-        table = None if self.settings.snapshot is None else self._table(share.table)
-        if table is None:
-            return
-        shared = self._saved().shared_pages(table)
-        if not len(shared):
-            return
-        named = set(share.names)
-        mine = self._indices_of(share)
-        for n in np.flatnonzero(np.isin(mine, shared)).tolist():
-            holders = table.names_at(np.flatnonzero(table.indices == mine[n])).to_pylist()
-            mates = [name for holder in holders if (name := holder.decode()) not in named]
-            there = self._asked(share.table, mates)
-            if there.any():
-                yield int(share.at[n]), mates[int(np.flatnonzero(there)[0])]
-
-
-def _locators(rows: Rows) -> IntArray:
-    """Give the page index of every row that has one: [n] int64, else _UNKNOWN."""
-    if "locator" not in rows.schema.names:
-        return np.full(len(rows), _UNKNOWN, dtype=np.int64)
-    column = rows.column("locator")
-    if column.null_count:
-        column = column.fill_null(_UNKNOWN)
-    return np.array(column.to_numpy(), dtype=np.int64)
-
-
-@lru_cache(maxsize=8)
-def _column_of(value: int | None, count: int) -> Any:
-    return pa.repeat(pa.scalar(value, pa.int64()), count)
-
-
-def _all_alike(value: int | None, count: int) -> Any:
-    """Give a column of one number, or of nulls, in memory that others of it have as well."""
-    return _column_of(value, -(-count // SCAN_ROWS) * SCAN_ROWS).slice(0, count)
-
-
-def _versions(indices: IntArray, unknown: BoolArray) -> Any:
-    """Write page indices as versions of objects; null where they are not known."""
-    import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
-
-    versions = pa.FixedSizeBinaryArray.from_buffers(
-        pa.binary(_VERSION_BYTES),
-        len(indices),
-        [None, pa.py_buffer(np.ascontiguousarray(indices, dtype="<i8"))],
-    ).cast(pa.binary())
-    return pc.if_else(pa.array(unknown), None, versions)
 
 
 def _positions(indices: IntArray, nbytes: int) -> IntArray:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.hf3fs import Hf3fsStore, _Saved
+from hicachectl.backends.hf3fs import Hf3fsStore
 from hicachectl.backends.hf3fs_settings import Hf3fsSettings
+from hicachectl.backends.hf3fs_tables import Saved, Tables
 from hicachectl.formats.profile import Pool, Profile
 
 if TYPE_CHECKING:
@@ -34,11 +35,18 @@ PROFILE = Profile(
 class FreshStore(Hf3fsStore):
     """One for which the server saves its tables whenever the snapshot is looked at."""
 
+    def __init__(self, settings: Hf3fsSettings, server: MetadataServer) -> None:
+        super().__init__(settings)
+        self._tables = FreshTables(settings, self._server)
+        self._tables.metadata_server = server
+
+
+class FreshTables(Tables):
     metadata_server: MetadataServer
 
-    def _saved(self) -> _Saved:
+    def saved(self) -> Saved:
         self.metadata_server.save()
-        return super()._saved()
+        return super().saved()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +122,7 @@ class Place:
 
     def open(self, *, profile: Profile | None = PROFILE, **changes: object) -> FreshStore:
         """Open the store, which sees what the server has by then."""
-        store = FreshStore(self.settings(**changes))
-        store.metadata_server = self.server
+        store = FreshStore(self.settings(**changes), self.server)
         if profile is not None:
             store.use_profile(profile)
         return store
