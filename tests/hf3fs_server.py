@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 STARTS = 3  # another process can take a free port before the server binds it
 START_TIMEOUT_S = 60
+TAKEN = "address already in use"
+PORT_TIMEOUT_S = 60  # until whoever took the port meanwhile gives it back
 ANSWER_TIMEOUT_S = 30
 NEVER_S = 1 << 20  # a save interval that no test lives to see
 HF3FS_FOLDER = "srt/mem_cache/storage/hf3fs"
@@ -90,21 +92,15 @@ class MetadataServer:
 
     def start(self) -> None:
         """Start the server again where it was, with the snapshot that now lies there."""
-        self.kill()
-        follow = [str(self._python), "-c", _FOLLOW_PARENT, str(os.getpid())]
-        program = [__file__, str(self.port), str(self.snapshot), str(self._interval_s)]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*follow, str(self._python), *program],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=self._folder.name,
-                env={**environment, "PYTHONDONTWRITEBYTECODE": "1"},
-                text=True,
-            )
-        self._await_listening(self._process)
+        deadline = time.monotonic() + PORT_TIMEOUT_S
+        while True:
+            try:
+                self._start()
+                return
+            except RuntimeError:
+                if TAKEN not in self._said() or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
     def initialize(self, rank: int, num_pages: int, namespace: str = "kv") -> None:
         """Create a table, as a starting server rank does; an existing one stays as it is."""
@@ -197,17 +193,36 @@ class MetadataServer:
             with socket.create_server((HOST, 0)) as listener:
                 self.port = listener.getsockname()[1]
             try:
-                self.start()
+                self._start()
                 return
             except RuntimeError:
                 if attempt == STARTS - 1:
                     raise
 
+    def _start(self) -> None:
+        self.kill()
+        follow = [str(self._python), "-c", _FOLLOW_PARENT, str(os.getpid())]
+        program = [__file__, str(self.port), str(self.snapshot), str(self._interval_s)]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*follow, str(self._python), *program],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=self._folder.name,
+                env={**environment, "PYTHONDONTWRITEBYTECODE": "1"},
+                text=True,
+            )
+        self._await_listening(self._process)
+
     def _await_listening(self, process: subprocess.Popen[str]) -> None:
         # Its own word for it: on a port that was taken, another server would answer.
         deadline = time.monotonic() + START_TIMEOUT_S
-        while "Uvicorn running on" not in (said := self._log.read_text(errors="replace")):
-            if process.poll() is not None or time.monotonic() > deadline:
+        while "Uvicorn running on" not in (said := self._said()):
+            # Without its port it shuts down, but does not end.
+            ended = TAKEN in said or process.poll() is not None
+            if ended or time.monotonic() > deadline:
                 raise RuntimeError(f"the metadata server does not come up\n{said[-3000:]}")
             time.sleep(0.01)
 
@@ -216,8 +231,10 @@ class MetadataServer:
             raise RuntimeError("the metadata server was killed")
         print(word, file=_stream(self._process.stdin), flush=True)
         if _stream(self._process.stdout).readline() != "done\n":
-            end = self._log.read_text(errors="replace")[-3000:]
-            raise RuntimeError(f"the metadata server did not {word}\n{end}")
+            raise RuntimeError(f"the metadata server did not {word}\n{self._said()[-3000:]}")
+
+    def _said(self) -> str:
+        return self._log.read_text(errors="replace")
 
 
 def _stream(stream: IO[str] | None) -> IO[str]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 STARTS = 3  # another process can take a free port before the master binds it
+PORT_TIMEOUT_S = 60  # until whoever took the port of a killed master gives it back
 START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 5
 LOCAL_BUFFER_BYTES = 16 << 20
@@ -185,7 +186,8 @@ class Cluster:
         self.close()
 
     def _start_master(self, ports_before: Sequence[int] = ()) -> None:
-        for attempt in range(STARTS):
+        deadline = time.monotonic() + (PORT_TIMEOUT_S if ports_before else 0)
+        for attempt in itertools.count(1):
             ports = ports_before or _free_ports(2)
             self.master, self.admin = (f"{HOST}:{port}" for port in ports)
             flags = {
@@ -204,13 +206,17 @@ class Cluster:
                 return
             except RuntimeError:
                 self.kill_master()
-                if attempt == STARTS - 1:
+                if attempt >= STARTS and time.monotonic() > deadline:
                     raise
+                time.sleep(0.1)
 
     def _healthy(self) -> bool:
         # A master whose own port was taken may find another cluster's answer there: ask the
-        # process's state after the reply, not before (_await does).
-        return '"service_ready":true' in self.ask("health")
+        # process's state after the reply, not before (_await does). It says that it is ready
+        # before it has bound the other port, and ends where that is taken.
+        port = int(self.master.rpartition(":")[2])
+        ready = '"service_ready":true' in self.ask("health")
+        return ready and self._master is not None and _listens(self._master.pid, port)
 
     def _segments(self) -> set[str]:
         return set(self.ask("get_all_segments").split())
@@ -285,6 +291,18 @@ def _free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind((HOST, 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether it is this process that listens at a port."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = (row for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A")
+    sockets = {f"socket:[{row[9]}]" for row in listening}
+    held = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            held.add(str(link.readlink()))
+    return bool(sockets & held)
 
 
 def _await(ready: Callable[[], Any], complaint: str, timeout_s: float) -> Any:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.hf3fs_server import MetadataServer
+from tests.waiting import alive, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,16 +83,9 @@ def test_no_server_outlives_a_killed_test_process(
     assert holder.stdout is not None
     assert holder.stdin is not None
     server = int(holder.stdout.readline())
-    os.kill(server, 0)
+    assert alive(server)
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     holder.stdout.close()
     holder.stdin.close()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{server}").exists() and _state(server) != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    wait_until(lambda: not alive(server))

@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
+from tests.waiting import alive, wait_until
 
 if TYPE_CHECKING:
     from tests.mooncake_cluster import Cluster
@@ -49,18 +48,4 @@ def test_no_process_outlives_a_killed_test_process(mooncake_package: None, tmp_p
     assert len(children) == 2
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
-    deadline = time.monotonic() + 10
-    while any(_alive(pid) for pid in children):
-        if time.monotonic() > deadline:
-            pytest.fail(f"still there: {[pid for pid in children if _alive(pid)]}")
-        time.sleep(0.02)
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process runs; one that waits for its parent to ask does not."""
-    try:
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (ProcessLookupError, FileNotFoundError):
-        return False
-    return state != "Z"
+    wait_until(lambda: not any(map(alive, children)))

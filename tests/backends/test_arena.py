@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from hicachectl.backends.arena import (
     place,
 )
 from hicachectl.formats.errors import UsageError
+from tests.waiting import PATIENCE_S, wait_until
 
 K = 1024
 
@@ -118,7 +120,7 @@ def test_cancel_wakes_whoever_waits() -> None:
         allocator.cancel()
         for future in waiting:
             with pytest.raises(ReservationCancelledError):
-                future.result(timeout=10)
+                future.result(PATIENCE_S)
 
 
 def test_a_large_request_is_not_overtaken_by_small_ones() -> None:
@@ -132,29 +134,34 @@ def test_a_large_request_is_not_overtaken_by_small_ones() -> None:
 
     large = threading.Thread(target=take, args=("large", 8 * K))
     large.start()
-    while not allocator._waiting:
-        time.sleep(0.001)
+    wait_until(lambda: allocator._waiting)
     small = threading.Thread(target=take, args=("small", 1))  # would fit at once
     small.start()
-    while len(allocator._waiting) < 2:
-        time.sleep(0.001)
+    wait_until(lambda: len(allocator._waiting) == 2)
     held.release()
-    large.join(10)
-    small.join(10)
+    large.join(PATIENCE_S)
+    small.join(PATIENCE_S)
     assert order == ["large", "small"]
 
 
-def test_one_that_times_out_lets_the_next_in() -> None:
+def test_one_that_times_out_lets_the_next_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("hicachectl.backends.arena.time", clock)
     allocator = SlabAllocator(8 * K)
     held = allocator.reserve(4 * K)
     with ThreadPoolExecutor(2) as pool:
         impatient = pool.submit(allocator.reserve, 8 * K, timeout=0.05)
-        while not allocator._waiting:
-            time.sleep(0.001)
-        patient = pool.submit(allocator.reserve, 4 * K, timeout=10)
-        assert patient.result().nbytes == 4 * K
-        with pytest.raises(TimeoutError):
-            impatient.result()
+        wait_until(lambda: allocator._waiting)
+        patient = pool.submit(allocator.reserve, 4 * K)
+        wait_until(lambda: len(allocator._waiting) == 2)
+        now[0] = 1.0
+        try:
+            assert patient.result(PATIENCE_S).nbytes == 4 * K
+            with pytest.raises(TimeoutError):
+                impatient.result(PATIENCE_S)
+        finally:
+            allocator.cancel()
     held.release()
 
 
@@ -196,7 +203,7 @@ def test_threads_make_progress_and_never_share_bytes() -> None:
     def work(seed: int) -> None:
         sizes = np.random.default_rng(seed).integers(1, 64 * K, 60)
         for size in sizes.tolist():
-            with allocator.reserve(size, timeout=30) as slab:
+            with allocator.reserve(size, timeout=PATIENCE_S) as slab:
                 view = arena.view(slab.offset, slab.nbytes)
                 view[:] = seed
                 time.sleep(0)

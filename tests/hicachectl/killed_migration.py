@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -54,12 +55,14 @@ _CALLS = (
 class Run:
     """How a run ended; code is -9 for one that was killed, and the counts are then unknown.
 
-    read: bytes of the source that were asked for.
+    begun: whether it came to reading pages, or to changing anything. read: bytes of the source
+    that were asked for.
     """
 
     code: int
     stdout: str
     stderr: str
+    begun: bool
     written: int = 0
     steps: int = 0
     read: int = 0
@@ -100,7 +103,7 @@ class Runner:
             "folder": str(self._folder),
         }
         run = self._answer(request)
-        if run.code == -signal.SIGSEGV and not run.steps:
+        if run.code == -signal.SIGSEGV and not run.begun:
             # A child of a process with native threads can break before it has done anything.
             run = self._answer(request)
         assert run.code in (0, 4, -signal.SIGKILL), run
@@ -132,9 +135,10 @@ class Runner:
 
 
 class _Counter:
-    """Counts bytes and steps of this process, and kills it."""
+    """Counts bytes and steps of this process, and kills it; `begun` gets its first byte set."""
 
-    def __init__(self, kill: tuple[Unit, int] | None) -> None:
+    def __init__(self, kill: tuple[Unit, int] | None, begun: mmap.mmap) -> None:
+        self._begun = begun
         unit, at = kill or ("steps", 0)
         self._fatal_step = at if unit == "steps" else 0
         self._fatal_byte = at if unit == "bytes" else 0
@@ -144,6 +148,7 @@ class _Counter:
     def step(self) -> None:
         """Count a step that comes now."""
         with self._lock:
+            self._begun[0] = 1
             self.steps += 1
             if self.steps == self._fatal_step:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -151,6 +156,7 @@ class _Counter:
     def writing(self, nbytes: int) -> int:
         """Count bytes to be written; how many of them are the last ones, -1 where all are."""
         with self._lock:
+            self._begun[0] = 1
             before, self.written = self.written, self.written + nbytes
             if self._fatal_byte and before < self._fatal_byte <= self.written:
                 return self._fatal_byte - before
@@ -159,6 +165,7 @@ class _Counter:
     def reading(self, nbytes: int) -> None:
         """Count bytes that are read of the source."""
         with self._lock:
+            self._begun[0] = 1
             self.read += nbytes
 
     def install(self) -> None:
@@ -219,10 +226,9 @@ class _Counter:
         return call
 
 
-def _child(arguments: list[str], home: str, kill: tuple[Unit, int] | None, report: Path) -> int:
+def _child(arguments: list[str], home: str, counter: _Counter, report: Path) -> int:
     """Run a command line in this process, and write down what was counted."""
     os.environ["HOME"] = home
-    counter = _Counter(kill)
     counter.install()
     status = int(importlib.import_module("hicachectl.__main__").run(arguments))
     sys.stdout.flush()
@@ -237,13 +243,14 @@ def _forked(arguments: list[str], home: str, kill: Any, folder: str) -> dict[str
     paths = [base / name for name in ("stdout", "stderr", "report")]
     for path in paths:
         path.unlink(missing_ok=True)
+    begun = mmap.mmap(-1, 1)  # shared with the child
     child = os.fork()
     if not child:
         status = 1
         try:
             for number, path in enumerate(paths[:2], 1):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-            status = _child(arguments, home, kill, paths[2])
+            status = _child(arguments, home, _Counter(kill, begun), paths[2])
         except BaseException:
             traceback.print_exc()
         finally:
@@ -255,6 +262,7 @@ def _forked(arguments: list[str], home: str, kill: Any, folder: str) -> dict[str
         "code": os.waitstatus_to_exitcode(status),
         "stdout": paths[0].read_text(),
         "stderr": paths[1].read_text(),
+        "begun": bool(begun[0]),
         **report,
     }
 

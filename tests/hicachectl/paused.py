@@ -1,13 +1,15 @@
 """Run the command line and stop it at a call: `paused.py FOLDER MODULE:CLASS.METHOD N ARGUMENT…`.
 
 Right before call N of the method (counted from 1) FOLDER/reached appears, and the call waits for
-FOLDER/go. A test can so break a cluster at a known moment of a real run.
+FOLDER/go. A test can so break a cluster at a known moment of a real run. FOLDER/handled gets a
+byte for each SIGINT and SIGTERM that Python has handled, from then on.
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
+import signal
 import subprocess
 import sys
 import time
@@ -16,11 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hicachectl.__main__ import main
+from tests.waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
-PATIENCE_S = 30
+_SETTLING_S = 0.3  # until what a handler has raised is where it is caught
 
 
 class Ended(NamedTuple):
@@ -46,15 +50,27 @@ class Paused:
             stderr=subprocess.PIPE,
             text=True,
         )
-        deadline = time.monotonic() + PATIENCE_S
-        while not (folder / "reached").exists():
-            assert self._process.poll() is None, self._process.communicate()[1]
-            assert time.monotonic() < deadline, f"{call} is not called {number} times"
-            time.sleep(0.01)
+        self._handled = 0
+        try:
+            self._await((folder / "reached").exists, f"{call} is not called {number} times")
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
 
     def send(self, number: int) -> None:
-        """Send it a signal while it waits."""
+        """Send it a signal, and wait until it has handled that.
+
+        Of two that are pending Python would handle the one with the lower number first.
+        """
+        self._handled += 1
         self._process.send_signal(number)
+        self._await(lambda: self._count_handled() == self._handled, "a signal is not handled")
+        time.sleep(_SETTLING_S)
 
     def resumed(self) -> Ended:
         """Let it go on until it ends; fails when it does not."""
@@ -70,6 +86,22 @@ class Paused:
         """Kill what is left of it."""
         self._process.kill()
         self._process.communicate()
+
+    def _count_handled(self) -> int:
+        path = self._folder / "handled"
+        return path.stat().st_size if path.exists() else 0
+
+    def _await(self, condition: Callable[[], bool], complaint: str) -> None:
+        """Wait for what a process does that then waits, or ends."""
+
+        def met() -> bool:
+            running = self.running
+            if condition():
+                return True
+            assert running, self._process.communicate()[1]
+            return False
+
+        wait_until(met, complaint)
 
 
 @contextmanager
@@ -100,6 +132,28 @@ def _pause(folder: Path, call: str, number: int) -> None:
     setattr(owner, name, waiting)
 
 
+def _tell_signals(folder: Path) -> None:
+    """Note each signal once whoever handles it now has done so, or has raised."""
+    install = signal.signal
+    handlers: dict[int, Any] = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        try:
+            handlers[number](number, frame)
+        finally:
+            with (folder / "handled").open("ab") as handled:
+                handled.write(b".")
+
+    def replace(number: int, handler: Any) -> Any:
+        before, handlers[number] = handlers[number], handler
+        return before
+
+    for number in handlers:
+        install(number, handle)
+    signal.signal, signal.getsignal = replace, handlers.__getitem__  # type: ignore[assignment]
+
+
 if __name__ == "__main__":
+    _tell_signals(Path(sys.argv[1]))
     _pause(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
     main(sys.argv[4:])

@@ -14,13 +14,12 @@ import pytest
 
 from hicachectl.forking import Children, Tickets
 from hicachectl.formats.errors import StoreUnavailable, UsageError
+from tests.waiting import PATIENCE_S, alive, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Send = Callable[[Any], None]
-
-PATIENCE_S = 30.0
 
 
 def children_of(pid: int) -> list[int]:
@@ -34,20 +33,6 @@ def children_of(pid: int) -> list[int]:
         if int(fields[1]) == pid:
             found.append(int(status.parent.name))
     return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_every_ticket_is_drawn_once_by_processes_that_race() -> None:

@@ -251,12 +251,14 @@ def test_leaked_pages_are_released_when_writers_have_stopped(invoke: Invoke, pla
 
     saver = threading.Thread(target=save_often)
     saver.start()
-    outcome = invoke(
-        "verify", place.url, "--profile", place.profile, "--grace", "0s", *REPAIR,
-        "--writers-stopped", exit_code=4,
-    )  # fmt: skip
-    over.set()
-    saver.join()
+    try:
+        outcome = invoke(
+            "verify", place.url, "--profile", place.profile, "--grace", "0s", *REPAIR,
+            "--writers-stopped", exit_code=4,
+        )  # fmt: skip
+    finally:
+        over.set()
+        saver.join()
     place.server.save()
     assert "1 leaked pages released" in outcome.stderr
     document = verified(invoke, place, "--checks", "groups")

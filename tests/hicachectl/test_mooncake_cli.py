@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hicachectl import verify
 from hicachectl.backends.urls import open_store
 from hicachectl.demo import PROFILE, fill
 from hicachectl.formats.profile import dump_profile
@@ -110,17 +111,23 @@ def test_a_short_and_a_long_object_are_told_apart_in_severity(
 
 
 def test_a_page_that_is_completed_within_the_grace_is_no_finding(
-    invoke: Invoke, cluster: Cluster, profile: Path
+    invoke: Invoke, cluster: Cluster, profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = keys_of_page(cluster)[0]
     value = cluster.client().get(key)
     cluster.remove(key)
-    writer = threading.Timer(1.5, cluster.put, (key, value))
-    writer.start()
+    waits: list[float] = []
+
+    def complete(seconds: float) -> None:
+        waits.append(seconds)
+        cluster.put(key, value)
+
+    monkeypatch.setattr(verify, "time", SimpleNamespace(**{**vars(time), "sleep": complete}))
     document = verified(
-        invoke, cluster.url, "--profile", profile, "--grace", "3s", "--checks", "groups"
+        invoke, cluster.url, "--profile", profile, "--grace", "1h", "--checks", "groups"
     )
-    writer.join()
+    assert len(waits) == 1
+    assert 0 < waits[0] <= 3600
     assert found(document) == []
     assert document["in_flight"] == 1
 

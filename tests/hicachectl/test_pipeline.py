@@ -18,6 +18,7 @@ from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.pacing import Pace
 from hicachectl.pipeline import Loaded, Pipeline, Task, batches
 from tests.hicachectl.stores import put
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,9 +131,7 @@ def test_a_slow_consumer_holds_the_readers_back(store: FileStore) -> None:
     pipeline = Pipeline(store, OBJECTS, many, lambda _: done.append(1), jobs=2)
     iterator = iter(pipeline)
     next(iterator)
-    deadline = time.monotonic() + 5
-    while len(done) < 65 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(done) >= 65)
     time.sleep(0.05)
     assert len(done) <= 70  # the queue's 64, and one a reader
     assert len(list(iterator)) == 999

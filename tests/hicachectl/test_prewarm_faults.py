@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
+import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from hicachectl import pipeline
 from hicachectl.backends.file import FileStore
 from hicachectl.demo import PROFILE
 from tests.hicachectl.migrations import contents, demo_store, profile_file
@@ -59,7 +63,7 @@ def reach(invoke: Invoke, store: object, profile: Path, asked: Path) -> list[int
     [
         (2, [signal.SIGTERM], 143, "terminated"),
         (5, [signal.SIGTERM, signal.SIGTERM], 143, "terminated"),
-        (7, [signal.SIGINT], 130, "interrupted"),
+        (4, [signal.SIGINT], 130, "interrupted"),
     ],
 )
 def test_terminated_it_leaves_prefixes_says_so_and_a_second_run_completes_them(
@@ -235,16 +239,19 @@ def test_the_best_is_the_newest_also_when_a_deadline_ends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     target = tmp_path / "target"
-    copy_from = FileStore.copy_from
+    copy_from, calls, late = FileStore.copy_from, itertools.count(1), threading.Event()
 
-    def slowly(store: FileStore, *arguments: Any, **options: Any) -> Any:
-        time.sleep(0.25)
+    def third_is_late(store: FileStore, *arguments: Any, **options: Any) -> Any:
+        if next(calls) == 3:
+            late.set()
         return copy_from(store, *arguments, **options)
 
-    monkeypatch.setattr(FileStore, "copy_from", slowly)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * late.is_set())
+    monkeypatch.setattr(pipeline, "time", clock)
+    monkeypatch.setattr(FileStore, "copy_from", third_is_late)
     document = warmed(
         invoke, target, "--from", source, "--profile", profile, "--token-ids", asked, *SMALL,
-        "--deadline", "1s",
+        "--deadline", "1h",
     )  # fmt: skip
     assert document["stopped_by"] == "deadline"
     held = HASHES[: document["copied_pages"]]

@@ -16,9 +16,7 @@ import pytest
 from hicachectl import server
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UsageError
 from hicachectl.server import fetch_server, profile_from_server, read_model_config
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -192,7 +190,7 @@ def test_a_reply_that_drips_is_given_up(sglang: Sglang) -> None:
     start = time.monotonic()
     with pytest.raises(StoreUnavailable, match=r"no answer within 0\.3 s"):
         fetch_server(sglang.url, timeout_s=0.3)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
 
 
 def test_a_silent_server_is_given_up() -> None:
@@ -206,7 +204,7 @@ def test_a_refused_connection_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(StoreUnavailable, match="connection refused"):
-        fetch_server(f"http://127.0.0.1:{port}", timeout_s=2)
+        fetch_server(f"http://127.0.0.1:{port}", timeout_s=PATIENCE_S)
 
 
 def test_an_answer_that_is_not_http_is_said() -> None:
@@ -220,7 +218,7 @@ def test_an_answer_that_is_not_http_is_said() -> None:
         thread = threading.Thread(target=speak, args=(listener,))
         thread.start()
         with pytest.raises(StoreUnavailable, match="not HTTP") as caught:
-            fetch_server(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=2)
+            fetch_server(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=PATIENCE_S)
         thread.join()
     assert isinstance(caught.value.__cause__, http.client.HTTPException)
 
