@@ -20,7 +20,7 @@ from hicachectl.__main__ import main
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PATIENCE_S = 30
+PATIENCE_S = 120
 
 
 class Ended(NamedTuple):
