@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     Script = Callable[["Call"], None]
 
-PATIENCE_S = 20.0  # longer than any test waits
+SOON_S = 15.0  # what ends within it was not left to run for ever, however slow the machine
+PATIENCE_S = 4 * SOON_S  # longer than any test waits
 
 
 def reply(body: bytes, status: int = 200, header: str = "") -> bytes:
@@ -62,7 +63,9 @@ class Call:
                 return
 
     def hang(self) -> None:
-        self._over.wait(PATIENCE_S)
+        """Say nothing until the test is over; close the connection on who waits for ever."""
+        if not self._over.wait(PATIENCE_S):
+            self.close()
 
     def close(self) -> None:
         self._peer.shutdown(socket.SHUT_RDWR)

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,9 @@ import pyarrow as pa
 import pytest
 
 from hicachectl.backends.arena import Arena
-from hicachectl.backends.base import Status, Store
+from hicachectl.backends.base import Result, Status, Store
 from hicachectl.backends.hf3fs import Hf3fsStore
+from hicachectl.backends.hf3fs_writing import _Reservation
 from hicachectl.backends.testing import (
     ARENA_BYTES,
     PAGE_HASHES,
@@ -520,18 +522,22 @@ def test_an_interrupt_ends_the_batch_and_releases_its_pages(
     store: FreshStore, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real signal, which arrives in the main thread while another writes."""
-    import signal
+    real, run = store._files.write, _Reservation.run
+    written: list[int] = []
+    reservations: list[_Reservation] = []
 
-    real = store._files.write
-    written = []
+    def noted(reservation: _Reservation) -> Result:
+        reservations.append(reservation)
+        return run(reservation)
 
     def write_slowly(path: str, position: int, data: memoryview) -> None:
         real(path, position, data)
         written.append(position)
         if len(written) == 1:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            threading.Event().wait(0.2)
+            reservations[0].stop.wait(60)  # which the main thread sets once it has noticed
 
+    monkeypatch.setattr(_Reservation, "run", noted)
     monkeypatch.setattr(store._files, "write", write_slowly)
     with pytest.raises(KeyboardInterrupt):
         write(store, {KEY: page(0), OTHER: page(1), THIRD: page(2)}, if_absent=True)

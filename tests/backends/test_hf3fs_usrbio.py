@@ -155,6 +155,7 @@ def test_nothing_is_left_behind(daemon: Daemon, arena: Arena, data: bytes, tmp_p
     )
     assert len(daemon.registered) == 1
     reader.close()
+    daemon.settle()
     gc.collect()
     assert daemon.registered == set()
     assert list(links.iterdir()) == []

@@ -18,7 +18,7 @@ import pytest
 from hicachectl.backends import http_service
 from hicachectl.backends.http_service import HttpService, Reply
 from hicachectl.formats.errors import StoreUnavailable
-from tests.backends.http_scripts import Call, reply, serving
+from tests.backends.http_scripts import SOON_S, Call, reply, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,7 +156,7 @@ def test_a_service_that_hangs_or_trickles_is_given_up_in_time(script: Script) ->
         start = time.monotonic()
         with pytest.raises(StoreUnavailable, match=r"no answer within 0\.3 s; is it stuck"):
             client.get("/")
-        assert SHORT_S <= time.monotonic() - start < SHORT_S + 2
+        assert SHORT_S <= time.monotonic() - start < SOON_S
 
 
 def test_a_service_that_takes_no_request_is_given_up_in_time() -> None:
@@ -175,16 +175,17 @@ def test_a_stream_that_stops_is_given_up_though_it_may_last_longer(
 
     def script(call: Call) -> None:
         call.send(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n")
-        call.trickle(b"abcdefgh", SHORT_S / 4)
+        call.trickle(come, 0.05)
         call.hang()
 
+    come, block_timeout_s = bytes(range(50)), 2.0
     blocks: list[bytes] = []
-    with client_of(script, timeout_s=SHORT_S) as client:
+    with client_of(script, timeout_s=block_timeout_s) as client:
         start = time.monotonic()
         with pytest.raises(StoreUnavailable, match="no answer within"):
             blocks.extend(client.stream("/"))  # keeps what came before the error
-        assert 2 * SHORT_S < time.monotonic() - start < 2 * SHORT_S + 2
-    assert b"".join(blocks) == b"abcdefgh"
+        assert 2 * block_timeout_s < time.monotonic() - start < 2 * block_timeout_s + SOON_S
+    assert b"".join(blocks) == come
 
 
 @pytest.mark.parametrize("length", [0, 1, 6, 7, 8, 15])
@@ -277,14 +278,12 @@ def test_close_ends_what_other_threads_wait_for() -> None:
         arrived.set()
         call.hang()
 
-    with client_of(script) as client, ThreadPoolExecutor(1) as pool:
+    with client_of(script, timeout_s=60) as client, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.get, "/")
-        assert arrived.wait(5)
-        start = time.monotonic()
+        assert arrived.wait(30)
         client.close()
         with pytest.raises(StoreUnavailable, match="closed without an answer"):
-            waiting.result(5)
-        assert time.monotonic() - start < 1
+            waiting.result(SOON_S)
 
 
 @pytest.mark.parametrize(
@@ -393,12 +392,12 @@ def test_a_trusted_service_answers_and_has_deadlines_too(
             call.trickle(b"HTTP/1.1 200 OK\r\nX-Y: " + b"z" * 1000, 0.05)
         call.answer(b"%d" % call.turn)
 
-    with tls_client_of(script, certificate, timeout_s=1.0) as client:
+    with tls_client_of(script, certificate, timeout_s=5) as client:
         assert [client.get("/").body for _ in range(3)] == [b"0", b"1", b"2"]
         started = time.monotonic()
-        with pytest.raises(StoreUnavailable, match="no answer within 1 s"):
+        with pytest.raises(StoreUnavailable, match="no answer within 5 s"):
             client.get("/slow")
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 5 + SOON_S
 
 
 def test_headers_are_sent_and_retry_after_is_read() -> None:

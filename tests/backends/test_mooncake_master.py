@@ -21,7 +21,7 @@ from hicachectl.backends.mooncake_master import (
     Segment,
 )
 from hicachectl.formats.errors import StoreUnavailable, UsageError
-from tests.backends.http_scripts import Call, serving
+from tests.backends.http_scripts import SOON_S, Call, serving
 from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def _kinds(admin: MasterAdmin, key: str) -> list[str]:
 
 
 def _await(ask: Callable[[], list[str]], enough: Callable[[list[str]], bool]) -> list[str]:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not enough(found := ask()):
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
@@ -455,7 +455,7 @@ def test_a_master_that_hangs_is_given_up(ask: Callable[[MasterAdmin], Any]) -> N
         start = time.monotonic()
         with pytest.raises(StoreUnavailable, match=r"no answer within 0\.2 s"):
             ask(admin)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < SOON_S
     assert mooncake_master.TIMEOUT_S < 20
 
 
@@ -464,12 +464,17 @@ def test_many_requests_to_a_master_that_hangs_take_no_longer_than_one(
 ) -> None:
     monkeypatch.setattr(mooncake_master, "URL_BYTES", 8)
     keys = binary(*(f"key-{number}" for number in range(100)))
-    start = time.monotonic()
-    with scripted(lambda call: call.hang(), timeout_s=0.5) as admin:
-        with pytest.raises(StoreUnavailable, match="no answer"):
-            admin.query(keys)
-        admin.close()
-        assert time.monotonic() - start < 0.9
+    asked: list[str] = []
+
+    def script(call: Call) -> None:
+        asked.append(call.path)
+        call.hang()
+
+    with scripted(script, timeout_s=0.5) as admin:
+        for _ in range(2):  # what the first left to be asked would be before the second
+            with pytest.raises(StoreUnavailable, match="no answer"):
+                admin.query(keys)
+    assert len(asked) <= 2 * mooncake_master.IN_FLIGHT  # none waits until another has failed
 
 
 @pytest.mark.parametrize("block_bytes", [1, 2, 3, 1000])

@@ -83,7 +83,9 @@ class Ring:
         work, self._prepared = self._prepared, []
         self._waiting += len(work)
         if not self._daemon.silent:
-            threading.Thread(target=self._serve, args=(work[::-1],)).start()
+            serving = threading.Thread(target=self._serve, args=(work[::-1],))
+            self._daemon.threads.append(serving)
+            serving.start()
         return self
 
     def _serve(self, work: list[tuple[Piece, int, int]]) -> None:
@@ -131,6 +133,12 @@ class Daemon:
     silent: bool = False
     served: int = 0
     rings: int = 0
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """Wait until its threads have let go of the memory that they served last."""
+        for thread in self.threads:
+            thread.join()
 
     def extract_mount_point(self, path: str) -> str | None:
         return self.mount if Path(path).is_relative_to(self.mount) else None

@@ -1,11 +1,13 @@
 """Keep a 3FS store busy with SGLang's own HiCacheHF3FS, as the ranks of a server do.
 
-Runs inside the SGLang environment: `live_hf3fs.py CASE CONFIG --pages N --until FILE`, as a script
-of session.py. The ranks back up the nodes of a prompt of N pages in random order, again and again:
-what is there SGLang leaves alone, what was evicted it writes anew, to whatever page it is given.
+Runs inside the SGLang environment: `live_hf3fs.py CASE CONFIG --pages N --hot FILE --until FILE`,
+as a script of session.py. The ranks back up the nodes of a prompt of N pages in random order, again
+and again: what is there SGLang leaves alone, what was evicted it writes anew, to whatever page it
+is given. The first node comes up each time: it is never evicted, however slowly any process runs.
 With --clear-every the ranks clear their tables after so many nodes, as a flush of the store does.
 
-Goes on until the file of --until exists, and prints how many nodes were backed up.
+Writes the hash of the prompt's first page to the file of --hot, goes on until that of --until
+exists, and prints how many nodes were backed up.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ else:
     from store_cases import HF3FS_CASES, Deployment
 
 _PAUSE_S = 0.01  # after each node: the machine has to verify as well
-_MOST_S = 120.0  # nobody may be left to say when to stop
+_MOST_S = 900.0  # nobody may be left to say when to stop
 
 
 def main() -> None:
@@ -46,6 +48,7 @@ def main() -> None:
     chance = random.Random(0)
     tokens = [chance.randrange(write_store.VOCABULARY) for _ in range(options.pages * page_size)]
     pages = write_store.hash_pages(tokens, page_size)
+    options.hot.write_text(pages[0])
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(sys.stderr):
         writers = [
@@ -57,6 +60,7 @@ def main() -> None:
             nodes += 1
             number = chance.randrange(len(pages) // case.node_pages)
             for writer in writers:
+                writer.back_up(0)
                 writer.back_up(number)
             if options.clear_every and nodes % options.clear_every == 0:
                 for writer in writers:
@@ -125,6 +129,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("case", choices=sorted(HF3FS_CASES))
     parser.add_argument("config", help="SGLang's own JSON config")
     parser.add_argument("--pages", type=int, required=True)
+    parser.add_argument("--hot", type=Path, required=True)
     parser.add_argument("--until", type=Path, required=True)
     parser.add_argument("--clear-every", type=int, default=0)
     return parser.parse_args()

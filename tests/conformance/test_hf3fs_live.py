@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import pytest
 from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.profile import profile_from_mapping
 from tests.conformance.store_cases import DEFAULT_LAYOUT, HF3FS_CASES
+from tests.conformance.test_repair_live import PATIENCE_S
 from tests.hf3fs_server import MetadataServer
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 # One worker holds the process that has SGLang in it.
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-hf3fs")]
 
-PATIENCE_S = 60
-RUNS = 3
+RUNS, FLUSHED_RUNS = 3, 15
+EVICTED_S = 120  # by then something is evicted in the middle of a run
 GRACE_S = 2  # two saves of the server
 PROMPT_FOLD = 3  # as many pages are stored in turn as fit three times
 PAGES_OF_FILE = {"gqa_tp2": 128, "mla_indexer": 36, "hybrid_mamba": 48}
-FLUSHED_NODES, FLUSHED_S = 25, 4
+FLUSHED_NODES = 25
 BFLOAT16_NAN = b"\xc0\x7f"
 
 # What is so while engines evict, and no damage: a page is rewritten, the file is newer than the
@@ -103,6 +103,10 @@ class Live:
         tables: dict[str, Any] = json.loads(self.server.snapshot.read_text())
         return tables
 
+    def is_begun(self) -> bool:
+        """Whether SGLang has been imported, has filled its pools, and has stored something."""
+        return bool(self.tables().get("0:kv", {}).get("key_to_index"))
+
     def is_full(self) -> bool:
         """Whether every page of every rank's kv is taken, so that to write is to evict."""
         tables = self.tables()
@@ -120,10 +124,15 @@ def writing(
     with MetadataServer(python, save_interval_s=1) as server, ThreadPoolExecutor(1) as thread:
         live = Live(server, folder, case)
         pages = PAGES_OF_FILE[case] * PROMPT_FOLD
-        options = (f"--pages={pages}", f"--until={stop}", f"--clear-every={clear_every}")
+        options = (
+            f"--pages={pages}",
+            f"--hot={live.folder / 'hot'}",
+            f"--until={stop}",
+            f"--clear-every={clear_every}",
+        )
         nodes = thread.submit(session.run, "live_hf3fs", case, live.config, *options)
         try:
-            wait_until(lambda: nodes.done() or "0:kv" in live.tables())
+            wait_until(lambda: nodes.done() or live.is_begun())
             yield live
             assert not nodes.done(), f"SGLang stopped: {nodes.result()}"
         finally:
@@ -139,29 +148,20 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 class Hot:
-    """A page that engines ask for all the time, so that it is never evicted."""
+    """The page that engines back up all the time, so that it is never evicted."""
 
     def __init__(self, live: Live) -> None:
         self._server = live.server
-        wait_until(lambda: self._pick(live))
-        self._over = threading.Event()
-        self._asking = threading.Thread(target=self._ask)
-        self._asking.start()
-
-    def _pick(self, live: Live) -> bool:
-        """Choose the page whose object of rank 0 was stored last, if all of it is there."""
-        tables = live.tables()
-        self.key = tables["0:kv"]["key_to_index"][-1][0]
-        page = self.key[:64]
+        tables, page = live.tables(), (live.folder / "hot").read_text()
         self.places = {
             (int(name.split(":")[0]), name.split(":")[1], key): index
             for name, table in tables.items()
             for key, index in table["key_to_index"]
             if key.startswith(page)
         }
+        self.key = next(key for rank, pool, key in self.places if (rank, pool) == (0, "kv"))
         ranks = sum(name.endswith(":kv") for name in tables)
-        stored = sum(pool == "kv" for _, pool, _ in self.places)
-        return stored == ranks * live.parts and self.is_there()
+        assert sum(pool == "kv" for _, pool, _ in self.places) == ranks * live.parts
 
     def is_there(self) -> bool:
         """Ask for every object, as a hit does: whether all are where they were."""
@@ -169,10 +169,6 @@ class Hot:
             self._server.page_indices(rank, [key], pool) == [index]
             for (rank, pool, key), index in self.places.items()
         )
-
-    def _ask(self) -> None:
-        while not self._over.wait(0.02):
-            self.is_there()
 
     def damage(self, live: Live) -> tuple[str, str, str]:
         """Put a NaN into an object, as bad memory would; the finding that is due."""
@@ -184,15 +180,21 @@ class Hot:
             os.close(descriptor)
         return "nan", "error", f"0:kv:{self.key}"
 
-    def close(self) -> None:
-        self._over.set()
-        self._asking.join()
-
 
 def verified(invoke: Invoke, live: Live) -> dict[str, Any]:
     out = invoke("verify", *live.arguments, "--format", "json", "--fail-on", "never")
     document: dict[str, Any] = json.loads(out.stdout)
     return document
+
+
+def verified_often(invoke: Invoke, live: Live, runs: int) -> list[dict[str, Any]]:
+    """Verify so many times, and on until something has gone in the middle of a run."""
+    documents: list[dict[str, Any]] = []
+    end = time.monotonic() + EVICTED_S
+    while len(documents) < runs or not any(document["gone"] > 0 for document in documents):
+        assert time.monotonic() < end, "nothing was evicted meanwhile"
+        documents.append(verified(invoke, live))
+    return documents
 
 
 def no_leaks(documents: Sequence[dict[str, Any]]) -> bool:
@@ -218,33 +220,25 @@ def test_reused_pages_are_never_damage_and_a_damaged_page_always_is(
     with writing(case, sglang_session, sglang_python, tmp_path) as live:
         wait_until(live.is_full)
         hot = Hot(live)
-        try:
-            clean = [verified(invoke, live) for _ in range(RUNS)]
-            due = hot.damage(live)
-            damaged = [verified(invoke, live) for _ in range(2)]
-            assert hot.is_there()
-        finally:
-            hot.close()
-    assert [damage_in(document) for document in clean] == [[]] * RUNS
+        clean = verified_often(invoke, live, RUNS)
+        due = hot.damage(live)
+        damaged = [verified(invoke, live) for _ in range(2)]
+        assert hot.is_there()
+    assert [damage_in(document) for document in clean] == [[]] * len(clean)
     # The catalog has other bytes of it as well.
     mismatch = ("digest-mismatch", "warning", due[2])
     assert [sorted(damage_in(document)) for document in damaged] == [[mismatch, due]] * 2
     assert no_leaks([*clean, *damaged])
     assert all(document["bytes_read"] > 0 for document in (*clean, *damaged))
-    assert any(document["gone"] > 0 for document in clean), "nothing was evicted meanwhile"
 
 
 def test_pages_are_no_damage_while_the_store_is_flushed_again_and_again(
     sglang_session: SglangSession, sglang_python: Path, invoke: Invoke, tmp_path: Path
 ) -> None:
-    documents = []
     with writing(
         "hybrid_mamba", sglang_session, sglang_python, tmp_path, clear_every=FLUSHED_NODES
     ) as live:
-        end = time.monotonic() + FLUSHED_S
-        while time.monotonic() < end:
-            documents.append(verified(invoke, live))
+        documents = verified_often(invoke, live, FLUSHED_RUNS)
     assert [damage_in(document) for document in documents] == [[]] * len(documents)
     assert no_leaks(documents)
-    assert any(document["gone"] > 0 for document in documents)
     assert sum(document["bytes_read"] for document in documents) > 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.conformance.store_cases import CASES
-from tests.conformance.test_repair_live import lines, serving
+from tests.conformance.test_repair_live import PATIENCE_S, lines, serving
 from tests.hicachectl.killed_migration import Runner
 from tests.hicachectl.migrations import contents, migrated
 from tests.hicachectl.stores import OLD
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.conformance
 
 HERE = Path(__file__).parent
-PATIENCE_S = 120
 KILLS = 6
 CASE_NAMES = ("mla_indexer", "hybrid_mamba")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import Invoke
 
-LEASE_MS = 300
+LEASE_MS = 3000
 PAGES = 6
 
 
