@@ -138,22 +138,21 @@ def test_a_slow_consumer_holds_the_readers_back(store: FileStore) -> None:
 
 
 def test_towards_a_destination_no_task_begins_far_before_one_is_done(store: FileStore) -> None:
-    """Two jobs are at most four tasks apart: one of them is slow here."""
+    """Two jobs are at most four tasks apart: the first task is slow here."""
     begun: list[int] = []
-    lock, may_end = threading.Lock(), threading.Event()
+    may_end = threading.Event()
 
-    def work(_loaded: Loaded) -> None:
-        with lock:
-            begun.append(len(begun))
-            first = len(begun) == 1
-        assert not first or may_end.wait(60)
+    def work(loaded: Loaded) -> None:
+        begun.append(row := int(loaded.task.rows[0]))
+        assert row or may_end.wait(60)
 
-    many = [Task(np.array([1]), np.array([1]))] * 20
+    many = [Task(np.array([row]), SIZES[row : row + 1]) for row in range(20)]
     results = iter(Pipeline(store, OBJECTS, many, work, jobs=2, destination=store))
     for _ in range(3):
         next(results)
+    wait_until(lambda: 0 in begun)
     time.sleep(0.05)
-    assert len(begun) == 4
+    assert sorted(begun) == [0, 1, 2, 3]
     may_end.set()
     assert len(list(results)) == 17
     assert no_readers()
