@@ -476,6 +476,14 @@ def test_a_failing_disk_leaves_no_page_reserved(
     assert len(free_pages(place)) == NUM_PAGES
 
 
+def assert_interrupted(store: FreshStore, place: Place) -> None:
+    """An interrupt ends the writing of three pages; none is there, or reserved."""
+    with pytest.raises(KeyboardInterrupt):
+        write(store, {KEY: page(0), OTHER: page(1), THIRD: page(2)}, if_absent=True)
+    assert place.reserved() == 0
+    assert listing(store) == {}
+
+
 def test_an_interrupt_before_the_batch_is_waited_for_ends_it_as_well(
     store: FreshStore, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,10 +506,8 @@ def test_an_interrupt_before_the_batch_is_waited_for_ends_it_as_well(
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
     monkeypatch.setattr(store._files, "write", write_slowly)
-    with pytest.raises(KeyboardInterrupt):
-        write(store, {KEY: page(0), OTHER: page(1), THIRD: page(2)}, if_absent=True)
+    assert_interrupted(store, place)
     assert len(written) == 1
-    assert place.reserved() == 0
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
@@ -539,11 +545,8 @@ def test_an_interrupt_ends_the_batch_and_releases_its_pages(
 
     monkeypatch.setattr(_Reservation, "run", noted)
     monkeypatch.setattr(store._files, "write", write_slowly)
-    with pytest.raises(KeyboardInterrupt):
-        write(store, {KEY: page(0), OTHER: page(1), THIRD: page(2)}, if_absent=True)
+    assert_interrupted(store, place)
     assert len(written) == 1
-    assert place.reserved() == 0
-    assert listing(store) == {}
 
 
 @pytest.mark.parametrize("applied", [True, False])
