@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from hicachectl.vocabulary import SEVERITIES
+from hicachectl.vocabulary import CODES, SEVERITIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +29,30 @@ def findings(
     parts: pa.Array | None = None,
     detail: str | pa.Array,
 ) -> pa.Table:
-    """Make a table of findings, one for each key; plain strings hold for all of them."""
+    """Make a table of findings, one for each key; plain strings hold for all of them.
+
+    Raises ValueError on a code that `vocabulary.CODES` does not list.
+    """
+    codes = {code} if isinstance(code, str) else set(pc.unique(code).to_pylist())
+    if undeclared := codes.difference(CODES):
+        raise ValueError(f"{', '.join(sorted(undeclared))}: no such finding code")
+    return _rows(code, severity, keys, pages, pools, parts, detail)
+
+
+def reasons(code: str, *, pages: pa.Array, detail: str) -> pa.Table:
+    """Make rows that say why pages are removed where no finding asked for it."""
+    return _rows(code, "info", pa.nulls(len(pages), pa.string()), pages, None, None, detail)
+
+
+def _rows(
+    code: str | pa.Array,
+    severity: str | pa.Array,
+    keys: pa.Array,
+    pages: pa.Array | None,
+    pools: pa.Array | None,
+    parts: pa.Array | None,
+    detail: str | pa.Array,
+) -> pa.Table:
     nothing = pa.nulls(len(keys), pa.string())
 
     def column(value: str | pa.Array | None) -> pa.Array:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import click
 
+from hicachectl.vocabulary import PAGE_CODES, STORE_CODES
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 FORMATS = ("table", "json", "jsonl", "csv", "parquet", "arrow")
@@ -118,6 +120,24 @@ class NameList(click.ParamType[Any]):
             if name not in self.choices:
                 self.fail(f"{name!r} is none of {', '.join(self.choices)}", param, ctx)
         return names
+
+
+class RepairCode(click.Choice[str]):
+    """A finding code that `verify --repair` can act on."""
+
+    def __init__(self) -> None:
+        super().__init__(PAGE_CODES)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Name the value instead of listing the choices."""
+        return "CODE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the code; one that is about no page is refused with what to do instead."""
+        if value in STORE_CODES:
+            self.fail(f"{value} is about no page, so --repair cannot act on it: "
+                      f"{STORE_CODES[value]}", param, ctx)  # fmt: skip
+        return super().convert(value, param, ctx)
 
 
 store_argument = click.argument("store", metavar="STORE")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.deployments import UNRESOLVED
-from hicachectl.findings import SCHEMA, combine, findings, severity_ranks
+from hicachectl.findings import SCHEMA, combine, reasons, severity_ranks
 from hicachectl.formats.keys.table import FOREIGN, KeySplitter
 from hicachectl.vocabulary import SEVERITIES, STATES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from hicachectl.groups import PageGroups
     from hicachectl.inventory import IntArray
@@ -30,14 +30,15 @@ class RepairPlan:
 
     groups: their numbers, rising. outright: those of them that go whatever their objects are.
     reasons: rows of findings.SCHEMA; about: [reasons] the group of each, rising.
-    unplaced: findings that ask for repair but are about no group: foreign keys, the whole store.
+    unplaced: by code, how many findings ask for repair but are about no group: foreign keys, the
+        whole store.
     """
 
     groups: IntArray
     outright: IntArray
     reasons: pa.Table
     about: IntArray
-    unplaced: int = 0
+    unplaced: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] =
         outright=np.zeros(0, dtype=np.int64),
         reasons=chosen.take(pa.array(rows[order])),
         about=about[order],
-        unplaced=len(chosen) - len(np.unique(rows)),
+        unplaced=Counter(np.delete(chosen.column("code").to_numpy(), rows).tolist()),
     )
 
 
@@ -176,6 +177,4 @@ def _pages_by_deployment(groups: PageGroups, numbers: IntArray) -> dict[int, set
 def _outright(groups: PageGroups, numbers: IntArray, code: str, why: str) -> pa.Table:
     if not len(numbers):
         return SCHEMA.empty_table()
-    nothing = pa.nulls(len(numbers), pa.string())
-    pages = groups.pages_at(numbers)
-    return combine([findings(code, "info", keys=nothing, pages=pages, detail=why)])
+    return combine([reasons(code, pages=groups.pages_at(numbers), detail=why)])

@@ -16,7 +16,9 @@ from hicachectl.commands.table_repairing import (
 )
 from hicachectl.formats.errors import UsageError
 from hicachectl.guards import agreed, require_consent
+from hicachectl.options import RepairCode
 from hicachectl.session import progress, remark
+from hicachectl.vocabulary import STORE_CODES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,9 +39,9 @@ _OPTIONS = (
     click.option(
         "--repair-code",
         "repair_codes",
+        type=RepairCode(),
         multiple=True,
-        metavar="CODE",
-        help="Repair findings of this code too, a warning's say; can be given again.",
+        help="Also repair findings of this code, such as a warning. Can be repeated.",
     ),
     click.option(
         "--quarantine",
@@ -116,6 +118,8 @@ def repaired(
     if options["repair"] == "none":
         return report, True
     plan = plan_repair(report.groups, report.findings, codes=options["repair_codes"])
+    for code in sorted(plan.unplaced.keys() & STORE_CODES):
+        remark(ctx, f"not repaired: {plan.unplaced[code]} {code}; {STORE_CODES[code]}")
     plan = _with_descendants(plan, request, report, options)
     if not len(plan.groups):
         release_leaked(ctx, store, options)

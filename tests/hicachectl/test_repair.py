@@ -170,7 +170,7 @@ def test_findings_that_name_no_group_are_counted(store: Path) -> None:
             ]
         )
         plan = plan_repair(groups, found)
-    assert plan.unplaced == 3
+    assert plan.unplaced == {"nan": 2, "stamp-mismatch": 1}
     assert groups.pages.take(pa.array(plan.groups)).to_pylist() == [page(1)]
     assert plan.reasons.column("code").to_pylist() == ["nan"]
 
