@@ -64,7 +64,7 @@ class MooncakeCodec:
             Coordinate(model, pool, part, shard=shard)
             for rank, pool, part in _component_readings(suffix)
             for is_mha, shard in _rank_readings(rank, dcp)
-            if _agrees(pool, part, is_mha, shard)
+            if _agrees(pool, part, is_mha, shard) and _within_sizes(shard)
         )
 
     def narrow(
@@ -112,6 +112,8 @@ def _read_prefix(text: str) -> tuple[str, Shard | None]:
     if match is None:
         return text, None
     tp, dcp, page_size, pp, cp = map(int, match.groups()[1:])
+    if dcp < 2 or tp % dcp or page_size % dcp:  # no deployment has such sizes
+        return text, None
     return match[1] or "", Shard(
         tp_size=tp, dcp_size=dcp, dcp_page_size=page_size, pp_size=pp, cp_size=cp
     )
@@ -184,6 +186,17 @@ def _agrees(pool: str, part: str | None, is_mha: bool, shard: Shard) -> bool:
     if part == "v" or pool in ("swa", "draft_swa"):
         return is_mha
     return True
+
+
+def _within_sizes(shard: Shard) -> bool:
+    """Whether each rank is below the size that the key states, where it states one."""
+    axes = (
+        (shard.tp_rank, shard.tp_size),
+        (shard.pp_rank, shard.pp_size),
+        (shard.cp_rank, shard.cp_size),
+        (shard.dcp_rank, shard.dcp_size),
+    )
+    return all(rank is None or size is None or rank < size for rank, size in axes)
 
 
 def _rank_text(coordinate: Coordinate) -> str:

@@ -104,8 +104,51 @@ def test_k_with_a_number_is_a_stage_where_no_v_exists() -> None:
     assert shards == {Shard(pp_rank=0), Shard(pp_rank=1)}
 
 
+_DCP_PREFIX = "m_tp8_dcp4_page256_pp2_cp2_"
+
+
 @pytest.mark.parametrize(
-    "affix", [("m", "_1_k"), ("m_", "_x_k"), ("m_", "_1_q"), ("m_", "1_k"), ("m_", "")]
+    "affix",
+    [
+        ("m", "_1_k"),
+        ("m_", "_x_k"),
+        ("m_", "_1_q"),
+        ("m_", "1_k"),
+        ("m_", ""),
+        # Ranks have nine digits at most, and are below the sizes that a key states.
+        ("m_", "_1000000000_k"),
+        ("m_", "_0_1000000000_k"),
+        ("m_", "_['1000000000']_temporal"),
+        ("m_", "_0_conv_1000000000"),
+        (_DCP_PREFIX, "_dcp4_cp0_1_k"),
+        (_DCP_PREFIX, "_dcp0_cp2_1_k"),
+        (_DCP_PREFIX, "_dcp0_cp0_2_k"),
+        (_DCP_PREFIX, "_8_0_draft_v"),
+        (_DCP_PREFIX, "_0_2_draft_v"),
+    ],
 )
 def test_keys_of_others_have_no_reading(affix: tuple[str, str]) -> None:
     assert CODEC.readings(*affix) == ()
+
+
+@pytest.mark.parametrize(
+    "affix",
+    [
+        ("m_", "_999999999_k"),
+        ("m_", "_999999998_999999999_v"),
+        (_DCP_PREFIX, "_dcp3_cp1_1_k"),
+        (_DCP_PREFIX, "_7_1_draft_v"),
+    ],
+)
+def test_the_highest_ranks_have_a_reading(affix: tuple[str, str]) -> None:
+    readings = CODEC.readings(*affix)
+    assert readings
+    assert {CODEC.affix(reading) for reading in readings} == {affix}
+
+
+@pytest.mark.parametrize(
+    "sizes", ["tp8_dcp1_page256_pp1_cp1", "tp8_dcp3_page256_pp1_cp1", "tp8_dcp4_page255_pp1_cp1"]
+)
+def test_sizes_that_no_deployment_has_belong_to_the_model(sizes: str) -> None:
+    (found,) = {reading.model for reading in CODEC.readings(f"m_{sizes}_", "_0_v")}
+    assert found == f"m_{sizes}"
