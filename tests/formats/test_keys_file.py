@@ -103,6 +103,19 @@ def test_names_of_others_have_no_reading(suffix: str) -> None:
     assert CODEC.readings("", suffix) == ()
 
 
-@pytest.mark.parametrize("stem", ["_m_01_2", "_m_2_02", "_m_1_1", "_m_cp2_2", "_m_cp0_1"])
+@pytest.mark.parametrize(
+    "stem",
+    [
+        "_m_01_2",
+        "_m_2_02",
+        "_m_1_1",
+        "_m_cp2_2",
+        "_m_cp0_1",
+        "_m_4095_4097",
+        "_m_tp8_dcp0_1_page256",  # HiCacheFile names no DCP of one rank
+        "_m_tp8_dcp4_4_page256",
+        "_m_tp4097_dcp0_4097_page4097",
+    ],
+)
 def test_numbers_that_sglang_never_writes_belong_to_the_model(stem: str) -> None:
     assert [reading.model for reading in CODEC.readings("", f"{stem}.bin")] == [stem[1:]]

@@ -59,6 +59,13 @@ def _check(batches: list[list[bytes]]) -> None:
     assert len(set(splitter.affixes)) == len(splitter.affixes)
 
 
+@pytest.mark.parametrize("place", [0, 63])
+def test_a_page_hash_has_hex_digits_in_lower_case_alone(place: int) -> None:
+    """Every byte in the place of one digit, in keys that are otherwise like the first one."""
+    good = f"{HASH}_m_0_2.bin".encode()
+    _check([[good, *(good[:place] + bytes([b]) + good[place + 1 :] for b in range(256))]])
+
+
 def test_a_slice_of_a_column_and_nulls_split_like_a_column_of_their_own() -> None:
     keys = pa.array([b"x", HASH.encode(), None, f"tag_{HASH}-k".encode()], pa.binary())
     splitter = KeySplitter()

@@ -205,6 +205,18 @@ def test_layers_beyond_the_partition_are_refused() -> None:
         pool_piece(Profile(model="m", pp=2, pp_partition=(4, 4), pools=(kv,)), kv)
 
 
+@pytest.mark.parametrize("partition", [(3, 3), ()])
+def test_layers_above_those_of_the_stages_are_refused(partition: tuple[int, ...]) -> None:
+    """Layers count from 0: the one that has the number of layers is the first too many."""
+    fits = Pool(name="indexer", kind="dsa_indexer", layers=(0, 5), index_head_dim=128)
+    profile = Profile(model="m", page_size=4, pp=2, pp_partition=partition, pools=(MHA, fits))
+    assert layers_of(profile, fits) == [(0,), (5,)]
+    if partition:  # else the largest number says how many there are
+        beyond = replace(fits, layers=(0, 6))
+        with pytest.raises(ProfileError, match="the stages hold 6 layers only"):
+            layers_of(replace(profile, pools=(MHA, beyond)), beyond)
+
+
 def test_packed_draft_layers_end_the_last_stage() -> None:
     kv = replace(MLA, packed_draft_layers=2)
     indexer = replace(INDEXER, packed_draft_layers=2)
