@@ -40,6 +40,7 @@ SETTLE_SECONDS = 1.0  # longer than a server takes from a page's sidecars to its
 LIVE_SECONDS = 300.0  # a store that was written to so recently has a writer
 
 REMOVED = "removed"
+WOULD_REMOVE = "would-remove"  # in a dry run
 GONE = "gone"  # it had vanished before we came
 KEPT = "kept"  # a server has rewritten what was wrong with it
 IN_FLIGHT = "in-flight"  # removed; a server is writing it anew
@@ -213,7 +214,7 @@ def _rehearse(planner: Planner, mode: Mode, directory: Path | None) -> RepairOut
         for group in planned:
             objects += len(group.scanned)
             sizes = [facts.nbytes or 0 for facts in group.scanned.values()]
-            ledger.note(group.page, group.model, group.tag, sizes, REMOVED)
+            ledger.note(group.page, group.model, group.tag, sizes, WOULD_REMOVE)
     keeps = mode == "quarantine"
     return RepairOutcome(
         repaired=len(planner),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hicachectl.removal import Look
 
 RESTORED = "restored"
+WOULD_RESTORE = "would-restore"  # in a dry run
 CONFLICT = "conflict"
 FAILED = "failed"
 
@@ -167,7 +168,8 @@ class _Restorer:
                 self._ledger.note(group.group, *problems[id(group)])
             else:
                 done.add(id(group.group))
-                self._ledger.note(group.group, RESTORED, "", group.here)
+                state = WOULD_RESTORE if dry_run else RESTORED
+                self._ledger.note(group.group, state, "", group.here)
         if done and not dry_run:
             self._batch.rewrite([g for g in self._batch.record.groups if id(g) not in done])
 
@@ -299,7 +301,7 @@ class _Ledger:
     def note(
         self, group: TakenGroup, state: str, detail: str, restored: tuple[TakenObject, ...] = ()
     ) -> None:
-        objects = restored if state == RESTORED else group.objects
+        objects = restored if state in (RESTORED, WOULD_RESTORE) else group.objects
         row = (
             group.page,
             group.model or None,
@@ -316,7 +318,7 @@ class _Ledger:
     def outcome(self, busy: int) -> RestoreOutcome:
         rows = pa.table(self._columns, schema=ROWS)
         states = np.array(self._columns["state"], dtype=object)
-        restored = rows.filter(pa.array(states == RESTORED, pa.bool_()))
+        restored = rows.filter(pa.array(np.isin(states, (RESTORED, WOULD_RESTORE)), pa.bool_()))
         return RestoreOutcome(
             restored=len(restored),
             objects=sum(restored.column("objects").to_pylist()),

@@ -138,7 +138,8 @@ def _lines(document: dict[str, Any], outcome: RestoreOutcome, colour: bool) -> I
         yield from table_lines(restored_for_people(outcome.rows), colour=colour)
     conflicts = f", {document['conflicts']} conflicts" if document["conflicts"] else ""
     failed = f", {document['failed']} failed" if document["failed"] else ""
+    would = "would be " if document["dry_run"] else ""
     yield (
         f"{document['pages']} pages, {document['objects']} objects, "
-        f"{human_size(document['bytes'])} restored{conflicts}{failed}"
+        f"{human_size(document['bytes'])} {would}restored{conflicts}{failed}"
     )

@@ -281,7 +281,7 @@ def test_a_dry_run_changes_nothing_and_says_the_same(store: Path) -> None:
     done = repaired(store)
     for name in ("repaired", "quarantined", "deleted", "nbytes", "quarantine"):
         assert getattr(rehearsed, name) == getattr(done, name)
-    assert rehearsed.rows.equals(done.rows)
+    assert rehearsed.rows.drop_columns("state").equals(done.rows.drop_columns("state"))
 
 
 def test_delete_keeps_nothing(store: Path) -> None:

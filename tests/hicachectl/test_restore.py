@@ -132,7 +132,13 @@ def test_a_dry_run_lists_and_changes_nothing(invoke: Invoke, store: Path) -> Non
     outcome = invoke("restore", quarantine, store, "--dry-run")
     assert page(1)[:16] in outcome.stdout
     assert "truncated" in outcome.stdout
-    assert outcome.stdout.splitlines()[-1].startswith("2 pages, 4 objects, ")
+    *lines, total = outcome.stdout.splitlines()
+    assert total.startswith("2 pages, 4 objects, ")
+    assert total.endswith(" would be restored")
+    assert [line.split()[-2] for line in lines[1:]] == ["would-restore"] * 2
+    document = restored(invoke, quarantine, store, "--dry-run")
+    assert (document["pages"], document["objects"], document["dry_run"]) == (2, 4, True)
+    assert {row["state"] for row in document["groups"]} == {"would-restore"}
     assert "dry run" in outcome.stderr
     assert (content(store), quarantined(quarantine)) == (before, held)
 

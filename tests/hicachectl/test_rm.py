@@ -91,6 +91,8 @@ def test_a_dry_run_says_the_same_and_changes_nothing(invoke: Invoke, store: Path
     assert not (store / ".hicachectl").exists()
     done = removed(invoke, store, "--model", "b", "--yes")
     assert rehearsed.pop("dry_run")
+    assert {row.pop("state") for row in rehearsed["groups"]} == {"would-remove"}
+    assert {row.pop("state") for row in done["groups"]} == {"removed"}
     for document in (rehearsed, done):
         document.pop("seconds")
     assert rehearsed == {name: done[name] for name in rehearsed}
