@@ -61,7 +61,7 @@ class PageGroups:
         self._inventory = inventory
         self.deployments = table.deployments
         self._sets = [_object_sets(deployment) for deployment in table.deployments]
-        in_group = inventory.of_affixes(tuple(bool(r.readings) for r in table.resolved))
+        in_group = ~inventory.is_foreign
         ranks, distinct = page_ranks(inventory, in_group)
         # In place: with millions of objects every further array would be felt.
         codes = self._deployments_of(np.flatnonzero(in_group))

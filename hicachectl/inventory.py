@@ -50,11 +50,13 @@ class Inventory:
         return replace(self, objects=self.take(rows), affix_ids=self.affix_ids[rows])
 
     def pages(self, rows: IntArray | None = None) -> pa.ChunkedArray:
-        """Give the page hash of each object, or of some: strings, null for a foreign key."""
+        """Give the page hash of each object, or of some: strings, null for a foreign object."""
         keys, ids = self.objects.column("key"), self.affix_ids
         if rows is not None:
             keys, ids = self.take(rows, ["key"]).column("key"), ids[rows]
-        starts = page_starts(self.table.affixes)
+        resolved = self.table.resolved
+        known = np.array([*(bool(one.readings) for one in resolved), False])
+        starts = np.where(known, page_starts(self.table.affixes), -1)
         cut = (pages_of(chunk, starts[ids[part]]) for chunk, part in _chunks(keys))
         return pa.chunked_array(cut, pa.string())
 
@@ -69,6 +71,11 @@ class Inventory:
             words[filled : filled + len(chosen)] = page_words(chunk, chosen, of_affix, word)
             filled += len(chosen)
         return words
+
+    @property
+    def is_foreign(self) -> npt.NDArray[np.bool_]:
+        """[objects] bool: which are no object of SGLang's, be there a hash in the key or not."""
+        return ~self.of_affixes(tuple(bool(one.readings) for one in self.table.resolved))
 
     def of_pool(self, pool: str) -> npt.NDArray[np.bool_]:
         """[objects] which are, by any reading, of a pool."""

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 def check_names(inventory: Inventory, *, now_ns: int, grace_ns: int) -> Iterator[pa.Table]:
     """Find foreign-object, stale-temporary and ambiguous-key, from names alone."""
-    resolved = inventory.table.resolved
-    is_object = inventory.of_affixes(tuple(bool(r.readings) for r in resolved))
-    yield from _foreign(inventory, np.flatnonzero(~is_object), now_ns - grace_ns)
+    yield from _foreign(inventory, np.flatnonzero(inventory.is_foreign), now_ns - grace_ns)
     yield from _ambiguous(inventory)
 
 

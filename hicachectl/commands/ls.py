@@ -106,7 +106,7 @@ def _say_what_is_odd(
     ctx: click.Context, inventory: Inventory, *, judged: bool, filtered: bool
 ) -> None:
     """Remark on what the rows alone do not show."""
-    foreign = int((inventory.affix_ids < 0).sum())
+    foreign = int(inventory.is_foreign.sum())
     if not len(inventory.objects):
         remark(ctx, "nothing matches the filters" if filtered else "the store is empty")
     elif foreign == len(inventory.objects):

@@ -158,7 +158,7 @@ def make_agenda(
     chosen = _named(groups, request.pages)
     routed = np.isin(groups.deployment_ids, [s.route.deployment_id for s in surveys])
     agenda = Agenda(inventory, groups, surveys, [])
-    agenda.foreign = int((inventory.affix_ids < 0).sum())
+    agenda.foreign = int(inventory.is_foreign.sum())
     agenda.elsewhere = int((chosen & ~routed).sum())
     chosen &= routed
     in_flight = _in_flight(groups, request.grace_seconds)

@@ -94,6 +94,23 @@ def test_foreign_and_ambiguous_objects_are_listed_with_what_is_known(
     assert (open_row["page"], open_row["pool"], open_row["model"]) == (page(9), "kv", None)
 
 
+def test_a_foreign_object_is_of_no_page_even_where_its_name_has_a_hash(
+    invoke: Invoke, store: Path
+) -> None:
+    strange = (f"{page(9)}.bin", f"{page(3)}_a-b_0_2.safetensors", f"copy-of-{page(3)}_a-b_0_2.bin")
+    for name in strange:
+        put(store, name, 7)
+    found = {row["key"]: row for row in rows(invoke, store, "--objects")}
+    assert [found[name]["page"] for name in strange] == [None, None, None]
+    totals = json.loads(invoke("ls", store, "--summary", "--format", "json").stdout)["summary"]
+    foreign = [row for row in totals if row["pool"] is None]
+    assert [(row["pages"], row["objects"], row["nbytes"]) for row in foreign] == [(0, 3, 21)]
+    only = store.parent / "only"
+    only.mkdir()
+    put(only, strange[0])
+    assert "no pages: 1 objects here are not SGLang's" in invoke("ls", only).stderr
+
+
 def test_names_that_are_not_utf8_are_escaped(invoke: Invoke, store: Path) -> None:
     (store / b"caf\xe9".decode("utf-8", "surrogateescape")).write_bytes(b"x")
     keys = {row["key"] for row in rows(invoke, store, "--objects")}
