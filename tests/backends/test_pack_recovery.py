@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from hicachectl.backends import pack_recovery
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status
 from hicachectl.backends.pack_recovery import Repaired, repair
@@ -182,6 +183,21 @@ def test_objects_behind_a_damaged_one_are_found(whole: Path, arena: Arena) -> No
     lost = list(MANY)[3]
     assert (found.objects, found.damaged, found.damaged_bytes) == (29, 0, end - offset)
     assert contents(whole, arena) == {k: v for k, v in MANY.items() if k != lost}
+
+
+@pytest.mark.parametrize("block", [7, 64])
+def test_a_record_is_found_wherever_the_blocks_of_the_search_end(
+    path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """The magic of the record behind the damage lies in one block, in two, or at their ends."""
+    monkeypatch.setattr(pack_recovery, "_SEARCH_BYTES", block)
+    for size in range(300, 300 + block):
+        pack_files.build(path, {KEYS[0]: b"x" * size, KEYS[1]: b"kept"})
+        data = bytearray(path.read_bytes())
+        data[ends(path, OBJECT)[0][0]] ^= 1
+        path.write_bytes(data[:-1])
+        repair(str(path))
+        assert contents(path, arena) == {KEYS[1]: b"kept"}, size
 
 
 def test_content_that_was_never_written_is_left_out(whole: Path, arena: Arena) -> None:
