@@ -141,8 +141,11 @@ class _Group:
     here: tuple[TakenObject, ...]
     double: tuple[TakenObject, ...]
 
+    def is_anchor(self, taken: TakenObject) -> bool:
+        return self.group.shape[taken.slot].anchor
+
     def of_kind(self, anchor: bool) -> list[TakenObject]:
-        return [o for o in self.here if self.group.shape[o.slot].anchor == anchor]
+        return [taken for taken in self.here if self.is_anchor(taken) == anchor]
 
 
 class _Restorer:
@@ -247,16 +250,20 @@ class _Restorer:
                 problem = CONFLICT, f"{key.decode()} is in the store"
                 if status == Status.GONE:
                     problem = FAILED, f"{key.decode()} {_NO_MORE}"
+            # A restore that is asked for again goes on from what cannot be taken again.
             for other in reversed(moved):
-                with suppress(OSError):  # a restore that is asked for again goes on from here
-                    mover.take(group.group.key(other.slot), str(other.file))
+                status = Status.ERROR
+                with suppress(OSError):
+                    status = mover.take(group.group.key(other.slot), str(other.file))
+                if group.is_anchor(other) and status not in (Status.OK, Status.GONE):
+                    break  # a server believes in the page: its sidecars stay
             return problem
         return None
 
     def _copy_back(self, ready: list[_Group]) -> _Problems:
         """Copy sidecars, then the anchors of the groups whose sidecars all arrived."""
         problems: _Problems = {}
-        arrived: dict[int, list[bytes]] = defaultdict(list)
+        arrived: dict[int, list[TakenObject]] = defaultdict(list)
         with FileStore(self._batch.folder) as folder:
             for anchor in (False, True):
                 pairs = [(g, o) for g in ready if id(g) not in problems for o in g.of_kind(anchor)]
@@ -265,19 +272,28 @@ class _Restorer:
                 sizes = np.array([self._held[taken.file] for _, taken in pairs], dtype=np.int64)
                 names = _rows([_name(taken) for _, taken in pairs])
                 result = copy_objects(folder, names, self._store, rows, sizes)
-                for number, (group, _) in enumerate(pairs):
+                for number, (group, taken) in enumerate(pairs):
                     key, status = keys[number], Status(int(result.statuses[number]))
                     if status is Status.OK:
-                        arrived[id(group)].append(key)
+                        arrived[id(group)].append(taken)
                     elif status is Status.EXISTS:
                         problems[id(group)] = CONFLICT, f"{key.decode()} is in the store"
                     else:
                         message = result.errors.get(number, _NO_MORE)
                         problems[id(group)] = FAILED, f"{key.decode()} {message}"
-        undone = [key for group in problems for key in arrived[group]]
-        if undone:
-            self._store.delete(_rows(undone))
+        self._delete_copies([(g, o) for g in ready if id(g) in problems for o in arrived[id(g)]])
         return problems
+
+    def _delete_copies(self, copies: list[tuple[_Group, TakenObject]]) -> None:
+        """Delete anchors, then the sidecars of groups of which no anchor is left."""
+        believed: set[int] = set()
+        for anchor in (True, False):
+            chosen = [(g, o) for g, o in copies if g.is_anchor(o) == anchor]
+            chosen = [(g, o) for g, o in chosen if anchor or id(g) not in believed]
+            if chosen:
+                keys = [group.group.key(taken.slot) for group, taken in chosen]
+                result = self._store.delete(_rows(keys))
+                believed |= {id(chosen[index][0]) for index in result.errors}
 
 
 def _rows(keys: list[bytes], mtimes: list[int | None] | None = None) -> pa.Table:
