@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.backends.bounded import read_bounded
+from hicachectl.formats.documents import parse_json_object
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -16,19 +15,7 @@ def read_config(path: str, where: str) -> dict[str, Any]:
 
     Raises UsageError when it cannot be read, FormatError when it is no JSON object.
     """
-    try:
-        if not Path(path).is_file():  # opening a FIFO would wait for a writer
-            raise UsageError(f"{where}: there is no such file")
-        with Path(path).open("rb") as stream:
-            text = stream.read(MAX_CONFIG_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise UsageError(f"{where}: {getattr(error, 'strerror', None) or error}") from error
-    if len(text) > MAX_CONFIG_BYTES:
-        raise FormatError(f"{where}: larger than {MAX_CONFIG_BYTES} bytes: no config of SGLang's")
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise FormatError(f"{where}: expected a JSON object")
-    return document
+    data = read_bounded(
+        path, MAX_CONFIG_BYTES, what="a config of SGLang", regular=True, where=where
+    )
+    return parse_json_object(data, where)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
 
+from hicachectl.backends.bounded import read_bounded
+from hicachectl.formats.documents import parse_toml
 from hicachectl.formats.errors import FormatError, UsageError
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ SCHEMES = {
     # keys: the grammar of the keys of a new pack.
     "pack": Scheme("hicachectl.backends.pack:PackStore", frozenset({"keys"})),
 }
+
+MAX_CONFIG_BYTES = 1 << 20
 
 _NAMED = re.compile(r"([^/:]*):(.*)", re.DOTALL)
 _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
@@ -126,10 +129,9 @@ def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ
     file = Path(asked) if asked else _user_config(environ)
     if file is None:
         return Config()
+    data = read_bounded(file, MAX_CONFIG_BYTES, what="a config", where=f"config {file}")
     try:
-        text = file.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"config {file}: {error.strerror}") from error
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FormatError(f"config {file}: not UTF-8 text") from error
     return parse_config(text, source=str(file))
@@ -137,10 +139,7 @@ def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ
 
 def parse_config(text: str, *, source: str = "config") -> Config:
     """Read a config from TOML text. Raises FormatError naming the key at fault."""
-    try:
-        document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
-        raise FormatError(f"{source}: not TOML: {error}") from error
+    document = parse_toml(text, source)
     _refuse_unknown(document, {"stores"}, source)
     stores = document.get("stores", {})
     if not isinstance(stores, dict):

@@ -15,6 +15,7 @@ import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 
+from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.planes import PLANE_COUNTS
@@ -195,12 +196,7 @@ def build_metadata(metadata: Metadata) -> bytes:
 
 def parse_metadata(data: bytes | memoryview) -> Metadata:
     """Read the content of a metadata record. Raises FormatError."""
-    try:
-        document = json.loads(bytes(data).decode())
-    except (ValueError, RecursionError) as error:
-        raise FormatError("its metadata is no JSON") from error
-    if not isinstance(document, dict):
-        raise FormatError("its metadata is no JSON object")
+    document = parse_json_object(bytes(data), "its metadata")
     texts = [document.get(name, "") for name in ("grammar", "profile", "hicachectl")]
     if not all(isinstance(text, str) for text in texts):
         raise FormatError("its metadata holds something else than texts")

@@ -6,12 +6,11 @@ objects a page must have. It is written as TOML (or the same keys as JSON).
 
 from __future__ import annotations
 
-import json
-import tomllib
 from dataclasses import MISSING, dataclass, field, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hicachectl.formats.documents import parse_json, parse_toml
 from hicachectl.formats.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -194,10 +193,10 @@ class Profile:
 def parse_profile(text: str, *, source: str = "profile") -> Profile:
     """Read a profile from TOML or JSON text. Raises ProfileError naming the field at fault."""
     text = text.removeprefix("\ufeff")
-    try:
-        document = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
-        raise ProfileError(f"{source}: not a TOML or JSON profile: {error}") from error
+    if text.lstrip().startswith("{"):
+        document = parse_json(text, source, refusal=ProfileError, unique=True)
+    else:
+        document = parse_toml(text, source, refusal=ProfileError)
     return profile_from_mapping(document, source=source)
 
 

@@ -8,12 +8,12 @@ MooncakeStore.describe_l3_object_layout.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hicachectl.formats.deployment_flags import DeploymentFlags
+from hicachectl.formats.documents import parse_json
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.profile import NEWEST_SGLANG, Profile, shown
 
@@ -153,13 +153,8 @@ def _extra_config(reply: _Reply) -> Mapping[str, Any]:
     """Parse --hicache-storage-backend-extra-config, where it is not the name of a file."""
     stated = reply.values.get("hicache_storage_backend_extra_config")
     if isinstance(stated, str) and not stated.startswith("@"):
-        try:
-            stated = json.loads(stated or "{}")
-        except (ValueError, RecursionError):
-            # Not quoted: it can hold credentials of the store.
-            raise ProfileError(
-                f"{_SOURCE}: hicache_storage_backend_extra_config: not JSON"
-            ) from None
+        where = f"{_SOURCE}: hicache_storage_backend_extra_config"
+        stated = parse_json(stated or "{}", where, refusal=ProfileError)
     return stated if isinstance(stated, Mapping) else {}
 
 

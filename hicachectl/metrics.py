@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from hicachectl.backends.bounded import read_bounded
+from hicachectl.formats.errors import HicacheError
 from hicachectl.wholefile import whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+_MAX_BYTES = 1 << 20  # of a file that is replaced; ours have some 10 KB
 
 
 def write_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> None:
@@ -91,9 +95,10 @@ def _label(value: str) -> str:
 def _last_success(path: Path) -> float:
     """Read the time that the file to be replaced states; 0 where there is none to believe."""
     try:
-        text = path.read_text(encoding="utf-8")
+        data = read_bounded(path, _MAX_BYTES, what="metrics", regular=True)
+        text = data.decode()
         name = "hicachectl_verify_last_success_timestamp_seconds{"
         line = next(line for line in text.splitlines() if line.startswith(name))
         return float(line.rpartition(" ")[2])
-    except (OSError, ValueError, StopIteration):
+    except (HicacheError, ValueError, StopIteration):
         return 0.0

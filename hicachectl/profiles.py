@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from hicachectl.backends.bounded import read_bounded
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.profile import Profile, parse_profile
 
@@ -83,13 +84,7 @@ def _option(name: str) -> str:
 
 def read_profile(path: Path) -> Profile:
     """Read a profile file. Raises UsageError, FormatError and ProfileError."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_PROFILE_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    if len(data) > _MAX_PROFILE_BYTES:
-        raise FormatError(f"{path}: larger than {_MAX_PROFILE_BYTES} bytes, not a profile")
+    data = read_bounded(path, _MAX_PROFILE_BYTES, what="a profile")
     try:
         return parse_profile(data.decode("utf-8-sig"), source=str(path))
     except UnicodeDecodeError as error:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.backends.bounded import MAX_LINE_BYTES, read_lines
+from hicachectl.formats.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-MAX_LINE_BYTES = 256 << 20  # a prompt of a million tokens has some 8 MB
 _PROMPTS_AT_ONCE = 64  # a tokenizer works on several at a time
 _HASH = re.compile(r"[0-9a-f]{64}")
 _UNHASHABLE = "whose page hashes a prompt alone does not tell; give the token ids that were served"
@@ -168,18 +168,9 @@ def read_pages(path: Path) -> set[str]:
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """Give each line that is not blank, stripped, and the name of its place."""
-    try:
-        with path.open("rb") as file:
-            number = 0
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                where = f"{path}: line {number}"
-                if len(line) > MAX_LINE_BYTES:
-                    raise FormatError(f"{where}: longer than {MAX_LINE_BYTES} bytes")
-                if text := line.strip():
-                    yield where, text
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    for number, line in read_lines(path, MAX_LINE_BYTES):
+        if text := line.strip():
+            yield f"{path}: line {number}", text
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], line: bytes, where: str) -> T:

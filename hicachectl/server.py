@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import logging
 import os
 import ssl
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from hicachectl.backends.bounded import read_bounded
+from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UsageError
 from hicachectl.formats.model_config import profile_from_config
 from hicachectl.formats.server_info import contradictions_with_layout, flags_from_server_info
@@ -148,20 +149,8 @@ def _local_model(model_path: str, option: str) -> Path:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as stream:
-            text = stream.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise ProfileError(f"{file}: {error.strerror or error}") from error
-    if len(text) > MAX_CONFIG_BYTES:
-        raise ProfileError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes: no model config")
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ProfileError(f"{file}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ProfileError(f"{file}: expected a JSON object")
-    return document
+    data = read_bounded(file, MAX_CONFIG_BYTES, what="a model config", refusal=ProfileError)
+    return parse_json_object(data, str(file), refusal=ProfileError)
 
 
 def checked_url(url: str, option: str = "--server") -> str:
@@ -204,13 +193,7 @@ def _get_json(url: str, api_key: str, timeout_s: float) -> dict[str, Any]:
         raise _status_error(url, error.code) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise StoreUnavailable(f"{url}: {_reason(error, timeout_s)}") from error
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError):
-        raise StoreUnavailable(f"{url}: the answer is not JSON: no SGLang server?") from None
-    if not isinstance(document, dict):
-        raise StoreUnavailable(f"{url}: the answer is not a JSON object: no SGLang server?")
-    return document
+    return parse_json_object(body, url, refusal=StoreUnavailable)
 
 
 def _read_body(request: urllib.request.Request, timeout_s: float) -> bytes:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from hicachectl.findings import SCHEMA, findings
+from hicachectl.formats.documents import parse_json
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UnsupportedByBackend
 from hicachectl.formats.profile import Profile, profile_from_mapping, profile_to_mapping
 from hicachectl.wholefile import whole_file
@@ -118,7 +119,7 @@ def _parse(path: Path) -> Stamp:
     with path.open("rb") as file:
         data = file.read(_MAX_BYTES + 1)
     try:
-        document = json.loads(data[:_MAX_BYTES])
+        document = parse_json(data[:_MAX_BYTES], str(path))
         if document["form"] != _FORM or type(document["weights_version"]) is not str:
             raise FormatError(f"{path}: not a stamp of this version")
         profile = profile_from_mapping(document["profile"], source=str(path))

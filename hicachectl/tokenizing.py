@@ -8,11 +8,12 @@ tokenizer.py :: get_tokenizer; srt/entrypoints/openai/serving_chat.py :: _apply_
 
 from __future__ import annotations
 
-import json
 import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from hicachectl.backends.bounded import read_bounded
+from hicachectl.formats.documents import parse_json, parse_json_object
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.requests import Chat
 from hicachectl.tools_of_chats import template_tools
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from hicachectl.requests import Prompt
 
 _TOKENIZER_FILE = "tokenizer.json"
+_MAX_TOKENIZER_BYTES = 256 << 20  # the largest known ones have some 40 MB
 _MAX_CONFIG_BYTES = 64 << 20
 _INSTALL = "pip install 'hicachectl[tokenizers]'"
 # Classes whose add_bos_token decides instead of the post-processor in tokenizer.json, by default
@@ -71,8 +73,9 @@ class DirectoryTokenizer:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise UsageError(f"prompts need the package tokenizers: {_INSTALL}") from error
+        data = read_bounded(file, _MAX_TOKENIZER_BYTES, what="a tokenizer", regular=True)
         try:
-            self._fast: Any = Tokenizer.from_file(str(file))
+            self._fast: Any = Tokenizer.from_buffer(data)
         except Exception as error:  # tokenizers raises Exception itself
             raise FormatError(f"{file}: {error}") from error
         self._fast.no_truncation()
@@ -234,26 +237,13 @@ def _parsed_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"tool call arguments are not JSON: {error}") from error
+    arguments = parse_json(function["arguments"], "tool call arguments")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object; an empty one where there is no such file."""
-    try:
-        with file.open("rb") as stream:
-            text = stream.read(_MAX_CONFIG_BYTES + 1)
-    except FileNotFoundError:
+    if not file.exists():
         return {}
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from error
-    try:
-        document = json.loads(text[:_MAX_CONFIG_BYTES])
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{file}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise FormatError(f"{file}: not a JSON object")
-    return document
+    data = read_bounded(file, _MAX_CONFIG_BYTES, what="the config of a tokenizer", regular=True)
+    return parse_json_object(data, str(file))

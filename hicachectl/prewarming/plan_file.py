@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.bounded import read_lines
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.hashing import HASH_BYTES
 
@@ -82,17 +83,13 @@ def read_plan(path: Path) -> PlannedPages:
     position: dict[str, int] = {}
     outside: set[str] = set()
     parents: list[int] = []
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_ROW), b""), 1):
-                if line.isspace():
-                    continue
-                try:
-                    parents.append(_take(line, position, outside))
-                except (msgspec.DecodeError, UnicodeDecodeError, FormatError) as error:
-                    raise FormatError(f"{path}: line {number}: {error}") from error
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    for number, line in read_lines(path, _LONGEST_ROW):
+        if line.isspace():
+            continue
+        try:
+            parents.append(_take(line, position, outside))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, FormatError) as error:
+            raise FormatError(f"{path}: line {number}: {error}") from error
     blob = bytes.fromhex("".join(position))
     hashes = np.frombuffer(blob, np.uint8).reshape(-1, HASH_BYTES)
     return PlannedPages(hashes, np.array(parents, np.int64))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from hicachectl.backends.bounded import MAX_LINE_BYTES, read_lines
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.hashing import HASH_BYTES, namespace_seed, page_hashes
 from hicachectl.prewarming.forest import Forest, grow_forest
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.profile import Profile
 
-_MAX_LINE_BYTES = 256 << 20  # some ten million tokens
 _MAX_INDEX = 2**31 - 1
 
 
@@ -138,22 +138,15 @@ def read_trace(path: Path, profile: Profile | None) -> Trace:
     is missing.
     """
     lines = _Lines(profile)
-    try:
-        with path.open("rb") as file:
-            number = end = 0
-            while line := file.readline(_MAX_LINE_BYTES):
-                number += 1
-                end += len(line)
-                if line.isspace():
-                    continue
-                try:
-                    lines.add(_decode(line), end - len(line))
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    raise FormatError(f"{path}: line {number}: {error}") from error
-                except FormatError as error:
-                    raise FormatError(f"{path}: line {number}: {error}") from error
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    end = 0
+    for number, line in read_lines(path, MAX_LINE_BYTES):
+        end += len(line)
+        if line.isspace():
+            continue
+        try:
+            lines.add(_decode(line), end - len(line))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, FormatError) as error:
+            raise FormatError(f"{path}: line {number}: {error}") from error
     try:
         return _trace(lines, profile)
     except FormatError as error:
@@ -170,7 +163,7 @@ def read_requests(path: Path, starts: npt.NDArray[np.int64]) -> Iterator[Request
         with path.open("rb") as file:
             for start in starts.tolist():
                 file.seek(start)
-                found = _decode(file.readline(_MAX_LINE_BYTES))
+                found = _decode(file.readline(MAX_LINE_BYTES))
                 where = f"{path}: byte {start}"
                 salts = found.extra_key or None, found.cache_salt or None
                 yield Request(where, found.tokens or [], *salts)

@@ -128,8 +128,8 @@ def test_a_relative_snapshot_is_of_the_working_directory(
         (f"hf3fs:///data/hicache?server={SERVER}&ranks=-1", "ranks"),
         (f"hf3fs:///data/hicache?server={SERVER}&pool=kv", "unknown parameter 'pool'"),
         ("hf3fs://host/data/hicache", "no host"),
-        ("hf3fs:?config=/no/such/file", "no such file"),
-        ("hf3fs:?config=/dev/null", "no such file"),
+        ("hf3fs:?config=/no/such/file", "No such file"),
+        ("hf3fs:?config=/dev/null", "not a regular file"),
     ],
 )
 def test_a_url_that_cannot_be_is_refused_by_name(text: str, named: str) -> None:

@@ -224,9 +224,9 @@ def test_a_map_from_ranks_to_devices_has_none_for_a_guest(config_file: ConfigFil
         ("mooncake://m:1?metadata=", {}, "metadata: '' cannot be used"),
         ("mooncake://m:1?device=a%0Ab", {}, "device: .* cannot be used"),
         ("mooncake://m:1?segment=4gb", {}, "unknown parameter 'segment'"),
-        ("mooncake://m:1", {CONFIG_VARIABLE: ""}, f"{CONFIG_VARIABLE} : there is no such file"),
-        ("mooncake://m:1", {CONFIG_VARIABLE: "/nowhere"}, "/nowhere: there is no such file"),
-        ("mooncake://m:1", {CONFIG_VARIABLE: "/tmp"}, "/tmp: there is no such file"),
+        ("mooncake://m:1", {CONFIG_VARIABLE: ""}, f"cannot read {CONFIG_VARIABLE} : No such file"),
+        ("mooncake://m:1", {CONFIG_VARIABLE: "/nowhere"}, "/nowhere: No such file"),
+        ("mooncake://m:1", {CONFIG_VARIABLE: "/tmp"}, "/tmp: not a regular file"),
         ("mooncake://m:1", {CONFIG_VARIABLE: "a\0b"}, CONFIG_VARIABLE),
     ],
 )  # fmt: skip
@@ -294,8 +294,8 @@ def test_a_mode_that_a_guest_cannot_use_is_refused_unless_the_url_names_the_mast
         (b"\xff", "not JSON"),
         (b"[" * 200_000, "not JSON"),
         (b'{"master_metrics_port": ' + b"9" * 5000 + b"}", "not JSON"),
-        (b"[]", "expected a JSON object"),
-        (b'"master_server_address"', "expected a JSON object"),
+        (b"[]", "not a JSON object"),
+        (b'"master_server_address"', "not a JSON object"),
         (b" " * (MAX_CONFIG_BYTES + 1), "larger than"),
     ],
 )
@@ -308,7 +308,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: bytes, messag
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="no such file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         settings("mooncake://m:1", {CONFIG_VARIABLE: str(tmp_path / "pipe")})
 
 

@@ -245,7 +245,7 @@ def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "a = " + "9" * 5000])
 def test_what_the_parser_cannot_take_is_a_format_error(text: str) -> None:
-    with pytest.raises(FormatError, match="not TOML"):
+    with pytest.raises(FormatError, match=r"not TOML|100001 keys"):
         parse_config(text)
 
 

@@ -230,7 +230,7 @@ def test_a_wrong_field_is_named(document: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("text", ["{", "model = ", "{]"])
 def test_broken_syntax_is_a_profile_error(text: str) -> None:
-    with pytest.raises(ProfileError, match=r"p.toml: not a TOML or JSON profile"):
+    with pytest.raises(ProfileError, match=r"p.toml: not (TOML|JSON): "):
         parse_profile(text, source="p.toml")
 
 
@@ -244,7 +244,7 @@ def test_broken_syntax_is_a_profile_error(text: str) -> None:
     ],
 )
 def test_what_no_parser_takes_is_a_profile_error(text: str) -> None:
-    with pytest.raises(ProfileError, match=r"p.toml: not a TOML or JSON profile"):
+    with pytest.raises(ProfileError, match=r"p.toml: (not TOML|not JSON|100000 )"):
         parse_profile(text, source="p.toml")
 
 

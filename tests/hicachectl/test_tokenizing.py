@@ -66,7 +66,7 @@ def test_tool_call_arguments_must_be_json(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
     call = {"function": {"name": "f", "arguments": "{"}}
-    with pytest.raises(FormatError, match="arguments are not JSON"):
+    with pytest.raises(FormatError, match="tool call arguments: not JSON"):
         tokenizer.encode([Chat([{"role": "assistant", "tool_calls": [call]}, USER], {})])
 
 

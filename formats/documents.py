@@ -1,0 +1,141 @@
+"""Parse JSON and TOML of untrusted origin, with bounds on the number of values and their depth.
+
+The text itself is in memory already, so its size is the reader's to bound. These bounds keep the
+time and the memory of parsing proportional to that size: `tomllib` takes time and memory
+quadratic in the parts of a dotted key, and a table header of five bytes costs it a kilobyte.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.formats.errors import FormatError, HicacheError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MAX_VALUES = 1_000_000  # of one document; a large real one has ten thousand
+MAX_TABLES = 50_000  # keys, tables and arrays of one TOML document
+MAX_KEY_PARTS = 8  # of one TOML key or header: a.b.c has three
+MAX_DEPTH = 64
+_MAX_REASON_CHARS = 200
+
+# What can hold a structural character of TOML without meaning one. An unterminated string ends
+# the parse, so what follows it does not matter.
+_TOML_TEXT = re.compile(
+    r'"""(?:[^\\]|\\.)*?"""'
+    r"|'''.*?'''"
+    r'|"(?:[^"\\\n]|\\.)*"'
+    r"|'[^'\n]*'"
+    r"|#[^\n]*",
+    re.DOTALL,
+)
+_TOML_STRUCTURE = re.compile(r"[\n=,{}\[\]]")
+
+
+def parse_json(
+    text: str | bytes,
+    source: str,
+    *,
+    refusal: type[HicacheError] = FormatError,
+    max_values: int = MAX_VALUES,
+    unique: bool = False,
+) -> Any:
+    """Parse JSON text of untrusted origin.
+
+    source: names the text in messages. unique: refuse an object that states a member twice, of
+    which otherwise the last counts. Raises `refusal`.
+    """
+    brackets = _count(text, "[") + _count(text, "{")
+    values = brackets + _count(text, ",")
+    if values > max_values:
+        raise refusal(f"{source}: {values} values; at most {max_values} are read")
+    try:
+        document = json.loads(text, object_pairs_hook=_unique if unique else None)
+    except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
+        # The error holds the text, which can hold credentials.
+        raise refusal(f"{source}: not JSON: {_reason(error)}") from None
+    if brackets > MAX_DEPTH:
+        _check_depth(document, source, refusal)
+    return document
+
+
+def parse_json_object(
+    text: str | bytes,
+    source: str,
+    *,
+    refusal: type[HicacheError] = FormatError,
+    max_values: int = MAX_VALUES,
+    unique: bool = False,
+) -> dict[str, Any]:
+    """Parse JSON text whose value must be an object, as `parse_json` does."""
+    document = parse_json(text, source, refusal=refusal, max_values=max_values, unique=unique)
+    if not isinstance(document, dict):
+        raise refusal(f"{source}: not a JSON object")
+    return document
+
+
+def parse_toml(
+    text: str, source: str, *, refusal: type[HicacheError] = FormatError
+) -> dict[str, Any]:
+    """Parse TOML text of untrusted origin. source: names it in messages. Raises `refusal`."""
+    structure = _TOML_TEXT.sub('""', text)
+    tables = sum(structure.count(character) for character in "=[{")
+    if tables > MAX_TABLES:
+        raise refusal(f"{source}: {tables} keys, tables and arrays; at most {MAX_TABLES} are read")
+    values = tables + structure.count(",")
+    if values > MAX_VALUES:
+        raise refusal(f"{source}: {values} values; at most {MAX_VALUES} are read")
+    parts = 1 + max(piece.count(".") for piece in _TOML_STRUCTURE.split(structure))
+    if parts > MAX_KEY_PARTS:
+        raise refusal(f"{source}: a key of {parts} parts; at most {MAX_KEY_PARTS} are read")
+    try:
+        document = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
+        raise refusal(f"{source}: not TOML: {_reason(error)}") from error
+    _check_depth(document, source, refusal)
+    return document
+
+
+def storable(text: str) -> str:
+    r"""Write the lone surrogates that JSON can spell as \uXXXX, so that a text can be encoded."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _count(text: str | bytes, character: str) -> int:
+    return text.count(character) if isinstance(text, str) else text.count(character.encode())
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in document if names.count(name) > 1)
+        raise ValueError(f"{twice!a:.60} is stated twice")
+    return document
+
+
+def _check_depth(document: Any, source: str, refusal: type[HicacheError]) -> None:
+    """Walk a document level by level, without recursion."""
+    level = [document]
+    for _ in range(MAX_DEPTH):
+        level = [value for outer in level for value in _inner(outer)]
+        if not level:
+            return
+    raise refusal(f"{source}: values inside one another more than {MAX_DEPTH} levels deep")
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    """Give the lists and tables directly inside a value."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [inner for inner in values if isinstance(inner, (dict, list))]
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return f"values inside one another more than {MAX_DEPTH} levels deep"
+    text = str(error)
+    return text if len(text) <= _MAX_REASON_CHARS else f"{text[:_MAX_REASON_CHARS]}..."
