@@ -21,6 +21,7 @@ from hicachectl.pipeline import Loaded, Pipeline, Task
 from hicachectl.reading import known_objects, read_objects, readable_sizes, value_checkers
 from hicachectl.reading_plan import ReadingPlan
 from hicachectl.selection import Selection, select
+from hicachectl.unmatched import explain_selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -63,8 +64,10 @@ def inspect_page(
     inventory = select(listed, Selection(page=prefix))
     groups = PageGroups(inventory)
     pages = pc.unique(groups.pages).to_pylist()
-    if len(pages) != 1:
-        raise UsageError(_no_single_page(store.url, prefix, pages))
+    if not pages:
+        raise UsageError(f"{store.url}: {explain_selection(store, listed, Selection(page=prefix))}")
+    if len(pages) > 1:
+        raise UsageError(_several_pages(store.url, prefix, pages))
     in_flight = groups.newest_ns > time.time_ns() - int(grace_seconds * 1e9)
     checkers: dict[int, ValueChecker] = {}
     if profile is not None:
@@ -144,9 +147,7 @@ def _contents(
         yield from rows
 
 
-def _no_single_page(store: str, prefix: str, pages: list[str]) -> str:
-    if not pages:
-        return f"{store}: no page starts with {prefix!r}"
+def _several_pages(store: str, prefix: str, pages: list[str]) -> str:
     shown = ", ".join(sorted(pages)[:_NAMED_CANDIDATES])
     more = ", …" if len(pages) > _NAMED_CANDIDATES else ""
     return f"{store}: {len(pages)} pages start with {prefix!r}: {shown}{more}; give more digits"

@@ -25,7 +25,7 @@ from hicachectl.formats.errors import FormatError, StoreUnavailable
 from hicachectl.records import Record, dump_record, parse_record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from hicachectl.records import TakenGroup
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 BEGUN, DONE = ".begun", ".json"
 _MAX_RECORD_BYTES = 256 << 20  # a thousand objects are half a megabyte
 _NUMBER = re.compile(r"\d{6}")
+_RUN_NAME = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
+_RECORD_NAME = re.compile(rf"{_NUMBER.pattern}(?:{re.escape(BEGUN)}|{re.escape(DONE)})")
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 
 
@@ -269,3 +271,13 @@ def _read_record(path: Path) -> Record:
     if len(text) > _MAX_RECORD_BYTES:
         raise FormatError(f"{path}: larger than {_MAX_RECORD_BYTES} bytes, not a record")
     return parse_record(text, source=str(path))
+
+
+def is_quarantine(path: str, names: Iterable[str]) -> bool:
+    """Tell a directory of these names from a store: a quarantine, one of its runs or folders."""
+    parts = path.rsplit("/", 2)[-2:]
+    if parts == [".hicachectl", "quarantine"]:
+        return True
+    if _NUMBER.fullmatch(parts[-1]) and any(os.path.lexists(path + end) for end in (BEGUN, DONE)):
+        return True
+    return any(_RUN_NAME.fullmatch(name) or _RECORD_NAME.fullmatch(name) for name in names)

@@ -36,6 +36,7 @@ from hicachectl.selection import EVERYTHING, Selection, select
 from hicachectl.settled import changed_groups, unjudged
 from hicachectl.stamps import check_stamp
 from hicachectl.table_checks import check_tables
+from hicachectl.unmatched import explain_selection
 from hicachectl.vocabulary import CHECKS, SEVERITIES
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ class _Run:
                 present=listed.objects.column("key").combine_chunks(),
                 now_ns=self.now_ns,
             )
-        skipped = self._skipped(inventory, groups)
+        skipped = self._skipped(listed, inventory, groups)
         if unsure is not None:
             skipped["page-leaked"] = unsure
         return Report(
@@ -395,14 +396,15 @@ class _Run:
             inventory, digested, outcome, identities_recur=self.store.versions_recur
         )
 
-    def _skipped(self, inventory: Inventory, groups: PageGroups) -> dict[str, str]:
+    def _skipped(
+        self, listed: Inventory, inventory: Inventory, groups: PageGroups
+    ) -> dict[str, str]:
         """List what the checks could not look at, and why; said on stderr."""
         request = self.request
         skipped = {}
-        if not len(inventory.objects):
-            skipped["everything"] = (
-                "nothing matches the filters" if request.selection else "the store is empty"
-            )
+        pool = request.selection.pool
+        if not len(groups) or (pool and not inventory.of_pool(pool).any()):
+            skipped["everything"] = explain_selection(self.store, listed, request.selection)
             return skipped
         if profile_name(request.profile) == INFERRED and len(groups):
             skipped["absent-pools"] = (

@@ -67,6 +67,7 @@ def command(
     from hicachectl.output import write_rows
     from hicachectl.profiles import profile_from_options
     from hicachectl.selection import Selection, select
+    from hicachectl.unmatched import explain_selection
 
     selection = Selection(
         model=options["model"] or "",
@@ -81,11 +82,12 @@ def command(
     ):
         profile = profile_from_options(options, source, warn=partial(remark, ctx))
         columns = [name for name in ("replicas", "locator") if objects and source.lists(name)]
-        inventory = select(
-            take_inventory(source, profile, columns=columns, on_batch=advance), selection
-        )
+        listed = take_inventory(source, profile, columns=columns, on_batch=advance)
+        inventory = select(listed, selection)
         for text in source.remarks:
             remark(ctx, text)
+        if inventory.is_foreign.all():
+            remark(ctx, explain_selection(source, listed, selection))
     if objects:
         rows, human = listing.object_rows(inventory, pool=selection.pool), people.objects_for_people
     elif summary:
@@ -96,22 +98,15 @@ def command(
     else:
         rows, human = listing.page_rows(PageGroups(inventory)), people.pages_for_people
     name = "objects" if objects else "summary" if summary else "pages"
-    _say_what_is_odd(
-        ctx, inventory, judged=name != "pages" or profile is not None, filtered=bool(selection)
-    )
+    _say_what_is_odd(ctx, inventory, judged=name != "pages" or profile is not None)
     write_rows(rows, name=name, human=human, output_format=output_format, output=output)
 
 
-def _say_what_is_odd(
-    ctx: click.Context, inventory: Inventory, *, judged: bool, filtered: bool
-) -> None:
+def _say_what_is_odd(ctx: click.Context, inventory: Inventory, *, judged: bool) -> None:
     """Remark on what the rows alone do not show."""
-    foreign = int(inventory.is_foreign.sum())
-    if not len(inventory.objects):
-        remark(ctx, "nothing matches the filters" if filtered else "the store is empty")
-    elif foreign == len(inventory.objects):
-        remark(ctx, f"no pages: {foreign} objects here are not SGLang's")
-    elif any(resolved.ambiguous for resolved in inventory.table.resolved):
+    if inventory.is_foreign.all():
+        return
+    if any(resolved.ambiguous for resolved in inventory.table.resolved):
         remark(ctx, "some keys read in several ways; give a profile to tell")
     elif not judged:
         remark(ctx, "no profile given: expectations are what was seen in the store")

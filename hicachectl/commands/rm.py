@@ -158,6 +158,7 @@ def _plan(
     from hicachectl.planning import plan_removal, with_descendants
     from hicachectl.profiles import profile_from_options
     from hicachectl.requests import read_token_ids
+    from hicachectl.unmatched import explain_nothing
 
     criteria = _criteria(store, options)
     profile = profile_from_options({"profile_file": options["profile_file"]}, store)
@@ -169,10 +170,34 @@ def _plan(
     if unjudged and (criteria.model is not None or criteria.tag is not None):
         remark(ctx, f"{unjudged} page groups have ambiguous keys and stay; a profile could tell")
     plan = plan_removal(groups, criteria.chosen(groups), _why(options))
+    if not len(plan.groups):
+        remark(ctx, explain_nothing(store, inventory, _alone(criteria, groups)))
     if options["token_ids"] and profile is not None:
         chains = hex_chains(read_token_ids(options["token_ids"]), Hashing.of(profile))
         plan = with_descendants(plan, groups, chains)
     return inventory, groups, plan
+
+
+def _alone(criteria: Criteria, groups: PageGroups) -> dict[str, bool]:
+    """Say of each filter whether it matches anything by itself; a list of pages may."""
+    from dataclasses import fields, replace
+
+    from hicachectl.unmatched import option_text
+
+    given: dict[str, Any] = {
+        field.name: field.default
+        for field in fields(criteria)
+        if getattr(criteria, field.name) not in (field.default, True)
+    }
+    texts = {}
+    for name in given:
+        if name == "pages":
+            texts["--pages"] = len(given) > 1
+            continue
+        others = {other: default for other, default in given.items() if other != name}
+        alone = replace(criteria, **others)
+        texts[option_text(name, getattr(criteria, name))] = len(alone.chosen(groups)) > 0
+    return texts
 
 
 def _criteria(store: Store, options: dict[str, Any]) -> Criteria:

@@ -22,6 +22,7 @@ from hicachectl.migrating.survey import ABSENT, Survey, survey_destination, surv
 from hicachectl.planning import plan_repair
 from hicachectl.selection import EVERYTHING, Selection, select
 from hicachectl.table_checks import check_tables
+from hicachectl.unmatched import explain_selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -70,7 +71,7 @@ class Agenda:
 
     actions: for each survey, of each of its groups. Groups that stay behind: damaged, with errors;
     unfit, of sizes that their route does not take; not_whole; in_flight; elsewhere, of other
-    deployments. foreign: objects whose keys are not understood.
+    deployments. foreign: objects whose keys are not understood. nothing: why no page was chosen.
     """
 
     inventory: Inventory
@@ -83,6 +84,7 @@ class Agenda:
     in_flight: int = 0
     elsewhere: int = 0
     foreign: int = 0
+    nothing: str = ""
 
     def count(self, *wanted: Action) -> int:
         """Count the groups with one of some actions."""
@@ -134,7 +136,8 @@ class Agenda:
             (self.damaged, "with errors that hicachectl verify lists (--include-damaged)"),
             (self.unfit, "with objects whose size is unknown or not the profile's"),
         )
-        said = [f"left behind: {_counted(count, 'page')} {text}" for count, text in kinds if count]
+        said = [self.nothing] if self.nothing else []
+        said += [f"left behind: {_counted(count, 'page')} {text}" for count, text in kinds if count]
         if self.foreign:
             text = "whose keys are not understood; hicachectl verify lists them"
             said.append(f"left behind: {_counted(self.foreign, 'object')} {text}")
@@ -160,6 +163,10 @@ def make_agenda(
     agenda = Agenda(inventory, groups, surveys, [])
     agenda.foreign = int(inventory.is_foreign.sum())
     agenda.elsewhere = int((chosen & ~routed).sum())
+    if not len(groups):
+        agenda.nothing = explain_selection(source, listed, request.selection)
+    elif not chosen.any():
+        agenda.nothing = "nothing matches --pages-from"
     chosen &= routed
     in_flight = _in_flight(groups, request.grace_seconds)
     agenda.in_flight = int((chosen & in_flight).sum())

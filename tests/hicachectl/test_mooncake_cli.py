@@ -189,6 +189,18 @@ def test_removal_takes_the_pages_of_a_model(invoke: Invoke, cluster: Cluster) ->
     assert cluster.list_keys() == [other]
 
 
+def test_a_tag_that_only_a_profile_can_tell_is_not_silently_absent(
+    invoke: Invoke, cluster: Cluster, profile: Path
+) -> None:
+    before = sorted(cluster.list_keys())
+    said = invoke("rm", cluster.url, "--tag", "prod", "--yes").stderr
+    assert "nothing matches --tag prod" in said
+    assert "give --profile" in said
+    said = invoke("rm", cluster.url, "--tag", "prod", "--profile", profile, "--yes").stderr
+    assert "nothing matches --tag prod; no key has a tag" in said
+    assert sorted(cluster.list_keys()) == before
+
+
 def test_removal_by_age_is_refused_where_nothing_has_one(invoke: Invoke, cluster: Cluster) -> None:
     outcome = invoke("rm", cluster.url, "--before", "1d", "--yes", exit_code=2)
     assert "--before" in outcome.stderr
