@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.expectation import expected_objects
+from hicachectl.formats.keys.labels import group_label
 from hicachectl.formats.keys.resolve import (
     ANCHOR_POOL,
     Resolved,
@@ -19,13 +20,13 @@ from hicachectl.formats.keys.resolve import (
     resolve_affixes,
     topology,
 )
+from hicachectl.formats.objects import Coordinate, Shard
 from hicachectl.formats.profile import Profile, default_hit_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hicachectl.formats.keys.base import Affix, KeyCodec
-    from hicachectl.formats.objects import Coordinate
 
 UNRESOLVED = -1  # deployment id of an affix that is foreign or ambiguous
 
@@ -62,6 +63,16 @@ class Deployment:
     profile: Profile | None
     members: tuple[Member, ...]
 
+    @property
+    def shard(self) -> Shard:
+        """The shard whose sizes `ls` shows: that of the first member, an anchor if there is one."""
+        return self.members[0].coordinate.shard if self.members else Shard()
+
+    def label(self, codec: KeyCodec, members: Iterable[Member] | None = None) -> str:
+        """Return the label of a group that has all members, or only some of them."""
+        members = self.members if members is None else members
+        return group_label(codec, self.model, self.tag, (member.affix for member in members))
+
 
 @dataclass(frozen=True, slots=True)
 class AffixTable:
@@ -69,8 +80,10 @@ class AffixTable:
 
     deployment_ids: index into `deployments`, or UNRESOLVED.
     member_ids: index into that deployment's members.
+    codec: of the store's keys.
     """
 
+    codec: KeyCodec
     affixes: tuple[Affix, ...]
     resolved: tuple[Resolved, ...]
     deployments: tuple[Deployment, ...]
@@ -102,6 +115,7 @@ def assign_affixes(
     }
     placed = [places.get(affix, (UNRESOLVED, UNRESOLVED)) for affix in affixes]
     return AffixTable(
+        codec=codec,
         affixes=tuple(affixes),
         resolved=tuple(resolved[affix] for affix in affixes),
         deployments=tuple(deployments),
@@ -147,11 +161,13 @@ def _owners(coordinate: Coordinate) -> set[tuple[str, str, Topology]]:
 def _inferred_deployments(
     coordinates: Mapping[Affix, Coordinate], codec: KeyCodec
 ) -> list[Deployment]:
-    anchored = {_identity(c) for c in coordinates.values() if c.pool == ANCHOR_POOL}
+    # Mamba states join any other object of their page, so that whether the store has anchors of
+    # their deployment does not change what their group is.
+    shared = {_identity(c) for c in coordinates.values() if c.pool != "mamba"}
     gathered: dict[tuple[str, str, Topology], list[Coordinate]] = defaultdict(list)
     for coordinate in coordinates.values():
         identity = _identity(coordinate)
-        owners = _owners(coordinate) & anchored
+        owners = _owners(coordinate) & shared
         gathered[identity if identity in owners or not owners else owners.pop()].append(coordinate)
     return [
         Deployment(model, tag, None, _inferred_members(found, codec))

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.deployments import UNRESOLVED, Deployment
+from hicachectl.formats.keys.labels import AMBIGUOUS
 from hicachectl.page_order import page_ranks
 
 if TYPE_CHECKING:
@@ -135,6 +136,38 @@ class PageGroups:
     def object_sets(self) -> list[list[ObjectSet]]:
         """For each deployment its object sets, in the columns of `present`."""
         return self._sets
+
+    @property
+    def labels(self) -> list[str]:
+        """The distinct labels that `label_ids` count; the first is that of ambiguous keys."""
+        return self._labelled[0]
+
+    @property
+    def label_ids(self) -> IntArray:
+        """The label of each group: what its keys show of its deployment, as in `ls`."""
+        return self._labelled[1]
+
+    @cached_property
+    def _labelled(self) -> tuple[list[str], IntArray]:
+        codec = self._inventory.table.codec
+        numbers = {AMBIGUOUS: 0}
+        of_deployment = [0] * (len(self.deployments) - UNRESOLVED)
+        apart: list[tuple[int, IntArray]] = []  # deployments with sets of other labels
+        for number, deployment in enumerate(self.deployments):
+            firsts = (deployment.members[s.members[0]] for s in self._sets[number])
+            labels = [deployment.label(codec, [first]) for first in firsts]
+            own = deployment.label(codec)
+            ids = [numbers.setdefault(label, len(numbers)) for label in (own, *labels)]
+            of_deployment[number] = ids[0]
+            if len(set(ids)) > 1:
+                apart.append((number, np.array(ids[1:], dtype=np.int64)))
+        label_ids: IntArray = np.array(of_deployment, dtype=np.int64)[self.deployment_ids]
+        for number, of_set in apart:
+            groups = np.flatnonzero(self.deployment_ids == number)
+            present = self.present[groups, : len(of_set)] > 0
+            lone = ~present[:, of_set == of_deployment[number]].any(axis=1)
+            label_ids[groups[lone]] = of_set[present[lone].argmax(axis=1)]
+        return list(numbers), label_ids
 
     @cached_property
     def present(self) -> npt.NDArray[np.int32]:

@@ -69,22 +69,23 @@ def page_rows(groups: PageGroups) -> pa.Table:
     ids = pa.array(groups.deployment_ids, mask=groups.deployment_ids == UNRESOLVED)
     models = pa.array([d.model or None for d in groups.deployments], pa.string())
     tags = pa.array([d.tag or None for d in groups.deployments], pa.string())
-    shards = [d.members[0].coordinate.shard for d in groups.deployments]
+    shards = [deployment.shard for deployment in groups.deployments]
     newest = pa.array(groups.newest_ns, mask=np.full(len(groups), not groups.has_times))
     return pa.table(
         {
             "page": groups.pages,
+            "group": pa.array(groups.labels, pa.string()).take(pa.array(groups.label_ids)),
             "model": models.take(ids),
             "tag": tags.take(ids),
+            **{
+                name: pa.array([getattr(shard, name) for shard in shards], pa.int32()).take(ids)
+                for name in ("tp_size", "pp_size", "cp_size", "dcp_size")
+            },
             "state": pa.array(STATES).take(pa.array(groups.states)),
             "nbytes": pa.array(groups.nbytes),
             "mtime": seconds(newest),
             "pools": _pool_counts(groups),
             "missing": _missing_keys(groups),
-            **{
-                name: pa.array([getattr(shard, name) for shard in shards], pa.int32()).take(ids)
-                for name in ("tp_size", "pp_size", "cp_size", "dcp_size")
-            },
         }
     )
 

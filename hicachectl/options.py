@@ -296,7 +296,8 @@ request_options = _stack(
         "--pages",
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="Page hashes: a line is one, or a JSON list of them, a chain.",
+        help="Page hashes: a line is one, or a JSON list of them, a chain, or a row of "
+        "ls --format jsonl.",
     ),
     click.option(
         "--tokenizer",

@@ -13,13 +13,16 @@ import pyarrow.compute as pc
 from hicachectl.deployments import UNRESOLVED
 from hicachectl.findings import SCHEMA, combine, reasons, severity_ranks
 from hicachectl.formats.keys.table import FOREIGN, KeySplitter
+from hicachectl.named_groups import NamedGroups
 from hicachectl.vocabulary import SEVERITIES, STATES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from hicachectl.deployments import Deployment
     from hicachectl.groups import PageGroups
     from hicachectl.inventory import IntArray
+    from hicachectl.requests import PageList
 
 _NOBODY = -1
 
@@ -45,30 +48,57 @@ class RepairPlan:
 class Criteria:
     """Which groups `rm` takes: those that meet all that is given.
 
-    model: "/" or "-" alike. before: Unix seconds; older is what was last written to before.
+    model: "/" or "-" alike. tp, pp, cp: sizes as `ls` shows them. all_deployments: whether a page
+    that is listed without a group may name the groups of several deployments. before: Unix
+    seconds; older is what was last written to before.
     """
 
     model: str | None = None
     tag: str | None = None
-    pages: Collection[str] | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    pages: PageList | None = None
+    all_deployments: bool = False
     before: float | None = None
     states: Collection[str] | None = None
 
-    def chosen(self, groups: PageGroups) -> IntArray:
-        """Return the numbers of the groups that meet them. A group without times is never old."""
-        keep = np.ones(len(groups), dtype=np.bool_)
-        for name, value in (("model", (self.model or "").replace("/", "-")), ("tag", self.tag)):
-            if getattr(self, name) is not None:
-                equal = [getattr(deployment, name) == value for deployment in groups.deployments]
-                keep &= np.array([*equal, False])[groups.deployment_ids]
+    def chosen(self, groups: PageGroups, store: str = "STORE") -> IntArray:
+        """Return the numbers of the groups that meet them. A group without times is never old.
+
+        store: for the message of UsageError, raised where a bare page names several groups.
+        """
+        keep = np.append([self._fits(d) for d in groups.deployments], self._fits_any)
+        keep = keep.astype(np.bool_)[groups.deployment_ids]
         if self.pages is not None:
-            named = pa.array(sorted(self.pages), pa.string())
-            keep &= pc.is_in(groups.pages, value_set=named).to_numpy(zero_copy_only=False)
+            named = NamedGroups(self.pages, groups)
+            if not self.all_deployments:
+                named.refuse_several(keep, store)
+            keep &= named.chosen
         if self.before is not None:
             keep &= (groups.newest_ns > 0) & (groups.newest_ns < int(self.before * 1e9))
         if self.states is not None:
             keep &= np.isin(groups.states, [STATES.index(state) for state in self.states])
         return np.flatnonzero(keep)
+
+    @property
+    def _fits_any(self) -> bool:
+        """Whether groups of no known deployment meet what is asked of a deployment."""
+        asked = (self.model, self.tag, self.tp, self.pp, self.cp)
+        return all(value is None for value in asked)
+
+    def _fits(self, deployment: Deployment) -> bool:
+        shard = deployment.shard
+        return all(
+            wanted in (None, found)
+            for wanted, found in (
+                (None if self.model is None else self.model.replace("/", "-"), deployment.model),
+                (self.tag, deployment.tag),
+                (self.tp, shard.tp_size),
+                (self.pp, shard.pp_size),
+                (self.cp, shard.cp_size),
+            )
+        )
 
 
 def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] = ()) -> RepairPlan:

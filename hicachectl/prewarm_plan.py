@@ -39,6 +39,7 @@ class Request:
     profile: of the source. destination_profile: of the servers of the destination, None: the same.
     chains: what is asked for. Without chains, nothing is known of prefixes, and whole pages are
     taken: pages in their order, the best first; without pages either all of them, the newest first.
+    in_others: those of the pages that are asked for in groups of other deployments only.
     rank: given chains, their distinct pages and which of them each page is, gives
     the place of each distinct page in the order of value, 0 the best; a page never before one that
     precedes it in a chain.
@@ -47,6 +48,7 @@ class Request:
     profile: Profile
     chains: Chains | None
     pages: pa.StringArray | None = None
+    in_others: pa.StringArray | None = None
     rank: Callable[[Chains, pa.StringArray, IntArray], IntArray] | None = None
     destination_profile: Profile | None = None
     budget_bytes: int | None = None
@@ -160,6 +162,10 @@ def plan_pages(groups: PageGroups, survey: Survey, request: Request) -> Plan:
     if request.pages is not None:
         rank = pc.index_in(survey.pages, value_set=request.pages.cast(survey.pages.type))
         whole &= rank.is_valid().to_numpy(zero_copy_only=False)
+        if request.in_others is not None:
+            whole &= ~pc.is_in(survey.pages, value_set=request.in_others).to_numpy(
+                zero_copy_only=False
+            )
         turn, asked = rank.fill_null(-1).to_numpy(), len(pc.unique(request.pages))
     else:
         if not groups.has_times and request.has_budget:

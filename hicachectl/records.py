@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hicachectl.formats.errors import FormatError
+from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys.labels import group_label
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -86,6 +88,12 @@ class TakenGroup:
     def key(self, slot: int) -> bytes:
         """Spell the key of one of its objects."""
         return f"{self.shape[slot].prefix}{self.page}{self.shape[slot].suffix}".encode()
+
+    def label(self, scheme: str) -> str:
+        """Name the group as `ls` does under "group". scheme: of the store's keys."""
+        slots = sorted(taken.slot for taken in self.objects)
+        affixes = ((self.shape[slot].prefix, self.shape[slot].suffix) for slot in slots)
+        return group_label(codec_for(scheme), self.model, self.tag, affixes)
 
     @property
     def keys(self) -> list[bytes]:

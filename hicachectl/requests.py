@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -47,6 +48,37 @@ class Chat:
     template_arguments: dict[str, Any]
     tools: Sequence[dict[str, Any]] = ()
     tool_choice: str | dict[str, Any] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class PageList:
+    """Pages that a file names, in its order.
+
+    source: the file, for messages. groups: for each page the label of the one group that is
+    meant (`ls` shows it as "group"); None: all groups of the page. lengths: how many pages each
+    line has, a chain where there are several.
+    """
+
+    source: str
+    pages: list[str]
+    groups: list[str | None]
+    lengths: list[int]
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether any line says which pages follow one another."""
+        return any(length > 1 for length in self.lengths)
+
+    def chains(self) -> Iterator[list[str]]:
+        """Yield the pages of each line."""
+        pages = iter(self.pages)
+        return (list(islice(pages, length)) for length in self.lengths)
+
+    def only_in_others(self, label: str) -> list[str]:
+        """List the pages that rows name in other groups than this one, and in no other way."""
+        rows = list(zip(self.pages, self.groups, strict=True))
+        named = {page for page, group in rows if group in (None, label)}
+        return [page for page, _ in rows if page not in named]
 
 
 Prompt = str | Chat
@@ -98,6 +130,7 @@ class _PromptLine(_Unhashed):
 
 class _PageLine(msgspec.Struct):
     page: str
+    group: str | None = None
 
 
 _TOKEN_LINE = msgspec.json.Decoder(list[int] | _TokenLine)
@@ -147,23 +180,42 @@ def read_prompts(path: Path, tokenizer: PromptTokenizer) -> Iterator[Request]:
 def read_page_chains(path: Path) -> Iterator[list[str]]:
     """Read page hashes: a line is one, bare or as "page" of a JSON row, or a JSON list, a chain.
 
-    JSON rows are such as `ls` prints. Raises UsageError when the file cannot be read, FormatError
-    naming the line.
+    JSON rows are such as `ls --format jsonl` prints. Raises UsageError when the file cannot be
+    read, FormatError naming the line.
     """
-    for where, line in _lines(path):
-        chain = [line.decode(errors="replace")]
-        if line.startswith((b"{", b"[")):
-            found: list[str] | _PageLine = _decoded(_PAGE_LINE, line, where)
-            chain = found if isinstance(found, list) else [found.page]
-        for page in chain:
-            if not _HASH.fullmatch(page):
-                raise FormatError(f"{where}: {page!r:.80} is no page hash (64 hexadecimal digits)")
+    for chain, _ in _page_lines(path):
         yield chain
 
 
-def read_pages(path: Path) -> set[str]:
-    """Read page hashes as `read_page_chains` does, whichever chains they are of."""
-    return {page for chain in read_page_chains(path) for page in chain}
+def read_page_list(path: Path) -> PageList:
+    """Read page hashes as `read_page_chains` does, with the "group" of rows that have one."""
+    pages: list[str] = []
+    groups: list[str | None] = []
+    lengths: list[int] = []
+    for chain, group in _page_lines(path):
+        pages += chain
+        groups += [group] * len(chain)
+        lengths.append(len(chain))
+    return PageList(str(path), pages, groups, lengths)
+
+
+def _page_lines(path: Path) -> Iterator[tuple[list[str], str | None]]:
+    """Yield the pages of each line, and the group that the line names."""
+    for where, line in _lines(path):
+        chain, group = [line.decode(errors="replace")], None
+        if line.startswith((b"{", b"[")):
+            found: list[str] | _PageLine = _decoded(_PAGE_LINE, line, where)
+            if isinstance(found, _PageLine):
+                chain, group = [found.page], found.group
+            else:
+                chain = found
+        for page in chain:
+            if not _HASH.fullmatch(page):
+                raise FormatError(
+                    f"{where}: {page!r:.80} is no page hash (64 hexadecimal digits), nor a row of "
+                    "hicachectl ls --format jsonl"
+                )
+        yield chain, group
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -71,11 +71,13 @@ def restore_groups(
     store: Store,
     quarantine: Path,
     *,
-    wanted: Callable[[str], bool] = lambda page: True,
+    wanted: Callable[[TakenGroup, str], bool] = lambda group, scheme: True,
     dry_run: bool = False,
     on_progress: Callable[[int], None] = lambda groups: None,
 ) -> RestoreOutcome:
-    """Put the groups of a quarantine back whose page is wanted; their records go with them.
+    """Put the wanted groups of a quarantine back; their records go with them.
+
+    wanted: given a group and the scheme of its keys.
 
     A group of which any object is in the store is a conflict, and stays as it is. One that a
     killed run had only begun to take away becomes what it was before. Raises UsageError where
@@ -103,12 +105,12 @@ def restore_groups(
 def _restore_batch(
     store: Store,
     batch: Batch,
-    wanted: Callable[[str], bool],
+    wanted: Callable[[TakenGroup, str], bool],
     ledger: _Ledger,
     dry_run: bool,
     on_progress: Callable[[int], None],
 ) -> None:
-    chosen = [group for group in batch.record.groups if wanted(group.page)]
+    chosen = [group for group in batch.record.groups if wanted(group, batch.record.scheme)]
     if not chosen or batch.record.mode == "delete":  # the next rm completes that
         return
     if batch.record.scheme != store.grammar:

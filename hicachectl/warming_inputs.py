@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """What is to be warmed; `prewarm_plan.Request` says what chains, rank and pages are.
+    """What is to be warmed; `prewarm_plan.Request` says what the first four are.
 
     starts: [chains] where in the trace's file the line of each begins; None: of no trace.
     """
@@ -35,21 +35,52 @@ class Wanted:
     chains: Chains | None = None
     rank: Rank | None = None
     pages: pa.StringArray | None = None
+    in_others: pa.StringArray | None = None
     starts: IntArray | None = None
 
 
-def read_wanted(profile: Profile, options: Mapping[str, Any]) -> Wanted:
-    """Read what is asked for. Raises UsageError and FormatError from the files."""
+def read_wanted(profile: Profile, grammar: str, options: Mapping[str, Any]) -> Wanted:
+    """Read what is asked for. Raises UsageError and FormatError from the files.
+
+    grammar: of the keys of the store that is copied from.
+    """
     from hicachectl.chains import hex_pages
 
     if options["all_"]:
         return Wanted()
+    if options["pages"]:
+        return _listed_pages(profile, grammar, options)
     wanted = _read_chains(profile, options)
     assert wanted.chains is not None
     lone = bool((wanted.chains.offsets[1:] - wanted.chains.offsets[:-1] < 2).all())
-    if lone and (options["pages"] or options["plan"]):
+    if lone and options["plan"]:
         return Wanted(pages=hex_pages(wanted.chains.pages))  # nothing says what precedes them
     return wanted
+
+
+def _listed_pages(profile: Profile, grammar: str, options: Mapping[str, Any]) -> Wanted:
+    """Read --pages: chains, or pages of which nothing says what precedes them."""
+    import pyarrow as pa
+
+    from hicachectl.chains import chains_of_pages
+    from hicachectl.deployments import profiled_deployment
+    from hicachectl.formats.errors import UsageError
+    from hicachectl.formats.keys.base import codec_for
+    from hicachectl.prewarming.ranking import Ranker
+    from hicachectl.requests import read_page_list
+
+    listed = read_page_list(options["pages"])
+    label = profiled_deployment(profile, codec_for(grammar)).label(codec_for(grammar))
+    in_others = listed.only_in_others(label)
+    if not listed.is_chained:
+        pages, others = (pa.array(names, pa.string()) for names in (listed.pages, in_others))
+        return Wanted(pages=pages, in_others=others)
+    if in_others:
+        raise UsageError(
+            f"{listed.source}: {len(in_others)} rows name groups of other deployments than the "
+            f"profile's ({label}); leave them out of a file with chains"
+        )
+    return Wanted(chains_of_pages(listed.chains(), profile.page_size), Ranker())
 
 
 def _read_chains(profile: Profile, options: Mapping[str, Any]) -> Wanted:

@@ -53,7 +53,8 @@ Examples:
     "--pages-from",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Only the pages of FILE: hashes, or JSON rows as ls prints, one a line.",
+    help="Only the pages of FILE: a line is a page hash, or a row of ls --format jsonl, of which "
+    "only its group is copied.",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
 @click.option("--resume", is_flag=True, help="Go on with an earlier run that did not end.")
@@ -182,7 +183,7 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Requ
     from hicachectl.migrate import Request
     from hicachectl.migrating.carrying import Manner
     from hicachectl.profiles import profile_from_options
-    from hicachectl.requests import read_pages
+    from hicachectl.requests import read_page_list
     from hicachectl.retargeting import destination_profile
     from hicachectl.selection import Selection
 
@@ -199,7 +200,7 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Requ
             page=options["match"] or options["page"] or "",
             since=options["since"],
         ),
-        pages=None if options["pages_from"] is None else read_pages(options["pages_from"]),
+        pages=None if options["pages_from"] is None else read_page_list(options["pages_from"]),
         grace_seconds=options["grace"],
         if_exists=options["if_exists"],
         partial=options["include_partial"],

@@ -294,13 +294,20 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> tuple
         )
     if options["to_key_scheme"]:
         raise click.UsageError("--to-key-scheme is for migrate: no server reads such keys yet")
-    wanted = read_wanted(profile, options)
+    wanted = read_wanted(profile, store.grammar, options)
+    if wanted.in_others is not None and len(wanted.in_others):
+        remark(
+            ctx,
+            f"{len(wanted.in_others)} rows of {options['pages']} name groups of other deployments "
+            "than the profile's, and are not copied",
+        )
     request = Request(
         profile=profile,
         destination_profile=destination_profile(profile, options),
         chains=wanted.chains,
         rank=wanted.rank,
         pages=wanted.pages,
+        in_others=wanted.in_others,
         budget_bytes=options["budget"],
         budget_pages=options["budget_pages"],
         deadline_seconds=options["deadline"],

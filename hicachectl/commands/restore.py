@@ -17,6 +17,7 @@ from hicachectl.session import opened, progress, remark
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from hicachectl.records import TakenGroup
     from hicachectl.restoring import RestoreOutcome
 
 
@@ -33,8 +34,8 @@ Examples:
 @click.option(
     "--pages",
     metavar="FILE|PREFIX",
-    help="Only pages listed in FILE (a hash a line, or the JSON lines of ls), or whose hash "
-    "starts with PREFIX.",
+    help="Only pages listed in FILE (a line is a page hash, or a row of ls --format jsonl, of "
+    "which only its group is restored), or whose hash starts with PREFIX.",
 )
 @click.option("--dry-run", is_flag=True, help="List what would be restored, and change nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
@@ -103,15 +104,23 @@ def command(
         ctx.exit(FINDINGS)
 
 
-def _wanted(pages: str | None) -> Callable[[str], bool]:
-    from hicachectl.requests import read_pages
+def _wanted(pages: str | None) -> Callable[[TakenGroup, str], bool]:
+    from hicachectl.requests import read_page_list
 
     if pages is None:
-        return lambda page: True
+        return lambda group, scheme: True
     if re.fullmatch(r"[0-9a-fA-F]{1,64}", pages) and not Path(pages).exists():
-        return lambda page: page.startswith(pages.lower())
-    listed = read_pages(Path(pages))
-    return lambda page: page in listed
+        return lambda group, scheme: group.page.startswith(pages.lower())
+    listed = read_page_list(Path(pages))
+    named: dict[str, set[str | None]] = {}
+    for page, label in zip(listed.pages, listed.groups, strict=True):
+        named.setdefault(page, set()).add(label)
+
+    def wanted(group: TakenGroup, scheme: str) -> bool:
+        labels = named.get(group.page, ())
+        return None in labels or (bool(labels) and group.label(scheme) in labels)
+
+    return wanted
 
 
 def _directory(ctx: click.Context, quarantine: str) -> Path:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.planning import Criteria, RepairPlan
     from hicachectl.repair import RepairOutcome
 
-_SELECTORS = ("model", "tag", "pages", "before", "state")
+_SELECTORS = ("model", "tag", "tp", "pp", "cp", "pages", "before", "state")
 
 
 @click.command(
@@ -45,11 +45,20 @@ Examples:
 @store_argument
 @click.option("--model", metavar="NAME", help="Pages of this model; a / may be written as such.")
 @click.option("--tag", metavar="TAG", help="Pages under this Mooncake extra_backend_tag.")
+@click.option("--tp", type=click.IntRange(1), help="Pages of this TP size, as ls shows it.")
+@click.option("--pp", type=click.IntRange(1), help="Pages of this PP size, as ls shows it.")
+@click.option("--cp", type=click.IntRange(1), help="Pages of this CP size, as ls shows it.")
 @click.option(
     "--pages",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Pages listed in FILE: a hash a line, or the JSON lines of ls.",
+    help="Pages listed in FILE: a line is a row of ls --format jsonl, of which its group is "
+    "removed, or a page hash.",
+)
+@click.option(
+    "--all-deployments",
+    is_flag=True,
+    help="With --pages: remove a page that is listed without a group from every deployment.",
 )
 @click.option(
     "--before",
@@ -96,9 +105,11 @@ def command(
 ) -> None:
     """Remove pages from STORE for good, each with all its objects, the kv objects first.
 
-    Pages are removed that meet all of --model, --tag, --pages, --before and --state; at least one
-    is needed. What a server writes anew meanwhile stays. The exit status is 4 when something
-    could not be removed.
+    Pages are removed that meet all of --model, --tag, --tp, --pp, --cp, --pages, --before and
+    --state; at least one is needed. One page can have objects of several deployments; --pages
+    removes the group that a row of ls names, and refuses a bare page hash that several
+    deployments have. What a server writes anew meanwhile stays. The exit status is 4 when
+    something could not be removed.
     """
     from hicachectl.repair import finish_unfinished, run_repair
 
@@ -142,9 +153,11 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
     """Fail on options that make no sense together, before the store is opened."""
     if all(options[name] is None for name in _SELECTORS):
         raise click.UsageError(
-            "name what to remove: --model, --tag, --pages, --before or --state; "
+            "name what to remove: --model, --tag, --tp, --pp, --cp, --pages, --before or --state; "
             "what wipes every model's pages is SGLang's own clear"
         )
+    if options["all_deployments"] and options["pages"] is None:
+        raise click.UsageError("--all-deployments is for --pages")
     if options["token_ids"] and not options["profile_file"]:
         raise click.UsageError("--token-ids needs --profile, for the page size")
 
@@ -155,6 +168,7 @@ def _plan(
     from hicachectl.chains import Hashing, hex_chains
     from hicachectl.groups import UNKNOWN, PageGroups
     from hicachectl.inventory import take_inventory
+    from hicachectl.named_groups import NamedGroups
     from hicachectl.planning import plan_removal, with_descendants
     from hicachectl.profiles import profile_from_options
     from hicachectl.requests import read_token_ids
@@ -169,7 +183,11 @@ def _plan(
     unjudged = int((groups.states == UNKNOWN).sum())
     if unjudged and (criteria.model is not None or criteria.tag is not None):
         remark(ctx, f"{unjudged} page groups have ambiguous keys and stay; a profile could tell")
-    plan = plan_removal(groups, criteria.chosen(groups), _why(options))
+    plan = plan_removal(groups, criteria.chosen(groups, store.url), _why(options))
+    if criteria.pages is not None:
+        unmatched = NamedGroups(criteria.pages, groups).unmatched
+        if unmatched:
+            remark(ctx, f"{unmatched} rows of {options['pages']} name groups that are not there")
     if not len(plan.groups):
         remark(ctx, explain_nothing(store, inventory, _alone(criteria, groups)))
     if options["token_ids"] and profile is not None:
@@ -187,7 +205,7 @@ def _alone(criteria: Criteria, groups: PageGroups) -> dict[str, bool]:
     given: dict[str, Any] = {
         field.name: field.default
         for field in fields(criteria)
-        if getattr(criteria, field.name) not in (field.default, True)
+        if getattr(criteria, field.name) != field.default and field.name != "all_deployments"
     }
     texts = {}
     for name in given:
@@ -203,14 +221,18 @@ def _alone(criteria: Criteria, groups: PageGroups) -> dict[str, bool]:
 def _criteria(store: Store, options: dict[str, Any]) -> Criteria:
     from hicachectl.formats.errors import UnsupportedByBackend
     from hicachectl.planning import Criteria
-    from hicachectl.requests import read_pages
+    from hicachectl.requests import read_page_list
 
     if options["before"] is not None and not store.supports_times:
         raise UnsupportedByBackend(f"{store.url}: keeps no times; --before means nothing there")
     return Criteria(
         model=options["model"],
         tag=options["tag"],
-        pages=None if options["pages"] is None else read_pages(options["pages"]),
+        tp=options["tp"],
+        pp=options["pp"],
+        cp=options["cp"],
+        pages=None if options["pages"] is None else read_page_list(options["pages"]),
+        all_deployments=options["all_deployments"],
         before=options["before"],
         states=options["state"],
     )

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from hicachectl.checks.group import check_groups
 from hicachectl.checks.sizes import check_sizes
@@ -19,13 +17,14 @@ from hicachectl.migrating.carrying import Manner, Order
 from hicachectl.migrating.decisions import WRITING, Action, IfExists, decide, unreadable
 from hicachectl.migrating.parcels import refuse_too_large
 from hicachectl.migrating.survey import ABSENT, Survey, survey_destination, survey_source
+from hicachectl.named_groups import NamedGroups
 from hicachectl.planning import plan_repair
 from hicachectl.selection import EVERYTHING, Selection, select
 from hicachectl.table_checks import check_tables
 from hicachectl.unmatched import explain_selection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.groups import BoolArray
     from hicachectl.migrating.routes import Route
+    from hicachectl.requests import PageList
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Request:
     destination_profile: Profile | None = None
     key_scheme: str | None = None
     selection: Selection = EVERYTHING
-    pages: Collection[str] | None = None
+    pages: PageList | None = None
     grace_seconds: float = 60.0
     if_exists: IfExists = "skip"
     partial: bool = False
@@ -71,7 +71,8 @@ class Agenda:
 
     actions: for each survey, of each of its groups. Groups that stay behind: damaged, with errors;
     unfit, of sizes that their route does not take; not_whole; in_flight; elsewhere, of other
-    deployments. foreign: objects whose keys are not understood. nothing: why no page was chosen.
+    deployments. foreign: objects whose keys are not understood. unmatched: listed rows that name
+    no group of the source. nothing: why no page was chosen.
     """
 
     inventory: Inventory
@@ -84,6 +85,7 @@ class Agenda:
     in_flight: int = 0
     elsewhere: int = 0
     foreign: int = 0
+    unmatched: int = 0
     nothing: str = ""
 
     def count(self, *wanted: Action) -> int:
@@ -141,6 +143,8 @@ class Agenda:
         if self.foreign:
             text = "whose keys are not understood; hicachectl verify lists them"
             said.append(f"left behind: {_counted(self.foreign, 'object')} {text}")
+        if self.unmatched:
+            said.append(f"{_counted(self.unmatched, 'row')} of --pages-from name no group of SRC")
         return said
 
 
@@ -158,9 +162,13 @@ def make_agenda(
     groups = PageGroups(inventory)
     surveys = [survey_source(inventory, groups, route) for route in routes_of(inventory)]
     survey_destination(destination, surveys, grammar, on_batch=on_listed)
-    chosen = _named(groups, request.pages)
+    chosen = np.ones(len(groups), dtype=np.bool_)
+    named = None if request.pages is None else NamedGroups(request.pages, groups)
+    if named is not None:
+        chosen &= named.chosen
     routed = np.isin(groups.deployment_ids, [s.route.deployment_id for s in surveys])
     agenda = Agenda(inventory, groups, surveys, [])
+    agenda.unmatched = 0 if named is None else named.unmatched
     agenda.foreign = int(inventory.is_foreign.sum())
     agenda.elsewhere = int((chosen & ~routed).sum())
     if not len(groups):
@@ -183,14 +191,6 @@ def make_agenda(
         agenda.unfit += int((wanted & unreadable(survey)).sum())
         agenda.actions.append(decide(survey, wanted, request.if_exists))
     return agenda
-
-
-def _named(groups: PageGroups, pages: Collection[str] | None) -> BoolArray:
-    if pages is None:
-        return np.ones(len(groups), dtype=np.bool_)
-    wanted = pa.array(sorted(pages), pa.string())
-    named: BoolArray = pc.is_in(groups.pages, value_set=wanted).to_numpy(zero_copy_only=False)
-    return named.copy()
 
 
 def _in_flight(groups: PageGroups, grace_seconds: float) -> BoolArray:

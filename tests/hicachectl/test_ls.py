@@ -64,6 +64,7 @@ def test_pages_have_the_fields_of_the_contract(invoke: Invoke, store: Path) -> N
     found = {row["page"]: row for row in rows(invoke, store)}
     assert found[page(3)] == {
         "page": page(3),
+        "group": "a-b tp2",
         "model": "a-b",
         "tag": None,
         "state": "whole",
@@ -76,6 +77,10 @@ def test_pages_have_the_fields_of_the_contract(invoke: Invoke, store: Path) -> N
         "cp_size": None,
         "dcp_size": None,
     }
+    assert list(found[page(3)]) == [
+        "page", "group", "model", "tag", "tp_size", "pp_size", "cp_size", "dcp_size", "state",
+        "nbytes", "mtime", "pools", "missing",
+    ]  # fmt: skip
     assert found[page(0)]["pools"]["mamba"] == {"present": 0, "expected": 0}
     assert found[page(4)]["pools"] == {
         "kv": {"present": 1, "expected": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -205,6 +206,29 @@ def test_only_the_chosen_pages_move(
     assert migrated(invoke, source, target, "--pages-from", tmp_path / "pages")["pages"] == 2
     assert migrated(invoke, source, target, "--match", chosen[2][:12])["pages"] == 1
     assert {name[:64] for name in contents(target)} == set(chosen)
+
+
+def test_rows_of_ls_name_the_group_to_copy(
+    invoke: Invoke, source: Path, target: Path, tmp_path: Path
+) -> None:
+    """Of a page that two deployments have, the one of the row; the bare hash names both."""
+    listed = tmp_path / "rows.jsonl"
+    invoke("ls", source, "--format", "jsonl", "-o", listed)
+    shared = json.loads(listed.read_text().splitlines()[0])["page"]
+    for rank in range(4):
+        put(source, f"{shared}_{MODEL}_{rank}_4.bin")
+    invoke("ls", source, "--page", shared, "--format", "jsonl", "-o", listed)
+    rows = [json.loads(line) for line in listed.read_text().splitlines()]
+    listed.write_text(json.dumps(next(row for row in rows if row["tp_size"] == 4)))
+    migrated(invoke, source, target, "--pages-from", listed)
+    assert set(contents(target)) == {f"{shared}_{MODEL}_{rank}_4.bin" for rank in range(4)}
+    listed.write_text(json.dumps({"page": shared, "group": f"{MODEL} tp16"}))
+    document = migrated(invoke, source, target, "--pages-from", listed)
+    assert document["pages"] == document["skipped"] == 0
+    assert "1 row of --pages-from name" in document["stderr"]
+    listed.write_text(shared)
+    migrated(invoke, source, target, "--pages-from", listed)
+    assert set(contents(target)) == {n for n in contents(source) if n.startswith(shared)}
 
 
 def test_a_dry_run_counts_and_writes_nothing(

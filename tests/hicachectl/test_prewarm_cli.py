@@ -356,3 +356,26 @@ def test_an_inferred_profile_is_refused(
     asked = prompts(tmp_path / "asked.jsonl", 4)
     refused = invoke("prewarm", target, "--from", source, "--token-ids", asked, exit_code=2)
     assert "only a profile tells" in refused.stderr
+
+
+def test_rows_of_ls_name_the_group_to_copy(
+    invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
+) -> None:
+    listed = tmp_path / "rows.jsonl"
+    invoke("ls", source, "--format", "jsonl", "-o", listed)
+    rows = [json.loads(line) for line in listed.read_text().splitlines()]
+    for row in rows[:3]:  # what is asked for is another deployment's, if the page has one
+        row["group"] = row["group"].replace("tp2", "tp4")
+    listed.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    document = warmed(
+        invoke, target, "--from", source, "--profile", profile, "--pages", listed,
+        "--min-usable", 1, exit_code=4,
+    )  # fmt: skip
+    assert document["requested_pages"] == PAGES
+    assert (document["copied_pages"], document["missing_pages"]) == (PAGES - 3, 3)
+    assert f"3 rows of {listed} name groups of other deployments" in document["stderr"]
+    assert {n[:64] for n in contents(target)} == {row["page"] for row in rows[3:]}
+    listed.write_text(f"{json.dumps(HASHES[:2])}\n{json.dumps(rows[0])}\n")
+    refused = invoke("prewarm", target, "--from", source, "--profile", profile, "--pages", listed,
+                     exit_code=2).stderr  # fmt: skip
+    assert "1 rows name groups of other deployments" in refused

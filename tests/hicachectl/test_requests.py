@@ -17,7 +17,7 @@ from hicachectl.requests import (
     Chat,
     Prompt,
     read_page_chains,
-    read_pages,
+    read_page_list,
     read_prompts,
     read_token_ids,
 )
@@ -144,11 +144,32 @@ def test_more_prompts_than_a_batch_keep_their_order(tmp_path: Path) -> None:
 def test_pages_come_bare_as_rows_and_as_chains(tmp_path: Path) -> None:
     path = file_of(tmp_path, page(0), {"page": page(1), "state": "whole"}, [page(2), page(0)], [])
     assert list(read_page_chains(path)) == [[page(0)], [page(1)], [page(2), page(0)], []]
-    assert read_pages(path) == {page(0), page(1), page(2)}
+    listed = read_page_list(path)
+    assert listed.pages == [page(0), page(1), page(2), page(0)]
+    assert list(listed.chains()) == list(read_page_chains(path))
+    assert listed.is_chained
+
+
+def test_rows_name_the_group_that_they_are_of(tmp_path: Path) -> None:
+    row = {"page": page(1), "group": "m tp4", "model": "m"}
+    listed = read_page_list(file_of(tmp_path, page(0), row, {"page": page(2), "group": None}))
+    assert listed.groups == [None, "m tp4", None]
+    assert not listed.is_chained
 
 
 @pytest.mark.parametrize(
-    "line", [page(0)[:63], page(0).upper(), '{"page": null}', "{}", "[1]", '["x"]', "{", "\xff"]
+    "line",
+    [
+        page(0)[:63],
+        page(0).upper(),
+        '{"page": null}',
+        "{}",
+        f'{{"page": "{page(1)}", "group": 1}}',
+        "[1]",
+        '["x"]',
+        "{",
+        "\xff",
+    ],
 )
 def test_what_is_no_page_hash_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "pages"

@@ -6,9 +6,13 @@ import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from hicachectl.backends.file import FileStore
 from hicachectl.backends.file_mover import FileMover
+from hicachectl.planning import plan_removal
+from hicachectl.repair import run_repair
 from tests.hicachectl.repairs import (
     content,
     default_quarantine,
@@ -17,9 +21,10 @@ from tests.hicachectl.repairs import (
     kv,
     quarantined,
     repaired,
+    scanned,
     shorten,
 )
-from tests.hicachectl.stores import page
+from tests.hicachectl.stores import page, put_pages
 from tests.hicachectl.test_repair import other_file_system
 
 if TYPE_CHECKING:
@@ -274,3 +279,29 @@ def test_objects_of_another_kind_of_store_are_refused(invoke: Invoke, store: Pat
     record.write_text(record.read_text().replace('"scheme": "file"', '"scheme": "hf3fs"'))
     message = invoke("restore", default_quarantine(store), store, "--yes", exit_code=2).stderr
     assert "hf3fs" in message
+
+
+def test_rows_of_ls_name_the_group_to_restore(invoke: Invoke, tmp_path: Path) -> None:
+    """Also the orphaned Mamba states of a model whose kv has no rank, and ambiguous groups."""
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(4), "_m_0_2", "_m_1_2", "_n")
+    put_pages(store, range(2), ".mamba_n_0_2", ".mamba_n_1_2", "_open_0_4")
+    (store / f"{page(1)}_n.bin").unlink()
+    before = content(store)
+    listed = tmp_path / "rows.jsonl"
+    invoke("ls", store, "--format", "jsonl", "-o", listed)
+    rows = [json.loads(line) for line in listed.read_text().splitlines()]
+    assert {row["group"] for row in rows} == {"m tp2", "n", "n tp2", "?"}
+    with FileStore(store) as opened:
+        inventory, groups = scanned(opened, None)
+        plan = plan_removal(groups, np.arange(len(groups)), "test")
+        run_repair(opened, inventory, groups, plan, mode="quarantine")
+    assert content(store) == {}
+    for row in rows:
+        listed.write_text(json.dumps(row))
+        quarantine = default_quarantine(store)
+        document = restored(invoke, quarantine, store, "--pages", listed, "--yes")
+        assert [group["page"] for group in document["groups"]] == [row["page"]]
+        assert document["bytes"] == row["nbytes"]
+    assert content(store) == before

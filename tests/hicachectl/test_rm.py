@@ -105,8 +105,102 @@ def test_pages_come_from_a_list(invoke: Invoke, store: Path, tmp_path: Path) -> 
     before = content(store)
     listed = tmp_path / "pages"
     listed.write_text(f"{page(1)}\n\n  {page(3)}\n{page(99)}\n")
-    assert removed(invoke, store, "--pages", listed, "--yes")["pages"] == 4
+    arguments = [store, "--pages", listed, "--all-deployments", "--yes"]
+    assert removed(invoke, *arguments)["pages"] == 4
     assert content(store) == left(before, page(1), page(3))
+
+
+@pytest.fixture
+def two_sizes(tmp_path: Path) -> Path:
+    """Pages 0 to 5 at TP 4; pages 3 to 7 at TP 8."""
+    directory = tmp_path / "sizes"
+    directory.mkdir()
+    put_pages(directory, range(6), *(f"_m_{rank}_4" for rank in range(4)))
+    put_pages(directory, range(3, 8), *(f"_m_{rank}_8" for rank in range(8)))
+    return directory
+
+
+def listing(invoke: Invoke, store: Path, path: Path, *arguments: object) -> list[dict[str, Any]]:
+    """Write the rows of `ls` to a file; give them too."""
+    invoke("ls", store, *arguments, "--format", "jsonl", "-o", path)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_of_ls_name_their_group_only(invoke: Invoke, two_sizes: Path, tmp_path: Path) -> None:
+    before = content(two_sizes)
+    path = tmp_path / "rows.jsonl"
+    rows = [r for r in listing(invoke, two_sizes, path) if r["tp_size"] == 4]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    document = removed(invoke, two_sizes, "--pages", path, "--yes")
+    assert document["pages"] == 6
+    assert content(two_sizes) == left(before, "_4.bin")
+
+
+@pytest.mark.parametrize("form", ["hashes", "rows of an older release"])
+def test_bare_pages_of_several_deployments_are_refused(
+    invoke: Invoke, two_sizes: Path, tmp_path: Path, form: str
+) -> None:
+    before = content(two_sizes)
+    path = tmp_path / "pages"
+    rows = listing(invoke, two_sizes, path, "--page", page(3))
+    for row in rows:
+        del row["group"]
+    path.write_text(page(3) if form == "hashes" else json.dumps(rows[0]))
+    for more in ("--yes", "--dry-run"):
+        message = invoke("rm", two_sizes, "--pages", path, more, exit_code=2).stderr
+        assert f"page {page(3)} has groups of 2 deployments: m tp4, m tp8" in message
+        assert "--all-deployments" in message
+        assert "--format jsonl" in message
+    assert content(two_sizes) == before
+    assert removed(invoke, two_sizes, "--pages", path, "--tp", 8, "--yes")["pages"] == 1
+    assert content(two_sizes) == {
+        name: value for name, value in before.items() if not (page(3) in name and "_8." in name)
+    }
+    path.write_text(f"{page(0)}\n{page(3)}\n{page(4)}")
+    arguments = [two_sizes, "--pages", path, "--all-deployments", "--yes"]
+    assert removed(invoke, *arguments)["pages"] == 4
+    assert content(two_sizes) == left(before, page(0), page(3), page(4))
+
+
+def test_all_deployments_is_for_pages(invoke: Invoke, store: Path) -> None:
+    arguments = ["rm", store, "--model", "b", "--all-deployments", "--yes"]
+    assert "--pages" in invoke(*arguments, exit_code=2).stderr
+
+
+def test_sizes_are_filters(invoke: Invoke, two_sizes: Path) -> None:
+    stems = [f"_m_{rank}_4_2_{stage}" for rank in range(4) for stage in range(2)]
+    put_pages(two_sizes, range(2), *stems, *(f"_n_0_1_cp{rank}_2" for rank in range(2)))
+    before = content(two_sizes)
+    assert removed(invoke, two_sizes, "--pp", 2, "--dry-run")["pages"] == 2
+    assert removed(invoke, two_sizes, "--cp", 2, "--dry-run")["pages"] == 2
+    assert removed(invoke, two_sizes, "--tp", 4, "--dry-run")["pages"] == 8
+    assert removed(invoke, two_sizes, "--tp", 4, "--pp", 2, "--yes")["pages"] == 2
+    assert content(two_sizes) == left(before, "_2_0.bin", "_2_1.bin")
+    assert removed(invoke, two_sizes, "--tp", 2, "--yes")["pages"] == 0
+
+
+def test_rows_of_groups_that_are_not_there_name_nothing_else(
+    invoke: Invoke, two_sizes: Path, tmp_path: Path
+) -> None:
+    before = content(two_sizes)
+    path = tmp_path / "rows.jsonl"
+    rows = [{"page": page(3), "group": "m tp2"}, {"page": page(0), "group": "m tp8"}]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    outcome = invoke("rm", two_sizes, "--pages", path, "--yes")
+    assert f"2 rows of {path} name groups that are not there" in outcome.stderr
+    assert content(two_sizes) == before
+
+
+def test_an_ambiguous_group_is_named_by_its_row(
+    invoke: Invoke, two_sizes: Path, tmp_path: Path
+) -> None:
+    put_pages(two_sizes, range(2), "_open_0_2")
+    before = content(two_sizes)
+    path = tmp_path / "rows.jsonl"
+    rows = listing(invoke, two_sizes, path, "--state", "unknown")
+    assert [row["group"] for row in rows] == ["?", "?"]
+    assert removed(invoke, two_sizes, "--pages", path, "--yes")["pages"] == 2
+    assert content(two_sizes) == left(before, "_open_")
 
 
 def test_what_ls_prints_can_be_removed(invoke: Invoke, store: Path, tmp_path: Path) -> None:
