@@ -75,13 +75,14 @@ class Status(IntEnum):
     CHANGED = 6  # another object has taken the key since the row was listed; left as it is
     UNREACHABLE = 7  # the store knows the object, but where its bytes lie nobody answers
     FULL = 8  # not written: the store has no room for it
+    DAMAGED = 9  # read, but its bytes are not those of the digest that the store keeps itself
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """What became of each row.
 
-    statuses: [n] uint8. errors: the message of each ERROR, UNREACHABLE and FULL.
+    statuses: [n] uint8. errors: the message of each ERROR, UNREACHABLE, FULL and DAMAGED.
     """
 
     statuses: StatusArray
@@ -184,6 +185,9 @@ class Store(ABC):
     version_fields: ClassVar[tuple[str, ...]] = ()  # of `version`, 8 bytes of little endian each
     evicts: ClassVar[bool] = False  # what is there, to make room for what is written
     keeps_withdrawn: ClassVar[bool] = False  # what is withdrawn goes on to take room
+    # It keeps a digest of each object, and every read compares: DAMAGED where they differ.
+    keeps_digests: ClassVar[bool] = False
+    is_live: ClassVar[bool] = True  # servers write to it, so that page groups can be in flight
     loses_races: ClassVar[bool] = False  # a write answered OK may be another's at the same moment
     lists_late: ClassVar[bool] = False  # a scan may lack what was written lately
     versions_recur: ClassVar[bool] = False  # another object can get the version of an earlier one
@@ -294,7 +298,7 @@ class Store(ABC):
         capacities: [n] int64, the size expected of each object; never is more written
         identify:   whether versions are wanted; some stores have to be asked for them
         OK means that the object has exactly its capacity; the arena bytes of any other row are
-        undefined. Statuses: OK, GONE, SHORT, OVERSIZED, UNREACHABLE, ERROR.
+        undefined. Statuses: OK, GONE, SHORT, OVERSIZED, UNREACHABLE, ERROR, DAMAGED.
         """
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:  # noqa: B027 - a hint

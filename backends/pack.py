@@ -29,7 +29,13 @@ from hicachectl.backends.base import (
     mtimes_of,
     scan_schema,
 )
-from hicachectl.backends.pack_file import ObjectReader, Place, load_finished, open_pack
+from hicachectl.backends.pack_file import (
+    ObjectReader,
+    OtherContentError,
+    Place,
+    load_finished,
+    open_pack,
+)
 from hicachectl.backends.pack_writer import PackWriter, free_bytes
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import (
@@ -143,6 +149,8 @@ class PackStore(Store):
     )
     supports_deletes: ClassVar[bool] = False
     keeps_withdrawn: ClassVar[bool] = True
+    keeps_digests: ClassVar[bool] = True
+    is_live: ClassVar[bool] = False
     supports_version: ClassVar[bool] = True
     supports_locator: ClassVar[bool] = True
     version_fields: ClassVar[tuple[str, ...]] = ("digest_0", "digest_1", "digest_2", "digest_3")
@@ -241,8 +249,8 @@ class PackStore(Store):
     ) -> ReadResult:
         """Restore objects; nothing is read of one that has not the size expected.
 
-        A record that is not what the index says, or content that is not what its digest says, is
-        an ERROR.
+        A record that is not what the index says is an ERROR; content that is not what its digest
+        says is DAMAGED.
         """
         memory = self._memory(offsets, capacities, len(rows))
         found = self._listed.find(rows)
@@ -266,7 +274,8 @@ class PackStore(Store):
             try:
                 reader.read(keys[index], place, memory[start : start + place.nbytes])
             except (OSError, FormatError) as error:
-                statuses[index] = Status.ERROR
+                damaged = isinstance(error, OtherContentError)
+                statuses[index] = Status.DAMAGED if damaged else Status.ERROR
                 errors[index] = self._failed(error, place)
         return ReadResult(statuses, errors, nbytes=nbytes, versions=digests.view("<u8"))
 

@@ -49,6 +49,10 @@ class UnfinishedPackError(FormatError):
     """A pack without its last bytes: it is being written, or was cut off."""
 
 
+class OtherContentError(FormatError):
+    """The content of a record is not what its digest says."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """A valid pack. entries: ENTRIES. end: where its last byte is."""
@@ -300,7 +304,8 @@ class ObjectReader:
 
     def read(self, key: bytes, place: Place, out: memoryview) -> None:
         """Fill `out`, of `place.nbytes` bytes, with an object; what is not compressed comes there
-        directly. Raises OSError, and FormatError where the record or its content is damaged.
+        directly. Raises OSError, FormatError where the record is damaged, and OtherContentError
+        where its content is.
         """
         head_bytes = RECORD_BYTES + len(key)
         stored = place.length - head_bytes
@@ -317,7 +322,7 @@ class ObjectReader:
         if not direct:
             self._decoder.decode(list(_cut(content, record.stored)), out)
         if blake3(out).digest() != place.digest:
-            raise FormatError("its content is not what its digest says")
+            raise OtherContentError("its content is not what its digest says")
 
     @staticmethod
     def _differs(record: Record, place: Place) -> bool:

@@ -100,16 +100,16 @@ class Size(click.ParamType[Any]):
 
 
 class NameList(click.ParamType[Any]):
-    """A comma-separated list of names, each out of a fixed set."""
+    """A comma-separated list of names; each out of a fixed set, where one is given."""
 
     name = "list"
 
-    def __init__(self, choices: tuple[str, ...]) -> None:
+    def __init__(self, choices: tuple[str, ...] = ()) -> None:
         self.choices = choices
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """Show the choices."""
-        return ",".join(self.choices)
+        return ",".join(self.choices) or "NAME,..."
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -117,7 +117,7 @@ class NameList(click.ParamType[Any]):
         """Split and check the text; a tuple is passed through."""
         names = value if isinstance(value, tuple) else tuple(value.split(","))
         for name in names:
-            if name not in self.choices:
+            if self.choices and name not in self.choices:
                 self.fail(f"{name!r} is none of {', '.join(self.choices)}", param, ctx)
         return names
 

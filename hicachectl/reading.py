@@ -57,13 +57,15 @@ class ReadingResult:
 
     digests: [objects, 32] uint8 of the whole inventory, and versions: [objects, fields] uint64 of
     what was digested, valid where `digested`. gone: objects that vanished since they were listed.
-    bytes_read: of whole objects. complete: whether all were reached before the deadline.
+    objects: how many were reached, also in vain; bytes_read: of whole objects. complete: whether
+    all were reached before the deadline.
     """
 
     digests: npt.NDArray[np.uint8]
     versions: npt.NDArray[np.uint64]
     digested: npt.NDArray[np.bool_]
     gone: int = 0
+    objects: int = 0
     bytes_read: int = 0
     complete: bool = True
     _issues: dict[tuple[str, str], list[tuple[int, str]]] = field(default_factory=dict)
@@ -80,12 +82,15 @@ class ReadingResult:
     def take_notes(self) -> list[Any]:
         """Give all but the arrays, in JSON's types, and forget it: for `add_notes` elsewhere."""
         issues = [[code, severity, noted] for (code, severity), noted in self._issues.items()]
-        notes = [self.bytes_read, self.gone, self.complete, issues]
-        self.bytes_read, self.gone, self._issues = 0, 0, {}
+        notes = [self.objects, self.bytes_read, self.gone, self.complete, issues]
+        self.objects, self.bytes_read, self.gone, self._issues = 0, 0, 0, {}
         return notes
 
-    def add_notes(self, bytes_read: int, gone: int, complete: bool, issues: list[Any]) -> None:
+    def add_notes(
+        self, objects: int, bytes_read: int, gone: int, complete: bool, issues: list[Any]
+    ) -> None:
         """Add what another reader of the same objects noted."""
+        self.objects += objects
         self.bytes_read += bytes_read
         self.gone += gone
         self.complete &= complete
@@ -357,9 +362,10 @@ def _work(
     if plan.device is not None:  # its tasks are of one affix
         affix = _known_affix(loaded, inventory, plan, 0)
         expected, checker = plan.expected.get(affix), plan.checkers.get(affix)
-        examined = plan.device.examine(loaded, wanted, expected, checker)
-        if examined is not None:
-            return _Done(loaded, *examined)
+        if checker is not None or wanted.any():
+            examined = plan.device.examine(loaded, wanted, expected, checker)
+            if examined is not None:
+                return _Done(loaded, *examined)
     issues: list[ValueIssue] = []
     if plan.checkers:
         edges = np.flatnonzero(np.diff(inventory.affix_ids[rows])) + 1
@@ -405,6 +411,7 @@ def _gather(
 ) -> None:
     rows, read = done.loaded.task.rows, done.loaded.read
     ok = read.ok
+    result.objects += len(rows)
     result.bytes_read += int(read.nbytes[ok].sum())
     wanted = ok & wants_digest[rows]
     result.digests[rows[wanted]] = done.digests[wanted]
@@ -424,6 +431,8 @@ def _report_unread(result: ReadingResult, loaded: Loaded, index: int, scheme: st
     now, listed = int(loaded.read.nbytes[index]), int(loaded.task.capacities[index])
     if status is Status.ERROR:
         result.report("unreadable", "error", row, loaded.read.errors.get(index, "cannot be read"))
+    elif status is Status.DAMAGED:
+        result.report("digest-mismatch", "error", row, loaded.read.errors.get(index, "damaged"))
     elif status is Status.UNREACHABLE:  # a miss for servers too
         result.report("no-replica", "warning", row, loaded.read.errors.get(index, "out of reach"))
     elif status is Status.SHORT:

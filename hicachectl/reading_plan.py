@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from hicachectl.backends.arena import place
+from hicachectl.backends.base import Status
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES, batches
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from hicachectl.backends.base import Store
     from hicachectl.checks.values import ValueChecker, ValueIssue
     from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.inventory import IntArray, Inventory
@@ -32,6 +34,7 @@ _TASK_OBJECTS = 256
 # windows follow that: a window is a stretch of each file.
 _WINDOW_OBJECTS = 8192
 _LEAST_WINDOW_OBJECTS = 1024
+_HOLES_AT_ONCE = 8192
 
 
 class Device(Protocol):
@@ -98,6 +101,20 @@ class ReadingPlan:
             capacities=self.capacities[chosen],
             digest=self.digest[chosen],
         )
+
+
+def unwritten(store: Store, inventory: Inventory, plan: ReadingPlan) -> npt.NDArray[np.bool_]:
+    """Say which of the planned objects have bytes that were never written: [rows of the plan]."""
+    hollow = np.zeros(len(plan.rows), dtype=np.bool_)
+    if not store.supports_holes:
+        return hollow
+    for start in range(0, len(plan.rows), _HOLES_AT_ONCE):
+        rows = inventory.take(plan.rows[start : start + _HOLES_AT_ONCE])
+        found = np.flatnonzero(store.holes(rows))
+        if len(found):
+            where = store.confirm(rows.take(found))
+            hollow[start + found[where == Status.OK]] = True
+    return hollow
 
 
 def windows_of(count: int, *, readers: int = 1) -> list[Window]:

@@ -1,4 +1,4 @@
-"""What a look at a living store may judge: what holds still, and what the checks understand."""
+"""Page groups of a live store that are in flight, or changed while it was listed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,29 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.checks.sizes import UNKNOWN_SIZE, expected_sizes
-from hicachectl.deployments import UNRESOLVED
-from hicachectl.groups import ORPHAN, PARTIAL, UNKNOWN, BoolArray, PageGroups
+from hicachectl.groups import ORPHAN, PARTIAL, BoolArray, PageGroups
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from hicachectl.backends.base import Store
     from hicachectl.inventory import Inventory
+
+
+_CLOCK_SKEW_NS = 60 * 10**9  # between our clock and a file server's
+
+
+def groups_in_flight(
+    store: Store, groups: PageGroups, *, now_ns: int, listing_ns: int, grace_ns: int
+) -> BoolArray:
+    """Say which groups are younger than the grace: [groups]; none of a store without writers.
+
+    now_ns: when the listing began, Unix nanoseconds; listing_ns: how long it took. Groups that
+    were written meanwhile are in flight; a time further ahead is a wrong clock's.
+    """
+    if not store.is_live:
+        return np.zeros(len(groups), dtype=np.bool_)
+    age = now_ns - groups.newest_ns
+    young: BoolArray = (age < grace_ns) & (age > -listing_ns - max(grace_ns, _CLOCK_SKEW_NS))
+    return young
 
 
 def changed_groups(
@@ -37,51 +51,3 @@ def changed_groups(
         arrived = store.exists(pa.table({"key": keys}))
         changed[missing.groups[wanted[arrived]]] = True
     return changed, int((~still_there).sum())
-
-
-def unjudged(inventory: Inventory, groups: PageGroups, checks: Collection[str]) -> dict[str, str]:
-    """List what of a store the given checks do not understand, and why."""
-    table = inventory.table
-    skipped = {}
-    ambiguous = int((groups.states == UNKNOWN).sum())
-    if ambiguous and "groups" in checks:
-        skipped["ambiguous-groups"] = (
-            f"{ambiguous} page groups have keys that read in several ways; give a profile"
-        )
-    profiled = bool(table.deployments) and table.deployments[0].profile is not None
-    others = {d.model for d in table.deployments[1:]} if profiled else set()
-    seen = set(groups.deployment_ids.tolist())
-    if profiled and any(number in seen for number in range(1, len(table.deployments))):
-        skipped["other-deployments"] = (
-            f"objects of {', '.join(sorted(others))} that the profile does not describe were "
-            "measured against themselves"
-        )
-    unlisted = {s.pool for sets in groups.object_sets for s in sets if not s.listed}
-    if unlisted:
-        skipped["unlisted-pools"] = (
-            f"{', '.join(sorted(unlisted))}: in the store, but not in the profile"
-        )
-    sizeless = _pools_without_size(inventory)
-    if sizeless and "sizes" in checks:
-        skipped["sizes"] = f"{', '.join(sizeless)}: no size that most objects share"
-    unsized = inventory.affix_ids[inventory.objects.column("nbytes").is_null().to_numpy()]
-    unreadable = int((expected_sizes(inventory.table)[unsized] == UNKNOWN_SIZE).sum())
-    if unreadable and {"values", "digests"} & set(checks):
-        skipped["unread-objects"] = (
-            f"{unreadable} objects were not read, since the store lists no size for them; give a "
-            "profile, or --allow-leases"
-        )
-    return skipped
-
-
-def _pools_without_size(inventory: Inventory) -> list[str]:
-    table = inventory.table
-    present = np.unique(inventory.affix_ids)
-    pools = set()
-    for affix in present[present >= 0].tolist():
-        if table.deployment_ids[affix] != UNRESOLVED:
-            deployment = table.deployments[table.deployment_ids[affix]]
-            member = deployment.members[table.member_ids[affix]]
-            if member.nbytes is None:
-                pools.add(member.coordinate.pool)
-    return sorted(pools)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.backends.base import Status, take_rows
+from hicachectl.backends.base import take_rows
 from hicachectl.catalogs import MISMATCH, Digested, carry_forward, compare
 from hicachectl.checks.digests import check_digests
 from hicachectl.checks.group import check_groups
@@ -19,6 +19,7 @@ from hicachectl.checks.names import check_names
 from hicachectl.checks.placement import check_placement
 from hicachectl.checks.replicas import NO_REPLICAS, check_replicas, replica_sets
 from hicachectl.checks.sizes import UNKNOWN_SIZE, check_sizes, expected_sizes
+from hicachectl.coverage import Coverage, impossible_checks, unjudged
 from hicachectl.findings import combine, severity_ranks
 from hicachectl.groups import ORPHAN, PARTIAL, PageGroups
 from hicachectl.inventory import Inventory, take_inventory
@@ -31,9 +32,9 @@ from hicachectl.reading import (
     readable_sizes,
     value_checkers,
 )
-from hicachectl.reading_plan import ReadingPlan
+from hicachectl.reading_plan import ReadingPlan, unwritten
 from hicachectl.selection import EVERYTHING, Selection, select
-from hicachectl.settled import changed_groups, unjudged
+from hicachectl.settled import changed_groups, groups_in_flight
 from hicachectl.stamps import check_stamp
 from hicachectl.table_checks import check_tables
 from hicachectl.unmatched import explain_selection
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
     from hicachectl.sampling import Sample
 
 INFERRED = "inferred"
-_HOLES_AT_ONCE = 8192
-_CLOCK_SKEW_NS = 60 * 10**9  # between our clock and a file server's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +82,15 @@ class Request:
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     bytes_per_second: int | None = None
     jobs: int | None = None
+
+    @property
+    def has_catalog(self) -> bool:
+        """Whether digests are compared with a catalog, or recorded in one."""
+        return self.catalog is not None or self.update_catalog
+
+    def impossible(self, store: Store) -> dict[str, str]:
+        """Return the reason for each of the checks that cannot run on a store."""
+        return impossible_checks(self.checks, store, self.profile, has_catalog=self.has_catalog)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +144,7 @@ class _Run:
     request: Request
     started: float = field(default_factory=time.monotonic)
     now_ns: int = field(default_factory=time.time_ns)
+    planned: dict[str, int] = field(default_factory=dict)  # objects to read, by check
 
     def report(
         self,
@@ -144,7 +153,7 @@ class _Run:
         on_wait: Callable[[float, int], None],
     ) -> Report:
         request = self.request
-        if self._values or self._digests:  # said before a long listing, and of an empty store too
+        if self._reads:  # said before a long listing, and of an empty store too
             refuse_missing(request.devices)
         tables = self.store.table_state() if "groups" in request.checks else None
         listed = take_inventory(
@@ -152,7 +161,13 @@ class _Run:
         )
         inventory = select(listed, replace(request.selection, pool=""))
         groups = PageGroups(inventory)
-        in_flight = self._in_flight(groups)
+        in_flight = groups_in_flight(
+            self.store,
+            groups,
+            now_ns=self.now_ns,
+            listing_ns=int((time.monotonic() - self.started) * 1e9),
+            grace_ns=self._grace_ns,
+        )
         gone = 0
         if self.store.supports_times:
             moved, gone = changed_groups(self.store, inventory, groups, ~in_flight)
@@ -187,7 +202,7 @@ class _Run:
                 present=listed.objects.column("key").combine_chunks(),
                 now_ns=self.now_ns,
             )
-        skipped = self._skipped(listed, inventory, groups)
+        skipped = self._skipped(listed, inventory, groups, in_flight, plan, reading)
         if unsure is not None:
             skipped["page-leaked"] = unsure
         return Report(
@@ -212,17 +227,6 @@ class _Run:
     def _grace_ns(self) -> int:
         return int(self.request.grace_seconds * 1e9)
 
-    def _in_flight(self, groups: PageGroups) -> BoolArray:
-        """Say which groups are younger than the grace; a time far ahead is a wrong clock's.
-
-        What was written while the listing went on has a time ahead of the run's.
-        """
-        age = self.now_ns - groups.newest_ns
-        listing_ns = int((time.monotonic() - self.started) * 1e9)
-        ahead_ns = listing_ns + max(self._grace_ns, _CLOCK_SKEW_NS)
-        young: BoolArray = (age < self._grace_ns) & (age > -ahead_ns)
-        return young
-
     def _look_again(
         self, inventory: Inventory, groups: PageGroups, on_wait: Callable[[float, int], None]
     ) -> tuple[BoolArray, int]:
@@ -238,8 +242,16 @@ class _Run:
     @property
     def _digests(self) -> bool:
         """Whether objects are digested for a catalog."""
-        wanted = self.request.catalog is not None or self.request.update_catalog
-        return wanted and "digests" in self.request.checks
+        return self.request.has_catalog and "digests" in self.request.checks
+
+    @property
+    def _own_digests(self) -> bool:
+        """Whether objects are read so that the store compares them with its own digests."""
+        return self.store.keeps_digests and "digests" in self.request.checks
+
+    @property
+    def _reads(self) -> bool:
+        return self._values or self._digests or self._own_digests
 
     @property
     def _values(self) -> bool:
@@ -276,15 +288,24 @@ class _Run:
         has_checker[list(checkers)] = True
         ids = inventory.affix_ids
         of_group = groups.of_object
-        settled = np.append(~in_flight, False)[of_group]
+        chosen = np.append(~in_flight, self._own_digests)[of_group]  # foreign objects have no group
         if self.request.selection.pool:
-            settled &= inventory.of_pool(self.request.selection.pool)
+            chosen &= inventory.of_pool(self.request.selection.pool)
         if self.request.sample is not None:
-            settled &= np.append(self.request.sample.contains(groups.pages), False)[of_group]
-        digest = settled & (self._digests | (self._values & replicated[ids]))
+            chosen &= np.append(self.request.sample.contains(groups.pages), False)[of_group]
         expected = expected_sizes(inventory.table)
         sizes = readable_sizes(inventory, expected)
-        rows = np.flatnonzero((digest | (settled & has_checker[ids])) & (sizes != UNKNOWN_SIZE))
+        chosen &= sizes != UNKNOWN_SIZE
+        digest = chosen & (of_group >= 0) & (self._digests | (self._values & replicated[ids]))
+        valued = chosen & has_checker[ids]
+        compared = chosen & (self._digests | self._own_digests)
+        for check, runs, objects in (
+            ("values", self._values, valued),
+            ("digests", self._digests or self._own_digests, compared),
+        ):
+            if runs:
+                self.planned[check] = int(objects.sum())
+        rows = np.flatnonzero(digest | valued | compared)
         limit = self.request.time_limit_seconds
         return ReadingPlan(
             rows=rows,
@@ -304,7 +325,7 @@ class _Run:
     ) -> ReadingResult:
         """Read what is planned; what looks damaged once more, where that can be a race."""
         total = int(plan.capacities.sum())
-        hollow = self._unwritten(inventory, plan)
+        hollow = unwritten(self.store, inventory, plan)
         reading = read_objects(
             self.store, inventory, plan.without(hollow), on_read=lambda n: on_read(n, total)
         )
@@ -313,29 +334,17 @@ class _Run:
             suspects = np.union1d(reading.suspects(), digested[outcome == MISMATCH])
             again = plan.only(np.isin(plan.rows, suspects))
             reading.replace(again.rows, read_objects(self.store, inventory, again))
+        reading.objects += int(hollow.sum())
         for row in plan.rows[hollow].tolist():
             reading.report("unwritten-page", "error", row, "its page was never written")
         return reading
-
-    def _unwritten(self, inventory: Inventory, plan: ReadingPlan) -> BoolArray:
-        """Say which of the planned objects have bytes that were never written."""
-        hollow = np.zeros(len(plan.rows), dtype=np.bool_)
-        if not self.store.supports_holes:
-            return hollow
-        for start in range(0, len(plan.rows), _HOLES_AT_ONCE):
-            rows = inventory.take(plan.rows[start : start + _HOLES_AT_ONCE])
-            found = np.flatnonzero(self.store.holes(rows))
-            if len(found):
-                where = self.store.confirm(rows.take(pa.array(found)))
-                hollow[start + found[where == Status.OK]] = True
-        return hollow
 
     @contextmanager
     def _device(
         self, inventory: Inventory, plan: ReadingPlan, remarks: list[str]
     ) -> Iterator[DeviceChecker | None]:
         """Open what reading hands its objects to, where that is not the processor."""
-        if not len(plan.rows):
+        if not len(plan.rows) or not (plan.checkers or plan.digest.any()):
             yield None
             return
         largest = int(plan.capacities.argmax())
@@ -397,25 +406,38 @@ class _Run:
         )
 
     def _skipped(
-        self, listed: Inventory, inventory: Inventory, groups: PageGroups
+        self,
+        listed: Inventory,
+        inventory: Inventory,
+        groups: PageGroups,
+        in_flight: BoolArray,
+        plan: ReadingPlan,
+        reading: ReadingResult,
     ) -> dict[str, str]:
-        """List what the checks could not look at, and why; said on stderr."""
+        """List what no check has looked at, and why; said on stderr."""
         request = self.request
-        skipped = {}
         pool = request.selection.pool
-        if not len(groups) or (pool and not inventory.of_pool(pool).any()):
-            skipped["everything"] = explain_selection(self.store, listed, request.selection)
-            return skipped
-        if profile_name(request.profile) == INFERRED and len(groups):
-            skipped["absent-pools"] = (
-                "without a real profile the store is measured against itself: a pool, part or "
-                "rank that is absent everywhere cannot be noticed"
-            )
-            if "values" in request.checks:
-                skipped["values"] = "only a real profile says what the bytes of an object are"
-        if not self._digests and request.checks != CHECKS and "digests" in request.checks:
-            skipped["digests"] = "give --catalog, or --update-catalog to begin one"
-        return skipped | unjudged(inventory, groups, request.checks)
+        has_pool = not pool or inventory.of_pool(pool).any()
+        if not has_pool or not (len(groups) or reading.objects):
+            return {"everything": explain_selection(self.store, listed, request.selection)}
+        impossible = request.impossible(self.store)
+        coverage = Coverage(
+            planned={check: n for check, n in self.planned.items() if check not in impossible},
+            rows=len(plan.rows),
+            reached=reading.objects,
+            groups=len(groups),
+            in_flight=int(in_flight.sum()),
+            sampled=request.sample is not None,
+        )
+        inferred = profile_name(request.profile) == INFERRED
+        skipped: dict[str, str] = {}
+        for name, why in (
+            *impossible.items(),
+            *coverage.gaps(),
+            *unjudged(inventory, groups, request.checks, inferred=inferred).items(),
+        ):
+            skipped[name] = f"{skipped[name]}; {why}" if name in skipped else why
+        return skipped
 
     def _document(
         self,
@@ -440,18 +462,22 @@ class _Run:
             "gone": reading.gone,
             "in_flight": int(in_flight.sum()),
             "sampled": _distinct(groups.page_ids[read_groups[read_groups >= 0]]),
+            "objects_read": reading.objects,
             "bytes_read": reading.bytes_read,
             "device": "cpu" if plan.device is None else ",".join(plan.device.names),
             "repaired": 0,
             "quarantined": 0,
-            "checks": [check for check in self.request.checks if self._ran(check)],
+            "checks": [check for check in self.request.checks if self._ran(check, skipped)],
             "skipped_checks": list(skipped),
             "findings": None,
             "counts": dict(zip(codes.tolist(), counts.tolist(), strict=True)),
         }
 
-    def _ran(self, check: str) -> bool:
-        return {"values": self._values, "digests": self._digests}.get(check, True)
+    def _ran(self, check: str, skipped: dict[str, str]) -> bool:
+        """Say whether a check judged anything: one that reads no object, in part is enough."""
+        if check in ("values", "digests"):
+            return bool(self.planned.get(check)) and check not in skipped
+        return check not in self.request.impossible(self.store)
 
 
 def _distinct(ids: npt.NDArray[np.int64]) -> int:

@@ -38,10 +38,9 @@ from hicachectl.vocabulary import CHECKS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.backends.base import Store
     from hicachectl.sampling import Sample
     from hicachectl.verify import Report, Request
-
-IDENTITY_FIELDS = ("inode", "mtime", "ctime", "size", "segment", "address", "page_index")
 
 
 @click.command(
@@ -94,8 +93,10 @@ Examples:
 )
 @click.option(
     "--identity",
-    type=NameList(IDENTITY_FIELDS),
-    help="What makes an object the one that was recorded.  [default: all that the store has]",
+    type=NameList(),
+    help="Fields that tell whether an object was rewritten since it was recorded, such as "
+    "inode,mtime; a field that the store lacks is refused with a list of those that it has.  "
+    "[default: all that the store has]",
 )
 @click.option("--stamp", is_flag=True, help="Record the profile and weights version of the store.")
 @click.option(
@@ -162,7 +163,11 @@ def command(
     groups   pages of which an object is missing
     sizes    objects that are shorter or longer than their deployment writes them
     values   NaN, infinities, zeros, scales and memory layout; reads objects, needs a profile
-    digests  bytes that changed since they were recorded; reads objects, needs --catalog
+    digests  bytes that changed since they were recorded; reads objects, needs --catalog, but
+             for packs, which record digests themselves
+
+    A check that --checks names and that cannot run is refused. Of the default set each check that
+    did not run, and what else was not checked, is in skipped_checks and said on stderr.
 
     An error is what a server could read as wrong data; a warning costs hits or space. The exit
     status is 4 when there are findings at --fail-on or above. Nothing in the store is changed
@@ -189,6 +194,7 @@ def command(
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
             return
         request = _request(ctx, source, options)
+        _refuse_impossible_checks(ctx, source, request)
         _refuse_what_is_lacking(source, request, options)
         refuse_without_profile(request)
         finish_earlier(ctx, source, options)
@@ -236,6 +242,14 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
         raise click.UsageError("--catalog needs the check digests")
     if options["sample_slice"] is not None and not options["sample"]:
         raise click.UsageError("--sample-slice needs --sample")
+
+
+def _refuse_impossible_checks(ctx: click.Context, store: Store, request: Request) -> None:
+    """Fail on a check that was named and cannot run."""
+    if ctx.get_parameter_source("checks") is click.core.ParameterSource.DEFAULT:
+        return
+    for check, why in request.impossible(store).items():
+        raise click.UsageError(f"--checks {check}: {why}; or leave out {check}")
 
 
 def _refuse_what_is_lacking(store: Any, request: Request, options: dict[str, Any]) -> None:
@@ -337,9 +351,15 @@ def _lines(report: Report, colour: bool) -> Iterator[str]:
     fixed = f"; {document['repaired']} pages repaired" if document["repaired"] else ""
     yield (
         f"{document['objects']} objects, {document['pages']} pages{in_flight}{gone}, "
-        f"{human_size(document['bytes'])}{read}{cut}: {_verdict(document['counts'])}{fixed}"
+        f"{human_size(document['bytes'])}{read}{cut}: {_verdict(document)}{fixed}"
     )
 
 
-def _verdict(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {code}" for code, count in counts.items()) or "no findings"
+def _verdict(document: dict[str, Any]) -> str:
+    """Sum up the findings, and name what was not checked."""
+    found = ", ".join(f"{count} {code}" for code, count in document["counts"].items())
+    skipped = document["skipped_checks"]
+    if skipped == ["everything"]:
+        return found or "nothing was checked"
+    left_out = f"; not checked: {', '.join(skipped)}" if skipped else ""
+    return (found or "no findings") + left_out

@@ -300,7 +300,7 @@ class _Delivery:
             pass  # evicted since it was listed: to be written
         elif status is Status.GONE:
             self._fail(at, Fate.FAILED, "left the destination before it could be read back")
-        elif status in (Status.ERROR, Status.UNREACHABLE):
+        elif status in (Status.ERROR, Status.UNREACHABLE, Status.DAMAGED):
             self._fail(at, Fate.FAILED, f"cannot be read back: {error}")
         elif ours and self._to.store.loses_races:
             self._mine[at] = False  # of another writer, whose object is not ours to take back

@@ -504,7 +504,8 @@ def test_an_object_that_is_not_what_the_index_says_is_damaged(
         size = listing(store)[KEYS[0]]
         assert size is not None
         result, _ = read(store, scanned_rows(store, KEYS[:1]), [size])
-    assert result.statuses.tolist() == [Status.ERROR]
+    other_content = name == "a digest that is another's"
+    assert result.statuses.tolist() == [Status.DAMAGED if other_content else Status.ERROR]
     assert result.errors[0].startswith("damaged: ")
     assert "offset" in result.errors[0]
 

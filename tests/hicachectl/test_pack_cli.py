@@ -102,6 +102,55 @@ def test_damage_in_a_pack_is_found_by_verify(invoke: Invoke, pack: Path) -> None
     assert "damaged" in finding["detail"]
 
 
+@pytest.fixture
+def unprofiled(directory: Path, tmp_path: Path) -> Path:
+    """Return a pack of the same objects that records no profile."""
+    path = tmp_path / "unprofiled.hcpack"
+    pack_files.build(path, {f.name.encode(): f.read_bytes() for f in directory.glob("*.bin")})
+    return path
+
+
+def test_a_pack_without_a_profile_is_compared_with_its_own_digests(
+    invoke: Invoke, unprofiled: Path
+) -> None:
+    url = f"pack://{unprofiled}"
+    document = json.loads(invoke("verify", url, "--format", "json").stdout)
+    assert document["checks"] == ["names", "groups", "sizes", "digests"]
+    assert document["bytes_read"] == document["bytes"] > 0
+    assert document["objects_read"] == document["objects"]
+    assert document["skipped_checks"] == ["values", "absent-pools"]
+    record = next(r for r in pack_files.records(unprofiled) if r.kind == pack_files.OBJECT)
+    data = bytearray(unprofiled.read_bytes())
+    data[record.offset + record.length // 2] ^= 4
+    unprofiled.write_bytes(data)
+    for checks in ([], ["--checks", "digests"], ["--checks", "digests", "--device", "auto"]):
+        report = json.loads(invoke("verify", url, *checks, "--format", "json", exit_code=4).stdout)
+        (finding,) = report["findings"]
+        assert (finding["code"], finding["severity"]) == ("digest-mismatch", "error")
+        assert finding["key"] == record.key.decode()
+    unread = invoke("verify", url, "--checks", "names,groups,sizes", "--format", "json").stdout
+    assert json.loads(unread)["bytes_read"] == 0
+
+
+def test_objects_of_a_pack_are_never_in_flight(invoke: Invoke, unprofiled: Path) -> None:
+    document = json.loads(
+        invoke("verify", f"pack://{unprofiled}", "--grace", "9999d", "--format", "json").stdout
+    )
+    assert document["in_flight"] == 0
+    assert document["bytes_read"] == document["bytes"]
+
+
+def test_a_catalog_of_a_pack_is_compared_beside_its_own_digests(
+    invoke: Invoke, unprofiled: Path, tmp_path: Path
+) -> None:
+    url, catalog = f"pack://{unprofiled}", ["--catalog", tmp_path / "c.parquet"]
+    invoke("verify", url, *catalog, "--update-catalog")
+    for identity in ("digest_0", "digest_3,digest_1"):
+        invoke("verify", url, *catalog, "--identity", identity)
+    refused = invoke("verify", url, *catalog, "--identity", "inode", exit_code=2).stderr
+    assert "has no inode; it has: digest_0, digest_1, digest_2, digest_3" in refused
+
+
 def test_a_page_is_shown(invoke: Invoke, pack: Path) -> None:
     page = listed(invoke, f"pack://{pack}")[0]["page"]
     assert "temporal" in invoke("show", f"pack://{pack}", page).stdout

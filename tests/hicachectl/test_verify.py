@@ -81,6 +81,7 @@ def test_the_document_has_the_members_of_the_contract(invoke: Invoke, hybrid: Pa
         "gone",
         "in_flight",
         "sampled",
+        "objects_read",
         "bytes_read",
         "device",
         "repaired",
@@ -191,6 +192,61 @@ def test_checks_can_be_chosen(invoke: Invoke, hybrid: Path) -> None:
     assert document["checks"] == ["names", "sizes"]
 
 
+@pytest.mark.parametrize(
+    ("check", "remedy"), [("values", "--profile"), ("digests", "--catalog FILE")]
+)
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_a_check_that_was_named_and_cannot_run_is_refused(
+    invoke: Invoke, hybrid: Path, tp2_profile: Path, check: str, remedy: str, device: str
+) -> None:
+    profile = ["--profile", tp2_profile] if check == "digests" else []
+    for named in (check, f"names,{check}", "names,groups,sizes,values,digests"):
+        refused = invoke(
+            "verify", hybrid, *profile, "--checks", named, "--device", device, exit_code=2
+        )
+        assert refused.stdout == ""
+        assert f"--checks {check}: " in refused.stderr or named.endswith("values,digests")
+        assert remedy in refused.stderr or named.endswith("values,digests")
+
+
+def test_values_are_refused_under_a_profile_that_describes_none(
+    invoke: Invoke, hybrid: Path, tp2_profile: Path
+) -> None:
+    arguments = [hybrid, "--profile", tp2_profile]
+    refused = invoke("verify", *arguments, "--checks", "values", exit_code=2).stderr
+    assert "--checks values: the profile describes no values" in refused
+    document = json.loads(invoke("verify", *arguments, "--format", "json").stdout)
+    assert document["skipped_checks"][:2] == ["values", "digests"]
+
+
+def test_each_check_of_the_default_set_that_did_not_run_is_said(
+    invoke: Invoke, hybrid: Path
+) -> None:
+    outcome = invoke("verify", hybrid, "--format", "json")
+    document = json.loads(outcome.stdout)
+    assert document["checks"] == ["names", "groups", "sizes"]
+    assert document["skipped_checks"] == ["values", "digests", "absent-pools"]
+    for check, remedy in (("values", "--profile"), ("digests", "--catalog FILE")):
+        (line,) = [line for line in outcome.stderr.splitlines() if f" {check}: " in line]
+        assert remedy in line
+    said = invoke("verify", hybrid).stdout
+    assert said.endswith("no findings; not checked: values, digests, absent-pools\n")
+    assert "nothing was checked" in invoke("verify", hybrid, "--model", "typo").stdout
+
+
+def test_a_store_of_pages_in_flight_alone_is_not_called_clean(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    put_pages(tmp_path, range(4), "_m_0_2", "_m_1_2", mtime=time.time())
+    document = verify(invoke, tmp_path)
+    assert document["findings"] == []
+    assert "in-flight" in document["skipped_checks"]
+    assert (
+        "not checked: in-flight"
+        in invoke("verify", tmp_path, "--checks", "names,groups,sizes").stdout
+    )
+
+
 def test_the_worst_comes_first(invoke: Invoke, dsa: Path) -> None:
     put(dsa, "README.txt")
     (dsa / f"{page(0)}_x-dsa.bin").unlink()
@@ -200,7 +256,8 @@ def test_the_worst_comes_first(invoke: Invoke, dsa: Path) -> None:
 
 
 def test_the_table_ends_with_a_verdict(invoke: Invoke, hybrid: Path) -> None:
-    assert "20 objects, 8 pages, 16.0 KiB: no findings" in invoke("verify", hybrid).stdout
+    said = invoke("verify", hybrid).stdout
+    assert "20 objects, 8 pages, 16.0 KiB: no findings; not checked: " in said
     (hybrid / f"{page(3)}_m_1_2.bin").unlink()
     out = invoke("verify", hybrid, exit_code=4).stdout
     assert f"{page(3)}_m_1_2.bin" in out

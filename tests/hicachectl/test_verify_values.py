@@ -76,6 +76,35 @@ def test_a_healthy_store_is_read_whole_and_clean(invoke: Invoke, store: Path) ->
     assert document["sampled"] == PAGES
 
 
+@pytest.mark.parametrize(
+    ("limits", "left"),
+    [
+        (["--time-limit", "0s"], {"values", "unread-objects"}),
+        (["--sample", "0.001%", "--sample-slice", "77777"], {"values"}),
+        (["--grace", "9999d"], {"values", "in-flight"}),
+        (["--pool", "mamba"], {"everything"}),
+    ],
+)
+def test_a_run_that_reads_nothing_checks_no_values(
+    invoke: Invoke, store: Path, limits: list[str], left: set[str]
+) -> None:
+    document = verify(invoke, store, *limits)
+    assert (document["objects_read"], document["bytes_read"]) == (0, 0)
+    assert document["findings"] == []
+    assert "values" not in document["checks"]
+    assert set(document["skipped_checks"]) - {"digests"} == left
+    said = invoke("verify", store, "--profile", store.parent / "p.toml", *limits)
+    assert "not checked: " in said.stdout or "nothing was checked" in said.stdout
+    assert all(f" {name}: " in said.stderr for name in left)
+
+
+def test_a_time_limit_leaves_a_count_of_what_was_not_read(invoke: Invoke, store: Path) -> None:
+    document = verify(invoke, store, "--bwlimit", "1KiB", "--time-limit", "1s")
+    assert not document["complete"]
+    assert document["objects_read"] < document["objects"]
+    assert "unread-objects" in document["skipped_checks"]
+
+
 def test_a_pool_that_the_profile_does_not_list_has_no_values_to_check(
     invoke: Invoke, store: Path
 ) -> None:
@@ -84,7 +113,7 @@ def test_a_pool_that_the_profile_does_not_list_has_no_values_to_check(
     document = verify(invoke, store)
     assert document["findings"] == []
     assert "values" in document["checks"]
-    assert document["skipped_checks"] == ["unlisted-pools"]
+    assert document["skipped_checks"] == ["digests", "unlisted-pools"]
     shown = invoke("show", store, page(0), "--profile", store.parent / "p.toml").stdout
     assert ".mamba_m_3_4.bin" in shown
 

@@ -1,0 +1,149 @@
+"""What a verification covers: checks that cannot run, and objects that no check judges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.checks.sizes import UNKNOWN_SIZE, expected_sizes
+from hicachectl.deployments import UNRESOLVED
+from hicachectl.formats.expectation import expected_objects
+from hicachectl.groups import UNKNOWN, PageGroups
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.profile import Profile
+    from hicachectl.inventory import Inventory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """Counts of objects to read and page groups to judge, and how far the run came.
+
+    planned: objects to read, by check that reads; one object can serve several checks. rows: all
+    objects to read; reached: those that were tried before the time limit.
+    """
+
+    planned: Mapping[str, int]
+    rows: int
+    reached: int
+    groups: int
+    in_flight: int
+    sampled: bool
+
+    def gaps(self) -> Iterator[tuple[str, str]]:
+        """Give each check that judged nothing, and the objects left unread, with the reason."""
+        if self.groups and self.in_flight == self.groups:
+            yield "in-flight", f"all {self.groups} page groups are younger than --grace"
+        for check, count in self.planned.items():
+            if not count:
+                yield check, f"no object was read: {self._nothing_planned(check)}"
+            elif not self.reached:
+                yield check, "no object was read before --time-limit"
+        if self.reached < self.rows:
+            left = self.rows - self.reached
+            yield "unread-objects", f"{left} of {self.rows} were not read before --time-limit"
+
+    def _nothing_planned(self, check: str) -> str:
+        if self.groups and self.in_flight == self.groups:
+            return "every page group is in flight"
+        if self.sampled:
+            return "--sample chose no page with such objects; give another --sample-slice"
+        if check == "values":
+            return "the profile describes none of the selected objects"
+        return "the size of no selected object is known"
+
+
+def impossible_checks(
+    checks: Collection[str], store: Store, profile: Profile | None, *, has_catalog: bool
+) -> dict[str, str]:
+    """Return the reason and the remedy for each of the checks that cannot run on a store.
+
+    has_catalog: a catalog is compared with the store, or recorded.
+    """
+    real = profile is not None and not profile.inferred
+    reasons = {}
+    if not real and not store.supports_sizes:
+        reasons["sizes"] = (
+            f"{store.url} keeps no object sizes; give --profile, --model-config or --server"
+        )
+    if not real:
+        reasons["values"] = (
+            "nothing says what the bytes of an object are; give --profile, --model-config or "
+            "--server"
+        )
+    elif profile is not None and not _describes_values(profile, store.grammar):
+        reasons["values"] = (
+            "the profile describes no values, only object sizes; give one made from --model-config"
+        )
+    if not has_catalog and not store.keeps_digests:
+        reasons["digests"] = (
+            "no digests are recorded; give --catalog FILE, with --update-catalog to begin one"
+        )
+    return {check: reasons[check] for check in checks if check in reasons}
+
+
+def _describes_values(profile: Profile, grammar: str) -> bool:
+    return any(expected.tensors for expected in expected_objects(profile, grammar))
+
+
+def unjudged(
+    inventory: Inventory, groups: PageGroups, checks: Collection[str], *, inferred: bool
+) -> dict[str, str]:
+    """List what of a store the given checks do not understand, and why.
+
+    inferred: no real profile says what to expect.
+    """
+    table = inventory.table
+    skipped = {}
+    if inferred and len(groups):
+        skipped["absent-pools"] = (
+            "without a real profile the store is measured against itself: a pool, part or rank "
+            "that is absent everywhere cannot be noticed"
+        )
+    ambiguous = int((groups.states == UNKNOWN).sum())
+    if ambiguous and "groups" in checks:
+        skipped["ambiguous-groups"] = (
+            f"{ambiguous} page groups have keys that read in several ways; give a profile"
+        )
+    profiled = bool(table.deployments) and table.deployments[0].profile is not None
+    others = {d.model for d in table.deployments[1:]} if profiled else set()
+    seen = set(groups.deployment_ids.tolist())
+    if profiled and any(number in seen for number in range(1, len(table.deployments))):
+        skipped["other-deployments"] = (
+            f"objects of {', '.join(sorted(others))} that the profile does not describe were "
+            "measured against themselves"
+        )
+    unlisted = {s.pool for sets in groups.object_sets for s in sets if not s.listed}
+    if unlisted:
+        skipped["unlisted-pools"] = (
+            f"{', '.join(sorted(unlisted))}: in the store, but not in the profile"
+        )
+    sizeless = _pools_without_size(inventory)
+    if sizeless and "sizes" in checks:
+        skipped["sizes"] = f"{', '.join(sizeless)}: no size that most objects share"
+    unsized = inventory.affix_ids[inventory.objects.column("nbytes").is_null().to_numpy()]
+    unreadable = int((expected_sizes(inventory.table)[unsized] == UNKNOWN_SIZE).sum())
+    if unreadable and {"values", "digests"} & set(checks):
+        skipped["unread-objects"] = (
+            f"{unreadable} objects were not read, since the store lists no size for them; give a "
+            "profile, or --allow-leases"
+        )
+    return skipped
+
+
+def _pools_without_size(inventory: Inventory) -> list[str]:
+    table = inventory.table
+    present = np.unique(inventory.affix_ids)
+    pools = set()
+    for affix in present[present >= 0].tolist():
+        if table.deployment_ids[affix] != UNRESOLVED:
+            deployment = table.deployments[table.deployment_ids[affix]]
+            member = deployment.members[table.member_ids[affix]]
+            if member.nbytes is None:
+                pools.add(member.coordinate.pool)
+    return sorted(pools)
