@@ -1,7 +1,9 @@
 """What a migration has done, a line for each batch: read by `--resume`.
 
 Lines are JSON. The first says which migration it is; a line that was cut off by a crash is the
-last, and is dropped: what it would have said is found out again from the destination.
+last, and is dropped: what it would have said is found out again from the destination. Each line
+has a digest of its text, its place and the journal's owner: a journal that was altered, or has
+lines of another one, is refused, since a move deletes what a journal calls copied.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import threading
 from collections import defaultdict
 from contextlib import suppress
@@ -22,15 +25,17 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.formats.errors import FormatError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Self
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import BinaryIO, Self
 
     import pyarrow as pa
 
-FORM = 1
+FORM = 2
 _HASH_DIGITS = 64
 _OWNER_BYTES = 8
 _OWNER = re.compile(f"[0-9a-f]{{{2 * _OWNER_BYTES}}}")
+_DIGEST_DIGITS = 32
+_MOST_LINE_BYTES = 64 << 20  # a batch of a million pages
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})  # of some file systems
 
 
@@ -74,31 +79,71 @@ def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
     Raises FormatError for a journal of something else, UsageError where it cannot be read.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        descriptor = _opened(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     progress = Progress()
-    if len(lines) < 2:  # not even the head was written whole
-        return progress
-    head = _parsed(lines[0], path, 1)
-    if head.get("migration") != FORM or head.get("identity") != identity:
-        raise FormatError(f"{path}: not the journal of this migration; move it out of the way")
-    owner = head.get("owner")
-    if isinstance(owner, str) and _OWNER.fullmatch(owner):
-        progress.owner = owner
-    for number, line in enumerate(lines[1:-1], 2):
-        entry = _parsed(line, path, number)
-        pages = _pages(entry, path, number)
-        route = str(entry.get("route"))
-        if entry.get("what") == "removed":
-            progress.removed[route].update(pages)
-            continue
-        progress.copied[route].update(pages)
-        if entry.get("what") == "verified":
-            progress.verified[route].update(pages)
+    with os.fdopen(descriptor, "rb") as stream:
+        for number, (start, line) in enumerate(_whole_lines(stream, path), 1):
+            if number == 1:
+                progress.owner = _owner(_parsed(line, path, number), identity, path)
+            entry = _parsed(line, path, number)
+            if entry.pop("digest", None) != _digest(entry, progress.owner, start):
+                raise FormatError(
+                    f"{path}: line {number} was altered; move the file away, and what it said is "
+                    "found out again"
+                )
+            if number > 1:
+                _add(progress, entry, path, number)
     return progress
+
+
+def _opened(path: Path, flags: int) -> int:
+    """Open a journal; what is no regular file is refused, and never waited for. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file; move it out of the way")
+
+
+def _whole_lines(stream: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    """Give where each line begins, and the line; one that was cut off is left out."""
+    start = 0
+    while line := stream.readline(_MOST_LINE_BYTES):
+        if not line.endswith(b"\n"):
+            if len(line) == _MOST_LINE_BYTES:
+                raise FormatError(f"{path}: not a journal; move it out of the way")
+            return
+        yield start, line[:-1]
+        start += len(line)
+
+
+def _owner(head: Mapping[str, Any], identity: Mapping[str, Any], path: Path) -> str:
+    """Find whose journal it is in its first line."""
+    owner = head.get("owner")
+    is_ours = head.get("migration") == FORM and head.get("identity") == identity
+    if not is_ours or not isinstance(owner, str) or not _OWNER.fullmatch(owner):
+        raise FormatError(f"{path}: not the journal of this migration; move it out of the way")
+    return owner
+
+
+def _digest(entry: Mapping[str, Any], owner: str, start: int) -> str:
+    """Digest what a line says, where it begins, and whose journal it is in."""
+    text = json.dumps([owner, start, entry])
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
+
+
+def _add(progress: Progress, entry: Mapping[str, Any], path: Path, number: int) -> None:
+    pages, route, what = _pages(entry, path, number), str(entry.get("route")), entry.get("what")
+    if what == "removed":
+        progress.removed[route].update(pages)
+        return
+    progress.copied[route].update(pages)
+    if what == "verified":
+        progress.verified[route].update(pages)
 
 
 def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
@@ -111,7 +156,7 @@ def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return entry
 
 
-def _pages(entry: dict[str, Any], path: Path, number: int) -> list[str]:
+def _pages(entry: Mapping[str, Any], path: Path, number: int) -> list[str]:
     text = entry.get("pages")
     if not isinstance(text, str) or len(text) % _HASH_DIGITS:
         raise FormatError(f"{path}: line {number}: no page hashes")
@@ -176,9 +221,10 @@ class Journal:
             self._noted = True
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        line = json.dumps(entry).encode() + b"\n"
         with self._lock:
             end = os.lseek(self._file, 0, os.SEEK_END)
+            digest = _digest(entry, self.owner, end)
+            line = json.dumps({**entry, "digest": digest}).encode() + b"\n"
             try:
                 while line:
                     line = line[os.write(self._file, line) :]
@@ -223,7 +269,7 @@ class Journal:
 def _held(path: Path) -> int:
     """Open a file for this process alone. Raises OSError, UsageError where another has it."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = _opened(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(descriptor).st_nlink:  # else it was removed by whoever held it
