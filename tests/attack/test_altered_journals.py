@@ -242,8 +242,8 @@ def test_a_run_that_goes_on_after_a_torn_line_leaves_a_journal_that_can_be_read(
         assert code == 0, said.err
         assert json.loads(said.out)["resumed"]
         assert contents(cut.target) == cut.before
-        if torn <= last:  # else nothing says any more which page had been leaving
-            assert contents(cut.source) == {}
+        # The page that had left in part stays: no line says any more that it was compared.
+        assert len({name[:64] for name in contents(cut.source)}) <= 1
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory", "sparse", "zero", "socket"])
