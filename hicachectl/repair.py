@@ -150,13 +150,18 @@ def finish_unfinished(
 def count_unfinished(
     store: Store, quarantine: str | None = None, *, config: Config | None = None
 ) -> int:
-    """Count the groups that `finish_unfinished` would complete."""
+    """Count the groups that `finish_unfinished` would complete. Raises as that does."""
+    count = 0
     directory = quarantine_directory(store, quarantine, config)
-    return sum(
-        len(batch.record.groups)
-        for run in (runs(directory) if directory is not None else ())
-        for batch in _unfinished(run, store, directory)
-    )
+    for run in list(runs(directory)) if directory is not None else ():
+        try:
+            with locked_run(run) as is_ours:
+                if is_ours:
+                    unfinished = _unfinished(run, store, directory)
+                    count += sum(len(batch.record.groups) for batch in unfinished)
+        except OSError as error:
+            raise StoreUnavailable(f"cannot work in {run}: {error.strerror}") from error
+    return count
 
 
 def quarantine_directory(

@@ -26,18 +26,26 @@ def check_names(inventory: Inventory, *, now_ns: int, grace_ns: int) -> Iterator
     yield from _ambiguous(inventory)
 
 
+def stale_temporaries(objects: pa.Table | pa.RecordBatch, settled_ns: int) -> pa.BooleanArray:
+    """Tell which files a write left behind: temporary ones, last written to by then.
+
+    objects: with key and mtime_ns; an unknown time counts as old. settled_ns: Unix nanoseconds.
+    """
+    temporary = pc.match_substring_regex(objects.column("key"), TEMPORARY_PATTERN)
+    settled = pc.less_equal(pc.fill_null(objects.column("mtime_ns"), 0), settled_ns)
+    stale = pc.and_(temporary, settled)
+    return stale.combine_chunks() if isinstance(stale, pa.ChunkedArray) else stale
+
+
 def _foreign(inventory: Inventory, rows: np.ndarray, settled_ns: int) -> Iterator[pa.Table]:
     objects = inventory.take(rows)
     keys = objects.column("key").combine_chunks()
     temporary = pc.match_substring_regex(keys, TEMPORARY_PATTERN)
     warm_up = pc.match_substring_regex(keys, WARM_UP_PATTERN)
-    settled = pc.less_equal(
-        pc.fill_null(objects.column("mtime_ns"), 0), settled_ns
-    ).combine_chunks()
     yield findings(
         "stale-temporary",
         "warning",
-        keys=key_text(keys.filter(pc.and_(temporary, settled))),
+        keys=key_text(keys.filter(stale_temporaries(objects, settled_ns))),
         detail="left by a write that did not finish; nothing reads it, safe to delete",
     )
     yield findings(

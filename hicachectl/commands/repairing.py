@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.commands.earlier_runs import EarlierRuns
 from hicachectl.commands.table_repairing import (
     release_leaked,
     repair_tables,
@@ -15,7 +16,7 @@ from hicachectl.commands.table_repairing import (
     writers_stopped_option,
 )
 from hicachectl.formats.errors import UsageError
-from hicachectl.guards import agreed, require_consent
+from hicachectl.guards import require_consent
 from hicachectl.options import RepairCode
 from hicachectl.session import progress, remark
 from hicachectl.vocabulary import STORE_CODES
@@ -91,42 +92,44 @@ def refuse_without_profile(request: Request) -> None:
         )
 
 
-def finish_earlier(ctx: click.Context, store: Store, options: dict[str, Any]) -> None:
-    """Complete what a repair that was killed had begun, before the store is looked at."""
-    from hicachectl.repair import count_unfinished, finish_unfinished
-
+def earlier_runs(ctx: click.Context, store: Store, options: dict[str, Any]) -> EarlierRuns | None:
+    """Give what killed runs began, completed already with --yes; None without --repair."""
     if options["repair"] == "none":
-        return
-    if options["dry_run"]:
-        unfinished = count_unfinished(store, options["quarantine"])
-        if unfinished:
-            remark(ctx, f"{unfinished} pages of a repair that was cut short would be completed")
-        return
-    finished = finish_unfinished(store, options["quarantine"])
-    if len(finished.rows):
-        remark(ctx, f"completed {len(finished.rows)} pages that an earlier run had begun with")
-    _say_failures(ctx, finished)
+        return None
+    earlier = EarlierRuns(
+        ctx, store, options["quarantine"], yes=options["yes"], dry_run=options["dry_run"]
+    )
+    earlier.begin()
+    return earlier
 
 
 def repaired(
-    ctx: click.Context, store: Store, request: Request, report: Report, options: dict[str, Any]
+    ctx: click.Context,
+    store: Store,
+    request: Request,
+    report: Report,
+    options: dict[str, Any],
+    earlier: EarlierRuns | None,
 ) -> tuple[Report, bool]:
-    """Repair what a report asks for; the report with its counts, and whether all went well."""
+    """Repair what a report asks for; the report with its counts, and whether all went well.
+
+    earlier: as `earlier_runs` gave it.
+    """
     from hicachectl.planning import plan_repair
     from hicachectl.repair import run_repair
 
-    if options["repair"] == "none":
+    if earlier is None:
         return report, True
     plan = plan_repair(report.groups, report.findings, codes=options["repair_codes"])
     for code in sorted(plan.unplaced.keys() & STORE_CODES):
         remark(ctx, f"not repaired: {plan.unplaced[code]} {code}; {STORE_CODES[code]}")
     plan = _with_descendants(plan, request, report, options)
+    question = _question(store, report, plan, options) if len(plan.groups) else None
+    if not earlier.agreed(question):
+        remark(ctx, "nothing was repaired")
+        return report, True
     if not len(plan.groups):
         release_leaked(ctx, store, options)
-        return report, True
-    if not agreed(_question(store, report, plan, options), yes=options["yes"],
-                  dry_run=options["dry_run"]):  # fmt: skip
-        remark(ctx, "nothing was repaired")
         return report, True
     if write_repaired_snapshot(ctx, store, report, plan, options):
         return report, True
@@ -168,8 +171,7 @@ def _question(store: Store, report: Report, plan: RepairPlan, options: dict[str,
     from hicachectl.output import human_size
 
     nbytes = human_size(int(report.groups.nbytes[plan.groups].sum()))
-    verb = {"quarantine": "Quarantine", "delete": "Delete"}[options["repair"]]
-    return f"{verb} {len(plan.groups)} pages ({nbytes}) of {store.url}?"
+    return f"{options['repair']} {len(plan.groups)} pages ({nbytes}) of {store.url}"
 
 
 def _say(ctx: click.Context, outcome: RepairOutcome, options: dict[str, Any]) -> None:

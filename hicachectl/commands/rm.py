@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.commands.earlier_runs import EarlierRuns
 from hicachectl.errors import FINDINGS
-from hicachectl.guards import agreed, locked, require_consent
+from hicachectl.guards import locked, require_consent
 from hicachectl.options import (
     NameList,
     PointInTime,
@@ -21,13 +22,17 @@ from hicachectl.session import opened, progress, remark
 from hicachectl.vocabulary import STATES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from hicachectl.backends.base import Store
     from hicachectl.groups import PageGroups
     from hicachectl.inventory import Inventory
     from hicachectl.planning import Criteria, RepairPlan
     from hicachectl.repair import RepairOutcome
+
+    # The question before a removal, None where there is nothing to remove, and the removal itself;
+    # that takes whether it is a dry run.
+    Removal = tuple[str | None, Callable[[bool], RepairOutcome]]
 
 _SELECTORS = ("model", "tag", "tp", "pp", "cp", "pages", "before", "state")
 
@@ -39,6 +44,7 @@ Examples:
   hicachectl rm /tmp/hicache --model Qwen/Qwen3-32B --dry-run
   hicachectl rm prod: --before 7d --yes --lock /run/hicachectl.lock
   hicachectl rm prod: --state orphan
+  hicachectl rm prod: --temporaries --before 1d
   hicachectl rm prod: --pages bad-pages.txt --profile prod.toml --token-ids prompts.jsonl
 """,
 )
@@ -67,6 +73,11 @@ Examples:
     help="Pages last written to before (ISO 8601, or a duration ago such as 7d).",
 )
 @click.option("--state", type=NameList(STATES), help="Pages in these states.")
+@click.option(
+    "--temporaries",
+    is_flag=True,
+    help="Remove the temporary files that unfinished writes left, if older than a minute.",
+)
 @click.option(
     "--token-ids",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -110,9 +121,10 @@ def command(
     removes the group that a row of ls names, and refuses a bare page hash that several
     deployments have. What a server writes anew meanwhile stays. The exit status is 4 when
     something could not be removed.
-    """
-    from hicachectl.repair import finish_unfinished, run_repair
 
+    --temporaries removes no page, but the temporary files of writes that did not finish, which
+    verify reports as stale-temporary: those not written to for a minute, or since --before.
+    """
     _refuse_contradictions(options)
     require_consent(yes=yes, dry_run=dry_run)
     with locked(lock) as is_ours:
@@ -120,23 +132,15 @@ def command(
             remark(ctx, f"another process holds {lock}; nothing was done")
             return
         with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
-            if not dry_run:
-                _report_finished(ctx, finish_unfinished(source))
-            inventory, groups, plan = _plan(ctx, source, options)
+            earlier = EarlierRuns(ctx, source, None, yes=yes, dry_run=dry_run)
+            earlier.begin()
+            plan = _plan_temporaries if options["temporaries"] else _plan_pages
+            question, remove = plan(ctx, source, options)
             started = time.monotonic()
-            if not agreed(_question(source, groups, plan), yes=yes, dry_run=dry_run):
+            if not earlier.agreed(question):
                 remark(ctx, "nothing was removed")
                 return
-            with progress(ctx, "removing", " pages") as advance:
-                outcome = run_repair(
-                    source,
-                    inventory,
-                    groups,
-                    plan,
-                    mode="delete",
-                    dry_run=dry_run,
-                    on_progress=advance,
-                )
+            outcome = remove(dry_run)
         _write(
             _document(source.url, outcome, time.monotonic() - started, dry_run),
             outcome,
@@ -151,15 +155,68 @@ def command(
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
     """Fail on options that make no sense together, before the store is opened."""
-    if all(options[name] is None for name in _SELECTORS):
+    given = [name for name in _SELECTORS if options[name] is not None]
+    if options["temporaries"]:
+        others = [
+            *given,
+            *(n for n in ("all_deployments", "token_ids", "profile_file") if options[n]),
+        ]
+        if set(others) - {"before"}:
+            name = next(n for n in others if n != "before").removesuffix("_file").replace("_", "-")
+            raise click.UsageError(
+                f"--temporaries removes files that are of no page; leave out --{name}"
+            )
+        return
+    if not given:
         raise click.UsageError(
-            "name what to remove: --model, --tag, --tp, --pp, --cp, --pages, --before or --state; "
-            "what wipes every model's pages is SGLang's own clear"
+            "name what to remove: --model, --tag, --tp, --pp, --cp, --pages, --before, --state or "
+            "--temporaries; to wipe the whole store, use SGLang's clear_hicache_storage_backend"
         )
     if options["all_deployments"] and options["pages"] is None:
         raise click.UsageError("--all-deployments is for --pages")
     if options["token_ids"] and not options["profile_file"]:
         raise click.UsageError("--token-ids needs --profile, for the page size")
+
+
+def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> Removal:
+    from hicachectl.output import human_size
+    from hicachectl.temporaries import find_temporaries, has_temporaries, remove_temporaries
+
+    _refuse_without_times(store, options)
+    with progress(ctx, "listing", " objects") as advance:
+        stale = find_temporaries(store, before=options["before"], on_batch=advance)
+    if not has_temporaries(store):
+        remark(ctx, f"{store.url} has no temporary files: only file stores have some")
+    elif not len(stale):
+        remark(ctx, f"no temporary file in {store.url} is old enough to be a leftover")
+
+    def remove(dry_run: bool) -> RepairOutcome:
+        with progress(ctx, "removing", " files") as advance:
+            return remove_temporaries(store, stale, dry_run=dry_run, on_progress=advance)
+
+    nbytes = human_size(sum(size or 0 for size in stale.column("nbytes").to_pylist()))
+    question = f"remove {len(stale)} temporary files ({nbytes}) from {store.url}"
+    return question if len(stale) else None, remove
+
+
+def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> Removal:
+    from hicachectl.repair import run_repair
+
+    inventory, groups, plan = _plan(ctx, store, options)
+
+    def remove(dry_run: bool) -> RepairOutcome:
+        with progress(ctx, "removing", " pages") as advance:
+            return run_repair(
+                store,
+                inventory,
+                groups,
+                plan,
+                mode="delete",
+                dry_run=dry_run,
+                on_progress=advance,
+            )
+
+    return _question(store, groups, plan) if len(plan.groups) else None, remove
 
 
 def _plan(
@@ -219,12 +276,10 @@ def _alone(criteria: Criteria, groups: PageGroups) -> dict[str, bool]:
 
 
 def _criteria(store: Store, options: dict[str, Any]) -> Criteria:
-    from hicachectl.formats.errors import UnsupportedByBackend
     from hicachectl.planning import Criteria
     from hicachectl.requests import read_page_list
 
-    if options["before"] is not None and not store.supports_times:
-        raise UnsupportedByBackend(f"{store.url}: keeps no times; --before means nothing there")
+    _refuse_without_times(store, options)
     return Criteria(
         model=options["model"],
         tag=options["tag"],
@@ -238,6 +293,13 @@ def _criteria(store: Store, options: dict[str, Any]) -> Criteria:
     )
 
 
+def _refuse_without_times(store: Store, options: dict[str, Any]) -> None:
+    from hicachectl.formats.errors import UnsupportedByBackend
+
+    if options["before"] is not None and not store.supports_times:
+        raise UnsupportedByBackend(f"{store.url}: keeps no times; --before means nothing there")
+
+
 def _why(options: dict[str, Any]) -> str:
     given = (f"--{name}" for name in _SELECTORS if options[name] is not None)
     return f"rm {' '.join(given)}"
@@ -247,14 +309,7 @@ def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
     from hicachectl.output import human_size
 
     nbytes = human_size(int(groups.nbytes[plan.groups].sum()))
-    return f"Remove {len(plan.groups)} pages ({nbytes}) from {store.url}?"
-
-
-def _report_finished(ctx: click.Context, finished: RepairOutcome) -> None:
-    if len(finished.rows):
-        remark(ctx, f"completed {len(finished.rows)} pages that an earlier run had begun with")
-    for key, message in finished.failed:
-        remark(ctx, f"{key}: {message}")
+    return f"remove {len(plan.groups)} pages ({nbytes}) from {store.url}"
 
 
 def _document(store: str, outcome: RepairOutcome, seconds: float, dry_run: bool) -> dict[str, Any]:
@@ -296,9 +351,13 @@ def _lines(document: dict[str, Any], outcome: RepairOutcome, colour: bool) -> It
     if len(outcome.rows):
         yield from table_lines(removals_for_people(outcome.rows), colour=colour)
     yield from (f"{failure['key']}: {failure['detail']}" for failure in document["failures"])
-    remaining = f", {document['remaining']} pages remain" if document["remaining"] else ""
-    would = "would be " if document["dry_run"] else ""
-    yield (
-        f"{document['pages']} pages, {document['objects']} objects, "
-        f"{human_size(document['bytes'])} {would}removed{remaining}"
+    files = "key" in outcome.rows.column_names  # temporary ones, which are of no page
+    what = "temporary files" if files else "pages"
+    remaining = f", {document['remaining']} {what} remain" if document["remaining"] else ""
+    count = (
+        f"{document['objects']} temporary files"
+        if files
+        else f"{document['pages']} pages, {document['objects']} objects"
     )
+    would = "would be " if document["dry_run"] else ""
+    yield f"{count}, {human_size(document['bytes'])} {would}removed{remaining}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.commands.repairing import (
-    finish_earlier,
+    earlier_runs,
     refuse_early,
     refuse_without_profile,
     repair_options,
@@ -197,7 +197,7 @@ def command(
         _refuse_impossible_checks(ctx, source, request)
         _refuse_what_is_lacking(source, request, options)
         refuse_without_profile(request)
-        finish_earlier(ctx, source, options)
+        earlier = earlier_runs(ctx, source, options)
         with (
             progress(ctx, "listing", " objects") as on_listed,
             bytes_progress(ctx, "reading") as on_read,
@@ -210,7 +210,7 @@ def command(
                 on_wait=partial(_say_wait, ctx),
             )
         _keep_records(ctx, source, request, report, options)
-        report, all_well = repaired(ctx, source, request, report, options)
+        report, all_well = repaired(ctx, source, request, report, options, earlier)
     for text in report.remarks:
         remark(ctx, text)
     failed = options["fail_on"] != "never" and report.reaches(options["fail_on"])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hicachectl.backends.file import FileStore
 from hicachectl.formats.hashing import namespace_seed, page_hashes_hex
 from hicachectl.formats.profile import dump_profile
 from tests.hicachectl.repairs import (
@@ -23,9 +24,10 @@ from tests.hicachectl.repairs import (
     dsa_store,
     indexer,
     kv,
+    repaired,
     shorten,
 )
-from tests.hicachectl.stores import OLD, page, put_pages
+from tests.hicachectl.stores import OLD, page, put, put_pages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -253,7 +255,7 @@ def test_ambiguous_pages_stay_and_are_said(invoke: Invoke, tmp_path: Path) -> No
 def test_something_must_be_selected(invoke: Invoke, store: Path) -> None:
     message = invoke("rm", store, "--yes", exit_code=2).stderr
     assert "--model" in message
-    assert "SGLang's own clear" in message
+    assert "clear_hicache_storage_backend" in message
 
 
 def test_without_a_terminal_it_wants_yes(invoke: Invoke, tmp_path: Path) -> None:
@@ -303,27 +305,36 @@ def test_a_lock_that_is_held_is_no_error(invoke: Invoke, store: Path, tmp_path: 
         fcntl.lockf(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-@pytest.mark.parametrize(("answer", "pages"), [("n", 0), ("y", 6)])
-def test_on_a_terminal_it_asks(store: Path, answer: str, pages: int) -> None:
-    before = content(store)
+def on_a_terminal(*arguments: object, answer: str) -> tuple[str, str]:
+    """Run the tool on a terminal that answers; what it writes to stdout and stderr."""
     primary, secondary = pty.openpty()
-    command = [sys.executable, "-m", "hicachectl", "rm", str(store), "--model", "b"]
+    command = [sys.executable, "-m", "hicachectl", *map(str, arguments)]
     done = subprocess.Popen(
-        command, stdin=secondary, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command, stdin=secondary, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     os.write(primary, f"{answer}\n".encode())
     out, err = done.communicate(timeout=60)
     os.close(primary)
     os.close(secondary)
-    assert done.returncode == 0, err
-    assert f"Remove 6 pages (60 B) from file://{store}?" in err.decode()
+    assert done.returncode in (0, 4), err
+    return out, err
+
+
+@pytest.mark.parametrize(("answer", "pages"), [("n", 0), ("y", 6)])
+def test_on_a_terminal_it_asks(store: Path, answer: str, pages: int) -> None:
+    before = content(store)
+    out, err = on_a_terminal("rm", store, "--model", "b", answer=answer)
+    assert f"Remove 6 pages (60 B) from file://{store}?" in err
     assert len(before) - len(content(store)) == pages
-    assert (b"removed" in out) == bool(pages)
+    assert ("removed" in out) == bool(pages)
 
 
-def test_what_an_earlier_run_began_is_completed_first(
-    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# what earlier runs began
+
+
+@pytest.fixture
+def begun(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four pages, all of which a run that was killed had begun to remove."""
     store = dsa_store(tmp_path / "store", 4)
 
     def interrupted(*_: object) -> None:
@@ -333,10 +344,176 @@ def test_what_an_earlier_run_began_is_completed_first(
         patched.setattr("hicachectl.repair.take_away", interrupted)
         invoke("rm", store, "--model", "x-dsa", "--yes", exit_code=130)
     assert len(content(store)) == 8
-    outcome = invoke("rm", store, "--model", "nothing", "--yes")
+    return store
+
+
+def tree(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*"))
+
+
+def test_what_an_earlier_run_began_is_completed_first(invoke: Invoke, begun: Path) -> None:
+    outcome = invoke("rm", begun, "--model", "nothing", "--yes")
     assert "completed 4 pages that an earlier run had begun with" in outcome.stderr
-    assert content(store) == {}
-    assert list(default_quarantine(store).iterdir()) == []
+    assert content(begun) == {}
+    assert list(default_quarantine(begun).iterdir()) == []
+
+
+ASKED = [
+    (("--model", "nothing"), "Complete the removal of 4 pages of file://{} that an earlier"),
+    (("--model", "x/dsa"), "run began, and remove 4 pages (40.1 KiB) from file://{}?"),
+    (("--temporaries",), "run began, and remove 1 temporary files (7 B) from file://{}?"),
+]
+
+
+@pytest.mark.parametrize(("options", "question"), ASKED)
+def test_nothing_is_completed_before_the_answer(
+    begun: Path, options: tuple[str, ...], question: str
+) -> None:
+    put(begun, "." + "0a" * 16 + ".tmp", 7)
+    before = tree(begun)
+    _, err = on_a_terminal("rm", begun, *options, answer="n")
+    asked = err.replace("\n", " ")
+    assert "Complete the removal of 4 pages" in asked
+    assert question.format(begun) in asked
+    assert tree(begun) == before
+    _, err = on_a_terminal("rm", begun, *options, answer="y")
+    assert "completed 4 pages" in err
+    assert set(content(begun)) <= {"." + "0a" * 16 + ".tmp"}
+
+
+def test_a_dry_run_says_what_would_be_completed(invoke: Invoke, begun: Path) -> None:
+    before = tree(begun)
+    said = invoke("rm", begun, "--model", "nothing", "--dry-run").stderr
+    assert "4 pages of a removal that was cut short would be completed" in said
+    assert tree(begun) == before
+
+
+def test_a_repair_completes_nothing_before_the_answer(begun: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "dsa.toml"
+    profile.write_text(dump_profile(DSA))
+    before = tree(begun)
+    checks = ("--checks", "groups,sizes")
+    arguments = ("verify", begun, "--profile", profile, *checks, "--repair", "delete")
+    _, err = on_a_terminal(*arguments, answer="n")
+    assert "Complete the removal of 4 pages" in err
+    assert tree(begun) == before
+    (begun / indexer(0)).unlink()
+    _, err = on_a_terminal(*arguments, answer="n")
+    assert ", and delete 1 pages" in err
+    _, err = on_a_terminal(*arguments, answer="y")
+    assert "completed 4 pages" in err
+    assert content(begun) == {}
+
+
+def test_a_restore_changes_nothing_before_the_answer(tmp_path: Path) -> None:
+    store = dsa_store(tmp_path / "store", 2)
+    shorten(store / kv(0))
+    repaired(store)
+    quarantine = default_quarantine(store)
+    (run,) = quarantine.iterdir()
+    (run / "000007").mkdir()  # of a run that was killed before it had a record
+    before = tree(store)
+    on_a_terminal("restore", quarantine, store, answer="n")
+    assert tree(store) == before
+
+
+# temporary files
+
+
+def temporaries(store: Path) -> dict[str, Path]:
+    """Leftovers of SGLang's and of our own writes, one of them young; and what is like them."""
+    now = time.time()
+    return {
+        "sglang": put(store, "." + "0a" * 16 + ".tmp", 5),
+        "ours": put(store, ".hicachectl-" + "0b" * 16 + ".tmp", 6),
+        "hour": put(store, "." + "0c" * 16 + ".tmp", 7, now - 3600),
+        "young": put(store, "." + "0d" * 16 + ".tmp", 8, now),
+        "other": put(store, "notes.tmp", 9),
+    }
+
+
+def test_temporaries_are_what_verify_calls_stale(invoke: Invoke, store: Path) -> None:
+    files = temporaries(store)
+    before = content(store)
+    found = json.loads(invoke("verify", store, "--format", "json", exit_code=4).stdout)
+    stale = {f["key"] for f in found["findings"] if f["code"] == "stale-temporary"}
+    rehearsed = removed(invoke, store, "--temporaries", "--dry-run")
+    assert content(store) == before
+    document = removed(invoke, store, "--temporaries", "--yes")
+    for outcome, state in ((rehearsed, "would-remove"), (document, "removed")):
+        assert (outcome["pages"], outcome["objects"], outcome["bytes"]) == (0, 3, 18)
+        assert {(g["key"], g["page"], g["state"]) for g in outcome["groups"]} == {
+            (key, None, state) for key in stale
+        }
+    assert content(store) == left(before, *(files[n].name for n in ("sglang", "ours", "hour")))
+
+
+def test_temporaries_can_be_left_for_longer(invoke: Invoke, store: Path) -> None:
+    files = temporaries(store)
+    assert removed(invoke, store, "--temporaries", "--before", "1d", "--yes")["objects"] == 2
+    assert files["hour"].exists()
+    assert removed(invoke, store, "--temporaries", "--before", "1s", "--yes")["objects"] == 1
+    assert files["young"].exists()
+    said = invoke("rm", store, "--temporaries", "--yes")
+    assert "no temporary file" in said.stderr
+    assert said.stdout == "0 temporary files, 0 B removed\n"
+
+
+def test_a_temporary_that_is_still_written_stays(
+    invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written to, finished or gone after it was listed."""
+    files = temporaries(store)
+    look = FileStore.look
+
+    def meanwhile(self: FileStore, *arguments: Any) -> Any:
+        if files["sglang"].exists():
+            with files["sglang"].open("ab") as stream:
+                stream.write(b"more")
+            files["ours"].unlink()
+        return look(self, *arguments)
+
+    monkeypatch.setattr(FileStore, "look", meanwhile)
+    document = removed(invoke, store, "--temporaries", "--yes")
+    assert (document["objects"], document["kept"], document["gone"]) == (1, 1, 1)
+    assert files["sglang"].exists()
+    assert sorted(row["state"] for row in document["groups"]) == ["gone", "kept", "removed"]
+
+
+def test_temporaries_that_cannot_be_deleted_are_said(
+    invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = temporaries(store)
+
+    def stuck(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hicachectl.backends.file.os.unlink", stuck)
+        document = removed(invoke, store, "--temporaries", "--yes", exit_code=4)
+    assert (document["objects"], document["failed"], document["remaining"]) == (0, 3, 3)
+    assert {f["key"] for f in document["failures"]} >= {files["ours"].name}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--model", "b"), ("--tag", ""), ("--state", "whole"), ("--pages", "f"), ("--profile", "p"),
+     ("--token-ids", "f")],
+)  # fmt: skip
+def test_temporaries_go_with_no_other_filter(
+    invoke: Invoke, store: Path, options: tuple[str, str]
+) -> None:
+    before = content(store)
+    said = invoke("rm", store, "--temporaries", *options, "--yes", exit_code=2).stderr
+    assert f"leave out {options[0]}" in said
+    assert content(store) == before
+
+
+def test_stores_without_temporaries_say_so(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    pack = tmp_path / "x.hcpack"
+    invoke("migrate", store, f"pack://{pack}")
+    said = invoke("rm", f"pack://{pack}", "--temporaries", "--yes").stderr
+    assert "has no temporary files" in said
 
 
 def test_failures_are_listed_and_exit_with_4(
