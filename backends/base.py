@@ -145,8 +145,18 @@ class Mover(ABC):
         """Move a file of the directory into the store. OK, GONE, or EXISTS: none is replaced."""
 
     @abstractmethod
-    def flush(self) -> None:
-        """Make every move so far durable. Raises OSError."""
+    def drop_double(self, key: bytes, name: str) -> None:
+        """Take an object's key out of the store where the file `name` is the same object.
+
+        A power failure can leave it under both names. Raises OSError.
+        """
+
+    @abstractmethod
+    def flush(self, *, into_store: bool) -> None:
+        """Make every move durable, those of earlier processes as well. Raises OSError.
+
+        into_store: the moves since the last flush were `put_back`, and not `take`.
+        """
 
     @abstractmethod
     def close(self) -> None:

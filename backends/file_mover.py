@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hicachectl.backends import file_system
@@ -31,12 +32,14 @@ class FileMover(Mover):
         self._here = here
         self._there = there
         self._status_of = status_of
+        self._into_store: bool | None = None  # where the renames since the last flush went
 
     def take(self, key: bytes, name: str, version: bytes | None = None) -> Status:
         """Rename, unless the file is no longer the one listed."""
         target = os.fsencode(name)
         check_key(key)
         check_key(target)
+        self._turn(into_store=False)
         try:
             listed = os.stat(key, dir_fd=self._here, follow_symlinks=False)
             if not stat.S_ISREG(listed.st_mode) or version not in (None, version_of(listed)):
@@ -60,6 +63,7 @@ class FileMover(Mover):
         source = os.fsencode(name)
         check_key(source)
         check_new_key(key)
+        self._turn(into_store=True)
         try:
             if not file_system.rename_noreplace(self._there, source, self._here, key):
                 os.link(
@@ -76,10 +80,28 @@ class FileMover(Mover):
             return self._missing(error)
         return Status.OK
 
-    def flush(self) -> None:
-        """Sync both directories: first the one that gained names."""
-        for directory in (self._there, self._here, self._there):
+    def drop_double(self, key: bytes, name: str) -> None:
+        """Unlink the key where both names are of the same file."""
+        target = os.fsencode(name)
+        check_key(key)
+        check_key(target)
+        with suppress(FileNotFoundError):
+            here = os.stat(key, dir_fd=self._here, follow_symlinks=False)
+            if os.path.samestat(here, os.stat(target, dir_fd=self._there, follow_symlinks=False)):
+                os.unlink(key, dir_fd=self._here)
+
+    def flush(self, *, into_store: bool) -> None:
+        """Sync both directories, first the one that gained names: no object loses both."""
+        directories = (self._here, self._there) if into_store else (self._there, self._here)
+        for directory in directories:
             sync_directory(directory)
+        self._into_store = None
+
+    def _turn(self, *, into_store: bool) -> None:
+        """Flush the renames that went the other way: no order of syncs is right for both."""
+        if self._into_store is (not into_store):
+            self.flush(into_store=not into_store)
+        self._into_store = into_store
 
     def close(self) -> None:
         """Close the directory's descriptor."""

@@ -432,7 +432,7 @@ class StoreSuite(ABC):
                 self.raw_put(store, key, value)
             before = scanned_rows(store, self.keys[:1]).to_pylist()[0]
             assert mover.take(self.keys[0], "0", before["version"]) == Status.OK
-            mover.flush()
+            mover.flush(into_store=True)
             assert set(listing(store)) == {self.keys[1]}
             assert (tmp_path / "aside" / "0").read_bytes() == values[0]
             assert mover.put_back("0", self.keys[0]) == Status.OK

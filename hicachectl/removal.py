@@ -195,7 +195,8 @@ class MovingOut:
 
     A group's anchors and sidecars go within microseconds, and are synced with the whole batch:
     a sync between them would give a server milliseconds in which to write an anchor beside a
-    damaged sidecar. After a power failure their order is the journal's, and the record is there.
+    damaged sidecar. A power failure can therefore keep a sidecar's rename and lose its anchor's;
+    the record, which is durable before the first rename, names the page for the next run.
     """
 
     mover: Mover
@@ -221,7 +222,7 @@ class MovingOut:
 
     def flush(self) -> None:
         """Sync both directories."""
-        self.mover.flush()
+        self.mover.flush(into_store=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,6 +298,7 @@ class _Worker:
             mover = self._store.mover(str(batch.folder))
             if mover is not None:
                 exits.enter_context(mover)
+                _drop_doubles(mover, batch.record.groups, held)
             elif batch.record.mode == "quarantine":
                 for work in works:
                     work.error = _lost_copy(work.group, held)
@@ -486,6 +487,15 @@ class _Worker:
                     unsettled[row] = work
                     files += len(there)
         return unsettled
+
+
+def _drop_doubles(mover: Mover, groups: Sequence[TakenGroup], held: Collection[int]) -> None:
+    """Take out of the store what a power failure has left in both places: anchors first."""
+    for anchor in (True, False):
+        for group in groups:
+            for taken in group.objects:
+                if taken.file in held and group.shape[taken.slot].anchor == anchor:
+                    mover.drop_double(group.key(taken.slot), str(taken.file))
 
 
 def _lost_copy(group: TakenGroup, held: Collection[int]) -> tuple[bytes, str] | None:

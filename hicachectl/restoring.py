@@ -19,7 +19,7 @@ from hicachectl.relocation import copy_objects, same_bytes
 from hicachectl.removal import look
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from hicachectl.backends.base import Mover, Store
@@ -223,23 +223,34 @@ class _Restorer:
         for group in ready:
             for taken in group.double:
                 (self._batch.folder / str(taken.file)).unlink(missing_ok=True)
-        if not any(group.here for group in ready):  # an earlier restore was killed at the end
+        if not self._batch.folder.is_dir():  # an earlier restore was interrupted at its end
             return {}
         mover = self._store.mover(str(self._batch.folder))
         if mover is None:
             return self._copy_back(ready)
+        problems: _Problems = {}
+        moved: dict[int, list[TakenObject]] = defaultdict(list)
         with mover:
-            problems = {
-                id(group): problem
-                for group in ready
-                if (problem := self._move_back(mover, group)) is not None
-            }
-            mover.flush()
+            for anchor in (False, True):
+                for group in ready:
+                    if id(group) not in problems:
+                        objects = group.of_kind(anchor)
+                        problem = self._move_back(mover, group, objects, moved[id(group)])
+                        if problem is not None:
+                            problems[id(group)] = problem
+                # No anchor is durable before its sidecars are.
+                mover.flush(into_store=True)
         return problems
 
-    def _move_back(self, mover: Mover, group: _Group) -> tuple[str, str] | None:
-        moved: list[TakenObject] = []
-        for taken in (*group.of_kind(False), *group.of_kind(True)):
+    def _move_back(
+        self,
+        mover: Mover,
+        group: _Group,
+        objects: Sequence[TakenObject],
+        moved: list[TakenObject],
+    ) -> tuple[str, str] | None:
+        """Move objects of a group back, or all that was moved of it to the quarantine again."""
+        for taken in objects:
             key = group.group.key(taken.slot)
             try:
                 status = mover.put_back(str(taken.file), key)
