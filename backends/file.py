@@ -46,6 +46,7 @@ from hicachectl.backends.file_system import (
     check_key,
     check_new_key,
     is_file_name,
+    make_directories,
     read_ahead,
     sync_directory,
     sync_file_system,
@@ -116,14 +117,8 @@ class FileStore(Store):
 
         It is removed again if nothing was written to it.
         """
-        made: list[str] = []
-        missing = url.path
-        while not os.path.lexists(missing):
-            made.append(missing)
-            missing = os.path.dirname(missing)  # noqa: PTH120 - names that are not UTF-8
         try:
-            if made:
-                os.makedirs(url.path)  # noqa: PTH103 - names that are not UTF-8
+            made = make_directories(url.path)
         except OSError as error:
             raise StoreUnavailable(f"{url.path}: cannot be made: {error.strerror}") from error
         store = cls(url.path)

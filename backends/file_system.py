@@ -9,6 +9,7 @@ import ctypes
 import errno
 import os
 import struct
+from contextlib import suppress
 
 OWN_PREFIX = b".hicachectl"
 # The file system has no such call, or not for this.
@@ -86,6 +87,34 @@ def sync_directory(directory: int) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED:  # some network file systems need none
             raise
+
+
+def sync_names(path: str | os.PathLike[str]) -> None:
+    """Make the names in the directory at a path durable. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        sync_directory(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directories(path: str | os.PathLike[str]) -> list[str]:
+    """Make a directory and its missing parents, durably; return those made, innermost first.
+
+    Raises OSError. Directories that another process makes meanwhile are not returned.
+    """
+    missing = []
+    here = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
+    while not os.path.lexists(here):
+        missing.append(here)
+        here = os.path.dirname(here)  # noqa: PTH120
+    made: list[str] = []
+    for directory in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(directory)  # noqa: PTH102
+            made.insert(0, directory)
+        sync_names(os.path.dirname(directory))  # noqa: PTH120
+    return made
 
 
 def read_ahead(descriptor: int, nbytes: int) -> None:

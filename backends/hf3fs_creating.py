@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hicachectl.backends.file_system import sync_names
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def _make_file(path: str, size: int) -> None:
             if not facts.st_size:
                 os.ftruncate(descriptor, size)
                 os.fsync(descriptor)
+                sync_names(Path(path).parent)
         finally:
             os.close(descriptor)
     except OSError as error:

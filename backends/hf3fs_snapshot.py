@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import take_rows
+from hicachectl.backends.file_system import sync_names
 from hicachectl.backends.hf3fs_repeats import repeated_key
 from hicachectl.formats.errors import FormatError, StoreUnavailable
 
@@ -387,19 +388,11 @@ def write_repaired(snapshot: Snapshot, path: Path | str) -> None:
             os.fchmod(file.fileno(), _REPAIRED_MODE)
             os.fsync(file.fileno())
             os.link(file.name, path)  # unlike a rename, it fails where something is there
-        _sync_folder(path.parent)
+        sync_names(path.parent)
     except FileExistsError:
         raise FormatError(f"{path}: is there already; name a file that is not") from None
     except OSError as error:
         raise StoreUnavailable(f"{path}: cannot write the snapshot: {error.strerror}") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _document(snapshot: Snapshot) -> Iterator[bytes]:

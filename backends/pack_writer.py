@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from hicachectl import __version__
 from hicachectl.backends.base import Status, StatusArray
+from hicachectl.backends.file_system import sync_names
 from hicachectl.backends.pack_file import (
     Entries,
     UnfinishedPackError,
@@ -265,7 +266,7 @@ class PackWriter:
         self._put([*head, build_record(record, self.pack_id), content])
         if head:
             os.fsync(self.descriptor)
-            _sync_directory(self.path)
+            sync_names(Path(self.path).parent)
         self._written = self.metadata
 
     def _pool(self) -> ThreadPoolExecutor:
@@ -396,15 +397,3 @@ def _continued(path: str, walked: Walked) -> str:
         f"{path}: an unfinished pack of {len(walked.entries)} objects is continued; "
         f"{walked.cut_bytes} bytes behind the last whole one are cut off{damaged}"
     )
-
-
-def _sync_directory(path: str) -> None:
-    """Make the name of a new file durable."""
-    directory = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some file systems need none
-            raise
-    finally:
-        os.close(directory)

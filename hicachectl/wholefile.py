@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
+from hicachectl.backends.file_system import sync_names
 from hicachectl.formats.errors import HicacheError, UsageError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def _replacing(
             partial.unlink(missing_ok=True)
         raise
     if durable:
-        _sync_directory(target.parent)
+        sync_names(target.parent)
 
 
 def _found(path: Path) -> os.stat_result | None:
@@ -79,11 +80,3 @@ def _found(path: Path) -> os.stat_result | None:
 
 def _opened(path: Path, mode: str) -> IO[Any]:
     return path.open(mode) if "b" in mode else path.open(mode, encoding="utf-8")
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

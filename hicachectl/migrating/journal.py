@@ -1,9 +1,10 @@
 """What a migration has done, a line for each batch: read by `--resume`.
 
-Lines are JSON. The first says which migration it is; a line that was cut off by a crash is the
-last, and is dropped: what it would have said is found out again from the destination. Each line
-has a digest of its text, its place and the journal's owner: a journal that was altered, or has
-lines of another one, is refused, since a move deletes what a journal calls copied.
+Lines are JSON. The first says which migration it is, and is durable before any other. A line that
+was cut off by a crash is the last, and one that a power failure has torn has zero bytes: these are
+dropped, and what they would have said is found out again from the destination. Each line has a
+digest of its text, its place and the journal's owner: a journal that was altered, or has lines of
+another one, is refused, since a move deletes what a journal calls copied.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hicachectl.backends.file_system import make_directories, sync_names
 from hicachectl.formats.errors import FormatError, UsageError
 
 if TYPE_CHECKING:
@@ -87,6 +89,10 @@ def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
     progress = Progress()
     with os.fdopen(descriptor, "rb") as stream:
         for number, (start, line) in enumerate(_whole_lines(stream, path), 1):
+            if b"\0" in line:  # torn by a power failure, and perhaps joined to the next one
+                if number == 1:
+                    return progress
+                continue
             if number == 1:
                 progress.owner = _owner(_parsed(line, path, number), identity, path)
             entry = _parsed(line, path, number)
@@ -182,9 +188,9 @@ class Journal:
         """Open a journal; fresh: empty it.
 
         earlier: what `read_journal` found. durable: each line is on the disk before anything
-        follows from it; else a crash of the machine may lose some: what they say is found out
-        again, at the cost of reading. Raises UsageError where it cannot be written, or another
-        process has it.
+        follows from it; else a power failure may lose some lines but the first: what they say is
+        found out again, at the cost of reading. Raises UsageError where it cannot be written, or
+        another process has it.
         """
         self.path = path
         self.owner = (earlier and earlier.owner) or os.urandom(_OWNER_BYTES).hex()
@@ -192,17 +198,18 @@ class Journal:
         self._lock = threading.Lock()
         self._noted = earlier is not None and not fresh
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directories(path.parent)
             self._file = _held(path)
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}") from error
         try:
-            if fresh:
+            if fresh or (earlier is not None and not earlier.owner):
                 os.ftruncate(self._file, 0)
             self._cut_torn_line()
             if not os.lseek(self._file, 0, os.SEEK_END):
                 head = {"migration": FORM, "identity": identity, "owner": self.owner}
-                self._append(head)
+                self._append(head, durable=True)
+                sync_names(path.parent)
         except BaseException:
             os.close(self._file)
             raise
@@ -217,10 +224,11 @@ class Journal:
 
     def _note(self, route: str, pages: Sequence[str], what: str) -> None:
         if pages:
-            self._append({"route": route, "what": what, "pages": "".join(pages)})
+            entry = {"route": route, "what": what, "pages": "".join(pages)}
+            self._append(entry, durable=self._durable)
             self._noted = True
 
-    def _append(self, entry: Mapping[str, Any]) -> None:
+    def _append(self, entry: Mapping[str, Any], *, durable: bool) -> None:
         with self._lock:
             end = os.lseek(self._file, 0, os.SEEK_END)
             digest = _digest(entry, self.owner, end)
@@ -228,7 +236,7 @@ class Journal:
             try:
                 while line:
                     line = line[os.write(self._file, line) :]
-                if self._durable:
+                if durable:
                     os.fdatasync(self._file)
             except OSError as error:
                 with suppress(OSError):  # what comes next must not join a torn line
