@@ -1,0 +1,353 @@
+"""What may be on the disk after a power failure, at each point of a recording.
+
+The model (that of CrashMonkey and ALICE, and what POSIX promises):
+
+- Contents, size and time of a file are durable once an fsync or fdatasync of the file that began
+  after the change has ended, or a syncfs or sync of its file system.
+- Names (create, rename, link, unlink) are durable once an fsync of their directory has ended, or a
+  syncfs or sync. An fsync of a file says nothing about its name.
+- A rename within a directory is atomic. A rename between two directories is atomic until one of
+  them is synced; from then on the half in the other one can be lost alone.
+- Of what is not durable any part can be lost, in any order. Journalled file systems keep more.
+
+Crash states of a point: nothing lost (a kill); all lost; each change lost alone; all contents lost
+while all names are kept, as empty files and as files of zeros; and seeded subsets, in which writes
+can also be torn into sectors of 512 bytes, of which some are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.power.recording import (
+    Change,
+    Inode,
+    Names,
+    Output,
+    Recording,
+    Resize,
+    SetTime,
+    Sync,
+    SyncBegins,
+    Trees,
+    Write,
+    changed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+SUBSETS = 20
+_SECTOR = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Syncs to leave out: of one call, and a path as a shell pattern."""
+
+    call: str
+    path: str
+
+    def __contains__(self, sync: Sync) -> bool:
+        return sync.call == self.call and fnmatchcase(sync.path, self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Trees after a power failure. what: how it came to be.
+
+    printed: stdout until then. sent: what servers were told.
+    """
+
+    what: str
+    printed: bytes
+    sent: tuple[bytes, ...]
+    files: dict[str, bytes]
+    folders: frozenset[str]
+    times: dict[str, int | None] = field(repr=False)
+    inodes: dict[str, Inode] = field(repr=False)
+
+    @property
+    def content(self) -> object:
+        """What makes two states equal."""
+        return frozenset(self.files.items()), self.folders
+
+    def below(self, folder: Path) -> dict[str, bytes]:
+        """Return the files of a directory and those below it, by their path from there."""
+        prefix = f"{folder}/"
+        return {p.removeprefix(prefix): b for p, b in self.files.items() if p.startswith(prefix)}
+
+    def directly_in(self, folder: Path) -> dict[str, bytes]:
+        """Return the files of a directory by name."""
+        return {name: data for name, data in self.below(folder).items() if "/" not in name}
+
+    def materialise(self, roots: Collection[str]) -> None:
+        """Make the trees on disk what they are in this state.
+
+        Objects get new inodes: what records say of the inode and change time of an object follows,
+        as long as the object had not been renamed.
+        """
+        for root in roots:
+            for entry in os.scandir(root):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)  # noqa: PTH108 - thousands of them
+        for folder in sorted(self.folders - set(roots)):
+            os.mkdir(folder)  # noqa: PTH102
+        made: dict[Inode, str] = {}
+        for path in self.files:
+            inode = self.inodes[path]
+            if inode in made:
+                os.link(made[inode], path)
+                continue
+            made[inode] = path
+            _write(path, self.files[path], self.times[path])
+        self._translate(made)
+
+    def _translate(self, made: dict[Inode, str]) -> None:
+        from hicachectl.backends.file_system import version_of
+
+        versions = {
+            inode.version.encode(): version_of(os.stat(path)).hex().encode()  # noqa: PTH116
+            for inode, path in made.items()
+            if inode.version and list(self.inodes.values()).count(inode) == 1
+        }
+        for path, data in self.files.items():
+            if b'"version"' in data:
+                for old, new in versions.items():
+                    data = data.replace(old, new)  # noqa: PLW2901
+                if data != self.files[path]:
+                    _write(path, data, self.times[path])
+
+
+def _write(path: str, data: bytes, mtime_ns: int | None) -> None:
+    Path(path).write_bytes(data)
+    if mtime_ns is not None:
+        os.utime(path, ns=(mtime_ns, mtime_ns))
+
+
+def crash_states(
+    recording: Recording, *, seed: int = 0, without: Sequence[Kind] = ()
+) -> Iterator[State]:
+    """Give the states of every point of a recording.
+
+    without: syncs that are left out, as if the code did not have them; each must be there.
+    """
+    disk = _Disk(recording)
+    printed = b""
+    sent: tuple[bytes, ...] = ()
+    missed = set(without)
+    for number, event in enumerate(recording.events):
+        if isinstance(event, Output):
+            if event.handle == 1:
+                printed += event.data
+            elif event.handle != 2:
+                sent = (*sent, event.data)
+        elif isinstance(event, (Sync, SyncBegins)):
+            sync = event.sync if isinstance(event, SyncBegins) else event
+            kinds = [kind for kind in without if sync in kind]
+            missed.difference_update(kinds)
+            if kinds:
+                continue
+            if isinstance(event, SyncBegins):
+                disk.sync_begins(event.sync)
+            else:
+                disk.sync_ends(event)
+        else:
+            disk.change(event)
+        half = isinstance(event, Names) and event.other is not None and event.entries
+        if half and None not in event.entries.values():  # type: ignore[union-attr]
+            continue  # the other half of the rename comes next, in the same call
+        for what, lost in _losses(disk.pending, random.Random(seed * 1_000_003 + number)):
+            state = disk.without(lost)
+            yield replace(state, what=f"event {number}: {what}", printed=printed, sent=sent)
+    assert not missed, f"the command makes no such sync: {missed}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """What is lost: changes, and all but some sectors of torn writes. zeros: sizes are kept."""
+
+    changes: frozenset[Change]
+    torn: tuple[tuple[Change, frozenset[int]], ...] = ()
+    zeros: bool = False
+
+
+def _losses(pending: Sequence[Change], chance: random.Random) -> Iterator[tuple[str, _Loss]]:
+    units = _units(pending)
+    yield "nothing lost", _Loss(frozenset())
+    if not units:
+        return
+    yield "all lost", _Loss(frozenset(pending))
+    for unit in units:
+        yield f"lost {_said(unit[0])}", _Loss(frozenset(unit))
+    contents = frozenset(c for c in pending if isinstance(c, (Write, Resize)))
+    if contents:
+        yield "names without data", _Loss(contents)
+        yield "names with zeros", _Loss(contents, zeros=True)
+    for number in range(SUBSETS):
+        lost: set[Change] = set()
+        torn: list[tuple[Change, frozenset[int]]] = []
+        for unit in units:
+            if chance.random() < 0.5:
+                first = unit[0]
+                if isinstance(first, Write) and len(first.data) > _SECTOR and chance.random() < 0.5:
+                    sectors = range(-(-len(first.data) // _SECTOR))
+                    kept = frozenset(n for n in sectors if chance.random() < 0.5)
+                    torn.append((first, kept))
+                else:
+                    lost.update(unit)
+        yield f"subset {number}", _Loss(frozenset(lost), tuple(torn))
+
+
+def _units(pending: Sequence[Change]) -> list[tuple[Change, ...]]:
+    """Put the halves of a rename together while neither is durable."""
+    there = set(pending)
+    units: list[tuple[Change, ...]] = []
+    for change in pending:
+        if isinstance(change, Names) and change.other in there:
+            if None not in change.entries.values():
+                units.append((change, change.other))
+        else:
+            units.append((change,))
+    return units
+
+
+def _said(change: Change) -> str:
+    if isinstance(change, Names):
+        return f"names {sorted(change.entries)}"
+    return f"{type(change).__name__} of {change.inode.number}"
+
+
+class _Disk:
+    """What is durable, and what is not yet, in order."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._roots = recording.roots
+        self._durable = recording.before.copy()
+        self.pending: list[Change] = []
+        self._covered: dict[Sync, int] = {}  # how many changes there were when it began
+        self._made = 0
+        self._order: dict[Change, int] = {}
+        self._bytes: dict[tuple[Inode, tuple[object, ...]], bytes] = {}
+        self._steps = 0
+
+    def change(self, change: Change) -> None:
+        self._order[change] = self._made
+        self._made += 1
+        self.pending.append(change)
+
+    def sync_begins(self, sync: Sync) -> None:
+        self._covered[sync] = self._made
+
+    def sync_ends(self, sync: Sync) -> None:
+        end = self._covered.pop(sync)
+        rest = []
+        for change in self.pending:
+            if self._order[change] < end and _covers(sync, change):
+                self._durable.apply(change)
+            else:
+                rest.append(change)
+        self.pending = rest
+        self._bytes.clear()
+
+    def without(self, loss: _Loss) -> State:
+        """Give the state after a loss."""
+        trees = Trees(self._durable.names, self._durable.bytes, self._durable.times)
+        kept = [change for change in self.pending if change not in loss.changes]
+        torn = dict(loss.torn)
+        trees = replace_names(trees, [c for c in kept if isinstance(c, Names)])
+        contents, times = dict(trees.bytes), dict(trees.times)
+        of_inode: dict[Inode, list[Write | Resize]] = {}
+        for change in self.pending if loss.zeros else kept:
+            if isinstance(change, (Write, Resize)):
+                of_inode.setdefault(change.inode, []).append(change)
+        for inode, changes in of_inode.items():
+            key = inode, (loss.zeros, *((id(c), torn.get(c)) for c in changes))
+            if key not in self._bytes:
+                data = contents.get(inode, b"")
+                for each in changes:
+                    for part in _kept(each, torn.get(each), zeros=loss.zeros):
+                        data = changed(data, part)
+                self._bytes[key] = data
+            contents[inode] = self._bytes[key]
+            times[inode] = None
+        times.update({c.inode: c.mtime_ns for c in kept if isinstance(c, SetTime)})
+        return _state(self._roots, trees.names, contents, times)
+
+
+def _kept(
+    change: Write | Resize, sectors: Collection[int] | None, *, zeros: bool
+) -> Iterator[Write | Resize]:
+    """Give what reaches the disk of a change. sectors: those kept of a torn write."""
+    if isinstance(change, Write) and zeros:
+        yield replace(change, data=bytes(len(change.data)))
+    elif isinstance(change, Write) and sectors is not None:
+        for sector in sorted(sectors):
+            begin = sector * _SECTOR
+            yield replace(
+                change,
+                offset=change.offset + begin,
+                data=change.data[begin : begin + _SECTOR],
+            )
+    else:
+        yield change
+
+
+def replace_names(trees: Trees, changes: Sequence[Names]) -> Trees:
+    """Return trees with some names changed; the given ones stay as they are."""
+    names = dict(trees.names)
+    for folder in {change.inode for change in changes}:
+        names[folder] = dict(names.get(folder, {}))
+    changed_trees = Trees(names, trees.bytes, trees.times)
+    for change in changes:
+        changed_trees.apply(change)
+    return changed_trees
+
+
+def _covers(sync: Sync, change: Change) -> bool:
+    if sync.inode is not None:
+        return change.inode == sync.inode
+    return sync.device in (None, change.inode.device)
+
+
+def _state(
+    roots: dict[str, Inode],
+    names: dict[Inode, dict[str, Inode]],
+    contents: dict[Inode, bytes],
+    times: dict[Inode, int | None],
+) -> State:
+    files: dict[str, bytes] = {}
+    inodes: dict[str, Inode] = {}
+    mtimes: dict[str, int | None] = {}
+    folders = set(roots)
+    waiting = list(roots.items())
+    while waiting:
+        path, folder = waiting.pop()
+        for name, inode in names.get(folder, {}).items():
+            place = f"{path}/{name}"
+            inodes[place] = inode
+            if inode.is_directory:
+                folders.add(place)
+                waiting.append((place, inode))
+            else:
+                files[place] = contents.get(inode, b"")
+                mtimes[place] = times.get(inode)
+    return State("", b"", (), files, frozenset(folders), mtimes, inodes)
+
+
+def distinct(states: Iterator[State], key: Callable[[State], object]) -> Iterator[State]:
+    """Leave out states that are equal to an earlier one."""
+    seen = set()
+    for state in states:
+        what = key(state)
+        if what not in seen:
+            seen.add(what)
+            yield state

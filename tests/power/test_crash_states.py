@@ -1,0 +1,61 @@
+"""Power failures at every system call of the commands that write.
+
+Each command runs once, recorded. What it may leave on the disk is then replayed: see
+`crash_states`. That this finds a missing sync is tested too, for each kind of sync.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.power.replaying import found_by_looking, found_by_recovering, seed_of_run
+from tests.power.writers import WRITERS
+from tests.small_file_system import small_file_system
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.power.recording import Recording
+    from tests.power.writers import Writer
+
+Recorded = tuple["Writer", "Recording"]
+
+
+def _params() -> list[object]:
+    """One process records a writer once, for all of its tests."""
+    return [
+        pytest.param(writer, id=writer.__name__, marks=pytest.mark.xdist_group(writer.__name__))
+        for writer in WRITERS
+    ]
+
+
+@pytest.fixture(scope="module", params=_params())
+def recorded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Recorded]:
+    writer: Writer = request.param(tmp_path_factory.mktemp("power"))
+    elsewhere = getattr(writer, "elsewhere", None)
+    with nullcontext() if elsewhere is None else small_file_system(elsewhere, "16m"):
+        yield writer, writer.record()
+
+
+def test_no_state_is_wrong(recorded: Recorded) -> None:
+    assert found_by_looking(*recorded, seed_of_run()) == []
+
+
+def test_the_next_run_completes_the_work(recorded: Recorded) -> None:
+    assert found_by_recovering(*recorded, seed_of_run()) == []
+
+
+def test_a_missing_sync_is_found(recorded: Recorded) -> None:
+    """Each kind of sync that the command makes is left out once."""
+    writer, recording = recorded
+    missed = [
+        name
+        for name, kind in writer.kinds.items()
+        if not found_by_looking(writer, recording, seed_of_run(), [kind])
+    ]
+    assert missed == []
