@@ -219,6 +219,8 @@ class Store(ABC):
     url: str  # what messages and reports call this store
     arena: Arena | None = None
     named_arena: bool = False  # reads are fastest into memory that another process can open
+    # Whether `use_profile` takes a page size that nothing in the store vouches for: to look only.
+    takes_doubtful_sizes: bool = False
     allow_leases: bool = False  # a listing may ask in ways that keep objects from being evicted
     # Whether what was written is read back, where only that tells it from what another writer put
     # at the same moment.

@@ -47,7 +47,7 @@ from hicachectl.backends.hf3fs_tables import UNKNOWN, Tables, locators
 from hicachectl.backends.hf3fs_usrbio import UsrbioReader, find_usrbio
 from hicachectl.backends.hf3fs_writing import PageWriter
 from hicachectl.backends.page_tables import DataFile, TableState
-from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
+from hicachectl.formats.errors import ProfileError, StoreUnavailable, UnsupportedByBackend
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Sequence
@@ -101,6 +101,7 @@ class Hf3fsStore(Store):
         self._files = DataFiles(direct=direct)
         self._reader: PageReader = self._files
         self._sizes = PageSizes({}, frozenset())
+        self._doubt: str | None = None  # why the pages may have another size
         self._server: MetadataClient | None = None
         directory = Path(settings.prefix).parent
         if not directory.is_dir():
@@ -141,20 +142,29 @@ class Hf3fsStore(Store):
         """Learn the bytes of pages, and check them against the tables' page counts.
 
         An inferred profile tells nothing. Raises ProfileError when no table of a namespace has as
-        many pages as fit into its file, UnsupportedByBackend for what 3FS cannot hold.
+        many pages as fit into its file, unless `takes_doubtful_sizes` and its file may have been
+        cut off; UnsupportedByBackend for what 3FS cannot hold.
         """
         if profile.inferred:
             return
         sizes = PageSizes.of(profile)
         if self.settings.snapshot is not None:
-            file_size = self.settings.file_size or self._largest_file(sizes.nbytes)
-            if file_size is not None:
-                sizes.check_page_counts(self.url, self.page_tables(), file_size)
+            stated, lengths = self.settings.file_size, {}
+            if stated is None:
+                lengths = self._lengths(sizes.nbytes)
+            if (file_size := stated or max(lengths.values(), default=None)) is not None:
+                tables = self.page_tables()
+                self._doubt = sizes.check_page_counts(self.url, tables, file_size, lengths)
+                if self._doubt is not None and not self.takes_doubtful_sizes:
+                    raise ProfileError(f"{self.url}: {self._doubt}")
         self._sizes = sizes
 
-    def _largest_file(self, tables: Collection[TableName]) -> int | None:
-        sizes = [self._files.size(self.settings.data_file(*table)) for table in tables]
-        return max((size for size in sizes if size is not None), default=None)
+    def _lengths(self, tables: Collection[TableName]) -> dict[str, int]:
+        sizes = {
+            f"{rank}:{name}": self._files.size(self.settings.data_file(rank, name))
+            for rank, name in tables
+        }
+        return {name: size for name, size in sizes.items() if size is not None}
 
     # listing
 
@@ -201,6 +211,8 @@ class Hf3fsStore(Store):
         texts = []
         if (listed := self._tables.remark()) is not None:
             texts.append(listed)
+        if self._doubt is not None:
+            texts.append(self._doubt)
         if self.touched_keys:
             texts.append(
                 f"keys that looked damaged were asked for {self.touched_keys} times, which the "

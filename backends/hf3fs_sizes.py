@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -45,12 +46,21 @@ class PageSizes:
             affixes.add((before, after))
         return cls(nbytes, frozenset(affixes))
 
-    def check_page_counts(self, url: str, tables: Iterable[PageTable], file_size: int) -> None:
-        """Raise ProfileError where pages are of another size than every table of a namespace.
+    def check_page_counts(
+        self,
+        url: str,
+        tables: Iterable[PageTable],
+        file_size: int,
+        own_sizes: Mapping[str, int] | None = None,
+    ) -> str | None:
+        """Compare the pages of tables with those that fit into their files.
 
-        Where some of its tables agree, the others are damaged: a finding, not a wrong profile.
+        file_size: of a file that was not cut off. own_sizes: bytes of each table's file, by name,
+        where `file_size` is only the largest of them. Returns why the page size is in doubt, None
+        where it is not. Where some tables of a namespace agree, the others are damaged: a finding.
+        Raises ProfileError where none does, and a file that was cut off does not explain it.
         """
-        disagreeing: dict[str, str] = {}
+        disagreeing: list[tuple[PageTable, int]] = []
         agreeing = set()
         for table in tables:
             nbytes = self.nbytes.get((table.rank, table.namespace))
@@ -59,17 +69,28 @@ class PageSizes:
             if table.num_pages == file_size // nbytes:
                 agreeing.add(table.namespace)
             else:
-                problem = (
-                    f"table {table.name} has {table.num_pages} pages, but {file_size // nbytes} of "
-                    f"{nbytes} bytes fit into a file of {file_size}"
-                )
-                disagreeing.setdefault(table.namespace, problem)
-        for namespace, problem in disagreeing.items():
-            if namespace not in agreeing:
+                disagreeing.append((table, nbytes))
+        own = own_sizes or {}
+        # Files that were cut off have lengths of their own.
+        lengths = Counter(own.get(table.name) for table, _ in disagreeing)
+        doubt = None
+        for table, nbytes in disagreeing:
+            if table.namespace in agreeing:
+                continue
+            length = own.get(table.name)
+            if length is None or lengths[length] > 1 or table.num_pages * nbytes <= length:
                 raise ProfileError(
-                    f"{url}: {problem}: the profile is another deployment's, the file was cut off, "
-                    "or the table was made for another file size (then give file_size=)"
+                    f"{url}: table {table.name} has {table.num_pages} pages, but "
+                    f"{file_size // nbytes} of {nbytes} bytes fit into a file of {file_size}: the "
+                    "profile is another deployment's, the file was cut off, or the table was made "
+                    "for another file size (then give file_size=)"
                 )
+            doubt = doubt or (
+                f"table {table.name} has {table.num_pages} pages of {nbytes} bytes by the profile, "
+                f"but its file ends after {length} bytes: the file was cut off, or the profile is "
+                "another deployment's; SGLang's file size tells, as file_size= in the URL"
+            )
+        return doubt
 
     def refuse_strangers(self, url: str, keys: Sequence[bytes], sizes: IntArray) -> None:
         """Raise UnsupportedByBackend for objects that the deployment does not have."""

@@ -64,6 +64,15 @@ def _rows(
     return pa.table([column(value) for value in columns], schema=SCHEMA)
 
 
+def without_repeats(found: pa.Table, earlier: Iterable[pa.Table]) -> pa.Table:
+    """Leave out findings of which an earlier one, of one of some tables, has the code and key."""
+    codes = pc.unique(found.column("code"))
+    said = pa.concat_tables([SCHEMA.empty_table(), *earlier])
+    said = said.filter(pc.is_in(said.column("code"), codes.drop_null()))
+    keys = said.column("key").combine_chunks().drop_null()
+    return found.filter(pc.invert(pc.is_in(found.column("key"), value_set=keys)))
+
+
 def combine(tables: Iterable[pa.Table]) -> pa.Table:
     """Gather all findings in one table: the worst first, then by code, page and key."""
     table = pa.concat_tables([SCHEMA.empty_table(), *tables]).combine_chunks()

@@ -36,10 +36,12 @@ def opened(
     allow_leases: bool = False,
     lease_wait: float | None = None,
     create: bool = False,
+    looks_only: bool = False,
 ) -> Iterator[Store]:
     """Open the store that a STORE argument names, with the config of the command line.
 
-    allow_leases, lease_wait (seconds; None: the store's own), create: see `Store`.
+    allow_leases, lease_wait (seconds; None: the store's own), create: see `Store`. looks_only:
+    nothing is changed or copied, so that sizes in doubt will do.
     """
     from hicachectl.backends.urls import load_config, open_store
 
@@ -50,6 +52,7 @@ def opened(
         if store.logs_natively and not settings.verbose:
             mute_native_logs()
         store.allow_leases = allow_leases
+        store.takes_doubtful_sizes = looks_only
         if lease_wait is not None:
             store.lease_wait_seconds = lease_wait
         yield store

@@ -20,7 +20,7 @@ from hicachectl.checks.placement import check_placement
 from hicachectl.checks.replicas import NO_REPLICAS, check_replicas, replica_sets
 from hicachectl.checks.sizes import UNKNOWN_SIZE, check_sizes, expected_sizes
 from hicachectl.coverage import Coverage, impossible_checks, unjudged
-from hicachectl.findings import combine, severity_ranks
+from hicachectl.findings import combine, severity_ranks, without_repeats
 from hicachectl.groups import ORPHAN, PARTIAL, PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.loaders.devices import DEFAULT_DEVICE_BYTES, open_checker, refuse_missing
@@ -186,7 +186,7 @@ class _Run:
             [
                 *self._structure(inventory, groups, in_flight),
                 *of_tables,
-                *reading.findings(inventory),
+                *(without_repeats(table, of_tables) for table in reading.findings(inventory)),
                 *self._bytes(inventory, reading, outcome, digested),
             ]
         )

@@ -77,7 +77,7 @@ def command(
         states=state or (),
     )
     with (
-        opened(ctx, store, allow_leases=options["allow_leases"]) as source,
+        opened(ctx, store, allow_leases=options["allow_leases"], looks_only=True) as source,
         progress(ctx, "listing", " objects") as advance,
     ):
         profile = profile_from_options(options, source, warn=partial(remark, ctx))

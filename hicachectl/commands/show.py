@@ -65,7 +65,7 @@ def command(
     from hicachectl.profiles import profile_from_options
 
     with (
-        opened(ctx, store, allow_leases=options["allow_leases"]) as source,
+        opened(ctx, store, allow_leases=options["allow_leases"], looks_only=True) as source,
         progress(ctx, "listing", " objects") as advance,
     ):
         profile = profile_from_options(options, source, warn=partial(remark, ctx))

@@ -188,8 +188,9 @@ def command(
 
     _refuse_contradictions(options)
     refuse_early(options)
-    leases = {name: options[name] for name in ("allow_leases", "lease_wait")}
-    with locked(options["lock"]) as is_ours, opened(ctx, store, **leases) as source:
+    manner = {name: options[name] for name in ("allow_leases", "lease_wait")}
+    manner["looks_only"] = options["repair"] == "none"
+    with locked(options["lock"]) as is_ours, opened(ctx, store, **manner) as source:
         if not is_ours:
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
             return
