@@ -176,9 +176,17 @@ def _checked_file(
         yield _wrong_stride(table, file, bytes_per_page)
     behind_ns = file.mtime_ns - saved_at_ns
     if behind_ns > grace_s * _NS:
-        behind = timedelta(seconds=behind_ns // _NS)
-        detail = f"{file.path} was written {behind} after the snapshot was saved"
+        detail = f"{file.path} was written {_duration(behind_ns)} after the snapshot was saved"
         yield _table_findings("snapshot-stale", table.namespace, [detail])
+
+
+def _duration(length_ns: int) -> str:
+    """Write a duration for people: milliseconds, seconds, or hours, minutes and seconds."""
+    if length_ns >= 60 * _NS:
+        return str(timedelta(seconds=length_ns // _NS))
+    if length_ns >= _NS:
+        return f"{length_ns / _NS:.1f} s"
+    return f"{max(1, length_ns // 1_000_000)} ms"
 
 
 def _beyond_the_end(table: PageTable, file: DataFile, bytes_per_page: int) -> pa.Table:

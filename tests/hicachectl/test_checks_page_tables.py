@@ -208,6 +208,21 @@ def test_a_file_written_long_after_the_snapshot_makes_it_stale(behind_s: int, st
     ] * stale
 
 
+@pytest.mark.parametrize(
+    ("behind_ns", "said"),
+    [(1, "1 ms"), (2_000_000, "2 ms"), (1_520_000_000, "1.5 s"), (61 * S, "0:01:01"),
+     (90_061 * S, "1 day, 1:01:01")],
+)  # fmt: skip
+def test_how_stale_a_snapshot_is_reads_well(behind_ns: int, said: str) -> None:
+    (row,) = found_in(
+        table_of([0], [], 1),
+        files={"0:kv": DataFile("/f", 10, 10_000 * S + behind_ns)},
+        saved_at_ns=10_000 * S,
+        grace_s=0,
+    )
+    assert row["detail"] == f"/f was written {said} after the snapshot was saved"
+
+
 def test_each_kind_of_damage_that_sglang_s_server_lets_happen_is_found(
     metadata_server: MetadataServer,
 ) -> None:
