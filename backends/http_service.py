@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_REPLY_BYTES = 256 << 20
+MAX_HEAD_BYTES = 1 << 18  # status and headers, with interim replies; a real one has 1 KB
 
 _BLOCK_BYTES = 1 << 20
 _TRIES = 3
@@ -58,6 +59,7 @@ class HttpService:
     timeout_s: for a whole answer; for each block of one that is streamed.
     headers:   sent with every request.
     tls:       whether the service speaks it; its certificate is checked.
+    max_reply_bytes: of one reply; default: MAX_REPLY_BYTES.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class HttpService:
         timeout_s: float = 15.0,
         headers: Mapping[str, str] | None = None,
         tls: bool = False,
+        max_reply_bytes: int | None = None,
     ) -> None:
         self.hint = hint
+        self._max_reply_bytes = max_reply_bytes
         self._name = f"{who} {f'[{host}]' if ':' in host else host}:{port}"
         self._place = (host, port)
         self._timeout_s = timeout_s
@@ -170,8 +174,9 @@ class HttpService:
         body = bytearray()
         for block in _blocks(response):
             body += block
-            if len(body) > MAX_REPLY_BYTES:
-                raise self.lost(f"an answer is larger than {MAX_REPLY_BYTES} bytes", self.hint)
+            limit = self._max_reply_bytes or MAX_REPLY_BYTES
+            if len(body) > limit:
+                raise self.lost(f"an answer is larger than {limit} bytes", self.hint)
         return bytes(body)
 
     def _put_back(self, connection: _Connection, response: http.client.HTTPResponse | None) -> None:
@@ -200,7 +205,7 @@ class HttpService:
                 if not tries_left or self._closed or time.monotonic() + _PAUSE_S > deadline:
                     raise self._failed(error) from error
                 time.sleep(_PAUSE_S)
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, http.client.HTTPException, UnicodeError) as error:
                 raise self._failed(error) from error
         raise AssertionError("the last try returns or raises")
 
@@ -212,6 +217,7 @@ class HttpService:
             ConnectionError: ("the connection is closed without an answer", self.hint),
             http.client.HTTPException: ("what answers does not speak HTTP as it should", self.hint),
             socket.gaierror: ("the host's name is not known", ""),
+            UnicodeError: ("the host's name is none that a network knows", ""),
             ssl.SSLError: (f"TLS failed: {getattr(error, 'reason', '') or error}", self.hint),
         }
         for kind, (what, remedy) in known.items():
@@ -221,23 +227,37 @@ class HttpService:
 
 
 class _DeadlineSocket(socket.socket):
-    """A socket whose reads all end at one time, instead of each after some time of its own."""
+    """A socket whose reads all end at one time, instead of each after some time of its own.
+
+    head_left: bytes that may be read before the head of a reply ends; None once it has.
+    """
 
     deadline = 0.0
+    head_left: int | None = None
 
     def recv_into(self, *args: Any, **kwargs: Any) -> int:
         self.settimeout(_time_left(self.deadline))
-        return super().recv_into(*args, **kwargs)
+        return _counted(self, super().recv_into(*args, **kwargs))
 
 
 class _DeadlineTlsSocket(ssl.SSLSocket):
     """The same over TLS."""
 
     deadline = 0.0
+    head_left: int | None = None
 
     def recv_into(self, *args: Any, **kwargs: Any) -> int:
         self.settimeout(_time_left(self.deadline))
-        return super().recv_into(*args, **kwargs)
+        return _counted(self, super().recv_into(*args, **kwargs))
+
+
+def _counted(sock: _DeadlineSocket | _DeadlineTlsSocket, count: int) -> int:
+    """Raise HTTPException for a head that does not end, as of endless interim replies."""
+    if sock.head_left is not None:
+        sock.head_left -= count
+        if sock.head_left < 0:
+            raise http.client.HTTPException(f"a head of more than {MAX_HEAD_BYTES} bytes")
+    return count
 
 
 def _tls_context() -> ssl.SSLContext:
@@ -265,7 +285,15 @@ class _Connection(http.client.HTTPConnection):
         self.extend(deadline)
         kind = {} if request.body is None else {"Content-Type": "application/json"}
         self.request(request.method, request.path, request.body, {**headers, **kind})
-        return self.getresponse()
+        sock = self.sock  # getresponse lets go of it where the reply ends the connection
+        self._bound_head(sock, MAX_HEAD_BYTES)
+        try:
+            response = self.getresponse()
+        finally:
+            self._bound_head(sock, None)
+        if response.status < http.client.OK:  # http.client passes over 100 only
+            raise http.client.HTTPException(f"an interim reply {response.status}")
+        return response
 
     def _opened(self, timeout_s: float) -> socket.socket:
         plain = socket.create_connection((self.host, self.port), timeout_s)
@@ -277,6 +305,11 @@ class _Connection(http.client.HTTPConnection):
         except BaseException:
             plain.close()
             raise
+
+    @staticmethod
+    def _bound_head(sock: socket.socket, limit: int | None) -> None:
+        if isinstance(sock, _DeadlineSocket | _DeadlineTlsSocket):
+            sock.head_left = limit
 
     def extend(self, deadline: float) -> None:
         """Set the time at which what is under way has to end."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hicachectl.formats.deployment_flags import DeploymentFlags
-from hicachectl.formats.documents import parse_json
+from hicachectl.formats.documents import parse_json, storable
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.profile import NEWEST_SGLANG, Profile, shown
+from hicachectl.formats.profile import MAX_RANKS, NEWEST_SGLANG, Profile, shown
 
 _SOURCE = "server_info"
 
@@ -47,7 +47,7 @@ class _Reply:
             return default
         if not isinstance(value, str):
             raise ProfileError(f"{_SOURCE}: {name}: expected text, found {type(value).__name__}")
-        return value
+        return storable(value)
 
     def count(self, name: str, default: int | None = None) -> int:
         value = self.values.get(name)
@@ -133,7 +133,7 @@ def _flags(reply: _Reply, model_path: str, version: str) -> DeploymentFlags:
         enable_dsa_cache_layer_split=reply.flag("enable_dsa_cache_layer_split"),
         dcp=reply.count("dcp_size", 1),
         tp_lcm_size=lcm if type(lcm) is int else 0,
-        tag=str(extra.get("extra_backend_tag") or ""),
+        tag=storable(str(extra.get("extra_backend_tag") or "")),
         speculative_algorithm=reply.text("speculative_algorithm"),
         speculative_num_steps=reply.count("speculative_num_steps", 0),
         enable_multi_layer_eagle=reply.flag("enable_multi_layer_eagle"),
@@ -170,7 +170,7 @@ def _partition(text: str | None) -> tuple[int, ...]:
     if not text:
         return ()
     try:
-        return tuple(int(layers) for layers in text.split(","))
+        return tuple(int(layers) for layers in text.split(",", MAX_RANKS + 1))
     except ValueError:
         raise ProfileError(f"{_SOURCE}: SGLANG_PP_LAYER_PARTITION: {text!r:.60}") from None
 

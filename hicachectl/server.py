@@ -5,18 +5,15 @@ from __future__ import annotations
 import http.client
 import logging
 import os
-import ssl
-import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from hicachectl.backends.bounded import read_bounded
+from hicachectl.backends.http_service import HttpService
 from hicachectl.formats.documents import parse_json_object
-from hicachectl.formats.errors import ProfileError, StoreUnavailable, UsageError
+from hicachectl.formats.errors import FormatError, ProfileError, UsageError
 from hicachectl.formats.model_config import profile_from_config
 from hicachectl.formats.server_info import contradictions_with_layout, flags_from_server_info
 
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
 API_KEY_VARIABLE = "HICACHECTL_API_KEY"
 MAX_REPLY_BYTES = 32 << 20  # a real reply has some 50 KB for each attention-DP rank
 MAX_CONFIG_BYTES = 32 << 20
-_CHUNK_BYTES = 1 << 16
 
 _log = logging.getLogger(__name__)
 
@@ -50,17 +46,6 @@ class ServerProfile:
     warnings: tuple[str, ...]
 
 
-class _NotFoundError(Exception):
-    pass
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuse redirects: urllib would send the API key along, to whatever host they name."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
 def fetch_server(url: str, *, api_key: str | None = None, timeout_s: float = 10.0) -> ServerReplies:
     """Ask a server for its deployment and its key layout.
 
@@ -68,24 +53,41 @@ def fetch_server(url: str, *, api_key: str | None = None, timeout_s: float = 10.
     each request as a whole. Raises UsageError for a bad URL and StoreUnavailable where no usable
     answer comes.
     """
-    base = checked_url(url)
+    service, base = server_service(url, "--server", api_key=api_key, timeout_s=timeout_s)
+    try:
+        info = _get_json(service, f"{base}/server_info")
+        if info is None:
+            info = _get_json(service, f"{base}/get_server_info")  # its older name
+        if info is None:
+            what = "has neither /server_info nor /get_server_info: no SGLang server?"
+            raise service.lost(what)
+        return ServerReplies(info, _get_json(service, f"{base}/get_hicache_l3_cache_layout"))
+    finally:
+        service.close()
+
+
+def server_service(
+    url: str, option: str, *, api_key: str | None = None, timeout_s: float
+) -> tuple[HttpService, str]:
+    """Make the client of an SGLang server; returns it and the path of the server's endpoints.
+
+    option: gave the URL. api_key: default from HICACHECTL_API_KEY. timeout_s: for each request as
+    a whole. Raises UsageError on a URL or a key that cannot be one.
+    """
+    parts = urlsplit(checked_url(url, option))
     key = checked_key(api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE, ""))
-    try:
-        info = _get_json(f"{base}/server_info", key, timeout_s)
-    except _NotFoundError:
-        try:
-            info = _get_json(f"{base}/get_server_info", key, timeout_s)  # its older name
-        except _NotFoundError:
-            raise StoreUnavailable(
-                f"{base}: has neither /server_info nor /get_server_info: no SGLang server?"
-            ) from None
-    try:
-        layout: Mapping[str, Any] | None = _get_json(
-            f"{base}/get_hicache_l3_cache_layout", key, timeout_s
-        )
-    except _NotFoundError:
-        layout = None
-    return ServerReplies(info, layout)
+    tls = parts.scheme == "https"
+    service = HttpService(
+        str(parts.hostname),
+        parts.port or (443 if tls else 80),
+        who="SGLang server",
+        hint="is this the URL of an SGLang server?",
+        timeout_s=timeout_s,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        tls=tls,
+        max_reply_bytes=MAX_REPLY_BYTES,
+    )
+    return service, quote(parts.path, safe="/%:@!$&'()*+,;=~")
 
 
 def profile_from_server(
@@ -181,59 +183,21 @@ def checked_key(key: str) -> str:
     return key
 
 
-def _get_json(url: str, api_key: str, timeout_s: float) -> dict[str, Any]:
-    _log.debug("GET %s", url)
-    request = urllib.request.Request(url, headers={"Accept": "application/json"})
-    if api_key:
-        request.add_unredirected_header("Authorization", f"Bearer {api_key}")
+def _get_json(service: HttpService, path: str) -> dict[str, Any] | None:
+    """Get a JSON object; None where the server has no such endpoint. Raises StoreUnavailable."""
+    _log.debug("GET %s", path)
+    reply = service.get(path)
+    if reply.status == http.client.NOT_FOUND:
+        return None
+    if reply.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
+        what = f"HTTP {reply.status}: the server wants its API key"
+        raise service.lost(what, f"set {API_KEY_VARIABLE}")
+    if 300 <= reply.status < 400:
+        what = f"HTTP {reply.status}: redirects are not followed"
+        raise service.lost(what, "give the server's own URL")
+    if reply.status != http.client.OK:
+        raise service.refused(path, reply)
     try:
-        body = _read_body(request, timeout_s)
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise _status_error(url, error.code) from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise StoreUnavailable(f"{url}: {_reason(error, timeout_s)}") from error
-    return parse_json_object(body, url, refusal=StoreUnavailable)
-
-
-def _read_body(request: urllib.request.Request, timeout_s: float) -> bytes:
-    deadline = time.monotonic() + timeout_s
-    body = bytearray()
-    opener = urllib.request.build_opener(_NoRedirects)
-    with opener.open(request, timeout=timeout_s) as response:
-        while chunk := response.read1(_CHUNK_BYTES):
-            body += chunk
-            if len(body) > MAX_REPLY_BYTES:
-                raise StoreUnavailable(
-                    f"{request.full_url}: the answer is larger than {MAX_REPLY_BYTES} bytes"
-                )
-            if time.monotonic() > deadline:  # the socket's timeout is for each piece alone
-                raise TimeoutError
-    return bytes(body)
-
-
-def _status_error(url: str, status: int) -> Exception:
-    if status == http.HTTPStatus.NOT_FOUND:
-        return _NotFoundError()
-    if status in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN):
-        return StoreUnavailable(
-            f"{url}: HTTP {status}: the server wants its API key; set {API_KEY_VARIABLE}"
-        )
-    if 300 <= status < 400:
-        return StoreUnavailable(
-            f"{url}: HTTP {status}: redirects are not followed; give the server's own URL"
-        )
-    return StoreUnavailable(f"{url}: HTTP {status}")
-
-
-def _reason(error: Exception, timeout_s: float) -> str:
-    cause = error.reason if isinstance(error, urllib.error.URLError) else error
-    if isinstance(cause, TimeoutError):
-        return f"no answer within {timeout_s:g} s"
-    if isinstance(cause, ConnectionRefusedError):
-        return "connection refused: is the server running, and at this port?"
-    if isinstance(cause, ssl.SSLError):
-        return f"TLS failed: {cause.reason or cause}"
-    if isinstance(cause, http.client.HTTPException):
-        return f"the answer is not HTTP as expected ({type(cause).__name__})"
-    return str(cause) or type(cause).__name__
+        return parse_json_object(reply.body, path)
+    except FormatError as error:
+        raise service.lost(str(error), service.hint) from None

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import queue
 import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from hicachectl.backends.http_service import HttpService, Reply
-from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
+from hicachectl.formats.documents import parse_json_object
+from hicachectl.formats.errors import FormatError, ProfileError, StoreUnavailable
 from hicachectl.formats.hashing import tokens_to_restore
+from hicachectl.formats.profile import MAX_ALL_RANKS, MAX_RANKS, above, shown
 from hicachectl.interrupts import deferred, persistent
-from hicachectl.server import API_KEY_VARIABLE, checked_key, checked_url
+from hicachectl.server import API_KEY_VARIABLE, server_service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from hicachectl.backends.http_service import Reply
     from hicachectl.chains import Hashing
     from hicachectl.requests import Request
 
@@ -90,12 +90,18 @@ def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Pr
 def dp_ranks(server_info: Mapping[str, Any]) -> tuple[int | None, ...]:
     """List the DP ranks that hold caches of their own: (None,) where there is one.
 
-    Source: srt/runtime_context.py :: num_dp_ranks_of, of a reply of /server_info.
+    Source: srt/runtime_context.py :: num_dp_ranks_of, of a reply of /server_info. Raises
+    ProfileError for more than a server can have.
     """
-    sizes = [server_info.get(name) for name in ("dp_size", "attn_dp_size")]
     ranks = 1
-    for size in sizes:
-        ranks *= size if type(size) is int and size > 0 else 1
+    for name in ("dp_size", "attn_dp_size"):
+        size = server_info.get(name)
+        if type(size) is int and size > 0:
+            for problem in above(name, size, MAX_RANKS):
+                raise ProfileError(f"server_info: {problem}")
+            ranks *= size
+    for problem in above("dp_size x attn_dp_size", ranks, MAX_ALL_RANKS):
+        raise ProfileError(f"server_info: {problem}")
     return tuple(range(ranks)) if ranks > 1 else (None,)
 
 
@@ -140,21 +146,10 @@ class ThroughServer:
         busy_patience_s: float = BUSY_PATIENCE_S,
         pause_s: float = _PAUSE_S,
     ) -> None:
-        parts = urlsplit(checked_url(url, "--through-server"))
-        key = checked_key(api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE, ""))
-        if parts.hostname is None:
-            raise UsageError(f"--through-server: {url!r} names no host")
-        tls = parts.scheme == "https"
-        self._path = f"{parts.path}/generate"
-        self._service = HttpService(
-            parts.hostname,
-            parts.port or (443 if tls else 80),
-            who="SGLang server",
-            hint="is this the URL of an SGLang server?",
-            timeout_s=request_timeout_s,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            tls=tls,
+        self._service, base = server_service(
+            url, "--through-server", api_key=api_key, timeout_s=request_timeout_s
         )
+        self._path = f"{base}/generate"
         self._jobs, self._ranks = jobs, tuple(ranks)
         self._pauses = _Pauses(pause_s, busy_patience_s)
         self._lock = threading.Lock()
@@ -287,18 +282,24 @@ class ThroughServer:
 
     def _read(self, prefix: Prefix, rank: int | None, reply: Reply) -> Pulled:
         try:
-            meta = json.loads(reply.body)["meta_info"]
+            meta = parse_json_object(reply.body, "answer")["meta_info"]
             cached = meta["cached_tokens"]
             details = meta.get("cached_tokens_details") or {}
             reason = meta.get("finish_reason") or {}
-            sources = {name: details[name] for name in _SOURCES if type(details.get(name)) is int}
+            sources = {name: details[name] for name in _SOURCES if details.get(name) is not None}
             aborted = reason.get("type") == "abort"
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (FormatError, KeyError, TypeError, AttributeError):
             what = "an answer is not that of an SGLang server"
             raise _RefusedForAllError(str(self._service.lost(what, self._service.hint))) from None
-        error = str(reason.get("message") or "aborted")[:_SAID_CHARS] if aborted else ""
-        tokens = cached if type(cached) is int else 0
-        return Pulled(prefix.number, rank, prefix.pages, tokens, sources, error)
+        if aborted:
+            said = _readable(str(reason.get("message") or "aborted"))
+            return Pulled(prefix.number, rank, prefix.pages, error=said)
+        asked = len(prefix.token_ids)
+        for name, count in {"cached_tokens": cached, **sources}.items():
+            if type(count) is not int or not 0 <= count <= asked:
+                what = f"{name}: the server states {shown(count)} for a request of {asked} tokens"
+                return Pulled(prefix.number, rank, prefix.pages, error=what)
+        return Pulled(prefix.number, rank, prefix.pages, cached, sources)
 
 
 class _RefusedForAllError(StoreUnavailable):
@@ -358,6 +359,11 @@ class _Pauses:
 
 def _said(reply: Reply) -> str:
     """Quote why a server does not take a request."""
-    text = reply.body[:_SAID_CHARS].decode(errors="replace")
-    text = "".join(char if char.isprintable() else " " for char in text).strip()
+    text = _readable(reply.body[: 4 * _SAID_CHARS].decode(errors="replace"))
     return f"HTTP {reply.status}" + (f": {text}" if text else "")
+
+
+def _readable(text: str) -> str:
+    """Leave out of a server's words what cannot be printed, half characters among it."""
+    text = text[:_SAID_CHARS]
+    return "".join(char if char.isprintable() else " " for char in text).strip()

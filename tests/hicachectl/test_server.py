@@ -166,7 +166,7 @@ def test_a_redirect_is_not_followed(sglang: Sglang) -> None:
 
 def test_an_error_of_the_server_is_said(sglang: Sglang) -> None:
     sglang.answer("/server_info", {}, 503)
-    with pytest.raises(StoreUnavailable, match=r"/server_info: HTTP 503"):
+    with pytest.raises(StoreUnavailable, match=r"/server_info failed with HTTP 503"):
         fetch_server(sglang.url)
 
 
@@ -217,7 +217,7 @@ def test_an_answer_that_is_not_http_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=speak, args=(listener,))
         thread.start()
-        with pytest.raises(StoreUnavailable, match="not HTTP") as caught:
+        with pytest.raises(StoreUnavailable, match="does not speak HTTP") as caught:
             fetch_server(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=PATIENCE_S)
         thread.join()
     assert isinstance(caught.value.__cause__, http.client.HTTPException)
