@@ -202,6 +202,11 @@ profile_options = _stack(
         metavar="NAME",
         help="Model name as given to SGLang.  [default: _name_or_path of the config]",
     ),
+    click.option(
+        "--sglang",
+        metavar="VERSION",
+        help="SGLang release that wrote the store; decides the form of keys.  [default: newest]",
+    ),
     click.option("--page-size", type=click.IntRange(1), help="Tokens a page."),
     click.option("--kv-cache-dtype", metavar="DTYPE", help="As given to SGLang.  [default: auto]"),
     click.option("--layout", metavar="LAYOUT", help="As --hicache-mem-layout."),

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.formats.profile import Profile, parse_profile
+from hicachectl.formats.deployment_flags import NEWEST_SGLANG
+from hicachectl.formats.key_versions import mooncake_keys_name_model
+from hicachectl.formats.profile import Profile, dump_profile, parse_profile
 from tests.hicachectl.stores import page, put, put_pages
 
 if TYPE_CHECKING:
@@ -25,6 +27,34 @@ def test_from_a_config_with_flags(invoke: Invoke) -> None:
     profile = parse_profile(out)
     assert (profile.model, profile.tp, profile.page_size) == ("Qwen/Qwen3-32B", 8, 64)
     assert profile.pools[0].kv_heads == 8
+
+
+def test_the_release_decides_what_was_written(invoke: Invoke, tmp_path: Path) -> None:
+    arguments = ["--model-config", CONFIGS / "qwen3-32b.json", "--served-model-name", "m"]
+    arguments += ["--page-size", 64]
+    newest = parse_profile(invoke("profile", *arguments).stdout)
+    old = parse_profile(invoke("profile", *arguments, "--sglang", "0.5.7").stdout)
+    assert (newest.sglang, newest.layout) == (NEWEST_SGLANG, "page_first")
+    assert (old.sglang, old.layout) == ("0.5.7", "layer_first")
+    assert mooncake_keys_name_model(newest)
+    assert not mooncake_keys_name_model(old)
+    (tmp_path / "m.toml").write_text(dump_profile(newest))
+    for wrong in (
+        [*arguments, "--sglang", "newest"],
+        ["--profile", tmp_path / "m.toml", "--sglang", "0.5.7"],
+        [tmp_path, "--sglang", "0.5.7"],
+    ):
+        assert "sglang" in invoke("profile", *wrong, exit_code=2).stderr
+
+
+def test_a_store_of_an_old_release_is_refused_what_its_keys_cannot_tell(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    arguments = ["--model-config", CONFIGS / "qwen3-32b.json", "--served-model-name", "m"]
+    arguments += ["--page-size", 64, "--pp", 2]
+    invoke("verify", tmp_path, *arguments)
+    said = invoke("verify", tmp_path, *arguments, "--sglang", "0.5.9", exit_code=2).stderr
+    assert "SGLang before 0.5.10" in said
 
 
 def test_json_and_toml_say_the_same(invoke: Invoke, tmp_path: Path) -> None:
