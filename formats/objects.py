@@ -59,6 +59,7 @@ class Coordinate:
     tag:   Mooncake `extra_backend_tag`, "" without.
     pool:  SGLang `PoolName` value ("kv", "indexer", ...).
     part:  the piece of the pool in this object ("k", "temporal", ...), None for the whole page.
+           The exception is MLA on Mooncake: SGLang names an object of K and V together "k".
     """
 
     model: str

@@ -67,7 +67,11 @@ _HF3FS_PARAMETERS = (
     ("server=URL", "The metadata server."),
     ("snapshot=FILE", "Its persistence file."),
     ("config=FILE", "SGLang's JSON config, for the prefix, file_size and server."),
-    ("file_size=SIZE", "Bytes of each file; default: the size of the largest."),
+    (
+        "file_size=SIZE",
+        "Bytes of each file, as SGLang was told; default: the size of the largest. It tells a file "
+        "that was cut off from a profile of other page sizes.",
+    ),
     ("ranks=N", "Only ranks below N."),
 )
 _MOONCAKE = (
@@ -79,6 +83,9 @@ _MOONCAKE = (
     "The listing is of the tenant default, and leaves out objects without a readable replica. "
     "A key with a comma (the side pools of split heads) can only be asked for its size with "
     "--allow-leases. The store keeps no times: what is not whole is looked at again after --grace.",
+    "An object of an MLA model holds the whole latent row, but SGLang ends its key in _k. ls "
+    "--objects and findings therefore show the part k, and no part v is expected. On other stores "
+    "the part of such an object is null.",
 )
 _MOONCAKE_PARAMETERS = (
     ("admin=HOST:PORT", "The master's HTTP service; default: port 9003 of the master's host."),

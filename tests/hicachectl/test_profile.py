@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.formats.deployment_flags import NEWEST_SGLANG
 from hicachectl.formats.key_versions import mooncake_keys_name_model
-from hicachectl.formats.profile import Profile, dump_profile, parse_profile
+from hicachectl.formats.profile import NEWEST_SGLANG, Profile, dump_profile, parse_profile
 from tests.hicachectl.stores import page, put, put_pages
 
 if TYPE_CHECKING:
