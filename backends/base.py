@@ -20,7 +20,7 @@ import pyarrow as pa
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterator, Sequence
+    from collections.abc import Collection, Generator, Iterator
     from pathlib import Path
     from types import TracebackType
 
@@ -203,7 +203,6 @@ class Store(ABC):
     versions_recur: ClassVar[bool] = False  # another object can get the version of an earlier one
     supports_locator: ClassVar[bool] = False
     supports_pin: ClassVar[bool] = False
-    supports_groups: ClassVar[bool] = False
     supports_moves: ClassVar[bool] = False  # `mover` finds one, for some directories
     supports_replicas: ClassVar[bool] = False  # `replicas` is listed
     supports_touch: ClassVar[bool] = False  # `touch` moves objects in the order of eviction
@@ -359,13 +358,11 @@ class Store(ABC):
         sizes: IntArray,
         *,
         if_absent: bool,
-        group: Sequence[str] | None = None,
         pin: bool = False,
     ) -> Result:
         """Write objects from the arena, each atomically, durable when the call returns.
 
         if_absent: leave an existing object as it is and answer EXISTS; else replace it.
-        group:     one id a row, a hint that some stores use to evict them together.
         pin:       protect from eviction; refused with UnsupportedByBackend where that is unknown.
         Statuses: OK, EXISTS, FULL, ERROR.
         """

@@ -55,7 +55,7 @@ from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Sequence
+    from collections.abc import Callable, Collection, Generator
 
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
@@ -206,7 +206,6 @@ class FileStore(Store):
         sizes: IntArray,
         *,
         if_absent: bool,
-        group: Sequence[str] | None = None,
         pin: bool = False,
     ) -> Result:
         """Write a batch: temporary files, one sync, rename, sync of the directory."""

@@ -50,7 +50,7 @@ from hicachectl.backends.page_tables import DataFile, TableState
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UnsupportedByBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Sequence
+    from collections.abc import Collection, Generator
 
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.hf3fs_snapshot import PageTable
@@ -452,7 +452,6 @@ class Hf3fsStore(Store):
         sizes: IntArray,
         *,
         if_absent: bool,
-        group: Sequence[str] | None = None,
         pin: bool = False,
     ) -> Result:
         """Write pages as SGLang does: reserve, write, confirm.

@@ -84,7 +84,6 @@ class MooncakeStore(Store):
     supports_replicas: ClassVar[bool] = True
     supports_leases: ClassVar[bool] = True
     supports_pin: ClassVar[bool] = True
-    supports_groups: ClassVar[bool] = True
     logs_natively: ClassVar[bool] = True
     lease_wait_seconds: float = 2 * LEASE_SECONDS
     evicts: ClassVar[bool] = True
@@ -296,7 +295,6 @@ class MooncakeStore(Store):
         sizes: IntArray,
         *,
         if_absent: bool,
-        group: Sequence[str] | None = None,
         pin: bool = False,
     ) -> Result:
         """Put objects, and read them back: a put of a key that exists is answered like any other.
@@ -322,7 +320,6 @@ class MooncakeStore(Store):
                 [keys[at] or "" for at in places],
                 self._addresses(offsets[places]),
                 sizes[places].tolist(),
-                groups=None if group is None else [group[at] for at in places.tolist()],
                 pin=pin,
                 pin_seconds=self.pin_seconds,
             )

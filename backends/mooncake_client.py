@@ -124,11 +124,6 @@ class MooncakeClient:
             raise
 
     @property
-    def supports_groups(self) -> bool:
-        """Whether objects can be put in groups that live and die together."""
-        return hasattr(self._configuration, "group_ids")
-
-    @property
     def supports_pin(self) -> bool:
         """Whether objects can be protected from eviction."""
         return self._soft_pin is not None
@@ -157,7 +152,6 @@ class MooncakeClient:
         addresses: Sequence[int],
         sizes: Sequence[int],
         *,
-        groups: Sequence[str] | None = None,
         pin: bool = False,
         pin_seconds: float | None = None,
     ) -> Codes:
@@ -166,8 +160,6 @@ class MooncakeClient:
         pin_seconds: None for the master's --default_kv_soft_pin_ttl.
         """
         configuration = self._configuration()
-        if groups is not None and self.supports_groups:
-            configuration.group_ids = list(groups)
         if pin:
             if self._soft_pin is None:
                 raise UnsupportedByBackend("this version of Mooncake cannot pin objects")

@@ -50,7 +50,7 @@ from hicachectl.formats.pack_index import column_of
 from hicachectl.formats.profile import dump_profile, parse_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Sequence
+    from collections.abc import Collection, Generator
 
     from hicachectl.backends.pack_file import Entries, Finished
     from hicachectl.formats.pack import Metadata
@@ -222,8 +222,11 @@ class PackStore(Store):
             self._writer.use_metadata(grammar=name)
 
     def recorded_profile(self) -> Profile | None:
-        """Give the profile that was recorded when it was written. Raises ProfileError."""
-        text = self._metadata.profile
+        """Return the profile recorded when the pack was written. Raises ProfileError.
+
+        Profiles no longer describe objects of the unified key scheme: None for such a pack.
+        """
+        text = "" if self.grammar == "unified" else self._metadata.profile
         return parse_profile(text, source=f"{self.path}: profile") if text else None
 
     def use_profile(self, profile: Profile) -> None:
@@ -292,7 +295,6 @@ class PackStore(Store):
         sizes: IntArray,
         *,
         if_absent: bool,
-        group: Sequence[str] | None = None,
         pin: bool = False,
     ) -> Result:
         """Append objects, compressed where that pays, with one sync at the end."""

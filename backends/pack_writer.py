@@ -247,7 +247,7 @@ class PackWriter:
             if not self.metadata.grammar:
                 raise UnsupportedByBackend(
                     f"{self.path}: nothing says what keys the new pack has; "
-                    f"write pack://{self.path}?keys=file (or mooncake, hf3fs, unified)"
+                    f"write pack://{self.path}?keys=file (or mooncake, hf3fs)"
                 )
             try:
                 if self._has_tail:

@@ -3,7 +3,7 @@
 The coordinates are those that SGLang's key builders produce (see `formats.keys`), for all ranks
 of a deployment together. Source: SGLang srt/mem_cache/hicache_storage.py :: HiCacheFile,
 storage/mooncake_store/mooncake_store.py :: MooncakeStore, storage/hf3fs/storage_hf3fs.py ::
-HiCacheHF3FS, hicache_key_scheme.py :: plan_unified_kv, managers/cache_controller.py.
+HiCacheHF3FS, managers/cache_controller.py.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from hicachectl.formats.layouts import (
     TensorLayout,
     flat_page,
     part_objects,
-    unified_page,
 )
 from hicachectl.formats.objects import Coordinate, Shard
 from hicachectl.formats.pools import DRAFT_POOLS, PoolPiece, pool_piece
 from hicachectl.formats.profile import Pool, Profile, validate_profile
-from hicachectl.formats.unified_grid import unified_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -91,18 +89,18 @@ class _Scheme:
 def expected_objects(profile: Profile, scheme: str) -> tuple[ExpectedObject, ...]:
     """List the objects of one page, the anchor's first, then by pool and rank.
 
-    scheme: "file", "mooncake", "hf3fs" or "unified". Coordinates are distinct; where a key lacks
-    a rank (CP on Mooncake and 3FS), the object of rank 0 stands for all. Raises ProfileError when
-    the profile is contradictory or too vague, UnsupportedByBackend when the backend has no such
-    objects, UsageError on an unknown scheme.
+    scheme: "file", "mooncake" or "hf3fs". Coordinates are distinct; where a key lacks a rank (CP
+    on Mooncake and 3FS), the object of rank 0 stands for all. Raises ProfileError when the
+    profile is contradictory or too vague, UnsupportedByBackend when the backend has no such
+    objects (and for the unified scheme, which no server writes), UsageError on an unknown scheme.
     """
-    if scheme not in (*_SCHEMES, "unified"):
-        raise UsageError(f"unknown key scheme {scheme!r}; known: {', '.join(_SCHEMES)}, unified")
+    if scheme == "unified":
+        raise UnsupportedByBackend("no profile describes objects of the unified key scheme")
+    if scheme not in _SCHEMES:
+        raise UsageError(f"unknown key scheme {scheme!r}; known: {', '.join(_SCHEMES)}")
     problems = validate_profile(profile)
     if problems:
         raise ProfileError("profile: " + "; ".join(problems))
-    if scheme == "unified":
-        return tuple(_unified_objects(profile))
     _SCHEMES[scheme].check(profile)
     pools = [pool for pool in profile.pools if _has_objects(pool, scheme)]
     anchor = next((pool for pool in pools if pool.name == "kv" or not pool.trailing), None)
@@ -395,25 +393,6 @@ def _hf3fs_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[
             yield _one_object((tensor,), tensor.name)
     else:
         yield from _flat_contents(profile, pool, piece)
-
-
-# --- unified ---
-
-
-def _unified_objects(profile: Profile) -> Iterator[ExpectedObject]:
-    for chunk in unified_chunks(profile):
-        tensors = unified_page(chunk.geometry)
-        shard = Shard(layers=chunk.layers, heads=chunk.heads)
-        yield ExpectedObject(
-            coordinate=Coordinate(chunk.namespace, "kv", shard=shard),
-            nbytes=sum(tensor.nbytes for tensor in tensors),
-            tensors=tensors,
-            layers=tuple(range(*chunk.layers)),
-            padding_layers=0,
-            trailing=False,
-            trailing_pages=0,
-            anchor=True,
-        )
 
 
 _SCHEMES = {

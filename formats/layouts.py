@@ -38,7 +38,6 @@ _MLA_AXES = {
 _ASYMMETRIC_LAYOUTS = ("page_first", "page_first_direct")
 _INDEXER_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 _STATE_LAYOUTS = ("page_first", "page_first_direct")
-_UNIFIED_VECTOR_BYTES = 16  # PageUnifiedLayout: its kernels move 16-byte vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,33 +147,6 @@ def part_objects(geometry: Geometry, layout: str) -> tuple[TensorLayout, ...]:
             "as parts; page_first and page_first_direct can"
         )
     return tensors
-
-
-def unified_page(geometry: Geometry) -> tuple[TensorLayout, ...]:
-    """Lay out an object of the unified key scheme: K and V of one head group and layer range.
-
-    Source: SGLang srt/mem_cache/pool_host/page_unified.py :: PageUnifiedLayout.page_dims.
-    Raises UnsupportedByBackend where the scheme does not hold such a pool.
-    """
-    if isinstance(geometry, MlaGeometry):
-        tensor = _mla_tensor(geometry, _MLA_AXES["page_first_direct"])
-        group_bytes = geometry.channels * tensor.itemsize
-    elif isinstance(geometry, MhaGeometry) and not geometry.asymmetric:
-        g = geometry
-        axes = ("head_group", "layer", "kv", "token", "head", "channel")
-        shape = (1, g.layers, 2, g.tokens, g.heads, g.head_dim)
-        tensor = TensorLayout("kv", axes, shape, g.dtype)
-        group_bytes = g.heads * g.head_dim * tensor.itemsize
-    else:
-        raise UnsupportedByBackend(
-            "the unified key scheme holds MLA pages, and MHA pages with K and V of one width"
-        )
-    if group_bytes % _UNIFIED_VECTOR_BYTES:
-        raise UnsupportedByBackend(
-            f"a token's row of {group_bytes} bytes is no multiple of {_UNIFIED_VECTOR_BYTES}, "
-            "which page_unified requires"
-        )
-    return (tensor,)
 
 
 def _tensors(geometry: Geometry, layout: str) -> Iterator[TensorLayout]:

@@ -167,8 +167,6 @@ class Profile:
     cp_layer_split: bool = False  # SGLang --enable-dsa-cache-layer-split
     dcp: int = 1
     tp_lcm_size: int = 0
-    unified_head_group: int = 0  # KV heads of an object of the unified scheme; 0: a rank's own
-    unified_layer_partition: int = 0  # layers of one; 0: a stage's own
     tag: str = ""
     hash_unit: str = "token"
     speculative_algorithm: str = ""
@@ -259,13 +257,12 @@ def above(name: str, value: int, most: int) -> Iterator[str]:
 
 def _size_problems(profile: Profile) -> Iterator[str]:
     """Check every number against its bound."""
-    for name in ("tp", "pp", "cp", "dcp", "linear_tp", "tp_lcm_size", "unified_head_group"):
+    for name in ("tp", "pp", "cp", "dcp", "linear_tp", "tp_lcm_size"):
         yield from above(name, getattr(profile, name), MAX_RANKS)
     sizes = (profile.tp, profile.pp, profile.cp)
     if all(0 < size <= MAX_RANKS for size in sizes) and prod(sizes) > MAX_ALL_RANKS:
         yield f"tp: tp x pp x cp are {prod(sizes)} ranks, more than {MAX_ALL_RANKS}"
     yield from above("page_size", profile.page_size, MAX_PAGE_SIZE)
-    yield from above("unified_layer_partition", profile.unified_layer_partition, MAX_LAYERS)
     yield from above("pp_partition", max(profile.pp_partition, default=0), MAX_LAYERS)
     yield from above("pools: their number", len(profile.pools), _MAX_POOLS)
     for pool in profile.pools[:_MAX_POOLS]:
@@ -318,7 +315,7 @@ def _scalar_problems(profile: Profile) -> Iterator[str]:
     for name in ("page_size", "tp", "pp", "cp", "dcp"):
         if getattr(profile, name) < 1:
             yield f"{name}: must be at least 1, is {getattr(profile, name)}"
-    for name in ("linear_tp", "tp_lcm_size", "unified_head_group", "unified_layer_partition"):
+    for name in ("linear_tp", "tp_lcm_size"):
         if getattr(profile, name) < 0:
             yield f"{name}: must not be negative"
     if not profile.model:

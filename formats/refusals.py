@@ -65,10 +65,6 @@ def check_grammars(
                 f"cp {profile.cp}: {grammar} keys name no context-parallel rank, so the pages of "
                 "ranks after the first are lost"
             )
-        if grammar == "unified" and len(profile.pools) > 1:
-            raise UnsupportedByBackend(
-                f"pools[{profile.pools[1].name}]: the unified key scheme holds kv only"
-            )
 
 
 def check_pools(

@@ -162,7 +162,7 @@ def _first_head(profile: Profile, pool: Pool, expected: ExpectedObject, held: in
     if pool.replicated:
         return 0
     if shard.heads is not None and pool.name == "kv":
-        return shard.heads[0] * held  # a slice of the LCM grid, a head group of the unified scheme
+        return shard.heads[0] * held  # a slice of the LCM grid
     if profile.tp > pool.kv_heads:
         return holder(shard) // (profile.tp // pool.kv_heads)
     return holder(shard) * held

@@ -96,8 +96,6 @@ def retargeted(
     tp_lcm_size: int | None = None,
     layout: str | None = None,
     sglang: str | None = None,
-    unified_head_group: int | None = None,
-    unified_layer_partition: int | None = None,
 ) -> Profile:
     """Describe the same pages as another deployment would store them; None keeps a value.
 
@@ -115,8 +113,6 @@ def retargeted(
         "tp_lcm_size": tp_lcm_size,
         "layout": layout,
         "sglang": sglang,
-        "unified_head_group": unified_head_group,
-        "unified_layer_partition": unified_layer_partition,
     }
     return replace(profile, **{name: new for name, new in changes.items() if new is not None})
 

@@ -89,7 +89,7 @@ class _Run:
                 f"{source.url}: --move: its objects cannot be deleted; copy without it"
             )
         self._target = request.destination_profile or request.profile
-        self._grammar = settle_grammar(source, destination, request.key_scheme)
+        self._grammar = settle_grammar(source, destination)
         self._routes_of = find_router(
             source, destination, self._grammar, request.profile, self._target
         )

@@ -256,11 +256,6 @@ transform_options = _stack(
     click.option("--to-tp-lcm-size", type=click.IntRange(1), help="Mooncake split heads to write."),
     click.option("--to-layout", metavar="LAYOUT", help="Memory layout to write."),
     click.option("--to-sglang", metavar="VERSION", help="SGLang release whose keys to write."),
-    click.option(
-        "--to-key-scheme",
-        type=click.Choice(["rank-suffix", "unified"]),
-        help="Kind of keys to write; no server reads unified ones yet.",
-    ),
 )
 
 lock_option = click.option(

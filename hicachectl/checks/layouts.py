@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     _Places = tuple[IntArray, IntArray]  # pages, rows
 
-_ORDERED_AXES = {"layer", "token", "head", "channel"}
-
 
 @dataclass(frozen=True, slots=True)
 class LayoutCheck:
@@ -118,8 +116,6 @@ def layout_check(expected: ExpectedObject, profile: Profile) -> LayoutCheck | No
     if pool is None or pool.kind not in ("mha", "mla") or not expected.tensors:
         return None
     stored = expected.tensors[0]
-    if not _ORDERED_AXES.issuperset(stored.axes):
-        return None  # page_unified: nothing else stores under such keys
     lengths = dict(zip(stored.axes, stored.shape, strict=True))
     own = _row_order(stored.axes, lengths)
     rivals: dict[tuple[str, ...], tuple[RowOrder, list[str]]] = {}

@@ -193,7 +193,6 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Requ
     return Request(
         profile=profile,
         destination_profile=destination_profile(profile, options),
-        key_scheme="unified" if options["to_key_scheme"] == "unified" else None,
         selection=Selection(
             model=options["model"] or "",
             pool=options["pool"] or "",

@@ -292,8 +292,6 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> tuple
         raise click.UsageError(
             "what a prefix needs only a profile tells: give --profile, --model-config or --server"
         )
-    if options["to_key_scheme"]:
-        raise click.UsageError("--to-key-scheme is for migrate: no server reads such keys yet")
     wanted = read_wanted(profile, store.grammar, options)
     if wanted.in_others is not None and len(wanted.in_others):
         remark(

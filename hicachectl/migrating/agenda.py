@@ -41,14 +41,13 @@ class Request:
 
     profile: of the deployment that wrote the source; None: as far as its keys tell, and then
     every object keeps key and bytes. destination_profile: of what it is to become, None: the same.
-    key_scheme: grammar of the keys to be written, None: the destination's own. pages: only these.
+    pages: only these.
     partial, damaged: also groups that are not whole, or have findings of severity error.
     resume: go on from the journal of an earlier run.
     """
 
     profile: Profile | None = None
     destination_profile: Profile | None = None
-    key_scheme: str | None = None
     selection: Selection = EVERYTHING
     pages: PageList | None = None
     grace_seconds: float = 60.0

@@ -16,14 +16,12 @@ if TYPE_CHECKING:
     from hicachectl.inventory import Inventory
 
 
-def settle_grammar(source: Store, destination: Store, key_scheme: str | None = None) -> str:
+def settle_grammar(source: Store, destination: Store) -> str:
     """Name the grammar of the keys that will be written, and tell the destination.
 
-    key_scheme: that was asked for; else the destination's own, or the source's where that is open.
+    It is the destination's own; a new pack takes the source's.
     """
-    grammar = key_scheme
-    if grammar is None:
-        grammar = source.grammar if destination.open_grammar else destination.grammar
+    grammar = source.grammar if destination.open_grammar else destination.grammar
     destination.use_grammar(grammar)
     return grammar
 

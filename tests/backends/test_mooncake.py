@@ -348,22 +348,6 @@ class Recorder:
         return self._client.batch_get_into(*arguments)
 
 
-def test_groups_live_and_die_together(store: MooncakeStore, cluster: Cluster) -> None:
-    """A lease on one object of a group keeps the others."""
-    store.confirms_writes = False  # which would lease them all
-    keys = [f"m_{PAGE_HASHES[0]}_{rank}_{part}".encode() for rank in (0, 1) for part in "kv"]
-    one = np.full(4, 4096, dtype=np.int64)
-    offsets = np.arange(4) * 4096
-    written = store.write_from(
-        rows_of(keys), offsets, one, if_absent=True, group=["page"] * 3 + ["other"]
-    )
-    assert written.all_ok
-    client = cluster.client()
-    assert client.is_exist(keys[0].decode()) == 1
-    assert client.remove(keys[1].decode()) == -706
-    assert client.remove(keys[3].decode()) == 0
-
-
 def test_a_call_after_the_end_is_an_error_and_no_crash(cluster: Cluster) -> None:
     with Arena(ARENA_BYTES) as arena:
         store = open_store(cluster.url)

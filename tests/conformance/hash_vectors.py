@@ -4,8 +4,7 @@ Reads one JSON document from stdin, writes one to stdout. Per list of the questi
 
 - chains: {form, tokens, page_size, extra_key, cache_salt, prior} to the hashes of its pages
 - seeds:  [extra_key, cache_salt] to the seed in hex, or null
-- plans:  arguments of plan_unified_kv to {encoded, suffixes, layer_ranges, head_ranges}
-- maps:   an object to its msgpack bytes in hex
+- plans:  arguments of plan_unified_kv to {suffixes, layer_ranges, head_ranges}
 
 The answer to chains is a text, the reason, where the native extension cannot be built: nothing
 else hashes pages in SGLang 0.5.23.
@@ -35,14 +34,12 @@ def main() -> None:
 
 
 def answer(question: dict[str, list[Any]]) -> dict[str, Any]:
-    import msgspec
     from sglang.srt.mem_cache.utils import storage_namespace_seed
 
     return {
         "chains": hash_chains(question["chains"]),
         "seeds": [storage_namespace_seed(*seed) for seed in question["seeds"]],
         "plans": [plan(arguments) for arguments in question["plans"]],
-        "maps": [msgspec.msgpack.encode(fields).hex() for fields in question["maps"]],
     }
 
 
@@ -82,12 +79,10 @@ def hash_chain(
 
 
 def plan(arguments: dict[str, Any]) -> dict[str, Any]:
-    import msgspec
     from sglang.srt.mem_cache.hicache_key_scheme import plan_unified_kv
 
     planned = plan_unified_kv(**arguments)
     return {
-        "encoded": msgspec.msgpack.encode(planned.namespace).hex(),
         "suffixes": planned.suffixes,
         "layer_ranges": planned.layer_ranges,
         "head_ranges": planned.head_ranges,

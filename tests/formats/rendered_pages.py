@@ -63,8 +63,6 @@ def rendered(profile: Profile, grammar: str, content: Any, coordinate: Coordinat
     """The bytes of one object."""
     pool = next(pool for pool in profile.pools if pool.name == coordinate.pool)
     layers = _layers(profile, pool, coordinate)
-    if grammar == "unified":
-        return _unified(profile, pool, content[pool.name], coordinate)
     if pool.kind == "mha":
         heads = _heads(profile, pool, coordinate)
         sides = [values[layers][:, :, heads] for values in content[pool.name]]
@@ -130,15 +128,3 @@ def _state_shard(
     blocks = np.split(values, np.cumsum(state.groups)[:-1], axis=axis) if state.groups else [values]
     rank = _rank(profile, coordinate)
     return np.concatenate([np.split(b, profile.tp, axis=axis)[rank] for b in blocks], axis=axis)
-
-
-def _unified(profile: Profile, pool: Pool, content: Any, coordinate: Coordinate) -> bytes:
-    assert coordinate.shard.layers is not None
-    layers = slice(*coordinate.shard.layers)
-    if pool.kind == "mla":
-        return bytes(content[layers].tobytes())
-    assert coordinate.shard.heads is not None
-    size = profile.unified_head_group or pool.kv_heads // profile.tp
-    first = coordinate.shard.heads[0] * size
-    k, v = (values[layers][:, :, first : first + size] for values in content)
-    return bytes(np.stack([k, v], axis=1).tobytes())  # [layer, k or v, token, head, bytes]

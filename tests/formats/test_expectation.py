@@ -13,7 +13,7 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.objects import Coordinate, Shard
 from hicachectl.formats.profile import Pool, Profile, StateTensor
 
-SCHEMES = ("file", "mooncake", "hf3fs", "unified")
+SCHEMES = ("file", "mooncake", "hf3fs")
 
 
 def mha(name: str = "kv", **fields: Any) -> Pool:
@@ -99,9 +99,6 @@ def test_k_v_and_file_objects_of_real_models(pool: Pool, tp: int, k_bytes: int) 
     assert nbytes(model, "mooncake", part="v") == {k_bytes}
     assert nbytes(model, "hf3fs", part="k") == {k_bytes}
     assert nbytes(model, "file") == {2 * k_bytes}
-    # Without a stated group the unified scheme refuses one KV head a rank.
-    grouped = replace(model, unified_head_group=pool.kv_heads // tp)
-    assert nbytes(grouped, "unified") == {2 * k_bytes}
 
 
 @pytest.mark.parametrize(
@@ -460,58 +457,12 @@ def test_ranks_that_an_older_release_does_not_tell_apart_are_refused(
     assert expected_objects(replace(model, sglang=f"{major}.{minor}.{int(patch) + 1}"), scheme)
 
 
-# --- unified ---
-
-
-def test_unified_objects_are_rectangles_of_layers_and_heads() -> None:
-    found = expected_objects(profile(mha(), tp=2, pp=2), "unified")
-    assert [item.coordinate.shard for item in found] == [
-        Shard(layers=layers, heads=heads)
-        for layers in ((0, 2), (2, 4))
-        for heads in ((0, 1), (1, 2))
-    ]
-    assert found[0].tensors[0].shape == (1, 2, 2, 64, 4, 128)
-
-
-def test_unified_objects_of_an_agreed_grid_do_not_depend_on_ranks() -> None:
-    grid = profile(mha(layers=5), unified_head_group=2, unified_layer_partition=2)
-    found = expected_objects(grid, "unified")
-    assert expected_objects(replace(grid, tp=4), "unified") == found
-    assert expected_objects(replace(grid, pp=2, pp_partition=(4, 1)), "unified") == found
-    assert [item.layers for item in found[::4]] == [(0, 1), (2, 3), (4,)]
-    assert [item.coordinate.shard.heads for item in found[:4]] == [
-        (0, 1), (1, 2), (2, 3), (3, 4)
-    ]  # fmt: skip
-    assert found[0].tensors[0].shape == (1, 2, 2, 64, 2, 128)
-
-
-def test_unified_objects_of_mla_have_no_heads() -> None:
-    assert shards(profile(mla(), indexer(), tp=4), "unified") == [Shard(layers=(0, 61))]
-
-
-def test_the_unified_scheme_holds_kv_alone() -> None:
-    assert parts(profile(mla(), indexer()), "unified", "indexer") == []
-
-
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        (profile(LOGICAL, opaque("deepseek_v4_c4")), "mha and mla only"),
-        (profile(mla(), cp=2), "context parallelism"),
-        (profile(mla(packed_draft_layers=1)), "runs of layers"),
-        (profile(mha(layers=(1, 3)), gdn(4)), "runs of layers"),
-        (profile(mha(kv_heads=2), tp=4), "2 KV heads"),
-        (profile(mha(), tp=8), "unified_head_group: one KV head a rank"),
-        (profile(mha(), unified_head_group=3), "3 does not divide the 8 KV heads"),
-        (profile(mha(), pp=2, unified_layer_partition=3), "stage from layer 2 on"),
-    ],
-)
-def test_what_the_unified_scheme_cannot_hold_is_refused(model: Profile, reason: str) -> None:
-    with pytest.raises(UnsupportedByBackend, match=reason):
-        expected_objects(model, "unified")
-
-
 # --- all ---
+
+
+def test_the_unified_scheme_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedByBackend, match="the unified key scheme"):
+        expected_objects(MHA_TARGET, "unified")
 
 
 def test_an_unknown_scheme_is_refused() -> None:

@@ -6,20 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.formats.errors import FormatError, UnsupportedByBackend
-from hicachectl.formats.keys.unified import UnifiedCodec, pack_msgpack_map, unified_namespace
+from hicachectl.formats.errors import UnsupportedByBackend
+from hicachectl.formats.keys.unified import UnifiedCodec
 from hicachectl.formats.objects import Coordinate, Shard
 
 DIGEST = "ukv1-8d19308ec7f4a608"
-GRID: dict[str, Any] = {
-    "model_id": "Qwen/Qwen3-32B",
-    "dtype": "bfloat16",
-    "page_size": 64,
-    "rank_replicated": False,
-    "total_kv_heads": 8,
-    "head_group": 1,
-    "layer_partition": 16,
-}
 
 digests = st.from_regex(r"ukv1-[0-9a-f]{16}", fullmatch=True)
 numbers = st.integers(0, 10**9 - 1)
@@ -101,55 +92,3 @@ def test_other_text_around_a_hash_is_foreign(prefix: str, suffix: str) -> None:
 def test_what_the_scheme_cannot_name_is_refused(unnamed: Coordinate) -> None:
     with pytest.raises(UnsupportedByBackend, match="the unified key scheme has no name for"):
         UnifiedCodec().affix(unnamed)
-
-
-# Made by sglang 0.5.23's namespace_digest.
-def test_a_namespace_has_the_digest_that_sglang_gives_it() -> None:
-    assert unified_namespace(**GRID) == DIGEST
-
-
-def test_a_replicated_namespace_has_no_heads() -> None:
-    replicated = {**GRID, "model_id": "deepseek-ai/DeepSeek-V3.2", "rank_replicated": True}
-    assert unified_namespace(**replicated | {"layer_partition": 0}) == "ukv1-3ffc38a9d568abb3"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_id": ""}, "model_id: empty"),
-        ({"model_id": "\ud800"}, "not valid Unicode"),
-        ({"page_size": 0}, "page_size: must be at least 1, is 0"),
-        ({"layer_partition": -1}, "layer_partition: must not be negative, is -1"),
-        ({"head_group": 0}, "head_group 0 and total_kv_heads 8 must be at least 1"),
-        ({"total_kv_heads": 0}, "head_group 1 and total_kv_heads 0 must be at least 1"),
-        ({"head_group": 3}, "head_group: 3 does not divide total_kv_heads 8"),
-        ({"page_size": 2**64}, "msgpack: 18446744073709551616 is out of range"),
-    ],
-)
-def test_a_grid_that_sglang_refuses_is_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(FormatError, match=message):
-        unified_namespace(**GRID | change)
-
-
-@pytest.mark.parametrize(
-    ("value", "packed"),
-    [
-        (False, "c2"),
-        (True, "c3"),
-        (0, "00"),
-        (127, "7f"),
-        (128, "cc80"),
-        (255, "ccff"),
-        (256, "cd0100"),
-        (65536, "ce00010000"),
-        (2**32, "cf0000000100000000"),
-        ("", "a0"),
-        ("é", "a2c3a9"),
-        ("x" * 31, "bf" + "78" * 31),
-        ("x" * 32, "d920" + "78" * 32),
-        ("x" * 256, "da0100" + "78" * 256),
-        ("x" * 65536, "db00010000" + "78" * 65536),
-    ],
-)
-def test_values_are_packed_as_msgpack_specifies(value: str | int | bool, packed: str) -> None:
-    assert pack_msgpack_map({"n": value}).hex() == "81a16e" + packed

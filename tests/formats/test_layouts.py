@@ -12,7 +12,6 @@ from hicachectl.formats.layouts import (
     TensorLayout,
     flat_page,
     part_objects,
-    unified_page,
 )
 
 MHA = MhaGeometry(layers=3, tokens=4, heads=2, head_dim=16, v_head_dim=16, dtype="bfloat16")
@@ -148,27 +147,6 @@ def test_a_layout_that_a_pool_is_not_built_in_is_refused(geometry: Geometry, lay
 def test_page_unified_is_no_layout_of_a_store(geometry: Geometry) -> None:
     with pytest.raises(UnsupportedByBackend, match="page_unified"):
         flat_page(geometry, "page_unified")
-
-
-def test_a_unified_mha_object_has_k_beside_v_in_each_layer() -> None:
-    axes = ("head_group", "layer", "kv", "token", "head", "channel")
-    assert unified_page(MHA) == (TensorLayout("kv", axes, (1, 3, 2, 4, 2, 16), "bfloat16"),)
-
-
-def test_a_unified_mla_object_is_layer_major() -> None:
-    axes = ("layer", "token", "channel")
-    assert unified_page(MLA) == (TensorLayout("kv", axes, (3, 4, 576), "float8_e4m3fn"),)
-
-
-@pytest.mark.parametrize("geometry", [ASYMMETRIC, INDEXER, STATES])
-def test_the_unified_scheme_refuses_other_pools(geometry: Geometry) -> None:
-    with pytest.raises(UnsupportedByBackend, match="unified key scheme"):
-        unified_page(geometry)
-
-
-def test_the_unified_scheme_refuses_rows_that_are_no_vectors() -> None:
-    with pytest.raises(UnsupportedByBackend, match="multiple of 16"):
-        unified_page(MlaGeometry(layers=1, tokens=1, channels=3, dtype="bfloat16"))
 
 
 @given(geometries, st.sampled_from(["page_first", "page_first_direct"]))

@@ -16,7 +16,6 @@ from tests.formats.small_models import (
     OLD_KDA,
     WITH_DRAFT,
     gdn,
-    indexer,
     mha,
     mla,
     opaque,
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
         (profile(mha(), gdn(), tp=2, linear_tp=4), "file", {"tp": 4}, "file", "linear_tp"),
         (profile(mha(), gdn()), "file", {"tp": 16}, "file", "does not divide over 16"),
         (profile(mha(kv_heads=6)), "file", {"tp": 4}, "file", "6 heads and tp 4"),
-        (profile(mha(), indexer()), "file", {}, "unified", "holds kv only"),
+        (profile(mha()), "file", {}, "unified", "no profile describes"),
         (profile(opaque("kv"), tp=2), "file", {"tp": 4}, "file", "no known form"),
         (
             profile(opaque("kv"), tp=2),

@@ -31,7 +31,7 @@ from tests.formats.small_models import (
 )
 
 PAGES = 2
-GRAMMARS = ("file", "mooncake", "hf3fs", "unified")
+GRAMMARS = ("file", "mooncake", "hf3fs")
 
 
 # --- random deployments ---
@@ -68,7 +68,6 @@ def models(draw: st.DrawFn) -> Profile:
 @st.composite
 def deployments(draw: st.DrawFn, model: Profile) -> tuple[Profile, str]:
     """A way to serve and store a model that SGLang has, by rules spelled out here again."""
-    pools = {pool.name: pool for pool in model.pools}
     kinds = {pool.kind for pool in model.pools}
     last = max(max(pool.layer_numbers) for pool in model.pools if pool.name != "draft") + 1
     cuts = draw(st.sets(st.integers(1, last - 1), max_size=2)) if last > 1 else set()
@@ -90,14 +89,6 @@ def deployments(draw: st.DrawFn, model: Profile) -> tuple[Profile, str]:
     side_mha = any(pool.kind == "mha" for pool in model.pools[1:])
     if not wide and not side_mha and layout != "page_head":
         grammars.append("hf3fs")
-    kv = pools["kv"]
-    alone = (
-        len(pools) == 1 and not kv.packed_draft_layers and kv.layer_numbers == tuple(range(last))
-    )
-    grid = draw(st.sampled_from([0, 1, 2]))
-    divides = kv.kind == "mla" or (kv.kv_heads % (tp * max(grid, 1)) == 0 and not wide)
-    if alone and divides and (kv.kind == "mla" or grid or kv.kv_heads > tp or tp == 1):
-        grammars.append("unified")
     grammar = draw(st.sampled_from(grammars))
     pp = 1 if grammar == "hf3fs" else len(partition)
     lcm = draw(st.sampled_from([tp, 2 * tp]))
@@ -111,7 +102,6 @@ def deployments(draw: st.DrawFn, model: Profile) -> tuple[Profile, str]:
             pp_partition=partition if pp > 1 else (),
             layout=layout,
             tp_lcm_size=lcm if split else 0,
-            unified_head_group=grid,
         ),
         grammar,
     )
@@ -200,7 +190,6 @@ def identities(plan: TransferPlan) -> bool:
         (profile(mla(), kda(), tp=4, dcp=2, page_size=4), ("file", "file")),
         (profile(mla(), tp=4, pp=2, dcp=2, page_size=4), ("mooncake", "file")),
         (profile(LOGICAL, opaque("swa"), opaque("deepseek_v4_c4"), tp=2), ("file", "mooncake")),
-        (profile(mla(), unified_layer_partition=2), ("unified", "unified")),
     ],
 )
 def test_another_name_alone_copies_nothing(model: Profile, grammars: tuple[str, str]) -> None:

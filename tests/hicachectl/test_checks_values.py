@@ -359,25 +359,6 @@ def test_opaque_pools_are_not_looked_at() -> None:
     assert not checker.stats(np.zeros(64, np.uint8))
 
 
-def test_objects_of_the_unified_scheme_are_checked() -> None:
-    base, _ = tiny("bfloat16")
-    profile = replace(base, layout="page_unified")
-    (expected,) = expected_objects(profile, "unified")
-    objects = KvGenerator(expected, profile, 1).objects(range(2))
-    checker = ValueChecker(expected, profile)
-    assert not checker.check(objects)
-    values = objects.view(np.uint16).reshape(2, 3, 2, 4, 2, 16)  # layer, kv, token, head, channel
-    values[0, 1, 1, 2, 1, 3] = NAN["bfloat16"]
-    values[0, 2, 0, 0, 0, :2] = NAN["bfloat16"]
-    values[1, 2, 0, 1] = 0
-    nan, zero = checker.check(objects)
-    first = "k: 2 NaN in layer 2, token 0, the first at layer 2, token 0, head 0, channel 0"
-    assert nan == ValueIssue(0, "nan", f"{first}; v: 1 NaN {PLACE}, head 1, channel 3")
-    assert (zero.index, zero.code) == (1, "all-zero")
-    assert zero.detail.startswith("k: 1 token row of zero bytes in layer 2, token 1,")
-    assert {s.tensor for s in checker.stats(objects[0])} == {"k", "v"}
-
-
 def test_objects_of_a_slab_need_not_touch() -> None:
     checker, expected, objects = prepared("bfloat16", "page_first", count=5)
     slab = np.full((5, -(-expected.nbytes // 4096) * 4096), 0xFF, np.uint8)

@@ -18,7 +18,6 @@ from hicachectl.formats.layouts import (  # isort: skip
     MhaGeometry,
     TensorLayout,
     flat_page,
-    unified_page,
 )
 from hicachectl.kernels.copy_triton import strided_copy  # isort: skip
 from hicachectl.loaders.plans import pool_form  # isort: skip
@@ -259,20 +258,6 @@ def test_rows_that_lie_together_are_copied_together() -> None:
     assert [axis.name for axis in plan.axes] == ["kv", "layer"]
     assert plan.run == 4 * 2 * 16 * 2
     assert plan.unit == 16
-
-
-@DEVICES
-def test_pages_of_the_unified_scheme_part_into_k_and_v(device: str) -> None:
-    geometry = MhaGeometry(
-        layers=3, tokens=4, heads=2, head_dim=16, v_head_dim=16, dtype="bfloat16"
-    )
-    form = pool_form(unified_page(geometry))
-    assert [piece.name for piece in form.pieces] == ["k", "v"]
-    objects = random_objects(form, 1)
-    expected = np.full(SLOTS * form.page_bytes, 0xA5, np.uint8)
-    placed(form, objects[0], 4, expected)
-    pools = scattered(TritonProvider(), form, objects, [4], device)
-    assert (pools == expected).all()
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 12, 16, 24])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,8 +17,6 @@ from hicachectl.formats.profile import parse_profile
 from tests.backends import pack_files
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.conftest import Invoke
 
 PAGES = 6
@@ -243,3 +242,31 @@ def test_no_damage_ends_in_a_traceback(
         for command in (["ls"], ["verify"], ["pack", "info"], ["pack", "repair"]):
             assert run([*command, f"pack://{damaged_path}"]) in (0, 2, 4)
     assert invoke("ls", f"pack://{pack}").stdout
+
+
+UNIFIED_PACK = Path(__file__).parents[1] / "data" / "packs" / "unified.hcpack"
+
+
+def test_a_pack_of_unified_keys_that_an_earlier_release_wrote_is_read(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    """Nothing writes such keys any more; three pages of 128 bytes lie in the pack."""
+    rows = listed(invoke, f"pack://{UNIFIED_PACK}")
+    assert [(row["state"], row["nbytes"]) for row in rows] == [("whole", 128)] * 3
+    copy = tmp_path / "copy.hcpack"
+    invoke("migrate", f"pack://{UNIFIED_PACK}", f"pack://{copy}")
+    assert listed(invoke, f"pack://{copy}") == rows
+    refused = invoke("migrate", f"pack://{UNIFIED_PACK}", tmp_path / "files", exit_code=2)
+    assert "unified" in refused.stderr
+
+
+def test_unified_keys_are_no_longer_written(
+    invoke: Invoke, directory: Path, tmp_path: Path
+) -> None:
+    target = f"pack://{tmp_path / 'new.hcpack'}"
+    refused = invoke("migrate", directory, target, "--to-key-scheme", "unified", exit_code=2)
+    assert "--to-key-scheme" in refused.stderr
+    profile = tmp_path / "old.toml"
+    profile.write_text('model = "m"\nunified_layer_partition = 2\n')
+    refused = invoke("ls", directory, "--profile", profile, exit_code=2)
+    assert "unified_layer_partition" in refused.stderr
