@@ -4,7 +4,8 @@ Lines are JSON. The first says which migration it is, and is durable before any 
 was cut off by a crash is the last, and one that a power failure has torn has zero bytes: these are
 dropped, and what they would have said is found out again from the destination. Each line has a
 digest of its text, its place and the journal's owner: a journal that was altered, or has lines of
-another one, is refused, since a move deletes what a journal calls copied.
+another one, is refused, since a move deletes what a journal calls copied. Form 1, of earlier
+releases, has no digests.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FORM = 2
+_UNDIGESTED = 1  # the form of earlier releases, whose lines have no digests; it is still resumed
 _HASH_DIGITS = 64
 _OWNER_BYTES = 8
 _OWNER = re.compile(f"[0-9a-f]{{{2 * _OWNER_BYTES}}}")
@@ -86,17 +88,19 @@ def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
         return None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    progress = Progress()
+    progress, form = Progress(), None
     with os.fdopen(descriptor, "rb") as stream:
         for number, (start, line) in enumerate(_whole_lines(stream, path), 1):
             if b"\0" in line:  # torn by a power failure, and perhaps joined to the next one
                 if number == 1:
                     return progress
                 continue
-            if number == 1:
-                progress.owner = _owner(_parsed(line, path, number), identity, path)
             entry = _parsed(line, path, number)
-            if entry.pop("digest", None) != _digest(entry, progress.owner, start):
+            if number == 1:
+                form = entry.get("migration")
+                progress.owner = _owner(entry, identity, path)
+            digest = entry.pop("digest", None)
+            if form != _UNDIGESTED and digest != _digest(entry, progress.owner, start):
                 raise FormatError(
                     f"{path}: line {number} was altered; move the file away, and what it said is "
                     "found out again"
@@ -128,9 +132,9 @@ def _whole_lines(stream: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _owner(head: Mapping[str, Any], identity: Mapping[str, Any], path: Path) -> str:
-    """Find whose journal it is in its first line."""
+    """Return the owner that the first line names. Raises FormatError for another migration's."""
     owner = head.get("owner")
-    is_ours = head.get("migration") == FORM and head.get("identity") == identity
+    is_ours = head.get("migration") in (FORM, _UNDIGESTED) and head.get("identity") == identity
     if not is_ours or not isinstance(owner, str) or not _OWNER.fullmatch(owner):
         raise FormatError(f"{path}: not the journal of this migration; move it out of the way")
     return owner

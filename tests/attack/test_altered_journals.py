@@ -228,6 +228,26 @@ def test_an_altered_journal_loses_nothing(
         assert contents(cut.target) == cut.before, words
 
 
+def test_a_journal_of_an_earlier_release_is_resumed(
+    cut: Cut, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Form 1 is the same lines without digests; a run that goes on with it can be cut off too."""
+    cut.put_back()
+    entries = [json.loads(line) for line in cut.written.splitlines()]
+    for entry in entries:
+        del entry["digest"]
+    entries[0]["migration"] = 1
+    cut.journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    cut.cut_again(monkeypatch)
+    capfd.readouterr()
+    code, _ = cut.run("--resume")
+    said = capfd.readouterr()
+    assert code == 0, said.err
+    assert json.loads(said.out)["resumed"]
+    assert contents(cut.target) == cut.before
+    assert not contents(cut.source)
+
+
 def test_a_run_that_goes_on_after_a_torn_line_leaves_a_journal_that_can_be_read(
     cut: Cut, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
