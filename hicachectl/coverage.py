@@ -13,11 +13,18 @@ from hicachectl.formats.expectation import expected_objects
 from hicachectl.groups import UNKNOWN, PageGroups
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from hicachectl.backends.base import Store
+    from hicachectl.checks.values import ValueChecker
     from hicachectl.formats.profile import Profile
     from hicachectl.inventory import Inventory
+
+
+_ALIKE = (
+    {"bfloat16", "float16"},
+    {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"},
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +98,25 @@ def _describes_values(profile: Profile, grammar: str) -> bool:
     return any(expected.tensors for expected in expected_objects(profile, grammar))
 
 
+def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> dict[str, str]:
+    """Name the dtypes of checked values that another dtype of the same width could be.
+
+    Random bits are finite numbers in most dtypes, so that values alone do not tell.
+    """
+    assumed: dict[str, set[str]] = {}
+    for checker in checkers:
+        for tensor in checker.expected.tensors:
+            if any(tensor.dtype in alike for alike in _ALIKE):
+                assumed.setdefault(checker.expected.coordinate.pool, set()).add(tensor.dtype)
+    if not assumed:
+        return {}
+    texts = [f"{pool} as {', '.join(sorted(found))}" for pool, found in sorted(assumed.items())]
+    return {
+        "dtypes": f"{'; '.join(texts)}: values do not tell dtypes of the same width apart; compare "
+        "the profile with --kv-cache-dtype of the servers"
+    }
+
+
 def unjudged(
     inventory: Inventory, groups: PageGroups, checks: Collection[str], *, inferred: bool
 ) -> dict[str, str]:
@@ -138,9 +164,10 @@ def unjudged(
 
 def _pools_without_size(inventory: Inventory) -> list[str]:
     table = inventory.table
+    mixed = {affix for mix in table.mixes for affix in mix.affix_ids}
     present = np.unique(inventory.affix_ids)
     pools = set()
-    for affix in present[present >= 0].tolist():
+    for affix in set(present[present >= 0].tolist()) - mixed:
         if table.deployment_ids[affix] != UNRESOLVED:
             deployment = table.deployments[table.deployment_ids[affix]]
             member = deployment.members[table.member_ids[affix]]

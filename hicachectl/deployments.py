@@ -75,12 +75,41 @@ class Deployment:
 
 
 @dataclass(frozen=True, slots=True)
+class SeenSize:
+    """One size of a kind of object: how many pages and objects have it, and when written.
+
+    oldest_ns, newest_ns: Unix nanoseconds; None where the store keeps no times.
+    """
+
+    nbytes: int
+    pages: int
+    objects: int
+    oldest_ns: int | None
+    newest_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SizeMix:
+    """A kind of object of which no profile states the size, and that several sizes are common of.
+
+    affix_ids: the affixes of the kind. coordinate: of one of them. sizes: the established ones,
+    that of most pages first. pages: with any object of the kind.
+    """
+
+    affix_ids: tuple[int, ...]
+    coordinate: Coordinate
+    sizes: tuple[SeenSize, ...]
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class AffixTable:
     """What each distinct affix of a store stands for; all lists are indexed by affix id.
 
     deployment_ids: index into `deployments`, or UNRESOLVED.
     member_ids: index into that deployment's members.
     codec: of the store's keys.
+    mixes: kinds of objects that have several sizes.
     """
 
     codec: KeyCodec
@@ -89,6 +118,7 @@ class AffixTable:
     deployments: tuple[Deployment, ...]
     deployment_ids: tuple[int, ...]
     member_ids: tuple[int, ...]
+    mixes: tuple[SizeMix, ...] = ()
 
 
 def assign_affixes(

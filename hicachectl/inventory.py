@@ -11,10 +11,11 @@ import pyarrow as pa
 
 from hicachectl.backends.base import take_rows
 from hicachectl.contradiction import refuse_contradiction
-from hicachectl.deployments import UNRESOLVED, AffixTable, Member, assign_affixes
+from hicachectl.deployments import AffixTable, assign_affixes
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.table import KeySplitter, page_starts, page_words, pages_of
 from hicachectl.interrupts import persistent
+from hicachectl.seen_sizes import with_seen_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 
 _ASKED_AT_ONCE = 8192
+_FIRST_WORD = 0  # of a page hash: 64 bits tell the pages of a store apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,64 +151,13 @@ def _understood(
     table = assign_affixes(splitter.affixes, codec_for(grammar), profile)
     objects = pa.Table.from_batches(batches, schema=batches[0].schema if batches else _SCHEMA)
     affix_ids = np.concatenate(ids)
-    table = _with_common_sizes(table, objects, affix_ids)
+    inventory = Inventory(objects, affix_ids, table)
+    table = with_seen_sizes(
+        table, objects, affix_ids, lambda rows: inventory.page_words(rows, _FIRST_WORD)
+    )
     refuse_contradiction(table, affix_ids, objects.column("nbytes").fill_null(-1).to_numpy())
     pa.default_memory_pool().release_unused()
-    return Inventory(objects, affix_ids, table)
-
-
-def _with_common_sizes(
-    table: AffixTable, objects: pa.Table, affix_ids: npt.NDArray[np.int32]
-) -> AffixTable:
-    """Let members without a stated size expect the one that more than half of their kind have."""
-    kinds: dict[tuple[object, ...], int] = {}
-    kind_of = [
-        UNRESOLVED
-        if deployment == UNRESOLVED
-        else kinds.setdefault(
-            (deployment, *_size_kind(table.deployments[deployment].members[member])), len(kinds)
-        )
-        for deployment, member in zip(table.deployment_ids, table.member_ids, strict=True)
-    ]
-    listed = objects.column("nbytes").fill_null(-1).to_numpy()
-    common = _common_sizes(np.array([*kind_of, UNRESOLVED])[affix_ids], listed)
-    deployments = tuple(
-        replace(
-            deployment,
-            members=tuple(
-                replace(m, nbytes=common.get(kinds.get((number, *_size_kind(m)), UNRESOLVED)))
-                if m.nbytes is None
-                else m
-                for m in deployment.members
-            ),
-        )
-        for number, deployment in enumerate(table.deployments)
-    )
-    return replace(table, deployments=deployments)
-
-
-def _size_kind(member: Member) -> tuple[object, ...]:
-    """Equal for members of equal size: pools differ by stage and sizes, not by TP rank."""
-    coordinate, shard = member.coordinate, member.coordinate.shard
-    return coordinate.pool, coordinate.part, shard.pp_rank, shard.cp_rank, shard.tp_size
-
-
-def _common_sizes(kinds: IntArray, sizes: IntArray) -> dict[int, int]:
-    """Find the size that more than half of the objects of a kind have, where there is one."""
-    counted = (
-        pa.table({"kind": kinds, "size": sizes})
-        .group_by(["kind", "size"])
-        .aggregate([([], "count_all")])
-    )
-    totals: dict[int, int] = {}
-    found = list(zip(*(column.to_pylist() for column in counted.columns), strict=True))
-    for kind, _, count in found:
-        totals[kind] = totals.get(kind, 0) + count
-    return {
-        kind: size
-        for kind, size, count in found
-        if kind != UNRESOLVED and size >= 0 and 2 * count > totals[kind]
-    }
+    return replace(inventory, table=table)
 
 
 _SCHEMA = pa.schema({"key": pa.binary(), "nbytes": pa.int64(), "mtime_ns": pa.int64()})

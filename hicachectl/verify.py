@@ -18,8 +18,13 @@ from hicachectl.checks.group import check_groups
 from hicachectl.checks.names import check_names
 from hicachectl.checks.placement import check_placement
 from hicachectl.checks.replicas import NO_REPLICAS, check_replicas, replica_sets
-from hicachectl.checks.sizes import UNKNOWN_SIZE, check_sizes, expected_sizes
-from hicachectl.coverage import Coverage, impossible_checks, unjudged
+from hicachectl.checks.sizes import (
+    UNKNOWN_SIZE,
+    check_mixed_sizes,
+    check_sizes,
+    expected_sizes,
+)
+from hicachectl.coverage import Coverage, impossible_checks, indistinct_dtypes, unjudged
 from hicachectl.findings import combine, severity_ranks, without_repeats
 from hicachectl.groups import ORPHAN, PARTIAL, PageGroups
 from hicachectl.inventory import Inventory, take_inventory
@@ -273,6 +278,7 @@ class _Run:
             )
         if "sizes" in checks:
             yield from check_sizes(inventory, groups, in_flight, self.store.grammar)
+            yield check_mixed_sizes(inventory)
             if self.store.supports_replicas:
                 yield from check_placement(inventory)
 
@@ -434,6 +440,9 @@ class _Run:
         for name, why in (
             *impossible.items(),
             *coverage.gaps(),
+            *(
+                indistinct_dtypes(plan.checkers.values()) if self.planned.get("values") else {}
+            ).items(),
             *unjudged(inventory, groups, request.checks, inferred=inferred).items(),
         ):
             skipped[name] = f"{skipped[name]}; {why}" if name in skipped else why

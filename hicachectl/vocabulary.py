@@ -34,6 +34,8 @@ STORE_CODES = {
     "ambiguous-key": "give the profile that wrote the keys, or remove them with "
     "hicachectl rm STORE --state unknown",
     "mixed-sizes": "give --profile, which says which of the sizes is wrong",
+    "disk-only": "servers can read the objects, but slowly: hicachectl prewarm --through-server "
+    "brings them into memory",
     "foreign-object": "SGLang did not write the object and never reads it: remove it by hand",
     "stale-temporary": "remove them with hicachectl rm STORE --temporaries",
     "snapshot-stale": "wait until the metadata server has saved its tables, and verify again",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,11 +17,12 @@ from hicachectl.listing import object_rows
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.deployments import AffixTable
+    from hicachectl.deployments import AffixTable, SizeMix
     from hicachectl.groups import BoolArray, PageGroups
     from hicachectl.inventory import IntArray, Inventory
 
 UNKNOWN_SIZE = -1
+_SCALED_ROWS = Fraction(1152, 656)  # bytes of an MLA row of 512 + 64 values
 
 
 def check_sizes(
@@ -28,6 +31,10 @@ def check_sizes(
     """Find truncated and oversized objects of settled groups."""
     expected = expected_sizes(inventory.table)[inventory.affix_ids]
     actual = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
+    for mix in inventory.table.mixes:  # what is of none of the sizes is compared with the first
+        established = np.isin(actual, [size.nbytes for size in mix.sizes])
+        of_mix = np.isin(inventory.affix_ids, mix.affix_ids)
+        expected[of_mix & ~established] = mix.sizes[0].nbytes
     settled = np.append(~in_flight, True)[groups.of_object]
     wrong = settled & (expected != UNKNOWN_SIZE) & (actual != UNKNOWN_SIZE) & (actual != expected)
     for code, severity, rows in (
@@ -35,6 +42,55 @@ def check_sizes(
         ("oversized", oversized_severity(scheme), np.flatnonzero(wrong & (actual > expected))),
     ):
         yield _wrong(inventory, code, severity, rows, expected[rows])
+
+
+def check_mixed_sizes(inventory: Inventory) -> pa.Table:
+    """Report each kind of object that has several sizes, as servers of several settings write."""
+    present = np.unique(inventory.affix_ids)
+    mixes = [mix for mix in inventory.table.mixes if np.isin(present, mix.affix_ids).any()]
+    return findings(
+        "mixed-sizes",
+        "warning",
+        keys=pa.nulls(len(mixes), pa.string()),
+        pools=pa.array([mix.coordinate.pool for mix in mixes], pa.string()),
+        parts=pa.array([mix.coordinate.part for mix in mixes], pa.string()),
+        detail=pa.array([_described(mix) for mix in mixes], pa.string()),
+    )
+
+
+def _described(mix: SizeMix) -> str:
+    model, shard = mix.coordinate.model, mix.coordinate.shard
+    texts = [
+        f"{size.nbytes} bytes on {size.pages} pages ({size.pages / mix.pages:.0%})"
+        + _written(size.oldest_ns, size.newest_ns)
+        for size in mix.sizes
+    ]
+    return (
+        f"model {model!r} {shard.sizes_text()}: {'; '.join(texts)}. "
+        f"{_likely_reason(mix)} Give --profile to judge the pages by the servers that run now"
+    )
+
+
+def _written(oldest_ns: int | None, newest_ns: int | None) -> str:
+    if oldest_ns is None or newest_ns is None:
+        return ""
+    oldest, newest = (
+        datetime.fromtimestamp(ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M")
+        for ns in (oldest_ns, newest_ns)
+    )
+    return f", written {oldest} to {newest} UTC" if oldest != newest else f", written {oldest} UTC"
+
+
+def _likely_reason(mix: SizeMix) -> str:
+    """Guess from the ratio of the two most common sizes what differs between their writers."""
+    one, two = (size.nbytes for size in mix.sizes[:2])
+    ratio = Fraction(max(one, two), min(one, two))
+    if ratio == 2:
+        return "The ratio 2 suggests another KV cache dtype, or else another page size."
+    if ratio == _SCALED_ROWS:
+        return "The ratio is that of MLA rows in bfloat16 and in fp8 with scales."
+    text = f"{float(ratio):.4g}"
+    return f"The ratio {text} suggests another page size, number of layers or of heads."
 
 
 def oversized_severity(scheme: str) -> str:

@@ -167,7 +167,14 @@ def command(
              for packs, which record digests themselves
 
     A check that --checks names and that cannot run is refused. Of the default set each check that
-    did not run, and what else was not checked, is in skipped_checks and said on stderr.
+    did not run, and what else was not checked, is in skipped_checks and said on stderr. Values do
+    not show whether another dtype of the same width was written (e4m3 or e5m2, bfloat16 or
+    float16): that is said as dtypes.
+
+    Without a profile objects are compared with each other. Where at least 3 pages, and 5%, have
+    another size than the rest, all these sizes are taken for good, and one mixed-sizes warning for
+    each kind of object has their counts, dates and the likely reason: servers of two settings have
+    written to the store. Rarer sizes are reported object by object. A mix is never repaired.
 
     An error is what a server could read as wrong data; a warning costs hits or space. The exit
     status is 4 when there are findings at --fail-on or above. Nothing in the store is changed

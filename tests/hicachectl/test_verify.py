@@ -396,10 +396,10 @@ def test_a_pool_filter_keeps_what_is_missing_of_the_pool(invoke: Invoke, dsa: Pa
 
 
 def test_what_was_not_judged_is_said(invoke: Invoke, hybrid: Path, tp2_profile: Path) -> None:
-    put_pages(hybrid, range(3), "_n", nbytes=10)
+    put_pages(hybrid, range(2), "_n", nbytes=10)
     others = invoke("verify", hybrid, "--profile", tp2_profile, "--checks", "groups")
     assert "other-deployments: objects of n" in others.stderr
-    put_pages(hybrid, range(3, 6), "_n", nbytes=20)
+    put_pages(hybrid, range(2, 4), "_n", nbytes=20)
     assert "sizes" in verify(invoke, hybrid)["skipped_checks"]
     assert verify(invoke, hybrid, "--model", "typo")["skipped_checks"] == ["everything"]
 

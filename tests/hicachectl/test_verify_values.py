@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from hicachectl.backends.file import FileStore
-from hicachectl.formats.profile import parse_profile
+from hicachectl.formats.profile import dump_profile, parse_profile
 from hicachectl.verify import Request, verify_store
 from tests.hicachectl.stores import OLD, page
+from tests.hicachectl.value_cases import expected_of, tiny
+from tests.kvgen import KvGenerator
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,7 +94,7 @@ def test_a_run_that_reads_nothing_checks_no_values(
     assert (document["objects_read"], document["bytes_read"]) == (0, 0)
     assert document["findings"] == []
     assert "values" not in document["checks"]
-    assert set(document["skipped_checks"]) - {"digests"} == left
+    assert set(document["skipped_checks"]) - {"digests", "dtypes"} == left
     said = invoke("verify", store, "--profile", store.parent / "p.toml", *limits)
     assert "not checked: " in said.stdout or "nothing was checked" in said.stdout
     assert all(f" {name}: " in said.stderr for name in left)
@@ -105,6 +107,29 @@ def test_a_time_limit_leaves_a_count_of_what_was_not_read(invoke: Invoke, store:
     assert "unread-objects" in document["skipped_checks"]
 
 
+@pytest.mark.parametrize(
+    ("written", "claimed"), [("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2")]
+)
+def test_dtypes_of_one_width_are_said_to_be_unchecked(
+    invoke: Invoke, tmp_path: Path, written: str, claimed: str
+) -> None:
+    """Nothing in finite values shows which dtype they were written in."""
+    profiles = {dtype: tiny(dtype)[0] for dtype in (written, claimed)}
+    generator = KvGenerator(expected_of(profiles[written]), profiles[written], seed=1)
+    directory = tmp_path / "store"
+    directory.mkdir()
+    for number, content in enumerate(generator.objects(range(3))):
+        write(directory / f"{page(number)}_m_0_1.bin", content)
+    for dtype, known in profiles.items():
+        profile = tmp_path / "dtype.toml"
+        profile.write_text(dump_profile(known))
+        outcome = invoke("verify", directory, "--profile", profile, "--format", "json")
+        document = json.loads(outcome.stdout)
+        assert document["findings"] == []
+        assert "dtypes" in document["skipped_checks"]
+        assert f"dtypes: kv as {dtype}: " in outcome.stderr
+
+
 def test_a_pool_that_the_profile_does_not_list_has_no_values_to_check(
     invoke: Invoke, store: Path
 ) -> None:
@@ -113,7 +138,7 @@ def test_a_pool_that_the_profile_does_not_list_has_no_values_to_check(
     document = verify(invoke, store)
     assert document["findings"] == []
     assert "values" in document["checks"]
-    assert document["skipped_checks"] == ["digests", "unlisted-pools"]
+    assert document["skipped_checks"] == ["digests", "dtypes", "unlisted-pools"]
     shown = invoke("show", store, page(0), "--profile", store.parent / "p.toml").stdout
     assert ".mamba_m_3_4.bin" in shown
 
