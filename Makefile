@@ -1,6 +1,6 @@
 # Two commands do everything on a machine with Python 3.11 or later and make:
 #   make demo   a sample store, and the main commands on it (demo-mooncake: on a cluster)
-#   make test   the test suite
+#   make test   the test suite (test-fast: what takes seconds of it)
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := demo-store
@@ -17,7 +17,7 @@ endif
 # ruff does not follow the two symbolic links by itself.
 PYTHON_SOURCES := hicachectl hicachectl/backends hicachectl/formats tests
 
-.PHONY: demo demo-mooncake test lint man clean
+.PHONY: demo demo-mooncake test test-fast lint man clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -54,7 +54,10 @@ demo-mooncake: .venv/.dev
 	$(BIN)/python -m tests.demo_mooncake
 
 test: .venv/.dev $(SGLANG_ENVIRONMENT)
-	HICACHECTL_REQUIRE_SGLANG=$(SGLANG_RUNS) $(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+test-fast: .venv/.dev
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow"
 
 lint: .venv/.dev
 	$(BIN)/ruff check $(PYTHON_SOURCES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,9 +21,17 @@ from tests.mooncake_fixtures import (  # noqa: F401 - fixtures
     mooncake_package,
     shared_mooncake_cluster,
 )
+from tests.skips import register as pytest_configure  # noqa: F401 - a hook of pytest
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+# A shell starts a job in the background with SIGINT ignored, and children inherit that. Tests
+# interrupt their children, so these start with the default again.
+for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        _default = signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(_number, _default)
 
 # Machines stall: how long an example took says nothing about the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -36,6 +45,18 @@ _FOREIGN_SETTINGS = (
     "NO_COLOR",
     "XDG_",
 )
+
+
+_SERVERS = {"mooncake_package", "metadata_server_python", "sglang_python"}
+_SLOW_FOLDERS = {"attack", "conformance", "power"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what needs a real server, and what lies in the folders that take minutes."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if _SERVERS.intersection(fixtures) or _SLOW_FOLDERS.intersection(item.path.parts):
+            item.add_marker(pytest.mark.slow)
 
 
 class Outcome(NamedTuple):

@@ -9,32 +9,26 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.hf3fs_server import MetadataServer
+from tests.skips import missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import NoReturn
 
+REMEDY = "`make .venv-sglang/.installed` builds it (CPython 3.11, x86-64)"
 ENVIRONMENT = Path(__file__).parents[1] / ".venv-sglang"
 
 
 def sglang_interpreter() -> Path:
-    """Find the interpreter that has SGLang; skip without one, or fail where it is required."""
+    """Find the interpreter that has SGLang; skip without one."""
     python = Path(os.environ.get("HICACHECTL_SGLANG_PYTHON") or ENVIRONMENT / "bin/python")
     if not python.exists():
-        unavailable(f"no SGLang environment at {python}: `make .venv-sglang` builds it")
+        missing("the SGLang environment", REMEDY)
     return python
-
-
-def unavailable(reason: str) -> NoReturn:
-    """Skip what needs SGLang, or fail it where SGLang is required."""
-    if os.environ.get("HICACHECTL_REQUIRE_SGLANG") == "1":
-        pytest.fail(reason, pytrace=False)
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
 def metadata_server_python() -> Path:
-    """The interpreter that has SGLang; skips without one, or fails where it is required."""
+    """The interpreter that has SGLang; skips without one."""
     return sglang_interpreter()
 
 

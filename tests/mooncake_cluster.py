@@ -260,15 +260,6 @@ class Cluster:
         return self._log(name).read_text(errors="replace")[-3000:]
 
 
-def unavailable() -> str:
-    """Why no cluster can be started here; empty when it can."""
-    try:
-        _new_store()
-    except (ImportError, OSError) as error:
-        return f"no Mooncake package that loads: {error}"
-    return ""
-
-
 def _new_store() -> Any:
     from mooncake.store import MooncakeDistributedStore
 

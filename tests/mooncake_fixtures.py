@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.mooncake_cluster import Cluster, unavailable
+from tests.mooncake_cluster import Cluster
+from tests.skips import need_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def mooncake_package() -> None:
-    """Skip where the package is missing, or fail where it is required."""
-    reason = unavailable()
-    if reason and os.environ.get("HICACHECTL_REQUIRE_MOONCAKE") == "1":
-        pytest.fail(reason, pytrace=False)
-    if reason:
-        pytest.skip(reason)
+    """Skip where the package is missing or does not load."""
+    need_module(
+        "mooncake.store",
+        "`pip install -e '.[dev]'` and `apt-get install libcurl4 libibverbs1 libnuma1` install it",
+    )
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import subprocess
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import pytest
+from tests.skips import missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,7 @@ def small_file_system(directory: Path, size: int | str) -> Iterator[Path]:
     directory.mkdir(exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a small tmpfs")
+        missing("the right to mount a tmpfs", "run the tests as root, with CAP_SYS_ADMIN")
     try:
         yield directory
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 from textwrap import dedent
@@ -15,6 +14,7 @@ import pytest
 import yaml
 
 from hicachectl.cli import cli
+from tests.skips import need_tool
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -39,7 +39,7 @@ def block_with(text: str) -> str:
 def check_arguments(arguments: list[str]) -> None:
     """Let click read a command line, and run nothing."""
     own = next(at for at, text in enumerate(arguments) if not text.startswith("-"))
-    with click.Context(cli) as ctx:
+    with click.Context(cli, **cli.context_settings) as ctx:
         command = cli.get_command(ctx, arguments[own])
         assert command is not None, arguments[own]
         with command.make_context(arguments[own], arguments[own + 1 :], parent=ctx):
@@ -68,13 +68,11 @@ def test_the_crontab_line_is_understood() -> None:
 
 
 def test_the_units_of_systemd_are_valid(tmp_path: Path) -> None:
-    tool = shutil.which("systemd-analyze")
     text = block_with("OnCalendar=")
     service, timer = text.split("\n\n[Unit]", 1)
     (line,) = [line for line in service.splitlines() if line.startswith("ExecStart=")]
     check_arguments(shlex.split(line.removeprefix("ExecStart="))[1:])
-    if tool is None:
-        pytest.skip("no systemd-analyze here")
+    tool = need_tool("systemd-analyze", "systemd")
     (tmp_path / "hicachectl-prewarm.service").write_text(
         service.replace("/usr/local/bin/hicachectl", "/bin/true")
     )

@@ -37,6 +37,7 @@ from hicachectl.backends.testing import (
 )
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
+from tests.skips import missing
 from tests.small_file_system import small_file_system
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ def test_a_closed_store_is_a_mistake_of_ours(store: FileStore) -> None:
 def _as_nobody(code: str) -> str:
     """Run code as a user who is not root, in a directory of root's that all may enter."""
     if os.getuid() != 0:
-        pytest.skip("needs root, to become somebody else")
+        missing("root's rights", "run the tests as root")
     base = tempfile.mkdtemp(prefix="hicachectl-test-")
     Path(base).chmod(0o755)
     script = f"""
@@ -323,7 +324,7 @@ def test_reading_leaves_access_and_modification_times(store: FileStore) -> None:
     assert (after.st_atime_ns, after.st_mtime_ns) == (before.st_atime_ns, before.st_mtime_ns)
     path.read_bytes()
     if path.stat().st_atime_ns == before.st_atime_ns:
-        pytest.skip("the mount records no access times")
+        missing("a mount with access times", "mount the file system of TMPDIR without noatime")
 
 
 def test_looking_never_waits_for_a_fifo(store: FileStore) -> None:

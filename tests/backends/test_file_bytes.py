@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from hicachectl.backends.file_bytes import WRITE_BYTES, copy_bytes
+from tests.skips import missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +45,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def another_device(tmp_path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hicachectl-test-") as folder:
         if Path(folder).stat().st_dev == tmp_path.stat().st_dev:
-            pytest.skip("temporary files are in /dev/shm too")
+            missing("a second file system", "set TMPDIR to a directory outside /dev/shm")
         yield Path(folder)
 
 

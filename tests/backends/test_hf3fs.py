@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 import signal
 import subprocess
 import threading
@@ -42,6 +41,7 @@ from hicachectl.formats.errors import (
 )
 from hicachectl.formats.profile import Pool
 from tests.backends.hf3fs_place import FILE_SIZE, NUM_PAGES, PAGE_BYTES, PROFILE, FreshStore, Place
+from tests.skips import missing, need_tool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,10 +118,10 @@ class TestHf3fsStoreOnFuse(TestHf3fsStore):
 
 @pytest.fixture
 def fuse_mount(tmp_path: Path) -> Iterator[Path]:
-    if shutil.which("bindfs") is None:
-        pytest.skip("no bindfs: `apt-get install bindfs` brings a FUSE file system to test with")
+    need_tool("bindfs")
+    unmount = need_tool("fusermount3", "fuse3")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        pytest.skip("/dev/fuse cannot be used: FUSE is not available here")
+        missing("access to /dev/fuse", "load the module fuse, and pass the device to a container")
     source, mount = tmp_path / "mirrored", tmp_path / "fuse"
     source.mkdir()
     mount.mkdir()
@@ -129,11 +129,11 @@ def fuse_mount(tmp_path: Path) -> Iterator[Path]:
         ["bindfs", "--no-allow-other", source, mount], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        pytest.skip(f"FUSE cannot mount: {done.stderr.strip()}")
+        missing("the right to mount with FUSE", done.stderr.strip())
     try:
         yield mount
     finally:
-        subprocess.run(["fusermount", "-u", mount], check=True)
+        subprocess.run([unmount, "-u", mount], check=True)
 
 
 # listing
@@ -399,7 +399,7 @@ def test_a_page_that_was_never_written_is_a_hole(store: FreshStore, place: Place
     rows = scanned_rows(store, [KEY, OTHER, THIRD])
     with place.file(KEY).open("rb") as file:
         if os.lseek(file.fileno(), 0, os.SEEK_HOLE) == FILE_SIZE:
-            pytest.skip("the file system of the temporary directory knows no holes")
+            missing("a file system with holes", "set TMPDIR to one on tmpfs, ext4 or XFS")
     assert store.holes(rows).tolist() == [False, True, False]
     result, found = read(store, rows, [PAGE_BYTES] * 3)
     assert result.all_ok

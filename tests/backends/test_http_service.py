@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import shutil
 import socket
 import ssl
 import subprocess
@@ -19,6 +18,7 @@ from hicachectl.backends import http_service
 from hicachectl.backends.http_service import HttpService, Reply
 from hicachectl.formats.errors import StoreUnavailable
 from tests.backends.http_scripts import SOON_S, Call, reply, serving
+from tests.skips import missing, need_tool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -168,6 +168,7 @@ def test_a_service_that_takes_no_request_is_given_up_in_time() -> None:
         client.get("/" + "x" * (16 << 20))
 
 
+@pytest.mark.slow
 def test_a_stream_that_stops_is_given_up_though_it_may_last_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -319,7 +320,7 @@ def test_an_ipv6_host_is_reached_and_shown_in_brackets() -> None:
     try:
         listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
     except OSError as error:
-        pytest.skip(f"no IPv6 here: {error}")
+        missing("IPv6", f"enable it on the loopback interface ({error})")
     port = listener.getsockname()[1]
     listener.close()
     with pytest.raises(StoreUnavailable, match=rf"^Example \[::1\]:{port}: connection refused"):
@@ -347,8 +348,7 @@ def test_the_standard_library_does_not_notice_a_body_cut_short() -> None:
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A certificate of localhost that nobody vouches for, with its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
+    need_tool("openssl")
     file = tmp_path_factory.mktemp("tls") / "both.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
@@ -382,6 +382,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(certificate: Path) -> 
         client.get("/")
 
 
+@pytest.mark.slow
 def test_a_trusted_service_answers_and_has_deadlines_too(
     certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from hicachectl.backends.urls import (
     parse_url,
 )
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
+from tests.skips import need_module
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -224,7 +225,7 @@ def test_open_store_opens_what_is_named(tmp_path: Path) -> None:
 def test_every_scheme_has_its_class() -> None:
     for name, scheme in urls.SCHEMES.items():
         module, _, cls = scheme.target.partition(":")
-        pytest.importorskip(module)
+        need_module(module)
         assert getattr(sys.modules[module], cls).scheme == name
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.hf3fs_fixtures import sglang_interpreter, unavailable
+from tests.hf3fs_fixtures import REMEDY, sglang_interpreter
+from tests.skips import missing
 
 if TYPE_CHECKING:
     from typing import IO
@@ -25,7 +26,6 @@ else:  # these modules also run where nothing of ours is installed: no package h
     from store_cases import CASES, DEFAULT_LAYOUT, LEGACY, VARIANTS, store_name
 
 HERE = Path(__file__).parent
-REMEDY = "`make .venv-sglang` builds it"
 TIMEOUT_S = 600  # the page-hash extension is compiled on first use
 
 Manifest = dict[str, Any]
@@ -35,7 +35,7 @@ ReadBack = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
-    """The interpreter of the SGLang environment; skips without one, or fails where required."""
+    """The interpreter of the SGLang environment; skips without one."""
     return sglang_interpreter()
 
 
@@ -173,7 +173,7 @@ def _run(
     if release == LEGACY:
         packages = python.parents[1] / "legacy"
         if not packages.is_dir():
-            unavailable(f"no SGLang {LEGACY} at {packages}: {REMEDY}")
+            missing(f"SGLang {LEGACY}", REMEDY)
         environment["PYTHONPATH"] = str(packages)
     done = subprocess.run(
         [python, HERE / script, *arguments],

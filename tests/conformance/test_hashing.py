@@ -17,6 +17,7 @@ import pytest
 
 from hicachectl.formats.hashing import namespace_seed, page_hashes_hex
 from hicachectl.formats.keys.unified import UnifiedCodec
+from tests.skips import missing
 
 if TYPE_CHECKING:
     from hicachectl.formats.objects import Shard
@@ -57,7 +58,7 @@ def answer(sglang_python: str, question: dict[str, list[Any]]) -> dict[str, list
 def chain_hashes(answer: dict[str, Any]) -> list[list[str]]:
     hashes: list[list[str]] | str = answer["chains"]
     if isinstance(hashes, str):
-        pytest.skip(f"needs g++, ninja and OpenSSL's headers: {hashes}")
+        missing("SGLang's page hash", f"apt-get install g++ ninja-build libssl-dev ({hashes})")
     return hashes
 
 

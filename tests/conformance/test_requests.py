@@ -10,6 +10,7 @@ import pytest
 from hicachectl.chains import Hashing
 from hicachectl.requests import Chat, Request
 from hicachectl.through_server import generate_body, prefix_of
+from tests.skips import need_module
 from tests.tiny_tokenizers import KINDS, make_tokenizer
 
 if TYPE_CHECKING:
@@ -90,8 +91,8 @@ CHATS: list[dict[str, Any]] = [
 def test_prompts_have_the_token_ids_that_sglang_gives_them(
     sglang_session: SglangSession, tmp_path: Path
 ) -> None:
-    pytest.importorskip("tokenizers")
-    pytest.importorskip("transformers")
+    need_module("tokenizers")
+    need_module("transformers")
     from hicachectl.tokenizing import DirectoryTokenizer
 
     places = {kind: make_tokenizer(tmp_path / kind, kind) for kind in KINDS}

@@ -92,6 +92,7 @@ def test_a_key_recorded_twice_is_refused() -> None:
         read_catalog(twice)
 
 
+@pytest.mark.slow
 def test_a_bomb_is_refused_before_it_is_inflated() -> None:
     bomb = pa.table({**ENTRY, "key": [b"\0" * 300_000_000]} | {
         name: [value] for name, value in ENTRY.items() if name != "key"

@@ -10,18 +10,18 @@ import os
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
+from tests.skips import NO_CUDA, ON_CUDA, need_module
+
+torch = need_module("torch")
 HAS_CUDA: bool = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
-pytest.importorskip("triton", reason="triton is not installed")
+need_module("triton")
 
 NATIVE = pytest.param(
     "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="there is no CUDA device")],
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason=NO_CUDA)],
 )
-INTERPRETED = pytest.param(
-    "cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="kernels run natively on the CUDA device")
-)
+INTERPRETED = pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason=ON_CUDA))
 # One of the two runs: a process either interprets its kernels or compiles them.
 DEVICES = pytest.mark.parametrize("device", [INTERPRETED, NATIVE])

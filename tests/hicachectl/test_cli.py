@@ -15,6 +15,7 @@ from hicachectl.cli import COMMANDS, cli
 from hicachectl.errors import EXIT_CODES
 from hicachectl.formats import errors
 from tests.hicachectl.stores import page, put_pages
+from tests.skips import needs_root
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -157,7 +158,7 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert found.stderr == "0\n"
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="drops root's rights to lose permission")
+@needs_root
 def test_no_permission_is_one_line(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.mkdir()

@@ -10,6 +10,8 @@ from tests.hicachectl.devices import DEVICES, HAS_CUDA, NATIVE, torch
 
 from hicachectl.kernels.blake3_triton import digests  # isort: skip
 
+pytestmark = pytest.mark.slow
+
 EDGES = (0, 1, 63, 64, 65, 127, 128, 1023, 1024, 1025, 2048, 2049, 3072, 4097, 5120)
 NO_BYTES = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
 

@@ -18,6 +18,8 @@ from tests.hicachectl.devices import torch  # noqa: F401 - skips where torch or 
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 KERNELS = {
     "_compress_chunks", "_copy_units", "_correlate", "_gather_rows", "_merge_nodes", "_plan_step",
     "_statistics", "_stream",
@@ -25,7 +27,6 @@ KERNELS = {
 HOPPER = 90
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is built for Linux")
 def test_every_kernel_compiles_without_a_stack(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)

@@ -12,6 +12,8 @@ from tests.hicachectl.sparse_cases import Episode, Step, episodes, host_rows
 
 from hicachectl.kernels.sparse_triton import StepPlan, plan_step  # isort: skip
 
+pytestmark = pytest.mark.slow
+
 ALL = [True] * 100
 
 

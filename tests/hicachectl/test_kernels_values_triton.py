@@ -38,7 +38,7 @@ SUM_TOLERANCE = 1e-5  # of the sum of magnitudes or squares, as the kernel promi
 LOST = 1e-34  # squares of magnitudes below 1e-19 underflow in fp32
 
 # The interpreter computes with numpy, which remarks on special numbers; they are meant here.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.slow]
 
 
 def dense(dtype: str, rows: int = 5, items: int = 24, **fields: object) -> Field:

@@ -34,6 +34,7 @@ from hicachectl.verify import Report, Request, verify_store  # isort: skip
 from tests.hicachectl.stores import OLD, page  # isort: skip
 from tests.hicachectl.value_cases import tiny  # isort: skip
 from tests.kvgen import KvGenerator  # isort: skip
+from tests.skips import NO_CUDA, ON_CUDA
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -240,7 +241,7 @@ class Replaying:
         self.results.copy_(self._launch(self._most))
 
 
-@pytest.mark.skipif(HAS_CUDA, reason="launches are captured and replayed in every test")
+@pytest.mark.skipif(HAS_CUDA, reason=ON_CUDA)
 def test_what_lies_in_slots_without_an_object_is_not_reported(
     tmp_path: Path, on_device: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +290,7 @@ def test_a_budget_too_small_for_one_page_says_what_it_needs(
     assert "too small for one page" in report.remarks[0]
 
 
-@pytest.mark.skipif(HAS_CUDA, reason="there is a CUDA device")
+@pytest.mark.skipif(HAS_CUDA, reason=ON_CUDA)
 def test_without_cuda_a_named_device_is_refused_and_auto_goes_on(
     tmp_path: Path, invoke: Invoke
 ) -> None:
@@ -375,7 +376,7 @@ def streaming_lane(device: Any, slab_bytes: int) -> Lane:
     return Lane(device, staging, pools, STREAM)
 
 
-@pytest.mark.skipif(HAS_CUDA, reason="captures in earnest")
+@pytest.mark.skipif(HAS_CUDA, reason=ON_CUDA)
 def test_without_memory_to_capture_launches_they_are_made_anew_for_fewer_objects(
     tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,7 +425,7 @@ class Unbuilt:
         raise RuntimeError("CUDA error: out of memory\nmore")
 
 
-@pytest.mark.skipif(HAS_CUDA, reason="builds graphs in earnest")
+@pytest.mark.skipif(HAS_CUDA, reason=ON_CUDA)
 def test_without_memory_to_build_a_graph_launches_are_made_anew(
     tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,6 +469,8 @@ from hicachectl.__main__ import main
 from hicachectl.loaders import checker
 from hicachectl.loaders.providers import TritonProvider
 
+pytestmark = pytest.mark.slow
+
 
 @triton.jit
 def stray(memory):
@@ -488,7 +491,7 @@ main(sys.argv[1:])
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HAS_CUDA, reason="there is no CUDA device")
+@pytest.mark.skipif(not HAS_CUDA, reason=NO_CUDA)
 @pytest.mark.parametrize(
     ("device", "status", "said"),
     [("auto", 4, "the CPU did what was left"), ("cuda", 3, "run again, or with --device cpu")],

@@ -28,6 +28,8 @@ from hicachectl.loaders.sparse import SparseLoader  # isort: skip
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from hicachectl.cli import COMMANDS, cli
 from hicachectl.errors import BUG, DONE, EXIT_CODES, FINDINGS, INTERRUPTED, TERMINATED
 from hicachectl.formats.profile import parse_profile
 from hicachectl.manpages import PROFILE_EXAMPLE, build
+from tests.skips import need_tool
 
 MAN = Path(__file__).parents[2] / "man"
 
@@ -47,11 +47,10 @@ def test_the_example_of_a_profile_file_is_one() -> None:
     assert [pool.name for pool in parse_profile(PROFILE_EXAMPLE).pools] == ["kv", "mamba"]
 
 
-@pytest.mark.skipif(shutil.which("mandoc") is None, reason="mandoc is not installed")
 @pytest.mark.parametrize("page", sorted(MAN.glob("*.[1-9]")), ids=lambda path: path.name)
 def test_mandoc_has_nothing_to_say(page: Path) -> None:
     said = subprocess.run(
-        ["mandoc", "-T", "lint", str(page)], capture_output=True, text=True, check=False
+        [need_tool("mandoc"), "-T", "lint", str(page)], capture_output=True, text=True, check=False
     ).stdout
     # mandoc looks for referenced pages on the system; ours are beside this one.
     missing = r".*STYLE: referenced manual not found: Xr (\S+) (\d)(?: \(\d+ times\))?"

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from tests.hicachectl.killed_migration import Run, Unit
 
+pytestmark = pytest.mark.slow
+
 KILLS = 10
 KINDS = ("file", "pack", "mooncake", "hf3fs")
 MOVES = (

@@ -39,6 +39,7 @@ def signalled(
         return run.resumed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "numbers",
     [

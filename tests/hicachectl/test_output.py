@@ -43,6 +43,7 @@ _SCHEMA = pa.schema(
 )
 
 
+@pytest.mark.slow
 @given(_ROWS, st.integers(0, 3))
 def test_rows_read_back_as_they_were(rows: list[dict[str, object]], start: int) -> None:
     table = pa.Table.from_pylist(rows, schema=_SCHEMA).slice(start)

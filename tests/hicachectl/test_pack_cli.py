@@ -224,6 +224,7 @@ def test_a_pack_command_wants_a_file(invoke: Invoke) -> None:
     assert "mooncake store" in invoke("pack", "info", "mooncake://h", exit_code=2).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_no_damage_ends_in_a_traceback(
     invoke: Invoke, pack: Path, tmp_path: Path, seed: int

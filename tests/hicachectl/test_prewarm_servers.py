@@ -212,6 +212,7 @@ def test_a_server_that_refuses_later_fails_and_the_document_is_there(
     assert "hicachectl_prewarm_succeeded" in metrics.read_text()
 
 
+@pytest.mark.slow
 def test_a_busy_server_is_waited_for(
     invoke: Invoke, stores: tuple[object, ...], tmp_path: Path, started: float
 ) -> None:
@@ -232,6 +233,7 @@ def test_a_busy_server_is_waited_for(
     assert document["pulled"][0]["failed"] == 0
 
 
+@pytest.mark.slow
 def test_a_request_that_fails_is_a_finding(
     invoke: Invoke, stores: tuple[object, ...], tmp_path: Path, started: float
 ) -> None:
@@ -245,6 +247,7 @@ def test_a_request_that_fails_is_a_finding(
     assert document["pulled"][0]["failed"] == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_left_at_the_deadline(
     invoke: Invoke, stores: tuple[object, ...], tmp_path: Path, started: float,
     monkeypatch: pytest.MonkeyPatch,

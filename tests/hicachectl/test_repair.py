@@ -43,6 +43,7 @@ from tests.hicachectl.repairs import (
     shorten,
 )
 from tests.hicachectl.stores import page, put, put_pages
+from tests.skips import missing
 from tests.small_file_system import small_file_system
 
 if TYPE_CHECKING:
@@ -727,7 +728,7 @@ def test_another_mount_of_the_same_file_system_gets_copies(store: Path, tmp_path
         (tmp_path / name).mkdir()
     mount = ["mount", "--bind", str(tmp_path / "real"), str(tmp_path / "bound")]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount")
+        missing("the right to mount", "run the tests as root, with CAP_SYS_ADMIN")
     try:
         assert repaired(store, quarantine=str(tmp_path / "bound")).quarantined == 2
     finally:
@@ -751,6 +752,7 @@ def damaged_store(directory: Path) -> tuple[Path, Content, Content]:
     return store, before, without(before, *bad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["beside", "elsewhere"])
 def test_killed_anywhere_and_run_again_every_group_is_whole_or_gone(
     tmp_path: Path, where: str, request: pytest.FixtureRequest
@@ -788,6 +790,7 @@ def check_kills(base: Path, count: int, elsewhere: str | None) -> None:
         assert list(quarantine.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_killed_repair_can_be_taken_back(tmp_path: Path) -> None:
     check_taking_back(tmp_path, 3)
 
@@ -808,6 +811,7 @@ def check_taking_back(base: Path, count: int) -> None:
         assert list(default_quarantine(store).iterdir()) == [], (words, point)
 
 
+@pytest.mark.slow
 def test_a_killed_removal_is_completed(tmp_path: Path) -> None:
     check_removal(tmp_path, 3)
 
@@ -826,6 +830,7 @@ def check_removal(base: Path, count: int) -> None:
         assert not list(store.glob(".hicachectl/quarantine/*")), (words, point)
 
 
+@pytest.mark.slow
 def test_a_killed_restore_goes_on(tmp_path: Path) -> None:
     check_restore(tmp_path, 3)
 

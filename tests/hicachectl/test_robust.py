@@ -16,6 +16,7 @@ import pytest
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.wholefile import whole_file
 from tests.hicachectl.stores import put_pages
+from tests.skips import needs_root
 
 if TYPE_CHECKING:
     from tests.conftest import Invoke
@@ -130,6 +131,7 @@ def test_help_that_cannot_be_written_is_one_line(arguments: str, place: str) -> 
     assert "cannot write" in found.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output_format", FORMATS)
 @pytest.mark.parametrize("place", [">/dev/full", ">&-"])
 def test_a_result_that_cannot_be_written_is_one_line(
@@ -318,7 +320,7 @@ def test_amounts_beyond_belief_are_bad_usage(
     assert message in one_line(invoke, "verify", store, *options)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="drops root's rights to lose permission")
+@needs_root
 def test_a_home_that_cannot_be_looked_into_holds_no_config(store: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     (home / ".config").mkdir(parents=True)

@@ -12,6 +12,7 @@ from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.requests import Chat
 from hicachectl.tokenizing import DirectoryTokenizer, find_tokenizer
 from tests.hicachectl.stores import DSA
+from tests.skips import need_module
 from tests.tiny_tokenizers import make_tokenizer
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
     from tests.conftest import Invoke
 
-pytest.importorskip("tokenizers")
+need_module("tokenizers")
+need_module("transformers")
 
 USER = {"role": "user", "content": "The cat"}
 
@@ -37,7 +39,6 @@ def test_special_tokens_are_the_tokenizers_own_or_by_flag(tmp_path: Path) -> Non
 
 
 def test_texts_and_chats_keep_their_order(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "deepseek"))
     chat = Chat([USER], {})
     mixed = tokenizer.encode(["a", chat, "b", chat, chat])
@@ -47,7 +48,6 @@ def test_texts_and_chats_keep_their_order(tmp_path: Path) -> None:
 
 
 def test_a_chat_that_the_template_refuses_is_said(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     template = "{{ raise_exception('roles must alternate') }}"
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen", chat_template=template))
     with pytest.raises(FormatError, match="roles must alternate"):
@@ -55,7 +55,6 @@ def test_a_chat_that_the_template_refuses_is_said(tmp_path: Path) -> None:
 
 
 def test_templates_cannot_reach_out_of_their_sandbox(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen", chat_template=template))
     with pytest.raises(FormatError, match="chat template refuses"):
@@ -63,7 +62,6 @@ def test_templates_cannot_reach_out_of_their_sandbox(tmp_path: Path) -> None:
 
 
 def test_tool_call_arguments_must_be_json(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
     call = {"function": {"name": "f", "arguments": "{"}}
     with pytest.raises(FormatError, match="tool call arguments: not JSON"):
@@ -74,7 +72,6 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 
 def test_tools_are_written_by_the_template_and_a_choice_picks_among_them(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
     other = {"function": {"name": "other"}}
     without = tokenizer.encode([Chat([USER], {})])
@@ -105,7 +102,6 @@ def test_tools_are_written_by_the_template_and_a_choice_picks_among_them(tmp_pat
 def test_tools_that_sglang_would_not_take_or_would_change_are_refused(
     tmp_path: Path, tools: list[dict[str, Any]], choice: Any, said: str
 ) -> None:
-    pytest.importorskip("transformers")
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
     with pytest.raises(FormatError, match=said):
         tokenizer.encode([Chat([USER], {}, tools, choice)])
@@ -115,7 +111,6 @@ def test_tools_that_sglang_would_not_take_or_would_change_are_refused(
     "architecture", ["DeepseekV4ForCausalLM", "KimiK3ForConditionalGeneration"]
 )
 def test_chats_that_sglang_renders_itself_are_refused(tmp_path: Path, architecture: str) -> None:
-    pytest.importorskip("transformers")
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     with pytest.raises(UsageError, match="code of its own"):
@@ -123,7 +118,6 @@ def test_chats_that_sglang_renders_itself_are_refused(tmp_path: Path, architectu
 
 
 def test_a_tokenizer_without_a_template_takes_texts_only(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen", chat_template=None))
     assert tokenizer.encode(["a"])
     with pytest.raises(UsageError, match="no chat template"):
@@ -172,7 +166,6 @@ def test_the_tokenizer_lies_beside_the_config_unless_it_is_given(tmp_path: Path)
 
 
 def test_hits_of_prompts_are_those_of_their_tokens(invoke: Invoke, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     model = make_tokenizer(tmp_path / "model", "qwen")
     (tmp_path / "store").mkdir()
     (model / "profile.toml").write_text(DSA)

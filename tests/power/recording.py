@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 import subprocess
 from collections import defaultdict
@@ -19,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
+from tests.skips import need_tool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -190,9 +189,7 @@ def record(
 
     Each root is a file system of its own to the model. inject: a fault, as strace takes it.
     """
-    tracer = shutil.which("strace")
-    if tracer is None:
-        pytest.skip("needs strace, to record system calls")
+    tracer = need_tool("strace")
     trees, tops = _snapshot([*roots, home])
     trace = home.parent / f"{home.name}.strace"
     options = ["-f", "--seccomp-bpf", "-qq", "-y", "-xx", "-s", str(MOST_STRING_BYTES)]

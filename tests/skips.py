@@ -1,0 +1,126 @@
+"""The reasons for which a test may be skipped, and the account of them at the end of a run.
+
+A skip says what is missing in one of the forms below. Any other skip fails the run, because
+nobody would notice that its test has stopped running. HICACHECTL_REQUIRE_ALL=1 (set by .ci/run
+on the reference platform) also fails the run for every skip that an installation would cure.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import Counter
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+REQUIRE_ALL = "HICACHECTL_REQUIRE_ALL"
+
+NO_CUDA = "no CUDA device"
+ON_CUDA = "a CUDA device is present: the kernels run there, not in the interpreter"
+_LACKS = "the store lacks a capability: "  # as hicachectl/backends/testing.py says it
+_MISSING = "missing "
+_NEEDS_ROOT = _MISSING + "root's rights: run the tests as root"
+
+_DEV = "`pip install -e '.[dev]'` installs it"
+_SKIPPED = re.compile(r"^Skipped: ")
+
+
+def missing(what: str, remedy: str) -> NoReturn:
+    """Skip a test because this machine lacks something; `remedy` says how to get it."""
+    pytest.skip(f"{_MISSING}{what}: {remedy}", allow_module_level=True)
+
+
+def need_tool(name: str, package: str | None = None) -> str:
+    """Return the path of a program; skip where it is not installed."""
+    path = shutil.which(name)
+    if path is None:
+        missing(name, f"`apt-get install {package or name}` installs it")
+    return path
+
+
+def need_module(name: str, remedy: str = _DEV) -> Any:
+    """Import a module; skip where it is not installed."""
+    try:
+        return import_module(name)
+    except (ImportError, OSError) as error:
+        missing(f"the module {name} ({error})".replace(":", ""), remedy)
+
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason=_NEEDS_ROOT)
+
+
+class Skip(NamedTuple):
+    """One kind of skip: the reason without the test, and whether a run may have it."""
+
+    reason: str
+    allowed: bool
+
+
+def classify(reason: str, *, require_all: bool) -> Skip:
+    """Judge the reason of a skip, as pytest gives it."""
+    reason = _SKIPPED.sub("", reason)
+    if reason in (NO_CUDA, ON_CUDA) or reason.startswith(_LACKS):
+        return Skip(reason, allowed=True)
+    if reason.startswith(_MISSING) and ": " in reason:
+        return Skip(reason, allowed=not require_all)
+    return Skip(f"not a reason of tests/skips.py: {reason}", allowed=False)
+
+
+class SkipReport:
+    """Count the skips of a run by reason, print them, and fail the run for those not allowed."""
+
+    def __init__(self) -> None:
+        self._require_all = os.environ.get(REQUIRE_ALL) == "1"
+        self._skips: dict[Skip, Counter[str]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count a skipped test, also one that xfail marks."""
+        if hasattr(report, "wasxfail"):
+            self._count(f"xfail {report.wasxfail}", report.nodeid)
+        else:
+            self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Count a file that was skipped as a whole."""
+        self._note(report)
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            self._count(str(reason), report.nodeid)
+
+    def _count(self, reason: str, node: str) -> None:
+        skip = classify(reason, require_all=self._require_all)
+        self._skips.setdefault(skip, Counter())[node.partition("::")[0]] += 1
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Fail a run that passed but for skips that it may not have."""
+        if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) and any(
+            not skip.allowed for skip in self._skips
+        ):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """List what was not run, by reason, and in which files."""
+        if not self._skips:
+            return
+        total = sum(files.total() for files in self._skips.values())
+        terminalreporter.section(f"not run: {total}")
+        for skip, files in sorted(self._skips.items(), key=lambda item: item[0]):
+            verdict = "" if skip.allowed else "FAILED, a skip that is not allowed: "
+            terminalreporter.write_line(f"{files.total():5} {verdict}{skip.reason}")
+            for file, count in sorted(files.items()):
+                terminalreporter.write_line(f"      {count:5} {file}")
+
+
+def register(config: pytest.Config) -> None:
+    """Report the skips of a run once: in the process that collects the results."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SkipReport(), "hicachectl-skips")
