@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from hicachectl.backends.arena import Arena
+    from hicachectl.backends.directory import Directory, Trust
     from hicachectl.backends.hf3fs_metadata import MetadataClient
     from hicachectl.backends.page_tables import TableState
     from hicachectl.backends.urls import StoreUrl
@@ -448,7 +449,7 @@ class Store(ABC):
         """
         raise UnsupportedByBackend(f"{self.url}: the store has no order of eviction")
 
-    def mover(self, directory: str) -> Mover | None:
+    def mover(self, directory: Directory) -> Mover | None:
         """Open what renames objects into a directory; None where only copying gets them there."""
         return None
 
@@ -463,6 +464,20 @@ class Store(ABC):
         """Where notes about the store lie beside it, out of servers' sight; it need not exist.
 
         None where the store has no place for them.
+        """
+        return None
+
+    def open_side_directory(self, *, writes: bool, makes: bool = False) -> Directory | None:
+        """Open the side directory; None where there is none. Raises OSError, UntrustedError.
+
+        writes: files in it are to be changed. makes: it is made where there is none.
+        """
+        return None
+
+    def trust(self, *, writes: bool) -> Trust | None:
+        """Return whose files are used beside the store; None for stores that are no directory.
+
+        writes: files may be created there.
         """
         return None
 

@@ -35,6 +35,7 @@ from hicachectl.backends.base import (
     mtimes_of,
     scan_schema,
 )
+from hicachectl.backends.directory import Directory, Trust
 from hicachectl.backends.file_bytes import copy_bytes, write_bytes
 from hicachectl.backends.file_listing import ask_each, names_in, scan_directory
 from hicachectl.backends.file_mover import FileMover
@@ -89,7 +90,7 @@ class FileStore(Store):
     supports_touch: ClassVar[bool] = True
     version_fields: ClassVar[tuple[str, ...]] = ("inode", "mtime", "ctime", "size")
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], opened: int | None = None) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
         self._made: list[str] = []  # directories of ours, the innermost first
         self._token = b""  # of temporary names
@@ -97,7 +98,10 @@ class FileStore(Store):
         self._numbers = count()
         self.url = str(StoreUrl("file", self.path))
         try:
-            self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            self._directory = (
+                os.open(self.path, flags) if opened is None else os.open(".", flags, dir_fd=opened)
+            )
         except OSError as error:
             raise self._unavailable(error) from error
         try:
@@ -105,6 +109,11 @@ class FileStore(Store):
         except OSError as error:
             self.close()
             raise self._unavailable(error) from error
+
+    @classmethod
+    def within(cls, directory: Directory) -> Self:
+        """Use an open directory, by its descriptor: its path is not looked up again."""
+        return cls(directory.path, directory.descriptor)
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> Self:
@@ -128,6 +137,18 @@ class FileStore(Store):
     def side_directory(self) -> Path:
         """Name the sub-directory that SGLang ignores and its `clear()` leaves."""
         return Path(self.path) / os.fsdecode(OWN_PREFIX)
+
+    def open_side_directory(self, *, writes: bool, makes: bool = False) -> Directory | None:
+        """Open `.hicachectl`, by the descriptor of the store's directory."""
+        name, trust = os.fsdecode(OWN_PREFIX), self.trust(writes=writes)
+        with Directory(os.dup(self._directory), self.path, trust) as here:
+            if makes:
+                return here.make_directory(name, exist_ok=True)
+            return here.directory(name) if here.has(name) else None
+
+    def trust(self, *, writes: bool) -> Trust:
+        """Trust by the store's directory."""
+        return Trust(os.fstat(self._directory), writes=writes)
 
     def close(self) -> None:
         """Let go of the directory."""
@@ -363,9 +384,9 @@ class FileStore(Store):
             raise self._unavailable(error) from error
         return pa.Table.from_batches([batch])
 
-    def mover(self, directory: str) -> FileMover | None:
+    def mover(self, directory: Directory) -> FileMover | None:
         """Open what renames files into a directory of the same file system and mount."""
-        target = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        target = os.dup(directory.descriptor)
         try:
             # Sub-volumes of one mount differ in their device; mounts are told apart before names
             # are looked up, so that none needs to be there.

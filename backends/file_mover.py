@@ -65,6 +65,9 @@ class FileMover(Mover):
         check_new_key(key)
         self._turn(into_store=True)
         try:
+            held = os.stat(source, dir_fd=self._there, follow_symlinks=False)
+            if not stat.S_ISREG(held.st_mode):
+                raise OSError(errno.EINVAL, "is no regular file in the quarantine")
             if not file_system.rename_noreplace(self._there, source, self._here, key):
                 os.link(
                     source,

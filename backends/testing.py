@@ -28,6 +28,7 @@ from hicachectl.backends.base import (
     Store,
     scan_schema,
 )
+from hicachectl.backends.directory import Directory
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
@@ -473,13 +474,15 @@ class StoreSuite(ABC):
         """Open a mover into tmp_path/aside, or skip."""
         self.need(store, "moves")
         (tmp_path / "aside").mkdir()
-        mover = store.mover(str(tmp_path / "aside"))
+        with Directory.named(str(tmp_path / "aside"), writes=True) as aside:
+            mover = store.mover(aside)
         assert mover is not None
         return mover
 
     def test_there_is_a_mover_where_objects_can_be_moved(self, store: Store, tmp_path: Any) -> None:
         (tmp_path / "aside").mkdir()
-        mover = store.mover(str(tmp_path / "aside"))
+        with Directory.named(str(tmp_path / "aside"), writes=True) as aside:
+            mover = store.mover(aside)
         assert (mover is not None) == store.supports_moves
         if mover is not None:
             mover.close()

@@ -28,5 +28,9 @@ class StoreUnavailable(HicacheError):
     """A store that cannot be reached, opened or read at all."""
 
 
+class UntrustedError(StoreUnavailable):
+    """A link, a special file or another user's file where this tool keeps files of its own."""
+
+
 class DeviceError(HicacheError):
     """A CUDA device that fails while it is worked with."""

@@ -9,6 +9,7 @@ from hicachectl.formats.errors import (
     ProfileError,
     StoreUnavailable,
     UnsupportedByBackend,
+    UntrustedError,
     UsageError,
 )
 
@@ -26,6 +27,7 @@ EXIT_CODES: dict[type[HicacheError], int] = {
     ProfileError: BAD_INPUT,
     UnsupportedByBackend: BAD_INPUT,
     StoreUnavailable: UNAVAILABLE,
+    UntrustedError: UNAVAILABLE,
     DeviceError: UNAVAILABLE,
 }
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
+from hicachectl.backends.directory import locked_file
 from hicachectl.formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,22 +32,16 @@ def agreed(question: str, *, yes: bool, dry_run: bool) -> bool:
 def locked(path: Path | None) -> Iterator[bool]:
     """Hold the lock of a file while in the block; False where another process has it.
 
-    Without a path nothing is locked. The file is made where there is none, and stays. Raises
-    UsageError when it cannot be opened.
+    Without a path nothing is locked. The lock is flock(2)'s. The file is made where there is
+    none, and stays. Raises UsageError when it cannot be opened or locked, UntrustedError when it is
+    a link, a special file or of an owner who is not trusted.
     """
     if path is None:
         yield True
         return
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise UsageError(f"--lock {path}: {error.strerror}") from error
-    try:
+    with ExitStack() as held:
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            yield False
-            return
-        yield True
-    finally:
-        os.close(descriptor)
+            is_ours = held.enter_context(locked_file(os.fsdecode(path)))
+        except OSError as error:
+            raise UsageError(f"--lock {path}: {error.strerror}") from error
+        yield is_ours

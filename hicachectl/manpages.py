@@ -113,6 +113,23 @@ _ENVIRONMENT = (
         "The directory of the store file:, as for SGLang; /tmp/hicache when unset.",
     ),
 )
+_TRUST = (
+    "STORE, --quarantine DIR and the parent of --lock FILE may be named through symbolic links. "
+    "Below them no link is followed: .hicachectl in a store, the stamps and quarantine in it, and "
+    "the lock itself must be regular files and directories. They must belong to the user who runs "
+    "hicachectl, to root, to the owner of the store, or to a user that the file system gives new "
+    "files to. A store that its group may write to trusts the members of that group. Objects in a "
+    "quarantine keep their owner: they may be anyone's.",
+    "A command that only reads says what it leaves alone. A command that writes changes nothing "
+    "and ends with status 3.",
+    "Objects in a quarantine that no record names are left alone, and are named.",
+)
+_LOCKS = (
+    "The lock of --lock FILE is that of flock(2), as flock(1) takes it. On NFS it is held on all "
+    "hosts, if the server has locks (not with the mount options nolock and local_lock=flock). "
+    "Earlier versions of hicachectl took POSIX locks (fcntl), which flock does not see on a local "
+    "file system: do not run both at once.",
+)
 _CONFIG_EXAMPLE = ("[stores.prod]", 'url = "file:///mnt/hicache"')
 PROFILE_EXAMPLE = """\
 model = "Qwen/Qwen3-Next-80B-A3B"   # served model name as given to SGLang
@@ -187,14 +204,11 @@ def main_page() -> str:
     for name, entry in COMMANDS.items():
         lines += [f".It Xr hicachectl-{name} 1", _text(entry.summary)]
     lines += [".El", ".Sh STORES", *_list(_STORES)]
-    lines += [".Sh MOONCAKE"]
-    for number, paragraph in enumerate(_MOONCAKE):
-        lines += [*([".Pp"] if number else []), *_sentences(paragraph)]
+    lines += [".Sh MOONCAKE", *_paragraphs(_MOONCAKE)]
     lines += [".Pp", "Parameters of the URL:", *_list(_MOONCAKE_PARAMETERS)]
-    lines += [".Sh 3FS"]
-    for number, paragraph in enumerate(_HF3FS):
-        lines += [*([".Pp"] if number else []), *_sentences(paragraph)]
+    lines += [".Sh 3FS", *_paragraphs(_HF3FS)]
     lines += [".Pp", "Parameters of the URL:", *_list(_HF3FS_PARAMETERS)]
+    lines += [".Sh TRUST", *_paragraphs(_TRUST), ".Sh LOCKS", *_paragraphs(_LOCKS)]
     lines += [".Sh PAGE STATES", *_list(_STATES)]
     lines += [".Sh ENVIRONMENT", *_list(_ENVIRONMENT)]
     lines += [
@@ -346,6 +360,11 @@ def _list(entries: tuple[tuple[str, str], ...]) -> Iterator[str]:
         yield f".It {_text(term)}"
         yield from _sentences(text)
     yield ".El"
+
+
+def _paragraphs(texts: tuple[str, ...]) -> Iterator[str]:
+    for number, text in enumerate(texts):
+        yield from [*([".Pp"] if number else []), *_sentences(text)]
 
 
 def _sentences(text: str) -> list[str]:

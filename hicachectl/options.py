@@ -262,7 +262,8 @@ lock_option = click.option(
     "--lock",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Do nothing while another process holds the lock of FILE.",
+    help="Do nothing while another process holds the lock (flock) of FILE; see LOCKS in "
+    "hicachectl(1).",
 )
 jobs_option = click.option(
     "--jobs", type=click.IntRange(1, 256), metavar="N", help="How many threads read and write."

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 FORM = 1
+# What numbers of a record can be: none that an Arrow column or the system refuses.
+_INT64_MAX = 2**63 - 1
+_MOST_BYTES = 2**44  # of an object; the sum of a page is an int64
+_MOST_FILES = 999_999_999
+_MOST_SLOTS = 1 << 16
+_MOST_KEYS = 1 << 23  # of all groups; some shapes have thousands of slots that no page fills
+_MOST_VERSION = 1 << 16
+_LAST_MOMENT = 1e11
 _PAGE = re.compile(r"[0-9a-f]{64}")
 
 Mode = Literal["quarantine", "delete"]
@@ -137,27 +145,59 @@ def dump_record(record: Record) -> bytes:
 def parse_record(text: bytes, *, source: str) -> Record:
     """Read a record. Raises FormatError."""
     try:
-        document = json.loads(text)
-        if document["quarantine"] != FORM:
-            raise FormatError(
-                f"{source}: a record of form {document['quarantine']!r}; this release knows {FORM}"
-            )
-        if document["mode"] not in ("quarantine", "delete"):
-            raise ValueError("mode")
-        shapes = [tuple(_parse_slot(slot) for slot in shape) for shape in document["shapes"]]
-        groups = tuple(_parse_group(group, shapes) for group in document["groups"])
-        numbers = [object_.file for group in groups for object_ in group.objects]
-        if len(set(numbers)) != len(numbers):
-            raise ValueError("a file number twice")
-        return Record(
-            _text(document["store"]),
-            _text(document["scheme"]),
-            document["mode"],
-            float(document["began"]),
-            groups,
-        )
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{source}: not the record of a quarantine ({error})") from error
+        return _parse_document(json.loads(text))
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
+        raise FormatError(
+            f"{source}: not a quarantine record of form {FORM} ({str(error)[:200]}); its pages are "
+            "neither restored nor removed. To go on without them, move the file out of the "
+            "quarantine"
+        ) from error  # fmt: skip
+
+
+def _parse_document(document: Any) -> Record:
+    form = document["quarantine"]
+    if type(form) is not int or form != FORM:
+        raise ValueError(f"form {form!r:.60}; this release reads {FORM}")
+    mode: Mode = document["mode"]
+    if mode not in ("quarantine", "delete"):
+        raise ValueError(f"mode {mode!r:.60}")
+    shapes = [_parse_shape(shape) for shape in document["shapes"]]
+    budget = _MOST_KEYS
+    groups = []
+    for entry in document["groups"]:
+        groups.append(_parse_group(entry, shapes))
+        budget -= len(groups[-1].shape)
+        if budget < 0:
+            raise ValueError(f"more than {_MOST_KEYS} keys")
+    taken = [(group, object_) for group in groups for object_ in group.objects]
+    if len({object_.file for _, object_ in taken}) != len(taken):
+        raise ValueError("a file number twice")
+    if len({group.key(object_.slot) for group, object_ in taken}) != len(taken):
+        raise ValueError("a key twice")
+    return Record(
+        _text(document["store"]),
+        _text(document["scheme"]),
+        mode,
+        _moment(document["began"]),
+        tuple(groups),
+    )
+
+
+def _parse_shape(slots: Sequence[Mapping[str, Any]]) -> Shape:
+    shape = tuple(_parse_slot(slot) for slot in slots)
+    if len(shape) > _MOST_SLOTS:
+        raise ValueError(f"a page with {len(shape)} objects")
+    if any(sidecar >= len(shape) for slot in shape for sidecar in slot.sidecars):
+        raise ValueError("a sidecar that is no slot")
+    return shape
 
 
 def _slot_to_mapping(slot: Slot) -> dict[str, Any]:
@@ -199,8 +239,8 @@ def _parse_slot(table: Mapping[str, Any]) -> Slot:
     return Slot(
         _text(table["prefix"]),
         _text(table["suffix"]),
-        bool(table["anchor"]),
-        bool(table["required"]),
+        _flag(table["anchor"]),
+        _flag(table["required"]),
         _optional_count(table["trailing"]),
         tuple(_count(slot) for slot in table["sidecars"]),
     )
@@ -209,7 +249,7 @@ def _parse_slot(table: Mapping[str, Any]) -> Slot:
 def _parse_group(table: Mapping[str, Any], shapes: Sequence[Shape]) -> TakenGroup:
     page = _text(table["page"])
     if not _PAGE.fullmatch(page):
-        raise ValueError(f"page {page!r}")
+        raise ValueError(f"page {page!r:.60}")
     shape = shapes[_count(table["shape"])]
     absent = frozenset(_count(slot) for slot in table["absent"])
     group = TakenGroup(
@@ -226,7 +266,7 @@ def _parse_group(table: Mapping[str, Any], shapes: Sequence[Shape]) -> TakenGrou
         raise ValueError(f"page {page}: its objects do not fit its shape")
     for taken, entry in zip(group.objects, table["objects"], strict=True):
         if group.key(taken.slot) != _text(entry["key"]).encode():
-            raise ValueError(f"key {entry['key']!r} is not that of its slot")
+            raise ValueError(f"key {entry['key']!r:.200} is not that of its slot")
     return group
 
 
@@ -234,12 +274,12 @@ def _parse_object(table: Mapping[str, Any]) -> TakenObject:
     version, digest = table["version"], table["blake3"]
     return TakenObject(
         slot=_count(table["slot"]),
-        file=_count(table["file"]),
-        unwanted=bool(table["unwanted"]),
+        file=_count(table["file"], _MOST_FILES),
+        unwanted=_flag(table["unwanted"]),
         facts=Facts(
-            nbytes=_optional_count(table["nbytes"]),
-            mtime_ns=None if table["mtime_ns"] is None else int(table["mtime_ns"]),
-            version=None if version is None else bytes.fromhex(version),
+            nbytes=_optional_count(table["nbytes"], _MOST_BYTES),
+            mtime_ns=_time(table["mtime_ns"]),
+            version=None if version is None else bytes.fromhex(_text(version, _MOST_VERSION)),
         ),
         blake3=None if digest is None else _text(digest),
     )
@@ -249,18 +289,41 @@ def _parse_finding(table: Mapping[str, Any]) -> dict[str, str | None]:
     return {_text(name): None if value is None else _text(value) for name, value in table.items()}
 
 
-def _text(value: object) -> str:
+def _text(value: object, most: int | None = None) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.60} is no text")
+        raise TypeError(f"{value!r:.60} is not text")
     value.encode()  # ValueError for half a surrogate pair, which nothing could print
+    if most is not None and len(value) > most:
+        raise ValueError(f"{value!r:.60}… has {len(value)} characters")
     return value
 
 
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError(f"{value!r:.60} is no count")
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r:.60} is neither true nor false")
     return value
 
 
-def _optional_count(value: object) -> int | None:
-    return None if value is None else _count(value)
+def _count(value: object, most: int = _INT64_MAX) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise TypeError(f"{value!r:.60} is not a count up to {most}")
+    return value
+
+
+def _optional_count(value: object, most: int = _INT64_MAX) -> int | None:
+    return None if value is None else _count(value, most)
+
+
+def _time(value: object) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > _INT64_MAX:
+        raise TypeError(f"{value!r:.60} is not a time in nanoseconds")
+    return value
+
+
+def _moment(value: object) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= _LAST_MOMENT:  # type: ignore[operator]
+        raise TypeError(f"{value!r:.60} is not a time in seconds")
+    return float(value)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import errno
 import os
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -21,7 +21,7 @@ import pyarrow as pa
 from hicachectl.backends.base import Status
 from hicachectl.batching import BATCH_OBJECTS, Planned, Planner
 from hicachectl.formats.errors import StoreUnavailable, UsageError
-from hicachectl.quarantine import Batch, Run, batches, locked_run, runs, sweep
+from hicachectl.quarantine import BEGUN, Batch, Quarantine, Run, batches, runs, sweep
 from hicachectl.records import Facts, Mode, Record, TakenGroup, TakenObject
 from hicachectl.relocation import copy_objects
 from hicachectl.removal import Deleting, MovingOut, Standing, Work, look, take_away
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from hicachectl.backends.base import Mover, Store
+    from hicachectl.backends.directory import Directory
     from hicachectl.backends.urls import Config
     from hicachectl.groups import PageGroups
     from hicachectl.inventory import Inventory
@@ -66,7 +67,8 @@ class RepairOutcome:
     kept: groups left alone, since a server had rewritten what was wrong. nbytes: taken away.
     failed: (key or place, message). remaining: groups that should have gone and are still there.
     rows: page, model, tag, objects, nbytes and state of each group that was tried.
-    quarantine: where the objects are; None where nothing is kept.
+    quarantine: where the objects are; None where nothing is kept. unrecorded: folders of the
+    quarantine whose objects no record names; left alone, since they may be the only copies.
     """
 
     repaired: int = 0
@@ -79,6 +81,7 @@ class RepairOutcome:
     remaining: int = 0
     rows: pa.Table = field(default_factory=ROWS.empty_table)
     quarantine: str | None = None
+    unrecorded: tuple[str, ...] = ()
 
 
 def run_repair(
@@ -104,15 +107,15 @@ def run_repair(
     on_progress is told how many groups were dealt with. Raises UsageError on a quarantine that
     cannot be one, StoreUnavailable; what happens to one object is in the outcome.
     """
-    directory = quarantine_directory(store, quarantine, config)
-    if directory is None and mode == "quarantine":
+    place = quarantine_of(store, quarantine, config)
+    if place is None and mode == "quarantine":
         raise UsageError(f"{store.url}: name a directory for its objects: --quarantine DIR")
     planner = Planner(inventory, groups, plan, digests or {})
     if dry_run:
-        return _rehearse(planner, mode, directory)
+        return _rehearse(planner, mode, place)
     newest_ns = int(groups.newest_ns.max()) if len(groups) else 0
     live = newest_ns > time.time_ns() - int(LIVE_SECONDS * 1e9)
-    with _Worker(store, directory, mode) as worker:
+    with _Worker(store, place, mode) as worker:
         for planned in planner.batches():
             worker.work(planned)
             on_progress(len(planned))
@@ -129,21 +132,24 @@ def finish_unfinished(
     """Complete what runs that were killed had begun on this store.
 
     To be called before the scan by every run that removes something. What another process is
-    working on is left to it. Raises FormatError on a damaged record, StoreUnavailable.
+    working on is left to it. Raises FormatError on a damaged record, UntrustedError for links and
+    for files of owners who are not trusted, both before anything is changed; StoreUnavailable.
     """
     outcome = RepairOutcome()
-    directory = quarantine_directory(store, quarantine, config)
-    for run in list(runs(directory)) if directory is not None else ():
-        try:
-            with locked_run(run) as is_ours:
-                if is_ours:
-                    for batch in _unfinished(run, store, directory):
-                        worker = _Worker(store, directory, batch.record.mode)
-                        worker.finish(batch)
-                        outcome = _added(outcome, worker.outcome())
-                    sweep(run)
-        except OSError as error:
-            raise StoreUnavailable(f"cannot work in {run}: {error.strerror}") from error
+    place = quarantine_of(store, quarantine, config)
+    with _opened(place, writes=True) as directory:
+        if directory is None:
+            return outcome
+        for _ in _unfinished(store, place, directory):
+            pass  # each is checked before anything is changed
+        for name, run in runs(directory):
+            if run.lock():
+                for batch in _unfinished_of(run, store, place):
+                    worker = _Worker(store, place, batch.record.mode)
+                    worker.finish(batch)
+                    outcome = _added(outcome, worker.outcome())
+                unrecorded = sweep(run, directory, name)
+                outcome = replace(outcome, unrecorded=(*outcome.unrecorded, *unrecorded))
     return outcome
 
 
@@ -151,23 +157,19 @@ def count_unfinished(
     store: Store, quarantine: str | None = None, *, config: Config | None = None
 ) -> int:
     """Count the groups that `finish_unfinished` would complete. Raises as that does."""
-    count = 0
-    directory = quarantine_directory(store, quarantine, config)
-    for run in list(runs(directory)) if directory is not None else ():
-        try:
-            with locked_run(run) as is_ours:
-                if is_ours:
-                    unfinished = _unfinished(run, store, directory)
-                    count += sum(len(batch.record.groups) for batch in unfinished)
-        except OSError as error:
-            raise StoreUnavailable(f"cannot work in {run}: {error.strerror}") from error
-    return count
+    place = quarantine_of(store, quarantine, config)
+    with _opened(place, writes=False) as directory:
+        return sum(
+            len(batch.record.groups)
+            for run, batch in _unfinished(store, place, directory)
+            if run.lock()
+        )
 
 
-def quarantine_directory(
+def quarantine_of(
     store: Store, quarantine: str | None, config: Config | None = None
-) -> Path | None:
-    """Return where a store's quarantine is: the one named, else the one beside the store.
+) -> Quarantine | None:
+    """Return a store's quarantine: the one named, else the one beside the store.
 
     None where none is named and the store has no place. Raises UsageError where it cannot be.
     """
@@ -175,24 +177,49 @@ def quarantine_directory(
 
     beside = store.side_directory()
     if quarantine is None:
-        return None if beside is None else beside / "quarantine"
+        return None if beside is None else Quarantine(store)
     url = parse_url(quarantine, config)
     path = Path(url.path)
     if url.scheme != "file" or (path.exists() and not path.is_dir()):
         raise UsageError(f"--quarantine {quarantine}: must be a directory")
     if beside is not None and os.path.realpath(path) == os.path.realpath(beside.parent):
         raise UsageError(f"--quarantine {quarantine}: is the store itself")
-    return path
+    return Quarantine(store, path)
 
 
-def _unfinished(run: Path, store: Store, directory: Path | None) -> Iterator[Batch]:
+@contextmanager
+def _opened(place: Quarantine | None, *, writes: bool) -> Iterator[Directory | None]:
+    """Open a quarantine that is there; writes: the files in it are to be changed."""
+    directory = None
+    try:
+        if place is not None:
+            directory = place.find(writes=writes)
+        yield directory
+    except OSError as error:
+        raise StoreUnavailable(
+            f"cannot work in {place and place.path}: {error.strerror}"
+        ) from error
+    finally:
+        if directory is not None:
+            directory.close()
+
+
+def _unfinished(
+    store: Store, place: Quarantine | None, directory: Directory | None
+) -> Iterator[tuple[Directory, Batch]]:
+    """Check a quarantine; give the batches that `finish_unfinished` would complete, with runs."""
+    for _, run in runs(directory) if directory is not None else ():
+        for batch in _unfinished_of(run, store, place):
+            batch.held()
+            yield run, batch
+
+
+def _unfinished_of(run: Directory, store: Store, place: Quarantine | None) -> Iterator[Batch]:
     """Batches of a run that were begun on this store; beside it lie its own, wherever it moved."""
-    beside = store.side_directory()
-    own = beside is not None and directory == beside / "quarantine"
-    for batch in batches(run):
+    for batch in batches(run, lambda suffix: suffix == BEGUN):
         record = batch.record
-        mine = record.scheme == store.grammar and (own or record.store == store.url)
-        if not batch.done and mine:
+        own = place is not None and place.own
+        if record.scheme == store.grammar and (own or record.store == store.url):
             yield batch
 
 
@@ -208,10 +235,11 @@ def _added(one: RepairOutcome, other: RepairOutcome) -> RepairOutcome:
         remaining=one.remaining + other.remaining,
         rows=pa.concat_tables([one.rows, other.rows]),
         quarantine=one.quarantine or other.quarantine,
+        unrecorded=one.unrecorded + other.unrecorded,
     )
 
 
-def _rehearse(planner: Planner, mode: Mode, directory: Path | None) -> RepairOutcome:
+def _rehearse(planner: Planner, mode: Mode, place: Quarantine | None) -> RepairOutcome:
     """Say what would be done."""
     ledger = _Ledger()
     objects = 0
@@ -227,7 +255,7 @@ def _rehearse(planner: Planner, mode: Mode, directory: Path | None) -> RepairOut
         deleted=0 if keeps else objects,
         nbytes=sum(ledger.columns["nbytes"]),
         rows=ledger.table(),
-        quarantine=str(directory) if keeps else None,
+        quarantine=str(place.path) if place is not None and keeps else None,
     )
 
 
@@ -249,12 +277,12 @@ class _Ledger:
 class _Worker:
     """Takes batches of groups out of one store."""
 
-    def __init__(self, store: Store, directory: Path | None, mode: Mode) -> None:
+    def __init__(self, store: Store, place: Quarantine | None, mode: Mode) -> None:
         self.full = False  # the quarantine has no room: nothing more is begun
         self._store = store
-        self._directory = directory
+        self._place = place
         self._mode: Mode = mode
-        self._run = None if directory is None else Run(directory)
+        self._run = None if place is None else Run(place)
         self._ledger = _Ledger()
         self._watched: dict[int, TakenGroup] = {}  # row of the ledger to the group, to be settled
         self._counts: Counter[str] = Counter()
@@ -288,14 +316,14 @@ class _Worker:
 
     def finish(self, batch: Batch) -> None:
         """Take away what is left of the groups of a batch that a killed run had begun."""
-        batch.folder.mkdir(exist_ok=True)
+        batch.take_up()
         held = batch.held()
         works = [
             Work(group, touched=any(o.file in held for o in group.objects))
             for group in batch.record.groups
         ]
         with ExitStack() as exits:
-            mover = self._store.mover(str(batch.folder))
+            mover = self._store.mover(batch.folder)
             if mover is not None:
                 exits.enter_context(mover)
                 _drop_doubles(mover, batch.record.groups, held)
@@ -336,7 +364,7 @@ class _Worker:
             failed=tuple(self._failed),
             remaining=states[FAILED] + untried,
             rows=self._ledger.table(),
-            quarantine=str(self._directory) if keeps else None,
+            quarantine=str(self._place.path) if self._place is not None and keeps else None,
         )
 
     def _as_they_are(self, planned: Sequence[Planned]) -> list[Work]:
@@ -360,18 +388,20 @@ class _Worker:
             return
         with ExitStack() as exits:
             try:
-                batch = self._run.new_folder()
-                mover = self._store.mover(str(batch.folder))
+                batch = exits.enter_context(self._run.new_batch())
+                mover = self._store.mover(batch.folder)
                 if mover is not None:
                     exits.enter_context(mover)
-                elif mode == "quarantine":
-                    self._copy(works, batch)
-                works = [work for work in works if work.error is None]
-                if not works:
-                    return
-                groups = tuple(work.group for work in works)
-                record = Record(self._store.url, self._store.grammar, mode, time.time(), groups)
-                batch = self._run.begin(batch, record)
+                copies = mover is None and mode == "quarantine"
+                with batch.copying() if copies else nullcontext():
+                    if copies:
+                        self._copy(works, batch)
+                    works = [work for work in works if work.error is None]
+                    if not works:
+                        return
+                    groups = tuple(work.group for work in works)
+                    record = Record(self._store.url, self._store.grammar, mode, time.time(), groups)
+                    batch.begin(record)
             except OSError as error:
                 self._refuse(works, error)
                 return
@@ -391,7 +421,7 @@ class _Worker:
                 batch.write([w.group for w, kept in zip(works, untouched, strict=True) if not kept])
         except OSError as error:
             # The record of what was begun is there, and the next run finishes it.
-            self._failed.append((str(batch.run), error.strerror or str(error)))
+            self._failed.append((batch.run.path, error.strerror or str(error)))
 
     def _copy(self, works: Sequence[Work], batch: Batch) -> None:
         """Copy every object of some groups; a group of which one fails stays, without copies."""
@@ -410,7 +440,7 @@ class _Worker:
                 "mtime_ns": pa.array([taken.facts.mtime_ns for _, taken, _ in there], pa.int64()),
             }
         )
-        with FileStore(batch.folder) as target:
+        with FileStore.within(batch.folder) as target:
             result = copy_objects(self._store, rows, target, names, sizes)
         self.full |= bool((result.statuses == Status.FULL).any())
         for number, message in result.errors.items():
@@ -434,17 +464,19 @@ class _Worker:
             )
             for taken in work.group.objects:
                 if taken not in kept:
-                    (batch.folder / str(taken.file)).unlink(missing_ok=True)
+                    with suppress(FileNotFoundError):
+                        batch.folder.remove(str(taken.file))
             work.group = replace(work.group, objects=kept)
 
     def _refuse(self, works: Sequence[Work], error: OSError) -> None:
         """Give up a batch that has no record: nothing of it was touched."""
+        where = str(self._place.path) if self._place is not None else ""
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise StoreUnavailable(
-                f"cannot write to the quarantine {self._directory}: {error.strerror}"
+                f"cannot write to the quarantine {where}: {error.strerror}"
             ) from error
         self.full = True
-        self._failed.append((str(self._directory), error.strerror or str(error)))
+        self._failed.append((where, error.strerror or str(error)))
         for work in works:
             work.error = b"", ""
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 from hicachectl.backends.base import Status
 from hicachectl.backends.file import FileStore
 from hicachectl.formats.errors import StoreUnavailable, UsageError
-from hicachectl.quarantine import Batch, batches, locked_run, runs, sweep
+from hicachectl.quarantine import Batch, Quarantine, batches, runs, sweep
 from hicachectl.relocation import copy_objects, same_bytes
 from hicachectl.removal import look
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Mover, Store
+    from hicachectl.backends.directory import Directory
     from hicachectl.records import Facts, TakenGroup, TakenObject
     from hicachectl.removal import Look
 
@@ -53,7 +54,8 @@ class RestoreOutcome:
 
     restored: groups. objects, nbytes: put back. conflicts: groups of which an object is in the
     store again. gone: objects that were quarantined and are nowhere. failed: groups.
-    busy: runs of the quarantine that another process is working on. rows: each group, with the
+    busy: runs of the quarantine that another process is working on. unrecorded: folders with
+    objects that no record names; left alone. rows: each group, with the
     codes of the findings that it was taken away for.
     """
 
@@ -64,6 +66,7 @@ class RestoreOutcome:
     gone: int
     failed: int
     busy: int
+    unrecorded: tuple[str, ...]
     rows: pa.Table = field(repr=False)
 
 
@@ -82,44 +85,62 @@ def restore_groups(
     A group of which any object is in the store is a conflict, and stays as it is. One that a
     killed run had only begun to take away becomes what it was before. Raises UsageError where
     there is no quarantine or it is of another kind of store, FormatError on a damaged record,
-    StoreUnavailable.
+    UntrustedError for links and for files of owners who are not trusted, all before anything is
+    moved; StoreUnavailable.
     """
-    if not quarantine.is_dir():
-        raise UsageError(f"{quarantine}: no such directory; name one that --quarantine filled")
+    place = Quarantine(store, quarantine)
     ledger = _Ledger()
     busy = 0
-    for run in list(runs(quarantine)):
-        try:
-            with locked_run(run) as is_ours:
-                busy += not is_ours
-                if is_ours:
-                    for batch in batches(run):
-                        _restore_batch(store, batch, wanted, ledger, dry_run, on_progress)
-                    if not dry_run:
-                        sweep(run)
-        except OSError as error:
-            raise StoreUnavailable(f"cannot work in {run}: {error.strerror}") from error
-    return ledger.outcome(busy)
+    unrecorded: list[str] = []
+    try:
+        with _opened(place, writes=not dry_run) as directory:
+            _check(store, directory, wanted)
+            for name, run in runs(directory):
+                if not run.lock():
+                    busy += 1
+                    continue
+                for batch in batches(run):
+                    chosen = _chosen(store, batch, wanted)
+                    if chosen:
+                        _Restorer(store, batch, ledger).restore(chosen, dry_run=dry_run)
+                        on_progress(len(chosen))
+                if not dry_run:
+                    unrecorded += sweep(run, directory, name)
+    except OSError as error:
+        raise StoreUnavailable(f"cannot work in {quarantine}: {error.strerror}") from error
+    return ledger.outcome(busy, unrecorded)
 
 
-def _restore_batch(
-    store: Store,
-    batch: Batch,
-    wanted: Callable[[TakenGroup, str], bool],
-    ledger: _Ledger,
-    dry_run: bool,
-    on_progress: Callable[[int], None],
-) -> None:
+def _opened(place: Quarantine, *, writes: bool) -> Directory:
+    try:
+        found = place.find(writes=writes)
+    except NotADirectoryError:
+        found = None
+    if found is None:
+        raise UsageError(f"{place.path}: no such directory; name one that --quarantine filled")
+    return found
+
+
+def _check(store: Store, directory: Directory, wanted: Callable[[TakenGroup, str], bool]) -> None:
+    """Refuse bad records, links and files of strangers before anything is moved."""
+    for _, run in runs(directory):
+        for batch in batches(run):
+            if _chosen(store, batch, wanted):
+                batch.held()
+
+
+def _chosen(
+    store: Store, batch: Batch, wanted: Callable[[TakenGroup, str], bool]
+) -> list[TakenGroup]:
     chosen = [group for group in batch.record.groups if wanted(group, batch.record.scheme)]
     if not chosen or batch.record.mode == "delete":  # the next rm completes that
-        return
+        return []
     if batch.record.scheme != store.grammar:
         raise UsageError(
-            f"{batch.run}: was taken from {batch.record.store}, a {batch.record.scheme} store; "
-            f"{store.url} has keys of another form"
+            f"{batch.run.path}: was taken from {batch.record.store}, a {batch.record.scheme} "
+            f"store; {store.url} has keys of another form"
         )
-    _Restorer(store, batch, ledger).restore(chosen, dry_run=dry_run)
-    on_progress(len(chosen))
+    return chosen
 
 
 _Problems = dict[int, tuple[str, str]]  # state and detail, by id of a _Group
@@ -157,10 +178,7 @@ class _Restorer:
         self._store = store
         self._batch = batch
         self._ledger = ledger
-        try:
-            self._held = batch.held()
-        except FileNotFoundError:
-            self._held = {}
+        self._held = batch.held()
 
     def restore(self, chosen: list[TakenGroup], *, dry_run: bool) -> None:
         """Put the chosen groups back and take them out of the record."""
@@ -213,7 +231,7 @@ class _Restorer:
             return _Place.TAKEN
         if not here:
             return _Place.BACK
-        with FileStore(self._batch.folder) as folder:
+        with FileStore.within(self._batch.folder) as folder:
             row, held_row = _rows([group.key(taken.slot)]), _rows([_name(taken)])
             equal = same_bytes(self._store, row, folder, held_row, self._held[taken.file])
         return _Place.BOTH if equal else _Place.TAKEN
@@ -222,10 +240,11 @@ class _Restorer:
         """Put groups back; what kept some of them from it, by id."""
         for group in ready:
             for taken in group.double:
-                (self._batch.folder / str(taken.file)).unlink(missing_ok=True)
-        if not self._batch.folder.is_dir():  # an earlier restore was interrupted at its end
+                with suppress(FileNotFoundError):
+                    self._batch.folder.remove(str(taken.file))
+        if not self._batch.has_folder():  # an earlier restore was interrupted at its end
             return {}
-        mover = self._store.mover(str(self._batch.folder))
+        mover = self._store.mover(self._batch.folder)
         if mover is None:
             return self._copy_back(ready)
         problems: _Problems = {}
@@ -277,7 +296,7 @@ class _Restorer:
         """Copy sidecars, then the anchors of the groups whose sidecars all arrived."""
         problems: _Problems = {}
         arrived: dict[int, list[TakenObject]] = defaultdict(list)
-        with FileStore(self._batch.folder) as folder:
+        with FileStore.within(self._batch.folder) as folder:
             for anchor in (False, True):
                 pairs = [(g, o) for g in ready if id(g) not in problems for o in g.of_kind(anchor)]
                 keys = [group.group.key(taken.slot) for group, taken in pairs]
@@ -344,7 +363,7 @@ class _Ledger:
         for column, value in zip(self._columns.values(), row, strict=True):
             column.append(value)
 
-    def outcome(self, busy: int) -> RestoreOutcome:
+    def outcome(self, busy: int, unrecorded: Sequence[str]) -> RestoreOutcome:
         rows = pa.table(self._columns, schema=ROWS)
         states = np.array(self._columns["state"], dtype=object)
         restored = rows.filter(pa.array(np.isin(states, (RESTORED, WOULD_RESTORE)), pa.bool_()))
@@ -356,5 +375,6 @@ class _Ledger:
             gone=self.gone,
             failed=int((states == FAILED).sum()),
             busy=busy,
+            unrecorded=tuple(unrecorded),
             rows=rows,
         )

@@ -12,7 +12,7 @@ from hicachectl.interrupts import deferred
 from hicachectl.terminal import escape_controls, mute_native_logs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from hicachectl.backends.base import Store
@@ -99,3 +99,13 @@ def remark(ctx: click.Context, text: str) -> None:
     settings: Settings = ctx.obj
     if not settings.quiet:
         click.echo(f"hicachectl: {escape_controls(text)}", err=True)
+
+
+def remark_unrecorded(ctx: click.Context, folders: Iterable[str]) -> None:
+    """Name folders of a quarantine whose objects no record names."""
+    for folder in folders:
+        remark(
+            ctx,
+            f"{folder}: objects without a record, perhaps the only copies; left alone. Put "
+            f"{folder}.json back to restore them, or delete the folder",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +11,29 @@ import pyarrow as pa
 
 from hicachectl.findings import SCHEMA, findings
 from hicachectl.formats.documents import parse_json
-from hicachectl.formats.errors import FormatError, StoreUnavailable, UnsupportedByBackend
+from hicachectl.formats.errors import (
+    FormatError,
+    StoreUnavailable,
+    UnsupportedByBackend,
+    UntrustedError,
+)
 from hicachectl.formats.profile import Profile, profile_from_mapping, profile_to_mapping
-from hicachectl.wholefile import whole_file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from hicachectl.backends.base import Store
+    from hicachectl.backends.directory import Directory
 
 _FORM = 1
+_FOLDER = "stamps"
 _MAX_BYTES = 1 << 20  # a stamp is kilobytes
 _KEYLESS = ("sglang",)  # may differ between servers that share a store
+
+
+class _NoStampError(FormatError):
+    """Text that is not JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,46 +44,64 @@ class Stamp:
     weights_version: str = ""
 
 
-def read_stamps(store: Store) -> dict[str, Stamp]:
-    """Read the stamps of a store, by model. Raises FormatError on a damaged one."""
-    directory = _directory(store)
-    if directory is None:
-        return {}
-    try:
-        paths = sorted(directory.glob("*.json"))
-        return {path.stem: _parse(path) for path in paths}
-    except OSError as error:
-        raise StoreUnavailable(f"cannot read {directory}: {error.strerror}") from error
+def read_stamp(store: Store, key_model: str) -> Stamp | None:
+    """Read the stamp of a model, by its name in keys; None where there is none.
+
+    Raises FormatError on a damaged stamp, UntrustedError on a link, a special file or a file of
+    an owner who is not trusted, StoreUnavailable.
+    """
+    name = _file_name(key_model)
+    with _opened(store, writes=False) as directory:
+        if directory is None or not directory.has(name):
+            return None
+        return _parse(directory.read(name, _MAX_BYTES + 1), f"{directory.path}/{name}")
+
+
+def check_stamp_place(store: Store, key_model: str) -> None:
+    """Raise what `write_stamp` would, before anything is changed."""
+    with _opened(store, writes=True) as directory:
+        _check_place(directory, _file_name(key_model))
 
 
 def write_stamp(store: Store, stamp: Stamp) -> Path:
     """Write the stamp of the profile's model beside a store, whole or not at all.
 
-    Raises UnsupportedByBackend where the store has no place for it, StoreUnavailable.
+    Raises UnsupportedByBackend where the store has no place for it, UntrustedError as
+    `read_stamp` does, StoreUnavailable.
     """
-    directory = _directory(store)
-    if directory is None:
+    beside = store.side_directory()
+    if beside is None:
         raise UnsupportedByBackend(f"{store.url}: there is no place beside this store for a stamp")
-    path = directory / f"{_file_name(stamp.profile.key_model)}.json"
+    name = _file_name(stamp.profile.key_model)
     document = {
         "form": _FORM,
         "weights_version": stamp.weights_version,
         "profile": profile_to_mapping(stamp.profile),
     }
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreUnavailable(f"cannot write {directory}: {error.strerror}") from error
-    with whole_file(path, "w", durable=True, refusal=StoreUnavailable) as stream:
-        json.dump(document, stream, indent=2)
-    return path
+    with _opened(store, writes=True, makes=True) as directory:
+        _check_place(directory, name)
+        if directory is not None:
+            directory.write(name, json.dumps(document, indent=2).encode())
+    return beside / _FOLDER / name
 
 
-def check_stamp(store: Store, profile: Profile | None, weights_version: str) -> pa.Table:
-    """Find where the profile, or the weights version, is not the one a store was stamped with."""
+def check_stamp(
+    store: Store,
+    profile: Profile | None,
+    weights_version: str,
+    remark: Callable[[str], None] = lambda text: None,
+) -> pa.Table:
+    """Find where the profile, or the weights version, is not the one a store was stamped with.
+
+    remark is told of a stamp that is not read, since it is a link or its owner is not trusted.
+    """
     if profile is None or profile.inferred:
         return SCHEMA.empty_table()
-    stamp = read_stamps(store).get(_file_name(profile.key_model))
+    try:
+        stamp = read_stamp(store, profile.key_model)
+    except UntrustedError as error:
+        remark(f"the stamp is not compared: {error}")
+        stamp = None
     differences = [] if stamp is None else _differences(stamp, Stamp(profile, weights_version))
     return findings(
         "stamp-mismatch",
@@ -79,6 +109,32 @@ def check_stamp(store: Store, profile: Profile | None, weights_version: str) -> 
         keys=pa.nulls(len(differences), pa.string()),
         detail=pa.array(differences, pa.string()),
     )
+
+
+@contextmanager
+def _opened(store: Store, *, writes: bool, makes: bool = False) -> Iterator[Directory | None]:
+    """Open the folder of a store's stamps; None where there is none."""
+    try:
+        with ExitStack() as exits:
+            directory = store.open_side_directory(writes=writes, makes=makes)
+            if directory is not None:
+                side = exits.enter_context(directory)
+                directory = None
+                if makes:
+                    directory = exits.enter_context(side.make_directory(_FOLDER, exist_ok=True))
+                elif side.has(_FOLDER):
+                    directory = exits.enter_context(side.directory(_FOLDER))
+            yield directory
+    except OSError as error:
+        verb = "write" if writes else "read"
+        path = f"{store.side_directory()}/{_FOLDER}"
+        raise StoreUnavailable(f"cannot {verb} {path}: {error.strerror}") from error
+
+
+def _check_place(directory: Directory | None, name: str) -> None:
+    """Refuse to replace what is no regular file of a trusted owner."""
+    if directory is not None and directory.has(name):
+        directory.read(name, 0)
 
 
 def _differences(old: Stamp, new: Stamp) -> list[str]:
@@ -105,24 +161,18 @@ def _pool_differences(before: list[dict[str, Any]], after: list[dict[str, Any]])
     ]
 
 
-def _directory(store: Store) -> Path | None:
-    beside = store.side_directory()
-    return None if beside is None else beside / "stamps"
-
-
 def _file_name(key_model: str) -> str:
     """Spell a model name as a file name: without "/" already, it may be anything else."""
-    return "".join(c if c.isalnum() or c in "-_." else f"%{ord(c):x}" for c in key_model)[:200]
+    plain = "".join(c if c.isalnum() or c in "-_." else f"%{ord(c):x}" for c in key_model)
+    return f"{plain[:200]}.json"
 
 
-def _parse(path: Path) -> Stamp:
-    with path.open("rb") as file:
-        data = file.read(_MAX_BYTES + 1)
+def _parse(data: bytes, path: str) -> Stamp:
     try:
-        document = parse_json(data[:_MAX_BYTES], str(path))
+        document = parse_json(data[:_MAX_BYTES], path, refusal=_NoStampError)
         if document["form"] != _FORM or type(document["weights_version"]) is not str:
             raise FormatError(f"{path}: not a stamp of this version")
-        profile = profile_from_mapping(document["profile"], source=str(path))
+        profile = profile_from_mapping(document["profile"], source=path)
         return Stamp(profile, document["weights_version"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (_NoStampError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"{path}: not a stamp, or damaged; remove it to go on") from error

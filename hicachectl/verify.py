@@ -189,7 +189,7 @@ class _Run:
         of_tables, unsure = check_tables(self.store, tables, grace_seconds=request.grace_seconds)
         found = combine(
             [
-                *self._structure(inventory, groups, in_flight),
+                *self._structure(inventory, groups, in_flight, remarks.append),
                 *of_tables,
                 *(without_repeats(table, of_tables) for table in reading.findings(inventory)),
                 *self._bytes(inventory, reading, outcome, digested),
@@ -265,11 +265,15 @@ class _Run:
         return known and "values" in self.request.checks
 
     def _structure(
-        self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray
+        self,
+        inventory: Inventory,
+        groups: PageGroups,
+        in_flight: BoolArray,
+        remark: Callable[[str], None],
     ) -> Iterator[pa.Table]:
         """Run the checks that read no object."""
         checks = self.request.checks
-        yield check_stamp(self.store, self.request.profile, self.request.weights_version)
+        yield check_stamp(self.store, self.request.profile, self.request.weights_version, remark)
         if "names" in checks:
             yield from check_names(inventory, now_ns=self.now_ns, grace_ns=self._grace_ns)
         if "groups" in checks:

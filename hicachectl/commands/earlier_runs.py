@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hicachectl.guards import agreed
-from hicachectl.session import remark
+from hicachectl.session import remark, remark_unrecorded
 
 if TYPE_CHECKING:
     import click
@@ -71,3 +71,4 @@ class EarlierRuns:
             )
         for key, message in finished.failed:
             remark(self.ctx, f"{key}: {message}")
+        remark_unrecorded(self.ctx, finished.unrecorded)

@@ -12,7 +12,7 @@ import click
 from hicachectl.errors import FINDINGS
 from hicachectl.guards import agreed, require_consent
 from hicachectl.options import output_options, store_argument
-from hicachectl.session import opened, progress, remark
+from hicachectl.session import opened, progress, remark, remark_unrecorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -98,6 +98,7 @@ def command(
     )
     if outcome.busy:
         remark(ctx, f"{outcome.busy} runs in {directory} belong to a process that is at work")
+    remark_unrecorded(ctx, outcome.unrecorded)
     if dry_run:
         remark(ctx, "dry run: nothing was restored")
     if outcome.conflicts or outcome.failed:

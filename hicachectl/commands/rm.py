@@ -15,6 +15,7 @@ from hicachectl.options import (
     NameList,
     PointInTime,
     lease_wait_option,
+    lock_option,
     output_options,
     store_argument,
 )
@@ -94,12 +95,7 @@ Examples:
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and change nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option(
-    "--lock",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Do nothing while another process holds the lock of FILE.",
-)
+@lock_option
 @lease_wait_option
 @output_options
 @click.pass_context

@@ -26,6 +26,7 @@ from hicachectl.repair import run_repair
 from tests.conformance.store_cases import CASES
 
 if TYPE_CHECKING:
+    from hicachectl.backends.directory import Directory
     from hicachectl.backends.file_mover import FileMover
     from hicachectl.groups import PageGroups as Groups
     from hicachectl.inventory import Inventory
@@ -115,7 +116,7 @@ class Watched(FileStore):
 
     last_taken: dict[str, int]
 
-    def mover(self, directory: str) -> FileMover | None:
+    def mover(self, directory: Directory) -> FileMover | None:
         real = super().mover(directory)
         assert real is not None
         take = real.take

@@ -421,7 +421,7 @@ def test_a_lock_that_is_held_ends_the_run_at_once(
             "python3",
             "-c",
             "import fcntl,sys,time; f=open(sys.argv[1],'w');"
-            "fcntl.lockf(f,fcntl.LOCK_EX); print(flush=True); time.sleep(60)",
+            "fcntl.flock(f,fcntl.LOCK_EX); print(flush=True); time.sleep(60)",
             str(lock),
         ],
         stdout=subprocess.PIPE,

@@ -207,7 +207,7 @@ def _in_another_process(lock: Path) -> Any:
     import sys
 
     program = (
-        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX);"
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX);"
         "print('held', flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 
 from hicachectl.backends.base import Mover, Status
+from hicachectl.backends.directory import Directory
 from hicachectl.backends.file import FileStore
 from hicachectl.backends.file_mover import FileMover
 from hicachectl.findings import findings
@@ -480,7 +481,7 @@ class Interfering(FileStore):
 
     after: Callable[[bytes], None]
 
-    def mover(self, directory: str) -> FileMover | None:
+    def mover(self, directory: Directory) -> FileMover | None:
         real = super().mover(directory)
         assert real is not None
         take = real.take
@@ -587,7 +588,7 @@ class Faulty(FileStore):
 
     stuck: frozenset[str] = frozenset()
 
-    def mover(self, directory: str) -> FileMover | None:
+    def mover(self, directory: Directory) -> FileMover | None:
         real = super().mover(directory)
         assert real is not None
         take = real.take
@@ -691,7 +692,7 @@ class Bare(FileStore):
 
     supports_moves = False
 
-    def mover(self, directory: str) -> None:
+    def mover(self, directory: Directory) -> None:
         return None
 
     def side_directory(self) -> None:  # type: ignore[override]
@@ -936,6 +937,7 @@ def test_a_record_cannot_name_a_path(store: Path, tmp_path: Path) -> None:
 
 def test_movers_are_what_they_say(store: Path) -> None:
     with FileStore(store) as opened:
-        mover = opened.mover(str(store.parent))
+        with Directory.named(str(store.parent), writes=True) as aside:
+            mover = opened.mover(aside)
         assert isinstance(mover, Mover)
         mover.close()

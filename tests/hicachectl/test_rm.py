@@ -284,7 +284,7 @@ def test_a_lock_that_is_held_is_no_error(invoke: Invoke, store: Path, tmp_path: 
         [
             sys.executable,
             "-c",
-            "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX);"
+            "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
             "print(flush=True); sys.stdin.read()",
             str(lock),
         ],
