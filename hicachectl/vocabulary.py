@@ -22,6 +22,7 @@ PAGE_CODES = (
     "re-recorded",
     "replica-mismatch",
     "no-replica",
+    "disk-only",
     "unwritten-page",
     "page-index-shared",
     "page-index-out-of-range",
