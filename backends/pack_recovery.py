@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hicachectl.backends.file_system import sync_names
 from hicachectl.backends.pack_file import (
     Entries,
     ObjectReader,
@@ -191,7 +192,7 @@ def repair(
     be saved, StoreUnavailable while a writer is at work and on failures of the system.
     """
     if output is not None and Path(output).exists():
-        raise UsageError(f"{output}: there is such a file; give a name for a new one")
+        raise _taken(output)
     writes_here = output is None and not dry_run
     descriptor = open_pack(path, os.O_RDWR if writes_here else os.O_RDONLY)
     try:
@@ -215,6 +216,10 @@ def repair(
         os.close(descriptor)
 
 
+def _taken(output: str) -> UsageError:
+    return UsageError(f"{output}: there is such a file; give a name for a new one")
+
+
 def _summary(entries: pa.Table, walked: Walked | None = None) -> Repaired:
     nbytes = int(column_of(entries, "nbytes").sum())
     if walked is None:
@@ -234,7 +239,9 @@ def _copy(descriptor: int, found: Walked, entries: pa.Table, output: str) -> Non
     import pyarrow as pa
 
     assert found.metadata is not None  # or there would be nothing to copy
-    target = open_pack(output, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    partial = Path(output).with_name(f".{Path(output).name}.tmp")
+    partial.unlink(missing_ok=True)  # of a run that was killed
+    target = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         content = build_metadata(found.metadata)
         record = plain_record(Kind.METADATA, content)
@@ -253,11 +260,14 @@ def _copy(descriptor: int, found: Walked, entries: pa.Table, output: str) -> Non
             place, entries.schema.field(place), pa.array(moved, pa.int64())
         )
         append_index(target, found.pack_id, entries, found.metadata, at)
-    except BaseException:
-        Path(output).unlink()
-        raise
+        try:
+            os.link(partial, output)  # unlike a rename, it fails where something is there
+        except FileExistsError as error:
+            raise _taken(output) from error
     finally:
         os.close(target)
+        partial.unlink()
+    sync_names(partial.parent)
 
 
 def _copy_bytes(source: int, offset: int, length: int, target: int, at: int) -> int:

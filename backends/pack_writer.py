@@ -107,7 +107,10 @@ class PackWriter:
     def _continue(self) -> None:
         """Find where to go on, in a file that may have been cut off anywhere."""
         begun = os.pread(self.descriptor, HEADER_BYTES, 0)
-        if len(begun) < HEADER_BYTES and begun[: len(MAGIC)] == MAGIC[: len(begun)]:
+        is_cut = len(begun) < HEADER_BYTES and begun[: len(MAGIC)] == MAGIC[: len(begun)]
+        # The header is durable before more is written: a power failure leaves no more than that.
+        is_lost = os.fstat(self.descriptor).st_size <= HEADER_BYTES and not any(begun)
+        if is_cut or is_lost:
             self._has_tail = bool(begun)
             return
         try:
@@ -226,7 +229,7 @@ class PackWriter:
             if self._written is not None and unended and self.may_finish and not self._failed:
                 table = self.entries.table()
                 append_index(descriptor, self.pack_id, table, self._written, self._end)
-            elif not os.fstat(descriptor).st_size:
+            elif self._written is None and os.fstat(descriptor).st_size <= HEADER_BYTES:
                 Path(self.path).unlink(missing_ok=True)
         except OSError as error:
             raise StoreUnavailable(
@@ -262,11 +265,12 @@ class PackWriter:
         self.metadata = replace(self.metadata, version=__version__)
         content = build_metadata(self.metadata)
         record = plain_record(Kind.METADATA, content)
-        head = [] if self._end else [build_header(self.pack_id)]
-        self._put([*head, build_record(record, self.pack_id), content])
-        if head:
+        if not self._end:
+            self._put([build_header(self.pack_id)])
             os.fsync(self.descriptor)
             sync_names(Path(self.path).parent)
+        self._put([build_record(record, self.pack_id), content])
+        os.fdatasync(self.descriptor)  # without it, objects could not be continued or saved
         self._written = self.metadata
 
     def _pool(self) -> ThreadPoolExecutor:

@@ -7,12 +7,12 @@ Each command runs once, recorded. What it may leave on the disk is then replayed
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.power import pack_writers, writers
 from tests.power.replaying import found_by_looking, found_by_recovering, seed_of_run
-from tests.power.writers import WRITERS
 from tests.small_file_system import small_file_system
 
 if TYPE_CHECKING:
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 Recorded = tuple["Writer", "Recording"]
 
 
-def _params() -> list[object]:
+def _params() -> list[Any]:
     """One process records a writer once, for all of its tests."""
+    types: tuple[type[Writer], ...] = (*writers.WRITERS, *pack_writers.WRITERS)
     return [
-        pytest.param(writer, id=writer.__name__, marks=pytest.mark.xdist_group(writer.__name__))
-        for writer in WRITERS
+        pytest.param(type_, id=type_.__name__, marks=pytest.mark.xdist_group(type_.__name__))
+        for type_ in types
     ]
 
 

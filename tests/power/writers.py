@@ -17,6 +17,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hicachectl.__main__ import run
+from hicachectl.formats.catalog import read_catalog
+from hicachectl.formats.errors import FormatError
 from tests.hicachectl import stores
 from tests.hicachectl.repairs import content, dsa_store, indexer, kv, shorten
 from tests.hicachectl.stores import page
@@ -138,14 +140,16 @@ def _wrong_bytes(files: dict[str, bytes], right: dict[str, tuple[bytes, int]]) -
 # migrations
 
 
-class _Migration(Writer):
+class Migration(Writer):
     """SRC to DST, each on a file system of its own."""
+
+    destination: Path | str
 
     moves: ClassVar[bool] = False
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.destination = folder / "other" / "new" / "store"
+        self.destination = self.target = folder / "other" / "new" / "store"
 
     @property
     def roots(self) -> list[Path]:
@@ -171,7 +175,7 @@ class _Migration(Writer):
         return pages
 
 
-class FileMigration(_Migration):
+class FileMigration(Migration):
     """File to file: the system copies."""
 
     kinds: ClassVar[dict[str, Kind]] = {
@@ -184,7 +188,7 @@ class FileMigration(_Migration):
             yield "the source changed"
 
     def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
-        there = state.directly_in(self.destination)
+        there = state.directly_in(self.target)
         yield from _wrong_bytes(there, self.original)
         for name in sorted(half_pages(set(there), orphans=False)):
             yield f"page {name[:8]} of the destination has no sidecar"
@@ -198,7 +202,7 @@ class FileMigration(_Migration):
     def recover(self, state: State) -> Iterator[str]:
         again = ["--resume"] if self.moves or hash(state.content) % 2 else []
         yield from self.run(*self.arguments(), *again)
-        if self.objects(self.destination) != self.original:
+        if self.objects(self.target) != self.original:
             yield "the migration was run again, and the destination is not the source"
 
 
@@ -226,7 +230,7 @@ class Move(FileMigration):
     def source_wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
         here = state.directly_in(self.store)
         yield from _wrong_bytes(here, self.original)
-        there = state.directly_in(self.destination)
+        there = state.directly_in(self.target)
         for name in self.original.keys() - here.keys() - there.keys():
             yield f"{name} is nowhere"
         for name in sorted(half_pages(set(here)) - self.noted(state)):
@@ -439,6 +443,68 @@ class RestoreByCopy(_Elsewhere, Restore):
     }
 
 
+class Notes(Writer):
+    """A catalog and a stamp, of objects that one run has read."""
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        "catalog": Kind("fsync", "*/catalogs/.*.tmp"),
+        "catalog-name": Kind("fsync", "*/catalogs"),
+        "stamp": Kind("fsync", "*/stamps/.*.tmp"),
+        "stamp-name": Kind("fsync", "*/stamps"),
+        "new-directory": Kind("fsync", "*/disk/store"),
+    }
+
+    @property
+    def catalog(self) -> Path:
+        return self.folder / "catalogs" / "store.parquet"
+
+    @property
+    def stamp(self) -> Path:
+        return self.store / ".hicachectl" / "stamps" / "x-dsa.json"
+
+    @property
+    def roots(self) -> list[Path]:
+        return [self.store.parent, self.catalog.parent]
+
+    def arguments(self) -> list[object]:
+        command = ["verify", self.store, "--profile", self.profile, *_BUFFER, "--format", "json"]
+        return [
+            *command,
+            "--stamp",
+            "--checks",
+            "digests",
+            "--catalog",
+            self.catalog,
+            "--update-catalog",
+        ]
+
+    def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
+        for path, whole in ((self.catalog, _is_catalog), (self.stamp, _is_json)):
+            data = state.files.get(str(path))
+            if data is None and document is not None:
+                yield f"{path.name} was reported, and is missing"
+            if data is not None and not whole(data):
+                yield f"{path.name} is torn"
+
+    def recover(self, state: State) -> Iterator[str]:
+        yield from self.run(*self.arguments())
+        if not (self.catalog.exists() and self.stamp.exists()):
+            yield "the command was run again, and wrote no catalog or no stamp"
+
+
+def _is_json(data: bytes) -> bool:
+    return _document(data) is not None
+
+
+def _is_catalog(data: bytes) -> bool:
+    import pyarrow as pa
+
+    try:
+        return len(read_catalog(pa.py_buffer(data), source="catalog").entries) == 2 * PAGES
+    except FormatError:
+        return False
+
+
 WRITERS: tuple[type[Writer], ...] = (
     FileMigration,
     FileMigrationWithoutSyncfs,
@@ -449,4 +515,5 @@ WRITERS: tuple[type[Writer], ...] = (
     Remove,
     Restore,
     RestoreByCopy,
+    Notes,
 )

@@ -1,0 +1,225 @@
+"""Commands that write packs, and what must hold of every state that a power failure leaves."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hicachectl.backends.pack_file import (
+    ObjectReader,
+    Place,
+    UnfinishedPackError,
+    load_finished,
+    read_header,
+)
+from hicachectl.backends.pack_recovery import walk
+from hicachectl.formats.errors import FormatError
+from hicachectl.formats.pack import HEADER_BYTES
+from tests.hicachectl.stores import page
+from tests.power.crash_states import Kind
+from tests.power.writers import PAGES, Migration, Writer, run_here
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import pyarrow as pa
+
+    from tests.power.crash_states import State
+
+
+class PackBytes:
+    """A pack of some bytes: its objects, and whether it is finished; raises FormatError."""
+
+    def __init__(self, data: bytes) -> None:
+        self.finished = True
+        with _opened(data) as descriptor:
+            try:
+                entries = load_finished(descriptor, "pack").entries
+            except UnfinishedPackError:
+                self.finished = False
+                walked = walk(descriptor, "pack")
+                entries = walked.entries.table()
+                if walked.metadata is None and len(entries):
+                    raise FormatError("its objects have no metadata, so none is saved") from None
+            reader = ObjectReader(descriptor, read_header(descriptor, "pack"))
+            self.objects = dict(_objects(reader, entries))
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[int]:
+    descriptor = os.memfd_create("pack")
+    try:
+        os.write(descriptor, data)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _objects(reader: ObjectReader, entries: pa.Table) -> Iterator[tuple[str, bytes]]:
+    for row in entries.to_pylist():
+        content = bytearray(row["nbytes"])
+        place = Place(row["offset"], row["length"], row["nbytes"], row["planes"], row["digest"])
+        reader.read(row["key"], place, memoryview(content))
+        yield row["key"].decode(), bytes(content)
+
+
+class _PackWriter(Writer):
+    """What writes to a pack.
+
+    sound: objects that must be in it at every point. beginning: whether it may be without any.
+    """
+
+    pack: Path
+
+    def pack_wrong(self, state: State, held: set[str], *, ended: bool) -> Iterator[str]:
+        """Check the pack. held: objects that must be in it. ended: it must be finished."""
+        data = state.files.get(str(self.pack), b"")
+        if len(data) <= HEADER_BYTES:  # the header is there before anything else is
+            if held or ended:
+                yield "the pack has no header, and its objects were reported"
+            return
+        try:
+            pack = PackBytes(data)
+        except FormatError as error:
+            yield f"the pack cannot be opened: {error}"
+            return
+        for name in sorted(held - pack.objects.keys()):
+            yield f"{name} is not in the pack"
+        for name, found in pack.objects.items():
+            if found != self.original[name][0]:
+                yield f"{name} has other bytes"
+        if ended and not pack.finished:
+            yield "the pack was reported, and is not finished"
+
+    def complete(self) -> Iterator[str]:
+        """Check the pack on disk after a recovery."""
+        try:
+            pack = PackBytes(self.pack.read_bytes())
+        except FormatError as error:
+            yield f"the pack was recovered, and cannot be opened: {error}"
+            return
+        if not pack.finished:
+            yield "the pack was recovered, and is not finished"
+        if pack.objects != {name: data for name, (data, _) in self.original.items()}:
+            yield "the pack was recovered, and has not all objects"
+
+
+class FileToPack(_PackWriter, Migration):
+    """File to a new pack."""
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        "name": Kind("fsync", "*/other/new"),
+        "metadata": Kind("fdatasync", "*.hcpack", 0, 1),
+        "append": Kind("fdatasync", "*.hcpack", 1, -2),
+        "records-before-trailer": Kind("fdatasync", "*.hcpack", -2, -1),
+        "trailer": Kind("fdatasync", "*.hcpack", -1),
+    }
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.pack = folder / "other" / "new" / "store.hcpack"
+        self.destination = f"pack://{self.pack}"
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.pack.parent.mkdir()
+
+    def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
+        noted = {n for n in self.original if n[:64] in self.noted(state)}
+        held = noted if document is None else set(self.original)
+        yield from self.pack_wrong(state, held | self.earlier, ended=document is not None)
+
+    @property
+    def earlier(self) -> set[str]:
+        """Return the objects that the pack has had before."""
+        return set()
+
+    def recover(self, state: State) -> Iterator[str]:
+        if self.pack.exists() and hash(state.content) % 2:
+            # 2: nothing can be saved of a pack that has no metadata yet.
+            yield from self.run("pack", "repair", self.pack, codes=(0, 2, 4))
+        yield from self.run(*self.arguments())
+        yield from self.complete()
+
+
+class FileToOldPack(FileToPack):
+    """File to a pack that has two of the pages."""
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        "append": Kind("fdatasync", "*.hcpack", 0, -2),
+        "records-before-trailer": Kind("fdatasync", "*.hcpack", -2, -1),
+        "trailer": Kind("fdatasync", "*.hcpack", -1),
+    }
+
+    def prepare(self) -> None:
+        super().prepare()
+        pages = self.folder / "pages"
+        pages.write_text(f"{page(0)}\n{page(1)}\n")
+        code, text = run_here(*self.arguments(), "--pages-from", pages, home=self.home)
+        assert code == 0, text
+
+    @property
+    def earlier(self) -> set[str]:
+        return {name for name in self.original if name[:64] in (page(0), page(1))}
+
+
+class PackRepair(_PackWriter):
+    """A pack without an end is repaired in place."""
+
+    kinds: ClassVar[dict[str, Kind]] = {"trailer": Kind("fdatasync", "*.hcpack", -1)}
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.cut = self.pack = self.store.parent / "store.hcpack"
+
+    def prepare(self) -> None:
+        super().prepare()
+        command = ("migrate", self.store, f"pack://{self.cut}", "--profile", self.profile)
+        code, text = run_here(*command, "--buffer-bytes", "16MiB", home=self.home)
+        assert code == 0, text
+        os.truncate(self.cut, self.cut.stat().st_size - 40)  # an index that is cut, no trailer
+
+    def arguments(self) -> list[object]:
+        return ["pack", "repair", self.cut, "--format", "json"]
+
+    def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
+        yield from self.pack_wrong(state, set(self.original), ended=document is not None)
+
+    def recover(self, state: State) -> Iterator[str]:
+        yield from self.run(*self.arguments())
+        yield from self.complete()
+
+
+class PackRepairToNew(PackRepair):
+    """What can be saved goes to a new pack."""
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        "trailer": Kind("fdatasync", "*", -1),
+        "name": Kind("fsync", "*/other"),
+    }
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.pack = folder / "other" / "saved.hcpack"
+
+    @property
+    def roots(self) -> list[Path]:
+        return [self.store.parent, self.pack.parent]
+
+    def arguments(self) -> list[object]:
+        return [*super().arguments(), "-o", self.pack]
+
+    def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
+        if str(self.pack) in state.files or document is not None:
+            yield from self.pack_wrong(state, set(self.original), ended=True)
+
+    def recover(self, state: State) -> Iterator[str]:
+        if not self.pack.exists():
+            yield from self.run(*self.arguments())
+        yield from self.complete()
+
+
+assert PAGES > 2
+WRITERS = (FileToPack, FileToOldPack, PackRepair, PackRepairToNew)
