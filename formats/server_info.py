@@ -9,13 +9,18 @@ MooncakeStore.describe_l3_object_layout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hicachectl.formats.deployment_flags import DeploymentFlags
+from hicachectl.formats.deployment_flags import (
+    DeploymentFlags,
+    attention_tp,
+    normalised_layout,
+)
 from hicachectl.formats.documents import parse_json, storable
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.profile import MAX_RANKS, NEWEST_SGLANG, Profile, shown
+from hicachectl.formats.transfer import retargeted
 
 _SOURCE = "server_info"
 
@@ -83,6 +88,30 @@ def flags_from_server_info(reply: Mapping[str, Any]) -> ServerDeployment:
         draft_model_path="" if draft_path == model_path else draft_path,
         notes=_notes(values),
     )
+
+
+def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
+    """Return a profile with the names and the topology of the server that a reply describes.
+
+    For a server of the same model. What the reply does not state stays as in the profile; a reply
+    without model_path, tp_size and page_size states nothing. Raises ProfileError naming the field
+    at fault.
+    """
+    if any(reply.get(name) is None for name in ("model_path", "tp_size", "page_size")):
+        return profile
+    flags = flags_from_server_info(reply).flags
+    changes: dict[str, Any] = {
+        "model": flags.model if flags.model != profile.key_model else None,
+        "tp": attention_tp(flags),
+        "pp": flags.pp,
+        "pp_partition": flags.pp_partition or None,
+        "layout": normalised_layout(flags) if flags.layout else None,
+    }
+    extra = reply.get("hicache_storage_backend_extra_config")
+    if flags.storage_backend == "mooncake" and not str(extra).startswith("@"):
+        changes["tag"] = flags.tag
+    served = retargeted(profile, **changes)
+    return replace(served, page_size=(flags.page_size or 0) * flags.dcp, cp=flags.cp, dcp=flags.dcp)
 
 
 def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> list[str]:

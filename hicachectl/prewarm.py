@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.groups import PageGroups
-from hicachectl.hits import find_hits, inventory_of_chains
+from hicachectl.hits import inventory_of_chains
 from hicachectl.interrupts import persistent
 from hicachectl.inventory import take_inventory
 from hicachectl.migrating.carrying import Carrier
@@ -22,11 +22,13 @@ from hicachectl.migrating.preparing import find_router, settle_grammar
 from hicachectl.migrating.survey import ABSENT, survey_destination, survey_source
 from hicachectl.migrating.watching import Touching, Watch
 from hicachectl.prewarm_plan import Plan, Request, plan_chains, plan_pages
+from hicachectl.usable import count_usable, deployment_document, stamp_remarks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.profile import Profile
     from hicachectl.inventory import IntArray
     from hicachectl.migrating.delivery import Delivered
 
@@ -183,12 +185,13 @@ def usable_from(store: Store, request: Request) -> Outcome:
     if request.chains is None:
         raise UsageError("--all needs a store to copy from: --from SRC")
     started = time.monotonic()
-    there = inventory_of_chains(store, request.target, request.chains)
-    hits = find_hits(there, 0, request.chains)
-    requested = len(hits.page_names)
-    held = int(hits.needed().any(axis=1).sum())
+    found = count_usable(store, request.target, request.served, request.chains)
+    requested = len(found.target.page_names)
+    held = int(found.target.needed().any(axis=1).sum())
     document = _document(None, store, requested, held, requested - held)
-    return _outcome(document, hits.usable_pages, request, started, cut=False)
+    outcome = _outcome(document, found.pages, found.deployment, request, started, cut=False)
+    outcome.remarks += [*found.remarks, *stamp_remarks(store, request.target)]
+    return outcome
 
 
 def _after(moment: float | None) -> float | None:
@@ -216,6 +219,7 @@ def _finished(run: _Run, *, until: float | None = None) -> Outcome:
     there, missing = plan.there, plan.missing
     usable = np.zeros(1 if request.chains is None else len(request.chains), dtype=np.int64)
     unseen = False
+    deployment, remarks = request.target, stamp_remarks(destination, request.target)
 
     def on_batch(_objects: int) -> None:
         if until is not None and time.monotonic() > until:
@@ -225,18 +229,19 @@ def _finished(run: _Run, *, until: float | None = None) -> Outcome:
         if request.chains is None:
             usable[0] = _whole_pages(plan, destination, on_batch)
         else:
-            found = inventory_of_chains(
-                destination, request.target, request.chains, on_batch=on_batch
+            found = count_usable(
+                destination, request.target, request.served, request.chains, on_batch=on_batch
             )
-            hits = find_hits(found, 0, request.chains)
-            usable = hits.usable_pages
+            usable, deployment, hits = found.pages, found.deployment, found.target
+            remarks += found.remarks
             held = hits.page_names.filter(pa.array(hits.needed().any(axis=1)))
             more = int(pc.invert(pc.is_in(held, value_set=plan.names)).true_count)
             there, missing = there + more, missing - more
     except TimeoutError:
         unseen = True
     document = _document(source, destination, plan.requested, there, missing)
-    outcome = _outcome(document, usable, request, started, cut=plan.cut)
+    outcome = _outcome(document, usable, deployment, request, started, cut=plan.cut)
+    outcome.remarks += remarks
     if unseen:
         outcome.remarks.append(f"{destination.url}: too long to list; what is usable is not known")
     return outcome
@@ -273,7 +278,13 @@ def _document(
 
 
 def _outcome(
-    document: dict[str, Any], usable_pages: IntArray, request: Request, started: float, *, cut: bool
+    document: dict[str, Any],
+    usable_pages: IntArray,
+    deployment: Profile,
+    request: Request,
+    started: float,
+    *,
+    cut: bool,
 ) -> Outcome:
     page_size = request.target.page_size
     asked = document["requested_pages"]
@@ -282,6 +293,7 @@ def _outcome(
     document |= {
         "usable_tokens": int(usable_pages.sum()) * page_size,
         "requested_tokens": asked * page_size,
+        "deployment": deployment_document(deployment),
         "not_pinned": 0,
         "gone": 0,
         "failed": 0,

@@ -19,7 +19,7 @@ from hicachectl.migrating.decisions import Action, decide
 from hicachectl.prewarming.forest import grow_forest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     import numpy.typing as npt
 
@@ -39,6 +39,8 @@ class Request:
     profile: of the source. destination_profile: of the servers of the destination, None: the same.
     chains: what is asked for. Without chains, nothing is known of prefixes, and whole pages are
     taken: pages in their order, the best first; without pages either all of them, the newest first.
+    served: the deployment of each live server of the destination, by URL; usable pages are counted
+    for these.
     in_others: those of the pages that are asked for in groups of other deployments only.
     rank: given chains, their distinct pages and which of them each page is, gives
     the place of each distinct page in the order of value, 0 the best; a page never before one that
@@ -51,6 +53,7 @@ class Request:
     in_others: pa.StringArray | None = None
     rank: Callable[[Chains, pa.StringArray, IntArray], IntArray] | None = None
     destination_profile: Profile | None = None
+    served: Mapping[str, Profile] = field(default_factory=dict)
     budget_bytes: int | None = None
     budget_pages: int | None = None
     deadline_seconds: float | None = None

@@ -25,9 +25,21 @@ _JOBS = 8  # requests at once
 Ranks = tuple[int | None, ...]
 
 
-def ranks_of(urls: Sequence[str]) -> dict[str, Ranks]:
-    """Ask each server for its DP ranks. Raises StoreUnavailable, and UsageError for a bad URL."""
-    return {url: dp_ranks(fetch_server(url).info) for url in urls}
+@dataclass(frozen=True, slots=True)
+class LiveServer:
+    """What a server says of itself: its /server_info, and the DP ranks with caches of their own."""
+
+    info: Mapping[str, Any]
+    ranks: Ranks
+
+
+def live_servers(urls: Sequence[str]) -> dict[str, LiveServer]:
+    """Ask each server for its deployment.
+
+    Raises StoreUnavailable, UsageError for a bad URL, and ProfileError for an impossible size.
+    """
+    infos = {url: fetch_server(url).info for url in urls}
+    return {url: LiveServer(info, dp_ranks(info)) for url, info in infos.items()}
 
 
 @dataclass(slots=True)
@@ -57,7 +69,7 @@ class Report:
 
 
 def pull(
-    servers: Mapping[str, Ranks],
+    servers: Mapping[str, LiveServer],
     asked: Callable[[], Iterable[tuple[int, Request]]],
     usable_pages: IntArray,
     profile: Profile,
@@ -73,8 +85,8 @@ def pull(
     deadline: in terms of time.monotonic(). reports: gets one of each server that is asked.
     """
     hashing = Hashing.of(profile)
-    for url, ranks in servers.items():
-        server = ThroughServer(url, ranks=ranks, jobs=_JOBS if jobs is None else jobs)
+    for url, live in servers.items():
+        server = ThroughServer(url, ranks=live.ranks, jobs=_JOBS if jobs is None else jobs)
         report = Report(url, server.pulled)
         reports.append(report)
         prefixes = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.prewarm import Outcome, Request
-    from hicachectl.pulling import Ranks
+    from hicachectl.pulling import LiveServer
     from hicachectl.warming_inputs import Wanted
 
 _TOKEN_SOURCES = ("prompts", "token_ids", "trace")
@@ -177,6 +178,12 @@ def command(
     trace each prefix is asked for once, the most valuable first. The API key is that of
     HICACHECTL_API_KEY.
 
+    usable_tokens, and with it --min-usable, is counted for one deployment, which the result names:
+    that of the servers of --through-server, where these are given, else the one that the pages are
+    written for (--to-profile, the other --to- options, else the profile of SRC). Pages of another
+    topology than a server's are not usable: the server never asks for them. A stamp of DST that
+    names another deployment is said on stderr.
+
     A summary goes to stderr, and the result to stdout as JSON unless --format says otherwise.
     """  # noqa: D301 - \b is click's mark, not ours
     output_format = _format(ctx, output_format)
@@ -263,10 +270,13 @@ def _worked(
     servers = _servers(options)
     if source is None:
         request, wanted = _request(ctx, target, options)
-        outcome = usable_from(target, request)
+        outcome = usable_from(target, _served(request, servers))
+        for text in outcome.remarks:
+            remark(ctx, text)
     else:
         with opened(ctx, source, lease_wait=options["lease_wait"]) as origin:
             request, wanted = _request(ctx, origin, options)
+            request = _served(request, servers)
             with (
                 progress(ctx, "listing", " objects") as on_listed,
                 bytes_progress(ctx, "copying") as on_copied,
@@ -320,16 +330,24 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> tuple
     return request, wanted
 
 
-def _servers(options: dict[str, Any]) -> dict[str, Ranks]:
-    """Ask the servers that are to pull for their ranks, before anything is copied."""
-    from hicachectl.pulling import ranks_of
+def _servers(options: dict[str, Any]) -> dict[str, LiveServer]:
+    """Ask the servers that are to pull for their deployments, before anything is copied."""
+    from hicachectl.pulling import live_servers
 
-    return {} if options["dry_run"] else ranks_of(options["servers"])
+    return {} if options["dry_run"] else live_servers(options["servers"])
+
+
+def _served(request: Request, servers: dict[str, LiveServer]) -> Request:
+    """Let what is usable be counted for the servers that pull, where there are any."""
+    from hicachectl.formats.server_info import served_profile
+
+    served = {url: served_profile(request.target, live.info) for url, live in servers.items()}
+    return replace(request, served=served)
 
 
 def _pull(
     ctx: click.Context,
-    servers: dict[str, Ranks],
+    servers: dict[str, LiveServer],
     profile: Profile,
     wanted: Wanted,
     outcome: Outcome,

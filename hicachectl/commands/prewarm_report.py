@@ -51,6 +51,7 @@ def is_failed(outcome: Outcome, options: dict[str, Any]) -> bool:
 
 def _summary(document: dict[str, Any], *, dry_run: bool) -> str:
     from hicachectl.output import human_size
+    from hicachectl.usable import deployment_text
 
     wanted = document["requested_tokens"]
     share = document["usable_tokens"] / wanted if wanted else 1.0
@@ -59,7 +60,8 @@ def _summary(document: dict[str, Any], *, dry_run: bool) -> str:
         f"{human_size(document['bytes'])}",
         f"{document['already_there']} there already",
         f"{document['missing_pages']} not to be had",
-        f"{share:.0%} of {wanted} tokens usable{' now' if dry_run else ''}",
+        f"{share:.0%} of {wanted} tokens usable{' now' if dry_run else ''} by "
+        f"{deployment_text(document['deployment'])}",
     ]
     if document["stopped_by"]:
         parts.append(f"stopped: {document['stopped_by']}")
@@ -72,12 +74,14 @@ def _write(
     import pyarrow as pa
 
     from hicachectl.output import write_document
+    from hicachectl.usable import deployment_text
 
     rows = pa.table({"page": pa.array([], pa.string())}) if plan is None else plan
     if plan is not None:
         document = {**document, _PLAN: None}
     elif output_format != "json":
-        rows = pa.Table.from_pylist([{k: v for k, v in document.items() if k != "pulled"}])
+        flat = {**document, "deployment": deployment_text(document["deployment"])}
+        rows = pa.Table.from_pylist([{k: v for k, v in flat.items() if k != "pulled"}])
     write_document(
         document,
         rows=rows,
@@ -89,6 +93,9 @@ def _write(
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
+    from hicachectl.usable import deployment_text
+
+    document = {**document, "deployment": deployment_text(document["deployment"])}
     for name, value in document.items():
         if value is not None and name not in (_PLAN, "pulled"):
             yield f"{name.replace('_', ' ')}: {value}"

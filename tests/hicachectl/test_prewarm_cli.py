@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from hicachectl.backends.file import FileStore
 from hicachectl.demo import PROFILE
+from hicachectl.formats.profile import dump_profile
+from hicachectl.stamps import Stamp, write_stamp
 from tests.hicachectl.migrations import contents, demo_store, migrated, profile_file
 from tests.hicachectl.test_prewarm import HASHES, PAGES, pages_of, states, tokens
 
@@ -81,7 +84,44 @@ def test_the_document_has_all_that_other_programs_read(
     assert document["failed"] == document["gone"] == document["not_pinned"] == 0
     (line,) = output.stderr.splitlines()
     assert line.startswith("hicachectl: 8 pages copied")
-    assert line.endswith(f"89% of {18 * SIZE} tokens usable")
+    assert line.endswith(f"89% of {18 * SIZE} tokens usable by {PROFILE.model} tp 2")
+    assert document["deployment"] == {
+        "model": PROFILE.model, "tag": "", "tp_size": 2, "pp_size": 1, "cp_size": 1, "dcp_size": 1,
+        "page_size": SIZE, "layout": "page_first",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [(), ("--all",)])
+def test_the_gate_names_the_deployment_that_it_measured(
+    invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path,
+    arguments: tuple[str, ...],
+) -> None:  # fmt: skip
+    asked = arguments or ("--token-ids", prompts(tmp_path / "asked.jsonl", 8))
+    gate = ("prewarm", target, "--from", source, "--profile", profile, *asked, "--min-usable", 0.9)
+    for options, tp in (((), 2), (("--to-tp", 4), 4)):
+        output = invoke(*gate, *options)
+        assert json.loads(output.stdout)["deployment"]["tp_size"] == tp
+        assert output.stderr.splitlines()[-1].endswith(f"usable by {PROFILE.model} tp {tp}")
+    for output_format in ("table", "csv", "jsonl"):
+        assert f"{PROFILE.model} tp 2" in invoke(*gate, "--format", output_format).stdout
+    converted = tmp_path / "tp4.toml"
+    converted.write_text(dump_profile(replace(PROFILE, tp=4)))
+    document = json.loads(invoke(*gate, "--to-profile", converted).stdout)
+    assert (document["deployment"]["tp_size"], document["copied_pages"]) == (4, 0)
+
+
+def test_a_stamp_of_another_topology_is_said(
+    invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
+) -> None:
+    target.mkdir()
+    with FileStore(target) as store:
+        write_stamp(store, Stamp(replace(PROFILE, tp=4)))
+    stores = ("prewarm", target, "--from", source, "--profile", profile)
+    asked = ("--token-ids", prompts(tmp_path / "asked.jsonl", 8))
+    said = invoke(*stores, *asked).stderr
+    assert "is stamped for another deployment (tp: stamped 4, now 2" in said
+    assert "usable tokens are counted for demo/hybrid-1b tp 2" in said
+    assert "stamped" not in invoke(*stores, *asked, "--to-tp", 4).stderr
 
 
 def test_quiet_says_nothing_and_a_file_takes_the_document(

@@ -104,6 +104,67 @@ def test_servers_are_asked_for_what_the_store_has(
     assert pulled["cached_tokens"] == 20 * SIZE
 
 
+def deployed(**changes: Any) -> dict[str, Any]:
+    """What a server of the demo's model says of itself."""
+    return {
+        "model_path": PROFILE.model, "served_model_name": PROFILE.model, "tp_size": PROFILE.tp,
+        "page_size": SIZE, "hicache_mem_layout": "page_first", "version": PROFILE.sglang, **changes,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy", "converted"),
+    [
+        ({"tp_size": 4}, "--to-tp 4", True),
+        ({"tp_size": 8, "dp_size": 2, "enable_dp_attention": True}, "--to-tp 4", True),
+        ({"pp_size": 2}, "--to-pp 2", True),
+        ({"served_model_name": "other/name"}, "--to-model other-name", True),
+        ({"page_size": 64}, "cannot be converted", False),
+    ],
+)
+def test_pages_that_a_live_server_does_not_ask_for_are_not_usable(
+    invoke: Invoke,
+    stores: tuple[object, ...],
+    tmp_path: Path,
+    changes: dict[str, Any],
+    remedy: str,
+    converted: bool,
+) -> None:
+    asked = ("--token-ids", prompts(tmp_path / "asked.jsonl", 12), "--min-usable", "0.9")
+    server = Server(answer, **deployed(**changes))
+    with serving(server) as place:
+        through = ("--through-server", f"http://{place}")
+        document = warmed(invoke, *stores, *asked, *through, exit_code=4)
+        assert (document["copied_pages"], document["usable_tokens"]) == (12, 0)
+        assert f"http://{place} serves " in document["stderr"]
+        assert remedy in document["stderr"]
+        assert server.asked == []
+        again = warmed(invoke, stores[0], *stores[3:], *asked, *through, exit_code=4)
+        assert (again["usable_tokens"], again["deployment"]) == (0, document["deployment"])
+        if converted:
+            options = remedy.split()
+            document = warmed(invoke, *stores, *asked, *through, *options)
+            assert document["usable_tokens"] == 12 * SIZE
+            assert "serves" not in document["stderr"]
+            assert server.asked
+
+
+def test_a_server_of_the_deployment_itself_can_restore_the_pages(
+    invoke: Invoke, stores: tuple[object, ...], tmp_path: Path
+) -> None:
+    asked = ("--token-ids", prompts(tmp_path / "asked.jsonl", 12), "--min-usable", "0.9")
+    same, other = Server(answer, **deployed()), Server(answer, **deployed(tp_size=4))
+    with serving(same) as place, serving(other) as second:
+        through = ("--through-server", f"http://{place}")
+        document = warmed(invoke, *stores, *asked, *through)
+        assert document["usable_tokens"] == 12 * SIZE
+        assert document["deployment"]["tp_size"] == PROFILE.tp
+        assert same.asked
+        both = (*through, "--through-server", f"http://{second}")
+        document = warmed(invoke, *stores, *asked, *both, exit_code=4)
+        assert (document["usable_tokens"], document["deployment"]["tp_size"]) == (0, 4)
+
+
 def test_every_dp_rank_is_asked(invoke: Invoke, stores: tuple[object, ...], tmp_path: Path) -> None:
     server = Server(answer, dp_size=2)
     with serving(server) as place:
