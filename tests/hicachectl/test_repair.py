@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -50,6 +51,7 @@ from tests.small_file_system import small_file_system
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from hicachectl.backends.base import ReadResult
     from hicachectl.formats.profile import Profile
 
 KILLS = 10
@@ -294,6 +296,38 @@ def test_delete_keeps_nothing(store: Path) -> None:
     assert list(default_quarantine(store).iterdir()) == []
     assert (outcome.repaired, outcome.quarantined, outcome.deleted) == (1, 0, 2)
     assert outcome.quarantine is None
+
+
+@pytest.mark.parametrize("stuck", [False, True], ids=["", "an object stays"])
+def test_no_object_in_the_quarantine_is_without_its_record(
+    store: Path, monkeypatch: pytest.MonkeyPatch, *, stuck: bool
+) -> None:
+    """Else it would be there for good: a record says what the next run is to delete."""
+    for number in range(3):
+        shorten(store / indexer(number))
+    unrecorded: set[Path] = set()
+    quarantine = default_quarantine(store)
+    unlink, steps = os.unlink, itertools.count()
+
+    def watched(path: Any, *, dir_fd: int | None = None) -> None:
+        if stuck and os.fsdecode(path).isdecimal():
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(path, dir_fd=dir_fd)
+        next(steps)
+        for held in quarantine.glob("*/[0-9]*/[0-9]*"):
+            records = [held.parent.with_suffix(suffix) for suffix in (".begun", ".json")]
+            if not any(record.exists() for record in records):
+                unrecorded.add(held)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", watched)
+        outcome = repaired(store, mode="delete")
+    assert stuck or next(steps)
+    assert unrecorded == set()
+    assert outcome.deleted == 6
+    assert sum(len(path.read_bytes()) > 0 for path in quarantine.glob("*/*/*")) == 6 * stuck
+    repaired(store, mode="delete")  # finishes what was begun
+    assert list(quarantine.glob("*/*")) == []
 
 
 def test_a_second_run_finds_nothing_to_do(store: Path) -> None:
@@ -707,6 +741,34 @@ def test_a_store_without_a_place_for_records_can_be_deleted_from(store: Path) ->
         outcome = run_repair(opened, *planned(opened), mode="delete")
     assert content(store) == without(before, kv(2), indexer(2))
     assert (outcome.repaired, outcome.deleted, outcome.quarantine) == (1, 2, None)
+
+
+class Torn(Bare):
+    """A store of which a server rewrites an object, in place, while it is copied."""
+
+    rewritten: Path
+
+    def read_into(self, *arguments: Any, **options: Any) -> ReadResult:
+        with self.rewritten.open("r+b") as stream:
+            stream.write(b"torn")
+        return super().read_into(*arguments, **options)
+
+
+@pytest.mark.parametrize("name", [kv, indexer])
+def test_an_object_that_is_written_to_while_it_is_copied_is_not_recorded(
+    store: Path, tmp_path: Path, name: Callable[[int], str]
+) -> None:
+    shorten(store / indexer(2))
+    before = content(store)
+    quarantine = tmp_path / "q"
+    with Torn(store) as opened:
+        opened.rewritten = store / name(2)
+        run_repair(opened, *planned(opened), mode="quarantine", quarantine=str(quarantine))
+    held = quarantined(quarantine)
+    assert held == {n: before[n] for n in held}
+    assert name(2) not in held
+    files = [path for path in quarantine.rglob("*") if path.is_file() and path.suffix != ".json"]
+    assert len(files) == len(held)
 
 
 def test_a_store_without_a_place_needs_a_quarantine(store: Path, tmp_path: Path) -> None:
