@@ -543,6 +543,35 @@ def test_each_object_that_cannot_be_copied_says_why(store: FileStore, origin: Fi
     assert _names(store.path) == ["new-fine"]
 
 
+@pytest.mark.parametrize("atomic", [True, False], ids=["renameat2", "rename"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_file_that_replaces_the_listed_one_at_the_last_moment_is_not_taken(
+    store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, *, atomic: bool
+) -> None:
+    """A server renames a new object to the key when the listed one has just been looked at."""
+    path, aside = Path(store.path) / "a.bin", tmp_path / "aside"
+    aside.mkdir()
+    path.write_bytes(b"listed")
+    new = [f"new {number}".encode() for number in range(times)]
+    written = iter(new)
+    real = file_system.rename_noreplace
+
+    def raced(*arguments: Any) -> bool:
+        if (value := next(written, None)) is not None:
+            (tmp_path / "fresh").write_bytes(value)
+            (tmp_path / "fresh").replace(path)
+        return atomic and real(*arguments)
+
+    monkeypatch.setattr(file_system, "rename_noreplace", raced)
+    version = store.look(rows_of([b"a.bin"])).column("version")[0].as_py()
+    mover = store.mover(str(aside))
+    assert mover is not None
+    with mover:
+        assert mover.take(b"a.bin", "0", version) == Status.CHANGED
+    assert path.read_bytes() == new[-1]
+    assert list(aside.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("before", "change", "status"),
     [

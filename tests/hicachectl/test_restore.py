@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -210,6 +211,40 @@ def test_an_object_of_another_size_is_not_restored(invoke: Invoke, store: Path) 
         path.write_bytes(b"short")
     document = restored(invoke, quarantine, store, "--yes", exit_code=4)
     assert (document["pages"], document["failed"]) == (1, 1)
+
+
+@pytest.mark.parametrize("resumes", [False, True], ids=["rewritten", "and its anchor gone"])
+def test_another_object_of_the_same_size_and_time_is_a_conflict(
+    invoke: Invoke, store: Path, *, resumes: bool
+) -> None:
+    """Only its bytes tell it from a copy that an interrupted restore has left."""
+    before = content(store)
+    repaired(store)
+    taken = quarantined(default_quarantine(store))
+    names = [indexer(1)] if resumes else [indexer(1), kv(1)]
+    for name in names:
+        data, time_ns = before[name]
+        (store / name).write_bytes(bytes([*data[:-1], data[-1] ^ 1]))
+        os.utime(store / name, ns=(time_ns, time_ns))
+    kept = content(store)
+    document = restored(invoke, default_quarantine(store), store, "--yes", exit_code=4)
+    assert (document["pages"], document["conflicts"]) == (1, 1)
+    assert {name: content(store)[name] for name in names} == {n: kept[n] for n in names}
+    held = quarantined(default_quarantine(store))
+    assert held == {name: taken[name] for name in (kv(1), indexer(1))}
+
+
+def test_copies_that_an_interrupted_restore_has_left_are_completed(
+    invoke: Invoke, store: Path
+) -> None:
+    before = content(store)
+    repaired(store)
+    data, time_ns = before[indexer(1)]
+    (store / indexer(1)).write_bytes(data)
+    os.utime(store / indexer(1), ns=(time_ns, time_ns))
+    assert restored(invoke, default_quarantine(store), store, "--yes")["pages"] == 2
+    assert content(store) == before
+    assert list(default_quarantine(store).iterdir()) == []
 
 
 def test_a_quarantine_goes_back_into_a_store_that_moved(

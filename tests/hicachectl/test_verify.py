@@ -134,6 +134,24 @@ def test_sidecars_without_their_anchor_are_orphans(invoke: Invoke, dsa: Path) ->
     assert brief(document) == [("orphan-sidecar", "warning", f"{page(2)}.indexer_x-dsa.bin")]
 
 
+@pytest.mark.parametrize("grace", [(), ("--grace", "1h")])
+def test_sidecars_whose_anchor_may_still_come_are_in_flight(
+    invoke: Invoke, dsa: Path, grace: tuple[str, ...]
+) -> None:
+    """SGLang writes sidecars first: those that are young are no orphans."""
+    young = dsa / f"{page(2)}.indexer_x-dsa.bin"
+    (dsa / f"{page(2)}_x-dsa.bin").unlink()
+    now = time.time()
+    os.utime(young, (now, now))
+    arguments = (dsa, "--profile", dsa.parent / "dsa.toml", *grace)
+    document = verify(invoke, *arguments)
+    assert (document["findings"], document["in_flight"]) == ([], 1)
+    os.utime(young, (now - 7200, now - 7200))
+    document = verify(invoke, *arguments, exit_code=4)
+    assert brief(document) == [("orphan-sidecar", "warning", young.name)]
+    assert document["in_flight"] == 0
+
+
 @pytest.mark.parametrize(
     ("size", "code"), [(8000, "truncated"), (9217, "oversized"), (0, "truncated")]
 )

@@ -151,6 +151,25 @@ def test_ranks_that_share_heads_must_agree(invoke: Invoke, store: Path) -> None:
     assert found == [("replica-mismatch", "warning", other.name)]
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_all_share_one_head_are_compared_within_each_page(
+    invoke: Invoke, tmp_path: Path, ranks: int
+) -> None:
+    """One set of replicas a page: that of the next page follows it, and has other bytes."""
+    text = GQA.replace("tp = 4", f"tp = {ranks}").replace("kv_heads = 2", "kv_heads = 1")
+    (tmp_path / "p.toml").write_text(text)
+    store = tmp_path / "store"
+    store.mkdir()
+    for number in range(PAGES):
+        for rank in range(ranks):
+            write(store / f"{page(number)}_m_{rank}_{ranks}.bin", healthy(number))
+    assert verify(invoke, store)["findings"] == []
+    other = store / f"{page(3)}_m_{ranks - 1}_{ranks}.bin"
+    write(other, healthy(999))
+    found = verify(invoke, store, exit_code=4)["findings"]
+    assert [(f["code"], f["key"]) for f in found] == [("replica-mismatch", other.name)]
+
+
 def test_a_nan_is_an_error_that_says_where(invoke: Invoke, store: Path) -> None:
     damaged = store / f"{page(2)}_m_2_4.bin"
     values = healthy(2 * 2 + 1)
