@@ -22,6 +22,7 @@ import pytest
 from hicachectl.backends import file_listing, file_system
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Result, Status, Store, scan_schema
+from hicachectl.backends.directory import Directory
 from hicachectl.backends.file import FileStore
 from hicachectl.backends.file_bytes import copy_bytes
 from hicachectl.backends.pack import PackStore
@@ -564,7 +565,8 @@ def test_a_file_that_replaces_the_listed_one_at_the_last_moment_is_not_taken(
 
     monkeypatch.setattr(file_system, "rename_noreplace", raced)
     version = store.look(rows_of([b"a.bin"])).column("version")[0].as_py()
-    mover = store.mover(str(aside))
+    with Directory.named(str(aside), writes=True) as directory:
+        mover = store.mover(directory)
     assert mover is not None
     with mover:
         assert mover.take(b"a.bin", "0", version) == Status.CHANGED
