@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 WHOLE, PARTIAL, ORPHAN, UNKNOWN = range(4)
 
+UNKNOWN_BYTES = -1
+
 _COUNTED_AT_ONCE = 1 << 20
 _MOST_UNUSED = 4  # codes for each that is there
 
@@ -106,8 +108,18 @@ class PageGroups:
 
     @cached_property
     def nbytes(self) -> IntArray:
-        """Bytes of each group's objects."""
-        return self._reduce(np.add, "nbytes")
+        """Bytes of each group's objects; UNKNOWN_BYTES where the size of one is not known."""
+        nbytes = self._reduce(np.add, "nbytes")
+        sizes = self._inventory.objects.column("nbytes")
+        if sizes.null_count:
+            owners = self.of_object[sizes.is_null().to_numpy()]
+            nbytes[owners[owners >= 0]] = UNKNOWN_BYTES
+        return nbytes
+
+    def total_bytes(self, groups: IntArray) -> int | None:
+        """Sum the bytes of some groups; None where that of one is not known."""
+        nbytes = self.nbytes[groups]
+        return None if (nbytes == UNKNOWN_BYTES).any() else int(nbytes.sum())
 
     @cached_property
     def newest_ns(self) -> IntArray:

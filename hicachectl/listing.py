@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from hicachectl.backends.base import SCAN_FIELDS
 from hicachectl.deployments import UNRESOLVED
 from hicachectl.formats.keys.columns import coordinate_columns
+from hicachectl.groups import UNKNOWN_BYTES
 from hicachectl.page_order import page_ranks
 from hicachectl.vocabulary import STATES
 
@@ -82,7 +83,7 @@ def page_rows(groups: PageGroups) -> pa.Table:
                 for name in ("tp_size", "pp_size", "cp_size", "dcp_size")
             },
             "state": pa.array(STATES).take(pa.array(groups.states)),
-            "nbytes": pa.array(groups.nbytes),
+            "nbytes": pa.array(groups.nbytes, mask=groups.nbytes == UNKNOWN_BYTES),
             "mtime": seconds(newest),
             "pools": _pool_counts(groups),
             "missing": _missing_keys(groups),
@@ -125,21 +126,29 @@ def _missing_keys(groups: PageGroups) -> pa.ListArray:
 
 
 def summary_rows(inventory: Inventory, *, pool: str = "") -> pa.Table:
-    """Total by model, tag and pool: pages, objects, bytes. Foreign objects are a row of nulls."""
+    """Total by model, tag and pool: pages, objects, bytes. Foreign objects are a row of nulls.
+
+    Bytes are null where the size of an object is not known.
+    """
     if pool:
         inventory = inventory.only(np.flatnonzero(inventory.of_pool(pool)))
     kinds, kind_ids = _kinds(inventory)
     sums = (
         pa.table({"kind": kind_ids, "nbytes": inventory.objects.column("nbytes")})
         .group_by("kind")
-        .aggregate([("nbytes", "count", pc.CountOptions("all")), ("nbytes", "sum")])
+        .aggregate(
+            [
+                ("nbytes", "count", pc.CountOptions("all")),
+                ("nbytes", "sum", pc.ScalarAggregateOptions(skip_nulls=False)),
+            ]
+        )
     )
     there = sums.column("kind")
     totals = kinds.take(there)
     for name, values in (
         ("pages", pa.array(_page_counts(inventory, kind_ids, len(kinds))).take(there)),
         ("objects", sums.column("nbytes_count")),
-        ("nbytes", pc.fill_null(sums.column("nbytes_sum"), 0)),
+        ("nbytes", sums.column("nbytes_sum")),
     ):
         totals = totals.append_column(name, values)
     return totals.sort_by([(name, "ascending") for name in _KIND])

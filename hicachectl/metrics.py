@@ -64,7 +64,9 @@ def _lines(report: Mapping[str, Any], last_success: float) -> Iterator[str]:
         "seconds": "Seconds the run took.",
     }
     for name, text in gauges.items():
-        yield from _gauge(f"hicachectl_verify_{name}", text, [(f'store="{store}"', report[name])])
+        if report[name] is not None:
+            samples = [(f'store="{store}"', report[name])]
+            yield from _gauge(f"hicachectl_verify_{name}", text, samples)
     counts = [
         (f'store="{store}",code="{_label(code)}"', count)
         for code, count in report["counts"].items()

@@ -127,14 +127,21 @@ def table_lines(rows: pa.Table, *, colour: bool) -> Iterator[str]:
         yield line.rstrip()
 
 
-def human_size(nbytes: int) -> str:
-    """Bytes for people: 1536 is `1.5 KiB`."""
+def human_size(nbytes: int | None) -> str:
+    """Write bytes for people: 1536 is `1.5 KiB`, an unknown size `?`."""
+    if nbytes is None:
+        return "?"
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def human_sizes(nbytes: pa.Array) -> pa.Array:
+    """Write a column of bytes for people, as `human_size` does."""
+    return pc.fill_null(human_column(nbytes, human_size), human_size(None))
 
 
 def human_age(seconds: float) -> str:

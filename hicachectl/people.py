@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.jsontext import join_present
-from hicachectl.output import human_age, human_column, human_size
+from hicachectl.output import human_age, human_column, human_sizes
 
 
 def pages_for_people(rows: pa.Table) -> pa.Table:
@@ -21,7 +21,7 @@ def pages_for_people(rows: pa.Table) -> pa.Table:
             "model": rows.column("model"),
             "sizes": _sizes_text(rows),
             "pools": _pools_text(rows.column("pools")),
-            ">size": human_column(rows.column("nbytes"), human_size),
+            ">size": human_sizes(rows.column("nbytes")),
             ">age": _ages(rows.column("mtime")),
             "state": rows.column("state"),
         }
@@ -49,7 +49,7 @@ def objects_for_people(rows: pa.Table) -> pa.Table:
             "pool": pc.cast(rows.column("pool"), pa.string()),
             "part": pc.cast(rows.column("part"), pa.string()),
             "ranks": _ranks_text(rows),
-            ">size": human_column(rows.column("nbytes"), human_size),
+            ">size": human_sizes(rows.column("nbytes")),
             ">age": _ages(rows.column("mtime")),
             **({"digest": _short(rows.column("digest"))} if "digest" in rows.column_names else {}),
         }
@@ -96,7 +96,7 @@ def summary_for_people(rows: pa.Table) -> pa.Table:
             "pool": rows.column("pool"),
             ">pages": pc.cast(rows.column("pages"), pa.string()),
             ">objects": pc.cast(rows.column("objects"), pa.string()),
-            ">size": human_column(rows.column("nbytes"), human_size),
+            ">size": human_sizes(rows.column("nbytes")),
         }
     )
 
@@ -105,7 +105,11 @@ def removals_for_people(rows: pa.Table) -> pa.Table:
     """Make the text columns of `rm`: totals per model, tag and state."""
     keys = ["model", "tag", "state"]
     totals = rows.group_by(keys).aggregate(
-        [("page", "count"), ("objects", "sum"), ("nbytes", "sum")]
+        [
+            ("page", "count"),
+            ("objects", "sum"),
+            ("nbytes", "sum", pc.ScalarAggregateOptions(skip_nulls=False)),
+        ]
     )
     totals = totals.sort_by([(key, "ascending") for key in keys])
     return pa.table(
@@ -114,7 +118,7 @@ def removals_for_people(rows: pa.Table) -> pa.Table:
             "tag": totals.column("tag"),
             ">pages": pc.cast(totals.column("page_count"), pa.string()),
             ">objects": pc.cast(totals.column("objects_sum"), pa.string()),
-            ">size": human_column(totals.column("nbytes_sum"), human_size),
+            ">size": human_sizes(totals.column("nbytes_sum")),
             "state": totals.column("state"),
         }
     )
@@ -147,7 +151,7 @@ def restored_for_people(rows: pa.Table) -> pa.Table:
             "page": pc.utf8_slice_codeunits(rows.column("page"), 0, 16),
             "model": rows.column("model"),
             ">objects": pc.cast(rows.column("objects"), pa.string()),
-            ">size": human_column(rows.column("nbytes"), human_size),
+            ">size": human_sizes(rows.column("nbytes")),
             "found": pc.binary_join(rows.column("codes"), ","),
             "state": rows.column("state"),
             "detail": rows.column("detail"),

@@ -12,7 +12,7 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.labels import group_label
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 FORM = 1
 # What numbers of a record can be: none that an Arrow column or the system refuses.
@@ -26,6 +26,12 @@ _LAST_MOMENT = 1e11
 _PAGE = re.compile(r"[0-9a-f]{64}")
 
 Mode = Literal["quarantine", "delete"]
+
+
+def total_bytes(sizes: Iterable[int | None]) -> int | None:
+    """Sum sizes; None where one is not known."""
+    known = list(sizes)
+    return None if None in known else sum(size or 0 for size in known)
 
 
 @dataclass(frozen=True, slots=True)

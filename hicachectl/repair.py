@@ -22,7 +22,7 @@ from hicachectl.backends.base import Status
 from hicachectl.batching import BATCH_OBJECTS, Planned, Planner
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.quarantine import BEGUN, Batch, Quarantine, Run, batches, runs, sweep
-from hicachectl.records import Facts, Mode, Record, TakenGroup, TakenObject
+from hicachectl.records import Facts, Mode, Record, TakenGroup, TakenObject, total_bytes
 from hicachectl.relocation import copy_objects
 from hicachectl.removal import Deleting, MovingOut, Standing, Work, look, take_away
 
@@ -64,7 +64,8 @@ class RepairOutcome:
     """What a repair did.
 
     repaired: groups taken away. quarantined, deleted: objects. gone: objects that had vanished.
-    kept: groups left alone, since a server had rewritten what was wrong. nbytes: taken away.
+    kept: groups left alone, since a server had rewritten what was wrong. nbytes: taken away, None
+    where a size is not known.
     failed: (key or place, message). remaining: groups that should have gone and are still there.
     rows: page, model, tag, objects, nbytes and state of each group that was tried.
     quarantine: where the objects are; None where nothing is kept. unrecorded: folders of the
@@ -76,7 +77,7 @@ class RepairOutcome:
     deleted: int = 0
     gone: int = 0
     kept: int = 0
-    nbytes: int = 0
+    nbytes: int | None = 0
     failed: tuple[tuple[str, str], ...] = ()
     remaining: int = 0
     rows: pa.Table = field(default_factory=ROWS.empty_table)
@@ -230,7 +231,7 @@ def _added(one: RepairOutcome, other: RepairOutcome) -> RepairOutcome:
         deleted=one.deleted + other.deleted,
         gone=one.gone + other.gone,
         kept=one.kept + other.kept,
-        nbytes=one.nbytes + other.nbytes,
+        nbytes=total_bytes([one.nbytes, other.nbytes]),
         failed=one.failed + other.failed,
         remaining=one.remaining + other.remaining,
         rows=pa.concat_tables([one.rows, other.rows]),
@@ -246,14 +247,14 @@ def _rehearse(planner: Planner, mode: Mode, place: Quarantine | None) -> RepairO
     for planned in planner.batches():
         for group in planned:
             objects += len(group.scanned)
-            sizes = [facts.nbytes or 0 for facts in group.scanned.values()]
+            sizes = [facts.nbytes for facts in group.scanned.values()]
             ledger.note(group.page, group.model, group.tag, sizes, WOULD_REMOVE)
     keeps = mode == "quarantine"
     return RepairOutcome(
         repaired=len(planner),
         quarantined=objects if keeps else 0,
         deleted=0 if keeps else objects,
-        nbytes=sum(ledger.columns["nbytes"]),
+        nbytes=total_bytes(ledger.columns["nbytes"]),
         rows=ledger.table(),
         quarantine=str(place.path) if place is not None and keeps else None,
     )
@@ -265,8 +266,10 @@ class _Ledger:
     def __init__(self) -> None:
         self.columns: dict[str, list[Any]] = {name: [] for name in ROWS.names}
 
-    def note(self, page: str, model: str, tag: str, sizes: Sequence[int], state: str) -> None:
-        row = (page, model or None, tag or None, len(sizes), sum(sizes), state)
+    def note(
+        self, page: str, model: str, tag: str, sizes: Sequence[int | None], state: str
+    ) -> None:
+        row = (page, model or None, tag or None, len(sizes), total_bytes(sizes), state)
         for column, value in zip(self.columns.values(), row, strict=True):
             column.append(value)
 
@@ -286,6 +289,7 @@ class _Worker:
         self._ledger = _Ledger()
         self._watched: dict[int, TakenGroup] = {}  # row of the ledger to the group, to be settled
         self._counts: Counter[str] = Counter()
+        self._sizes: list[int | None] = []  # of the groups taken away
         self._failed: list[tuple[str, str]] = []
 
     def __enter__(self) -> Self:
@@ -360,7 +364,7 @@ class _Worker:
             deleted=self._counts["new"] + (0 if keeps else taken),
             gone=self._counts["gone"],
             kept=states[KEPT],
-            nbytes=self._counts["nbytes"],
+            nbytes=total_bytes(self._sizes),
             failed=tuple(self._failed),
             remaining=states[FAILED] + untried,
             rows=self._ledger.table(),
@@ -485,9 +489,9 @@ class _Worker:
         self._counts["gone"] += work.gone
         self._counts["new"] += work.new
         self._counts["taken"] += work.removed
-        sizes = [taken.facts.nbytes or 0 for taken in work.group.objects]
+        sizes = [taken.facts.nbytes for taken in work.group.objects]
         if work.touched:
-            self._counts["nbytes"] += sum(sizes)
+            self._sizes.append(total_bytes(sizes))
         if work.error is not None:
             state = FAILED
             if work.error[1]:

@@ -15,6 +15,7 @@ from hicachectl.backends.base import Status
 from hicachectl.backends.file import FileStore
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.quarantine import Batch, Quarantine, batches, runs, sweep
+from hicachectl.records import total_bytes
 from hicachectl.relocation import copy_objects, same_bytes
 from hicachectl.removal import look
 
@@ -61,7 +62,7 @@ class RestoreOutcome:
 
     restored: int
     objects: int
-    nbytes: int
+    nbytes: int | None
     conflicts: int
     gone: int
     failed: int
@@ -355,7 +356,7 @@ class _Ledger:
             group.model or None,
             group.tag or None,
             len(objects),
-            sum(taken.facts.nbytes or 0 for taken in objects),
+            total_bytes(taken.facts.nbytes for taken in objects),
             sorted({finding.get("code") or "" for finding in group.findings}),
             state,
             detail or None,
@@ -370,7 +371,7 @@ class _Ledger:
         return RestoreOutcome(
             restored=len(restored),
             objects=sum(restored.column("objects").to_pylist()),
-            nbytes=sum(restored.column("nbytes").to_pylist()),
+            nbytes=total_bytes(restored.column("nbytes").to_pylist()),
             conflicts=int((states == CONFLICT).sum()),
             gone=self.gone,
             failed=int((states == FAILED).sum()),

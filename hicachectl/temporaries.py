@@ -13,6 +13,7 @@ from hicachectl.backends.base import Status
 from hicachectl.backends.file import FileStore
 from hicachectl.checks.names import stale_temporaries
 from hicachectl.listing import key_text
+from hicachectl.records import total_bytes
 from hicachectl.repair import FAILED, GONE, KEPT, REMOVED, ROWS, WOULD_REMOVE, RepairOutcome
 
 if TYPE_CHECKING:
@@ -87,12 +88,12 @@ def remove_temporaries(
         on_progress(len(some))
     counts = {state: int((states == state).sum()) for state in (GONE, KEPT, FAILED)}
     taken = np.isin(states, (REMOVED, WOULD_REMOVE))
-    sizes = pc.fill_null(stale.column("nbytes"), 0)
+    sizes = stale.column("nbytes")
     return RepairOutcome(
         deleted=int(taken.sum()),
         gone=counts[GONE],
         kept=counts[KEPT],
-        nbytes=int(sizes.to_numpy()[taken].sum()),
+        nbytes=total_bytes(sizes.filter(pa.array(taken)).to_pylist()),
         failed=tuple(failed),
         remaining=counts[FAILED],
         rows=_rows(texts, sizes, states),

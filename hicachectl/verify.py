@@ -469,7 +469,9 @@ class _Run:
             "profile": profile_name(self.request.profile),
             "objects": len(inventory.objects),
             "pages": _distinct(groups.page_ids),
-            "bytes": int(inventory.objects.column("nbytes").fill_null(0).to_numpy().sum()),
+            "bytes": pc.sum(
+                inventory.objects.column("nbytes"), skip_nulls=False, min_count=0
+            ).as_py(),
             "seconds": round(time.monotonic() - self.started, 3),
             "complete": reading.complete,
             "gone": reading.gone,

@@ -170,7 +170,7 @@ def _with_descendants(
 def _question(store: Store, report: Report, plan: RepairPlan, options: dict[str, Any]) -> str:
     from hicachectl.output import human_size
 
-    nbytes = human_size(int(report.groups.nbytes[plan.groups].sum()))
+    nbytes = human_size(report.groups.total_bytes(plan.groups))
     return f"{options['repair']} {len(plan.groups)} pages ({nbytes}) of {store.url}"
 
 

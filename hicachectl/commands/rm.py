@@ -176,6 +176,7 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
 
 def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> Removal:
     from hicachectl.output import human_size
+    from hicachectl.records import total_bytes
     from hicachectl.temporaries import find_temporaries, has_temporaries, remove_temporaries
 
     _refuse_without_times(store, options)
@@ -190,7 +191,7 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
         with progress(ctx, "removing", " files") as advance:
             return remove_temporaries(store, stale, dry_run=dry_run, on_progress=advance)
 
-    nbytes = human_size(sum(size or 0 for size in stale.column("nbytes").to_pylist()))
+    nbytes = human_size(total_bytes(stale.column("nbytes").to_pylist()))
     question = f"remove {len(stale)} temporary files ({nbytes}) from {store.url}"
     return question if len(stale) else None, remove
 
@@ -304,7 +305,7 @@ def _why(options: dict[str, Any]) -> str:
 def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
     from hicachectl.output import human_size
 
-    nbytes = human_size(int(groups.nbytes[plan.groups].sum()))
+    nbytes = human_size(groups.total_bytes(plan.groups))
     return f"remove {len(plan.groups)} pages ({nbytes}) from {store.url}"
 
 

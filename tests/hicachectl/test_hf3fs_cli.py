@@ -16,6 +16,7 @@ from hicachectl.demo import PROFILE, fill
 from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import dump_profile
+from tests.hicachectl.terminals import on_a_terminal
 from tests.skips import missing
 
 if TYPE_CHECKING:
@@ -105,6 +106,45 @@ def test_objects_are_listed_with_their_pages(invoke: Invoke, place: Place) -> No
         assert row["nbytes"] == place.page_bytes[int(rank), namespace]
     for name, listed in by_table.items():
         assert listed == dict(place.table(name)["key_to_index"])
+
+
+SIZELESS = [
+    ("ls",), ("ls", "--objects"), ("ls", "--summary"), ("verify",),
+    ("rm", "--model", "", "--dry-run"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", SIZELESS)
+def test_sizes_that_only_a_profile_tells_are_not_called_zero(
+    invoke: Invoke, place: Place, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    arguments = (command[0], place.url, *command[1:])
+    text = invoke(*arguments).stdout
+    assert "0 B" not in text
+    assert "?" in text
+    document = json.loads(invoke(*arguments, "--format", "json").stdout)
+    rows = next(value for value in document.values() if isinstance(value, list) and value)
+    if command[0] == "ls":
+        assert {row["nbytes"] for row in rows} == {None}
+    else:
+        assert document["bytes"] is None
+    if command[0] == "rm":
+        assert {row["nbytes"] for row in rows} == {None}
+    if command[0] == "verify":
+        metrics = tmp_path / "metrics"
+        invoke(*arguments, "--metrics-file", metrics)
+        assert "hicachectl_verify_objects{" in metrics.read_text()
+        assert "hicachectl_verify_bytes{" not in metrics.read_text()
+
+
+def test_the_question_says_that_a_size_is_not_known(place: Place) -> None:
+    before = place.server.saved()
+    _, err = on_a_terminal("rm", place.url, "--model", "", answer="n")
+    assert f"Remove {PAGES} pages (?) from " in err
+    assert place.server.saved() == before
+    _, err = on_a_terminal("rm", place.url, "--model", "", "--profile", place.profile, answer="n")
+    assert f"Remove {PAGES} pages (" in err
+    assert "(?)" not in err
 
 
 def test_the_age_of_the_listing_is_said(invoke: Invoke, place: Place) -> None:

@@ -201,6 +201,30 @@ def test_a_tag_that_only_a_profile_can_tell_is_not_silently_absent(
     assert sorted(cluster.list_keys()) == before
 
 
+def test_a_size_that_the_master_does_not_say_is_not_called_zero(
+    invoke: Invoke, cluster: Cluster
+) -> None:
+    """Keys with a comma cannot be asked for their size without a lease."""
+    cluster.put(f"slices_{'0a' * 32}_['4', '5']_temporal", bytes(4096))
+    for options in ((), ("--objects",), ("--summary",)):
+        rows = invoke("ls", cluster.url, *options, "--format", "jsonl").stdout.splitlines()
+        (odd,) = (row for row in map(json.loads, rows) if row["model"] == "slices")
+        assert odd["nbytes"] is None
+        assert all(row["nbytes"] for row in map(json.loads, rows) if row != odd)
+        (line,) = (
+            line
+            for line in invoke("ls", cluster.url, *options).stdout.splitlines()
+            if "slices" in line
+        )
+        assert "?" in line.split()
+        assert "0 B" not in line
+    removal = json.loads(
+        invoke("rm", cluster.url, "--model", "slices", "--dry-run", "--format", "json").stdout
+    )
+    assert (removal["objects"], removal["bytes"]) == (1, None)
+    assert [row["nbytes"] for row in removal["groups"]] == [None]
+
+
 def test_removal_by_age_is_refused_where_nothing_has_one(invoke: Invoke, cluster: Cluster) -> None:
     outcome = invoke("rm", cluster.url, "--before", "1d", "--yes", exit_code=2)
     assert "--before" in outcome.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import pty
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from tests.hicachectl.repairs import (
     shorten,
 )
 from tests.hicachectl.stores import OLD, page, put, put_pages
+from tests.hicachectl.terminals import on_a_terminal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -303,21 +303,6 @@ def test_a_lock_that_is_held_is_no_error(invoke: Invoke, store: Path, tmp_path: 
     assert removed(invoke, store, "--model", "b", "--yes", "--lock", lock)["pages"] == 6
     with lock.open("w") as free:
         fcntl.lockf(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def on_a_terminal(*arguments: object, answer: str) -> tuple[str, str]:
-    """Run the tool on a terminal that answers; what it writes to stdout and stderr."""
-    primary, secondary = pty.openpty()
-    command = [sys.executable, "-m", "hicachectl", *map(str, arguments)]
-    done = subprocess.Popen(
-        command, stdin=secondary, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    os.write(primary, f"{answer}\n".encode())
-    out, err = done.communicate(timeout=60)
-    os.close(primary)
-    os.close(secondary)
-    assert done.returncode in (0, 4), err
-    return out, err
 
 
 @pytest.mark.parametrize(("answer", "pages"), [("n", 0), ("y", 6)])
