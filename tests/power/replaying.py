@@ -37,6 +37,16 @@ def found_by_looking(
     ]
 
 
+def missed_without_syncs(writer: Writer, recording: Recording) -> list[str]:
+    """Leave out each kind of sync that a writer needs; name those that nothing notices."""
+    seed = seed_of_run()
+    return [
+        name
+        for name, kind in writer.kinds.items()
+        if not found_by_looking(writer, recording, seed, [kind])
+    ]
+
+
 def found_by_recovering(
     writer: Writer, recording: Recording, seed: int, recoveries: int | None = RECOVERIES
 ) -> list[str]:

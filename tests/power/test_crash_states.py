@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.power import pack_writers, writers
-from tests.power.replaying import found_by_looking, found_by_recovering, seed_of_run
+from tests.power import hf3fs_writers, pack_writers, writers
+from tests.power.replaying import (
+    found_by_looking,
+    found_by_recovering,
+    missed_without_syncs,
+    seed_of_run,
+)
 from tests.small_file_system import small_file_system
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
+    from tests.hf3fs_server import MetadataServer
     from tests.power.recording import Recording
     from tests.power.writers import Writer
 
@@ -26,7 +33,11 @@ Recorded = tuple["Writer", "Recording"]
 
 def _params() -> list[Any]:
     """One process records a writer once, for all of its tests."""
-    types: tuple[type[Writer], ...] = (*writers.WRITERS, *pack_writers.WRITERS)
+    types: tuple[type[Writer], ...] = (
+        *writers.WRITERS,
+        *pack_writers.WRITERS,
+        *hf3fs_writers.WRITERS,
+    )
     return [
         pytest.param(type_, id=type_.__name__, marks=pytest.mark.xdist_group(type_.__name__))
         for type_ in types
@@ -53,10 +64,11 @@ def test_the_next_run_completes_the_work(recorded: Recorded) -> None:
 
 def test_a_missing_sync_is_found(recorded: Recorded) -> None:
     """Each kind of sync that the command makes is left out once."""
-    writer, recording = recorded
-    missed = [
-        name
-        for name, kind in writer.kinds.items()
-        if not found_by_looking(writer, recording, seed_of_run(), [kind])
-    ]
-    assert missed == []
+    assert missed_without_syncs(*recorded) == []
+
+
+def test_3fs_is_told_of_what_is_durable(tmp_path: Path, metadata_server: MetadataServer) -> None:
+    writer = hf3fs_writers.PageWrites(tmp_path, metadata_server)
+    recording = writer.record()
+    assert found_by_looking(writer, recording, seed_of_run()) == []
+    assert missed_without_syncs(writer, recording) == []
