@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    pass  # signals end the process in one line from here on
+
 import io
 import os
 import signal
 import sys
 from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hicachectl.terminal import escape_controls
@@ -24,6 +28,9 @@ class Terminated(BaseException):
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit with its status; see the exit codes in hicachectl(1)."""
     _complete_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # the locale may lack what names are made of
+            stream.reconfigure(errors="backslashreplace")
     status = _flush(run(sys.argv[1:] if arguments is None else arguments))
     with suppress(OSError, ValueError):
         sys.stderr.flush()
@@ -34,13 +41,34 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit status. Only bugs of ours raise."""
+    from hicachectl.errors import INTERRUPTED, TERMINATED
+
+    import_module("hicachectl.cli")  # while signals still end the process
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGTERM, _terminate)
+        if previous[signal.SIGINT] != signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return _run(arguments)
+    except (KeyboardInterrupt, Terminated) as error:
+        for number in previous:  # what ends the run is said once
+            signal.signal(number, signal.SIG_IGN)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        _say("interrupted" if interrupted else "terminated")
+        return INTERRUPTED if interrupted else TERMINATED
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _run(arguments: list[str]) -> int:
+    """Run one command; say what ended it."""
     import click
 
     from hicachectl.cli import ClosedPipeError, cli
-    from hicachectl.errors import BAD_INPUT, INTERRUPTED, TERMINATED, exit_code
+    from hicachectl.errors import BAD_INPUT, exit_code
     from hicachectl.formats.errors import HicacheError
 
-    previous = signal.signal(signal.SIGTERM, _terminate)
     streams = sys.stdout, sys.stderr
     status = 0
     try:
@@ -53,12 +81,8 @@ def run(arguments: list[str]) -> int:
     except HicacheError as error:
         _say(str(error))
         status = exit_code(error)
-    except (KeyboardInterrupt, click.Abort):
-        _say("interrupted")
-        status = INTERRUPTED
-    except Terminated:
-        _say("terminated")
-        status = TERMINATED
+    except click.Abort:
+        raise KeyboardInterrupt from None
     except ClosedPipeError:
         pass  # `| head` has what it wanted
     except SystemExit:
@@ -67,8 +91,6 @@ def run(arguments: list[str]) -> int:
         sys.stdout, sys.stderr = streams  # click has met a closed pipe and put wrappers there
     except Exception as error:
         status = _unexpected(error)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     return status
 
 

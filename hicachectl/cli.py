@@ -11,6 +11,7 @@ import click
 
 from hicachectl import __version__
 from hicachectl.session import Settings
+from hicachectl.terminal import EscapingFormatter
 
 
 class CommandEntry(NamedTuple):
@@ -86,5 +87,7 @@ class LazyGroup(click.Group):
 def cli(ctx: click.Context, verbose: int, quiet: bool, config: Path | None) -> None:
     """Look into SGLang's HiCache L3 store: inspect, verify, migrate and prewarm its pages."""
     level = logging.WARNING - 10 * min(verbose, 2) if not quiet else logging.ERROR
-    logging.basicConfig(level=level, format="hicachectl: %(message)s", force=True)
+    logging.basicConfig(level=level, force=True)
+    for handler in logging.root.handlers:
+        handler.setFormatter(EscapingFormatter("hicachectl: %(message)s"))
     ctx.obj = Settings(config, quiet, bool(verbose))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
+
+from hicachectl.terminal import escape_controls
 
 WRITE_NULL = {b"json": b"null"}  # metadata of a struct's field whose nulls are not to be left out
 
@@ -73,11 +76,20 @@ def _list(array: pa.ListArray) -> pa.StringArray:
     return pc.binary_join_element_wise("[", body, "]", "")
 
 
+def json_text(value: Any) -> str:
+    r"""Write a value as JSON that a terminal shows and any encoding takes.
+
+    Characters that `escape_controls` escapes, half characters among them, are written \uNNNN.
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    if escape_controls(text) == text:
+        return text
+    return "".join(c if escape_controls(c) == c else json.dumps(c)[1:-1] for c in text)
+
+
 def _quoted(array: pa.StringArray) -> pa.StringArray:
-    if pc.any(pc.match_substring_regex(array, r'["\\\x00-\x1f\x7f]')).as_py():
+    if pc.any(pc.match_substring_regex(array, r'["\\]|[^ -~]')).as_py():
         distinct = pc.dictionary_encode(array)
-        quoted = [
-            json.dumps(value, ensure_ascii=False) for value in distinct.dictionary.to_pylist()
-        ]
+        quoted = [json_text(value) for value in distinct.dictionary.to_pylist()]
         return pa.array(quoted, pa.string()).take(distinct.indices)
     return pc.binary_join_element_wise('"', array, '"', "")

@@ -159,7 +159,8 @@ output_options = _stack(
         type=click.Choice(FORMATS),
         default="table",
         show_default=True,
-        help="How to write the result.",
+        help="How to write the result. In table and csv, characters that a terminal would obey or "
+        "hide are written \\xNN or \\uNNNN; in csv, ' is put before text that begins as a formula.",
     ),
     click.option(
         "-o",

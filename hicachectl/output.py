@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 
 from hicachectl import __version__
 from hicachectl.formats.errors import UsageError
-from hicachectl.jsontext import json_rows, json_values
-from hicachectl.terminal import CONTROL_PATTERN, escape_controls
+from hicachectl.jsontext import json_rows, json_text, json_values
+from hicachectl.terminal import UNUSUAL_PATTERN, escape_controls
 from hicachectl.wholefile import whole_file
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 _BINARY_FORMATS = ("parquet", "arrow")
 _ROWS_AT_ONCE = 65_536
+_FORMULA_PATTERN = "^[=+@\uff1d\uff0b\uff0d\uff20-]"  # full-width ones are taken for them too
 _STYLES = {"error": "31", "warning": "33", "orphan": "33", "partial": "33", "whole": "32"}
 
 Human = Callable[[pa.Table], pa.Table]
@@ -42,7 +43,7 @@ def write_rows(
     name: the member of the `json` document that holds the rows.
     human: makes of a slice of the rows the text columns of the `table` format.
     """
-    with _destination(output, binary=output_format in _BINARY_FORMATS) as stream:
+    with _destination(output, output_format) as stream:
         if output_format == "table":
             _write_lines(stream, table_lines(human(rows), colour=_colours(stream)))
         elif output_format == "jsonl":
@@ -58,7 +59,7 @@ def write_rows(
 
 def write_json_lines(tables: Iterable[pa.Table], output: Path | None) -> None:
     """Write the rows of several tables as JSON lines, a table at a time."""
-    with _destination(output, binary=False) as stream:
+    with _destination(output, "jsonl") as stream:
         for rows in tables:
             _write_lines(stream, _joined(rows, "\n"))
 
@@ -80,33 +81,36 @@ def write_document(
     if output_format not in ("table", "json"):
         write_rows(rows, name=name, human=lambda r: r, output_format=output_format, output=output)
         return
-    with _destination(output, binary=False) as stream:
-        if output_format == "table":
+    if output_format == "table":
+        with _destination(output, output_format) as stream:
             _write_lines(stream, text(_colours(stream)))
-            return
-        stream.write(_document_head())
-        for key, value in document.items():
-            body = _joined_list(rows) if key == name else json.dumps(value, ensure_ascii=False)
-            stream.write(f",\n{json.dumps(key)}: {body}")
-        stream.write("\n}\n")
+        return
+    # Whole before the first byte is written: half a document is worse than none.
+    members = [
+        f"{json.dumps(key)}: {_joined_list(rows) if key == name else json_text(value)}"
+        for key, value in document.items()
+    ]
+    with _destination(output, output_format) as stream:
+        stream.write(",\n".join([_document_head(), *members]) + "\n}\n")
 
 
 def document_text(document: Mapping[str, Any]) -> str:
     """Write a report without rows as a `json` document."""
-    members = [f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in document.items()]
+    members = [f"{json.dumps(k)}: {json_text(v)}" for k, v in document.items()]
     return ",\n".join([_document_head(), *members]) + "\n}\n"
 
 
-def write_text(text: str, output: Path | None) -> None:
+def write_text(text: str, output: Path | None, output_format: str = "json") -> None:
     """Write text to stdout or, whole or not at all, to a file."""
-    with _destination(output, binary=False) as stream:
+    with _destination(output, output_format) as stream:
         stream.write(text)
 
 
 def table_lines(rows: pa.Table, *, colour: bool) -> Iterator[str]:
     r"""Align text columns under their names; numbers, named with a leading ">", to the right.
 
-    Control characters, which names in a store can hold, are written \xNN.
+    Characters that a terminal would obey or hide, which names in a store can hold, are
+    escaped (`escape_controls`).
     """
     names = [name.lstrip(">").upper() for name in rows.column_names]
     cells = [_printable(pc.fill_null(column.combine_chunks(), "-")) for column in rows.columns]
@@ -163,7 +167,7 @@ def human_column(values: pa.Array, text: Callable[[Any], str]) -> pa.StringArray
 
 
 def _printable(cells: pa.StringArray) -> pa.StringArray:
-    bad = pc.match_substring_regex(cells, CONTROL_PATTERN)
+    bad = pc.match_substring_regex(cells, UNUSUAL_PATTERN)
     if not pc.any(bad).as_py():
         return cells
     escaped = pa.array(map(escape_controls, cells.filter(bad).to_pylist()), cells.type)
@@ -212,7 +216,19 @@ def _write_columnar(rows: pa.Table, output_format: str, stream: IO[Any]) -> None
     else:
         import pyarrow.csv
 
-        pyarrow.csv.write_csv(_flat(rows), stream.buffer if hasattr(stream, "buffer") else stream)
+        target = stream.buffer if hasattr(stream, "buffer") else stream
+        pyarrow.csv.write_csv(_inert(_flat(rows)), target)
+
+
+def _inert(rows: pa.Table) -> pa.Table:
+    """Escape text as in tables, and put ' before what a spreadsheet would take for a formula."""
+    for index, field in enumerate(rows.schema):
+        if pa.types.is_string(field.type):
+            cells = _printable(rows.column(index).combine_chunks())
+            formulas = pc.match_substring_regex(cells, _FORMULA_PATTERN)
+            cells = pc.if_else(formulas, pc.binary_join_element_wise("'", cells, ""), cells)
+            rows = rows.set_column(index, field.name, cells)
+    return rows
 
 
 def _flat(rows: pa.Table) -> pa.Table:
@@ -228,8 +244,13 @@ def _flat(rows: pa.Table) -> pa.Table:
 
 
 @contextmanager
-def _destination(output: Path | None, *, binary: bool) -> Iterator[IO[Any]]:
-    """stdout, or a file that appears whole or not at all. Raises UsageError."""
+def _destination(output: Path | None, output_format: str) -> Iterator[IO[Any]]:
+    """Give stdout, or a file that appears whole or not at all. Raises UsageError.
+
+    What programs read is UTF-8 in any locale. A table is in the locale's encoding, and characters
+    that this lacks are escaped.
+    """
+    binary = output_format in _BINARY_FORMATS
     if output is not None:
         with whole_file(output, "wb" if binary else "w") as stream:
             yield stream
@@ -237,7 +258,18 @@ def _destination(output: Path | None, *, binary: bool) -> Iterator[IO[Any]]:
     if binary and sys.stdout.isatty():
         raise UsageError("binary output to a terminal; add -o FILE or a redirection")
     try:
-        yield sys.stdout.buffer if binary else sys.stdout
+        if binary:
+            yield sys.stdout.buffer
+        elif output_format == "table" or not hasattr(sys.stdout, "reconfigure"):
+            yield sys.stdout
+        else:
+            before = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
+            sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+            try:
+                yield sys.stdout
+                sys.stdout.flush()
+            finally:
+                sys.stdout.reconfigure(**before)
         sys.stdout.flush()  # what cannot be written is to be known before the command ends well
     except BrokenPipeError:
         raise

@@ -6,15 +6,47 @@ import logging
 import os
 import re
 import sys
+import unicodedata
 
-# C0, DEL and C1; in the syntax that `re` and RE2 share.
-CONTROL_PATTERN = "[\\x00-\\x1f\\x7f\u0080-\u009f]"
-_CONTROLS = re.compile(CONTROL_PATTERN)
+# Texts without a match need no look at each character; in the syntax that `re` and RE2 share.
+UNUSUAL_PATTERN = "[^ -~]"
+# Letters and marks that take no place, or none that is seen: Unicode's default ignorable ones.
+_INVISIBLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
+    "\U000e0100-\U000e01ef]"
+)
 
 
 def escape_controls(text: str, *, keep: str = "") -> str:
-    r"""Write the control characters of a text as \xNN, but for those in `keep`."""
-    return _CONTROLS.sub(lambda m: m[0] if m[0] in keep else f"\\x{ord(m[0]):02x}", text)
+    r"""Write what a terminal would obey or hide as \xNN, \uNNNN or \UNNNNNNNN.
+
+    These are control and format characters (bidirectional overrides, zero-width ones), line and
+    paragraph separators, surrogates, and code points of private or no use; not those in `keep`.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(char if char in keep or _visible(char) else _escaped(char) for char in text)
+
+
+def _visible(char: str) -> bool:
+    if char.isprintable():
+        return not _INVISIBLE.match(char)
+    return unicodedata.category(char) == "Zs"  # spaces other than ASCII's
+
+
+def _escaped(char: str) -> str:
+    code = ord(char)
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+class EscapingFormatter(logging.Formatter):
+    """A formatter of log records that escapes what `escape_controls` does."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record; its lines stay apart."""
+        return escape_controls(super().format(record), keep="\n")
 
 
 def mute_native_logs() -> None:
