@@ -74,7 +74,7 @@ def impossible_checks(
     """
     real = profile is not None and not profile.inferred
     reasons = {}
-    if not real and not store.supports_sizes:
+    if profile is None and not store.supports_sizes:
         reasons["sizes"] = (
             f"{store.url} keeps no object sizes; give --profile, --model-config or --server"
         )

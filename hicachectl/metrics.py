@@ -10,7 +10,7 @@ from hicachectl.formats.errors import HicacheError
 from hicachectl.wholefile import whole_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 _MAX_BYTES = 1 << 20  # of a file that is replaced; ours have some 10 KB
@@ -62,11 +62,16 @@ def _lines(report: Mapping[str, Any], last_success: float) -> Iterator[str]:
         "gone": "Objects that vanished while they were looked at.",
         "in_flight": "Page groups that were being written.",
         "seconds": "Seconds the run took.",
+        "objects_read": "Objects whose bytes were read, or tried to.",
+        "complete": "1 when every object was read that was to be read, 0 after --time-limit.",
     }
     for name, text in gauges.items():
         if report[name] is not None:
-            samples = [(f'store="{store}"', report[name])]
+            value = int(report[name]) if name == "complete" else report[name]
+            samples = [(f'store="{store}"', value)]
             yield from _gauge(f"hicachectl_verify_{name}", text, samples)
+    skipped = [(f'store="{store}",check="{_label(name)}"', 1) for name in report["skipped_checks"]]
+    yield from _gauge("hicachectl_verify_skipped", "What was not checked.", skipped)
     counts = [
         (f'store="{store}",code="{_label(code)}"', count)
         for code, count in report["counts"].items()
@@ -84,7 +89,7 @@ def _lines(report: Mapping[str, Any], last_success: float) -> Iterator[str]:
     )
 
 
-def _gauge(name: str, text: str, samples: list[tuple[str, float]]) -> Iterator[str]:
+def _gauge(name: str, text: str, samples: Sequence[tuple[str, float]]) -> Iterator[str]:
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} gauge"
     yield from (f"{name}{{{labels}}} {value}" for labels, value in samples)

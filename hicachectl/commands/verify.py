@@ -266,6 +266,11 @@ def _refuse_what_is_lacking(store: Any, request: Request, options: dict[str, Any
     if unknown:
         known = ", ".join(store.version_fields) or "none"
         raise click.UsageError(f"--identity: {store.url} has no {unknown[0]}; it has: {known}")
+    if options["repair"] != "none" and not store.supports_deletes:
+        raise click.UsageError(
+            f"--repair: objects of {store.url} cannot be deleted; hicachectl migrate copies its "
+            "sound pages to another store"
+        )
     if not (options["stamp"] or options["weights_version"]):
         return
     if store.side_directory() is None:
@@ -358,7 +363,11 @@ def _lines(report: Report, colour: bool) -> Iterator[str]:
         yield from table_lines(columns, colour=colour)
     in_flight = f", {document['in_flight']} in flight" if document["in_flight"] else ""
     gone = f", {document['gone']} gone meanwhile" if document["gone"] else ""
-    read = f", {human_size(document['bytes_read'])} read" if document["bytes_read"] else ""
+    read = ""
+    if document["bytes_read"]:
+        part = document["sampled"] < document["pages"]
+        share = f" of {document['sampled']} of the pages" if part else ""
+        read = f", {human_size(document['bytes_read'])} read{share}"
     cut = "" if document["complete"] else ", time limit reached"
     fixed = f"; {document['repaired']} pages repaired" if document["repaired"] else ""
     yield (

@@ -202,6 +202,9 @@ def test_metrics_keep_the_last_success(invoke: Invoke, store: Path) -> None:
     verify(invoke, store, "--metrics-file", prom)
     label = f'{{store="file://{store}"}}'
     first = metrics()
+    assert first[f'hicachectl_verify_skipped{{store="file://{store}",check="values"}}'] == 1
+    assert first[f"hicachectl_verify_complete{label}"] == 1
+    assert first[f"hicachectl_verify_objects_read{label}"] == 0
     assert first[f"hicachectl_verify_objects{label}"] == 12
     assert first[name + label] > OLD
     (store / f"{page(0)}_m_0_2.bin").unlink()

@@ -131,6 +131,19 @@ def test_a_pack_without_a_profile_is_compared_with_its_own_digests(
     assert json.loads(unread)["bytes_read"] == 0
 
 
+def test_a_pack_is_not_repaired(invoke: Invoke, pack: Path, tmp_path: Path) -> None:
+    data = bytearray(pack.read_bytes())
+    data[next(r for r in pack_files.records(pack) if r.kind == pack_files.OBJECT).offset] ^= 1
+    pack.write_bytes(data)
+    for mode in ("delete", "quarantine"):
+        refused = invoke("verify", f"pack://{pack}", "--repair", mode, "--yes", exit_code=2)
+        assert "cannot be deleted; hicachectl migrate copies its sound pages" in refused.stderr
+    assert pack.read_bytes() == data
+    copy = tmp_path / "copy"
+    invoke("migrate", f"pack://{pack}", copy, exit_code=4)
+    invoke("verify", copy)
+
+
 def test_objects_of_a_pack_are_never_in_flight(invoke: Invoke, unprofiled: Path) -> None:
     document = json.loads(
         invoke("verify", f"pack://{unprofiled}", "--grace", "9999d", "--format", "json").stdout

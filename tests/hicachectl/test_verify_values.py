@@ -100,6 +100,14 @@ def test_a_run_that_reads_nothing_checks_no_values(
     assert all(f" {name}: " in said.stderr for name in left)
 
 
+def test_a_sample_says_how_many_pages_were_read(invoke: Invoke, store: Path) -> None:
+    arguments = ["--sample", "50%", "--sample-slice", "0"]
+    sampled = verify(invoke, store, *arguments)["sampled"]
+    assert 0 < sampled < PAGES
+    said = invoke("verify", store, "--profile", store.parent / "p.toml", *arguments).stdout
+    assert f" read of {sampled} of the pages: no findings" in said
+
+
 def test_a_time_limit_leaves_a_count_of_what_was_not_read(invoke: Invoke, store: Path) -> None:
     document = verify(invoke, store, "--bwlimit", "1KiB", "--time-limit", "1s")
     assert not document["complete"]
