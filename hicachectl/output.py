@@ -132,9 +132,9 @@ def table_lines(rows: pa.Table, *, colour: bool) -> Iterator[str]:
 
 
 def human_size(nbytes: int | None) -> str:
-    """Write bytes for people: 1536 is `1.5 KiB`, an unknown size `?`."""
+    """Write bytes for people: 1536 is `1.5 KiB`, an unknown size `? B`."""
     if nbytes is None:
-        return "?"
+        return "? B"
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

@@ -22,6 +22,8 @@ from hicachectl.migrating.preparing import find_router, settle_grammar
 from hicachectl.migrating.survey import ABSENT, survey_destination, survey_source
 from hicachectl.migrating.watching import Touching, Watch
 from hicachectl.prewarm_plan import Plan, Request, plan_chains, plan_pages
+from hicachectl.selection import EVERYTHING
+from hicachectl.unmatched import explain_selection
 from hicachectl.usable import count_usable, deployment_document, stamp_remarks
 
 if TYPE_CHECKING:
@@ -117,6 +119,8 @@ def prewarm(
         )
         outcome = _executed(run, carrier, on_copied)
     outcome.plan = plan.rows()
+    if request.chains is None and not len(groups):
+        outcome.remarks.append(explain_selection(source, inventory, EVERYTHING))
     return outcome
 
 

@@ -68,7 +68,8 @@ def command(
         started = time.monotonic()
         if not (yes or dry_run):
             found = restore_groups(source, directory, wanted=wanted, dry_run=True)
-            if not agreed(_question(found, source.url), yes=yes, dry_run=dry_run):
+            asks = len(found.rows) > 0
+            if asks and not agreed(_question(found, source.url), yes=yes, dry_run=dry_run):
                 remark(ctx, "nothing was restored")
                 return
         with progress(ctx, "restoring", " pages") as advance:
@@ -96,6 +97,9 @@ def command(
         output=output,
         text=lambda colour: _lines(document, outcome, colour),
     )
+    if not len(outcome.rows) and not outcome.busy:
+        what = "no quarantined page" if pages is None else f"nothing that matches --pages {pages}"
+        remark(ctx, f"{directory} holds {what}")
     if outcome.busy:
         remark(ctx, f"{outcome.busy} runs in {directory} belong to a process that is at work")
     remark_unrecorded(ctx, outcome.unrecorded)

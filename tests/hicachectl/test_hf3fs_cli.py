@@ -121,7 +121,7 @@ def test_sizes_that_only_a_profile_tells_are_not_called_zero(
     arguments = (command[0], place.url, *command[1:])
     text = invoke(*arguments).stdout
     assert "0 B" not in text
-    assert "?" in text
+    assert "? B" in text
     document = json.loads(invoke(*arguments, "--format", "json").stdout)
     rows = next(value for value in document.values() if isinstance(value, list) and value)
     if command[0] == "ls":
@@ -140,11 +140,11 @@ def test_sizes_that_only_a_profile_tells_are_not_called_zero(
 def test_the_question_says_that_a_size_is_not_known(place: Place) -> None:
     before = place.server.saved()
     _, err = on_a_terminal("rm", place.url, "--model", "", answer="n")
-    assert f"Remove {PAGES} pages (?) from " in err
+    assert f"Remove {PAGES} pages (? B) from " in err
     assert place.server.saved() == before
     _, err = on_a_terminal("rm", place.url, "--model", "", "--profile", place.profile, answer="n")
     assert f"Remove {PAGES} pages (" in err
-    assert "(?)" not in err
+    assert "? B" not in err
 
 
 def test_the_age_of_the_listing_is_said(invoke: Invoke, place: Place) -> None:

@@ -216,7 +216,7 @@ def test_a_size_that_the_master_does_not_say_is_not_called_zero(
             for line in invoke("ls", cluster.url, *options).stdout.splitlines()
             if "slices" in line
         )
-        assert "?" in line.split()
+        assert "? B" in line
         assert "0 B" not in line
     removal = json.loads(
         invoke("rm", cluster.url, "--model", "slices", "--dry-run", "--format", "json").stdout

@@ -9,7 +9,8 @@ import pytest
 
 from tests.hicachectl.repairs import default_quarantine, dsa_store, repaired, shorten
 from tests.hicachectl.repairs import kv as kv_name
-from tests.hicachectl.stores import page, put, put_pages
+from tests.hicachectl.stores import DSA, page, put, put_pages
+from tests.hicachectl.terminals import on_a_terminal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,6 +160,31 @@ def test_migrate_names_what_matches_nothing(invoke: Invoke, store: Path, tmp_pat
     listed = tmp_path / "pages"
     listed.write_text(page(77))
     assert "--pages-from" in said(invoke, "migrate", store, new, "--pages-from", listed)
+
+
+def test_prewarm_says_that_the_source_has_no_pages(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "profile.toml").write_text(DSA)
+    other = tmp_path / "other"
+    (other / "0a").mkdir(parents=True)
+    new = tmp_path / "new"
+    arguments = ("prewarm", new, "--from", other, "--all", "--profile", tmp_path / "profile.toml")
+    for how in ((), ("--dry-run",)):
+        said_lines = invoke(*arguments, *how).stderr
+        assert f"no HiCacheFile objects in {other}; it has 1 sub-directory" in said_lines
+
+
+def test_restore_says_that_there_is_nothing_to_restore(invoke: Invoke, tmp_path: Path) -> None:
+    source = dsa_store(tmp_path / "store", 2)
+    shorten(source / kv_name(1))
+    repaired(source)
+    quarantine = default_quarantine(source)
+    told = said(invoke, "restore", quarantine, source, "--pages", "0123456789", "--yes")
+    assert f"{quarantine} holds nothing that matches --pages 0123456789" in told
+    _, err = on_a_terminal("restore", quarantine, source, "--pages", "0123456789", answer="n")
+    assert "Put" not in err
+    invoke("restore", quarantine, source, "--yes")
+    told = said(invoke, "restore", quarantine, source, "--yes")
+    assert f"{quarantine} holds no quarantined page" in told
 
 
 def test_what_matches_gets_no_such_remark(invoke: Invoke, store: Path) -> None:
