@@ -39,6 +39,11 @@ _FP8_METHODS = ("fp8", "mxfp8")
 _MODELOPT_METHODS = ("modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mixed")
 
 
+def stated_kv_dtype(name: str) -> str | None:
+    """Return the element type that --kv-cache-dtype names; None for auto and unknown names."""
+    return _KV_DTYPES.get(name)
+
+
 def kv_dtype(config: HfConfig, flags: DeploymentFlags, *, dsa: bool, draft: bool = False) -> str:
     """Resolve --kv-cache-dtype for a model. Raises ProfileError where it cannot be known."""
     name = flags.kv_cache_dtype

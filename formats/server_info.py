@@ -19,7 +19,8 @@ from hicachectl.formats.deployment_flags import (
 )
 from hicachectl.formats.documents import parse_json, storable
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.profile import MAX_RANKS, NEWEST_SGLANG, Profile, shown
+from hicachectl.formats.model_dtypes import stated_kv_dtype
+from hicachectl.formats.profile import MAX_RANKS, NEWEST_SGLANG, Pool, Profile, shown
 from hicachectl.formats.transfer import retargeted
 
 _SOURCE = "server_info"
@@ -111,7 +112,26 @@ def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
     if flags.storage_backend == "mooncake" and not str(extra).startswith("@"):
         changes["tag"] = flags.tag
     served = retargeted(profile, **changes)
-    return replace(served, page_size=(flags.page_size or 0) * flags.dcp, cp=flags.cp, dcp=flags.dcp)
+    return replace(
+        served,
+        page_size=(flags.page_size or 0) * flags.dcp,
+        cp=flags.cp,
+        dcp=flags.dcp,
+        pools=(_of_dtype(profile.pools[0], flags.kv_cache_dtype), *profile.pools[1:]),
+    )
+
+
+def _of_dtype(pool: Pool, kv_cache_dtype: str) -> Pool:
+    """Return the kv pool with the dtype that a server states; as it is for auto."""
+    stated = stated_kv_dtype(kv_cache_dtype)
+    is_fp8 = stated is not None and stated.startswith("float8")
+    if stated is None or pool.kind not in ("mha", "mla"):
+        return pool
+    if pool.kind == "mla":
+        same = is_fp8 == (pool.row != "bf16")
+        return pool if same else replace(pool, row="fp8" if is_fp8 else "bf16")
+    # ROCm names its own form of e4m3 like the other.
+    return pool if pool.dtype.startswith(stated) else replace(pool, dtype=stated)
 
 
 def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,18 +20,21 @@ if TYPE_CHECKING:
     from hicachectl.hits import Hits
     from hicachectl.inventory import IntArray
 
-# Fields of a profile that decide which objects a server asks for, and the options that set them.
+# What decides which objects a server asks for and how it reads them, and the option that sets it;
+# "" where pages cannot be converted.
 _OPTIONS = {
-    "key_model": "--to-model {}",
+    "model": "--to-model {}",
     "tag": "--to-tag {}",
     "tp": "--to-tp {}",
     "pp": "--to-pp {}",
     "layout": "--to-layout {}",
-    "tp_lcm_size": "--to-tp-lcm-size {}",
+    "cp": "--to-profile FILE",
+    "dcp": "--to-profile FILE",
     "page_size": "",
-    "cp": "--to-profile",
-    "dcp": "--to-profile",
+    "kv_cache_dtype": "",
 }
+# Keys do not show these: objects of another are there under the server's keys all the same.
+_NOT_IN_KEYS = {"layout", "page_size", "kv_cache_dtype"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +69,16 @@ def count_usable(
     counted = [] if served else [(hits.usable_pages, target)]
     remarks = []
     for url, profile in served.items():
-        differing = _differing(target, profile)
-        if not differing:
-            counted.append((hits.usable_pages, target))
-            continue
-        counted.append((_restorable(store, target, profile, chains, on_batch), profile))
-        remarks.append(_differs(url, target, profile, differing))
+        differing = _differences(target, profile)
+        usable = hits.usable_pages
+        if differing:
+            remarks.append(_described(url, differing))
+            usable = (
+                np.zeros(len(chains), dtype=np.int64)
+                if _NOT_IN_KEYS.intersection(differing)
+                else _restorable(store, profile, chains, on_batch)
+            )
+        counted.append((usable, profile if differing else target))
     pages, deployment = min(counted, key=lambda one: int(one[0].sum()))
     return Usable(pages, deployment, hits, tuple(remarks))
 
@@ -116,41 +123,40 @@ def stamp_remarks(store: Store, target: Profile) -> list[str]:
 
 
 def _restorable(
-    store: Store,
-    target: Profile,
-    profile: Profile,
-    chains: Chains,
-    on_batch: Callable[[int], None],
+    store: Store, profile: Profile, chains: Chains, on_batch: Callable[[int], None]
 ) -> IntArray:
-    nothing = np.zeros(len(chains), dtype=np.int64)
-    if profile.page_size != target.page_size:  # other hashes: no page of these chains is asked for
-        return nothing
     try:
         found = inventory_of_chains(store, profile, chains, on_batch=on_batch)
     except ProfileError:  # the store has pages of other deployments alone
-        return nothing
+        return np.zeros(len(chains), dtype=np.int64)
     usable: IntArray = find_hits(found, 0, chains).usable_pages
     return usable
 
 
-def _differing(target: Profile, served: Profile) -> list[str]:
-    """Name the fields in which a server's deployment differs from the target."""
-    if target.rank_replicated and target.pools == served.pools:  # all TP ranks share each object
-        alone = all(pool.kind in ("mla", "logical", "dsa_indexer") for pool in target.pools)
-        served = replace(served, tp=target.tp, linear_tp=target.linear_tp) if alone else served
-    return [name for name in _OPTIONS if getattr(target, name) != getattr(served, name)]
+def _differences(target: Profile, served: Profile) -> dict[str, tuple[Any, Any]]:
+    """Return what a server's deployment and the target differ in: the server's value, and ours."""
+    theirs, ours = _features(served), _features(target)
+    if all(pool.kind in ("mla", "logical", "dsa_indexer") for pool in target.pools):
+        theirs["tp"] = ours["tp"]  # all TP ranks share each object
+    return {name: (theirs[name], ours[name]) for name in ours if theirs[name] != ours[name]}
 
 
-def _differs(url: str, target: Profile, served: Profile, differing: list[str]) -> str:
-    described = ", ".join(
-        f"{name.replace('key_model', 'model')} {getattr(served, name)!r} instead of "
-        f"{getattr(target, name)!r}"
-        for name in differing
+def _features(profile: Profile) -> dict[str, Any]:
+    pool = profile.pools[0]
+    dtype = pool.row if pool.kind == "mla" else pool.dtype
+    features = {name: getattr(profile, name, None) for name in _OPTIONS}
+    return features | {"model": profile.key_model, "kv_cache_dtype": dtype}
+
+
+def _described(url: str, differing: Mapping[str, tuple[Any, Any]]) -> str:
+    found = ", ".join(
+        f"{name} {theirs!r} instead of {ours!r}" for name, (theirs, ours) in differing.items()
     )
-    options = [_OPTIONS[name].format(getattr(served, name)) for name in differing]
+    options = {name: _OPTIONS[name].format(theirs) for name, (theirs, _) in differing.items()}
+    fixed = [name for name, option in options.items() if not option]
     remedy = (
-        "pages of another page size cannot be converted"
-        if "page_size" in differing
-        else f"give {' '.join(dict.fromkeys(options))} to write what it reads"
+        f"pages of another {fixed[0]} cannot be converted"
+        if fixed
+        else f"give {' '.join(dict.fromkeys(options.values()))} to write pages for it"
     )
-    return f"{url} serves {described}: usable tokens are counted for it; {remedy}"
+    return f"{url} serves {found}: usable tokens are counted for this server; {remedy}"

@@ -13,7 +13,7 @@ import click
 from hicachectl.asking import refuse_other_sources
 from hicachectl.commands.prewarm_report import is_failed, write_report
 from hicachectl.errors import FINDINGS
-from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.formats.errors import ProfileError, StoreUnavailable
 from hicachectl.guards import locked
 from hicachectl.interrupts import raised_once
 from hicachectl.options import (
@@ -270,13 +270,13 @@ def _worked(
     servers = _servers(options)
     if source is None:
         request, wanted = _request(ctx, target, options)
-        outcome = usable_from(target, _served(request, servers))
+        outcome = usable_from(target, _served(ctx, request, servers))
         for text in outcome.remarks:
             remark(ctx, text)
     else:
         with opened(ctx, source, lease_wait=options["lease_wait"]) as origin:
             request, wanted = _request(ctx, origin, options)
-            request = _served(request, servers)
+            request = _served(ctx, request, servers)
             with (
                 progress(ctx, "listing", " objects") as on_listed,
                 bytes_progress(ctx, "copying") as on_copied,
@@ -337,11 +337,16 @@ def _servers(options: dict[str, Any]) -> dict[str, LiveServer]:
     return {} if options["dry_run"] else live_servers(options["servers"])
 
 
-def _served(request: Request, servers: dict[str, LiveServer]) -> Request:
-    """Let what is usable be counted for the servers that pull, where there are any."""
+def _served(ctx: click.Context, request: Request, servers: dict[str, LiveServer]) -> Request:
+    """Let what is usable be counted for the servers that pull, as far as they are understood."""
     from hicachectl.formats.server_info import served_profile
 
-    served = {url: served_profile(request.target, live.info) for url, live in servers.items()}
+    served = {}
+    for url, live in servers.items():
+        try:
+            served[url] = served_profile(request.target, live.info)
+        except ProfileError as error:
+            remark(ctx, f"{url}: its deployment was not compared with the pages: {error}")
     return replace(request, served=served)
 
 

@@ -119,7 +119,13 @@ def deployed(**changes: Any) -> dict[str, Any]:
         ({"tp_size": 8, "dp_size": 2, "enable_dp_attention": True}, "--to-tp 4", True),
         ({"pp_size": 2}, "--to-pp 2", True),
         ({"served_model_name": "other/name"}, "--to-model other-name", True),
-        ({"page_size": 64}, "cannot be converted", False),
+        ({"hicache_mem_layout": "page_first_direct"}, "--to-layout page_first_direct", True),
+        ({"page_size": 64}, "pages of another page_size cannot be converted", False),
+        (
+            {"kv_cache_dtype": "fp8_e4m3"},
+            "kv_cache_dtype 'float8_e4m3fn' instead of 'bfloat16'",
+            False,
+        ),
     ],
 )
 def test_pages_that_a_live_server_does_not_ask_for_are_not_usable(
@@ -149,11 +155,23 @@ def test_pages_that_a_live_server_does_not_ask_for_are_not_usable(
             assert server.asked
 
 
+def test_a_server_that_is_not_understood_is_said(
+    invoke: Invoke, stores: tuple[object, ...], tmp_path: Path
+) -> None:
+    asked = ("--token-ids", prompts(tmp_path / "asked.jsonl", 12), "--min-usable", "0.9")
+    for changes in ({"enable_hisparse": True}, {"tp_size": 10**9}, {"page_size": "16"}):
+        with serving(Server(answer, **deployed(**changes))) as place:
+            document = warmed(invoke, *stores, *asked, "--through-server", f"http://{place}")
+        assert "its deployment was not compared with the pages: " in document["stderr"]
+        assert document["deployment"]["tp_size"] == PROFILE.tp
+
+
 def test_a_server_of_the_deployment_itself_can_restore_the_pages(
     invoke: Invoke, stores: tuple[object, ...], tmp_path: Path
 ) -> None:
     asked = ("--token-ids", prompts(tmp_path / "asked.jsonl", 12), "--min-usable", "0.9")
-    same, other = Server(answer, **deployed()), Server(answer, **deployed(tp_size=4))
+    same = Server(answer, **deployed(kv_cache_dtype="bfloat16", attn_cp_size=1))
+    other = Server(answer, **deployed(tp_size=4))
     with serving(same) as place, serving(other) as second:
         through = ("--through-server", f"http://{place}")
         document = warmed(invoke, *stores, *asked, *through)
