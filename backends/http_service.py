@@ -34,6 +34,11 @@ _SAID_BYTES = 200  # of what a service says went wrong
 _PASSING = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 
 
+def fit(text: str, limit: int = _SAID_BYTES) -> str:
+    """Shorten a service's words, and leave out what cannot be printed, half characters among it."""
+    return "".join(char if char.isprintable() else " " for char in text[:limit]).strip()
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """A whole reply. retry_after: its header of that name, "" without one."""
@@ -136,11 +141,14 @@ class HttpService:
         endpoint = path.partition("?")[0]
         if reply.status == http.client.NOT_FOUND:
             return self.lost(f"has no {endpoint}", self.hint)
-        said = reply.body[:_SAID_BYTES].decode(errors="replace")
-        said = "".join(char if char.isprintable() else " " for char in said).strip()
-        return self.lost(
-            f"{endpoint} failed with HTTP {reply.status}" + (f": {said}" if said else "")
-        )
+        return self.lost(f"{endpoint} failed with {self.said(reply)}")
+
+    def said(self, reply: Reply) -> str:
+        """Quote the status and the first words of a reply, without the secrets that we sent."""
+        text = reply.body[: 4 * _SAID_BYTES].decode(errors="replace")
+        for value in self._headers.values():
+            text = text.replace(value.rpartition(" ")[2], "***")
+        return f"HTTP {reply.status}" + (f": {printable}" if (printable := fit(text)) else "")
 
     def _reply(self, request: _Request) -> Reply:
         deadline = time.monotonic() + self._timeout_s

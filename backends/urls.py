@@ -59,6 +59,40 @@ _NAMED = re.compile(r"([^/:]*):(.*)", re.DOTALL)
 _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
+# In a text that may hold URLs, also percent-encoded ones inside others: what stands before the @
+# of a host, and the values of parameters that are named like secrets. A port that a path or
+# parameters follow is no password.
+_SCHEME = r"[a-z][a-z0-9+.-]*(?::|%3a)(?:/|%2f){2}(?!/|%2f)"
+_PORT = r"[^\s'\"/?#@:%]*(?::|%3a)\d{1,5}(?:[/?#&\s'\"]|%2f|%3f|$)"
+_SECRETS = [
+    (
+        re.compile(
+            rf"({_SCHEME})(?!{_PORT})[^\s'\"/?#&@%:]*(?:(?::|%3a)\S*)?(@|%40)", re.IGNORECASE
+        ),
+        r"\1***\2",
+    ),
+    (re.compile(r"(^|[\s=(,'\"]|//)[^\s'\"/&?=@:]+:[^\s'\"/&?=@]+(@)"), r"\1***\2"),
+    (re.compile(r"(=)[^\s'\"/&?=@]+(@)"), r"\1***\2"),
+    (
+        re.compile(
+            r"((?:[?&;#]|%3f|%26)(?!keys(?:=|%3d))(?:(?!%3d)[^\s'\"=&])*"
+            r"(?:token|pass|pwd|secret|key|auth|cred|sig|session)(?:(?!%3d)[^\s'\"=&])*(?:=|%3d))"
+            r"(?:(?!%26)[^\s'\"&#])+",
+            re.IGNORECASE,
+        ),
+        r"\1***",
+    ),
+    (re.compile(r"(bearer )[^\s'\"]+", re.IGNORECASE), r"\1***"),
+]
+
+
+def without_secrets(text: str) -> str:
+    """Write *** for the passwords and tokens of the URLs in a text: of all messages."""
+    for pattern, shown in _SECRETS:
+        text = pattern.sub(shown, text)
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
     """A parsed URL, its parts decoded; `str` gives a URL that parses to an equal value.
@@ -212,7 +246,8 @@ def _scheme_url(text: str, name: str, rest: str) -> StoreUrl:
     if name == "file" and host == "localhost":  # RFC 8089: the same as no host
         host = ""
     if host and not scheme.host:
-        raise UsageError(f"{text}: {name} stores have no host; write {name}:///{host}{path}")
+        named = host.rpartition("@")[2]
+        raise UsageError(f"{text}: {name} stores have no host; write {name}:///{named}{path}")
     params = _params(text, name, query, scheme.params)
     path = _decode(text, path)
     if name == "file":

@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hicachectl.terminal import escape_controls
+from hicachectl.terminal import message_text
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -117,14 +117,14 @@ def _complete_streams() -> None:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # nobody is left to be told
-        print(f"hicachectl: {escape_controls(text)}", file=sys.stderr)
+        print(f"hicachectl: {message_text(text)}", file=sys.stderr)
 
 
 def _show(error: click.ClickException) -> None:
     text = io.StringIO()
     error.show(file=text)
     with suppress(OSError):
-        sys.stderr.write(escape_controls(text.getvalue(), keep="\n"))
+        sys.stderr.write(message_text(text.getvalue(), keep="\n"))
 
 
 def _unexpected(error: Exception) -> int:

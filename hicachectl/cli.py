@@ -11,7 +11,7 @@ import click
 
 from hicachectl import __version__
 from hicachectl.session import Settings
-from hicachectl.terminal import EscapingFormatter
+from hicachectl.terminal import MessageFormatter
 
 
 class CommandEntry(NamedTuple):
@@ -89,5 +89,5 @@ def cli(ctx: click.Context, verbose: int, quiet: bool, config: Path | None) -> N
     level = logging.WARNING - 10 * min(verbose, 2) if not quiet else logging.ERROR
     logging.basicConfig(level=level, force=True)
     for handler in logging.root.handlers:
-        handler.setFormatter(EscapingFormatter("hicachectl: %(message)s"))
+        handler.setFormatter(MessageFormatter("hicachectl: %(message)s"))
     ctx.obj = Settings(config, quiet, bool(verbose))

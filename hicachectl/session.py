@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from hicachectl.interrupts import deferred
-from hicachectl.terminal import escape_controls, mute_native_logs
+from hicachectl.terminal import message_text, mute_native_logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -98,7 +98,7 @@ def remark(ctx: click.Context, text: str) -> None:
     """Say something on stderr that is not the result."""
     settings: Settings = ctx.obj
     if not settings.quiet:
-        click.echo(f"hicachectl: {escape_controls(text)}", err=True)
+        click.echo(f"hicachectl: {message_text(text)}", err=True)
 
 
 def remark_unrecorded(ctx: click.Context, folders: Iterable[str]) -> None:

@@ -8,6 +8,8 @@ import re
 import sys
 import unicodedata
 
+from hicachectl.backends.urls import without_secrets
+
 # Texts without a match need no look at each character; in the syntax that `re` and RE2 share.
 UNUSUAL_PATTERN = "[^ -~]"
 # Letters and marks that take no place, or none that is seen: Unicode's default ignorable ones.
@@ -41,12 +43,17 @@ def _escaped(char: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-class EscapingFormatter(logging.Formatter):
-    """A formatter of log records that escapes what `escape_controls` does."""
+def message_text(text: str, *, keep: str = "") -> str:
+    """Make a message fit to be shown: without the secrets of URLs, and escaped."""
+    return escape_controls(without_secrets(text), keep=keep)
+
+
+class MessageFormatter(logging.Formatter):
+    """A formatter of log records as messages."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the text of a record; its lines stay apart."""
-        return escape_controls(super().format(record), keep="\n")
+        return message_text(super().format(record), keep="\n")
 
 
 def mute_native_logs() -> None:

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hicachectl.backends.http_service import fit
 from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError, ProfileError, StoreUnavailable
 from hicachectl.formats.hashing import tokens_to_restore
@@ -246,7 +247,7 @@ class ThroughServer:
         with self._lock:
             self._failed_in_a_row = 0
         if reply.status != http.client.OK:
-            return Pulled(prefix.number, rank, prefix.pages, error=_said(reply))
+            return Pulled(prefix.number, rank, prefix.pages, error=self._service.said(reply))
         return self._read(prefix, rank, reply)
 
     def _asked(self, body: bytes) -> Reply:
@@ -292,7 +293,7 @@ class ThroughServer:
             what = "an answer is not that of an SGLang server"
             raise _RefusedForAllError(str(self._service.lost(what, self._service.hint))) from None
         if aborted:
-            said = _readable(str(reason.get("message") or "aborted"))
+            said = fit(str(reason.get("message") or "aborted"), _SAID_CHARS)
             return Pulled(prefix.number, rank, prefix.pages, error=said)
         asked = len(prefix.token_ids)
         for name, count in {"cached_tokens": cached, **sources}.items():
@@ -355,15 +356,3 @@ class _Pauses:
         if self._until <= now:  # the first of those that were under way together
             self._until = now + min(seconds, _MAX_PAUSE_S)
             self._next_s = min(2 * self._next_s, _MAX_PAUSE_S)
-
-
-def _said(reply: Reply) -> str:
-    """Quote why a server does not take a request."""
-    text = _readable(reply.body[: 4 * _SAID_CHARS].decode(errors="replace"))
-    return f"HTTP {reply.status}" + (f": {text}" if text else "")
-
-
-def _readable(text: str) -> str:
-    """Leave out of a server's words what cannot be printed, half characters among it."""
-    text = text[:_SAID_CHARS]
-    return "".join(char if char.isprintable() else " " for char in text).strip()

@@ -22,6 +22,7 @@ from hicachectl.backends.urls import (
     open_store,
     parse_config,
     parse_url,
+    without_secrets,
 )
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from tests.skips import need_module
@@ -266,3 +267,61 @@ def test_a_user_without_a_home_has_no_config(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("pathlib.Path.home", refuse)
     assert load_config(environ={}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://user:hunter2@host:80/x", "http://***@host:80/x"),
+        ("redis://hunter2@r:6379", "redis://***@r:6379"),
+        ("http://user:hun/hunter2@host", "http://***@host"),
+        ("http://u:p@hunter2@h", "http://***@h"),
+        ("http://u:p%40hunter2@h", "http://***@h"),
+        ("http://u:hunter2?x@h", "http://***@h"),
+        ("http://u:p'hunter2@h", "http://***@h"),
+        ("HTTP://u:hunter2@h", "HTTP://***@h"),
+        ("//user:hunter2@host", "//***@host"),
+        ("user:hunter2@host:30000", "***@host:30000"),
+        ("etcd://root:hunter2@h1:2379,h2:2379", "etcd://***@h1:2379,h2:2379"),
+        ("mooncake://u:hunter2@m:1?admin=h:2", "mooncake://***@m:1?admin=h:2"),
+        ("mooncake://m:1?admin=u:hunter2@h", "mooncake://m:1?admin=***@h"),
+        ("mooncake://m:1?metadata=hunter2@r:6379", "mooncake://m:1?metadata=***@r:6379"),
+        (
+            "mooncake://m:50051?metadata=http://u:hunter2@h:80/a",
+            "mooncake://m:50051?metadata=http://***@h:80/a",
+        ),
+        (
+            "mooncake://m:1?metadata=http%3A%2F%2Fu%3Ahunter2%40h&protocol=tcp",
+            "mooncake://m:1?metadata=http%3A%2F%2F***%40h&protocol=tcp",
+        ),
+        ("http://h/?access_token=hunter2&x=1", "http://h/?access_token=***&x=1"),
+        ("http://h/?x=1&Api-Key=hunter2", "http://h/?x=1&Api-Key=***"),
+        (
+            "mooncake://m:1?metadata=http%3a%2f%2fh%3fpassword%3dhunter2%26y=1",
+            "mooncake://m:1?metadata=http%3a%2f%2fh%3fpassword%3d***%26y=1",
+        ),
+        ("http://h/p#token=hunter2", "http://h/p#token=***"),
+        ("cannot open 'http://u:hunter2@h': no", "cannot open 'http://***@h': no"),
+        ("Authorization: Bearer hunter2", "Authorization: Bearer ***"),
+    ],
+)
+def test_no_secret_of_a_url_is_shown(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+    assert without_secrets(f"one {text} two") == f"one {shown} two"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "file:///x@y/z",
+        "hf3fs:///a/b@c?server=http://h:1&snapshot=/s",
+        "/a/b:c@d/e",
+        "pack:///a?keys=file",
+        "http://h:80/p@x",
+        "mooncake://m:50051?admin=h:9003&protocol=tcp",
+        "no store is named 'prod'; a directory with a colon is written ./prod:x",
+        "3:namespace:key, 12:30",
+    ],
+)
+def test_what_is_no_secret_is_shown(text: str) -> None:
+    assert without_secrets(text) == text
