@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from hicachectl.backends.base import ReadResult
     from hicachectl.formats.profile import Profile
     from tests.conftest import Invoke
 
@@ -98,6 +99,40 @@ def verified(store: Path, profile: Profile, *names: str, **fields: Any) -> Repor
 def found(report: Report) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = report.findings.to_pylist()
     return rows
+
+
+class Changing(FileStore):
+    """A store in which files are removed or cut after they have been listed."""
+
+    change: Callable[[], object] | None = None
+
+    def read_into(self, *arguments: Any, **options: Any) -> ReadResult:
+        change, self.change = self.change, None
+        if change is not None:
+            change()
+        return super().read_into(*arguments, **options)
+
+
+@pytest.mark.parametrize("names", [("cpu",), ("cuda",)], ids=["cpu", "device"])
+@DEVICES
+def test_the_bytes_of_objects_that_could_not_be_read_are_not_judged(
+    tmp_path: Path, on_device: Callable[[str], None], device: str, names: tuple[str, ...]
+) -> None:
+    """Whatever lies in their place, NaN here, is not what the store has."""
+    store, profile = write_store(tmp_path, "bfloat16")
+    paths = sorted(store.iterdir())
+    for path in paths[:2]:  # what the arena then has in place of each
+        put(path, b"\xff" * path.stat().st_size)
+    on_device(device)
+    request = Request(profile=profile, devices=names, jobs=1)
+    with Changing(store) as source:
+        source.change = paths[0].unlink
+        report = verify_store(source, request)
+    expected = [f for f in found(verified(store, profile)) if f["code"] == "nan"]
+    assert [f["key"] for f in expected] == [paths[1].name]
+    assert [f for f in found(report) if f["code"] == "nan"] == expected
+    assert all(f["key"] != paths[0].name for f in found(report))
+    assert report.document["gone"] == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -333,6 +368,41 @@ def provided(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     return use
 
 
+@contextmanager
+def noted_events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Note what is done with lanes: used, failed, waited for; and that they are given back."""
+    events: list[str] = []
+
+    def noting(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            events.append(event)
+            return call(*arguments)
+
+        return noted
+
+    def copied(provider: Failing, *arguments: Any) -> None:
+        try:
+            copy(provider, *arguments)
+        except BaseException:
+            events.append("failed")
+            raise
+
+    copy = Failing.copy
+    with monkeypatch.context() as patch:
+        patch.setattr(Failing, "copy", copied)
+        patch.setattr(Lane, "wait", noting("waited", Lane.wait))
+        patch.setattr(Lane, "in_use", noting("used", Lane.in_use))
+        patch.setattr(DeviceChecker, "close", noting("closed", DeviceChecker.close))
+        yield events
+
+
+def check_each_failure_is_waited_for(events: list[str]) -> None:
+    """See that nothing comes between: the lane is used again, and the arena's bytes change."""
+    failures = [at for at, event in enumerate(events) if event == "failed"]
+    assert failures
+    assert {events[at + 1] for at in failures} == {"waited"}, events
+
+
 def test_a_device_that_fails_ends_the_run_or_leaves_the_rest_to_the_cpu(
     tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,19 +410,11 @@ def test_a_device_that_fails_ends_the_run_or_leaves_the_rest_to_the_cpu(
     damaged = sorted(store.iterdir())[3]
     put(damaged, bytes(damaged.stat().st_size))
     expected = found(verified(store, profile))
-    provider = Failing(good=1)
-    waited_with: list[int] = []
-    wait = Lane.wait
-
-    def noted_wait(lane: Lane) -> None:
-        waited_with.append(provider.good)
-        wait(lane)
-
-    monkeypatch.setattr(Lane, "wait", noted_wait)
-    provided(provider)
-    with pytest.raises(DeviceError, match="failed: CUDA error: unspecified launch failure;"):
+    provided(Failing(good=1))
+    why = "failed: CUDA error: unspecified launch failure;"
+    with noted_events(monkeypatch) as events, pytest.raises(DeviceError, match=why):
         verified(store, profile, "cuda")
-    assert waited_with[-1] < 0, "the arena is gone while the device may read it"
+    check_each_failure_is_waited_for(events)
     provided(Failing(good=1))
     report = verified(store, profile, "auto", device_bytes=lane_bytes(16384))
     assert found(report) == expected

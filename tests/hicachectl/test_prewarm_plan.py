@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hicachectl.prewarming.hazard import Factor, Waits, age_edges, fit_hazards
 from hicachectl.prewarming.plan import Plan, plan_order
 from hicachectl.prewarming.uses import link_requests, walk_uses
+from hicachectl.prewarming.value import fit_reuse
 from tests.bench.bench_prewarm_plan import captured
 from tests.bench.warm_replay import part
 from tests.hicachectl.prewarm_traces import Row, conversations, trace_of
@@ -127,6 +128,35 @@ def test_rates_are_measured_as_events_over_exposure() -> None:
     chances = hazards.chances(codes, np.array([3.0, 3.0]), [5.0, 20.0])
     expected = 1 - np.exp(-np.outer([5.0, 20.0], [1 / 40, 1 / 10]))
     assert chances == pytest.approx(expected, abs=0.03)
+
+
+def test_the_rate_of_blocks_that_were_left_behind_counts_their_time_since_then() -> None:
+    """A conversation goes on without a block, which is used as often after that as before."""
+    random = np.random.default_rng(4)
+    conversations_, end, until_used, until_left = 3000, 400.0, 100.0, 50.0
+    rows: list[tuple[float, list[int]]] = []
+    for first in range(0, 3 * conversations_, 3):
+        root, used, other = first, first + 1, first + 2
+        begun = float(random.uniform(0, end))
+        again = begun + float(random.exponential(until_used))
+        left = begun + float(random.exponential(until_left))
+        rows.append((begun, [root, used]))
+        rows.append((again, [root, used]))
+        if left < again:
+            rows.append((left, [root, other]))
+    rows = sorted((at, chain) for at, chain in rows if at < end)
+    trace = trace_of([{"timestamp": 1000 * at, "hash_ids": chain} for at, chain in rows])
+    uses = walk_uses(trace)
+    times = np.array([at for at, _ in rows])
+    reuse = fit_reuse(trace, times, end, uses)
+    assert reuse is not None
+    horizon = until_used / 2
+    chances = np.concatenate([found[0] for _, found in reuse.chances([horizon])])
+    waiting = (trace.forest.names % 3 == 1) & (uses.counts == 1)
+    waiting &= link_requests(trace, uses).left[uses.last] < len(trace)
+    assert waiting.sum() > 300
+    expected = 1 - np.exp(-horizon / until_used)
+    assert chances[reuse.group_of[waiting]].mean() == pytest.approx(expected, rel=0.15)
 
 
 def test_a_plan_captures_more_than_counting_does() -> None:
