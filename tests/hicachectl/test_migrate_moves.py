@@ -11,8 +11,11 @@ import pytest
 
 from hicachectl.backends.base import Result, Status
 from hicachectl.backends.file import FileStore
+from hicachectl.backends.mooncake import MooncakeStore
+from hicachectl.backends.mooncake_client import MooncakeClient
 from hicachectl.demo import PROFILE
 from hicachectl.formats.transfer import retargeted
+from hicachectl.migrating import carrying
 from hicachectl.migrating.journal import Journal
 from tests.hicachectl.migrations import (
     MODEL,
@@ -23,6 +26,8 @@ from tests.hicachectl.migrations import (
     migrated,
     profile_file,
 )
+from tests.hicachectl.places import MooncakePlace
+from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -167,3 +172,34 @@ def test_a_resumed_move_says_what_it_cannot_delete(
     document = migrated(invoke, source, target, *MOVE, "--resume", exit_code=4)
     assert document["failed"] == PAGES
     assert document["moved"] == 0
+
+
+def test_a_move_from_a_cluster_goes_on_while_the_leases_of_its_own_reads_last(
+    mooncake_package: None, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is asked to go before all is copied: it could only wait for its lease."""
+    profile = profile_file(tmp_path / "profile.toml")
+    calls: list[str] = []
+
+    def noting(name: str, method: Any) -> Any:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            return method(*arguments, **options)
+
+        return noted
+
+    with Cluster(lease_ms=2000) as cluster:
+        place = MooncakePlace(cluster)
+        place.fill(PAGES)
+        monkeypatch.setattr(carrying, "_LEASE_SECONDS", 600.0)  # however slow the machine is
+        with monkeypatch.context() as patch:
+            patch.setattr(MooncakeStore, "read_into", noting("read", MooncakeStore.read_into))
+            patch.setattr(MooncakeClient, "remove", noting("remove", MooncakeClient.remove))
+            document = migrated(
+                invoke, cluster.url, tmp_path / "target", "--profile", profile, *MOVE,
+                "--buffer-bytes", "1MiB", "--jobs", "1",
+            )  # fmt: skip
+        assert document["moved"] == PAGES
+        assert place.keys() == set()
+    assert calls.count("read") > 2
+    assert "remove" not in calls[: len(calls) - calls[::-1].index("read")]
