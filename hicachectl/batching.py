@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from hicachectl.formats.keys.resolve import ANCHOR_POOL
 from hicachectl.records import Facts, Shape, Slot, TakenGroup, TakenObject
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     import pyarrow as pa
 
     from hicachectl.deployments import Deployment, Member
+    from hicachectl.formats.keys.base import Affix
     from hicachectl.groups import PageGroups
     from hicachectl.inventory import IntArray, Inventory
     from hicachectl.planning import RepairPlan
@@ -83,8 +85,10 @@ class Planner:
         self._rows = rows[np.argsort(groups.of_object[rows], kind="stable")]
         self._objects = _spans(groups.of_object[self._rows], plan.groups)
         self._reasons = _spans(plan.about, plan.groups)
+        self._cut_shapes: dict[object, tuple[Shape, dict[int, int]]] = {}
         self._shapes = [_shape_of(deployment) for deployment in groups.deployments]
         self._members = inventory.by_affix(inventory.table.member_ids, UNRESOLVED)
+        self._taken_slots = self._slots_of_others()
 
     def __len__(self) -> int:
         return len(self._plan.groups)
@@ -119,6 +123,7 @@ class Planner:
         self, number: int, page: str, rows: IntArray, keys: list[bytes], facts: list[Facts]
     ) -> Planned:
         deployment_id = int(self._groups.deployment_ids[self._plan.groups[number]])
+        lost = self._taken_slots.get(int(self._plan.groups[number]))
         if deployment_id == UNRESOLVED:
             shape, model, tag = self._ambiguous_shape(rows), "", ""
             slots = list(range(len(rows)))
@@ -126,12 +131,17 @@ class Planner:
             deployment = self._groups.deployments[deployment_id]
             shape, model, tag = self._shapes[deployment_id], deployment.model, deployment.tag
             slots = self._members[rows].tolist()
+            if lost:
+                key = deployment_id, frozenset(lost)
+                shape, places = self._cut_shapes.setdefault(key, _without(shape, lost))
+                slots = [places[slot] for slot in slots]
         reasons = self._plan.reasons.slice(
             int(self._reasons[number]), int(self._reasons[number + 1] - self._reasons[number])
         ).to_pylist()
         damaged = {reason["key"] for reason in reasons if reason["code"] not in STRUCTURAL_CODES}
-        # A finding without a key is about all of its page.
-        everything = bool(self._outright[number]) or None in damaged
+        # A finding without a key is about all of its page; with a key of another model's the group
+        # will never be whole.
+        everything = bool(self._outright[number]) or None in damaged or bool(lost)
         of_key = dict(zip(keys, slots, strict=True))
         return Planned(
             page=page,
@@ -145,6 +155,40 @@ class Planner:
             ),
             findings=tuple(reasons),
         )
+
+    def _slots_of_others(self) -> dict[int, set[int]]:
+        """Find, by group, the slots whose key an object of another group of the page has.
+
+        Only where two models have such keys: their objects are no part of the group.
+        """
+        groups, found = self._groups, defaultdict[int, set[int]](set)
+        rows = self._inventory.split_rows
+        if not len(rows):
+            return found
+        planned = np.zeros(int(groups.page_ids.max(initial=0)) + 1, dtype=np.bool_)
+        planned[groups.page_ids[self._plan.groups]] = True
+        owners = groups.of_object[rows]
+        chosen = planned[groups.page_ids[owners]]
+        rows, owners = rows[chosen], owners[chosen]
+        holders: dict[int, list[tuple[int, Affix]]] = defaultdict(list)
+        affixes = self._inventory.table.affixes
+        ids = self._inventory.affix_ids[rows]
+        pages = groups.page_ids[owners]
+        for page, owner, affix in zip(pages.tolist(), owners.tolist(), ids.tolist(), strict=True):
+            holders[page].append((owner, affixes[affix]))
+        slots = [
+            {member.affix: slot for slot, member in enumerate(deployment.members)}
+            for deployment in groups.deployments
+        ]
+        for group in self._plan.groups.tolist():
+            deployment_id = int(groups.deployment_ids[group])
+            if deployment_id == UNRESOLVED:
+                continue
+            for owner, affix in holders.get(int(groups.page_ids[group]), ()):
+                slot = slots[deployment_id].get(affix)
+                if owner != group and slot is not None:
+                    found[group].add(slot)
+        return found
 
     def _ambiguous_shape(self, rows: IntArray) -> Shape:
         """Make a shape of objects whose keys can be read in several ways: all belong together."""
@@ -182,6 +226,19 @@ def _shape_of(deployment: Deployment) -> Shape:
         )
         for number, member in enumerate(deployment.members)
     )
+
+
+def _without(shape: Shape, lost: Collection[int]) -> tuple[Shape, dict[int, int]]:
+    """Leave out some slots; also return the new number of each slot that stays."""
+    places = {slot: n for n, slot in enumerate(s for s in range(len(shape)) if s not in lost)}
+    cut = tuple(
+        replace(
+            shape[slot],
+            sidecars=tuple(places[other] for other in shape[slot].sidecars if other in places),
+        )
+        for slot in places
+    )
+    return cut, places
 
 
 def _is_sidecar(member: Member) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicachectl.ambiguity import ambiguity_remark
 from hicachectl.checks.sizes import UNKNOWN_SIZE, expected_sizes
 from hicachectl.deployments import UNRESOLVED
 from hicachectl.formats.expectation import expected_objects
@@ -134,7 +135,7 @@ def unjudged(
     ambiguous = int((groups.states == UNKNOWN).sum())
     if ambiguous and "groups" in checks:
         skipped["ambiguous-groups"] = (
-            f"{ambiguous} page groups have keys that read in several ways; give a profile"
+            f"{ambiguous} page groups have ambiguous keys: {ambiguity_remark(inventory)}"
         )
     profiled = bool(table.deployments) and table.deployments[0].profile is not None
     others = {d.model for d in table.deployments[1:]} if profiled else set()

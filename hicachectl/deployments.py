@@ -6,7 +6,7 @@ distinct affixes that a page of it can have, so that everything later is a join 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,15 +16,15 @@ from hicachectl.formats.keys.resolve import (
     ANCHOR_POOL,
     Resolved,
     Topology,
+    deployment_of,
     rankless,
     resolve_affixes,
-    topology,
 )
 from hicachectl.formats.objects import Coordinate, Shard
 from hicachectl.formats.profile import Profile, default_hit_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from hicachectl.formats.keys.base import Affix, KeyCodec
 
@@ -106,19 +106,28 @@ class SizeMix:
 class AffixTable:
     """What each distinct affix of a store stands for; all lists are indexed by affix id.
 
+    An affix whose objects are decided one by one (`contested`) has an id for each decision.
+
     deployment_ids: index into `deployments`, or UNRESOLVED.
     member_ids: index into that deployment's members.
-    codec: of the store's keys.
+    codec: of the store's keys. profile: that the table was made with.
     mixes: kinds of objects that have several sizes.
     """
 
     codec: KeyCodec
+    profile: Profile | None
     affixes: tuple[Affix, ...]
     resolved: tuple[Resolved, ...]
     deployments: tuple[Deployment, ...]
     deployment_ids: tuple[int, ...]
     member_ids: tuple[int, ...]
     mixes: tuple[SizeMix, ...] = ()
+
+    @property
+    def split(self) -> tuple[bool, ...]:
+        """Say of each affix id whether other objects of its affix have another id."""
+        counts = Counter(self.affixes)
+        return tuple(counts[affix] > 1 for affix in self.affixes)
 
 
 def assign_affixes(
@@ -132,22 +141,46 @@ def assign_affixes(
     profiled = [] if profile is None else [profiled_deployment(profile, codec)]
     known = {m.affix: m.coordinate for d in profiled for m in d.members}
     resolved = resolve_affixes(affixes, codec, known)
-    rest = {a: r.coordinate for a, r in resolved.items() if a not in known and r.coordinate}
+    return make_table(affixes, [resolved[affix] for affix in affixes], codec, profile)
+
+
+def make_table(
+    affixes: Sequence[Affix],
+    resolved: Sequence[Resolved],
+    codec: KeyCodec,
+    profile: Profile | None,
+) -> AffixTable:
+    """Sort affixes into deployments by what each is resolved to.
+
+    affixes, resolved: [ids]. An affix can come several times, resolved to different things.
+    """
+    profiled = [] if profile is None else [profiled_deployment(profile, codec)]
+    known = {(m.affix, m.coordinate) for d in profiled for m in d.members}
+    pairs = zip(affixes, resolved, strict=True)
+    rest = {(a, r.coordinate): r.coordinate for a, r in pairs if r.coordinate is not None}
+    rest = {key: coordinate for key, coordinate in rest.items() if key not in known}
     for number, deployment in enumerate(profiled):
         unlisted = _unlisted_members(deployment, rest)
         profiled[number] = replace(deployment, members=deployment.members + unlisted)
-        rest = {affix: c for affix, c in rest.items() if affix not in {m.affix for m in unlisted}}
-    deployments = [*profiled, *_inferred_deployments(rest, codec)]
+        for member in unlisted:
+            del rest[member.affix, member.coordinate]
+    deployments = [*profiled, *_inferred_deployments(rest.values(), codec)]
     places = {
-        member.affix: (number, position)
+        (member.affix, member.coordinate): (number, position)
         for number, deployment in enumerate(deployments)
         for position, member in enumerate(deployment.members)
     }
-    placed = [places.get(affix, (UNRESOLVED, UNRESOLVED)) for affix in affixes]
+    placed = [
+        (UNRESOLVED, UNRESOLVED)
+        if r.coordinate is None
+        else places.get((affix, r.coordinate), (UNRESOLVED, UNRESOLVED))
+        for affix, r in zip(affixes, resolved, strict=True)
+    ]
     return AffixTable(
         codec=codec,
+        profile=profile,
         affixes=tuple(affixes),
-        resolved=tuple(resolved[affix] for affix in affixes),
+        resolved=tuple(resolved),
         deployments=tuple(deployments),
         deployment_ids=tuple(deployment for deployment, _ in placed),
         member_ids=tuple(member for _, member in placed),
@@ -165,48 +198,52 @@ def profiled_deployment(profile: Profile, codec: KeyCodec) -> Deployment:
     return Deployment(first.model, first.tag, profile, members)
 
 
+def other_ranks(affixes: Collection[Affix], codec: KeyCodec) -> list[Affix]:
+    """List the further affixes of models that some affixes could be TP ranks of.
+
+    Where objects of these are beside those, the keys are not of the deployment that they seem.
+    """
+    readings = [reading for affix in affixes for reading in codec.readings(*affix)]
+    ranks = {codec.affix(coordinate) for coordinate in _with_fellow_ranks(readings)}
+    return sorted(ranks - set(affixes) - {codec.affix(reading) for reading in readings})
+
+
 def _unlisted_members(
-    deployment: Deployment, coordinates: Mapping[Affix, Coordinate]
+    deployment: Deployment, coordinates: Mapping[tuple[Affix, Coordinate], Coordinate]
 ) -> tuple[Member, ...]:
     """Side objects that share a profile's anchor though the profile does not list them.
 
     They are no orphans, and nothing says which of them a page should have.
     """
-    anchors = {_identity(member.coordinate) for member in deployment.members if member.anchor}
+    anchors = {deployment_of(member.coordinate) for member in deployment.members if member.anchor}
     return tuple(
         Member(affix, coordinate, None, anchor=False, trailing=True, listed=False)
-        for affix, coordinate in coordinates.items()
+        for affix, coordinate in coordinates
         if coordinate.pool != ANCHOR_POOL and not anchors.isdisjoint(_owners(coordinate))
     )
 
 
 def _owners(coordinate: Coordinate) -> set[tuple[str, str, Topology]]:
     """Identities of the anchors that a side object can belong to."""
-    model, tag, own = _identity(coordinate)
+    model, tag, own = deployment_of(coordinate)
     # Mamba states carry their TP size beside an anchor that has none (MLA on file).
     shared = {(model, tag, rankless(own))} if coordinate.pool == "mamba" else set()
     return {(model, tag, own)} | shared
 
 
-def _inferred_deployments(
-    coordinates: Mapping[Affix, Coordinate], codec: KeyCodec
-) -> list[Deployment]:
+def _inferred_deployments(coordinates: Collection[Coordinate], codec: KeyCodec) -> list[Deployment]:
     # Mamba states join any other object of their page, so that whether the store has anchors of
     # their deployment does not change what their group is.
-    shared = {_identity(c) for c in coordinates.values() if c.pool != "mamba"}
+    shared = {deployment_of(c) for c in coordinates if c.pool != "mamba"}
     gathered: dict[tuple[str, str, Topology], list[Coordinate]] = defaultdict(list)
-    for coordinate in coordinates.values():
-        identity = _identity(coordinate)
+    for coordinate in coordinates:
+        identity = deployment_of(coordinate)
         owners = _owners(coordinate) & shared
         gathered[identity if identity in owners or not owners else owners.pop()].append(coordinate)
     return [
         Deployment(model, tag, None, _inferred_members(found, codec))
         for (model, tag, _), found in sorted(gathered.items(), key=repr)
     ]
-
-
-def _identity(coordinate: Coordinate) -> tuple[str, str, Topology]:
-    return coordinate.model, coordinate.tag, topology(coordinate.shard)
 
 
 def _inferred_members(found: list[Coordinate], codec: KeyCodec) -> tuple[Member, ...]:

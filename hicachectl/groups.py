@@ -92,6 +92,17 @@ class PageGroups:
         """Give the page hash of some groups."""
         return self._inventory.pages(self._rows[groups]).combine_chunks()
 
+    def owners(self, keys: pa.BinaryArray) -> IntArray:
+        """Return the group of the object with each key if two models have such keys, else -1."""
+        of_group = np.full(len(keys), -1, dtype=np.int64)
+        rows = self._inventory.split_rows
+        if len(rows):
+            there = self._inventory.take(rows, ["key"]).column("key").combine_chunks()
+            at = pc.index_in(keys, value_set=there)
+            known = at.is_valid().to_numpy(zero_copy_only=False)
+            of_group[known] = self.of_object[rows[at.drop_null().to_numpy()]]
+        return of_group
+
     def _deployments_of(self, objects: IntArray) -> IntArray:
         """Say which deployment each of some objects is of."""
         table = self._inventory.table

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.deployments import UNRESOLVED, profiled_deployment
+from hicachectl.deployments import UNRESOLVED, other_ranks, profiled_deployment
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.restorable import (
     ALL_PAGES,
@@ -121,11 +121,12 @@ def inventory_of_chains(
     none is there, lists all the same, as that may tell why. Raises like `take_inventory`.
     """
     names, _ = chains.within_reach().distinct_pages()
-    members = profiled_deployment(profile, codec_for(store.grammar)).members
-    if store.lists_late or len(names) * len(members) <= _FEW_KEYS:
+    codec = codec_for(store.grammar)
+    affixes = [member.affix for member in profiled_deployment(profile, codec).members]
+    if store.lists_late or len(names) * len(affixes) <= _FEW_KEYS:
         keys = [
             pc.cast(pc.binary_join_element_wise(before, names, after, ""), pa.binary())
-            for before, after in (member.affix for member in members)
+            for before, after in [*affixes, *other_ranks(affixes, codec)]
         ]
         found = look_up(store, pa.concat_arrays(keys), profile)
         if len(found.objects):
@@ -133,8 +134,12 @@ def inventory_of_chains(
     return take_inventory(store, profile, on_batch=on_batch)
 
 
-def find_hits(inventory: Inventory, deployment_id: int | None, chains: Chains) -> Hits:
+def find_hits(
+    inventory: Inventory, deployment_id: int | None, chains: Chains, *, own: bool = False
+) -> Hits:
     """Find how far servers of a deployment can restore chains from a store.
+
+    own: only with objects that are the deployment's, not another model's under the same keys.
 
     deployment_id: index into the inventory's deployments; None where there is none, so that
     nothing can be restored. Memory: a byte for each page that the chains name and each object a
@@ -146,7 +151,7 @@ def find_hits(inventory: Inventory, deployment_id: int | None, chains: Chains) -
         return _no_hits(chains, page_names, page_of)
     deployment = inventory.table.deployments[deployment_id]
     needed = requirements(deployment)
-    state = stored_members(inventory, deployment_id, page_names)
+    state = stored_members(inventory, deployment_id, page_names, own=own)
     held = state == HELD
     pools = [PoolPages(held[:, r.members].all(axis=1)[page_of], r.window) for r in needed]
     kv = [pool.present for r, pool in zip(needed, pools, strict=True) if r.pool == "kv"]
@@ -199,17 +204,26 @@ def requirements(deployment: Deployment) -> tuple[Requirement, ...]:
 
 
 def stored_members(
-    inventory: Inventory, deployment_id: int, page_names: pa.StringArray
+    inventory: Inventory, deployment_id: int, page_names: pa.StringArray, *, own: bool = False
 ) -> npt.NDArray[np.uint8]:
-    """Say how a store has the objects of distinct pages: [pages, members], ABSENT, MISFIT, HELD."""
+    """Say how a store has the objects of distinct pages: [pages, members], ABSENT, MISFIT, HELD.
+
+    Servers go by the key alone, so objects count that another model has written under it; own:
+    only those that were told to be the deployment's.
+    """
     table = inventory.table
     members = table.deployments[deployment_id].members
+    numbers = {member.affix: number for number, member in enumerate(members)}
+    member_of = tuple(
+        UNRESOLVED if own and deployment != deployment_id else numbers.get(affix, UNRESOLVED)
+        for affix, deployment in zip(table.affixes, table.deployment_ids, strict=True)
+    )
     state = np.full((len(page_names), len(members)), ABSENT, dtype=np.uint8)
-    rows = np.flatnonzero(inventory.by_affix(table.deployment_ids, UNRESOLVED) == deployment_id)
+    rows = np.flatnonzero(inventory.by_affix(member_of, UNRESOLVED) != UNRESOLVED)
     pages = inventory.pages(rows)
     at = pc.index_in(pages.cast(page_names.type), value_set=page_names).fill_null(-1).to_numpy()
     rows, at = rows[at >= 0], at[at >= 0]
-    member_ids = inventory.by_affix(table.member_ids, UNRESOLVED)[rows]
+    member_ids = inventory.by_affix(member_of, UNRESOLVED)[rows]
     sizes = inventory.objects.column("nbytes").take(pa.array(rows)).fill_null(-1).to_numpy()
     expected = np.array([-1 if m.nbytes is None else m.nbytes for m in members], dtype=np.int64)
     expected = expected[member_ids]

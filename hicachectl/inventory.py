@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hicachectl.backends.base import take_rows
+from hicachectl.contested import decide_objects
 from hicachectl.contradiction import refuse_contradiction
 from hicachectl.deployments import AffixTable, assign_affixes
 from hicachectl.formats.keys.base import codec_for
@@ -35,7 +36,8 @@ class Inventory:
 
     objects: columns of the scan: key binary, nbytes and mtime_ns int64, and those asked for.
              Tables of many chunks: see `take`.
-    affix_ids: int32 a row, index into `affixes`, negative for a foreign key.
+    affix_ids: int32 a row, index into `affixes`, negative for a foreign key. Objects of one affix
+             have several ids where they are decided one by one, as its readings are contested.
     """
 
     objects: pa.Table
@@ -78,6 +80,11 @@ class Inventory:
     def is_foreign(self) -> npt.NDArray[np.bool_]:
         """[objects] bool: which are no object of SGLang's, be there a hash in the key or not."""
         return ~self.of_affixes(tuple(bool(one.readings) for one in self.table.resolved))
+
+    @property
+    def split_rows(self) -> IntArray:
+        """Rows of the objects whose affix two models share, each decided for itself."""
+        return np.flatnonzero(self.of_affixes(self.table.split))
 
     def of_pool(self, pool: str) -> npt.NDArray[np.bool_]:
         """[objects] which are, by any reading, of a pool."""
@@ -151,11 +158,14 @@ def _understood(
     table = assign_affixes(splitter.affixes, codec_for(grammar), profile)
     objects = pa.Table.from_batches(batches, schema=batches[0].schema if batches else _SCHEMA)
     affix_ids = np.concatenate(ids)
+    nbytes = objects.column("nbytes").fill_null(-1).to_numpy()
+    listed = Inventory(objects, affix_ids, table)
+    table, affix_ids = decide_objects(listed, affix_ids, nbytes)
     inventory = Inventory(objects, affix_ids, table)
     table = with_seen_sizes(
         table, objects, affix_ids, lambda rows: inventory.page_words(rows, _FIRST_WORD)
     )
-    refuse_contradiction(table, affix_ids, objects.column("nbytes").fill_null(-1).to_numpy())
+    refuse_contradiction(table, affix_ids, nbytes)
     pa.default_memory_pool().release_unused()
     return replace(inventory, table=table)
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from hicachectl.inventory import IntArray, Inventory
+IntArray = npt.NDArray[np.int64]
 
 _WORDS = 4  # of 64 bits, in a page hash
 
 
-def page_ranks(inventory: Inventory, chosen: npt.NDArray[np.bool_]) -> tuple[IntArray, int]:
+class PageWords(Protocol):
+    """Objects whose page hashes can be had as numbers: an inventory."""
+
+    def page_words(self, rows: npt.NDArray[np.bool_], word: int) -> npt.NDArray[np.uint64]:
+        """Give a quarter of the page hash of each object chosen."""
+
+
+def page_ranks(inventory: PageWords, chosen: npt.NDArray[np.bool_]) -> tuple[IntArray, int]:
     """Give the pages of some objects numbers, in the order of their hashes.
 
     chosen: [objects] bool, none of them foreign. Gives the number of each one's page, [chosen]
@@ -37,7 +43,7 @@ def page_ranks(inventory: Inventory, chosen: npt.NDArray[np.bool_]) -> tuple[Int
 
 
 def _by_all_words(
-    inventory: Inventory, chosen: npt.NDArray[np.bool_]
+    inventory: PageWords, chosen: npt.NDArray[np.bool_]
 ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
     """Sort by whole hashes: the order, and which of it are equal to the one before."""
     words = [inventory.page_words(chosen, word) for word in range(_WORDS)]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from hicachectl.deployments import Deployment
+    from hicachectl.formats.keys.base import Affix
     from hicachectl.groups import PageGroups
     from hicachectl.inventory import IntArray
     from hicachectl.requests import PageList
@@ -50,7 +51,8 @@ class Criteria:
 
     model: "/" or "-" alike. tp, pp, cp: sizes as `ls` shows them. all_deployments: whether a page
     that is listed without a group may name the groups of several deployments. before: Unix
-    seconds; older is what was last written to before.
+    seconds; older is what was last written to before. Groups of ambiguous keys meet no filter:
+    the state "unknown" or a list of pages must name them.
     """
 
     model: str | None = None
@@ -75,11 +77,18 @@ class Criteria:
             if not self.all_deployments:
                 named.refuse_several(keep, store)
             keep &= named.chosen
+        elif "unknown" not in (self.states or ()):
+            keep &= groups.deployment_ids != UNRESOLVED
         if self.before is not None:
             keep &= (groups.newest_ns > 0) & (groups.newest_ns < int(self.before * 1e9))
         if self.states is not None:
             keep &= np.isin(groups.states, [STATES.index(state) for state in self.states])
         return np.flatnonzero(keep)
+
+    @property
+    def filters(self) -> bool:
+        """Whether anything but a list of pages and the states is asked for."""
+        return self.before is not None or not self._fits_any
 
     @property
     def _fits_any(self) -> bool:
@@ -105,7 +114,7 @@ def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] =
     """Plan to take away every group with an error, and those with a finding of other `codes`.
 
     A finding is about the group that its key belongs to, be the object there or missing; one
-    without a key is about all groups of its page.
+    without a key is about all groups of its page. Groups of ambiguous keys stay.
     """
     wanted = severity_ranks(found) == SEVERITIES.index("error")
     named = pc.is_in(found.column("code"), value_set=pa.array(list(codes), pa.string()))
@@ -160,28 +169,38 @@ def with_descendants(
 
 
 def _place(groups: PageGroups, found: pa.Table) -> tuple[IntArray, IntArray]:
-    """Pair findings with groups: [pairs] rows of `found`, [pairs] group numbers."""
+    """Pair findings with groups: [pairs] rows of `found`, [pairs] group numbers.
+
+    Groups of ambiguous keys get none: what is ambiguous does not go because of a profile.
+    """
     keys = pc.cast(found.column("key"), pa.binary()).combine_chunks()
     pages, affix_ids = (splitter := KeySplitter()).split(pc.fill_null(keys, b""))
-    homes = {
-        member.affix: number
-        for number, deployment in enumerate(groups.deployments)
-        for member in deployment.members
-    }
-    of_affix = np.array([homes.get(a, UNRESOLVED) for a in splitter.affixes] + [UNRESOLVED])
-    deployment_ids = of_affix[affix_ids]
+    homes: dict[Affix, set[int]] = defaultdict(set)
+    for number, deployment in enumerate(groups.deployments):
+        for member in deployment.members:
+            homes[member.affix].add(number)
     keyed = affix_ids != FOREIGN
     keyless = ~keyed & keys.is_null().to_numpy(zero_copy_only=False)
-    rows: list[IntArray] = [np.zeros(0, dtype=np.int64)]
-    about: list[IntArray] = [np.zeros(0, dtype=np.int64)]
-    for deployment in np.unique(groups.deployment_ids).tolist():
+    # A key that two models have is about the object there, or about one that the other lacks.
+    owners = groups.owners(keys)
+    lacks = pc.starts_with(found.column("code"), "missing-").to_numpy()
+    owned = np.flatnonzero((owners != _NOBODY) & ~lacks)
+    owned = owned[groups.deployment_ids[owners[owned]] != UNRESOLVED]
+    rows: list[IntArray] = [owned]
+    about: list[IntArray] = [owners[owned]]
+    for number in np.unique(groups.deployment_ids).tolist():
+        if number == UNRESOLVED:
+            continue
+        at_home = np.array([*(number in homes[affix] for affix in splitter.affixes), False])
+        here = at_home[affix_ids] & keyed & (lacks | (owners == _NOBODY))
         for mine, names in (
-            (np.flatnonzero(keyed & (deployment_ids == deployment)), pages),
+            (np.flatnonzero(here), pages),
             (np.flatnonzero(keyless), found.column("page").combine_chunks()),
         ):
-            numbers = _groups_of(groups, deployment, names.take(pa.array(mine)))
-            rows.append(mine[numbers != _NOBODY])
-            about.append(numbers[numbers != _NOBODY])
+            numbers = _groups_of(groups, number, names.take(pa.array(mine)))
+            placed = (numbers != _NOBODY) & (numbers != owners[mine])
+            rows.append(mine[placed])
+            about.append(numbers[placed])
     return np.concatenate(rows), np.concatenate(about)
 
 
@@ -201,6 +220,7 @@ def _pages_by_deployment(groups: PageGroups, numbers: IntArray) -> dict[int, set
             groups.pages_at(numbers[groups.deployment_ids[numbers] == deployment]).to_pylist()
         )
         for deployment in np.unique(groups.deployment_ids[numbers]).tolist()
+        if deployment != UNRESOLVED
     }
 
 

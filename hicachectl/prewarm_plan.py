@@ -124,7 +124,7 @@ class Plan:
 def plan_chains(inventory: Inventory, survey: Survey, chains: Chains, request: Request) -> Plan:
     """Choose what to copy: as much as can be restored, best first, within the budget."""
     assert request.rank is not None  # as there are chains
-    hits = find_hits(inventory, 0, chains)
+    hits = find_hits(inventory, 0, chains, own=True)
     requested = len(hits.page_names)
     usable = replace(hits.chains, reach=hits.usable_pages).within_reach()
     names, page_of = usable.distinct_pages()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hicachectl.groups import ORPHAN, PARTIAL, BoolArray, PageGroups
 
@@ -45,9 +46,12 @@ def changed_groups(
     rows = np.flatnonzero(np.append(suspect, False)[groups.of_object])
     still_there = store.exists(inventory.take(rows))
     changed[groups.of_object[rows[~still_there]]] = True
+    others = inventory.take(inventory.split_rows, ["key"]).column("key").combine_chunks()
     for missing in groups.missing():
         wanted = np.flatnonzero(suspect[missing.groups])
         keys = groups.keys_of(missing).take(pa.array(wanted))
         arrived = store.exists(pa.table({"key": keys}))
+        if len(others):  # another model's, which were there before
+            arrived &= ~pc.is_in(keys, value_set=others).to_numpy(zero_copy_only=False)
         changed[missing.groups[wanted[arrived]]] = True
     return changed, int((~still_there).sum())

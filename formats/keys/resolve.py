@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def resolve_affixes(
     for affix in anchors - resolved.keys():
         resolved[affix] = _choose(readings[affix], ranks)
     deployments = {
-        _deployment(found.coordinate)
+        deployment_of(found.coordinate)
         for affix, found in resolved.items()
         if found.coordinate is not None and found.coordinate.pool == ANCHOR_POOL
     }
@@ -87,38 +88,40 @@ def _choose(readings: tuple[Coordinate, ...], ranks: Mapping[object, set[object]
     """Choose the reading that explains most of the text with all its ranks seen, if alone."""
     if len(readings) <= 1:
         return Resolved(next(iter(readings), None), readings)
-    complete = [r for r in readings if _explained(r) and _is_complete(r, ranks)]
-    most = max(map(_explained, complete), default=0)
-    best = [reading for reading in complete if _explained(reading) == most]
+    complete = [r for r in readings if explained(r) and _is_complete(r, ranks)]
+    most = max(map(explained, complete), default=0)
+    best = [reading for reading in complete if explained(reading) == most]
     return Resolved(best[0] if len(best) == 1 else None, readings)
 
 
-def _explained(reading: Coordinate) -> int:
-    """How many rank pairs of the text a reading takes as such."""
+def explained(reading: Coordinate) -> int:
+    """Count the rank pairs of the text that a reading takes as such."""
     return sum(getattr(reading.shard, rank) is not None for rank, _ in _AXES)
 
 
 def _is_complete(reading: Coordinate, ranks: Mapping[object, set[object]]) -> bool:
-    sizes = [
+    return len(ranks[rank_set(reading)]) == rank_count(reading)
+
+
+def rank_count(reading: Coordinate) -> int:
+    """Count the ranks that write together under a reading; 1 where its key names no sizes."""
+    return prod(
         getattr(reading.shard, size) or 1
         for rank, size in _AXES
         if getattr(reading.shard, rank) is not None
-    ]
-    wanted = 1
-    for size in sizes:
-        wanted *= size
-    return len(ranks[_rank_set(reading)]) == wanted
+    )
 
 
 def _ranks_seen(readings: Iterable[Coordinate]) -> dict[object, set[object]]:
     """Gather the rank tuples of each (model, tag, sizes), sidecars with their anchors."""
     seen: dict[object, set[object]] = defaultdict(set)
     for reading in readings:
-        seen[_rank_set(reading)].add(tuple(getattr(reading.shard, rank) for rank, _ in _AXES))
+        seen[rank_set(reading)].add(tuple(getattr(reading.shard, rank) for rank, _ in _AXES))
     return seen
 
 
-def _rank_set(reading: Coordinate) -> object:
+def rank_set(reading: Coordinate) -> object:
+    """Return what the readings of all ranks that write together have in common."""
     shard = reading.shard
     stated = tuple(
         getattr(shard, size) if getattr(shard, rank) is not None else None for rank, size in _AXES
@@ -126,13 +129,14 @@ def _rank_set(reading: Coordinate) -> object:
     return reading.model, reading.tag, stated, shard.dcp_page_size
 
 
-def _deployment(coordinate: Coordinate) -> tuple[str, str, Topology]:
+def deployment_of(coordinate: Coordinate) -> tuple[str, str, Topology]:
+    """Return what tells the deployment of a reading from others: model, tag and sizes."""
     return coordinate.model, coordinate.tag, topology(coordinate.shard)
 
 
 def _has_anchor(reading: Coordinate, deployments: Collection[tuple[str, str, Topology]]) -> bool:
     """Whether some anchor's deployment can own a sidecar with this reading."""
-    model, tag, own = _deployment(reading)
+    model, tag, own = deployment_of(reading)
     if (model, tag, own) in deployments:
         return True
     # Mamba keeps its tp pair beside an anchor without one (HiCacheFile.tp_config_suffix).

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.ambiguity import ambiguous_affixes, remedy
 from hicachectl.findings import findings
 from hicachectl.formats.keys.file import TEMPORARY_PATTERN
 from hicachectl.formats.keys.mooncake import WARM_UP_PATTERN
@@ -16,7 +17,6 @@ from hicachectl.listing import key_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.formats.objects import Coordinate
     from hicachectl.inventory import Inventory
 
 
@@ -64,19 +64,13 @@ def _foreign(inventory: Inventory, rows: np.ndarray, settled_ns: int) -> Iterato
 
 def _ambiguous(inventory: Inventory) -> Iterator[pa.Table]:
     """One finding for each ambiguous affix, at its first object: all its keys read alike."""
-    table = inventory.table
-    counts = np.bincount(inventory.affix_ids + 1, minlength=len(table.affixes) + 1)[1:]
-    numbers = [n for n, r in enumerate(table.resolved) if r.ambiguous and counts[n]]
-    if not numbers:
+    described = ambiguous_affixes(inventory)
+    if not described:
         return
     distinct, first = np.unique(inventory.affix_ids, return_index=True)
-    rows = first[np.searchsorted(distinct, numbers)]
+    rows = first[np.searchsorted(distinct, list(described))]
     keys = inventory.take(rows, ["key"]).column("key").combine_chunks()
-    details = []
-    for number in numbers:
-        example = "<hash>".join(table.affixes[number])
-        meanings = " or ".join(_words(reading) for reading in table.resolved[number].readings)
-        details.append(f"{counts[number]} keys {example} can be {meanings}; give a profile to tell")
+    details = [f"{text}; {remedy(inventory)}" for text in described.values()]
     yield findings(
         "ambiguous-key",
         "warning",
@@ -84,7 +78,3 @@ def _ambiguous(inventory: Inventory) -> Iterator[pa.Table]:
         pages=inventory.pages(rows),
         detail=pa.array(details, pa.string()),
     )
-
-
-def _words(reading: Coordinate) -> str:
-    return f"{reading.pool} of model {reading.model!r} {reading.shard.ranks_text()}".rstrip()

@@ -134,6 +134,8 @@ def _deployment(
 
 def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) -> None:
     """Remark on what the rows alone do not show."""
+    from hicachectl.ambiguity import ambiguity_remark
+
     if hits.deployment is None:
         remark(ctx, "the store has no pages")
         return
@@ -146,7 +148,8 @@ def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) 
         windows = {r.pool for r in hits.requirements if r.window and r.pool != "mamba"}
         for pool in sorted(windows):
             remark(ctx, f"{pool}: how many pages servers need is not known; 1 is assumed")
-    if any(resolved.ambiguous for resolved in inventory.table.resolved):
-        remark(ctx, "some keys read in several ways, and are passed over; a profile could tell")
+    ambiguous = ambiguity_remark(inventory)
+    if ambiguous:
+        remark(ctx, f"passed over: {ambiguous}")
     if hits.misfits:
         remark(ctx, f"{hits.misfits} chains stop at objects of a wrong size; see hicachectl verify")

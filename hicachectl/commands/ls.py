@@ -106,7 +106,10 @@ def _say_what_is_odd(ctx: click.Context, inventory: Inventory, *, judged: bool) 
     """Remark on what the rows alone do not show."""
     if inventory.is_foreign.all():
         return
-    if any(resolved.ambiguous for resolved in inventory.table.resolved):
-        remark(ctx, "some keys read in several ways; give a profile to tell")
-    elif not judged:
+    from hicachectl.ambiguity import ambiguity_remark, split_remarks
+
+    said = [*split_remarks(inventory), *filter(None, [ambiguity_remark(inventory)])]
+    for text in said:
+        remark(ctx, text)
+    if not said and not judged:
         remark(ctx, "no profile given: expectations are what was seen in the store")

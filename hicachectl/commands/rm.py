@@ -219,6 +219,7 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> Re
 def _plan(
     ctx: click.Context, store: Store, options: dict[str, Any]
 ) -> tuple[Inventory, PageGroups, RepairPlan]:
+    from hicachectl.ambiguity import ambiguity_remark
     from hicachectl.chains import Hashing, hex_chains
     from hicachectl.groups import UNKNOWN, PageGroups
     from hicachectl.inventory import take_inventory
@@ -234,10 +235,14 @@ def _plan(
     with progress(ctx, "listing", " objects") as advance:
         inventory = take_inventory(store, profile, columns=columns, on_batch=advance)
     groups = PageGroups(inventory)
-    unjudged = int((groups.states == UNKNOWN).sum())
-    if unjudged and (criteria.model is not None or criteria.tag is not None):
-        remark(ctx, f"{unjudged} page groups have ambiguous keys and stay; a profile could tell")
     plan = plan_removal(groups, criteria.chosen(groups, store.url), _why(options))
+    ambiguous = int((groups.states == UNKNOWN).sum())
+    chosen = int((groups.states[plan.groups] == UNKNOWN).sum())
+    if chosen or (ambiguous and criteria.filters):
+        verb, count = ("removes", chosen) if chosen else ("leaves", ambiguous)
+        noun = "page group" if count == 1 else "page groups"
+        text = ambiguity_remark(inventory)
+        remark(ctx, f"{verb} {count} {noun} with ambiguous keys: {text}")
     if criteria.pages is not None:
         unmatched = NamedGroups(criteria.pages, groups).unmatched
         if unmatched:

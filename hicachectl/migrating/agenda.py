@@ -10,6 +10,7 @@ import numpy as np
 
 from hicachectl.checks.group import check_groups
 from hicachectl.checks.sizes import check_sizes
+from hicachectl.deployments import UNRESOLVED
 from hicachectl.findings import combine
 from hicachectl.groups import WHOLE, PageGroups
 from hicachectl.inventory import Inventory, take_inventory
@@ -70,8 +71,9 @@ class Agenda:
 
     actions: for each survey, of each of its groups. Groups that stay behind: damaged, with errors;
     unfit, of sizes that their route does not take; not_whole; in_flight; elsewhere, of other
-    deployments. foreign: objects whose keys are not understood. unmatched: listed rows that name
-    no group of the source. nothing: why no page was chosen.
+    deployments; ambiguous, of keys that can be read in several ways. foreign: objects whose keys
+    are not understood. unmatched: listed rows that name no group of the source. nothing: why no
+    page was chosen.
     """
 
     inventory: Inventory
@@ -83,6 +85,7 @@ class Agenda:
     not_whole: int = 0
     in_flight: int = 0
     elsewhere: int = 0
+    ambiguous: int = 0
     foreign: int = 0
     unmatched: int = 0
     nothing: str = ""
@@ -132,6 +135,7 @@ class Agenda:
         """Say what stays behind, and why."""
         kinds = (
             (self.elsewhere, "of other deployments than the profile's"),
+            (self.ambiguous, "with ambiguous keys, which hicachectl ls describes"),
             (self.in_flight, "being written; run again for them"),
             (self.not_whole, "not whole (--include-partial)"),
             (self.damaged, "with errors that hicachectl verify lists (--include-damaged)"),
@@ -169,7 +173,8 @@ def make_agenda(
     agenda = Agenda(inventory, groups, surveys, [])
     agenda.unmatched = 0 if named is None else named.unmatched
     agenda.foreign = int(inventory.is_foreign.sum())
-    agenda.elsewhere = int((chosen & ~routed).sum())
+    agenda.ambiguous = int((chosen & (groups.deployment_ids == UNRESOLVED)).sum())
+    agenda.elsewhere = int((chosen & ~routed).sum()) - agenda.ambiguous
     if not len(groups):
         agenda.nothing = explain_selection(source, listed, request.selection)
     elif not chosen.any():

@@ -216,7 +216,9 @@ def test_every_format_writes_stores_without_pages(
 
 def test_ambiguous_keys_get_a_line_on_stderr(invoke: Invoke, tmp_path: Path) -> None:
     put_pages(tmp_path, range(1), "_x_0_4")
-    assert "several ways" in invoke("ls", tmp_path).stderr
+    said = invoke("ls", tmp_path).stderr
+    meanings = "kv of model 'x_0_4' or kv of model 'x' tp 0/4"
+    assert f"1 key <hash>_x_0_4.bin can be {meanings}; give a profile to tell" in said
 
 
 def test_topologies_of_one_model_are_told_apart(invoke: Invoke, tmp_path: Path) -> None:

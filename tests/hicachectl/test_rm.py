@@ -247,9 +247,12 @@ def test_ambiguous_pages_stay_and_are_said(invoke: Invoke, tmp_path: Path) -> No
     directory.mkdir()
     put_pages(directory, range(3), "_m_0_2")
     outcome = invoke("rm", directory, "--model", "m", "--yes")
-    assert "3 page groups have ambiguous keys" in outcome.stderr
+    assert "leaves 3 page groups with ambiguous keys: 3 keys <hash>_m_0_2.bin" in outcome.stderr
     assert len(content(directory)) == 3
-    assert removed(invoke, directory, "--state", "unknown", "--yes")["objects"] == 3
+    assert removed(invoke, directory, "--before", "1d", "--yes")["objects"] == 0
+    outcome = invoke("rm", directory, "--state", "unknown", "--yes")
+    assert "removes 3 page groups with ambiguous keys" in outcome.stderr
+    assert content(directory) == {}
 
 
 def test_something_must_be_selected(invoke: Invoke, store: Path) -> None:
