@@ -41,7 +41,7 @@ def opened(
     """Open the store that a STORE argument names, with the config of the command line.
 
     allow_leases, lease_wait (seconds; None: the store's own), create: see `Store`. looks_only:
-    nothing is changed or copied, so that sizes in doubt will do.
+    nothing is changed, copied or recorded, so that sizes in doubt will do.
     """
     from hicachectl.backends.urls import load_config, open_store
 

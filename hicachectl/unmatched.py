@@ -14,6 +14,7 @@ from hicachectl.backends.file import FileStore
 from hicachectl.backends.file_system import OWN_PREFIX
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.groups import PageGroups
+from hicachectl.listing import key_text
 from hicachectl.output import human_age
 from hicachectl.quarantine import is_quarantine
 from hicachectl.selection import Selection, select
@@ -150,7 +151,10 @@ class _Entries:
 def _describe_place(store: Store, listed: Inventory) -> str:
     if not isinstance(store, FileStore):
         count = len(listed.objects)
-        return f"no pages: {count} objects here are not SGLang's" if count else _EMPTY
+        if not count:
+            return _EMPTY
+        first = key_text(listed.objects.column("key").slice(0, 1).combine_chunks())[0].as_py()
+        return f"the store has no pages, but {count} other objects, first: {first}"
     entries = _entries(store.path)
     if is_quarantine(store.path, [*entries.directories, *entries.others]):
         return (

@@ -196,7 +196,8 @@ def command(
     _refuse_contradictions(options)
     refuse_early(options)
     manner = {name: options[name] for name in ("allow_leases", "lease_wait")}
-    manner["looks_only"] = options["repair"] == "none"
+    keeps = options["update_catalog"] or options["stamp"]
+    manner["looks_only"] = options["repair"] == "none" and not keeps
     with locked(options["lock"]) as is_ours, opened(ctx, store, **manner) as source:
         if not is_ours:
             remark(ctx, f"another process holds {options['lock']}; nothing was done")

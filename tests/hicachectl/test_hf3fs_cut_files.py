@@ -117,6 +117,11 @@ def test_a_page_size_that_nothing_vouches_for_is_said_and_repairs_nothing(
     new = place.prefix.parent / "new"
     assert "file_size=" in invoke("migrate", place.url, new, *profile, exit_code=2).stderr
     assert not new.exists()
+    catalog = place.prefix.parent / "catalog.parquet"
+    for keeps in (("--catalog", catalog, "--update-catalog"), ("--stamp",)):
+        out = invoke("verify", place.url, *profile, *keeps, exit_code=2)
+        assert "file_size=" in out.stderr
+    assert not catalog.exists()
     assert indices(place) == before
 
 

@@ -97,6 +97,10 @@ def test_a_warm_up_key_is_information(invoke: Invoke, cluster: Cluster, profile:
     cluster.put(key, bytes(4096))
     document = verified(invoke, cluster.url, "--profile", profile)
     assert found(document) == [("foreign-object", "info", key)]
+    cluster.clear()
+    cluster.put(key, bytes(4096))
+    said = invoke("ls", cluster.url).stderr
+    assert f"the store has no pages, but 1 other objects, first: {key}" in said
 
 
 def test_a_short_and_a_long_object_are_told_apart_in_severity(
