@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from hicachectl.backends.permissions import Permissions
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
@@ -382,8 +383,12 @@ class Store(ABC):
         *,
         if_absent: bool,
         pin: bool = False,
+        preserve: bool = False,
     ) -> Result:
         """Copy objects of another store as they are, without the arena; else as `write_from`.
+
+        preserve: with their owner, as far as the system lets us, and their whole mode; else the
+        copies belong to who makes them and are no more readable than the sources.
 
         origins: [n] the source's rows. sizes: [n] int64, bytes expected of each.
         Statuses: those of `write_from`, and of the source's objects GONE, SHORT, OVERSIZED, and
@@ -459,6 +464,22 @@ class Store(ABC):
     def free_bytes(self) -> int | None:
         """Count the bytes the store has room for, None where it does not say."""
         return None
+
+    def readable_by(self, *, listing: bool = False) -> Permissions:
+        """Return who may read all the objects that were read so far, by the store's own files.
+
+        listing: who may list the store, whatever was read.
+        """
+        return Permissions()
+
+    def keep_private(  # noqa: B027 - most have no files
+        self, permissions: Permissions, *, listing: bool = False
+    ) -> None:
+        """Make files from now on no more readable than this.
+
+        listing: nor directories that were made for the store. Raises StoreUnavailable where a
+        file that is to be written to is more readable, and cannot be changed.
+        """
 
     def side_directory(self) -> Path | None:
         """Where notes about the store lie beside it, out of servers' sight; it need not exist.

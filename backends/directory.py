@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.file_system import OWN_PREFIX, sync_directory
+from hicachectl.backends.permissions import Permissions, with_foreign_group
 from hicachectl.formats.errors import UntrustedError
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Trust:
 
     def __init__(self, facts: os.stat_result, *, writes: bool) -> None:
         """Trust by what the system says of a directory. writes: files may be created there."""
+        self.permissions = Permissions.within(facts)
         self._may_probe = writes
         self._owners = {_ROOT, os.geteuid(), facts.st_uid}
         self._group = facts.st_gid if facts.st_mode & stat.S_IWGRP else None
@@ -230,9 +232,12 @@ class Directory:
     # changing
 
     def make_directory(self, name: str, *, exist_ok: bool = False) -> Directory:
-        """Make a directory that is no more readable than this one, durably, and open it."""
+        """Make a directory, durably, and open it.
+
+        It is no more readable than this one, and than the directory that decides on the trust.
+        """
         try:
-            os.mkdir(name, self._facts.st_mode & 0o777 | 0o700, dir_fd=self.descriptor)
+            os.mkdir(name, self._readable & 0o777 | 0o700, dir_fd=self.descriptor)
         except FileExistsError:
             if not exist_ok:
                 raise
@@ -246,12 +251,12 @@ class Directory:
     def write(self, name: str, content: bytes) -> None:
         """Write a file whole or not at all, on disk when this returns.
 
-        The file is no more readable than this directory.
+        The file is no more readable than a directory made here.
         """
         partial = f".{name}.tmp"
         with suppress(FileNotFoundError):
             self.remove(partial)
-        descriptor = os.open(partial, _CREATE_FILE, self._facts.st_mode & 0o666 | 0o600,
+        descriptor = os.open(partial, _CREATE_FILE, self._readable & 0o666 | 0o600,
                              dir_fd=self.descriptor)  # fmt: skip
         try:
             try:
@@ -268,6 +273,10 @@ class Directory:
                 self.remove(partial)
             raise
         self.sync()
+
+    @property
+    def _readable(self) -> int:
+        return self._facts.st_mode & self.trust.permissions.for_group(self._facts.st_gid)
 
     def _give_away(self, descriptor: int) -> None:
         """Give something new to the owner and group of this directory, where root made it.
@@ -316,14 +325,6 @@ class Directory:
         except OSError:  # the file system has no locks
             pass
         return True
-
-
-def with_foreign_group(mode: int) -> int:
-    """Return the permissions of a copy whose group is not the source's.
-
-    What the source gave to its group alone is not for the members of another one.
-    """
-    return stat.S_IMODE(mode) & (~0o070 | (mode & 0o007) << 3)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -52,6 +53,7 @@ from hicachectl.backends.file_system import (
     sync_directory,
     sync_file_system,
 )
+from hicachectl.backends.permissions import Permissions, give_file, with_foreign_group
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import StoreUnavailable
 
@@ -93,6 +95,8 @@ class FileStore(Store):
     def __init__(self, path: str | os.PathLike[str], opened: int | None = None) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
         self._made: list[str] = []  # directories of ours, the innermost first
+        self._seen = self._limit = Permissions()  # of what was read, and for what is written
+        self._noting = threading.Lock()
         self._token = b""  # of temporary names
         self.own_temporaries(os.urandom(_OWNER_BYTES).hex(), sweep=False)
         self._numbers = count()
@@ -105,10 +109,22 @@ class FileStore(Store):
         except OSError as error:
             raise self._unavailable(error) from error
         try:
-            os.stat(".", dir_fd=self._directory)  # listing needs r, everything else needs x
+            facts = os.stat(".", dir_fd=self._directory)  # listing needs r, everything else x
         except OSError as error:
             self.close()
             raise self._unavailable(error) from error
+        self._use_owner(facts)
+
+    def _use_owner(self, facts: os.stat_result) -> None:
+        """Decide whose new files are: with root's rights, those of the directory's owner."""
+        self._give_to: tuple[int, int] | None = None
+        self._group = os.getegid()
+        if facts.st_mode & stat.S_ISGID:
+            self._group = facts.st_gid
+        if not os.geteuid() and facts.st_uid:
+            self._give_to = facts.st_uid, facts.st_gid
+            self._group = facts.st_gid
+        self._mode = 0o666
 
     @classmethod
     def within(cls, directory: Directory) -> Self:
@@ -133,6 +149,34 @@ class FileStore(Store):
         store = cls(url.path)
         store._made = made
         return store
+
+    def readable_by(self, *, listing: bool = False) -> Permissions:
+        """Return who may read the files that were read, by their modes and the directory's."""
+        directory = Permissions.within(os.fstat(self._directory))
+        return directory if listing else self._seen.both(directory)
+
+    def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
+        """Narrow the modes of new files; listing: and of directories that this store has made."""
+        with self._noting:
+            limit = self._limit = self._limit.both(permissions)
+            self._mode = 0o666 & limit.for_group(self._group)
+        for directory in self._made if listing else ():
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            try:
+                descriptor = os.open(directory, flags)
+                try:
+                    facts = os.fstat(descriptor)
+                    mode = stat.S_IMODE(facts.st_mode)
+                    os.fchmod(descriptor, mode & (limit.for_group(facts.st_gid) | ~0o777))
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise self._unavailable(error) from error
+
+    def _note_readable(self, modes: int, group: int | None) -> None:
+        """Note the modes of files that were read, those of all together, and their group."""
+        with self._noting:
+            self._seen = self._seen.both(Permissions(modes & 0o777 | 0o700, group))
 
     def side_directory(self) -> Path:
         """Name the sub-directory that SGLang ignores and its `clear()` leaves."""
@@ -179,6 +223,7 @@ class FileStore(Store):
         versions = bytearray(len(rows) * VERSION.size)
         errors: dict[int, str] = {}
         sizes = [-1] * len(rows)
+        modes, groups = 0o777, set[int]()
         # This loop is most of what reading small objects costs: names are looked up once, and
         # the checks of a healthy key made for all keys together.
         pack, read, here = VERSION.pack_into, self._read, self._directory
@@ -194,6 +239,8 @@ class FileStore(Store):
                 statuses[index] = self._failed(index, error, errors)
                 continue
             sizes[index] = size
+            modes &= facts.st_mode
+            groups.add(facts.st_gid)
             pack(
                 versions,
                 index * _VERSION_BYTES,
@@ -202,6 +249,8 @@ class FileStore(Store):
                 facts.st_ctime_ns,
                 facts.st_size,
             )
+        if groups:
+            self._note_readable(modes, groups.pop() if len(groups) == 1 else None)
         nbytes[:] = sizes
         known = nbytes >= 0
         statuses[known & (nbytes < capacities)] = Status.SHORT
@@ -255,11 +304,15 @@ class FileStore(Store):
         *,
         if_absent: bool,
         pin: bool = False,
+        preserve: bool = False,
     ) -> Result:
         """Let the system copy files, in the way of `write_from`."""
         self._refuse_pin(pin)
         if not isinstance(source, FileStore):
-            return super().copy_from(source, origins, rows, sizes, if_absent=if_absent, pin=pin)
+            return super().copy_from(
+                source, origins, rows, sizes, if_absent=if_absent, pin=pin, preserve=preserve
+            )
+        within = Permissions.within(os.fstat(source._directory)).for_group(self._group)
         files, nbytes, times = keys_of(origins), sizes.tolist(), mtimes_of(rows)
 
         def stage(index: int, errors: dict[int, str]) -> bytes | Status:
@@ -269,7 +322,9 @@ class FileStore(Store):
             except OSError as error:
                 return source._failed(index, error, errors)
             try:
-                return self._copy_temporary(descriptor, nbytes[index], times[index])
+                return self._copy_temporary(
+                    descriptor, nbytes[index], times[index], within, preserve=preserve
+                )
             finally:
                 os.close(descriptor)
 
@@ -456,11 +511,14 @@ class FileStore(Store):
             return False
         return stat.S_ISREG(facts.st_mode)
 
-    def _write_temporary(self, fill: Callable[[int], None], mtime_ns: int | None) -> bytes:
+    def _write_temporary(
+        self, fill: Callable[[int], None], mtime_ns: int | None, mode: int | None = None
+    ) -> bytes:
         """Create a file under a name that SGLang ignores, not yet synced."""
+        mode = self._mode if mode is None else mode
         name = b"%s-%s%08x.tmp" % (OWN_PREFIX, self._token, next(self._numbers) & 0xFFFFFFFF)
         try:
-            descriptor = os.open(name, _WRITE_FLAGS, 0o666, dir_fd=self._directory)
+            descriptor = os.open(name, _WRITE_FLAGS, mode, dir_fd=self._directory)
         except OSError as error:
             if error.errno in _NO_NEW_FILES:
                 raise StoreUnavailable(
@@ -468,6 +526,8 @@ class FileStore(Store):
                 ) from error
             raise
         try:
+            if self._give_to is not None:
+                give_file(descriptor, *self._give_to)
             fill(descriptor)
             if mtime_ns is not None:
                 os.utime(descriptor, ns=(mtime_ns, mtime_ns))
@@ -479,15 +539,29 @@ class FileStore(Store):
             os.close(descriptor)
         return name
 
-    def _copy_temporary(self, origin: int, size: int, mtime_ns: int | None) -> bytes | Status:
-        """Create a copy of an open file, if that has its size and keeps its bytes meanwhile."""
+    def _copy_temporary(
+        self, origin: int, size: int, mtime_ns: int | None, within: int, *, preserve: bool
+    ) -> bytes | Status:
+        """Create a copy of an open file, if that has its size and keeps its bytes meanwhile.
+
+        within: permissions of the source's directory. preserve: copy owner and mode.
+        """
         before = os.fstat(origin)
         if not stat.S_ISREG(before.st_mode):
             raise OSError(errno.ENXIO, "")
         if before.st_size != size:
             return Status.SHORT if before.st_size < size else Status.OVERSIZED
+        mode = 0o600 if preserve else before.st_mode & within & 0o666 | 0o600
+        if before.st_gid != self._group:
+            mode = with_foreign_group(mode)
+
+        def fill(copy: int) -> None:
+            if preserve:
+                give_file(copy, before.st_uid, before.st_gid, mode=before.st_mode)
+            copy_bytes(origin, size, copy)
+
         try:
-            name = self._write_temporary(partial(copy_bytes, origin, size), mtime_ns)
+            name = self._write_temporary(fill, mtime_ns, mode)
         except EOFError:
             return Status.SHORT
         after = os.fstat(origin)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -47,6 +48,7 @@ from hicachectl.backends.hf3fs_tables import UNKNOWN, Tables, locators
 from hicachectl.backends.hf3fs_usrbio import UsrbioReader, find_usrbio
 from hicachectl.backends.hf3fs_writing import PageWriter
 from hicachectl.backends.page_tables import DataFile, TableState
+from hicachectl.backends.permissions import Permissions
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UnsupportedByBackend
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ class Hf3fsStore(Store):
         self.url = str(settings)
         self._files = DataFiles(direct=direct)
         self._reader: PageReader = self._files
+        self._readable: dict[str, Permissions] = {}  # of the files that were read
         self._sizes = PageSizes({}, frozenset())
         self._doubt: str | None = None  # why the pages may have another size
         self._server: MetadataClient | None = None
@@ -128,6 +131,18 @@ class Hf3fsStore(Store):
         a mount, is not made.
         """
         return cls(settings_from(url, os.environ), create=True)
+
+    def readable_by(self, *, listing: bool = False) -> Permissions:
+        """Return who may read the data files that were read."""
+        directory = Permissions.within(Path(self.settings.prefix).parent.stat())
+        return (
+            directory if listing else reduce(Permissions.both, self._readable.values(), directory)
+        )
+
+    def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
+        """Narrow the modes of new data files; those that are there keep theirs."""
+        if self._maker is not None:
+            self._maker.permissions = self._maker.permissions.both(permissions)
 
     def close(self) -> None:
         """Close the data files and the connections to the server."""
@@ -436,6 +451,9 @@ class Hf3fsStore(Store):
             return None
         path = self.settings.data_file(rank, namespace)
         pages = Pages(_positions(located[at], nbytes), offsets[at], nbytes)
+        if path not in self._readable:
+            with suppress(OSError):  # the read will say what is wrong
+                self._readable[path] = Permissions.of_file(Path(path).stat())
         counts = self._reader.read(path, pages, memory)
         result.statuses[at] = np.where(counts == nbytes, Status.OK, Status.SHORT)
         result.nbytes[at] = counts

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.file_system import sync_names
+from hicachectl.backends.permissions import Permissions
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class TableMaker:
         self._server = server
         self._settings = settings
         self._lock = threading.Lock()
+        self.permissions = Permissions()  # of the sources: files are no more readable
 
     def ensure(self, table: TableName, nbytes: int) -> None:
         """Make a table of pages of `nbytes`, and its file, unless the server has it.
@@ -50,7 +52,7 @@ class TableMaker:
                 )
             if size < nbytes:
                 raise UsageError(f"{path}: {size} bytes hold no page of {nbytes}")
-            _make_file(path, size)
+            _make_file(path, size, self.permissions)
             self._server.initialize(*table, size // nbytes)
 
     def file_size(self, table: TableName) -> int | None:
@@ -71,11 +73,11 @@ class TableMaker:
         return found or stated
 
 
-def _make_file(path: str, size: int) -> None:
+def _make_file(path: str, size: int, permissions: Permissions) -> None:
     """Make a data file of a size, without its bytes; one that is empty is stretched."""
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-        descriptor = os.open(path, flags, _MODE)
+        descriptor = os.open(path, flags, _MODE & permissions.for_group(os.getegid()))
         try:
             facts = os.fstat(descriptor)
             if not stat.S_ISREG(facts.st_mode):

@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from hicachectl.backends.base import take_rows
 from hicachectl.backends.file_system import sync_names
 from hicachectl.backends.hf3fs_repeats import repeated_key
+from hicachectl.backends.permissions import give_file
 from hicachectl.formats.errors import FormatError, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -373,8 +374,11 @@ def _quoted(text: str) -> str:
 # writing
 
 
-def write_repaired(snapshot: Snapshot, path: Path | str) -> None:
+def write_repaired(snapshot: Snapshot, path: Path | str, like: Path | str | None = None) -> None:
     """Write a snapshot that the metadata server loads, as a new file that is whole or absent.
+
+    like: the snapshot that it is made from; no more users may read the new one, and with root's
+    rights it gets the same owner.
 
     Raises FormatError for an existing file, which is never replaced, and StoreUnavailable for one
     that cannot be written.
@@ -385,7 +389,12 @@ def write_repaired(snapshot: Snapshot, path: Path | str) -> None:
             for part in _document(snapshot):
                 file.write(part)
             file.flush()
-            os.fchmod(file.fileno(), _REPAIRED_MODE)
+            if like is None:
+                os.fchmod(file.fileno(), _REPAIRED_MODE)
+            else:
+                facts = Path(like).stat()
+                mode = facts.st_mode & _REPAIRED_MODE | 0o600
+                give_file(file.fileno(), facts.st_uid, facts.st_gid, mode=mode)
             os.fsync(file.fileno())
             os.link(file.name, path)  # unlike a rename, it fails where something is there
         sync_names(path.parent)

@@ -37,6 +37,7 @@ from hicachectl.backends.pack_file import (
     open_pack,
 )
 from hicachectl.backends.pack_writer import PackWriter, free_bytes
+from hicachectl.backends.permissions import Permissions
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import (
     FormatError,
@@ -194,6 +195,15 @@ class PackStore(Store):
             store.close()
             raise
         return store
+
+    def readable_by(self, *, listing: bool = False) -> Permissions:
+        """Return who may read the pack file."""
+        return Permissions.of_file(os.fstat(self._descriptor))
+
+    def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
+        """Narrow the mode of the pack file."""
+        if self._writer is not None:
+            self._writer.keep_private(permissions)
 
     def close(self) -> None:
         """Let go of the pack; one that was written to is finished first."""

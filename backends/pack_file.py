@@ -150,10 +150,10 @@ class Entries:
 
 
 def open_pack(path: str, flags: int) -> int:
-    """Open a pack file. Raises StoreUnavailable."""
+    """Open a pack file; a new one is only for its owner. Raises StoreUnavailable."""
     try:
         # A FIFO must not block.
-        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
         remedies = {
             errno.ENOENT: "no such pack; check the path",

@@ -24,6 +24,7 @@ from hicachectl.backends.pack_file import (
     read_record,
     write_fully,
 )
+from hicachectl.backends.permissions import Permissions, as_umask_says
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.formats.pack import (
     HEADER_BYTES,
@@ -241,7 +242,7 @@ def _copy(descriptor: int, found: Walked, entries: pa.Table, output: str) -> Non
     assert found.metadata is not None  # or there would be nothing to copy
     partial = Path(output).with_name(f".{Path(output).name}.tmp")
     partial.unlink(missing_ok=True)  # of a run that was killed
-    target = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    target = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         content = build_metadata(found.metadata)
         record = plain_record(Kind.METADATA, content)
@@ -260,6 +261,8 @@ def _copy(descriptor: int, found: Walked, entries: pa.Table, output: str) -> Non
             place, entries.schema.field(place), pa.array(moved, pa.int64())
         )
         append_index(target, found.pack_id, entries, found.metadata, at)
+        source = Permissions.of_file(os.fstat(descriptor))
+        os.fchmod(target, as_umask_says(source, os.fstat(target).st_gid))
         try:
             os.link(partial, output)  # unlike a rename, it fails where something is there
         except FileExistsError as error:

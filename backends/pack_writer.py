@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -29,6 +30,7 @@ from hicachectl.backends.pack_file import (
     write_fully,
 )
 from hicachectl.backends.pack_recovery import walk
+from hicachectl.backends.permissions import Permissions, as_umask_says
 from hicachectl.formats.errors import (
     FormatError,
     ProfileError,
@@ -81,6 +83,8 @@ class PackWriter:
     def __init__(self, path: str) -> None:
         """Open a pack to continue it, or begin one. Raises StoreUnavailable, FormatError."""
         self.path = path
+        # One that somebody made beforehand keeps the permissions that it was given.
+        self._is_new = not os.path.lexists(path)
         self.descriptor = open_pack(path, os.O_RDWR | os.O_CREAT)
         self.pack_id = os.urandom(ID_BYTES)
         self.metadata = Metadata(grammar="")
@@ -96,6 +100,7 @@ class PackWriter:
         self._plans = PlanMemory()
         self._of_thread = threading.local()
         self._encoders: ThreadPoolExecutor | None = None
+        self._limit = Permissions()
         self._ahead = min(_MOST_ENCODERS, len(os.sched_getaffinity(0)))
         try:
             lock_pack(self.descriptor, path)
@@ -128,6 +133,25 @@ class PackWriter:
             self.pack_id, self.entries = found.pack_id, Entries.of(found.entries)
             self._written, self._end, self._is_valid = found.metadata, found.end, True
         self.metadata = self._written or self.metadata
+
+    def keep_private(self, permissions: Permissions) -> None:
+        """Make the pack no more readable than this; a new pack is its owner's until it is whole.
+
+        Raises StoreUnavailable.
+        """
+        with self._turn:
+            self._limit = self._limit.both(permissions)
+            facts = os.fstat(self.descriptor)
+            mode = stat.S_IMODE(facts.st_mode)
+            narrowed = mode & (self._limit.for_group(facts.st_gid) | ~0o777)
+            if narrowed != mode:
+                try:
+                    os.fchmod(self.descriptor, narrowed)
+                except OSError as error:
+                    raise StoreUnavailable(
+                        f"{self.path}: more users may read the pack (mode {mode:04o}) than the "
+                        f"source; chmod it to {narrowed:04o}"
+                    ) from error
 
     def use_metadata(self, *, grammar: str | None = None, profile: str | None = None) -> None:
         """Say what keys the objects to come have, or their profile as TOML.
@@ -229,6 +253,9 @@ class PackWriter:
             if self._written is not None and unended and self.may_finish and not self._failed:
                 table = self.entries.table()
                 append_index(descriptor, self.pack_id, table, self._written, self._end)
+                if self._is_new:
+                    group = os.fstat(descriptor).st_gid
+                    os.fchmod(descriptor, as_umask_says(self._limit, group))
             elif self._written is None and os.fstat(descriptor).st_size <= HEADER_BYTES:
                 Path(self.path).unlink(missing_ok=True)
         except OSError as error:

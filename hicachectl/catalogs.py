@@ -17,6 +17,7 @@ from hicachectl.wholefile import whole_file
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from hicachectl.backends.permissions import Permissions
     from hicachectl.inventory import IntArray
 
 UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)  # what became of an object since it was recorded
@@ -52,9 +53,12 @@ def load_catalog(path: Path) -> Catalog:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def save_catalog(catalog: Catalog, path: Path) -> None:
-    """Replace a catalog file, whole or not at all. Raises UsageError."""
-    with whole_file(path, durable=True) as stream:
+def save_catalog(catalog: Catalog, path: Path, readable_by: Permissions | None = None) -> None:
+    """Replace a catalog file, whole or not at all. Raises UsageError.
+
+    readable_by: who may list the store; a new catalog is no more readable.
+    """
+    with whole_file(path, durable=True, readable_by=readable_by) as stream:
         stream.write(write_catalog(catalog))
 
 

@@ -123,6 +123,14 @@ _TRUST = (
     "A command that only reads says what it leaves alone. A command that writes changes nothing "
     "and ends with status 3.",
     "Objects in a quarantine that no record names are left alone, and are named.",
+    "New files are no more readable than what they are made from: a copied file keeps the "
+    "permissions of its source, less those that the source's directory and the umask take away. "
+    "An object made of several, a pack and a 3FS data file are readable by those who may read all "
+    "objects read so far. A pack is its owner's alone until it is whole. Directories, stamps, "
+    "catalogs and quarantine records are as readable as the directory of the store. Where the "
+    "group of a new file is another one, it gets no more than everyone. Root's new objects belong "
+    "to the owner of their directory. restore gives back owner and permissions. Data files of 3FS "
+    "that are there already keep their permissions.",
 )
 _LOCKS = (
     "The lock of --lock FILE is that of flock(2), as flock(1) takes it. On NFS it is held on all "

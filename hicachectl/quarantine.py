@@ -42,7 +42,7 @@ BEGUN, DONE, COPYING = ".begun", ".json", ".copying"
 _MAX_RECORD_BYTES = 64 << 20  # a thousand objects are half a megabyte
 _FOLDER = re.compile(r"[0-9]{6}")
 _RECORD = re.compile(rf"([0-9]{{6}})({re.escape(BEGUN)}|{re.escape(DONE)})")
-_LEFTOVER = re.compile(rf"\.[0-9]{{6}}({re.escape(BEGUN)}|{re.escape(DONE)})\.tmp")
+_LEFTOVER = re.compile(r"\.[0-9]{6}\.(begun|json|copying)\.tmp")
 _OBJECT = re.compile(r"0|[1-9][0-9]{0,8}")
 # Objects that came meanwhile, and unfinished copies.
 _PASSING = re.compile(r"new-[0-9a-f]{16}|\.hicachectl-[0-9a-f]{32}\.tmp")

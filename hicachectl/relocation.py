@@ -31,7 +31,14 @@ def copy_objects(
         read = source.read_into(rows.take(chunk), offsets := place(sizes[chunk])[0], sizes[chunk])
         good = chunk[_settle(read, chunk, statuses, errors)]
         offsets = offsets[np.isin(chunk, good)]
-        written = target.write_from(target_rows.take(good), offsets, sizes[good], if_absent=True)
+        some = target_rows.take(good)
+        if target.can_copy_from(source):
+            written = target.copy_from(
+                source, rows.take(good), some, sizes[good], if_absent=True, preserve=True
+            )
+        else:
+            target.keep_private(source.readable_by())
+            written = target.write_from(some, offsets, sizes[good], if_absent=True)
         kept = _settle(written, good, statuses, errors)
         good, offsets = good[kept], offsets[kept]
         copies = target.read_into(target_rows.take(good), offsets + half, sizes[good])
@@ -92,10 +99,10 @@ def _settle(result: Result, rows: IntArray, statuses: Any, errors: dict[int, str
     statuses[rows] = result.statuses
     for index, message in result.errors.items():
         errors[int(rows[index])] = message
-    resized = np.isin(result.statuses, (Status.SHORT, Status.OVERSIZED))
+    resized = np.isin(result.statuses, (Status.SHORT, Status.OVERSIZED, Status.CHANGED))
     for row in rows[resized].tolist():
         statuses[row] = Status.ERROR
-        errors[row] = "its size changed while it was read"
+        errors[row] = "it changed while it was read"
     return result.ok
 
 

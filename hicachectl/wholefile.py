@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hicachectl.backends.file_system import sync_names
+from hicachectl.backends.permissions import Permissions, as_umask_says
 from hicachectl.formats.errors import HicacheError, UsageError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def whole_file(
     *,
     durable: bool = False,
     permissions: int | None = None,
+    readable_by: Permissions | None = None,
     refusal: type[HicacheError] = UsageError,
 ) -> Iterator[IO[Any]]:
     """Give a stream whose bytes replace a file once the block ends without an exception.
@@ -30,6 +32,7 @@ def whole_file(
     A symbolic link is followed. What is no regular file (a device, a pipe) is written directly.
     mode: "w" writes UTF-8. durable: the bytes are on the disk before the name is.
     permissions: of the file; else those of the file that is replaced, or as the umask says.
+    readable_by: a new file is no more readable than this.
     Raises `refusal` where the file cannot be written; a closed pipe stays a BrokenPipeError.
     """
     try:
@@ -40,6 +43,8 @@ def whole_file(
             return
         if permissions is None and found is not None:
             permissions = stat.S_IMODE(found.st_mode)
+        if permissions is None and readable_by is not None:
+            permissions = as_umask_says(readable_by, os.getegid())
         with _replacing(Path(os.path.realpath(path)), mode, durable, permissions) as stream:
             yield stream
     except BrokenPipeError:
@@ -55,7 +60,7 @@ def _replacing(
     # Not made of the target's name, which may be as long as a name can be.
     partial = target.with_name(f".hicachectl-{os.getpid()}-{secrets.token_hex(8)}.tmp")
     try:
-        with _opened(partial, mode.replace("w", "x")) as stream:
+        with _opened(partial, mode.replace("w", "x"), permissions) as stream:
             yield stream
             stream.flush()
             if permissions is not None:
@@ -78,5 +83,9 @@ def _found(path: Path) -> os.stat_result | None:
         return None
 
 
-def _opened(path: Path, mode: str) -> IO[Any]:
-    return path.open(mode) if "b" in mode else path.open(mode, encoding="utf-8")
+def _opened(path: Path, mode: str, permissions: int | None = None) -> IO[Any]:
+    def opener(name: str, flags: int) -> int:
+        # Never more readable than it will be.
+        return os.open(name, flags, 0o666 if permissions is None else permissions & 0o666)
+
+    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)

@@ -85,7 +85,7 @@ def write_repaired_snapshot(
     )
     path = Path(f"{state.path}.repaired")
     if not options["dry_run"]:
-        write_repaired(Snapshot(state.saved_at_ns, tables), path)
+        write_repaired(Snapshot(state.saved_at_ns, tables), path, like=state.path)
     would = "would be " if options["dry_run"] else ""
     remark(
         ctx,

@@ -346,7 +346,7 @@ def _keep_records(
     if report.catalog is not None:
         from hicachectl.catalogs import save_catalog
 
-        save_catalog(report.catalog, options["catalog"])
+        save_catalog(report.catalog, options["catalog"], store.readable_by(listing=True))
     if options["stamp"]:
         from hicachectl.stamps import Stamp, write_stamp
 

@@ -112,6 +112,7 @@ class Destination:
         self.source = source
         self.full = threading.Event()
         self.copies = store.can_copy_from(source)
+        store.keep_private(source.readable_by(listing=True), listing=True)
         self._objects = objects.select(["key"]).combine_chunks() if self.copies else None
         self._times = _times_of(objects)
         self._verify = verify
@@ -188,6 +189,7 @@ class Destination:
         sizes = parcel.writes.sizes[places]
         with self._writing:
             if self._objects is None or not parcel.copied:
+                self.store.keep_private(self.source.readable_by())
                 return self.store.write_from(
                     rows, offsets, sizes, if_absent=if_absent, pin=self._pin
                 )

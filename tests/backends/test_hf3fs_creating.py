@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import pytest
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status
 from hicachectl.backends.hf3fs import Hf3fsStore
+from hicachectl.backends.permissions import Permissions
 from hicachectl.backends.testing import ARENA_BYTES, PAGE_HASHES, rows_of, write
 from hicachectl.backends.urls import open_store
 from hicachectl.formats.errors import StoreUnavailable, UsageError
@@ -163,3 +165,10 @@ def test_what_was_written_is_there_and_can_be_read_back_before_the_next_snapshot
         assert (result.statuses == Status.OK).all()
         for key, offset in zip(KEYS, offsets.tolist(), strict=True):
             assert store.arena.view(offset, PAGE_BYTES).tobytes() == VALUES[key]
+
+
+def test_files_are_no_more_readable_than_their_sources(place: Place) -> None:
+    with opened(place.url + SIZED) as store:
+        store.keep_private(Permissions(0o740))
+        assert write(store, VALUES, if_absent=True).all_ok
+    assert stat.S_IMODE(place.file(KEYS[0]).stat().st_mode) == 0o600

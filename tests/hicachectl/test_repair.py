@@ -859,6 +859,28 @@ def check_kills(base: Path, count: int, elsewhere: str | None) -> None:
 
 
 @pytest.mark.slow
+def test_what_a_killed_run_left_before_its_record_is_swept(store: Path) -> None:
+    """Copies whose originals are in the store, half-written files, empty folders, and their run."""
+    before = content(store)
+    run = default_quarantine(store) / "20260101T000000Z-abcdef"
+    for number in ("000000", "000001"):
+        (run / number).mkdir(parents=True)
+    for name in (
+        "000001/0",
+        "000001/.hicachectl-0123456789abcdef0123456789abcdef.tmp",
+        "000001.copying",
+        "000002.copying",
+        ".000001.begun.tmp",
+        ".000001.json.tmp",
+        ".000001.copying.tmp",
+    ):
+        (run / name).write_bytes(b"copy")
+    with FileStore(store) as opened:
+        assert finish_unfinished(opened).unrecorded == ()
+    assert list(default_quarantine(store).iterdir()) == []
+    assert content(store) == before
+
+
 def test_a_killed_repair_can_be_taken_back(tmp_path: Path) -> None:
     check_taking_back(tmp_path, 3)
 
