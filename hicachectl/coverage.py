@@ -154,6 +154,10 @@ def unjudged(
     if sizeless and "sizes" in checks:
         skipped["sizes"] = f"{', '.join(sizeless)}: no size that most objects share"
     unsized = inventory.affix_ids[inventory.objects.column("nbytes").is_null().to_numpy()]
+    unlisted_sizes = int((unsized >= 0).sum())
+    if unlisted_sizes and "sizes" in checks:
+        why = f"the store lists no size for {unlisted_sizes} objects"
+        skipped["sizes"] = "; ".join([*filter(None, [skipped.get("sizes")]), why])
     unreadable = int((expected_sizes(inventory.table)[unsized] == UNKNOWN_SIZE).sum())
     if unreadable and {"values", "digests"} & set(checks):
         skipped["unread-objects"] = (

@@ -7,6 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.compute as pc
 import pytest
 
 from hicachectl.backends.file import FileStore
@@ -420,6 +421,26 @@ def test_what_was_not_judged_is_said(invoke: Invoke, hybrid: Path, tp2_profile: 
     put_pages(hybrid, range(2, 4), "_n", nbytes=20)
     assert "sizes" in verify(invoke, hybrid)["skipped_checks"]
     assert verify(invoke, hybrid, "--model", "typo")["skipped_checks"] == ["everything"]
+
+
+def test_objects_whose_size_is_not_listed_are_said(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(6), "_m_0_2", "_m_1_2")
+
+    class Silent(FileStore):
+        """Lists no sizes of rank 1."""
+
+        def scan(self, columns: Collection[str] = ()) -> Generator[Any, None, None]:
+            for batch in super().scan(columns):
+                known = pc.match_substring(batch.column("key"), "_m_0_2")
+                sizes = pc.if_else(known, batch.column("nbytes"), None)
+                at = batch.schema.get_field_index("nbytes")
+                yield batch.set_column(at, "nbytes", sizes)
+
+    report = verify_store(Silent(tmp_path), Request(checks=("sizes",)))
+    assert report.document["findings"] is None
+    assert not len(report.findings)
+    assert "sizes" in report.document["skipped_checks"]
+    assert any("the store lists no size for 6 objects" in text for text in report.remarks)
 
 
 def test_a_clock_that_is_far_ahead_does_not_hide_damage(invoke: Invoke, tmp_path: Path) -> None:
