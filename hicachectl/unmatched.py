@@ -169,7 +169,8 @@ def _describe_place(store: Store, listed: Inventory) -> str:
         (len(entries.others), "other file", "other files"),
     )
     said = " and ".join(f"{n} {one if n == 1 else many}" for n, one, many in kinds if n)
-    return f"no HiCacheFile objects in {store.path}; it has {said}, first: {first[0]}"
+    name = os.fsencode(first[0]).decode("utf-8", "backslashreplace")  # as keys are written
+    return f"no HiCacheFile objects in {store.path}; it has {said}, first: {name}"
 
 
 def _entries(path: str) -> _Entries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -60,6 +61,11 @@ def test_a_directory_of_another_layout_is_not_called_empty(
     assert "empty" not in told
     assert f"no HiCacheFile objects in {tmp_path}; it has 3 sub-directories" in told
     assert told.endswith(" and 2 other files, first: 0a")
+
+
+def test_names_that_are_not_text_are_escaped_as_keys_are(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9\n")).mkdir()
+    assert said(invoke, "ls", tmp_path).endswith(r"first: caf\xe9\x0a")
 
 
 def test_one_sub_directory_is_enough(invoke: Invoke, tmp_path: Path) -> None:
