@@ -459,7 +459,10 @@ class Store(ABC):
         return None
 
     def flush(self) -> None:  # noqa: B027 - most stores have nothing left to do
-        """Make everything written so far durable and visible to servers."""
+        """Make what is in the store durable, whoever wrote it. Raises StoreUnavailable.
+
+        `write_from` and `copy_from` need no flush for what they have written themselves.
+        """
 
     def free_bytes(self) -> int | None:
         """Count the bytes the store has room for, None where it does not say."""

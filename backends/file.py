@@ -392,6 +392,15 @@ class FileStore(Store):
             self._synced(partial(sync_directory, self._directory), deleted, statuses, errors)
         return Result(statuses, errors)
 
+    def flush(self) -> None:
+        """Sync the file system: other writers, and runs that were killed, have synced nothing."""
+        try:
+            if not sync_file_system(self._directory):
+                os.sync()
+            sync_directory(self._directory)
+        except OSError as error:
+            raise self._unavailable(error) from error
+
     def own_temporaries(self, owner: str, *, sweep: bool) -> None:
         """Name temporary files after `owner`; sweep: remove those that are there."""
         # No two processes give the same name, even where an owner is two at once.

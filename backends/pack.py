@@ -213,6 +213,11 @@ class PackStore(Store):
         elif descriptor >= 0:
             os.close(descriptor)
 
+    def flush(self) -> None:
+        """Sync the pack: a killed writer may not have synced what it has appended."""
+        if self._writer is not None:
+            self._writer.sync()
+
     @property
     def grammar(self) -> str:
         """Name of the grammar of its keys; of a new pack, "file" until something else is said."""

@@ -217,7 +217,7 @@ class PackWriter:
                 append_first()
         finally:  # the memory may have another use after this call
             wait([encoding for _, encoding in pending])
-        self._sync()
+        self.sync()
         return statuses, errors
 
     def _wanted(
@@ -384,7 +384,8 @@ class PackWriter:
                 os.ftruncate(self.descriptor, self._end)
             raise
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
+        """Make what is in the file durable. Raises StoreUnavailable."""
         try:
             os.fdatasync(self.descriptor)
         except OSError as error:

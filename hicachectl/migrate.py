@@ -163,6 +163,8 @@ class _Run:
                 on_moved(delivered.nbytes, max(total, 1))
 
             tally = carrier.carry(agenda.orders(), on_done=on_done)
+            if agenda.count(Action.SKIP):
+                self._destination.flush()  # what was there already is reported as well
             ended = tally.complete and not tally.failed
             if ended:
                 journal.end()

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import Status
-from hicachectl.migrating.decisions import Action
+from hicachectl.migrating.decisions import READS_BACK, Action
 from hicachectl.migrating.delivery import CHANGES, Delivered, Destination, Fate, Problem
 from hicachectl.migrating.parcels import Parcel, parcels
 from hicachectl.pacing import Pace
@@ -264,6 +264,9 @@ class Carrier:
             left_over = parcel.survey.left_over(done)
             self._keep(parcel.survey, done[left_over])
             movable = done[~left_over]
+            if len(movable) and parcel.action in READS_BACK:
+                # What is there may be another writer's, and is to be the only copy.
+                self._to.store.flush()
         if self._journal is not None and len(movable):
             pages = parcel.survey.pages.take(pa.array(movable))
             verified = self._manner.verify or parcel.action is Action.COMPARE

@@ -226,7 +226,6 @@ class _Delivery:
         for stage in (~anchors, anchors):
             self._write(np.flatnonzero(self._open() & stage & ~self._equal))
             self._leave_out_what_follows()
-        self._to.store.flush()
         self._take_back()
         if self._to._verify:
             self._compare(np.flatnonzero(self._open() & ~self._equal), ours=True)

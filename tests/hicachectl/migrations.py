@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from hicachectl.backends.base import keys_of
 from hicachectl.backends.file import FileStore
 from hicachectl.demo import PROFILE, fill
 from hicachectl.formats.profile import dump_profile
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
     from hicachectl.formats.profile import Profile
     from tests.conftest import Invoke
@@ -53,3 +56,18 @@ def migrated(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str
 def journals(home: Path) -> list[Path]:
     """The journals of migrations that are not complete."""
     return sorted((home / ".local/state/hicachectl/migrations").glob("*.jsonl"))
+
+
+def flip_once_written(monkeypatch: pytest.MonkeyPatch, path: Path, at: int) -> None:
+    """Change a byte of an object right after a migration has written it."""
+    write_from = FileStore.write_from
+
+    def flipped(store: FileStore, rows: Any, *arguments: Any, **options: Any) -> Any:
+        result = write_from(store, rows, *arguments, **options)
+        if store.path == str(path.parent) and path.name.encode() in keys_of(rows):
+            data = bytearray(path.read_bytes())
+            data[at] ^= 1
+            path.write_bytes(data)
+        return result
+
+    monkeypatch.setattr(FileStore, "write_from", flipped)

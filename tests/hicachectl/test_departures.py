@@ -13,7 +13,13 @@ import pytest
 
 from hicachectl.backends.file import FileStore
 from tests.hicachectl.departures import HASH_DIGITS, anchors, sidecars, watched
-from tests.hicachectl.migrations import contents, demo_store, migrated, profile_file
+from tests.hicachectl.migrations import (
+    contents,
+    demo_store,
+    flip_once_written,
+    migrated,
+    profile_file,
+)
 from tests.hicachectl.repairs import shorten
 
 if TYPE_CHECKING:
@@ -108,18 +114,8 @@ def test_a_copy_that_is_taken_back_loses_its_anchors_before_its_sidecars(
     before = contents(source)
     stuck = broken(before, what)
     page = sidecars(before)[0][:HASH_DIGITS]
-    flipped = target / anchors(before, page)[0]
-    flush = FileStore.flush
-
-    def flip(store: FileStore) -> None:
-        if store.path == str(target) and flipped.exists():
-            data = bytearray(flipped.read_bytes())
-            data[0] ^= 1
-            flipped.write_bytes(data)
-        flush(store)
-
     target.mkdir()
-    monkeypatch.setattr(FileStore, "flush", flip)
+    flip_once_written(monkeypatch, target / anchors(before, page)[0], 0)
     with watched(monkeypatch, target, before, stuck=stuck) as watch:
         document = migrated(invoke, source, target, "--verify", exit_code=4)
     assert document["failed"] == 1

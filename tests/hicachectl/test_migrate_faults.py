@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.__main__ import run
-from hicachectl.backends.file import FileStore
 from hicachectl.backends.urls import open_store
 from tests.hf3fs_server import MetadataServer
 from tests.hicachectl.migrations import (
     PAGES,
     contents,
     demo_store,
+    flip_once_written,
     journals,
     migrated,
     profile_file,
@@ -203,15 +203,8 @@ def test_a_byte_that_changes_before_it_is_read_back_is_noticed(
     before = contents(source)
     name = sorted(before)[3]
 
-    def flip(store: FileStore) -> None:
-        path = target / name
-        if store.path == str(target) and path.exists():
-            data = bytearray(path.read_bytes())
-            data[100] ^= 1
-            path.write_bytes(data)
-
     with monkeypatch.context() as patch:
-        patch.setattr(FileStore, "flush", flip)
+        flip_once_written(patch, target / name, 100)
         document = migrated(invoke, source, target, *options, exit_code=4)
     assert (document["failed"], document["pages"]) == (1, PAGES - 1)
     (problem,) = document["problems"]
