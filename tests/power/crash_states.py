@@ -25,12 +25,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.power.recording import (
+from tests.power.changes import (
     Change,
     Inode,
     Names,
     Output,
-    Recording,
     Resize,
     SetTime,
     Sync,
@@ -42,6 +41,8 @@ from tests.power.recording import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from tests.power.recording import Recording
 
 SUBSETS = 20
 _SECTOR = 512

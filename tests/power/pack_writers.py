@@ -18,7 +18,8 @@ from hicachectl.formats.errors import FormatError
 from hicachectl.formats.pack import HEADER_BYTES
 from tests.hicachectl.stores import page
 from tests.power.crash_states import Kind
-from tests.power.writers import PAGES, Migration, Writer, run_here
+from tests.power.migration_writers import Migration
+from tests.power.writers import Writer, run_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -221,5 +222,4 @@ class PackRepairToNew(PackRepair):
         yield from self.complete()
 
 
-assert PAGES > 2
 WRITERS = (FileToPack, FileToOldPack, PackRepair, PackRepairToNew)

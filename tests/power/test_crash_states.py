@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.power import hf3fs_writers, pack_writers, writers
+from tests.power import hf3fs_writers, migration_writers, pack_writers, repair_writers, writers
 from tests.power.replaying import (
     found_by_looking,
     found_by_recovering,
@@ -34,7 +34,9 @@ Recorded = tuple["Writer", "Recording"]
 def _params() -> list[Any]:
     """One process records a writer once, for all of its tests."""
     types: tuple[type[Writer], ...] = (
-        *writers.WRITERS,
+        *migration_writers.WRITERS,
+        *repair_writers.WRITERS,
+        writers.Notes,
         *pack_writers.WRITERS,
         *hf3fs_writers.WRITERS,
     )

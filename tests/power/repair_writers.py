@@ -1,0 +1,195 @@
+"""Repairs, removals and restores, and what must hold of every state that a power failure leaves."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tests.hicachectl.repairs import content, indexer, kv, shorten
+from tests.power.crash_states import Kind
+from tests.power.writers import BUFFER, Writer, document_of, half_pages, run_here, wrong_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.power.crash_states import State
+
+
+class _Repair(Writer):
+    """Two of the pages are damaged. puts_back: sidecars come before their anchor."""
+
+    puts_back: ClassVar[bool] = False
+
+    def prepare(self) -> None:
+        super().prepare()
+        for number in (1, 2):
+            shorten(self.store / indexer(number))
+        self.original = content(self.store)
+        self.bad = {kv(1), indexer(1), kv(2), indexer(2)}
+
+    @property
+    def quarantine(self) -> Path:
+        return self.store / ".hicachectl" / "quarantine"
+
+    def arguments(self) -> list[object]:
+        command = ["verify", self.store, "--profile", self.profile, "--checks", "groups,sizes"]
+        options = ["--repair", "quarantine", "--quarantine", self.quarantine, "--yes"]
+        return [*command, *options, "--fail-on", "never", *BUFFER, "--format", "json"]
+
+    def records(self, state: State, suffix: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
+        """Read the records of a quarantine: path of the batch's folder, and the record."""
+        for name, data in state.below(self.quarantine).items():
+            if re.fullmatch(rf".*/\d{{6}}\{suffix}", name):
+                yield f"{self.quarantine}/{name.removesuffix(suffix)}", document_of(data)
+
+    def named(self, state: State) -> set[str]:
+        """List the pages that the records of unfinished batches name."""
+        records = (found for _, found in self.records(state, ".begun"))
+        return {group["page"] for found in records if found for group in found["groups"]}
+
+    def held(self, state: State) -> dict[str, bytes]:
+        """Return what the quarantine holds, as its records say, by key."""
+        return {
+            taken["key"]: state.files[f"{folder}/{taken['file']}"]
+            for suffix in (".begun", ".json")
+            for folder, found in self.records(state, suffix)
+            for group in (found or {}).get("groups", ())
+            for taken in group["objects"]
+            if f"{folder}/{taken['file']}" in state.files
+        }
+
+    def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
+        here = state.directly_in(self.store)
+        yield from wrong_bytes(here, self.original)
+        for suffix in (".begun", ".json"):
+            for folder, found in self.records(state, suffix):
+                if found is None:
+                    yield f"the record {folder}{suffix} is torn"
+        half = half_pages(set(here), orphans=not self.puts_back)
+        for name in sorted(half - self.named(state)):
+            yield f"page {name[:8]} is not whole, and no record names it"
+        yield from self.lost(state, here)
+        if document is not None:
+            yield from self.undone(state, here)
+
+    def lost(self, state: State, here: dict[str, bytes]) -> Iterator[str]:
+        held = self.held(state)
+        yield from wrong_bytes(held, self.original)
+        for name in sorted(self.original.keys() - here.keys() - held.keys()):
+            yield f"{name} is nowhere"
+
+    def undone(self, state: State, here: dict[str, bytes]) -> Iterator[str]:
+        if self.bad & here.keys():
+            yield "the repair was reported, and damaged pages are still there"
+        if list(self.records(state, ".begun")):
+            yield "the repair was reported, and its record is an unfinished one"
+
+    def recover(self, state: State) -> Iterator[str]:
+        yield from self.run(*self.arguments())
+        if set(self.objects()) != self.original.keys() - self.bad:
+            yield "the repair was run again, and damaged pages are still there"
+        yield from self.run("restore", self.quarantine, self.store, "--yes")
+        if self.objects() != self.original:
+            yield "what was quarantined does not come back"
+
+
+class Quarantine(_Repair):
+    """Objects leave by rename."""
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        "record": Kind("fsync", "*.begun.tmp"),
+        "record-name": Kind("fsync", "*/quarantine/*Z-??????"),
+        "gained-names": Kind("fsync", "*/quarantine/*Z-??????/000000"),
+        "lost-names": Kind("fsync", "*/disk/store"),
+    }
+
+
+class _Elsewhere(_Repair):
+    """The quarantine is on another file system."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.elsewhere = folder / "mount"
+
+    @property
+    def roots(self) -> list[Path]:
+        return [self.store.parent, self.elsewhere]
+
+    @property
+    def quarantine(self) -> Path:
+        return self.elsewhere / "quarantine"
+
+
+class QuarantineByCopy(_Elsewhere):
+    """Copies are made, and then the objects are deleted."""
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        "copies": Kind("syncfs", "*/quarantine/*Z-??????/000000"),
+        "delete": Kind("fsync", "*/disk/store"),
+    }
+
+
+class Remove(_Repair):
+    """Pages are removed for good."""
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        "record": Kind("fsync", "*.begun.tmp"),
+        "lost-names": Kind("fsync", "*/disk/store"),
+    }
+
+    def arguments(self) -> list[object]:
+        return ["rm", self.store, "--model", "x/dsa", "--yes", "--format", "json"]
+
+    def lost(self, state: State, here: dict[str, bytes]) -> Iterator[str]:
+        yield from ()
+
+    def undone(self, state: State, here: dict[str, bytes]) -> Iterator[str]:
+        if self.original.keys() & here.keys():
+            yield "the removal was reported, and objects are still there"
+
+    def recover(self, state: State) -> Iterator[str]:
+        yield from self.run(*self.arguments())
+        if self.objects():
+            yield "the removal was run again, and objects are still there"
+        left = [path for path in self.quarantine.rglob("*") if path.is_file()]
+        if left:
+            yield f"the removal was run again, and leaves {left}"
+
+
+class Restore(_Repair):
+    """What was quarantined comes back."""
+
+    puts_back: ClassVar[bool] = True
+    kinds: ClassVar[dict[str, Kind]] = {
+        "gained-names": Kind("fsync", "*/disk/store"),
+    }
+
+    def prepare(self) -> None:
+        super().prepare()
+        code, text = run_here(*_Repair.arguments(self), home=self.home)
+        assert code == 0, text
+
+    def arguments(self) -> list[object]:
+        return ["restore", self.quarantine, self.store, "--yes", "--format", "json"]
+
+    def undone(self, state: State, here: dict[str, bytes]) -> Iterator[str]:
+        if self.original.keys() - here.keys():
+            yield "the restore was reported, and objects are missing"
+
+    def recover(self, state: State) -> Iterator[str]:
+        yield from self.run(*self.arguments())
+        if self.objects() != self.original:
+            yield "what was quarantined does not come back"
+
+
+class RestoreByCopy(_Elsewhere, Restore):
+    """Copies of the copies come back."""
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        "copies": Kind("syncfs", "*/disk/store"),
+        "gained-names": Kind("fsync", "*/disk/store"),
+    }
+
+
+WRITERS = (Quarantine, QuarantineByCopy, Remove, Restore, RestoreByCopy)
