@@ -98,16 +98,22 @@ def decide_objects(
 
 
 def _count_sizes(affix_ids: Ids, nbytes: IntArray) -> SizeCounts:
+    known = affix_ids >= 0
+    ids, own = (affix_ids, nbytes) if known.all() else (affix_ids[known], nbytes[known])
+    one = np.zeros(int(ids.max(initial=-1)) + 1, dtype=np.int64)
+    one[ids] = own
+    if (one[ids] == own).all():  # one size for each, as in most stores, needs no grouping
+        counts = np.bincount(ids, minlength=len(one)).tolist()
+        return {n: {size: counts[n]} for n, size in enumerate(one.tolist()) if counts[n]}
     counted = (
-        pa.table({"affix": affix_ids, "size": nbytes})
+        pa.table({"affix": ids, "size": own})
         .group_by(["affix", "size"])
         .aggregate([([], "count_all")])
     )
     sizes: SizeCounts = {}
     columns = (counted.column(name).to_pylist() for name in ("affix", "size", "count_all"))
     for affix, size, count in zip(*columns, strict=True):
-        if affix >= 0:
-            sizes.setdefault(affix, {})[size] = count
+        sizes.setdefault(affix, {})[size] = count
     return sizes
 
 
