@@ -1,0 +1,86 @@
+"""Random stores of two models whose keys are spelled alike: nothing healthy of the other goes."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicachectl.backends.file import FileStore
+from hicachectl.formats.profile import Profile, profile_from_mapping
+from hicachectl.planning import Criteria, plan_removal, plan_repair
+from tests.hicachectl.repairs import scanned, structure_findings
+from tests.hicachectl.stores import page, put
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WIDE, NARROW = "m", "m_1_4"
+RANKS = [f"_m_{rank}_4.bin" for rank in range(4)]
+SHARED = RANKS[1]
+WIDE_BYTES, NARROW_BYTES = 64, 96
+
+
+def profile_of(model: str, nbytes: int, *, replicated: bool) -> Profile:
+    pool = {"name": "kv", "kind": "opaque", "nbytes": nbytes, "replicated": replicated}
+    return profile_from_mapping({"model": model, "page_size": 4, "tp": 4, "pools": [pool]})
+
+
+PROFILES = {
+    WIDE: profile_of(WIDE, WIDE_BYTES, replicated=False),
+    NARROW: profile_of(NARROW, NARROW_BYTES, replicated=True),
+}
+
+
+def fill(directory: Path, rng: random.Random) -> dict[str, str]:
+    """Write pages of both models; return whose each healthy object is.
+
+    Some ranks are lost, some objects cut, and of some pages the other model wrote the key first.
+    """
+    owners: dict[str, str] = {}
+
+    def write(name: str, owner: str) -> None:
+        if name in owners or (directory / name).exists():
+            return  # as SGLang: who comes first has the name
+        nbytes = WIDE_BYTES if owner == WIDE else NARROW_BYTES
+        damaged = rng.random() < 0.05
+        put(directory, name, nbytes - 7 if damaged else nbytes)
+        if not damaged:
+            owners[name] = owner
+
+    for number in range(60):
+        kinds = rng.choice([[WIDE], [NARROW], [WIDE], [NARROW], [WIDE, NARROW], [NARROW, WIDE]])
+        for kind in kinds:
+            lost = rng.random() < 0.1
+            ranks = RANKS if not lost else rng.sample(RANKS, rng.randint(1, 3))
+            for suffix in ranks if kind == WIDE else [SHARED]:
+                write(f"{page(number)}{suffix}", kind)
+    return owners
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_nothing_healthy_of_the_other_model_is_planned(tmp_path: Path, seed: int) -> None:
+    owners = fill(tmp_path, random.Random(seed))
+    for given in (None, WIDE, NARROW):
+        with FileStore(tmp_path) as store:
+            inventory, groups = scanned(store, PROFILES[given] if given else None)
+            found = structure_findings(inventory, groups)
+            plans = {
+                model: plan_removal(groups, Criteria(model=model).chosen(groups), "rm")
+                for model in (WIDE, NARROW)
+            }
+            repair = plan_repair(groups, found)
+        keys = [key.decode() for key in inventory.objects.column("key").to_pylist()]
+        chosen = {
+            name: {key for key, group in zip(keys, groups.of_object, strict=True) if group in plan}
+            for name, plan in (
+                *((model, set(plan.groups.tolist())) for model, plan in plans.items()),
+                ("repair", set(repair.groups.tolist())),
+            )
+        }
+        for model in (WIDE, NARROW):
+            theirs = {owners[key] for key in chosen[model] if key in owners}
+            assert theirs <= {model}, (given, model)
+        # A page of m goes whole where one of its objects is damaged; of m_1_4 there is one object.
+        assert not {key for key in chosen["repair"] if owners.get(key) == NARROW}, given
