@@ -239,15 +239,18 @@ class _Restorer:
 
     def _put_back(self, ready: list[_Group]) -> _Problems:
         """Put groups back; what kept some of them from it, by id."""
-        for group in ready:
-            for taken in group.double:
-                with suppress(FileNotFoundError):
-                    self._batch.folder.remove(str(taken.file))
         if not self._batch.has_folder():  # an earlier restore was interrupted at its end
             return {}
         mover = self._store.mover(self._batch.folder)
-        if mover is None:
-            return self._copy_back(ready)
+        problems = self._copy_back(ready) if mover is None else self._rename_back(mover, ready)
+        for group in ready:  # only now are the objects in the store durable
+            for taken in group.double:
+                with suppress(FileNotFoundError):
+                    self._batch.folder.remove(str(taken.file))
+        return problems
+
+    def _rename_back(self, mover: Mover, ready: list[_Group]) -> _Problems:
+        """Rename sidecars, then the anchors of the groups whose sidecars all arrived."""
         problems: _Problems = {}
         moved: dict[int, list[TakenObject]] = defaultdict(list)
         with mover:
@@ -297,6 +300,8 @@ class _Restorer:
         """Copy sidecars, then the anchors of the groups whose sidecars all arrived."""
         problems: _Problems = {}
         arrived: dict[int, list[TakenObject]] = defaultdict(list)
+        if any(len(group.here) < len(group.group.objects) for group in ready):
+            self._store.flush()  # an earlier restore may have been killed before it synced
         with FileStore.within(self._batch.folder) as folder:
             for anchor in (False, True):
                 pairs = [(g, o) for g in ready if id(g) not in problems for o in g.of_kind(anchor)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -192,4 +193,37 @@ class RestoreByCopy(_Elsewhere, Restore):
     }
 
 
-WRITERS = (Quarantine, QuarantineByCopy, Remove, Restore, RestoreByCopy)
+class RestoreAgain(RestoreByCopy):
+    """A restore that was killed has copied all objects, and its copies are not durable."""
+
+    kinds: ClassVar[dict[str, Kind]] = {"found": Kind("syncfs", "*/disk/store")}
+
+    def prepare(self) -> None:
+        super().prepare()
+        for name in self.bad:
+            data, mtime_ns = self.original[name]
+            (self.store / name).write_bytes(data)
+            os.utime(self.store / name, ns=(mtime_ns, mtime_ns))
+
+    @property
+    def unsynced(self) -> list[Path]:
+        return [self.store]
+
+    def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
+        """Check that a whole copy is left: what the killed run wrote may be torn."""
+        here, held = state.directly_in(self.store), self.held(state)
+        for name in sorted(self.bad):
+            if self.original[name][0] not in (here.get(name), held.get(name)):
+                yield f"{name} is nowhere"
+
+    def recover(self, state: State) -> Iterator[str]:
+        # 4: a torn object in the store is a conflict, and its copy stays in quarantine.
+        yield from self.run(*self.arguments(), codes=(0, 4))
+        kept = [path.read_bytes() for path in self.quarantine.rglob("*") if path.is_file()]
+        for name in sorted(self.bad):
+            data = self.original[name][0]
+            if data not in kept and self.objects().get(name, (b"",))[0] != data:
+                yield f"the restore was run again, and {name} is nowhere"
+
+
+WRITERS = (Quarantine, QuarantineByCopy, Remove, Restore, RestoreByCopy, RestoreAgain)
