@@ -22,7 +22,6 @@ PAGE_CODES = (
     "re-recorded",
     "replica-mismatch",
     "no-replica",
-    "disk-only",
     "unwritten-page",
     "page-index-shared",
     "page-index-out-of-range",
