@@ -228,6 +228,29 @@ def test_an_altered_journal_loses_nothing(
         assert contents(cut.target) == cut.before, words
 
 
+def test_lines_that_a_power_failure_has_torn_are_left_out(
+    cut: Cut, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that never reached the disk read as zeros, with or without the ends of their lines."""
+    lines = cut.written.splitlines(keepends=True)
+    ends = list(itertools.accumulate(map(len, lines)))
+    spans = [(0, 40), (0, ends[0]), (ends[0], ends[1]), (ends[0] + 30, ends[1] + 30)]
+    spans += [(ends[1] + 5, ends[1] + 9), (0, ends[-1])]
+    for (begin, end), options in itertools.product(spans, ((), ("--resume",))):
+        cut.put_back()
+        data = bytearray(cut.written)
+        data[begin:end] = bytes(end - begin)
+        cut.journal.write_bytes(data)
+        cut.cut_again(monkeypatch)
+        json.loads(cut.journal.read_bytes().splitlines()[0])  # a torn head was replaced
+        capfd.readouterr()
+        code, _ = cut.run(*options)
+        said = capfd.readouterr()
+        assert code == 0, (begin, end, said.err)
+        cut.check_nothing_lost(f"zeros from {begin} to {end}")
+        assert contents(cut.target) == cut.before
+
+
 def test_a_journal_of_an_earlier_release_is_resumed(
     cut: Cut, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tests.power.recording import Recording
     from tests.power.writers import Writer
 
+pytestmark = pytest.mark.slow
+
 Recorded = tuple["Writer", "Recording"]
 
 
