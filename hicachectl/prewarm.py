@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -114,6 +115,8 @@ def prewarm(
         outcome.document["failed"] = len(plan.conflicts)
         outcome.problems = _conflicts(plan)
     else:
+        # A pack that a killed run has left is finished, also where it lacks nothing else.
+        destination.own_temporaries(os.urandom(8).hex(), sweep=False)
         carrier = Carrier(
             source, inventory, groups, destination, replace(request.manner, deadline=run.deadline)
         )
@@ -157,6 +160,8 @@ def _executed(run: _Run, carrier: Carrier, on_copied: Callable[[int, int], None]
     try:
         with persistent():
             carrier.carry(plan.orders(), on_done=on_done)
+            if plan.there:
+                run.destination.flush()  # what was there already is reported as well
             touching.touch(plan.wanted, until=_after(run.deadline))
             outcome = _finished(run)
     except BaseException as error:

@@ -1,0 +1,231 @@
+"""Prewarm and `pack repair` killed at any point, and runs that are killed while they hold a lock.
+
+A destination only ever has whole pages, files of results are whole or absent, a pack that is
+repaired is never made worse, and the same command run again completes the work.
+HICACHECTL_TEST_SEED repeats a run, HICACHECTL_ATTACK_ROUNDS makes it longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.backends.arena import Arena
+from tests.backends import pack_files
+from tests.backends.test_pack import contents as pack_contents
+from tests.backends.test_pack import put
+from tests.hicachectl.killed_migration import PATIENCE_S, REPOSITORY
+from tests.hicachectl.migrations import contents, demo_store, migrated
+from tests.hicachectl.paused import paused
+from tests.hicachectl.places import half_pages
+from tests.hicachectl.test_migrate_kills import Places
+from tests.hicachectl.test_prewarm_cli import prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+    from tests.hicachectl.killed_migration import Run, Unit
+    from tests.hicachectl.places import Place
+
+ROUNDS = int(os.environ.get("HICACHECTL_ATTACK_ROUNDS") or 4)
+SEED = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
+WORDS = f"HICACHECTL_TEST_SEED={SEED}"
+PAGES = 8
+OBJECTS = {
+    f"{n:064x}_m_0_1.bin".encode(): random.Random(n).randbytes(300 + 41 * n) for n in range(20)
+}
+
+
+@pytest.fixture(scope="module")
+def places(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Places]:
+    made = Places(
+        tmp_path_factory.mktemp("kills"),
+        lambda: request.getfixturevalue("metadata_server_python"),
+    )
+    yield made
+    made.close()
+
+
+def points(name: str, whole: Run, *, bytes_too: bool) -> Iterator[tuple[Unit, int]]:
+    """Choose where to be killed: before a step, or in the middle of a write."""
+    chance = random.Random(f"{SEED} {name}")
+    for number in range(ROUNDS):
+        unit: Unit = "bytes" if bytes_too and number % 2 and whole.written else "steps"
+        yield unit, chance.randint(1, whole.written if unit == "bytes" else whole.steps)
+
+
+@pytest.mark.parametrize("kind", ["file", "pack", "mooncake", "hf3fs"])
+def test_a_prewarm_killed_anywhere_is_completed_by_the_next(
+    places: Places, tmp_path: Path, kind: str
+) -> None:
+    source, destination = places.source("file", fresh=False), places.destination(kind)
+    asked = prompts(tmp_path / "asked.jsonl", PAGES, 3)
+    results, metrics = tmp_path / "result.json", tmp_path / "hicache.prom"
+    command = (
+        "prewarm", destination.url, "--from", source.url, "--profile", places.profile,
+        "--token-ids", asked, "--buffer-bytes", 1 << 20, "--lock", tmp_path / "lock",
+        "-o", results, "--metrics-file", metrics,
+    )  # fmt: skip
+    whole = places.runner.run(*command, home=tmp_path)
+    assert whole.code == 0, whole
+    document = json.loads(results.read_text())
+    assert document["copied_pages"] == PAGES
+    held = destination.held()
+    arrived = bytes_of(destination)
+
+    for kill in points(kind, whole, bytes_too=kind != "mooncake"):
+        words = f"{WORDS}, {kill}"
+        destination.empty()
+        for path in (results, metrics):
+            path.unlink(missing_ok=True)
+        run = places.runner.run(*command, home=tmp_path, kill=kill)
+        assert half_pages(destination, held) == [], words
+        assert set(map(str.encode, destination.keys())) <= arrived.keys(), words
+        check_whole_or_absent(results, metrics, words)
+        if run.killed:
+            run = places.runner.run(*command, home=tmp_path)
+        assert run.code == 0, (words, run)
+        document = json.loads(results.read_text())
+        assert document["copied_pages"] + document["already_there"] == PAGES, words
+        assert document["complete"], words
+        assert bytes_of(destination) == arrived, words
+        assert metrics.read_text().endswith("\n"), words
+
+
+def bytes_of(place: Place) -> dict[bytes, bytes]:
+    """Read all objects of a place; a prewarm sets their times anew."""
+    return {
+        key: value for key, (value, _) in place.held().items() if not key.startswith(b".hicachectl")
+    }
+
+
+def check_whole_or_absent(results: Path, metrics: Path, words: str) -> None:
+    if results.exists():
+        json.loads(results.read_text())
+    if metrics.exists():
+        text = metrics.read_text()
+        assert text.endswith("\n"), words
+        assert "hicachectl_last_run" in text or "_timestamp" in text, (words, text)
+
+
+def test_a_plan_that_is_killed_while_it_is_written_is_whole_or_absent(
+    places: Places, tmp_path: Path
+) -> None:
+    source = places.source("file", fresh=False)
+    asked = prompts(tmp_path / "asked.jsonl", PAGES, 3)
+    plan = tmp_path / "plan.jsonl"
+    command = (
+        "prewarm", tmp_path / "target", "--from", source.url, "--profile", places.profile,
+        "--token-ids", asked, "--dry-run", "--format", "jsonl", "-o", plan,
+    )  # fmt: skip
+    whole = places.runner.run(*command, home=tmp_path)
+    assert whole.code == 0, whole
+    written = plan.read_bytes()
+    assert written
+    for step in range(1, whole.steps + 1):
+        plan.write_bytes(b"the one before\n")
+        places.runner.run(*command, home=tmp_path, kill=("steps", step))
+        assert plan.read_bytes() in (b"the one before\n", written), step
+        target = tmp_path / "target"
+        assert not target.exists() or list(target.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["cut off", "damaged"])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "as a new file"])
+def test_a_pack_repair_killed_anywhere_loses_nothing_and_is_completed_by_the_next(
+    places: Places, tmp_path: Path, damage: str, *, elsewhere: bool
+) -> None:
+    pack, saved = tmp_path / "x.hcpack", tmp_path / "saved.hcpack"
+    with Arena(4 << 20) as arena:
+        put(pack, arena, dict(list(OBJECTS.items())[:8]))
+        put(pack, arena, dict(list(OBJECTS.items())[8:]))
+        objects = [r for r in pack_files.records(pack) if r.kind == pack_files.OBJECT]
+        data = bytearray(pack.read_bytes())
+        if damage == "damaged":  # and without its end
+            data[objects[5].offset + 20] ^= 1
+            expected = {k: v for k, v in OBJECTS.items() if k != objects[5].key}
+            broken = bytes(data[:-9])
+        else:
+            broken = bytes(data[: objects[-3].offset + 50])
+            expected = dict(list(OBJECTS.items())[:-3])
+        code = 4 if damage == "damaged" else 0
+        command = ("pack", "repair", pack, *(("-o", saved) if elsewhere else ()))
+        result = saved if elsewhere else pack
+
+        pack.write_bytes(broken)
+        whole = places.runner.run(*command, home=tmp_path)
+        assert whole.code == code, whole
+        assert pack_contents(result, arena) == expected
+        repaired = result.read_bytes()
+        name = f"repair {damage} {elsewhere}"
+        for kill in [("steps", n) for n in range(1, whole.steps + 1)] + list(
+            points(name, whole, bytes_too=True)
+        ):
+            words = f"{WORDS}, {kill}"
+            pack.write_bytes(broken)
+            saved.unlink(missing_ok=True)
+            run = places.runner.run(*command, home=tmp_path, kill=kill)
+            if elsewhere:
+                assert pack.read_bytes() == broken, words
+                assert not saved.exists() or saved.read_bytes() == repaired, words
+            if run.killed and not saved.exists():
+                run = places.runner.run(*command, home=tmp_path)
+                assert run.code in (0, code), (words, run)
+            assert pack_contents(result, arena) == expected, words
+            assert left_in(tmp_path) <= {"x.hcpack", "saved.hcpack"}, words
+
+
+def left_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_file()}
+
+
+# --- the lock ---
+
+
+@pytest.mark.parametrize("command", ["migrate", "prewarm"])
+def test_a_lock_keeps_others_out_until_its_holder_is_killed(
+    invoke: Invoke, places: Places, tmp_path: Path, command: str
+) -> None:
+    source, target, lock = demo_store(tmp_path / "source"), tmp_path / "target", tmp_path / "lock"
+    call = "hicachectl.backends.file:FileStore.copy_from"
+    arguments: tuple[Any, ...] = ("migrate", source, target)
+    if command == "prewarm":
+        asked = prompts(tmp_path / "asked.jsonl", PAGES)
+        arguments = ("prewarm", target, "--from", source, "--token-ids", asked)
+    arguments = (*arguments, "--profile", places.profile, "--lock", lock)
+    with paused(tmp_path / "paused", call, 1, *arguments) as holder:
+        before = contents(target)
+        others = [
+            subprocess.Popen(
+                [sys.executable, "-m", "hicachectl", *map(str, arguments)],
+                cwd=REPOSITORY,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        for other in others:
+            said = other.communicate(timeout=PATIENCE_S)[1]
+            assert other.returncode == 0, said
+            assert str(lock) in said
+        assert contents(target) == before
+        assert holder.running
+        holder.end()
+    invoke(*arguments)
+    # Of trailing states a prewarm copies those that end a prefix.
+    here, there = contents(source), contents(target)
+    assert all(here[name][0] == data for name, (data, _) in there.items())
+    assert {name[:64] for name in there} == {name[:64] for name in here}
+    if command == "migrate":
+        assert migrated(invoke, source, target, "--lock", lock)["skipped"] == PAGES
