@@ -11,10 +11,11 @@ from hicachectl.migrating.agenda import Agenda, Request, make_agenda
 from hicachectl.migrating.carrying import Carrier, Tally
 from hicachectl.migrating.decisions import WRITING, Action
 from hicachectl.migrating.estimate import estimated_seconds
-from hicachectl.migrating.journal import Journal, Progress, journal_path, read_journal
+from hicachectl.migrating.journal import Journal, JournalHeld, Progress, journal_path, read_journal
 from hicachectl.migrating.preparing import find_router, settle_grammar
 from hicachectl.migrating.resuming import left_in_source, settle_existing
 from hicachectl.output import human_size
+from hicachectl.vocabulary import LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,6 +72,15 @@ def migrate(
     if request.dry_run:
         return run.rehearse(agenda)
     return run.carry(agenda, on_begun, on_moved)
+
+
+def not_begun(source: str, destination: str) -> Outcome:
+    """Return the outcome of a migration between two URLs that another run's lock stopped."""
+    document: dict[str, Any] = {"source": source, "destination": destination}
+    counts = ("pages", "objects", "bytes", "skipped", "gone", "conflicts", "failed", "moved")
+    document |= dict.fromkeys(counts, 0)
+    document |= {"seconds": 0.0, "resumed": 0, "complete": False, "stopped_by": LOCK}
+    return Outcome({**document, "problems": []}, [], [])
 
 
 class _Run:
@@ -141,13 +151,19 @@ class _Run:
     ) -> Outcome:
         """Do it."""
         manner, total = self._request.manner, agenda.demand()[1]
-        with Journal(
-            self._journal_path,
-            self._identity,
-            earlier=self._progress,
-            fresh=self._earlier is None,
-            durable=manner.move,  # only what is deleted from the source hangs on it
-        ) as journal:
+        try:
+            opened = Journal(
+                self._journal_path,
+                self._identity,
+                earlier=self._progress,
+                fresh=self._earlier is None,
+                durable=manner.move,  # only what is deleted from the source hangs on it
+            )
+        except JournalHeld as held:
+            outcome = self._outcome(agenda, Tally(complete=False), is_held=True)
+            outcome.remarks.append(str(held))
+            return outcome
+        with opened as journal:
             on_begun()
             self._destination.own_temporaries(journal.owner, sweep=self._progress is not None)
             lack = self._lacking(total)
@@ -194,7 +210,7 @@ class _Run:
             "choose fewer pages (--match, --pages-from), make room, or give --no-space-check"
         )
 
-    def _outcome(self, agenda: Agenda, tally: Tally) -> Outcome:
+    def _outcome(self, agenda: Agenda, tally: Tally, *, is_held: bool = False) -> Outcome:
         earlier = self._earlier
         document = {
             "source": self._source.url,
@@ -210,7 +226,7 @@ class _Run:
             "seconds": round(time.monotonic() - self._started, 3),
             "resumed": 0 if earlier is None else earlier.pages,
             "complete": tally.complete,
-            "stopped_by": FULL if tally.full else None,
+            "stopped_by": LOCK if is_held else FULL if tally.full else None,
             "problems": [asdict(problem) for problem in tally.problems],
         }
         remarks = agenda.remarks()

@@ -26,6 +26,7 @@ from hicachectl.prewarm_plan import Plan, Request, plan_chains, plan_pages
 from hicachectl.selection import EVERYTHING
 from hicachectl.unmatched import explain_selection
 from hicachectl.usable import count_usable, deployment_document, stamp_remarks
+from hicachectl.vocabulary import LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +74,16 @@ class Outcome:
         """The share of the tokens asked for that servers can restore in the end."""
         wanted = self.document["requested_tokens"]
         return self.document["usable_tokens"] / wanted if wanted else 1.0
+
+
+def not_begun(source: str | None, destination: str) -> Outcome:
+    """Return the outcome of a prewarm between two URLs that another run's lock stopped."""
+    document: dict[str, Any] = {"destination": destination, "source": source}
+    counts = ("requested_pages", "already_there", "copied_pages", "bytes", "missing_pages")
+    document |= dict.fromkeys((*counts, "usable_tokens", "requested_tokens"), 0)
+    document |= dict.fromkeys(("not_pinned", "gone", "failed"), 0)
+    document |= {"seconds": 0.0, "complete": False, "stopped_by": LOCK}
+    return Outcome(document, [], [], np.zeros(0, dtype=np.int64))
 
 
 def prewarm(

@@ -60,15 +60,15 @@ class RestoreOutcome:
     codes of the findings that it was taken away for.
     """
 
-    restored: int
-    objects: int
-    nbytes: int | None
-    conflicts: int
-    gone: int
-    failed: int
-    busy: int
-    unrecorded: tuple[str, ...]
-    rows: pa.Table = field(repr=False)
+    restored: int = 0
+    objects: int = 0
+    nbytes: int | None = 0
+    conflicts: int = 0
+    gone: int = 0
+    failed: int = 0
+    busy: int = 0
+    unrecorded: tuple[str, ...] = ()
+    rows: pa.Table = field(default_factory=ROWS.empty_table, repr=False)
 
 
 def restore_groups(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -59,6 +60,16 @@ def opened(
     finally:
         with deferred():  # a pack is finished now
             store.close()
+
+
+def store_name(ctx: click.Context, text: str) -> str:
+    """Name the store of a STORE argument without opening it, and without a possible password."""
+    from hicachectl.backends.urls import load_config, parse_url
+
+    settings: Settings = ctx.obj
+    url = parse_url(text, load_config(None if settings.config is None else str(settings.config)))
+    params = {name: value for name, value in url.params.items() if name != "metadata"}
+    return str(replace(url, params=params))
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from hicachectl.settled import changed_groups, groups_in_flight
 from hicachectl.stamps import check_stamp
 from hicachectl.table_checks import check_tables
 from hicachectl.unmatched import explain_selection
-from hicachectl.vocabulary import CHECKS, SEVERITIES
+from hicachectl.vocabulary import CHECKS, LOCK, SEVERITIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -120,6 +120,32 @@ class Report:
 def profile_name(profile: Profile | None) -> str:
     """Name a profile in reports: its model, or that it was inferred."""
     return INFERRED if profile is None or profile.inferred else profile.model
+
+
+def not_begun(store: str) -> dict[str, Any]:
+    """Return the document of a verification that did nothing, since another run had the lock."""
+    return {
+        "store": store,
+        "profile": None,
+        "objects": 0,
+        "pages": 0,
+        "bytes": 0,
+        "seconds": 0.0,
+        "complete": False,
+        "stopped_by": LOCK,
+        "gone": 0,
+        "in_flight": 0,
+        "sampled": 0,
+        "objects_read": 0,
+        "bytes_read": 0,
+        "device": None,
+        "repaired": 0,
+        "quarantined": 0,
+        "checks": [],
+        "skipped_checks": [],
+        "findings": None,
+        "counts": {},
+    }
 
 
 def verify_store(
@@ -474,6 +500,7 @@ class _Run:
             ).as_py(),
             "seconds": round(time.monotonic() - self.started, 3),
             "complete": reading.complete,
+            "stopped_by": None if reading.complete else "deadline",
             "gone": reading.gone,
             "in_flight": int(in_flight.sum()),
             "sampled": _distinct(groups.page_ids[read_groups[read_groups >= 0]]),

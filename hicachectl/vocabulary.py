@@ -3,6 +3,7 @@
 STATES = ("whole", "partial", "orphan", "unknown")  # of page groups
 CHECKS = ("names", "groups", "sizes", "values", "digests")
 SEVERITIES = ("info", "warning", "error")
+LOCK = "lock"  # `stopped_by` of a run that did nothing because another process held the lock
 
 # Codes of findings. These are about one page group, so `verify --repair` can take it away.
 PAGE_CODES = (

@@ -23,7 +23,7 @@ from hicachectl.options import (
     profile_options,
     transform_options,
 )
-from hicachectl.session import bytes_progress, opened, progress, remark
+from hicachectl.session import bytes_progress, opened, progress, remark, store_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,9 +117,14 @@ def command(
         require_consent(yes=options["yes"], dry_run=options["dry_run"])
     with raised_once(), locked(options["lock"]) as is_ours:
         if not is_ours:
+            from hicachectl.migrate import not_begun
+
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
-            return
-        outcome = _between(ctx, source, destination, options)
+            outcome: Outcome | None = not_begun(
+                store_name(ctx, source), store_name(ctx, destination)
+            )
+        else:
+            outcome = _between(ctx, source, destination, options)
     if outcome is None:
         return
     _say(ctx, outcome)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.asking import refuse_other_sources
-from hicachectl.commands.prewarm_report import is_failed, write_report
+from hicachectl.commands.prewarm_report import is_failed, write_outcome, write_report
 from hicachectl.errors import FINDINGS
 from hicachectl.formats.errors import ProfileError, StoreUnavailable
 from hicachectl.guards import locked
@@ -29,7 +29,7 @@ from hicachectl.options import (
     request_options,
     transform_options,
 )
-from hicachectl.session import bytes_progress, opened, progress, remark
+from hicachectl.session import bytes_progress, opened, progress, remark, store_name
 from hicachectl.warming_inputs import read_wanted, requests_for_servers
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def command(
         )
     with raised_once(), locked(options["lock"]) as is_ours:
         if not is_ours:
-            remark(ctx, f"another process holds {options['lock']}; nothing was done")
+            _write_lock_held(ctx, source, destination, output_format, output)
             return
         with opened(
             ctx, destination, lease_wait=options["lease_wait"], create=source is not None
@@ -218,6 +218,21 @@ def command(
         raise StoreUnavailable("; ".join(lost))
     if is_failed(outcome, options):
         ctx.exit(FINDINGS)
+
+
+def _write_lock_held(
+    ctx: click.Context,
+    source: str | None,
+    destination: str,
+    output_format: str,
+    output: Path | None,
+) -> None:
+    """Write the document of a run that did nothing because another process held the lock."""
+    from hicachectl.prewarm import not_begun
+
+    remark(ctx, f"another process holds {ctx.params['lock']}; nothing was done")
+    origin = None if source is None else store_name(ctx, source)
+    write_outcome(not_begun(origin, store_name(ctx, destination)), output_format, output)
 
 
 def _format(ctx: click.Context, output_format: str) -> str:

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import click
-    import pyarrow as pa
 
     from hicachectl.prewarm import Outcome
 
@@ -32,8 +31,7 @@ def write_report(
         succeeded = outcome.interruption is None and not is_failed(outcome, options)
         write_prewarm_metrics(options["metrics_file"], outcome.document, succeeded=succeeded)
     remark(ctx, _summary(outcome.document, dry_run=options["dry_run"]))
-    plan = outcome.plan if options["dry_run"] else None
-    _write(outcome.document, plan, output_format, output)
+    write_outcome(outcome, output_format, output, with_plan=options["dry_run"])
 
 
 def is_failed(outcome: Outcome, options: dict[str, Any]) -> bool:
@@ -68,14 +66,16 @@ def _summary(document: dict[str, Any], *, dry_run: bool) -> str:
     return "; ".join(parts)
 
 
-def _write(
-    document: dict[str, Any], plan: pa.Table | None, output_format: str, output: Path | None
+def write_outcome(
+    outcome: Outcome, output_format: str, output: Path | None, *, with_plan: bool = False
 ) -> None:
+    """Write the document, with the plan where that is what was asked for."""
     import pyarrow as pa
 
     from hicachectl.output import write_document
     from hicachectl.usable import deployment_text
 
+    document, plan = outcome.document, outcome.plan if with_plan else None
     rows = pa.table({"page": pa.array([], pa.string())}) if plan is None else plan
     if plan is not None:
         document = {**document, _PLAN: None}

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.errors import FINDINGS
-from hicachectl.guards import agreed, require_consent
-from hicachectl.options import output_options, store_argument
-from hicachectl.session import opened, progress, remark, remark_unrecorded
+from hicachectl.guards import agreed, locked, require_consent
+from hicachectl.options import lock_option, output_options, store_argument
+from hicachectl.session import opened, progress, remark, remark_unrecorded, store_name
+from hicachectl.vocabulary import LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ Examples:
 )
 @click.option("--dry-run", is_flag=True, help="List what would be restored, and change nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@lock_option
 @output_options
 @click.pass_context
 def command(
@@ -49,6 +51,7 @@ def command(
     pages: str | None,
     dry_run: bool,
     yes: bool,
+    lock: Path | None,
     output_format: str,
     output: Path | None,
 ) -> None:
@@ -59,36 +62,45 @@ def command(
     is, and the exit status is 4. What was wrong with a page is wrong with it again.
     """
     from hicachectl.output import write_document
-    from hicachectl.restoring import restore_groups
+    from hicachectl.restoring import RestoreOutcome, restore_groups
 
     require_consent(yes=yes, dry_run=dry_run)
     wanted = _wanted(pages)
     directory = _directory(ctx, quarantine)
-    with opened(ctx, store) as source:
-        started = time.monotonic()
-        if not (yes or dry_run):
-            found = restore_groups(source, directory, wanted=wanted, dry_run=True)
-            asks = len(found.rows) > 0
-            if asks and not agreed(_question(found, source.url), yes=yes, dry_run=dry_run):
-                remark(ctx, "nothing was restored")
-                return
-        with progress(ctx, "restoring", " pages") as advance:
-            outcome = restore_groups(
-                source, directory, wanted=wanted, dry_run=dry_run, on_progress=advance
-            )
-        document = {
-            "store": source.url,
-            "quarantine": str(directory),
-            "pages": outcome.restored,
-            "objects": outcome.objects,
-            "bytes": outcome.nbytes,
-            "gone": outcome.gone,
-            "conflicts": outcome.conflicts,
-            "failed": outcome.failed,
-            "seconds": round(time.monotonic() - started, 3),
-            "dry_run": dry_run,
-            "groups": None,
-        }
+    with locked(lock) as is_ours:
+        if not is_ours:
+            remark(ctx, f"another process holds {lock}; nothing was done")
+            outcome, name, seconds = RestoreOutcome(), store_name(ctx, store), 0.0
+        else:
+            with opened(ctx, store) as source:
+                started, name = time.monotonic(), source.url
+                if not (yes or dry_run):
+                    found = restore_groups(source, directory, wanted=wanted, dry_run=True)
+                    asks = len(found.rows) > 0
+                    if asks and not agreed(_question(found, name), yes=yes, dry_run=dry_run):
+                        remark(ctx, "nothing was restored")
+                        return
+                with progress(ctx, "restoring", " pages") as advance:
+                    outcome = restore_groups(
+                        source, directory, wanted=wanted, dry_run=dry_run, on_progress=advance
+                    )
+                seconds = time.monotonic() - started
+    blocked = not is_ours or outcome.busy > 0
+    document = {
+        "store": name,
+        "quarantine": str(directory),
+        "pages": outcome.restored,
+        "objects": outcome.objects,
+        "bytes": outcome.nbytes,
+        "gone": outcome.gone,
+        "conflicts": outcome.conflicts,
+        "failed": outcome.failed,
+        "seconds": round(seconds, 3),
+        "complete": not blocked,
+        "stopped_by": LOCK if blocked else None,
+        "dry_run": dry_run,
+        "groups": None,
+    }
     write_document(
         document,
         rows=outcome.rows,
@@ -153,7 +165,8 @@ def _lines(document: dict[str, Any], outcome: RestoreOutcome, colour: bool) -> I
     conflicts = f", {document['conflicts']} conflicts" if document["conflicts"] else ""
     failed = f", {document['failed']} failed" if document["failed"] else ""
     would = "would be " if document["dry_run"] else ""
+    stopped = f"; stopped: {document['stopped_by']}" if document["stopped_by"] else ""
     yield (
         f"{document['pages']} pages, {document['objects']} objects, "
-        f"{human_size(document['bytes'])} {would}restored{conflicts}{failed}"
+        f"{human_size(document['bytes'])} {would}restored{conflicts}{failed}{stopped}"
     )

@@ -19,8 +19,8 @@ from hicachectl.options import (
     output_options,
     store_argument,
 )
-from hicachectl.session import opened, progress, remark
-from hicachectl.vocabulary import STATES
+from hicachectl.session import opened, progress, remark, store_name
+from hicachectl.vocabulary import LOCK, STATES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -126,6 +126,7 @@ def command(
     with locked(lock) as is_ours:
         if not is_ours:
             remark(ctx, f"another process holds {lock}; nothing was done")
+            _write_lock_held(store_name(ctx, store), dry_run, output_format, output)
             return
         with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
             earlier = EarlierRuns(ctx, source, None, yes=yes, dry_run=dry_run)
@@ -314,6 +315,15 @@ def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
     return f"remove {len(plan.groups)} pages ({nbytes}) from {store.url}"
 
 
+def _write_lock_held(store: str, dry_run: bool, output_format: str, output: Path | None) -> None:
+    """Write the document of a run that did nothing because another process held the lock."""
+    from hicachectl.repair import RepairOutcome
+
+    outcome = RepairOutcome()
+    document = _document(store, outcome, 0.0, dry_run) | {"complete": False, "stopped_by": LOCK}
+    _write(document, outcome, output_format=output_format, output=output)
+
+
 def _document(store: str, outcome: RepairOutcome, seconds: float, dry_run: bool) -> dict[str, Any]:
     return {
         "store": store,
@@ -325,6 +335,8 @@ def _document(store: str, outcome: RepairOutcome, seconds: float, dry_run: bool)
         "failed": len(outcome.failed),
         "remaining": outcome.remaining,
         "seconds": round(seconds, 3),
+        "complete": True,
+        "stopped_by": None,
         "dry_run": dry_run,
         "failures": [{"key": key, "detail": detail} for key, detail in outcome.failed],
         "groups": None,
@@ -362,4 +374,5 @@ def _lines(document: dict[str, Any], outcome: RepairOutcome, colour: bool) -> It
         else f"{document['pages']} pages, {document['objects']} objects"
     )
     would = "would be " if document["dry_run"] else ""
-    yield f"{count}, {human_size(document['bytes'])} {would}removed{remaining}"
+    stopped = f"; stopped: {document['stopped_by']}" if document["stopped_by"] else ""
+    yield f"{count}, {human_size(document['bytes'])} {would}removed{remaining}{stopped}"

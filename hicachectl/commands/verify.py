@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from hicachectl.options import (
     profile_options,
     store_argument,
 )
-from hicachectl.session import bytes_progress, opened, progress, remark
+from hicachectl.session import bytes_progress, opened, progress, remark, store_name
 from hicachectl.vocabulary import CHECKS
 
 if TYPE_CHECKING:
@@ -198,10 +199,12 @@ def command(
     manner = {name: options[name] for name in ("allow_leases", "lease_wait")}
     keeps = options["update_catalog"] or options["stamp"]
     manner["looks_only"] = options["repair"] == "none" and not keeps
-    with locked(options["lock"]) as is_ours, opened(ctx, store, **manner) as source:
-        if not is_ours:
+    with ExitStack() as stack:
+        if not stack.enter_context(locked(options["lock"])):
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
+            _write_lock_held(store_name(ctx, store), options, output_format, output)
             return
+        source = stack.enter_context(opened(ctx, store, **manner))
         request = _request(ctx, source, options)
         _refuse_impossible_checks(ctx, source, request)
         _refuse_what_is_lacking(source, request, options)
@@ -238,6 +241,27 @@ def command(
     )
     if failed:
         ctx.exit(FINDINGS)
+
+
+def _write_lock_held(
+    store: str, options: dict[str, Any], output_format: str, output: Path | None
+) -> None:
+    """Write the document of a run that did nothing because another process held the lock."""
+    from hicachectl.findings import SCHEMA
+    from hicachectl.output import write_document
+    from hicachectl.verify import not_begun
+
+    document = not_begun(store)
+    if options["repair"] != "none":
+        document["dry_run"] = options["dry_run"]
+    write_document(
+        document,
+        rows=SCHEMA.empty_table(),
+        name="findings",
+        output_format=output_format,
+        output=output,
+        text=lambda colour: iter(["0 objects, 0 pages: stopped: lock"]),
+    )
 
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:

@@ -43,6 +43,10 @@ _MOST_LINE_BYTES = 64 << 20  # a batch of a million pages
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})  # of some file systems
 
 
+class JournalHeld(UsageError):
+    """Another process is doing the same migration."""
+
+
 @dataclass(slots=True)
 class Progress:
     """What earlier runs have done: pages of each route, by its name.
@@ -193,8 +197,8 @@ class Journal:
 
         earlier: what `read_journal` found. durable: each line is on the disk before anything
         follows from it; else a power failure may lose some lines but the first: what they say is
-        found out again, at the cost of reading. Raises UsageError where it cannot be written, or
-        another process has it.
+        found out again, at the cost of reading. Raises UsageError where it cannot be written,
+        JournalHeld where another process has it.
         """
         self.path = path
         self.owner = (earlier and earlier.owner) or os.urandom(_OWNER_BYTES).hex()
@@ -279,7 +283,7 @@ class Journal:
 
 
 def _held(path: Path) -> int:
-    """Open a file for this process alone. Raises OSError, UsageError where another has it."""
+    """Open a file for this process alone. Raises OSError, JournalHeld where another has it."""
     while True:
         descriptor = _opened(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -288,8 +292,8 @@ def _held(path: Path) -> int:
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)
-            raise UsageError(
-                f"another process is at this very migration, and holds {path}; wait for it to end"
+            raise JournalHeld(
+                f"another process is doing this migration and holds {path}; nothing was done"
             ) from None
         except OSError as error:
             if error.errno in _NO_LOCKS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 from typing import TYPE_CHECKING
 
@@ -108,13 +107,3 @@ def test_an_interrupted_dry_run_has_nothing_to_go_on_with(tmp_path: Path) -> Non
     assert ended.code == 130
     assert "--resume" not in ended.stderr
     assert not target.exists()
-
-
-def test_two_runs_of_one_migration_do_not_meet(invoke: Invoke, tmp_path: Path) -> None:
-    source, target = demo_store(tmp_path / "source"), tmp_path / "target"
-    with paused(tmp_path / "run", SYNC, 1, "migrate", source, target, *OPTIONS) as run:
-        output = invoke("migrate", source, target, exit_code=2)
-        ended = run.resumed()
-    assert "another process is at this very migration" in output.stderr
-    assert json.loads(ended.stdout)["pages"] == PAGES
-    assert contents(target) == contents(source)

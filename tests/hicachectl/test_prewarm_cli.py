@@ -225,40 +225,6 @@ def test_too_little_that_is_usable_fails(
     warmed(invoke, *stores, "--min-usable", "0.8")
 
 
-def test_a_held_lock_ends_the_run_at_once(
-    invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
-) -> None:
-    lock = tmp_path / "lock"
-    asked = prompts(tmp_path / "asked.jsonl", 10)
-    held = _in_another_process(lock)
-    try:
-        output = invoke("prewarm", target, "--from", source, "--profile", profile,
-                        "--token-ids", asked, "--lock", lock)  # fmt: skip
-    finally:
-        held.kill()
-        held.communicate()
-    assert output.stdout == ""
-    assert output.stderr == f"hicachectl: another process holds {lock}; nothing was done\n"
-    assert not target.exists()
-
-
-def _in_another_process(lock: Path) -> Any:
-    import subprocess
-    import sys
-
-    program = (
-        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX);"
-        "print('held', flush=True); sys.stdin.read()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(lock)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
-
-
 def test_metrics_are_text_that_prometheus_reads(
     invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
 ) -> None:

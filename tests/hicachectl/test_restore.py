@@ -85,6 +85,8 @@ def test_the_document_has_the_members_of_the_contract(invoke: Invoke, store: Pat
         "conflicts",
         "failed",
         "seconds",
+        "complete",
+        "stopped_by",
         "dry_run",
         "groups",
     ]

@@ -79,6 +79,7 @@ def test_the_document_has_the_members_of_the_contract(invoke: Invoke, hybrid: Pa
         "bytes",
         "seconds",
         "complete",
+        "stopped_by",
         "gone",
         "in_flight",
         "sampled",
