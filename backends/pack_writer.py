@@ -60,8 +60,10 @@ if TYPE_CHECKING:
 
 _MOST_ENCODERS = 4
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-# What the index will take is kept free, so that a pack on a full disk can still be finished.
+# What the index will take is kept free, so that a pack on a full disk can still be finished: for
+# its head and the profile, so much, but no more than this share of a small file system.
 _INDEX_BYTES = 1 << 20
+_INDEX_SHARE = 8
 _INDEX_ROW_BYTES = 512
 
 # What a thread encodes at once, and what goes to the system in one call.
@@ -406,7 +408,8 @@ def free_bytes(descriptor: int, objects: int) -> int:
     Negative where not even that has room.
     """
     space = os.fstatvfs(descriptor)
-    return space.f_bavail * space.f_frsize - _INDEX_BYTES - _INDEX_ROW_BYTES * objects
+    head = min(_INDEX_BYTES, space.f_blocks * space.f_frsize // _INDEX_SHARE)
+    return space.f_bavail * space.f_frsize - head - _INDEX_ROW_BYTES * objects
 
 
 def _handfuls(indices: Iterator[int], objects: Sequence[memoryview]) -> Iterator[list[int]]:

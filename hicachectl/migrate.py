@@ -127,7 +127,7 @@ class _Run:
             on_listed,
         )
         settle_existing(agenda, self._request, self._earlier)
-        agenda.refuse_too_large(self._request.manner)
+        agenda.leave_too_large(self._request.manner)
         return agenda
 
     def rehearse(self, agenda: Agenda) -> Outcome:
@@ -164,11 +164,11 @@ class _Run:
             outcome.remarks.append(str(held))
             return outcome
         with opened as journal:
-            on_begun()
             self._destination.own_temporaries(journal.owner, sweep=self._progress is not None)
             lack = self._lacking(total)
             if lack is not None and self._request.space_check:
                 raise StoreUnavailable(lack)
+            on_begun()
             carrier = Carrier(
                 self._source, agenda.inventory, agenda.groups, self._destination, manner, journal
             )
@@ -212,6 +212,7 @@ class _Run:
 
     def _outcome(self, agenda: Agenda, tally: Tally, *, is_held: bool = False) -> Outcome:
         earlier = self._earlier
+        problems = [*agenda.problems, *tally.problems]
         document = {
             "source": self._source.url,
             "destination": self._destination.url,
@@ -221,13 +222,13 @@ class _Run:
             "skipped": agenda.count(Action.SKIP) + tally.same,
             "gone": tally.gone,
             "conflicts": tally.conflicts + agenda.count(Action.CONFLICT),
-            "failed": tally.failed,
+            "failed": tally.failed + agenda.too_large,
             "moved": tally.moved,
             "seconds": round(time.monotonic() - self._started, 3),
             "resumed": 0 if earlier is None else earlier.pages,
             "complete": tally.complete,
             "stopped_by": LOCK if is_held else FULL if tally.full else None,
-            "problems": [asdict(problem) for problem in tally.problems],
+            "problems": [asdict(problem) for problem in problems],
         }
         remarks = agenda.remarks()
         if self._progress is not None and earlier is None:
@@ -236,4 +237,4 @@ class _Run:
                 "copied); what it copied is not copied again, and --resume would have gone on "
                 "from its journal"
             )
-        return Outcome(document, tally.problems, [*remarks, *self._source.remarks])
+        return Outcome(document, problems, [*remarks, *self._source.remarks])

@@ -19,6 +19,7 @@ from hicachectl.inventory import take_inventory
 from hicachectl.migrating.carrying import Carrier
 from hicachectl.migrating.decisions import Action, decide
 from hicachectl.migrating.delivery import Problem
+from hicachectl.migrating.parcels import leave_too_large
 from hicachectl.migrating.preparing import find_router, settle_grammar
 from hicachectl.migrating.survey import ABSENT, survey_destination, survey_source
 from hicachectl.migrating.watching import Touching, Watch
@@ -81,7 +82,7 @@ def not_begun(source: str | None, destination: str) -> Outcome:
     document: dict[str, Any] = {"destination": destination, "source": source}
     counts = ("requested_pages", "already_there", "copied_pages", "bytes", "missing_pages")
     document |= dict.fromkeys((*counts, "usable_tokens", "requested_tokens"), 0)
-    document |= dict.fromkeys(("not_pinned", "gone", "failed"), 0)
+    document |= {"deployment": None} | dict.fromkeys(("not_pinned", "gone", "failed"), 0)
     document |= {"seconds": 0.0, "complete": False, "stopped_by": LOCK}
     return Outcome(document, [], [], np.zeros(0, dtype=np.int64))
 
@@ -114,11 +115,14 @@ def prewarm(
     groups = PageGroups(inventory)
     survey = survey_source(inventory, groups, routes_of(inventory)[0])
     survey_destination(destination, [survey], grammar, on_batch=on_listed)
+    manner = request.manner
+    large = leave_too_large(survey, reads_back=manner.verify, buffer_bytes=manner.buffer_bytes)
     plan = (
         plan_pages(groups, survey, request)
         if request.chains is None
         else plan_chains(inventory, survey, request.chains, request)
     )
+    large = _asked_for(large, plan)
     run = _Run(plan, source, destination, request, started)
     if request.dry_run:
         outcome = _finished(run)
@@ -132,6 +136,8 @@ def prewarm(
             source, inventory, groups, destination, replace(request.manner, deadline=run.deadline)
         )
         outcome = _executed(run, carrier, on_copied)
+    outcome.document["failed"] += len(large)
+    outcome.problems += large
     outcome.plan = plan.rows()
     if request.chains is None and not len(groups):
         outcome.remarks.append(explain_selection(source, inventory, EVERYTHING))
@@ -274,6 +280,12 @@ def _whole_pages(plan: Plan, destination: Store, on_batch: Callable[[int], None]
     wanted = np.zeros(len(survey.groups), dtype=np.bool_)
     wanted[plan.wanted] = True
     return int((decide(survey, wanted, "skip") == Action.SKIP).sum())
+
+
+def _asked_for(large: list[Problem], plan: Plan) -> list[Problem]:
+    """Return the pages that were asked for."""
+    wanted = set(plan.names.to_pylist()) if large else set()
+    return [problem for problem in large if problem.page in wanted]
 
 
 def _conflicts(plan: Plan) -> list[Problem]:

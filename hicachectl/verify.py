@@ -176,6 +176,7 @@ class _Run:
     started: float = field(default_factory=time.monotonic)
     now_ns: int = field(default_factory=time.time_ns)
     planned: dict[str, int] = field(default_factory=dict)  # objects to read, by check
+    unread: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def report(
         self,
@@ -332,6 +333,11 @@ class _Run:
         expected = expected_sizes(inventory.table)
         sizes = readable_sizes(inventory, expected)
         chosen &= sizes != UNKNOWN_SIZE
+        # An object that claims more than memory holds must not end the run. The check of sizes
+        # reports it where a size is expected.
+        huge = chosen & (sizes > self.request.buffer_bytes) & (sizes != expected[ids])
+        chosen &= ~huge
+        self.unread = np.flatnonzero(huge & (expected[ids] == UNKNOWN_SIZE))
         digest = chosen & (of_group >= 0) & (self._digests | (self._values & replicated[ids]))
         valued = chosen & has_checker[ids]
         compared = chosen & (self._digests | self._own_digests)
@@ -373,6 +379,9 @@ class _Run:
         reading.objects += int(hollow.sum())
         for row in plan.rows[hollow].tolist():
             reading.report("unwritten-page", "error", row, "its page was never written")
+        for row in self.unread.tolist():
+            why = f"larger than --buffer-bytes {self.request.buffer_bytes}; it was not read"
+            reading.report("unreadable", "error", row, why)
         return reading
 
     @contextmanager

@@ -80,7 +80,8 @@ def write_outcome(
     if plan is not None:
         document = {**document, _PLAN: None}
     elif output_format != "json":
-        flat = {**document, "deployment": deployment_text(document["deployment"])}
+        deployment = document["deployment"]
+        flat = {**document, "deployment": deployment and deployment_text(deployment)}
         rows = pa.Table.from_pylist([{k: v for k, v in flat.items() if k != "pulled"}])
     write_document(
         document,
@@ -95,7 +96,8 @@ def write_outcome(
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     from hicachectl.usable import deployment_text
 
-    document = {**document, "deployment": deployment_text(document["deployment"])}
+    deployment = document["deployment"]
+    document = {**document, "deployment": deployment and deployment_text(deployment)}
     for name, value in document.items():
         if value is not None and name not in (_PLAN, "pulled"):
             yield f"{name.replace('_', ' ')}: {value}"

@@ -14,9 +14,9 @@ from hicachectl.deployments import UNRESOLVED
 from hicachectl.findings import combine
 from hicachectl.groups import WHOLE, PageGroups
 from hicachectl.inventory import Inventory, take_inventory
-from hicachectl.migrating.carrying import Manner, Order
+from hicachectl.migrating.carrying import MOST_PROBLEMS, Manner, Order
 from hicachectl.migrating.decisions import WRITING, Action, IfExists, decide, unreadable
-from hicachectl.migrating.parcels import refuse_too_large
+from hicachectl.migrating.parcels import bytes_in_memory, too_large
 from hicachectl.migrating.survey import ABSENT, Survey, survey_destination, survey_source
 from hicachectl.named_groups import NamedGroups
 from hicachectl.planning import plan_repair
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.groups import BoolArray
+    from hicachectl.migrating.delivery import Problem
     from hicachectl.migrating.routes import Route
     from hicachectl.requests import PageList
 
@@ -71,9 +72,9 @@ class Agenda:
 
     actions: for each survey, of each of its groups. Groups that stay behind: damaged, with errors;
     unfit, of sizes that their route does not take; not_whole; in_flight; elsewhere, of other
-    deployments; ambiguous, of keys that can be read in several ways. foreign: objects whose keys
-    are not understood. unmatched: listed rows that name no group of the source. nothing: why no
-    page was chosen.
+    deployments; ambiguous, of keys that can be read in several ways; too_large, which do not fit
+    into the buffer; problems: the first of these. foreign: objects whose keys are not understood.
+    unmatched: listed rows that name no group of the source. nothing: why no page was chosen.
     """
 
     inventory: Inventory
@@ -89,6 +90,8 @@ class Agenda:
     foreign: int = 0
     unmatched: int = 0
     nothing: str = ""
+    too_large: int = 0
+    problems: list[Problem] = field(default_factory=list)
 
     def count(self, *wanted: Action) -> int:
         """Count the groups with one of some actions."""
@@ -120,16 +123,20 @@ class Agenda:
             nbytes += int(survey.wanted_bytes[new].sum())
         return objects, nbytes
 
-    def refuse_too_large(self, manner: Manner) -> None:
-        """Refuse a group that needs more memory than there is, before anything is written."""
-        for order in self.orders():
-            refuse_too_large(
-                order.survey,
-                order.items,
-                order.action,
-                reads_back=manner.verify,
-                buffer_bytes=manner.buffer_bytes,
-            )
+    def leave_too_large(self, manner: Manner) -> None:
+        """Leave out the groups that need more memory than --buffer-bytes, and note each."""
+        for survey, actions in zip(self.surveys, self.actions, strict=True):
+            for action in _TURNS:
+                items = np.flatnonzero(actions == action)
+                nbytes = bytes_in_memory(survey, items, action, reads_back=manner.verify)
+                large = nbytes > manner.buffer_bytes
+                actions[items[large]] = Action.NOTHING
+                self.too_large += int(large.sum())
+                for item, need in zip(items[large].tolist(), nbytes[large].tolist(), strict=True):
+                    if len(self.problems) == MOST_PROBLEMS:
+                        break
+                    page = survey.pages[item].as_py()
+                    self.problems.append(too_large(page, need, manner.buffer_bytes))
 
     def remarks(self) -> list[str]:
         """Say what stays behind, and why."""

@@ -34,7 +34,7 @@ _JOBS = 3  # one reads while others write, or wait for the disk
 _PARCEL_BYTES = 64 << 20
 _LEAST_OBJECTS = 256
 _LAST_BYTES = 256 << 10  # of a parcel, while the last room is filled
-_MOST_PROBLEMS = 1000  # to remember
+MOST_PROBLEMS = 1000  # to remember
 # Before each pass over what came to the destination meanwhile, for its writer to finish. What a
 # killed one had begun Mooncake gives up after 30 s.
 _WAIT_SECONDS = (0.5, 1.5, 4.0, 10.0, 20.0)
@@ -89,7 +89,7 @@ class Tally:
 
     def note(self, problem: Problem) -> None:
         """Remember a problem, unless there are too many."""
-        if len(self.problems) < _MOST_PROBLEMS:
+        if len(self.problems) < MOST_PROBLEMS:
             self.problems.append(problem)
 
 

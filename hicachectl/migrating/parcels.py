@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT, place
-from hicachectl.formats.errors import UsageError
 from hicachectl.kernels.relayout import relayout
 from hicachectl.migrating.decisions import READS_BACK, Action
+from hicachectl.migrating.delivery import Problem
 from hicachectl.migrating.survey import ABSENT, keys_of
 from hicachectl.pipeline import Task
 
@@ -152,17 +152,39 @@ def parcels(
         start, limit = end, min(2 * limit, most_bytes)
 
 
-def refuse_too_large(
-    survey: Survey, items: IntArray, action: Action, *, reads_back: bool, buffer_bytes: int
-) -> None:
-    """Raise UsageError for a group that does not fit into the buffer, naming its page."""
-    nbytes, _ = _demand(survey, items, back=reads_back or action in READS_BACK)
-    if len(items) and int(nbytes.max()) > buffer_bytes:
-        page = survey.pages[int(items[nbytes.argmax()])].as_py()
-        raise UsageError(
-            f"page {page} of {survey.route.name} needs {nbytes.max()} bytes in memory at once, the "
-            f"buffer has {buffer_bytes}; give a larger --buffer-bytes"
-        )
+def bytes_in_memory(
+    survey: Survey, items: IntArray, action: Action, *, reads_back: bool
+) -> IntArray:
+    """Return the bytes that each group needs in memory at once: [items]."""
+    return _demand(survey, items, back=reads_back or action in READS_BACK)[0]
+
+
+def too_large(page: str, need: int, buffer_bytes: int) -> Problem:
+    """Say that a group is not copied because it does not fit into the buffer."""
+    return Problem(
+        page,
+        None,
+        f"needs {need} bytes in memory at once, --buffer-bytes has {buffer_bytes}; not copied",
+    )
+
+
+def leave_too_large(survey: Survey, *, reads_back: bool, buffer_bytes: int) -> list[Problem]:
+    """Drop the groups that do not fit into the buffer from what is due, and return them.
+
+    Groups that the destination has already are left as they are.
+    """
+    there = survey.needed & (survey.there != ABSENT)
+    lacking = (survey.needed & ~there).any(axis=1)
+    action = Action.COMPLETE if (there.any(axis=1) & lacking).any() else Action.COPY
+    everything = np.arange(len(survey.groups))
+    nbytes = bytes_in_memory(survey, everything, action, reads_back=reads_back)
+    large = np.flatnonzero((nbytes > buffer_bytes) & lacking)
+    survey.due[large] = False
+    pages = survey.pages.take(pa.array(large)).to_pylist()
+    return [
+        too_large(page, need, buffer_bytes)
+        for page, need in zip(pages, nbytes[large].tolist(), strict=True)
+    ]
 
 
 def _demand(survey: Survey, items: IntArray, *, back: bool) -> tuple[IntArray, IntArray]:

@@ -407,9 +407,12 @@ def test_a_writer_that_comes_between_is_compared_with(
 def test_a_buffer_that_is_too_small_for_a_page_names_it(
     invoke: Invoke, source: Path, target: Path
 ) -> None:
-    output = invoke("migrate", source, target, "--buffer-bytes", "8KiB", exit_code=2)
-    assert "--buffer-bytes" in output.stderr
-    assert "page " in output.stderr
+    document = migrated(invoke, source, target, "--buffer-bytes", "8KiB", exit_code=4)
+    assert (document["pages"], document["failed"]) == (0, PAGES)
+    assert {problem["page"] for problem in document["problems"]} == {
+        name[:64] for name in contents(source)
+    }
+    assert "--buffer-bytes has 8192; not copied" in document["stderr"]
 
 
 def test_a_lock_that_is_held_ends_the_run_at_once(
@@ -491,12 +494,17 @@ def test_a_dry_run_leaves_no_directories(invoke: Invoke, source: Path, tmp_path:
     assert not (tmp_path / "a").exists()
 
 
-def test_a_page_that_is_too_large_for_the_buffer_is_refused_before_anything_is_written(
+def test_pages_that_are_too_large_for_the_buffer_are_left_behind_and_named(
     invoke: Invoke, source: Path, target: Path
 ) -> None:
-    output = invoke("migrate", source, target, "--buffer-bytes", "64KiB", exit_code=2)
-    assert "--buffer-bytes" in output.stderr
-    assert not target.exists()
+    document = migrated(invoke, source, target, "--buffer-bytes", "64KiB", exit_code=4)
+    assert (document["pages"], document["failed"]) == (PAGES - 2, 2)
+    large = {problem["page"] for problem in document["problems"]}
+    assert len(large) == 2
+    assert {name[:64] for name in contents(target)} == {
+        name[:64] for name in contents(source)
+    } - large
+    assert migrated(invoke, source, target)["pages"] == 2
 
 
 def test_objects_of_foreign_names_are_left_behind_and_counted(

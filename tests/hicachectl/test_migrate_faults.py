@@ -89,8 +89,8 @@ def test_a_pack_on_a_full_disk_keeps_whole_pages_and_is_valid(
     invoke: Invoke, source: Path, tmp_path: Path
 ) -> None:
     size = sum(len(data) for data, _ in contents(source).values())
-    # An index is written in any case: a megabyte is kept for it.
-    with small_file_system(tmp_path / "small", (1 << 20) + size // 2) as small:
+    # An index is written in any case: an eighth of the file system is kept for it.
+    with small_file_system(tmp_path / "small", size // 2 // 4096 * 4096) as small:
         pack = f"pack://{small}/a.hcpack"
         document = migrated(invoke, source, pack, "--no-space-check", *SMALL, exit_code=4)
         assert document["stopped_by"] == "destination full"

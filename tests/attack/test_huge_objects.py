@@ -1,0 +1,120 @@
+"""An object that claims 1 TiB, as a sparse file does, is left out by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.hicachectl.migrations import PAGES, demo_store, profile_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HUGE = 1 << 40
+MOST_BYTES = 64 << 20
+
+
+def run(*arguments: object, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "hicachectl", *map(str, arguments)],
+        env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=False,
+        timeout=120,
+    )  # fmt: skip
+
+
+def written_bytes(folder: Path) -> int:
+    """Count the bytes that the files of a folder, or one file, take on the disk."""
+    files = [folder] if folder.is_file() else [p for p in folder.rglob("*") if p.is_file()]
+    return sum(file.stat().st_blocks * 512 for file in files)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> tuple[Path, str]:
+    """A store of which one page has an object of 1 TiB; and the page."""
+    store = demo_store(tmp_path / "store")
+    file = next(path for path in sorted(store.glob("*.bin")) if "mamba" not in path.name)
+    times = file.stat()
+    os.truncate(file, HUGE)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns - 3600 * 10**9))
+    return store, file.name[:64]
+
+
+@pytest.mark.parametrize("profile", [False, True], ids=["inferred", "profile"])
+@pytest.mark.parametrize("to", ["directory", "pack"])
+def test_a_migration_leaves_it_behind_and_copies_the_rest(
+    tmp_path: Path, store: tuple[Path, str], to: str, profile: bool
+) -> None:
+    target = tmp_path / "new" if to == "directory" else tmp_path / "new.hcpack"
+    options = ["--profile", profile_file(tmp_path / "p.toml")] if profile else []
+    url = target if to == "directory" else f"pack://{target}"
+    done = run(
+        "migrate", store[0], url, "--include-damaged", "--format", "json", *options, home=tmp_path
+    )
+    document: dict[str, Any] = json.loads(done.stdout)
+    assert document["pages"] == PAGES - 1, done.stderr
+    assert written_bytes(target) < MOST_BYTES
+    assert done.returncode == 4
+    assert (document["failed"], document["complete"]) == (1, True)
+    (problem,) = document["problems"]
+    assert problem["page"] == store[1]
+    assert "--buffer-bytes has 1073741824" in problem["detail"]
+    assert problem["page"] in done.stderr
+
+
+def test_a_prewarm_leaves_it_behind_and_copies_the_rest(
+    tmp_path: Path, store: tuple[Path, str]
+) -> None:
+    target, profile = tmp_path / "new", profile_file(tmp_path / "p.toml")
+    options = ("--from", store[0], "--all", "--profile", profile)
+    done = run("prewarm", target, *options, home=tmp_path)
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["copied_pages"], document["failed"]) == (4, PAGES - 1, 1)
+    assert store[1] in done.stderr
+    assert "--buffer-bytes has 1073741824" in done.stderr
+    assert written_bytes(target) < MOST_BYTES
+    again = json.loads(run("prewarm", target, *options, home=tmp_path).stdout)
+    assert (again["already_there"], again["copied_pages"]) == (PAGES - 1, 0)
+
+
+def test_a_budget_is_spent_on_the_rest(tmp_path: Path, store: tuple[Path, str]) -> None:
+    target, profile = tmp_path / "new", profile_file(tmp_path / "p.toml")
+    os.utime(store[0] / next(p.name for p in store[0].glob(f"{store[1]}*")))
+    done = run(
+        "prewarm", target, "--from", store[0], "--all", "--profile", profile, "--budget", "1GiB",
+        home=tmp_path,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["copied_pages"] == PAGES - 1, done.stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_it_is_listed_and_verified_without_reading_it(
+    tmp_path: Path, store: tuple[Path, str], command: str
+) -> None:
+    profile = profile_file(tmp_path / "p.toml")
+    options = ["--profile", profile, "--format", "json"]
+    done = run(command, store[0], *options, home=tmp_path)
+    assert done.stdout, done.stderr
+    document = json.loads(done.stdout)
+    if command == "verify":
+        assert done.returncode == 4
+        assert document["counts"] == {"oversized": 1}
+        assert document["findings"][0]["page"] == store[1]
+    else:
+        assert done.returncode == 0
+        assert sum(row["nbytes"] for row in document["pages"]) > HUGE
+
+
+def test_digests_of_the_others_are_recorded(tmp_path: Path, store: tuple[Path, str]) -> None:
+    catalog = ("--catalog", tmp_path / "c.parquet", "--update-catalog")
+    done = run("verify", store[0], *catalog, "--format", "json", home=tmp_path)
+    assert done.stdout, done.stderr
+    document = json.loads(done.stdout)
+    assert done.returncode == 4
+    assert [finding["page"] for finding in document["findings"]] == [store[1]]
+    assert document["objects_read"] == document["objects"] - 1
