@@ -148,7 +148,9 @@ def fit_hazards(
 def _tabulate(waits: Waits, cells: int, edges: Floats) -> tuple[Floats, Floats]:
     """Count next uses and time waited, [cells, ages]."""
     ages = len(edges)
-    ends = np.searchsorted(edges, waits.durations, side="right") - 1
+    # A wait as long as an edge ended in the span before it: in the next one it waited no time, and
+    # events without exposure have no finite rate (a regular trace has all its waits there).
+    ends = np.maximum(np.searchsorted(edges, waits.durations, side="left") - 1, 0)
     place = waits.cells * ages + ends
 
     def table(weights: Floats) -> Floats:

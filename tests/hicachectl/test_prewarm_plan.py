@@ -130,6 +130,28 @@ def test_rates_are_measured_as_events_over_exposure() -> None:
     assert chances == pytest.approx(expected, abs=0.03)
 
 
+@pytest.mark.parametrize("censored", [30.0, 60.0, 90.0])
+def test_equal_waits_have_finite_rates_and_no_warning(censored: float) -> None:
+    random = np.random.default_rng(3)
+    used = random.random(2000) < 0.9
+    waits = Waits(
+        cells=random.integers(0, 6, 2000),
+        durations=np.where(used, 60.0, censored),
+        used=used,
+        weights=np.ones(2000),
+    )
+    codes = np.array([[cell % 3, cell % 2] for cell in range(6)])
+    factors = [Factor("one", 3, 2), Factor("two", 2)]
+    edges = age_edges(waits.durations[used])
+    with np.errstate(all="raise"):
+        hazards = fit_hazards(waits, codes, factors, edges, longest=3600.0, prior=3.0)
+        chances = hazards.chances(codes, np.zeros(6), [30.0, 3600.0])
+    expected = used.sum() / np.minimum(waits.durations, 60.0).sum()
+    assert hazards.base[0] == pytest.approx(expected, rel=0.05)
+    assert ((chances >= 0) & (chances <= 1)).all()
+    assert (chances[1] > chances[0]).all()
+
+
 def test_the_rate_of_blocks_that_were_left_behind_counts_their_time_since_then() -> None:
     """A conversation goes on without a block, which is used as often after that as before."""
     random = np.random.default_rng(4)
