@@ -15,7 +15,6 @@ from hicachectl.formats.errors import (
     FormatError,
     StoreUnavailable,
     UnsupportedByBackend,
-    UntrustedError,
 )
 from hicachectl.formats.profile import Profile, profile_from_mapping, profile_to_mapping
 
@@ -93,13 +92,14 @@ def check_stamp(
 ) -> pa.Table:
     """Find where the profile, or the weights version, is not the one a store was stamped with.
 
-    remark is told of a stamp that is not read, since it is a link or its owner is not trusted.
+    remark is told of a stamp that is not read, since it is a link, its owner is not trusted, or
+    the user may not read it.
     """
     if profile is None or profile.inferred:
         return SCHEMA.empty_table()
     try:
         stamp = read_stamp(store, profile.key_model)
-    except UntrustedError as error:
+    except StoreUnavailable as error:
         remark(f"the stamp is not compared: {error}")
         stamp = None
     differences = [] if stamp is None else _differences(stamp, Stamp(profile, weights_version))

@@ -298,6 +298,15 @@ def test_readers_leave_a_stamp_alone_that_is_no_file(
     assert state(store.parent) == before
 
 
+@as_root
+def test_a_stamp_that_the_user_may_not_read_is_said(shared: Path) -> None:
+    (shared / ".hicachectl").mkdir(mode=0o700)
+    done = as_user(STRANGER, STRANGER, *stamp_arguments(shared))
+    assert done.returncode == 0, done.stderr
+    assert "the stamp is not compared" in done.stderr
+    assert "ermission denied" in done.stderr
+
+
 # who is trusted
 
 
