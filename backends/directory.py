@@ -284,7 +284,9 @@ class Directory:
         Where the group cannot be this directory's, the group gets no more than everyone.
         """
         facts = os.fstat(descriptor)
-        owner = self._facts.st_uid if os.geteuid() == _ROOT else -1
+        owner = -1
+        if os.geteuid() == _ROOT and self.trust.permissions.may_own(self._facts.st_uid):
+            owner = self._facts.st_uid
         group = self._facts.st_gid
         if facts.st_gid != group or owner not in (-1, facts.st_uid):
             with suppress(OSError):

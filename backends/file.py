@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -53,7 +53,7 @@ from hicachectl.backends.file_system import (
     sync_directory,
     sync_file_system,
 )
-from hicachectl.backends.permissions import Permissions, give_file, with_foreign_group
+from hicachectl.backends.permissions import NOBODY, Permissions, give_file
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import StoreUnavailable
 
@@ -74,6 +74,13 @@ _WORDS = {
     errno.ENAMETOOLONG: "the key is too long for a file name",
 }
 _VERSION_BYTES = VERSION.size
+
+
+class _New(NamedTuple):
+    """What new files are made: mode less the umask, and user and group where they are given."""
+
+    mode: int
+    owner: tuple[int, int] | None
 
 
 class FileStore(Store):
@@ -116,15 +123,17 @@ class FileStore(Store):
         self._use_owner(facts)
 
     def _use_owner(self, facts: os.stat_result) -> None:
-        """Decide whose new files are: with root's rights, those of the directory's owner."""
-        self._give_to: tuple[int, int] | None = None
-        self._group = os.getegid()
-        if facts.st_mode & stat.S_ISGID:
-            self._group = facts.st_gid
-        if not os.geteuid() and facts.st_uid:
-            self._give_to = facts.st_uid, facts.st_gid
-            self._group = facts.st_gid
-        self._mode = 0o666
+        """Decide whose new files are: with root's rights the owner's of the directory."""
+        self._owner = None if os.geteuid() or not facts.st_uid else (facts.st_uid, facts.st_gid)
+        self._own_group = facts.st_gid if facts.st_mode & stat.S_ISGID else os.getegid()
+        self._new = _New(0o666, self._owner)
+
+    def _for_new(self, permissions: Permissions) -> _New:
+        """Say what a new file is to be, made of sources of some permissions."""
+        owner = self._owner
+        if owner is not None and permissions.may_own(owner[0]):
+            return _New(0o666 & permissions.for_group(owner[1]), owner)
+        return _New(0o666 & permissions.for_group(self._own_group), None)
 
     @classmethod
     def within(cls, directory: Directory) -> Self:
@@ -159,7 +168,7 @@ class FileStore(Store):
         """Narrow the modes of new files; listing: and of directories that this store has made."""
         with self._noting:
             limit = self._limit = self._limit.both(permissions)
-            self._mode = 0o666 & limit.for_group(self._group)
+            self._new = self._for_new(limit)
         for directory in self._made if listing else ():
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             try:
@@ -173,10 +182,13 @@ class FileStore(Store):
             except OSError as error:
                 raise self._unavailable(error) from error
 
-    def _note_readable(self, modes: int, group: int | None) -> None:
-        """Note the modes of files that were read, those of all together, and their group."""
+    def _note_readable(self, modes: int, groups: set[int], owners: set[int]) -> None:
+        """Note what all files of a call have in common: their modes, group and owner."""
+        group = groups.pop() if len(groups) == 1 else None
+        owner = owners.pop() if len(owners) == 1 else NOBODY
+        seen = Permissions(modes & 0o777 | 0o700, group, None if modes & 0o004 else owner)
         with self._noting:
-            self._seen = self._seen.both(Permissions(modes & 0o777 | 0o700, group))
+            self._seen = self._seen.both(seen)
 
     def side_directory(self) -> Path:
         """Name the sub-directory that SGLang ignores and its `clear()` leaves."""
@@ -223,7 +235,7 @@ class FileStore(Store):
         versions = bytearray(len(rows) * VERSION.size)
         errors: dict[int, str] = {}
         sizes = [-1] * len(rows)
-        modes, groups = 0o777, set[int]()
+        modes, groups, owners = 0o777, set[int](), set[int]()
         # This loop is most of what reading small objects costs: names are looked up once, and
         # the checks of a healthy key made for all keys together.
         pack, read, here = VERSION.pack_into, self._read, self._directory
@@ -241,6 +253,7 @@ class FileStore(Store):
             sizes[index] = size
             modes &= facts.st_mode
             groups.add(facts.st_gid)
+            owners.add(facts.st_uid)
             pack(
                 versions,
                 index * _VERSION_BYTES,
@@ -250,7 +263,7 @@ class FileStore(Store):
                 facts.st_size,
             )
         if groups:
-            self._note_readable(modes, groups.pop() if len(groups) == 1 else None)
+            self._note_readable(modes, groups, owners)
         nbytes[:] = sizes
         known = nbytes >= 0
         statuses[known & (nbytes < capacities)] = Status.SHORT
@@ -312,7 +325,7 @@ class FileStore(Store):
             return super().copy_from(
                 source, origins, rows, sizes, if_absent=if_absent, pin=pin, preserve=preserve
             )
-        within = Permissions.within(os.fstat(source._directory)).for_group(self._group)
+        within = Permissions.within(os.fstat(source._directory))
         files, nbytes, times = keys_of(origins), sizes.tolist(), mtimes_of(rows)
 
         def stage(index: int, errors: dict[int, str]) -> bytes | Status:
@@ -521,10 +534,10 @@ class FileStore(Store):
         return stat.S_ISREG(facts.st_mode)
 
     def _write_temporary(
-        self, fill: Callable[[int], None], mtime_ns: int | None, mode: int | None = None
+        self, fill: Callable[[int], None], mtime_ns: int | None, new: _New | None = None
     ) -> bytes:
         """Create a file under a name that SGLang ignores, not yet synced."""
-        mode = self._mode if mode is None else mode
+        mode, owner = new or self._new
         name = b"%s-%s%08x.tmp" % (OWN_PREFIX, self._token, next(self._numbers) & 0xFFFFFFFF)
         try:
             descriptor = os.open(name, _WRITE_FLAGS, mode, dir_fd=self._directory)
@@ -535,8 +548,8 @@ class FileStore(Store):
                 ) from error
             raise
         try:
-            if self._give_to is not None:
-                give_file(descriptor, *self._give_to)
+            if owner is not None:
+                give_file(descriptor, *owner)
             fill(descriptor)
             if mtime_ns is not None:
                 os.utime(descriptor, ns=(mtime_ns, mtime_ns))
@@ -549,7 +562,7 @@ class FileStore(Store):
         return name
 
     def _copy_temporary(
-        self, origin: int, size: int, mtime_ns: int | None, within: int, *, preserve: bool
+        self, origin: int, size: int, mtime_ns: int | None, within: Permissions, *, preserve: bool
     ) -> bytes | Status:
         """Create a copy of an open file, if that has its size and keeps its bytes meanwhile.
 
@@ -560,9 +573,10 @@ class FileStore(Store):
             raise OSError(errno.ENXIO, "")
         if before.st_size != size:
             return Status.SHORT if before.st_size < size else Status.OVERSIZED
-        mode = 0o600 if preserve else before.st_mode & within & 0o666 | 0o600
-        if before.st_gid != self._group:
-            mode = with_foreign_group(mode)
+        new = _New(0o600, None)
+        if not preserve:
+            mode, owner = self._for_new(within.both(Permissions.of_file(before)))
+            new = _New(mode & before.st_mode | 0o600, owner)
 
         def fill(copy: int) -> None:
             if preserve:
@@ -570,7 +584,7 @@ class FileStore(Store):
             copy_bytes(origin, size, copy)
 
         try:
-            name = self._write_temporary(fill, mtime_ns, mode)
+            name = self._write_temporary(fill, mtime_ns, new)
         except EOFError:
             return Status.SHORT
         after = os.fstat(origin)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+NOBODY = -1
 _LIST = 0o5  # what a user needs of a directory to find and to open its files
 
 
@@ -15,17 +16,20 @@ _LIST = 0o5  # what a user needs of a directory to find and to open its files
 class Permissions:
     """Permission bits, and the group that those of the group are for.
 
-    group None: no group in particular. The bits of the owner are not restricted.
+    group None: no group in particular. owner: who may read beside them, None where everyone may,
+    NOBODY where the sources have several owners. The bits of the owner are not restricted.
     """
 
     bits: int = 0o777
     group: int | None = None
+    owner: int | None = None
 
     @classmethod
     def of_file(cls, facts: os.stat_result) -> Permissions:
         """Who may read a file, by what the system says of it."""
         bits = facts.st_mode & 0o777 | 0o700
-        return cls(bits | (bits & 0o444) >> 2, facts.st_gid)  # as a directory would have them
+        bits |= (bits & 0o444) >> 2  # as a directory would have them
+        return cls(bits, facts.st_gid, None if bits & 0o004 else facts.st_uid)
 
     @classmethod
     def within(cls, directory: os.stat_result) -> Permissions:
@@ -34,7 +38,11 @@ class Permissions:
         for shift in (3, 0):
             if directory.st_mode >> shift & _LIST == _LIST:
                 bits |= 0o7 << shift
-        return cls(bits, directory.st_gid)
+        return cls(bits, directory.st_gid, None if bits & 0o004 else directory.st_uid)
+
+    def may_own(self, user: int) -> bool:
+        """Say whether a file of these permissions can be given to a user."""
+        return self.owner in (None, user)
 
     def for_group(self, group: int) -> int:
         """Return the bits for a file of a group; another group gets no more than everyone."""
@@ -42,14 +50,17 @@ class Permissions:
 
     def both(self, other: Permissions) -> Permissions:
         """Who has both permissions."""
+        owner = self.owner if other.owner in (None, self.owner) else other.owner
+        if None not in (self.owner, other.owner) and self.owner != other.owner:
+            owner = NOBODY
         if self.group == other.group:
-            return Permissions(self.bits & other.bits, self.group)
+            return Permissions(self.bits & other.bits, self.group, owner)
         mine, theirs = with_foreign_group(self.bits), with_foreign_group(other.bits)
         if mine == self.bits:  # the group has nothing of its own
-            return Permissions(mine & other.bits, other.group)
+            return Permissions(mine & other.bits, other.group, owner)
         if theirs == other.bits:
-            return Permissions(self.bits & theirs, self.group)
-        return Permissions(mine & theirs)
+            return Permissions(self.bits & theirs, self.group, owner)
+        return Permissions(mine & theirs, None, owner)
 
 
 def with_foreign_group(mode: int) -> int:

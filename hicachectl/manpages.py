@@ -129,8 +129,8 @@ _TRUST = (
     "objects read so far. A pack is its owner's alone until it is whole. Directories, stamps, "
     "catalogs and quarantine records are as readable as the directory of the store. Where the "
     "group of a new file is another one, it gets no more than everyone. Root's new objects belong "
-    "to the owner of their directory. restore gives back owner and permissions. Data files of 3FS "
-    "that are there already keep their permissions.",
+    "to the owner of their directory, if that user may read the sources. restore gives back owner "
+    "and permissions. Data files of 3FS that are there already keep theirs.",
 )
 _LOCKS = (
     "The lock of --lock FILE is that of flock(2), as flock(1) takes it. On NFS it is held on all "

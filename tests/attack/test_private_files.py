@@ -7,8 +7,12 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
+from hicachectl.backends.arena import Arena, place
+from hicachectl.backends.file import FileStore
 from tests.hicachectl import stores
 from tests.hicachectl.repairs import content, default_quarantine, dsa_store, indexer, kv, shorten
 from tests.hicachectl.test_repair import other_file_system
@@ -56,6 +60,35 @@ def migrated(invoke: Invoke, source: object, destination: object, *options: obje
         invoke("migrate", source, destination, *options, "--format", "json").stdout
     )
     assert document["pages"] == 4
+
+
+def made_in_memory(store: Path, destination: Path) -> None:
+    """Write an object that is made of several, as a migration to another TP size does."""
+    names = [path.name.encode() for path in objects(store)]
+    sizes = np.array([path.stat().st_size for path in objects(store)])
+    with Arena(1 << 20) as arena, FileStore(store) as source, FileStore(destination) as target:
+        source.attach(arena)
+        target.attach(arena)
+        offsets = place(sizes)[0]
+        assert source.read_into(pa.table({"key": pa.array(names)}), offsets, sizes).all_ok
+        target.keep_private(source.readable_by())
+        made = pa.table({"key": pa.array([b"made"])})
+        assert target.write_from(made, offsets[:1], sizes[:1], if_absent=True).all_ok
+
+
+@pytest.mark.parametrize(
+    ("modes", "made"),
+    [((0o644, 0o644), 0o644), ((0o644, 0o600), 0o600), ((0o640, 0o604), 0o600)],
+)
+def test_an_object_made_of_several_is_as_private_as_each(
+    store: Path, tmp_path: Path, modes: tuple[int, int], made: int
+) -> None:
+    store.chmod(0o755)
+    for path in objects(store):
+        path.chmod(modes[path.name == kv(1)])
+    (tmp_path / "there").mkdir(mode=0o755)
+    made_in_memory(store, tmp_path / "there")
+    assert mode(tmp_path / "there" / "made") == made
 
 
 TO_MODEL = ("--to-model", "y/dsa")  # still copied; read and written where pages are compared
@@ -158,12 +191,12 @@ def test_a_quarantine_by_rename_is_as_private_as_the_store(
     invoke: Invoke, store: Path, tmp_path: Path
 ) -> None:
     shorten(store / indexer(1))
-    for place in ((), ("--quarantine", tmp_path / "q")):
-        invoke(*repair(store, *place))
-        base = tmp_path / "q" if place else store / ".hicachectl"
+    for named in ((), ("--quarantine", tmp_path / "q")):
+        invoke(*repair(store, *named))
+        base = tmp_path / "q" if named else store / ".hicachectl"
         for path in (base, *base.rglob("*")):
             assert mode(path) == (0o700 if path.is_dir() else 0o600), path
-        quarantine = tmp_path / "q" if place else default_quarantine(store)
+        quarantine = tmp_path / "q" if named else default_quarantine(store)
         invoke("restore", quarantine, store, "--yes")
 
 
@@ -203,19 +236,53 @@ def test_stamps_and_catalogs_of_a_private_store_are_private(
 
 @as_root
 def test_with_roots_rights_copies_stay_of_use_to_the_owner_of_the_store(
-    invoke: Invoke, store: Path, tmp_path: Path, other_file_system: Path
+    invoke: Invoke, store: Path, tmp_path: Path
 ) -> None:
     """Private copies of root's own would be misses for the server, and conflicts for its writes."""
     for path in (store, *store.iterdir()):
         os.chown(path, OTHER_USER, OTHER_USER)
     (tmp_path / "there").mkdir(mode=0o755)
-    os.chown(tmp_path / "there", OTHER_USER + 1, OTHER_USER + 1)
-    migrated(invoke, store, tmp_path / "there")
-    for path in objects(tmp_path / "there"):
-        assert (path.stat().st_uid, mode(path)) == (OTHER_USER + 1, 0o600)
+    for owner in (OTHER_USER, OTHER_USER + 1):
+        os.chown(tmp_path / "there", owner, owner)
+        migrated(invoke, store, tmp_path / "there")
+        made_in_memory(store, tmp_path / "there")
+        assert len(objects(tmp_path / "there")) == 9
+        for path in objects(tmp_path / "there"):
+            # Another user could not read the store: what is made of it stays root's.
+            of = OTHER_USER if owner == OTHER_USER else 0
+            assert (path.stat().st_uid, mode(path)) == (of, 0o600)
+            path.unlink()
+
+
+@as_root
+def test_root_gives_back_owner_and_mode_from_another_file_system(
+    invoke: Invoke, store: Path, other_file_system: Path
+) -> None:
+    for path in (store, *store.iterdir()):
+        os.chown(path, OTHER_USER, OTHER_USER)
     shorten(store / indexer(1))
     invoke(*repair(store, "--quarantine", other_file_system / "q"))
     invoke("restore", other_file_system / "q", store, "--yes")
     for path in objects(store):
         facts = path.stat()
         assert (facts.st_uid, facts.st_gid, mode(path)) == (OTHER_USER, OTHER_USER, 0o600)
+
+
+@as_root
+def test_root_gives_no_file_of_its_own_to_the_owner_of_a_store(
+    invoke: Invoke, store: Path, tmp_path: Path
+) -> None:
+    """A hard link to a file of root's among the objects is not the way to read that file."""
+    for path in (store, *store.iterdir()):
+        os.chown(path, OTHER_USER, OTHER_USER)
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes((store / kv(1)).stat().st_size))
+    secret.chmod(0o600)
+    (store / kv(1)).unlink()
+    (store / kv(1)).hardlink_to(secret)
+    (tmp_path / "there").mkdir(mode=0o755)
+    os.chown(tmp_path / "there", OTHER_USER, OTHER_USER)
+    migrated(invoke, store, tmp_path / "there")
+    copy = (tmp_path / "there" / kv(1)).stat()
+    assert (copy.st_uid, stat.S_IMODE(copy.st_mode)) == (0, 0o600)
+    assert (tmp_path / "there" / kv(0)).stat().st_uid == OTHER_USER
