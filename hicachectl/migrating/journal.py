@@ -104,7 +104,8 @@ def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
                 form = entry.get("migration")
                 progress.owner = _owner(entry, identity, path)
             digest = entry.pop("digest", None)
-            if form != _UNDIGESTED and digest != _digest(entry, progress.owner, start):
+            undigested = form == _UNDIGESTED and digest is None
+            if not undigested and digest != _digest(entry, progress.owner, start):
                 raise FormatError(
                     f"{path}: line {number} was altered; move the file away, and what it said is "
                     "found out again"

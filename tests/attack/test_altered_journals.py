@@ -161,6 +161,13 @@ def call_copied_removed(chance: random.Random, lines: Lines, other: Lines) -> by
     return b"".join(lines).replace(b'"verified"', b'"removed"')
 
 
+def call_it_older(chance: random.Random, lines: Lines, other: Lines) -> bytes:
+    """A journal of an earlier release has no digests; this one has, and they are wrong."""
+    text = b"".join(lines)
+    assert b'"migration": 2' in text
+    return text.replace(b'"migration": 2', b'"migration": 1')
+
+
 def fill_with_noise(chance: random.Random, lines: Lines, other: Lines) -> bytes:
     return lines[0] + chance.randbytes(1000) + b"\n" + lines[-1]
 
@@ -190,13 +197,14 @@ ALTERATIONS = (
     take_lines_of_another,
     take_another,
     call_copied_removed,
+    call_it_older,
     fill_with_noise,
     nest_deeply,
     name_odd_pages,
 )
 # Others may leave a journal that says less, or the same, and is true.
-REFUSED = (swap_lines, take_lines_of_another, take_another, call_copied_removed, fill_with_noise,
-           nest_deeply, name_odd_pages)  # fmt: skip
+REFUSED = (swap_lines, take_lines_of_another, take_another, call_copied_removed, call_it_older,
+           fill_with_noise, nest_deeply, name_odd_pages)  # fmt: skip
 
 
 @pytest.mark.parametrize("alter", ALTERATIONS, ids=lambda function: function.__name__)
