@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from hicachectl.formats.documents import parse_json
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.labels import group_label
@@ -14,6 +15,7 @@ from hicachectl.formats.keys.labels import group_label
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+_MAX_VALUES = 16_000_000  # JSON values of one record; a thousand objects have some 10,000
 FORM = 1
 # What numbers of a record can be: none that an Arrow column or the system refuses.
 _INT64_MAX = 2**63 - 1
@@ -148,11 +150,18 @@ def dump_record(record: Record) -> bytes:
     return f'{json.dumps(head)[:-1]}, "groups": [\n{body}\n]}}\n'.encode()
 
 
+class _NotJsonError(FormatError):
+    """Text of a record that is not JSON, or beyond the bounds of one."""
+
+
 def parse_record(text: bytes, *, source: str) -> Record:
     """Read a record. Raises FormatError."""
     try:
-        return _parse_document(json.loads(text))
+        return _parse_document(
+            parse_json(text, source, refusal=_NotJsonError, max_values=_MAX_VALUES)
+        )
     except (
+        _NotJsonError,
         KeyError,
         TypeError,
         ValueError,

@@ -198,3 +198,16 @@ def _given(option: str, path: Path, tmp_path: Path, pass_fds: tuple[int, ...] = 
     variables = {"SGLANG_HICACHE_MOONCAKE_CONFIG_PATH": str(path)}
     arguments = [places.get(str(word), word) for word in OPTIONS[option](path)]
     return attacked(*arguments, variables=variables, pass_fds=pass_fds)
+
+
+@pytest.mark.parametrize("content", ["[" + "[]," * 40_000_000, '{"a":' * 1_000_000])
+def test_a_record_of_a_quarantine_may_be_hostile(content: str, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    run = store / ".hicachectl" / "quarantine" / "20260101T000000Z-abcdef"
+    run.mkdir(parents=True)
+    put_pages(store, range(2), "_m_0_1")
+    path = run / "000000.json"
+    path.write_text(content)
+    found = attacked("restore", run.parent, store, "--dry-run")
+    assert found.status in (2, 3)
+    assert str(path) in found.stderr
