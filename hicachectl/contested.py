@@ -11,8 +11,10 @@ one whose fellows were lost, unless there are very many of them.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import nlargest
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -30,7 +32,7 @@ from hicachectl.formats.keys.resolve import (
 from hicachectl.page_order import page_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from hicachectl.deployments import AffixTable, Member
     from hicachectl.formats.objects import Coordinate
@@ -89,9 +91,12 @@ def decide_objects(
     contests: dict[object, list[_Contest]] = defaultdict(list)
     for contest in readings.contests(sizes):
         contests[rank_set(contest.wide)].append(contest)
+    if not contests:
+        return table, affix_ids
     decided = _Decided(table, affix_ids)
+    listing = _Listing(inventory, readings, affix_ids, nbytes, contests)
     for among in contests.values():
-        pages = _Pages(inventory, readings, affix_ids, nbytes, sizes, among)
+        pages = _Pages(listing, readings, sizes, among)
         for contest in among:
             pages.decide(contest, decided)
     return decided.table(), decided.affix_ids
@@ -117,6 +122,24 @@ def _count_sizes(affix_ids: Ids, nbytes: IntArray) -> SizeCounts:
     return sizes
 
 
+@dataclass(slots=True)
+class _Alike:
+    """Affixes whose objects have the same size.
+
+    objects: how many have each size. having: how many of the affixes do.
+    """
+
+    affixes: list[int] = field(default_factory=list)
+    objects: Counter[int] = field(default_factory=Counter)
+    having: Counter[int] = field(default_factory=Counter)
+
+    def add(self, affix: int, sizes: Mapping[int, int]) -> None:
+        """Add an affix, given how many of its objects have each size."""
+        self.affixes.append(affix)
+        self.objects.update(sizes)
+        self.having.update(sizes.keys())
+
+
 class _Readings:
     """What the affixes of a table can stand for, whatever a profile takes them as."""
 
@@ -125,6 +148,9 @@ class _Readings:
         self.anchors: list[list[Coordinate]] = []  # by affix id, those that explain most first
         self.fellows: dict[object, list[int]] = defaultdict(list)  # affix ids by rank set
         self._sidecars: dict[object, dict[int, Coordinate]] = defaultdict(dict)
+        self._sizes: SizeCounts = {}
+        self._alike: dict[object, _Alike] = defaultdict(_Alike)
+        self._largest: dict[object, list[tuple[int, int]]] = {}
         for number, (affix, resolved) in enumerate(zip(table.affixes, table.resolved, strict=True)):
             found = resolved.readings
             if len(found) == 1:  # a profile may have named this one of several
@@ -145,6 +171,14 @@ class _Readings:
         ours, theirs = (self._sidecars.get((r.model, r.tag, r.shard), {}) for r in (wide, narrow))
         return {number: (ours[number], theirs[number]) for number in ours.keys() & theirs.keys()}
 
+    def concerned(self, contests: list[_Contest]) -> list[int]:
+        """List the affixes of the anchors of a rank set, and of the sidecars beside them."""
+        found = set(self.fellows[rank_set(contests[0].wide)])
+        for contest in contests:
+            for narrow in contest.narrow:
+                found |= self.sidecars(contest.wide, narrow).keys()
+        return sorted(found)
+
     def _wide(self, readings: list[Coordinate]) -> Coordinate | None:
         """Return the reading that explains most, of those that have fellow ranks in the store."""
         shared = (r for r in readings if rank_count(r) > 1)
@@ -157,6 +191,7 @@ class _Readings:
 
     def contests(self, sizes: SizeCounts) -> Iterator[_Contest]:
         """Find the affixes of anchors that may be two models'."""
+        self._sizes = sizes
         for number, readings in enumerate(self.anchors):
             taken, wide = self.table.resolved[number].coordinate, self._wide(readings)
             if wide is None or taken not in readings or len(readings) < 2:
@@ -170,25 +205,33 @@ class _Readings:
 
     def _looks_shared(self, affix: int, wide: Coordinate, sizes: SizeCounts) -> bool:
         """Tell from counts alone whether another model may write an affix's objects too."""
-        own, member = sizes.get(affix, {}), self.member(affix)
-        fellows = [f for f in self.fellows[rank_set(wide)] if f != affix]
-        like = [sizes.get(f, {}).keys() for f in fellows if self.is_like(wide, f)]
-        expected = set[int]().union(*like) or own.keys()
+        own, member, alike = sizes.get(affix, {}), self.member(affix), self.alike(wide)
         if member is not None and member.nbytes is not None:
-            expected = {member.nbytes}
-        if len(own) > 1 or own.keys() - expected:
+            fits = own.keys() <= {member.nbytes}
+        else:  # a size that no other TP rank has
+            fits = len(alike.affixes) < 2 or all(alike.having[size] > 1 for size in own)
+        if len(own) > 1 or not fits:
             return True
-        count = sum(own.values())
-        most = max((sum(sizes.get(fellow, {}).values()) for fellow in fellows), default=0)
+        count, most = sum(own.values()), self._most(wide, affix)
         return count - most >= max(_MANY_LONE, _SHARE * count)
 
-    def is_like(self, wide: Coordinate, fellow: int) -> bool:
-        """Tell whether a fellow rank's objects have the same size: that of another TP rank."""
-        own = wide.shard.pp_rank, wide.shard.cp_rank
-        return any(
-            rank_set(r) == rank_set(wide) and (r.shard.pp_rank, r.shard.cp_rank) == own
-            for r in self.anchors[fellow]
-        )
+    def _most(self, wide: Coordinate, affix: int) -> int:
+        """Return how many objects the fellow rank has that has the most."""
+        key = rank_set(wide)
+        if key not in self._largest:
+            totals = ((sum(self._sizes.get(f, {}).values()), f) for f in self.fellows[key])
+            self._largest[key] = nlargest(2, totals)
+        return next((count for count, fellow in self._largest[key] if fellow != affix), 0)
+
+    def alike(self, wide: Coordinate) -> _Alike:
+        """Return the affixes of the other TP ranks, whose objects have the same size."""
+        key = rank_set(wide), wide.shard.pp_rank, wide.shard.cp_rank
+        if not self._alike:
+            for affix, readings in enumerate(self.anchors):
+                for reading in readings:
+                    place = rank_set(reading), reading.shard.pp_rank, reading.shard.cp_rank
+                    self._alike[place].add(affix, self._sizes.get(affix, {}))
+        return self._alike[key]
 
     def member(self, affix: int) -> Member | None:
         """Return the member that the table takes an affix as."""
@@ -230,8 +273,8 @@ class _Decided:
         return make_table(affixes, resolved, old.codec, old.profile)
 
 
-class _Pages:
-    """The objects of one wide rank set and of the sidecars beside them, by page."""
+class _Listing:
+    """The objects of all contested rank sets and of the sidecars beside them, by affix."""
 
     def __init__(
         self,
@@ -239,25 +282,46 @@ class _Pages:
         readings: _Readings,
         affix_ids: Ids,
         nbytes: IntArray,
+        contests: Mapping[object, list[_Contest]],
+    ) -> None:
+        chosen = np.zeros(len(readings.anchors) + 1, dtype=np.bool_)
+        for among in contests.values():
+            chosen[readings.concerned(among)] = True
+        of_objects = chosen[affix_ids]
+        pages, _ = page_ranks(inventory, of_objects)
+        rows = np.flatnonzero(of_objects)
+        order = np.argsort(affix_ids[rows], kind="stable")
+        self.rows, self.pages = rows[order], pages[order]
+        self.sizes = nbytes[self.rows]
+        affixes = np.arange(len(readings.anchors) + 1)
+        self._starts = np.searchsorted(affix_ids[self.rows], affixes)
+
+    def places(self, affix: int) -> IntArray:
+        """Say where the objects of an affix are."""
+        return np.arange(self._starts[affix], self._starts[affix + 1])
+
+
+class _Pages:
+    """The objects of one contested rank set and of the sidecars beside them, by page."""
+
+    def __init__(
+        self,
+        listing: _Listing,
+        readings: _Readings,
         sizes: SizeCounts,
         contests: list[_Contest],
     ) -> None:
         self._readings = readings
         self._counts = sizes
         self._anchors = readings.fellows[rank_set(contests[0].wide)]
-        chosen = np.zeros(len(readings.anchors) + 1, dtype=np.bool_)
-        chosen[self._anchors] = True
-        for contest in contests:
-            for narrow in contest.narrow:
-                chosen[list(readings.sidecars(contest.wide, narrow))] = True
-        of_objects = chosen[affix_ids]
-        pages, self._count = page_ranks(inventory, of_objects)
-        rows = np.flatnonzero(of_objects)
-        order = np.argsort(affix_ids[rows], kind="stable")
-        self._rows, self._pages = rows[order], pages[order]
-        self._sizes = nbytes[self._rows]
-        ids = affix_ids[self._rows]
-        self._starts = np.searchsorted(ids, np.arange(len(readings.anchors) + 1))
+        affixes = readings.concerned(contests)
+        pieces = [listing.places(affix) for affix in affixes]
+        ends = np.cumsum([0, *map(len, pieces)]).tolist()
+        self._spans = dict(zip(affixes, map(slice, ends, ends[1:]), strict=True))
+        places = np.concatenate(pieces)
+        self._rows, self._sizes = listing.rows[places], listing.sizes[places]
+        distinct, self._pages = np.unique(listing.pages[places], return_inverse=True)
+        self._count = len(distinct)
         self._wide = self._on_page(self._anchors)
 
     def decide(self, contest: _Contest, decided: _Decided) -> None:
@@ -302,15 +366,24 @@ class _Pages:
                 decided.set(affix, self._rows[places][choice == which], resolved)
 
     def _of_affix(self, affix: int) -> slice:
-        """Say where the objects of an affix are."""
-        return slice(int(self._starts[affix]), int(self._starts[affix + 1]))
+        """Say where the objects of an affix are; nowhere if it is of another rank set."""
+        return self._spans.get(affix, slice(0, 0))
 
     def _on_page(self, affixes: list[int]) -> IntArray:
         """Count the objects of some affixes on each page."""
-        counts = np.zeros(self._count, dtype=np.int64)
-        for affix in affixes:
-            counts += np.bincount(self._pages[self._of_affix(affix)], minlength=self._count)
+        pages = [self._pages[self._of_affix(affix)] for affix in affixes]
+        counts: IntArray = np.bincount(
+            np.concatenate([np.zeros(0, dtype=np.int64), *pages]), minlength=self._count
+        )
         return counts
+
+    @cached_property
+    def _lone(self) -> dict[int, int]:
+        """Count for each anchor's affix its objects on pages without any fellow rank."""
+        alone = self._wide[self._pages] == 1
+        return {
+            affix: int(np.count_nonzero(alone[self._of_affix(affix)])) for affix in self._anchors
+        }
 
     def _narrow(self, contest: _Contest) -> Coordinate:
         """Choose the narrow reading: one with ranks of its own if a page has just these."""
@@ -333,38 +406,39 @@ class _Pages:
         choice[has_fellows | (fits_wide & ~fits_narrow)] = _WIDE
         choice[fits_narrow & ~fits_wide] = _NARROW
         tie = ~has_fellows & fits_wide & (fits_narrow | (narrow_size is None))
-        is_many = has_fellows.any() and tie.sum() >= self._many(len(sizes), fellows)
-        if contest.taken == _NARROW:
-            choice[tie] = _NARROW
-        elif is_many and not self._is_profiled(contest):
+        choice[tie] = contest.taken
+        if (
+            contest.taken == _WIDE
+            and not self._is_profiled(contest)
+            and has_fellows.any()
+            and self._is_much(int(tie.sum()), len(sizes), fellows)
+        ):
             choice[tie] = _OPEN
-        else:
-            choice[tie] = _WIDE
         return choice
 
-    def _many(self, count: int, fellows: list[int]) -> float:
-        """Say how many lone objects of an affix mean that another model may have written them.
+    def _is_much(self, lone: int, count: int, fellows: list[int]) -> bool:
+        """Tell whether so many lone objects of an affix may be another model's.
 
         Evictions and failures of a rank make some: of its fellows they make about as many.
         """
-        lone = (self._wide[self._pages[self._of_affix(fellow)]] == 1 for fellow in fellows)
-        most = max((int(np.count_nonzero(one)) for one in lone), default=0)
-        return max(_MANY_LONE, _SHARE * count, _TIMES_FELLOWS * most)
+        if lone < max(_MANY_LONE, _SHARE * count):
+            return False
+        most = max((self._lone[fellow] for fellow in fellows), default=0)
+        return lone >= _TIMES_FELLOWS * most
 
     def _wide_sizes(self, contest: _Contest, fellows: list[int], own_sizes: IntArray) -> list[int]:
         """List the sizes that objects have under the wide reading.
 
         own_sizes: of the objects that have fellow ranks, which tell where no fellow is alike.
         """
-        counts: dict[int, int] = defaultdict(int)
-        alike = [fellow for fellow in fellows if self._readings.is_like(contest.wide, fellow)]
-        for fellow in alike:
-            for size, count in self._counts.get(fellow, {}).items():
-                counts[size] += count
-        if not alike:
+        alike = self._readings.alike(contest.wide)
+        counts = alike.objects.copy()
+        for affix in set(alike.affixes).difference(fellows):
+            counts.subtract(self._counts.get(affix, {}))
+        if not any(counts.values()):
             values, numbers = np.unique(own_sizes, return_counts=True)
-            counts.update(zip(values.tolist(), numbers.tolist(), strict=True))
-        total = sum(counts.values())
+            counts = Counter(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
+        total = counts.total()
         common = [size for size, n in counts.items() if n >= _MANY or 2 * n > total]
         member = self._readings.member(contest.affix)
         is_stated = contest.taken == _WIDE and self._is_profiled(contest)

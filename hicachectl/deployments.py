@@ -263,10 +263,14 @@ def _inferred_members(found: list[Coordinate], codec: KeyCodec) -> tuple[Member,
 
 def _with_fellow_ranks(found: list[Coordinate]) -> set[Coordinate]:
     """Add the TP ranks that a key itself implies: one that says rank 1 of 2 has a rank 0."""
-    return set(found) | {
-        replace(coordinate, shard=replace(coordinate.shard, tp_rank=rank))
+    any_rank = {
+        replace(coordinate, shard=replace(coordinate.shard, tp_rank=0))
         for coordinate in found
         if coordinate.shard.tp_rank is not None
+    }
+    return set(found) | {
+        replace(coordinate, shard=replace(coordinate.shard, tp_rank=rank))
+        for coordinate in any_rank
         for rank in range(coordinate.shard.tp_size or 0)
         # Under DCP a TP rank is of one DCP rank only (HiCacheStorageConfig.__post_init__).
         if rank % (coordinate.shard.dcp_size or 1) == (coordinate.shard.dcp_rank or 0)
