@@ -97,6 +97,12 @@ _MOONCAKE_PARAMETERS = (
 _ENVIRONMENT = (
     ("HICACHECTL_CONFIG", "The config file, where --config is not given."),
     ("HICACHECTL_API_KEY", "Bearer key for --server and --through-server."),
+    (
+        "XDG_STATE_HOME",
+        "Where migrate keeps its journals, in hicachectl/migrations; ~/.local/state when unset. "
+        "Where no home can be written to, they lie in hicachectl-UID below TMPDIR, a directory of "
+        "the user's alone.",
+    ),
     ("NO_COLOR", "When set and not empty, no colours are written."),
     ("SGLANG_HICACHE_HF3FS_CONFIG_PATH", "SGLang's JSON config of 3FS, for hf3fs: alone."),
     (

@@ -112,7 +112,7 @@ class _Run:
             "profile": None if self._target is None else repr(self._target),
             "move": request.manner.move,
         }
-        self._journal_path = journal_path(self._identity)
+        self._journal_path, self._place_remark = journal_path(self._identity)
         self._progress = read_journal(self._journal_path, self._identity)
         self._earlier = self._progress if request.resume else None
 
@@ -231,6 +231,8 @@ class _Run:
             "problems": [asdict(problem) for problem in problems],
         }
         remarks = agenda.remarks()
+        if self._place_remark:
+            remarks.append(self._place_remark)
         if self._progress is not None and earlier is None:
             remarks.append(
                 f"an earlier run of this migration did not end ({self._progress.pages} pages were "

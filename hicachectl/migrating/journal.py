@@ -17,6 +17,7 @@ import json
 import os
 import re
 import stat
+import tempfile
 import threading
 from collections import defaultdict
 from contextlib import suppress
@@ -71,14 +72,45 @@ class Progress:
         return self.copied[route] - self.removed[route]
 
 
-def journal_path(identity: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Path:
-    """Name the journal of a migration, in the user's state directory (XDG base directories)."""
+def journal_path(
+    identity: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> tuple[Path, str]:
+    """Name the journal of a migration, in the user's state directory (XDG base directories).
+
+    Return a remark too, "" as a rule: where no home can be written to, the journal lies in a
+    directory of the user's below TMPDIR. Raises UsageError where somebody else could write there.
+    """
     text = json.dumps(identity, sort_keys=True)
+    name = Path("migrations", hashlib.sha256(text.encode()).hexdigest()[:32] + ".jsonl")
     base = Path(environ.get("XDG_STATE_HOME") or "")
-    if not base.is_absolute():
-        base = Path(environ.get("HOME") or Path.home()) / ".local" / "state"
-    name = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return base / "hicachectl" / "migrations" / f"{name}.jsonl"
+    if base.is_absolute():
+        return base / "hicachectl" / name, ""
+    try:
+        home = Path(environ.get("HOME") or Path.home())
+    except RuntimeError:  # a user without a home
+        home = Path()
+    state = home / ".local" / "state" / "hicachectl"
+    if home.is_absolute() and _can_be_written_to(state):
+        return state / name, ""
+    own = Path(tempfile.gettempdir(), f"hicachectl-{os.geteuid()}")
+    try:
+        with suppress(FileExistsError):
+            own.mkdir(0o700)
+        found = own.lstat()
+    except OSError as error:
+        raise UsageError(f"{own}: {error.strerror}; set XDG_STATE_HOME") from error
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UsageError(f"{own}: not a directory of yours alone; set XDG_STATE_HOME")
+    remark = f"{state} cannot be written to: the journal is in {own}; XDG_STATE_HOME changes that"
+    return own / name, remark
+
+
+def _can_be_written_to(directory: Path) -> bool:
+    """Say whether a directory, or the nearest of its parents that exists, can be written to."""
+    while not os.path.lexists(directory):
+        directory = directory.parent
+    return os.access(directory, os.W_OK | os.X_OK) and directory.is_dir()
 
 
 def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
