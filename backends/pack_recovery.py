@@ -242,8 +242,7 @@ def _copy(descriptor: int, found: Walked, entries: pa.Table, output: str) -> Non
 
     assert found.metadata is not None  # or there would be nothing to copy
     partial = Path(output).with_name(f".{Path(output).name}.tmp")
-    partial.unlink(missing_ok=True)  # of a run that was killed
-    target = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    target = _created(partial)
     try:
         content = build_metadata(found.metadata)
         record = plain_record(Kind.METADATA, content)
@@ -269,6 +268,27 @@ def _copy(descriptor: int, found: Walked, entries: pa.Table, output: str) -> Non
         os.close(target)
         partial.unlink(missing_ok=True)
     sync_names(partial.parent)
+
+
+def _created(partial: Path) -> int:
+    """Create and lock the passing file of a new pack, in the place of one that a killed run left.
+
+    Raises StoreUnavailable while another process writes to it, OSError.
+    """
+    with suppress(FileNotFoundError):
+        abandoned = os.open(partial, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            lock_pack(abandoned, str(partial))
+            partial.unlink()
+        finally:
+            os.close(abandoned)
+    target = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        lock_pack(target, str(partial))
+    except BaseException:
+        os.close(target)
+        raise
+    return target
 
 
 def _publish(partial: Path, output: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -264,6 +265,22 @@ def test_a_new_pack_leaves_the_old_one_alone(whole: Path, tmp_path: Path, arena:
     assert said.unfinished
     with pytest.raises(UsageError, match=f"{saved}: there is such a file"):
         repair(str(whole), output=str(saved))
+
+
+def test_two_repairs_do_not_write_the_same_new_pack(
+    whole: Path, tmp_path: Path, arena: Arena
+) -> None:
+    saved, partial = tmp_path / "saved.hcpack", tmp_path / ".saved.hcpack.tmp"
+    partial.write_bytes(b"half of another pack")
+    with partial.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(StoreUnavailable, match=f"{partial}: another process is writing"):
+            repair(str(whole), output=str(saved))
+        assert partial.read_bytes() == b"half of another pack"
+        assert not saved.exists()
+    repair(str(whole), output=str(saved))  # once it was killed, say
+    assert contents(saved, arena) == MANY
+    assert not partial.exists()
 
 
 def test_a_new_pack_of_a_replaced_object_has_the_later_one(
