@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import click
 
 
+_NO_THREAD = "can't start new thread"  # as Python's threading says it
+
+
 class Terminated(BaseException):
     """SIGTERM, raised in the main thread so that `finally` blocks run."""
 
@@ -128,7 +131,7 @@ def _show(error: click.ClickException) -> None:
 
 
 def _unexpected(error: Exception) -> int:
-    """Return the status when help or a remark could not be written; else it is a bug: raise."""
+    """Return the status of what the system refused: output, or a thread; else raise: a bug."""
     import click
 
     from hicachectl.errors import BAD_INPUT
@@ -139,6 +142,9 @@ def _unexpected(error: Exception) -> int:
     echoing = place is not None and place.tb_frame.f_code is click.echo.__code__
     if isinstance(error, OSError) and echoing:
         _say(f"cannot write output: {error.strerror or error}")
+        return BAD_INPUT
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        _say("the system refuses another thread; raise its limit (ulimit -u), or lower --jobs")
         return BAD_INPUT
     _say("this is a bug, please report it with the lines below")
     raise error
