@@ -16,6 +16,7 @@ from hicachectl.backends.file import FileStore
 from tests.hicachectl import stores
 from tests.hicachectl.repairs import content, default_quarantine, dsa_store, indexer, kv, shorten
 from tests.hicachectl.test_repair import other_file_system
+from tests.skips import needs_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["other_file_system"]
 
 OTHER_USER = 64_321
-as_root = pytest.mark.skipif(os.getuid() != 0, reason="gives files to another user")
 
 
 def mode(path: Path) -> int:
@@ -234,7 +234,7 @@ def test_stamps_and_catalogs_of_a_private_store_are_private(
     assert mode(catalog) == 0o644
 
 
-@as_root
+@needs_root
 def test_with_roots_rights_copies_stay_of_use_to_the_owner_of_the_store(
     invoke: Invoke, store: Path, tmp_path: Path
 ) -> None:
@@ -254,7 +254,7 @@ def test_with_roots_rights_copies_stay_of_use_to_the_owner_of_the_store(
             path.unlink()
 
 
-@as_root
+@needs_root
 def test_root_gives_back_owner_and_mode_from_another_file_system(
     invoke: Invoke, store: Path, other_file_system: Path
 ) -> None:
@@ -268,7 +268,7 @@ def test_root_gives_back_owner_and_mode_from_another_file_system(
         assert (facts.st_uid, facts.st_gid, mode(path)) == (OTHER_USER, OTHER_USER, 0o600)
 
 
-@as_root
+@needs_root
 def test_root_gives_no_file_of_its_own_to_the_owner_of_a_store(
     invoke: Invoke, store: Path, tmp_path: Path
 ) -> None:

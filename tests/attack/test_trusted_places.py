@@ -31,6 +31,7 @@ from tests.hicachectl.repairs import (
     repaired,
     shorten,
 )
+from tests.skips import needs_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 RUN = "20260101T000000Z-abcdef"
 STRANGER = 64_321
-as_root = pytest.mark.skipif(os.getuid() != 0, reason="gives files to another user")
 
 State = dict[str, tuple[int, bytes | str]]
 
@@ -298,7 +298,7 @@ def test_readers_leave_a_stamp_alone_that_is_no_file(
     assert state(store.parent) == before
 
 
-@as_root
+@needs_root
 def test_a_stamp_that_the_user_may_not_read_is_said(shared: Path) -> None:
     (shared / ".hicachectl").mkdir(mode=0o700)
     done = as_user(STRANGER, STRANGER, *stamp_arguments(shared))
@@ -310,7 +310,7 @@ def test_a_stamp_that_the_user_may_not_read_is_said(shared: Path) -> None:
 # who is trusted
 
 
-@as_root
+@needs_root
 @pytest.mark.parametrize("what", ["run", "record", "folder", "object", "side"])
 @pytest.mark.parametrize("command", ["rm", "repair", "restore"])
 def test_files_of_strangers_are_refused(
@@ -335,7 +335,7 @@ def test_files_of_strangers_are_refused(
     assert state(store.parent) == before
 
 
-@as_root
+@needs_root
 def test_objects_keep_their_owner_in_quarantine_and_back(invoke: Invoke, store: Path) -> None:
     for number in range(4):
         os.chown(store / kv(number), STRANGER, STRANGER)
@@ -346,7 +346,7 @@ def test_objects_keep_their_owner_in_quarantine_and_back(invoke: Invoke, store: 
     assert (store / kv(1)).stat().st_uid == STRANGER
 
 
-@as_root
+@needs_root
 def test_the_owner_of_the_store_is_trusted(invoke: Invoke, store: Path) -> None:
     before = content(store)
     repaired(store)
@@ -383,7 +383,7 @@ def as_user(
     )
 
 
-@as_root
+@needs_root
 def test_a_group_writable_store_trusts_its_group(shared: Path) -> None:
     """Two users of one group repair and restore in turn."""
     before = content(shared)
@@ -401,7 +401,7 @@ def test_a_group_writable_store_trusts_its_group(shared: Path) -> None:
     assert content(shared) == before
 
 
-@as_root
+@needs_root
 def test_a_stranger_in_a_store_that_all_may_write_is_refused(shared: Path) -> None:
     shared.chmod(0o777)
     (shared / ".hicachectl").mkdir()
@@ -411,7 +411,7 @@ def test_a_stranger_in_a_store_that_all_may_write_is_refused(shared: Path) -> No
     assert f"belongs to user {STRANGER}" in done.stderr
 
 
-@as_root
+@needs_root
 def test_the_owner_of_a_store_can_use_what_root_made(invoke: Invoke, shared: Path) -> None:
     before = content(shared)
     for path in (shared, *shared.iterdir()):
@@ -454,7 +454,7 @@ def test_the_parent_of_a_lock_may_be_a_link(invoke: Invoke, store: Path) -> None
     assert (store.parent / "locks" / "lock").is_file()
 
 
-@as_root
+@needs_root
 def test_the_lock_of_a_stranger_is_refused(invoke: Invoke, store: Path) -> None:
     lock = store.parent / "lock"
     lock.write_text("")

@@ -179,6 +179,22 @@ def test_no_permission_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in found.stderr
 
 
+def test_an_interrupt_that_is_ignored_from_the_start_stays_ignored(tmp_path: Path) -> None:
+    """As of a shell's job in the background, and under nohup."""
+    code = (
+        "import os, signal; from hicachectl import cli; from hicachectl.__main__ import run;"
+        "load = cli.import_module;"
+        "cli.import_module = lambda name: (os.kill(os.getpid(), signal.SIGINT), load(name))[1];"
+        f"os._exit(run(['ls', {str(tmp_path)!r}]))"
+    )
+    found = subprocess.run(
+        ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", code],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert "interrupted" not in found.stderr
+
+
 def test_an_interrupt_ends_with_130_and_one_line(tmp_path: Path) -> None:
     for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         code = (
