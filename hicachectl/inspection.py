@@ -20,7 +20,7 @@ from hicachectl.listing import object_rows, page_rows
 from hicachectl.pipeline import Loaded, Pipeline, Task
 from hicachectl.reading import known_objects, read_objects, readable_sizes, value_checkers
 from hicachectl.reading_plan import ReadingPlan
-from hicachectl.selection import Selection, select
+from hicachectl.selection import EVERYTHING, Selection, select
 from hicachectl.unmatched import explain_selection
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def inspect_page(
     groups = PageGroups(inventory)
     pages = pc.unique(groups.pages).to_pylist()
     if not pages:
-        raise UsageError(f"{store.url}: {explain_selection(store, listed, Selection(page=prefix))}")
+        reason = explain_selection(store, listed, EVERYTHING) or f"no page starts with {prefix!r}"
+        raise UsageError(f"{store.url}: {reason}")
     if len(pages) > 1:
         raise UsageError(_several_pages(store.url, prefix, pages))
     in_flight = groups.newest_ns > time.time_ns() - int(grace_seconds * 1e9)
