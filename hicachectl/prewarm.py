@@ -19,7 +19,7 @@ from hicachectl.inventory import take_inventory
 from hicachectl.migrating.carrying import Carrier
 from hicachectl.migrating.decisions import Action, decide
 from hicachectl.migrating.delivery import Problem
-from hicachectl.migrating.parcels import leave_too_large
+from hicachectl.migrating.parcels import leave_misfits, leave_too_large
 from hicachectl.migrating.preparing import find_router, settle_grammar
 from hicachectl.migrating.survey import ABSENT, survey_destination, survey_source
 from hicachectl.migrating.watching import Touching, Watch
@@ -116,13 +116,14 @@ def prewarm(
     survey = survey_source(inventory, groups, routes_of(inventory)[0])
     survey_destination(destination, [survey], grammar, on_batch=on_listed)
     manner = request.manner
+    misfits = leave_misfits(survey, whole_groups=request.chains is None)
     large = leave_too_large(survey, reads_back=manner.verify, buffer_bytes=manner.buffer_bytes)
     plan = (
         plan_pages(groups, survey, request)
         if request.chains is None
         else plan_chains(inventory, survey, request.chains, request)
     )
-    large = _asked_for(large, plan)
+    left = [*_asked_for(misfits, _pages_to_fit(plan, request)), *_asked_for(large, plan.names)]
     run = _Run(plan, source, destination, request, started)
     if request.dry_run:
         outcome = _finished(run)
@@ -136,8 +137,8 @@ def prewarm(
             source, inventory, groups, destination, replace(request.manner, deadline=run.deadline)
         )
         outcome = _executed(run, carrier, on_copied)
-    outcome.document["failed"] += len(large)
-    outcome.problems += large
+    outcome.document["failed"] += len(left)
+    outcome.problems += left
     outcome.plan = plan.rows()
     if request.chains is None and not len(groups):
         outcome.remarks.append(explain_selection(source, inventory, EVERYTHING))
@@ -282,10 +283,21 @@ def _whole_pages(plan: Plan, destination: Store, on_batch: Callable[[int], None]
     return int((decide(survey, wanted, "skip") == Action.SKIP).sum())
 
 
-def _asked_for(large: list[Problem], plan: Plan) -> list[Problem]:
-    """Return the pages that were asked for."""
-    wanted = set(plan.names.to_pylist()) if large else set()
-    return [problem for problem in large if problem.page in wanted]
+def _pages_to_fit(plan: Plan, request: Request) -> pa.StringArray:
+    """Return the pages that were asked for and that an object of a wrong size may keep back.
+
+    A chain of which servers can restore a page from SRC needs none of its misfits.
+    """
+    if request.chains is None:
+        return plan.names
+    asked, _ = request.chains.within_reach().distinct_pages()
+    return asked.filter(pc.invert(pc.is_in(asked, value_set=plan.names)))
+
+
+def _asked_for(left: list[Problem], names: pa.StringArray) -> list[Problem]:
+    """Return the problems of some pages."""
+    wanted = set(names.to_pylist()) if left else set()
+    return [problem for problem in left if problem.page in wanted]
 
 
 def _conflicts(plan: Plan) -> list[Problem]:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT, place
+from hicachectl.checks.sizes import UNKNOWN_SIZE
 from hicachectl.kernels.relayout import relayout
 from hicachectl.migrating.decisions import READS_BACK, Action
 from hicachectl.migrating.delivery import Problem
@@ -185,6 +186,33 @@ def leave_too_large(survey: Survey, *, reads_back: bool, buffer_bytes: int) -> l
         too_large(page, need, buffer_bytes)
         for page, need in zip(pages, nbytes[large].tolist(), strict=True)
     ]
+
+
+def leave_misfits(survey: Survey, *, whole_groups: bool) -> list[Problem]:
+    """Drop what objects of a wrong size would fill from what is due; return one problem a group.
+
+    whole_groups: drop everything of such a group. Groups that the destination has already stay
+    due; their objects there are compared with the expected sizes, not with the source's.
+    """
+    route = survey.route
+    lacking = (survey.needed & (survey.there == ABSENT)).any(axis=1)
+    unit_of_source = np.zeros((len(route.sizes), len(route.units)), dtype=np.bool_)
+    for number, unit in enumerate(route.units):
+        unit_of_source[list(unit.sources), number] = True
+    wrong = (survey.rows != ABSENT) & (survey.sizes != UNKNOWN_SIZE)
+    wrong &= (route.sizes != UNKNOWN_SIZE) & (survey.sizes != route.sizes)
+    items = np.flatnonzero(wrong.any(axis=1) & lacking)
+    dropped = wrong[items] @ unit_of_source
+    survey.due[items] &= np.zeros_like(dropped) if whole_groups else ~dropped
+    first = wrong[items].argmax(axis=1)
+    actual, pages = survey.sizes[items, first], survey.pages.take(pa.array(items)).to_pylist()
+    np.copyto(survey.sizes, route.sizes, where=wrong)
+    problems = []
+    for page, source, nbytes in zip(pages, first.tolist(), actual.tolist(), strict=True):
+        before, after = route.deployment.members[route.members[source]].affix
+        why = f"{nbytes} bytes, expected {route.sizes[source]}; the page is not copied"
+        problems.append(Problem(page, f"{before}{page}{after}", why))
+    return problems
 
 
 def _demand(survey: Survey, items: IntArray, *, back: bool) -> tuple[IntArray, IntArray]:

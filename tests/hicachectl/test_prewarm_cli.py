@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from hicachectl.backends.file import FileStore
 from hicachectl.demo import PROFILE
 from hicachectl.formats.profile import dump_profile
 from hicachectl.stamps import Stamp, write_stamp
-from tests.hicachectl.migrations import contents, demo_store, migrated, profile_file
+from tests.hicachectl.migrations import MODEL, contents, demo_store, migrated, profile_file
 from tests.hicachectl.test_prewarm import HASHES, PAGES, pages_of, states, tokens
 
 if TYPE_CHECKING:
@@ -385,3 +386,52 @@ def test_rows_of_ls_name_the_group_to_copy(
     refused = invoke("prewarm", target, "--from", source, "--profile", profile, "--pages", listed,
                      exit_code=2).stderr  # fmt: skip
     assert "1 rows name groups of other deployments" in refused
+
+
+@pytest.mark.parametrize("asked", ["--all", "--pages", "--token-ids"])
+@pytest.mark.parametrize("more", [-7, 7], ids=["truncated", "oversized"])
+def test_an_object_of_a_wrong_size_is_left_behind_and_named(
+    invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path, asked: str, more: int
+) -> None:
+    page = HASHES[4]
+    broken = source / f"{page}_{MODEL}_1_2.bin"
+    size = broken.stat().st_size
+    os.truncate(broken, size + more)
+    (tmp_path / "pages").write_text("".join(f"{name}\n" for name in HASHES))
+    asking: dict[str, list[object]] = {
+        "--all": [],
+        "--pages": [tmp_path / "pages"],
+        "--token-ids": [prompts(tmp_path / "asked.jsonl", PAGES)],
+    }
+    stores = (target, "--from", source, "--profile", profile, asked, *asking[asked])
+    document = warmed(invoke, *stores, exit_code=4)
+    expected = set(HASHES[:4]) if asked == "--token-ids" else set(HASHES) - {page}
+    assert pages_of(target) == expected
+    assert (document["copied_pages"], document["failed"]) == (len(expected), 1)
+    assert document["usable_tokens"] == len(expected) * SIZE
+    assert f"{broken.name}: {size + more} bytes, expected {size}" in document["stderr"]
+    planned = invoke("prewarm", tmp_path / "other", *stores[1:], "--dry-run")
+    assert page not in planned.stdout
+    assert broken.name in planned.stderr
+
+
+def test_a_page_that_the_destination_has_whole_does_not_fail_for_its_source(
+    invoke: Invoke, source: Path, target: Path, profile: Path
+) -> None:
+    stores = (target, "--from", source, "--profile", profile, "--all")
+    warmed(invoke, *stores)
+    os.truncate(source / f"{HASHES[4]}_{MODEL}_1_2.bin", 5)
+    document = warmed(invoke, *stores)
+    assert (document["already_there"], document["failed"]) == (PAGES, 0)
+
+
+def test_a_destination_with_an_object_of_a_wrong_size_is_not_called_whole(
+    invoke: Invoke, source: Path, target: Path, profile: Path
+) -> None:
+    stores = (target, "--from", source, "--profile", profile, "--all")
+    warmed(invoke, *stores)
+    for store in (source, target):
+        os.truncate(store / f"{HASHES[4]}_{MODEL}_1_2.bin", 5)
+    document = warmed(invoke, *stores, exit_code=4)
+    assert (document["already_there"], document["failed"]) == (PAGES - 1, 1)
+    assert document["usable_tokens"] == (PAGES - 1) * SIZE
