@@ -17,7 +17,7 @@ from hicachectl.formats.errors import UsageError
 from hicachectl.groups import PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.listing import object_rows, page_rows
-from hicachectl.pipeline import Loaded, Pipeline, Task
+from hicachectl.pipeline import DEFAULT_BUFFER_BYTES, Loaded, Pipeline, Task
 from hicachectl.reading import known_objects, read_objects, readable_sizes, value_checkers
 from hicachectl.reading_plan import ReadingPlan
 from hicachectl.selection import EVERYTHING, Selection, select
@@ -104,7 +104,8 @@ def _read(
 
     expected = expected_sizes(inventory.table)
     sizes = readable_sizes(inventory, expected)
-    rows = np.flatnonzero(sizes != UNKNOWN_SIZE)
+    huge = sizes > DEFAULT_BUFFER_BYTES
+    rows = np.flatnonzero((sizes != UNKNOWN_SIZE) & ~huge)
     plan = ReadingPlan(
         rows=rows,
         capacities=sizes[rows],
@@ -113,7 +114,13 @@ def _read(
         checkers=checkers,
         sizes=expected,
     )
-    return read_objects(store, inventory, plan)
+    reading = read_objects(store, inventory, plan)
+    of_each = expected[inventory.affix_ids]
+    unjudged = (of_each == UNKNOWN_SIZE) | (of_each == sizes)  # check_sizes reports the others
+    for row in np.flatnonzero(huge & unjudged).tolist():
+        why = f"{sizes[row]} bytes, more than the {DEFAULT_BUFFER_BYTES} that are read at once"
+        reading.report("unreadable", "error", row, why)
+    return reading
 
 
 def _with_digests(objects: pa.Table, reading: ReadingResult) -> pa.Table:
@@ -132,6 +139,7 @@ def _contents(
     sizes = expected_sizes(inventory.table)[inventory.affix_ids]
     listed = inventory.objects.column("nbytes").fill_null(-1).to_numpy()
     described = np.isin(inventory.affix_ids, list(checkers)) & (sizes == listed)
+    described &= sizes <= DEFAULT_BUFFER_BYTES
     keys = object_rows(inventory).column("key")
 
     def work(loaded: Loaded) -> list[dict[str, Any]]:

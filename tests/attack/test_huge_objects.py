@@ -110,6 +110,35 @@ def test_it_is_listed_and_verified_without_reading_it(
         assert sum(row["nbytes"] for row in document["pages"]) > HUGE
 
 
+@pytest.mark.parametrize("profile", [False, True], ids=["inferred", "profile"])
+def test_its_page_is_shown_without_reading_it(
+    tmp_path: Path, store: tuple[Path, str], profile: bool
+) -> None:
+    options = ["--profile", profile_file(tmp_path / "p.toml")] if profile else []
+    done = run("show", *store, *options, "--format", "json", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    (huge,) = [row for row in document["objects"] if row["nbytes"] == HUGE]
+    assert [row["key"] for row in document["objects"] if row["digest"] is None] == [huge["key"]]
+    (finding,) = document["findings"]
+    assert (finding["code"], finding["key"]) == ("oversized", huge["key"])
+    assert f"{HUGE} bytes, expected " in finding["detail"]
+
+
+def test_a_page_of_which_no_size_is_known_is_shown_too(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    page = "5" * 64
+    file = store / f"{page}_org-m_0_1.bin"
+    file.touch()
+    os.truncate(file, HUGE)
+    done = run("show", store, page, "--format", "json", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert (finding["code"], finding["key"]) == ("unreadable", file.name)
+    assert str(HUGE) in finding["detail"]
+
+
 def test_digests_of_the_others_are_recorded(tmp_path: Path, store: tuple[Path, str]) -> None:
     catalog = ("--catalog", tmp_path / "c.parquet", "--update-catalog")
     done = run("verify", store[0], *catalog, "--format", "json", home=tmp_path)
