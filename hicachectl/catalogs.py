@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,9 @@ class Digested:
 def load_catalog(path: Path) -> Catalog:
     """Read a catalog file. Raises UsageError when it cannot be read, FormatError on its content."""
     try:
+        # To map a FIFO would wait for a writer, where no signal is taken.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(0, "not a regular file")
         with pa.memory_map(str(path)) as mapped:
             return read_catalog(mapped.read_buffer(), source=str(path))
     except OSError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -158,6 +160,18 @@ def test_a_truncated_catalog_is_one_line(invoke: Invoke, store: Path) -> None:
     assert "damaged" in said
     assert said.count("\n") == 1
     assert "No such file" in invoke("verify", store, "--catalog", "/no", exit_code=2).stderr
+
+
+def test_a_catalog_that_is_no_file_is_refused_and_not_waited_for(store: Path) -> None:
+    fifo = store.parent / "fifo"
+    os.mkfifo(fifo)
+    command = [sys.executable, "-m", "hicachectl", "verify", str(store), "--catalog"]
+    for catalog in (str(fifo), "/dev/zero"):
+        done = subprocess.run(
+            [*command, catalog], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert done.returncode == 2
+        assert f"cannot read {catalog}: not a regular file" in done.stderr
 
 
 def test_options_that_contradict_are_refused(invoke: Invoke, store: Path) -> None:
