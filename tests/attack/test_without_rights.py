@@ -8,20 +8,19 @@ import stat
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from hicachectl.formats.errors import UsageError
 from hicachectl.migrating.journal import journal_path
-from tests.hicachectl.migrations import PAGES, demo_store
+from tests.attack.users import NOBODY, as_nobody
+from tests.hicachectl.migrations import PAGES, contents, demo_store, profile_file
 from tests.skips import missing, needs_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
-
-NOBODY = 65534
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -115,3 +114,133 @@ def test_a_file_system_without_inodes_keeps_whole_pages(tmp_path: Path, few_inod
     assert len(pages) == document["pages"]
     assert names == {path.name for path in source.glob("*.bin") if path.name[:64] in pages}
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that everybody may enter, with a profile and a home of the other user."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        place = Path(name)
+        place.chmod(0o755)
+        (place / "home").mkdir()
+        os.chown(place / "home", NOBODY, NOBODY)
+        profile_file(place / "p.toml").chmod(0o644)
+        yield place
+
+
+def given(path: Path, user: int, group: int, directory: int, file: int) -> Path:
+    """Give a store to a user and a group, with these modes."""
+    for found in (path, *path.rglob("*")):
+        os.chown(found, user, group)
+        found.chmod(directory if found.is_dir() else file)
+    return path
+
+
+def damaged_store(path: Path) -> str:
+    """Write a store of which one old page has a cut object; return the page."""
+    demo_store(path)
+    broken = min(file for file in path.glob("*.bin") if ".mamba" not in file.name)
+    os.truncate(broken, 100)
+    for file in path.glob(f"{broken.name[:64]}*"):
+        os.utime(file, (1, 1))
+    return broken.name[:64]
+
+
+def changing(place: Path, store: Path) -> dict[str, list[object]]:
+    """The commands that change the store."""
+    profile = place / "p.toml"
+    return {
+        "stamp": ["verify", store, "--profile", profile, "--stamp", "--fail-on", "never"],
+        "repair": ["verify", store, "--profile", profile, "--repair", "quarantine", "--yes"],
+        "rm": ["rm", store, "--model", "demo/hybrid-1b", "--yes"],
+        "migrate": ["migrate", place / "source", store],
+        "prewarm": ["prewarm", store, "--from", place / "source", "--all", "--profile", profile],
+        "lock": ["rm", store, "--model", "none", "--yes", "--lock", store / "l.lock"],
+        "pack": ["migrate", place / "source", f"pack://{store}/a.hcpack"],
+    }
+
+
+def looking(place: Path, store: Path, page: str) -> dict[str, list[object]]:
+    """The commands that change nothing of the store, and how they are called."""
+    profile, target = place / "p.toml", place / "home"
+    return {
+        "ls": ["ls", store],
+        "show": ["show", store, page],
+        "verify": ["verify", store, "--profile", profile],
+        "hits": ["hits", store, "--profile", profile, "--token-ids", place / "ids.jsonl"],
+        "from": ["migrate", store, target / "copied"],
+        "pack from": ["migrate", store, f"pack://{target}/b.hcpack"],
+        "prewarm from": ["prewarm", target / "warm", "--from", store, "--all",
+                         "--profile", profile],
+        "pack info": ["pack", "info", target / "b.hcpack"],
+    }  # fmt: skip
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["read only", "closed"])
+def test_another_user_changes_nothing_of_a_store_of_root(place: Path, kind: str) -> None:
+    store = place / "store"
+    page = damaged_store(store)
+    given(store, 0, 0, *((0o755, 0o644) if kind == "read only" else (0o700, 0o600)))
+    demo_store(place / "source", PAGES + 2)
+    (place / "ids.jsonl").write_text(json.dumps(list(range(65))))
+    before = contents(store)
+    commands = looking(place, store, page) | changing(place, store)
+    answers = dict(zip(commands, as_nobody([*commands.values()], place / "home"), strict=True))
+    assert contents(store) == before
+    assert sorted(path.name for path in store.iterdir()) == sorted(before)
+    for name, answer in answers.items():
+        assert "Traceback" not in answer.stderr, name
+        assert "please report" not in answer.stderr, name
+    refused = {name: answers[name] for name in changing(place, store)}
+    if kind == "closed":
+        refused |= {name: answers[name] for name in ("ls", "show", "verify", "hits", "from")}
+        assert "permission denied; run as the user of the server" in answers["ls"].stderr
+    else:
+        status = {name: answers[name].status for name in looking(place, store, page)}
+        assert status == dict.fromkeys(status, 0) | {"verify": 4, "prewarm from": 4}
+        (copied,) = (place / "home").glob("copied")
+        assert len({path.name[:64] for path in copied.glob("*.bin")}) == PAGES - 1
+    for name, answer in refused.items():
+        expected = {"lock": (2,), "migrate": (3, 4), "prewarm": (3, 4)}.get(name, (3,))
+        assert answer.status in expected, (name, answer)
+        lines = answer.stderr.strip().splitlines()
+        assert lines, name
+        if answer.status in (2, 3):
+            assert len([line for line in lines if "ermission denied" in line]) == 1, (name, answer)
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["own", "group"])
+def test_another_user_does_all_with_a_store_of_their_own_or_their_group(
+    place: Path, kind: str
+) -> None:
+    store = place / "store"
+    page = damaged_store(store)
+    owner = NOBODY if kind == "own" else 0
+    given(store, owner, NOBODY, 0o775, 0o664)
+    demo_store(place / "source", PAGES + 2)
+    before = contents(store)
+    change = changing(place, store)
+    quarantine = store / ".hicachectl" / "quarantine"
+    commands: list[list[object]] = [
+        change["stamp"],
+        change["repair"],
+        ["restore", quarantine, store, "--yes"],
+        ["show", store, page],
+        change["lock"],
+        change["pack"],
+        ["pack", "info", store / "a.hcpack"],
+        ["pack", "repair", store / "a.hcpack"],
+        ["verify", f"pack://{store}/a.hcpack", "--profile", place / "p.toml"],
+        change["prewarm"],
+    ]
+    answers = as_nobody(commands, place / "home")
+    status = [answer.status for answer in answers]
+    assert status == [0, 4, 0, 0, 0, 0, 0, 0, 0, 4], answers  # 4: the damage; its page conflicts
+    kept = contents(store)
+    assert {name: kept[name][0] for name in before} == {n: b for n, (b, _) in before.items()}
+    assert len({name[:64] for name in kept if name.endswith(".bin")}) == PAGES + 2
+    (gone,) = as_nobody([change["rm"]], place / "home")
+    assert gone.status == 0, gone.stderr
+    assert not list(store.glob("*.bin"))
