@@ -146,10 +146,13 @@ def command(
     Requests are texts or chats (--prompts), token ids (--token-ids), page hashes (--pages), or a
     trace with times (--trace). Of each the longest prefix is taken that servers could restore from
     SRC, by the rules of every pool; of trailing pools (Mamba, windows) only what ends a prefix.
-    What DST has already is left out. Pages are put in order by what warming them saves: how often
-    and how lately requests used them, measured on the trace itself; a page never before its
-    prefix. So whatever ends the run, what was copied is of use; but for --all, which knows no
-    prefixes and copies what was written in the same minute in that order, newer minutes first.
+    What DST has already is left out. A page with an object whose size is not the profile's stays
+    behind, is named, and counts as failed (exit code 4).
+
+    Pages are put in order by what warming them saves: how often and how lately requests used
+    them, measured on the trace itself; a page never before its prefix. So whatever ends the
+    run, what was copied is of use; but for --all, which knows no prefixes and copies what was
+    written in the same minute in that order, newer minutes first.
 
     In the end the pages are touched, the least valuable first, so that the best are evicted last;
     after a deadline, or a signal while it copies, for 10 s at most, and then the best ones only.

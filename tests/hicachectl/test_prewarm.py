@@ -119,6 +119,16 @@ def test_only_states_that_can_be_hit_are_copied(source: Path, target: Path) -> N
     assert states(target) == {HASHES[3], HASHES[11]}
 
 
+def test_a_damaged_state_that_no_prefix_needs_keeps_nothing_back(
+    source: Path, target: Path
+) -> None:
+    os.truncate(source / f"{HASHES[3]}.mamba_{MODEL}_0_2.bin", 5)
+    outcome = warmed(source, target, chains(12))
+    assert outcome.document["copied_pages"] == 12
+    assert (outcome.document["failed"], outcome.problems) == (0, [])
+    assert states(target) == {HASHES[11]}
+
+
 def test_a_page_that_the_source_lacks_ends_what_is_copied(source: Path, target: Path) -> None:
     (source / f"{HASHES[5]}_{MODEL}_1_2.bin").unlink()
     outcome = warmed(source, target, chains(12))
