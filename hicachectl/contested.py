@@ -409,7 +409,6 @@ class _Pages:
         choice[tie] = contest.taken
         if (
             contest.taken == _WIDE
-            and not self._is_profiled(contest)
             and has_fellows.any()
             and self._is_much(int(tie.sum()), len(sizes), fellows)
         ):

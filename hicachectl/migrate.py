@@ -11,7 +11,14 @@ from hicachectl.migrating.agenda import Agenda, Request, make_agenda
 from hicachectl.migrating.carrying import Carrier, Tally
 from hicachectl.migrating.decisions import WRITING, Action
 from hicachectl.migrating.estimate import estimated_seconds
-from hicachectl.migrating.journal import Journal, JournalHeld, Progress, journal_path, read_journal
+from hicachectl.migrating.journal import (
+    Journal,
+    JournalHeld,
+    Progress,
+    journal_path,
+    profile_text,
+    read_journal,
+)
 from hicachectl.migrating.preparing import find_router, settle_grammar
 from hicachectl.migrating.resuming import left_in_source, settle_existing
 from hicachectl.output import human_size
@@ -109,7 +116,7 @@ class _Run:
             "source": source.url,
             "destination": destination.url,
             "grammar": self._grammar,
-            "profile": None if self._target is None else repr(self._target),
+            "profile": None if self._target is None else profile_text(self._target),
             "move": request.manner.move,
         }
         self._journal_path, self._place_remark = journal_path(self._identity)

@@ -21,7 +21,7 @@ import tempfile
 import threading
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from typing import BinaryIO, Self
 
     import pyarrow as pa
+
+    from hicachectl.formats.profile import Profile
 
 FORM = 2
 _UNDIGESTED = 1  # the form of earlier releases, whose lines have no digests; it is still resumed
@@ -70,6 +72,19 @@ class Progress:
     def unremoved(self, route: str) -> set[str]:
         """Pages that were copied and are still to be taken from the source."""
         return self.copied[route] - self.removed[route]
+
+
+def profile_text(profile: Profile) -> str:
+    """Spell a profile for the identity of a journal, as all releases have spelled it.
+
+    The identity names the journal, so the text keeps two fields that profiles no longer have.
+    """
+    texts = []
+    for one in fields(profile):
+        if one.name == "tag":
+            texts += ["unified_head_group=0", "unified_layer_partition=0"]
+        texts.append(f"{one.name}={getattr(profile, one.name)!r}")
+    return f"Profile({', '.join(texts)})"
 
 
 def journal_path(

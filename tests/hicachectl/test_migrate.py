@@ -13,8 +13,9 @@ import pytest
 
 from hicachectl.backends.file import FileStore
 from hicachectl.demo import PROFILE
+from hicachectl.formats.profile import Pool, Profile
 from hicachectl.formats.transfer import retargeted
-from hicachectl.migrating.journal import Journal
+from hicachectl.migrating.journal import Journal, profile_text
 from tests.hicachectl.migrations import (
     MODEL,
     PAGES,
@@ -553,3 +554,19 @@ def test_a_resumed_run_replaces_nothing_twice(
     document = migrated(invoke, source, target, *options, "--resume")
     assert document["resumed"] + document["pages"] == PAGES
     assert document["resumed"] > 0
+
+
+def test_the_profile_in_the_name_of_a_journal_is_spelled_as_earlier_releases_did() -> None:
+    """Else a move that an earlier release began would not find its journal."""
+    pool = Pool(name="kv", kind="mha", dtype="bfloat16", layers=2, kv_heads=8, head_dim=16)
+    profile = Profile(model="a/b, tag=x", tag="t", tp=8, sglang="0.5.23", pools=(pool,))
+    assert profile_text(profile) == (
+        "Profile(model='a/b, tag=x', inferred=False, sglang='0.5.23', page_size=1, "
+        "layout='page_first', tp=8, linear_tp=0, pp=1, pp_partition=(), cp=1, "
+        "cp_layer_split=False, dcp=1, tp_lcm_size=0, unified_head_group=0, "
+        "unified_layer_partition=0, tag='t', hash_unit='token', speculative_algorithm='', "
+        "pools=(Pool(name='kv', kind='mha', dtype='bfloat16', layers=2, packed_draft_layers=0, "
+        "kv_heads=8, head_dim=16, v_head_dim=0, kv_lora_rank=0, qk_rope_head_dim=0, row='', "
+        "index_head_dim=0, temporal=None, conv=(), nbytes=0, hit_policy='all_pages', "
+        "trailing_pages=1, replicated=False),))"
+    )

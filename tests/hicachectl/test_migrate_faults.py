@@ -141,13 +141,14 @@ def test_a_read_only_destination_ends_the_run_with_one_clear_line(
 
 
 def test_a_journal_that_cannot_be_made_ends_the_run_before_anything_is_written(
-    invoke: Invoke, source: Path, target: Path, tmp_path: Path
+    invoke: Invoke, source: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "home").write_text("no directory")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "state").write_text("no directory")
     output = invoke("migrate", source, target, exit_code=2)
     assert output.stdout == ""
     (line,) = output.stderr.splitlines()
-    assert str(tmp_path / "home") in line
+    assert str(tmp_path / "state") in line
     assert "Not a directory" in line
     assert not target.exists()
 
