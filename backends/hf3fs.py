@@ -494,13 +494,15 @@ class Hf3fsStore(Store):
             path = self.settings.data_file(*share.table)
             nbytes = self._sizes.nbytes[share.table]
             self._make(share.table, nbytes)
+            num_pages = (self._files.size(path) or 0) // nbytes
             spans = zip(offsets[share.at].tolist(), sizes[share.at].tolist(), strict=True)
             outcome = writer.write(
                 share.table,
                 path,
                 share.names,
                 [memory[offset : offset + size] for offset, size in spans],
-                num_pages=(self._files.size(path) or 0) // nbytes,
+                num_pages=num_pages,
+                table_pages=max(num_pages, self._tables.num_pages(share.table)),
                 if_absent=if_absent,
             )
             statuses[share.at] = outcome.statuses

@@ -153,6 +153,11 @@ class Tables:
             if there.any():
                 yield int(share.at[n]), mates[int(np.flatnonzero(there)[0])]
 
+    def num_pages(self, name: TableName) -> int:
+        """Count the pages of a table; 0 where the snapshot does not have it."""
+        table = self._table(name)
+        return 0 if table is None else table.num_pages
+
     def _table(self, name: TableName) -> PageTable | None:
         if self._settings.snapshot is None:
             return None

@@ -30,15 +30,20 @@ if TYPE_CHECKING:
 MOST_RESERVED = 128  # at once; SGLang's STORAGE_BATCH_SIZE
 
 _NO_ROOM = "the data file ends before the page that the server gave; was it truncated?"
+_NO_PAGE = "the server gave a page that its table does not have"
 _OTHERS = "another writer stored the key meanwhile; it was left as it is"
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Pages for one table: the data file, distinct keys, and the bytes of each."""
+    """Pages for one table: the data file, distinct keys, and the bytes of each.
+
+    table_pages: that the server can have of it.
+    """
 
     table: tuple[int, str]
     path: str
+    table_pages: int
     names: Sequence[str]
     pages: Sequence[memoryview]
     if_absent: bool
@@ -59,21 +64,22 @@ class PageWriter:
         pages: Sequence[memoryview],
         *,
         num_pages: int,
+        table_pages: int,
         if_absent: bool,
     ) -> Result:
         """Write pages: OK, EXISTS or ERROR each. Raises StoreUnavailable.
 
         num_pages: that fit into the file; asked for more than it has, a server fails and forgets
-        the pages that it had taken.
+        the pages that it had taken. table_pages: that the server can have, as of its snapshot; a
+        page beyond them is not given back to it.
         """
         statuses = np.full(len(names), Status.ERROR, dtype=np.uint8)
         errors: dict[int, str] = {}
         if not num_pages:
             return Result(statuses, dict.fromkeys(range(len(names)), f"{path}: no room for a page"))
         for places in _distinct_batches(names, min(MOST_RESERVED, num_pages)):
-            batch = Batch(
-                table, path, [names[n] for n in places], [pages[n] for n in places], if_absent
-            )
+            keys, bytes_ = [names[n] for n in places], [pages[n] for n in places]
+            batch = Batch(table, path, table_pages, keys, bytes_, if_absent)
             outcome = _seen_to_its_end(_Reservation(self._server, self._files, batch))
             statuses[places] = outcome.statuses
             errors |= {places[n]: why for n, why in outcome.errors.items()}
@@ -160,11 +166,20 @@ class _Reservation:
             return
         names = self.batch.names
         asked = [f"{names[n]}.{os.urandom(8).hex()}" if n in there else names[n] for n in places]
-        answer = self.server.reserve(*self.batch.table, asked)
-        taken = zip(places, answer, strict=True)
-        self.held = {n: index for n, (existed, index) in taken if not existed}
+        try:
+            answer = self.server.reserve(*self.batch.table, asked)
+        except HicacheError as error:
+            raise self._stranded(str(error), len(places)) from error
+        taken = {n: i for n, (existed, i) in zip(places, answer, strict=True) if not existed}
+        if len(set(taken.values())) < len(taken):  # each would be written over by the next
+            raise self._stranded(
+                f"{self.server.url}: the 3FS metadata server gives one page to several keys",
+                len(taken),
+            )
+        self.held = {n: index for n, index in taken.items() if index < self.batch.table_pages}
+        self.errors = dict.fromkeys(set(taken) - set(self.held), f"{self.batch.path}: {_NO_PAGE}")
         if not self.batch.if_absent:
-            self.errors = dict.fromkeys(set(places) - set(self.held), _OTHERS)
+            self.errors |= dict.fromkeys(set(places) - set(taken), _OTHERS)
 
     def _write(self) -> list[int]:
         """Write every page held; the places of those that are on disk."""
@@ -212,18 +227,29 @@ class _Reservation:
             self.server.confirm(*table, pairs, rest)
         except BaseException:
             if pairs:
-                current = self.server.page_indices(*table, [name for name, _ in pairs])
+                current = self._looked_up([name for name, _ in pairs], len(held))
                 if not any(now == index for now, (_, index) in zip(current, pairs, strict=True)):
                     self.held = held
             raise
 
+    def _looked_up(self, names: Sequence[str], held: int) -> list[int | None]:
+        """Ask for the pages of keys, after a confirmation that was not answered."""
+        try:
+            return self.server.page_indices(*self.batch.table, names)
+        except HicacheError as error:
+            raise self._stranded(str(error), held) from error
+
     def _release(self) -> None:
         held, self.held = list(self.held.values()), {}
-        rank, namespace = self.batch.table
         try:
-            self.server.confirm(rank, namespace, [], held)
+            self.server.confirm(*self.batch.table, [], held)
         except HicacheError as error:
-            raise StoreUnavailable(
-                f"{error}; {len(held)} pages of {rank}:{namespace} may stay reserved: until the "
-                "server is started from a snapshot that is older, or the table is cleared"
-            ) from error
+            raise self._stranded(str(error), len(held)) from error
+
+    def _stranded(self, reason: str, count: int) -> StoreUnavailable:
+        """Make the error that says what becomes of pages that nobody can let go."""
+        rank, namespace = self.batch.table
+        return StoreUnavailable(
+            f"{reason}; {count} pages of {rank}:{namespace} may stay reserved: until the server is "
+            "started from a snapshot that is older, or the table is cleared"
+        )

@@ -116,14 +116,20 @@ class HttpService:
         """
         return self._reply(_Request("POST", path, body, repeatable))
 
-    def stream(self, path: str) -> Generator[bytes, None, None]:
-        """Get the body of a 200 reply in blocks; one that ends early is an error, at its end."""
+    def stream(self, path: str, kind: str | None = None) -> Generator[bytes, None, None]:
+        """Get the body of a 200 reply in blocks; one that ends early is an error, at its end.
+
+        kind: a content type, as "text/plain"; a reply that states another one is an error.
+        """
         request = _Request("GET", path)
         deadline = time.monotonic() + self._timeout_s
         connection, response = self._tried(lambda: self._ask(request, deadline), deadline, _TRIES)
         try:
             if response.status != http.client.OK:
                 raise self.refused(path, Reply(response.status, self._body(response)))
+            stated = response.headers.get_content_type()
+            if kind not in (None, stated) and "Content-Type" in response.headers:
+                raise self.lost(f"{path} answers with {fit(stated)} instead of {kind}", self.hint)
             for block in _blocks(response):
                 yield block
                 connection.extend(time.monotonic() + self._timeout_s)

@@ -40,6 +40,8 @@ TIMEOUT_S = 15.0  # for a whole answer; of a listing, for each piece of it
 URL_BYTES = 80 << 10
 IN_FLIGHT = 2
 MAX_KEY_BYTES = 1 << 20
+MAX_OBJECT_BYTES = 1 << 40
+MAX_LISTING_BYTES = 64 << 30  # some 700 million keys
 
 _SAFE = b",-./:_~" + (string.ascii_letters + string.digits).encode()  # the comma parts keys
 _UNSAFE = re.compile(b"[^" + re.escape(_SAFE) + b"]")
@@ -325,8 +327,11 @@ class MasterAdmin:
 
     def _lines(self, path: str) -> Iterator[Any]:
         """Give the whole lines of a reply as binary arrays, one for each block read."""
-        rest = b""
-        for block in self._http.stream(path):
+        rest, total = b"", 0
+        for block in self._http.stream(path, "text/plain"):
+            total += len(block)
+            if total > MAX_LISTING_BYTES:
+                raise self._http.lost(f"{path} does not end after {MAX_LISTING_BYTES} bytes")
             head, newline, tail = block.rpartition(b"\n")
             if newline:
                 text, rest = rest + head, tail
@@ -421,8 +426,10 @@ def _replicas(items: Sequence[_Item]) -> tuple[npt.NDArray[np.int64], Any, Any, 
             locations += map(location, flat)
             sizes += map(size, flat)
     nbytes = np.array(sizes, dtype=np.int64)
-    if len(nbytes) and nbytes.min() < 0:
-        raise ValueError("a negative size")
+    if len(nbytes) and nbytes.min() < 1:  # a cluster stores no empty objects
+        raise ValueError(f"a size of {nbytes.min()} bytes")
+    if len(nbytes) and nbytes.max() > MAX_OBJECT_BYTES:
+        raise ValueError(f"a size of {nbytes.max()} bytes, more than {MAX_OBJECT_BYTES}")
     row = np.concatenate(rows)
     columns = pa.array(kinds, pa.string()), pa.array(locations, pa.string())
     if len(rows) > 2:  # several kinds, each in the order of rows
