@@ -38,7 +38,7 @@ from hicachectl.backends.base import (
 )
 from hicachectl.backends.directory import Directory, Trust
 from hicachectl.backends.file_bytes import copy_bytes, write_bytes
-from hicachectl.backends.file_listing import ask_each, names_in, scan_directory
+from hicachectl.backends.file_listing import LeftOut, ask_each, names_in, scan_directory
 from hicachectl.backends.file_mover import FileMover
 from hicachectl.backends.file_system import (
     LOST,
@@ -101,6 +101,7 @@ class FileStore(Store):
 
     def __init__(self, path: str | os.PathLike[str], opened: int | None = None) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
+        self._left_out = LeftOut()
         self._made: list[str] = []  # directories of ours, the innermost first
         self._seen = self._limit = Permissions()  # of what was read, and for what is written
         self._noting = threading.Lock()
@@ -220,10 +221,22 @@ class FileStore(Store):
 
         A file that cannot be asked for its size is listed without one.
         """
+        self._left_out = LeftOut()
+        schema = scan_schema(columns)
         try:
-            yield from scan_directory(self._directory, self.path, scan_schema(columns))
+            yield from scan_directory(self._directory, self.path, schema, self._left_out)
         except OSError as error:
             raise self._unavailable(error) from error
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Name what the last listing left out: links, FIFOs, sockets and devices."""
+        if not self._left_out.count:
+            return ()
+        return (
+            f"{self.path}: left alone {self._left_out.count} entries that are named like objects "
+            f"and are links, FIFOs, sockets or devices, such as {self._left_out.first}",
+        )
 
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
@@ -422,7 +435,7 @@ class FileStore(Store):
             return
         prefix = os.fsdecode(OWN_PREFIX) + f"-{owner}"
         try:
-            for names in names_in(self._directory):
+            for names in names_in(self._directory, LeftOut()):
                 for name in names:
                     if name.startswith(prefix):
                         with suppress(FileNotFoundError):

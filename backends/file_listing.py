@@ -7,6 +7,7 @@ import stat
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
 SCAN_ROWS = 16384
+_OBJECT_END = ".bin"  # of the names that HiCacheFile gives
 # Arrow's stat releases the GIL: two workers keep up with the thread that reads names.
 SCAN_WORKERS = 2
 
 
-def scan_directory(directory: int, path: str, schema: Any) -> Generator[Any, None, None]:
+@dataclass(slots=True)
+class LeftOut:
+    """Entries named like objects that are neither files nor directories: number, and the first."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, name: str) -> None:
+        """Count an entry."""
+        self.count += 1
+        self.first = self.first or name
+
+
+def scan_directory(
+    directory: int, path: str, schema: Any, left_out: LeftOut
+) -> Generator[Any, None, None]:
     """List the regular files of a directory as batches of a scan's schema.
 
-    directory: its descriptor. path: its name. A file that cannot be asked for its size is listed
-    without one. Raises OSError.
+    directory: its descriptor. path: its name. left_out: counts links, FIFOs and the like. A file
+    that cannot be asked for its size is listed without one. Raises OSError.
     """
     read = batch_reader(directory, path, schema)
     pending: deque[Any] = deque()
@@ -36,7 +53,7 @@ def scan_directory(directory: int, path: str, schema: Any) -> Generator[Any, Non
     workers = 1 if "version" in schema.names else SCAN_WORKERS
     pool = ThreadPoolExecutor(workers, thread_name_prefix="hicachectl-scan")
     try:
-        for names in names_in(directory):
+        for names in names_in(directory, left_out):
             pending.append(pool.submit(read, names))
             if len(pending) > workers + 1:
                 yield pending.popleft().result()
@@ -46,13 +63,21 @@ def scan_directory(directory: int, path: str, schema: Any) -> Generator[Any, Non
         pool.shutdown(cancel_futures=True)
 
 
-def names_in(directory: int) -> Iterator[list[str]]:
+def names_in(directory: int, left_out: LeftOut) -> Iterator[list[str]]:
     """Read the names of regular files, some thousands at once."""
+
+    def is_object(entry: os.DirEntry[str]) -> bool:
+        if entry.is_file(follow_symlinks=False):
+            return True
+        if entry.name.endswith(_OBJECT_END) and not entry.is_dir(follow_symlinks=False):
+            left_out.add(entry.name)
+        return False
+
     # A descriptor of its own: scans at the same time must not share a position.
     own = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
     try:
         with os.scandir(own) as entries:
-            names = (entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+            names = (entry.name for entry in entries if is_object(entry))
             while chunk := list(islice(names, SCAN_ROWS)):
                 yield chunk
     finally:

@@ -235,6 +235,8 @@ def _plan(
     columns = ("version",) if store.supports_version else ()
     with progress(ctx, "listing", " objects") as advance:
         inventory = take_inventory(store, profile, columns=columns, on_batch=advance)
+    for text in store.remarks:
+        remark(ctx, text)
     groups = PageGroups(inventory)
     plan = plan_removal(groups, criteria.chosen(groups, store.url), _why(options))
     ambiguous = int((groups.states == UNKNOWN).sum())

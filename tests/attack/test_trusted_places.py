@@ -656,3 +656,24 @@ def test_a_record_of_a_later_form_is_said(invoke: Invoke, store: Path) -> None:
     path.write_text(json.dumps({**document, "quarantine": 2}))
     message = invoke(*writers(store)["restore"], exit_code=2).stderr
     assert "form 2; this release reads 1" in message
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "rm", "migrate"])
+def test_a_link_named_like_an_object_is_named_and_left_alone(
+    invoke: Invoke, tmp_path: Path, command: str
+) -> None:
+    store, victim = tmp_path / "store", tmp_path / "victim"
+    store.mkdir()
+    stores.put_pages(store, range(3), "_m")
+    victim.write_bytes(b"not an object")
+    link = store / f"{stores.page(7)}_m.bin"
+    link.symlink_to(victim)
+    os.mkfifo(store / f"{stores.page(8)}_m.bin")
+    options = {
+        "rm": ("--model", "m", "--yes"),
+        "migrate": (tmp_path / "target",),
+    }.get(command, ())
+    said = invoke(command, store, *options, exit_code=0)
+    assert "left alone 2 entries" in said.stderr
+    assert link.is_symlink()
+    assert victim.read_bytes() == b"not an object"
