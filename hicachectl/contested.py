@@ -409,6 +409,9 @@ class _Pages:
         choice[tie] = contest.taken
         if (
             contest.taken == _WIDE
+            # On a live store one rank is ahead of the others: only a profile tells that from
+            # another model's pages.
+            and not self._is_profiled(contest)
             and has_fellows.any()
             and self._is_much(int(tie.sum()), len(sizes), fellows)
         ):

@@ -207,21 +207,6 @@ def test_a_profile_that_fits_tells_equal_sizes(invoke: Invoke, tmp_path: Path) -
     assert states(rows(invoke, directory, "--profile", profile)) == BOTH
 
 
-def test_no_profile_settles_what_ranks_and_sizes_leave_open(invoke: Invoke, tmp_path: Path) -> None:
-    """The lone pages have the size that the profile expects of its own model's rank 0."""
-    directory = tmp_path / "equal"
-    directory.mkdir()
-    put_pages(directory, MINE, *RANKS, nbytes=WIDE_BYTES)
-    put_pages(directory, THEIRS, BARE, nbytes=WIDE_BYTES)
-    profile = write_profile(tmp_path / "wide.toml", WIDE)
-    found = verified(invoke, directory, "--profile", profile, exit_code=4)
-    assert found["counts"] == {"ambiguous-key": 1}  # one for the key, of 30 pages
-    repair = ("--repair", "delete", "--repair-code", "missing-rank", "--yes")
-    verified(invoke, directory, "--profile", profile, *repair, exit_code=4)
-    invoke("rm", directory, "--model", WIDE, "--profile", profile, "--yes")
-    assert {path.name[:64] for path in directory.glob("*.bin")} == {page(n) for n in THEIRS}
-
-
 @pytest.mark.parametrize("lost", [1, 12])
 def test_lost_ranks_are_no_other_model(invoke: Invoke, tmp_path: Path, lost: int) -> None:
     put_pages(tmp_path, MINE, *RANKS, nbytes=WIDE_BYTES)
