@@ -66,9 +66,7 @@ def scan_directory(
 def names_in(directory: int, left_out: LeftOut) -> Iterator[list[str]]:
     """Read the names of regular files, some thousands at once."""
 
-    def is_object(entry: os.DirEntry[str]) -> bool:
-        if entry.is_file(follow_symlinks=False):
-            return True
+    def leave_out(entry: os.DirEntry[str]) -> bool:
         if entry.name.endswith(_OBJECT_END) and not entry.is_dir(follow_symlinks=False):
             left_out.add(entry.name)
         return False
@@ -77,7 +75,11 @@ def names_in(directory: int, left_out: LeftOut) -> Iterator[list[str]]:
     own = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
     try:
         with os.scandir(own) as entries:
-            names = (entry.name for entry in entries if is_object(entry))
+            names = (
+                entry.name
+                for entry in entries
+                if entry.is_file(follow_symlinks=False) or leave_out(entry)
+            )
             while chunk := list(islice(names, SCAN_ROWS)):
                 yield chunk
     finally:
