@@ -106,8 +106,8 @@ class ReadResult(Result):
     """The same for a read.
 
     nbytes:   [n] int64, the object's actual size, -1 where unknown.
-    versions: [n, len(version_fields)] uint64, the identity of what was read, as in the scan's
-        `version`; undefined for rows that are not OK, and where it was not asked for.
+    versions: [n, len(version_fields)] uint64, the identity of what was read: the numbers of the
+        scan's `version`; undefined for rows that are not OK, and where it was not asked for.
     """
 
     nbytes: IntArray
@@ -125,6 +125,31 @@ class Limits:
     forkable: bool = False  # forked processes may read, each with an arena of its own
     # From what size on objects take longer to fetch than to announce by `expect`.
     announced_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """Facts about all stores of a class. The defaults describe a store that is only read.
+
+    columns: the scan columns that every object has a value in. Without `nbytes`, the sizes of
+        objects are unknown until a profile states them.
+    version_fields: names of the numbers in `version`, 8 bytes of little endian each.
+    """
+
+    columns: frozenset[str] = frozenset({"nbytes", "mtime_ns"})
+    version_fields: tuple[str, ...] = ()
+    writes: bool = False  # `write_from` is supported
+    deletes: bool = False  # `delete` is supported
+    live: bool = True  # servers write to the store, so page groups can be in flight
+    append_only: bool = False  # objects that are rolled back still take room
+    keeps_digests: bool = False  # the store checks each read against its own digest (DAMAGED)
+    lists_late: bool = False  # a scan may lack the objects written last
+    evicts: bool = False  # the store evicts objects to make room for new ones
+    evicts_pools_apart: bool = False  # each pool is evicted by itself: sidecars outlive anchors
+    versions_recur: bool = False  # a new object can get the version of an earlier one
+    # `exists` after a read identifies what was read, and one call can serve many reads.
+    identifies_by_exists: bool = False
+    logs_natively: bool = False  # the store's library writes to descriptor 2 by itself
 
 
 class Mover(ABC):
@@ -185,37 +210,16 @@ class Store(ABC):
     """
 
     scheme: ClassVar[str]  # of its URLs
+    traits: ClassVar[Traits]
     limits: Limits
 
-    supports_writes: ClassVar[bool] = True
-    supports_deletes: ClassVar[bool] = True
-    supports_replace: ClassVar[bool] = True  # write_from(if_absent=False) replaces what is there
-    supports_times: ClassVar[bool] = True  # mtime_ns is listed, and kept by write_from
-    supports_sizes: ClassVar[bool] = True  # each object has a size of its own, and it is listed
-    supports_empty: ClassVar[bool] = True  # zero-byte objects
-    supports_version: ClassVar[bool] = False
-    version_fields: ClassVar[tuple[str, ...]] = ()  # of `version`, 8 bytes of little endian each
-    evicts: ClassVar[bool] = False  # what is there, to make room for what is written
-    keeps_withdrawn: ClassVar[bool] = False  # what is withdrawn goes on to take room
-    # It keeps a digest of each object, and every read compares: DAMAGED where they differ.
-    keeps_digests: ClassVar[bool] = False
-    is_live: ClassVar[bool] = True  # servers write to it, so that page groups can be in flight
-    loses_races: ClassVar[bool] = False  # a write answered OK may be another's at the same moment
-    lists_late: ClassVar[bool] = False  # a scan may lack what was written lately
-    versions_recur: ClassVar[bool] = False  # another object can get the version of an earlier one
-    supports_locator: ClassVar[bool] = False
     supports_pin: ClassVar[bool] = False
     supports_moves: ClassVar[bool] = False  # `mover` finds one, for some directories
-    supports_replicas: ClassVar[bool] = False  # `replicas` is listed
     supports_touch: ClassVar[bool] = False  # `touch` moves objects in the order of eviction
     supports_confirm: ClassVar[bool] = False  # `read_confirmed` tells damage from a race
     supports_holes: ClassVar[bool] = False  # `holes` can find some
-    # To identify what was read is to ask `exists` of it afterwards: many reads can share that.
-    identifies_by_exists: ClassVar[bool] = False
-    evicts_pools_apart: ClassVar[bool] = False  # so that sidecars outlive their anchors
     supports_leases: ClassVar[bool] = False  # readers hold objects, and the two settings below act
-
-    logs_natively: ClassVar[bool] = False  # its library writes to descriptor 2 by itself
+    loses_races: ClassVar[bool] = False  # a write answered OK may be another's at the same moment
 
     url: str  # what messages and reports call this store
     arena: Arena | None = None
@@ -274,17 +278,6 @@ class Store(ABC):
         Objects that vanish meanwhile may be left out. Closing the iterator early frees
         whatever the listing holds.
         """
-
-    @classmethod
-    def lists(cls, column: str) -> bool:
-        """Whether a scan knows a column's values, beside key and nbytes."""
-        flags = {
-            "mtime_ns": cls.supports_times,
-            "version": cls.supports_version,
-            "locator": cls.supports_locator,
-            "replicas": cls.supports_replicas,
-        }
-        return flags[column]
 
     def use_profile(self, profile: Profile) -> None:  # noqa: B027 - most stores need none
         """Tell the store what wrote it, for what only that tells: 3FS keeps no object sizes.

@@ -32,6 +32,7 @@ from hicachectl.backends.base import (
     Rows,
     Status,
     Store,
+    Traits,
     keys_of,
     mtimes_of,
     scan_schema,
@@ -94,10 +95,14 @@ class FileStore(Store):
         parallel_writes=2,
         forkable=True,  # all that reading needs is the directory's descriptor
     )
-    supports_version: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(
+        columns=frozenset({"nbytes", "mtime_ns", "version"}),
+        version_fields=("inode", "mtime", "ctime", "size"),
+        writes=True,
+        deletes=True,
+    )
     supports_moves: ClassVar[bool] = True
     supports_touch: ClassVar[bool] = True
-    version_fields: ClassVar[tuple[str, ...]] = ("inode", "mtime", "ctime", "size")
 
     def __init__(self, path: str | os.PathLike[str], opened: int | None = None) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
@@ -281,7 +286,9 @@ class FileStore(Store):
         known = nbytes >= 0
         statuses[known & (nbytes < capacities)] = Status.SHORT
         statuses[known & (nbytes > capacities)] = Status.OVERSIZED
-        fields = np.frombuffer(versions, dtype="<u8").reshape(len(rows), len(self.version_fields))
+        fields = np.frombuffer(versions, dtype="<u8").reshape(
+            len(rows), len(self.traits.version_fields)
+        )
         return ReadResult(statuses, errors, nbytes=nbytes, versions=fields)
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:

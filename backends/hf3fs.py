@@ -28,6 +28,7 @@ from hicachectl.backends.base import (
     Status,
     StatusArray,
     Store,
+    Traits,
     keys_of,
     scan_schema,
 )
@@ -76,20 +77,20 @@ class Hf3fsStore(Store):
         parallel_writes=2,
         announced_bytes=1,
     )
-    supports_times: ClassVar[bool] = False
-    supports_sizes: ClassVar[bool] = False
-    supports_empty: ClassVar[bool] = False
-    supports_version: ClassVar[bool] = True
-    supports_locator: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(
+        columns=frozenset({"locator", "version"}),
+        version_fields=("page_index",),
+        writes=True,
+        deletes=True,
+        lists_late=True,
+        evicts=True,
+        evicts_pools_apart=True,
+        versions_recur=True,  # freed pages are handed out at once
+        identifies_by_exists=True,
+    )
     supports_touch: ClassVar[bool] = True
     supports_confirm: ClassVar[bool] = True
     supports_holes: ClassVar[bool] = True
-    identifies_by_exists: ClassVar[bool] = True
-    evicts_pools_apart: ClassVar[bool] = True
-    evicts: ClassVar[bool] = True
-    version_fields: ClassVar[tuple[str, ...]] = ("page_index",)
-    versions_recur: ClassVar[bool] = True  # freed pages are handed out at once
-    lists_late: ClassVar[bool] = True
 
     def __init__(
         self, settings: Hf3fsSettings, *, direct: bool | None = None, create: bool = False

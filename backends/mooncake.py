@@ -26,6 +26,7 @@ from hicachectl.backends.base import (
     Rows,
     Status,
     Store,
+    Traits,
     as_table,
     keys_of,
     scan_schema,
@@ -76,19 +77,20 @@ class MooncakeStore(Store):
         parallel_reads=2,  # one is begun while the other ends
         parallel_writes=2,
     )
-    supports_times: ClassVar[bool] = False
-    supports_empty: ClassVar[bool] = False
+    traits: ClassVar[Traits] = Traits(
+        columns=frozenset({"nbytes", "version", "replicas"}),
+        version_fields=("size", "segment", "address"),
+        writes=True,
+        deletes=True,
+        evicts=True,
+        versions_recur=True,  # freed memory is used again
+        logs_natively=True,
+    )
     supports_touch: ClassVar[bool] = True
     loses_races: ClassVar[bool] = True
-    supports_version: ClassVar[bool] = True
-    supports_replicas: ClassVar[bool] = True
     supports_leases: ClassVar[bool] = True
     supports_pin: ClassVar[bool] = True
-    logs_natively: ClassVar[bool] = True
     lease_wait_seconds: float = 2 * LEASE_SECONDS
-    evicts: ClassVar[bool] = True
-    version_fields: ClassVar[tuple[str, ...]] = ("size", "segment", "address")
-    versions_recur: ClassVar[bool] = True  # freed memory is used again
 
     def __init__(self, settings: MooncakeSettings) -> None:
         self._settings = settings
@@ -242,7 +244,7 @@ class MooncakeStore(Store):
         statuses[codes == capacities] = Status.OK
         statuses[(codes > 0) & (codes < capacities)] = Status.SHORT
         statuses[(codes == NOT_FOUND) | (codes == NOT_READY)] = Status.GONE
-        versions = np.zeros((len(rows), len(self.version_fields)), dtype=np.uint64)
+        versions = np.zeros((len(rows), len(self.traits.version_fields)), dtype=np.uint64)
         unclear = (statuses == Status.ERROR) | (identify & (statuses == Status.OK))
         if unclear.any():
             self._clear_up(keys, rows, np.flatnonzero(unclear), statuses, nbytes, versions)

@@ -123,11 +123,6 @@ class MooncakeClient:
             self.close()
             raise
 
-    @property
-    def supports_pin(self) -> bool:
-        """Whether objects can be protected from eviction."""
-        return self._soft_pin is not None
-
     def register(self, address: int, nbytes: int) -> None:
         """Make memory fit for transfers. Raises StoreUnavailable where that is refused."""
         if self._call("register_buffer", address, nbytes)[0]:

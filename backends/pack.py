@@ -24,6 +24,7 @@ from hicachectl.backends.base import (
     Rows,
     Status,
     Store,
+    Traits,
     as_table,
     keys_of,
     mtimes_of,
@@ -148,13 +149,14 @@ class PackStore(Store):
         parallel_writes=2,  # so that one compresses while the other waits for the disk
         forkable=True,  # all that reading needs is the file's descriptor
     )
-    supports_deletes: ClassVar[bool] = False
-    keeps_withdrawn: ClassVar[bool] = True
-    keeps_digests: ClassVar[bool] = True
-    is_live: ClassVar[bool] = False
-    supports_version: ClassVar[bool] = True
-    supports_locator: ClassVar[bool] = True
-    version_fields: ClassVar[tuple[str, ...]] = ("digest_0", "digest_1", "digest_2", "digest_3")
+    traits: ClassVar[Traits] = Traits(
+        columns=frozenset({"nbytes", "mtime_ns", "locator", "version"}),
+        version_fields=("digest_0", "digest_1", "digest_2", "digest_3"),
+        writes=True,
+        live=False,
+        append_only=True,
+        keeps_digests=True,
+    )
 
     def __init__(self, path: str, *, writable: bool = False) -> None:
         """Open a pack. Raises StoreUnavailable; FormatError for a pack that is not valid."""

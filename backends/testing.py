@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -93,11 +93,17 @@ def write(store: Store, objects: Mapping[bytes, bytes], *, if_absent: bool, **mo
     return store.write_from(rows, offsets, sizes, if_absent=if_absent)
 
 
+def lack(store: Store, what: str) -> NoReturn:
+    """Skip a test for the lack of a capability."""
+    pytest.skip(f"the store lacks a capability: {type(store).__name__} {what}")
+
+
 class StoreSuite(ABC):
     """Subclass as `class TestMyStore(StoreSuite)`; keys and sizes may be overridden."""
 
     keys: tuple[bytes, ...] = tuple(f"{page}_m_0_1.bin".encode() for page in PAGE_HASHES)
     sizes: tuple[int, ...] = (5000, 1, 4096, 12288)  # what objects may measure
+    empty_objects = True  # whether objects may have no bytes
 
     @pytest.fixture
     @abstractmethod
@@ -131,11 +137,22 @@ class StoreSuite(ABC):
         size = self.sizes[seed % len(self.sizes)]
         return np.random.default_rng(seed).bytes(size)
 
-    def need(self, store: Store, *flags: str) -> None:
-        """Skip where the store lacks a capability."""
-        for flag in flags:
-            if not getattr(store, f"supports_{flag}"):
-                pytest.skip(f"the store lacks a capability: {type(store).__name__} {flag}")
+    def need(self, store: Store, *capabilities: str) -> None:
+        """Skip where the store lacks a capability: "writes", "deletes" or a scan column."""
+        for name in capabilities:
+            if name in SCAN_FIELDS:
+                has = name in store.traits.columns
+            elif name in {"moves", "touch"}:
+                has = getattr(store, f"supports_{name}")
+            else:
+                has = getattr(store.traits, name)
+            if not has:
+                lack(store, name)
+
+    def need_empty_objects(self, store: Store) -> None:
+        """Skip where each object has bytes."""
+        if not self.empty_objects:
+            lack(store, "empty objects")
 
     # listing
 
@@ -148,7 +165,7 @@ class StoreSuite(ABC):
             self.raw_put(store, key, value)
         found = listing(store)
         assert set(found) == set(objects)
-        if store.supports_sizes:
+        if "nbytes" in store.traits.columns:
             assert found == {key: len(value) for key, value in objects.items()}
 
     @pytest.mark.parametrize(
@@ -166,19 +183,18 @@ class StoreSuite(ABC):
         with pytest.raises(ValueError, match="colour"):
             list(store.scan(("colour",)))
 
-    def test_capability_flags_say_which_columns_are_known(self, store: Store) -> None:
+    def test_the_traits_say_which_columns_are_known(self, store: Store) -> None:
         self.raw_put(store, self.keys[0], self.value(0))
         row = scanned_rows(store, self.keys[:1]).to_pylist()[0]
-        assert (row["mtime_ns"] is not None) == store.supports_times
-        assert (row["version"] is not None) == store.supports_version
-        assert (row["locator"] is not None) == store.supports_locator
+        for name in ("mtime_ns", "version", "locator", "replicas"):
+            assert (row[name] is not None) == (name in store.traits.columns)
+        fields = store.traits.version_fields
+        assert len(row["version"] or b"") == 8 * len(fields)
 
     def test_the_version_changes_when_the_object_does(self, store: Store) -> None:
-        self.need(store, "version", "replace")
-        if store.versions_recur:
-            pytest.skip(
-                f"the store lacks a capability: {type(store).__name__} versions that never recur"
-            )
+        self.need(store, "version")
+        if store.traits.versions_recur:
+            lack(store, "versions that never recur")
         self.raw_put(store, self.keys[0], self.value(0))
         before = scanned_rows(store, self.keys[:1]).column("version").to_pylist()
         again = scanned_rows(store, self.keys[:1]).column("version").to_pylist()
@@ -242,7 +258,7 @@ class StoreSuite(ABC):
         assert (found[0], found[2]) == (self.value(0), self.value(2))
 
     def test_a_smaller_object_says_short_and_its_size(self, store: Store) -> None:
-        self.need(store, "sizes")
+        self.need(store, "nbytes")
         size = len(self.value(0))
         self.raw_put(store, self.keys[0], self.value(0))
         result, _ = read(store, scanned_rows(store, self.keys[:1]), [size + 1])
@@ -250,7 +266,7 @@ class StoreSuite(ABC):
         assert result.nbytes.tolist() == [size]
 
     def test_a_larger_object_says_oversized_and_its_size(self, store: Store) -> None:
-        self.need(store, "sizes")
+        self.need(store, "nbytes")
         size = len(self.value(0))
         self.raw_put(store, self.keys[0], self.value(0))
         result, _ = read(store, scanned_rows(store, self.keys[:1]), [size - 1])
@@ -278,7 +294,7 @@ class StoreSuite(ABC):
                 store.read_into(row, one * offset, one)
 
     def test_an_empty_object_is_read(self, store: Store) -> None:
-        self.need(store, "empty")
+        self.need_empty_objects(store)
         self.raw_put(store, self.keys[0], b"")
         result, _ = read(store, scanned_rows(store, self.keys[:1]), [0])
         assert result.all_ok
@@ -316,7 +332,8 @@ class StoreSuite(ABC):
         assert set(listing(store)) == set(objects)
 
     def test_an_empty_object_is_written(self, store: Store) -> None:
-        self.need(store, "writes", "empty")
+        self.need(store, "writes")
+        self.need_empty_objects(store)
         assert write(store, {self.keys[0]: b""}, if_absent=True).all_ok
         assert self.raw_get(store, self.keys[0]) == b""
 
@@ -330,14 +347,14 @@ class StoreSuite(ABC):
         assert self.raw_get(store, self.keys[1]) == new
 
     def test_without_if_absent_the_object_is_replaced(self, store: Store) -> None:
-        self.need(store, "writes", "replace")
+        self.need(store, "writes")
         old, new = self.value(0), self.value(len(self.sizes))
         self.raw_put(store, self.keys[0], old)
         assert write(store, {self.keys[0]: new}, if_absent=False).all_ok
         assert self.raw_get(store, self.keys[0]) == new
 
     def test_modification_times_are_kept(self, store: Store) -> None:
-        self.need(store, "writes", "times")
+        self.need(store, "writes", "mtime_ns")
         objects = {self.keys[0]: self.value(0)}
         assert write(store, objects, if_absent=True, mtime_ns=[OLD_TIME_NS]).all_ok
         times = scanned_rows(store, self.keys[:1]).column("mtime_ns").to_pylist()
@@ -354,7 +371,7 @@ class StoreSuite(ABC):
                 store.write_from(row, at, size, if_absent=True, pin=True)
 
     def test_an_object_is_written_or_writing_is_refused(self, store: Store) -> None:
-        if store.supports_writes:
+        if store.traits.writes:
             assert write(store, {self.keys[0]: self.value(0)}, if_absent=True).all_ok
             assert store.exists(rows_of(self.keys[:1])).all()
         else:
@@ -390,7 +407,7 @@ class StoreSuite(ABC):
         assert store.delete(rows).statuses.tolist() == [Status.GONE, Status.OK]
 
     def test_what_was_never_there_is_gone_or_deleting_is_refused(self, store: Store) -> None:
-        if store.supports_deletes:
+        if store.traits.deletes:
             assert store.delete(rows_of(self.keys[:1])).statuses.tolist() == [Status.GONE]
         else:
             with pytest.raises(UnsupportedByBackend):
@@ -513,7 +530,7 @@ class StoreSuite(ABC):
     def test_any_order_of_calls_behaves_like_a_dict(
         self, store: Store, steps: list[tuple[str, int, int]]
     ) -> None:
-        self.need(store, "writes", "deletes", "replace")
+        self.need(store, "writes", "deletes")
         for key in self.keys:
             self.raw_delete(store, key)
         model: dict[bytes, bytes] = {}

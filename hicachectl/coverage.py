@@ -75,7 +75,7 @@ def impossible_checks(
     """
     real = profile is not None and not profile.inferred
     reasons = {}
-    if profile is None and not store.supports_sizes:
+    if profile is None and "nbytes" not in store.traits.columns:
         reasons["sizes"] = (
             f"{store.url} keeps no object sizes; give --profile, --model-config or --server"
         )
@@ -88,7 +88,7 @@ def impossible_checks(
         reasons["values"] = (
             "the profile describes no values, only object sizes; give one made from --model-config"
         )
-    if not has_catalog and not store.keeps_digests:
+    if not has_catalog and not store.traits.keeps_digests:
         reasons["digests"] = (
             "no digests are recorded; give --catalog FILE, with --update-catalog to begin one"
         )

@@ -123,7 +123,7 @@ def inventory_of_chains(
     names, _ = chains.within_reach().distinct_pages()
     codec = codec_for(store.grammar)
     affixes = [member.affix for member in profiled_deployment(profile, codec).members]
-    if store.lists_late or len(names) * len(affixes) <= _FEW_KEYS:
+    if store.traits.lists_late or len(names) * len(affixes) <= _FEW_KEYS:
         keys = [
             pc.cast(pc.binary_join_element_wise(before, names, after, ""), pa.binary())
             for before, after in [*affixes, *other_ranks(affixes, codec)]

@@ -77,7 +77,9 @@ def inspect_page(
     reading = _read(store, inventory, checkers)
     found = combine(
         [
-            *check_groups(inventory, groups, in_flight, pools_apart=store.evicts_pools_apart),
+            *check_groups(
+                inventory, groups, in_flight, pools_apart=store.traits.evicts_pools_apart
+            ),
             *check_sizes(inventory, groups, in_flight, store.grammar),
             *reading.findings(inventory),
         ]

@@ -99,9 +99,9 @@ class _Run:
         self._source = source
         self._destination = destination
         self._request = request
-        if not destination.supports_writes:
+        if not destination.traits.writes:
             raise UsageError(f"{destination.url}: cannot be written to")
-        if request.manner.move and not source.supports_deletes:
+        if request.manner.move and not source.traits.deletes:
             raise UsageError(
                 f"{source.url}: --move: its objects cannot be deleted; copy without it"
             )
@@ -193,7 +193,7 @@ class _Run:
                 journal.end()
         outcome = self._outcome(agenda, tally)
         outcome.journal = None if ended else self._journal_path
-        if self._destination.evicts and (lack is not None or tally.full):
+        if self._destination.traits.evicts and (lack is not None or tally.full):
             outcome.remarks.append(
                 f"{self._destination.url}: has not the room, and evicts to make some: what was "
                 "copied first may be gone again"

@@ -195,7 +195,7 @@ def read_objects(
     count = len(inventory.objects)
     result = ReadingResult(
         digests=_shared_zeros((count, DIGEST_BYTES), np.dtype(np.uint8)),
-        versions=_shared_zeros((count, len(store.version_fields)), np.dtype(np.uint64)),
+        versions=_shared_zeros((count, len(store.traits.version_fields)), np.dtype(np.uint64)),
         digested=_shared_zeros((count,), np.dtype(np.bool_)),
     )
     if not len(plan.rows):
@@ -312,7 +312,7 @@ class _Reader:
             jobs=jobs,
             deadline=plan.deadline,
             pace=None if plan.bytes_per_second is None else Pace(plan.bytes_per_second // share),
-            identify=self._identify and not self._store.identifies_by_exists,
+            identify=self._identify and not self._store.traits.identifies_by_exists,
             confirm=plan.confirm,
         )
 
@@ -322,7 +322,7 @@ class _Reader:
 
     def _read(self, pipeline: Pipeline[_Done]) -> Iterator[int]:
         """Gather the results of the tasks, and give the bytes of each."""
-        asks = self._identify and self._store.identifies_by_exists
+        asks = self._identify and self._store.traits.identifies_by_exists
         for done in self._still_there(pipeline) if asks else pipeline:
             _gather(self._result, done, self._wants_digest, self._store.grammar)
             yield int(done.loaded.task.capacities.sum())

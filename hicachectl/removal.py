@@ -106,7 +106,12 @@ class Look:
 def look(store: Store, groups: Iterable[TakenGroup]) -> Look:
     """Ask a store for every object that some groups can have."""
     keys = [key for group in groups for key in group.keys]
-    columns = ["nbytes", "mtime_ns", "version", *(["locator"] if store.supports_locator else [])]
+    columns = [
+        "nbytes",
+        "mtime_ns",
+        "version",
+        *(["locator"] if "locator" in store.traits.columns else []),
+    ]
     rows = store.look(pa.table({"key": pa.array(keys, pa.binary())}), columns)
     facts = map(Facts, *(rows.column(name).to_pylist() for name in columns[:3]))
     places = {key: place for place, key in enumerate(rows.column("key").to_pylist())}

@@ -50,7 +50,7 @@ def opened(
     config = load_config(None if settings.config is None else str(settings.config))
     store = open_store(text, config=config, create=create)
     try:
-        if store.logs_natively and not settings.verbose:
+        if store.traits.logs_natively and not settings.verbose:
             mute_native_logs()
         store.allow_leases = allow_leases
         store.takes_doubtful_sizes = looks_only

@@ -26,7 +26,7 @@ def groups_in_flight(
     now_ns: when the listing began, Unix nanoseconds; listing_ns: how long it took. Groups that
     were written meanwhile are in flight; a time further ahead is a wrong clock's.
     """
-    if not store.is_live:
+    if not store.traits.live:
         return np.zeros(len(groups), dtype=np.bool_)
     age = now_ns - groups.newest_ns
     young: BoolArray = (age < grace_ns) & (age > -listing_ns - max(grace_ns, _CLOCK_SKEW_NS))

@@ -201,7 +201,7 @@ class _Run:
             grace_ns=self._grace_ns,
         )
         gone = 0
-        if self.store.supports_times:
+        if "mtime_ns" in self.store.traits.columns:
             moved, gone = changed_groups(self.store, inventory, groups, ~in_flight)
             in_flight |= moved
         plan = self._plan(inventory, groups, in_flight)
@@ -209,7 +209,7 @@ class _Run:
         with self._device(inventory, plan, remarks) as device:
             plan = replace(plan, device=device)
             reading = self._read(inventory, plan, on_read)
-        if not self.store.supports_times:
+        if "mtime_ns" not in self.store.traits.columns:
             in_flight, gone = self._look_again(inventory, groups, on_wait)
         reading.gone += gone
         outcome, digested = self._compared(inventory, reading)
@@ -253,7 +253,9 @@ class _Run:
     def _columns(self) -> list[str]:
         """Name the columns of the scan that checks and repairs need."""
         wanted = {"version": self.request.repairs, "replicas": "sizes" in self.request.checks}
-        return [name for name, needed in wanted.items() if needed and self.store.lists(name)]
+        return [
+            name for name, needed in wanted.items() if needed and name in self.store.traits.columns
+        ]
 
     @property
     def _grace_ns(self) -> int:
@@ -279,7 +281,7 @@ class _Run:
     @property
     def _own_digests(self) -> bool:
         """Whether objects are read so that the store compares them with its own digests."""
-        return self.store.keeps_digests and "digests" in self.request.checks
+        return self.store.traits.keeps_digests and "digests" in self.request.checks
 
     @property
     def _reads(self) -> bool:
@@ -305,12 +307,12 @@ class _Run:
             yield from check_names(inventory, now_ns=self.now_ns, grace_ns=self._grace_ns)
         if "groups" in checks:
             yield from check_groups(
-                inventory, groups, in_flight, pools_apart=self.store.evicts_pools_apart
+                inventory, groups, in_flight, pools_apart=self.store.traits.evicts_pools_apart
             )
         if "sizes" in checks:
             yield from check_sizes(inventory, groups, in_flight, self.store.grammar)
             yield check_mixed_sizes(inventory)
-            if self.store.supports_replicas:
+            if "replicas" in self.store.traits.columns:
                 yield from check_placement(inventory)
 
     def _plan(self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray) -> ReadingPlan:
@@ -413,7 +415,7 @@ class _Run:
         rows = np.flatnonzero(reading.digested) if self._digests else np.zeros(0, dtype=np.int64)
         if self.request.catalog is None:
             return np.zeros(len(rows), dtype=np.int8), rows
-        fields = self.request.identity or self.store.version_fields
+        fields = self.request.identity or self.store.traits.version_fields
         records = self._records(inventory, rows, reading)
         return compare(self.request.catalog, records, fields), rows
 
@@ -432,7 +434,7 @@ class _Run:
             pools=pa.array(pools, pa.string()).take(ids),
             nbytes=objects.column("nbytes").fill_null(0).to_numpy(),
             identities=reading.versions[rows],
-            identity_fields=self.store.version_fields,
+            identity_fields=self.store.traits.version_fields,
             digests=reading.digests[rows],
         )
 
@@ -447,7 +449,7 @@ class _Run:
         if self._values:
             yield check_replicas(inventory, reading.digests, reading.digested)
         yield from check_digests(
-            inventory, digested, outcome, identities_recur=self.store.versions_recur
+            inventory, digested, outcome, identities_recur=self.store.traits.versions_recur
         )
 
     def _skipped(

@@ -81,7 +81,9 @@ def command(
         progress(ctx, "listing", " objects") as advance,
     ):
         profile = profile_from_options(options, source, warn=partial(remark, ctx))
-        columns = [name for name in ("replicas", "locator") if objects and source.lists(name)]
+        columns = [
+            name for name in ("replicas", "locator") if objects and name in source.traits.columns
+        ]
         listed = take_inventory(source, profile, columns=columns, on_batch=advance)
         inventory = select(listed, selection)
         for text in source.remarks:

@@ -232,7 +232,7 @@ def _plan(
 
     criteria = _criteria(store, options)
     profile = profile_from_options({"profile_file": options["profile_file"]}, store)
-    columns = ("version",) if store.supports_version else ()
+    columns = ("version",) if "version" in store.traits.columns else ()
     with progress(ctx, "listing", " objects") as advance:
         inventory = take_inventory(store, profile, columns=columns, on_batch=advance)
     for text in store.remarks:
@@ -301,7 +301,7 @@ def _criteria(store: Store, options: dict[str, Any]) -> Criteria:
 def _refuse_without_times(store: Store, options: dict[str, Any]) -> None:
     from hicachectl.formats.errors import UnsupportedByBackend
 
-    if options["before"] is not None and not store.supports_times:
+    if options["before"] is not None and "mtime_ns" not in store.traits.columns:
         raise UnsupportedByBackend(f"{store.url}: keeps no times; --before means nothing there")
 
 

@@ -287,11 +287,11 @@ def _refuse_impossible_checks(ctx: click.Context, store: Store, request: Request
 
 def _refuse_what_is_lacking(store: Any, request: Request, options: dict[str, Any]) -> None:
     """Fail on options that make no sense for the store, before it is read."""
-    unknown = sorted(set(request.identity) - set(store.version_fields))
+    unknown = sorted(set(request.identity) - set(store.traits.version_fields))
     if unknown:
-        known = ", ".join(store.version_fields) or "none"
+        known = ", ".join(store.traits.version_fields) or "none"
         raise click.UsageError(f"--identity: {store.url} has no {unknown[0]}; it has: {known}")
-    if options["repair"] != "none" and not store.supports_deletes:
+    if options["repair"] != "none" and not store.traits.deletes:
         raise click.UsageError(
             f"--repair: objects of {store.url} cannot be deleted; hicachectl migrate copies its "
             "sound pages to another store"

@@ -149,7 +149,7 @@ class Destination:
         new = (writes.there == ABSENT) | (parcel.action is Action.REPLACE)
         nbytes = int((writes.sizes[new] + _HEAD_BYTES).sum())
         with self._counting:
-            free = self.store.free_bytes() if self.store.keeps_withdrawn else None
+            free = self.store.free_bytes() if self.store.traits.append_only else None
             has_room = free is None or self._promised + nbytes <= free
             self._promised += has_room * nbytes
         try:
@@ -220,7 +220,7 @@ class _Delivery:
         action = self._parcel.action
         if action in READS_BACK:
             self._compare(np.flatnonzero(self._open() & (self._writes.there != ABSENT)))
-        if action is Action.REPLACE and self._to.store.supports_deletes:
+        if action is Action.REPLACE and self._to.store.traits.deletes:
             self._remove(np.flatnonzero(self._open() & (self._writes.there != ABSENT)))
         anchors = self._parcel.anchors()
         for stage in (~anchors, anchors):
@@ -280,7 +280,7 @@ class _Delivery:
         back = self._placed_back(places)
         store = self._to.store
         # What is newer than the listing is found by asking where it is.
-        read_back = store.read_confirmed if store.lists_late else store.read_into
+        read_back = store.read_confirmed if store.traits.lists_late else store.read_into
 
         def call(some: IntArray) -> None:
             offsets = back[np.searchsorted(places, some)]

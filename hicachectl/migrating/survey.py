@@ -139,7 +139,7 @@ def survey_destination(
     grammar: of the keys that are to be written. Raises ProfileError where it holds another
     topology under the same keys, StoreUnavailable.
     """
-    if store.lists_late:
+    if store.traits.lists_late:
         for survey in surveys:
             _ask(store, survey)
         return

@@ -85,6 +85,7 @@ def store(place: Place) -> Iterator[FreshStore]:
 class TestHf3fsStore(StoreSuite):
     keys = KEYS
     sizes = (PAGE_BYTES,)
+    empty_objects = False
 
     @pytest.fixture
     def store(self, place: Place) -> Iterator[Store]:

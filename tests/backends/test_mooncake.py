@@ -89,6 +89,7 @@ def store(
 
 class TestMooncakeStore(StoreSuite):
     keys = tuple(f"m_{page}_0_k".encode() for page in PAGE_HASHES)
+    empty_objects = False
 
     @pytest.fixture
     def store(self, brief_cluster: Cluster, brief_store: MooncakeStore) -> Iterator[Store]:
