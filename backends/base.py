@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import IntEnum
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hicachectl.backends.permissions import Permissions
+from hicachectl.backends.urls import SCHEMES, parse_url
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.directory import Directory, Trust
     from hicachectl.backends.hf3fs_metadata import MetadataClient
     from hicachectl.backends.page_tables import TableState
-    from hicachectl.backends.urls import StoreUrl
+    from hicachectl.backends.urls import Config, StoreUrl
     from hicachectl.formats.profile import Profile
 
 IntArray = npt.NDArray[np.int64]
@@ -209,7 +211,6 @@ class Store(ABC):
     written, with `mtime_ns` kept where the store has times. One array entry belongs to each row.
     """
 
-    scheme: ClassVar[str]  # of its URLs
     traits: ClassVar[Traits]
     limits: Limits
 
@@ -247,9 +248,9 @@ class Store(ABC):
         return cls.from_url(url)
 
     @property
+    @abstractmethod
     def grammar(self) -> str:
-        """Name of its keys' grammar in formats.keys: the scheme, unless it holds another's keys."""
-        return self.scheme
+        """Name of the grammar of the keys, as in formats.keys."""
 
     def use_grammar(self, name: str) -> None:
         """Say what grammar the keys that will be written have, where a store can hold several.
@@ -527,6 +528,17 @@ class Store(ABC):
     def _refuse_pin(self, pin: bool) -> None:
         if pin and not self.supports_pin:
             raise UnsupportedByBackend(f"{self.url}: objects of this store cannot be pinned")
+
+
+def open_store(text: str, *, config: Config | None = None, create: bool = False) -> Store:
+    """Open the store that a STORE argument names. Raises UsageError, StoreUnavailable.
+
+    create: open the store for writing, and make one that is missing (`Store.create`).
+    """
+    url = parse_url(text, config)
+    module, _, name = SCHEMES[url.scheme].target.partition(":")
+    backend: type[Store] = getattr(import_module(module), name)
+    return backend.create(url) if create else backend.from_url(url)
 
 
 def batch_spans(sizes: IntArray, limits: Limits) -> Iterator[slice]:

@@ -87,7 +87,6 @@ class _New(NamedTuple):
 class FileStore(Store):
     """A HiCacheFile directory, used by path: nothing is created, resized or touched by looking."""
 
-    scheme: ClassVar[str] = "file"
     limits: Limits = Limits(
         batch_objects=1024,  # one syncfs each: 1.2-1.5 times the cost of not syncing at all
         batch_bytes=256 << 20,
@@ -95,6 +94,7 @@ class FileStore(Store):
         parallel_writes=2,
         forkable=True,  # all that reading needs is the directory's descriptor
     )
+    grammar = "file"
     traits: ClassVar[Traits] = Traits(
         columns=frozenset({"nbytes", "mtime_ns", "version"}),
         version_fields=("inode", "mtime", "ctime", "size"),

@@ -69,7 +69,6 @@ class Hf3fsStore(Store):
     Objects have no sizes before `use_profile`: how long a page is only a profile tells.
     """
 
-    scheme: ClassVar[str] = "hf3fs"
     limits: Limits = Limits(
         batch_objects=256,
         batch_bytes=256 << 20,
@@ -77,6 +76,7 @@ class Hf3fsStore(Store):
         parallel_writes=2,
         announced_bytes=1,
     )
+    grammar = "hf3fs"
     traits: ClassVar[Traits] = Traits(
         columns=frozenset({"locator", "version"}),
         version_fields=("page_index",),

@@ -70,13 +70,13 @@ _READ_BACK_BYTES = 64 << 20  # at once
 class MooncakeStore(Store):
     """The default tenant's objects, used as a guest that contributes no segment."""
 
-    scheme: ClassVar[str] = "mooncake"
     limits: Limits = Limits(
         batch_objects=128,  # SGLang's own batches are of 128 pages
         batch_bytes=256 << 20,
         parallel_reads=2,  # one is begun while the other ends
         parallel_writes=2,
     )
+    grammar = "mooncake"
     traits: ClassVar[Traits] = Traits(
         columns=frozenset({"nbytes", "version", "replicas"}),
         version_fields=("size", "segment", "address"),

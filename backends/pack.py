@@ -141,7 +141,6 @@ class PackStore(Store):
     Its objects have the keys of the store they came from: `grammar` names their form.
     """
 
-    scheme: ClassVar[str] = "pack"
     limits: Limits = Limits(
         batch_objects=256,
         batch_bytes=64 << 20,  # one fdatasync each

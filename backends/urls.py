@@ -1,11 +1,11 @@
-"""Store URLs and the config file: what a STORE argument names, and opening it.
+"""Store URLs and the config file: what a STORE argument names. `backends.base` opens it.
 
     /some/directory                       a plain directory: SGLang's file backend
     file:///some/directory                the same; "file:" alone is SGLang's own directory
     prod:                                 [stores.prod] of the config file
     scheme://host/path?name=value         percent-encoded; see SCHEMES
 
-Nothing heavy is imported before a store is opened.
+Parsing imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
@@ -25,14 +24,12 @@ from hicachectl.formats.errors import FormatError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicachectl.backends.base import Store
-
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Where a scheme is implemented and what its URLs may say."""
+    """The store class of a URL scheme, and the parts that its URLs may have."""
 
-    target: str  # "module:Class"
+    target: str  # "module:Class" of a backends.base.Store, imported when a store is opened
     params: frozenset[str] = frozenset()
     host: bool = False
 
@@ -55,6 +52,7 @@ SCHEMES = {
 
 MAX_CONFIG_BYTES = 1 << 20
 
+_SCHEME_NAME = re.compile(r"[a-z][a-z0-9+.-]*")  # RFC 3986
 _NAMED = re.compile(r"([^/:]*):(.*)", re.DOTALL)
 _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
@@ -128,15 +126,13 @@ def default_file_directory(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR") or "/tmp/hicache"
 
 
-def open_store(text: str, *, config: Config | None = None, create: bool = False) -> Store:
-    """Open the store that a STORE argument names. Raises UsageError, StoreUnavailable.
-
-    create: to be written to, and made if it is not there (`Store.create`).
-    """
-    url = parse_url(text, config)
-    module, _, name = SCHEMES[url.scheme].target.partition(":")
-    backend: type[Store] = getattr(import_module(module), name)
-    return backend.create(url) if create else backend.from_url(url)
+def register_scheme(name: str, scheme: Scheme) -> None:
+    """Let URLs NAME://... open a store class. Raises ValueError for a name that cannot be taken."""
+    if not _SCHEME_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no URL scheme: a-z, then a-z, 0-9, +, . and -")
+    if SCHEMES.get(name, scheme) != scheme:
+        raise ValueError(f"the scheme {name!r} belongs to {SCHEMES[name].target}")
+    SCHEMES[name] = scheme
 
 
 def parse_url(text: str, config: Config | None = None) -> StoreUrl:

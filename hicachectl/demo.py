@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hicachectl.backends.arena import Arena
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.base import open_store
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.hashing import page_hashes_hex

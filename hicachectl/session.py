@@ -44,7 +44,8 @@ def opened(
     allow_leases, lease_wait (seconds; None: the store's own), create: see `Store`. looks_only:
     nothing is changed, copied or recorded, so that sizes in doubt will do.
     """
-    from hicachectl.backends.urls import load_config, open_store
+    from hicachectl.backends.base import open_store
+    from hicachectl.backends.urls import load_config
 
     settings: Settings = ctx.obj
     config = load_config(None if settings.config is None else str(settings.config))

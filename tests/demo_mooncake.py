@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.base import open_store
 from hicachectl.demo import PROFILE, fill
 from hicachectl.formats.profile import dump_profile
 from hicachectl.terminal import mute_native_logs

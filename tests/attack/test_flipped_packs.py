@@ -15,8 +15,7 @@ import pytest
 
 from hicachectl.__main__ import run
 from hicachectl.backends.arena import Arena, place
-from hicachectl.backends.base import scan_schema
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.base import open_store, scan_schema
 from hicachectl.demo import fill
 from tests.backends import pack_files
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from hicachectl.__main__ import run
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.base import open_store
 from hicachectl.demo import PROFILE, fill
 from hicachectl.formats.profile import dump_profile
 from tests.attack.turning import BROKEN, SLOW, Turning, altered, fewer, more, numbers, passed_on

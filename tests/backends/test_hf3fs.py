@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 
 from hicachectl.backends.arena import Arena
-from hicachectl.backends.base import Result, Status, Store
+from hicachectl.backends.base import Result, Status, Store, open_store
 from hicachectl.backends.hf3fs import Hf3fsStore
 from hicachectl.backends.hf3fs_writing import _Reservation
 from hicachectl.backends.testing import (
@@ -32,7 +32,6 @@ from hicachectl.backends.testing import (
     scanned_rows,
     write,
 )
-from hicachectl.backends.urls import open_store
 from hicachectl.formats.errors import (
     ProfileError,
     StoreUnavailable,

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from hicachectl.backends.arena import Arena
-from hicachectl.backends.base import Status
+from hicachectl.backends.base import Status, open_store
 from hicachectl.backends.hf3fs import Hf3fsStore
 from hicachectl.backends.permissions import Permissions
 from hicachectl.backends.testing import ARENA_BYTES, PAGE_HASHES, rows_of, write
-from hicachectl.backends.urls import open_store
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from tests.backends.hf3fs_place import FILE_SIZE, NUM_PAGES, PAGE_BYTES, PROFILE, Place
 

@@ -17,7 +17,7 @@ import pytest
 
 from hicachectl.backends import mooncake_client
 from hicachectl.backends.arena import Arena
-from hicachectl.backends.base import Status, Store
+from hicachectl.backends.base import Status, Store, open_store
 from hicachectl.backends.mooncake import MooncakeStore
 from hicachectl.backends.mooncake_client import LEASE_EXPIRED
 from hicachectl.backends.testing import (
@@ -30,7 +30,6 @@ from hicachectl.backends.testing import (
     scanned_rows,
     write,
 )
-from hicachectl.backends.urls import open_store
 from hicachectl.formats.errors import StoreUnavailable
 from tests.mooncake_cluster import Cluster
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from hicachectl.backends import pack_writer
 from hicachectl.backends.arena import Arena
-from hicachectl.backends.base import Status, scan_schema
+from hicachectl.backends.base import Status, open_store, scan_schema
 from hicachectl.backends.pack import PackStore, _Growing
 from hicachectl.backends.pack_file import open_pack
 from hicachectl.backends.testing import (
@@ -34,7 +34,6 @@ from hicachectl.backends.testing import (
     scanned_rows,
     write,
 )
-from hicachectl.backends.urls import open_store
 from hicachectl.demo import PROFILE
 from hicachectl.formats.errors import (
     FormatError,

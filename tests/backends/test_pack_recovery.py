@@ -16,10 +16,9 @@ import pytest
 
 from hicachectl.backends import pack_recovery
 from hicachectl.backends.arena import Arena
-from hicachectl.backends.base import Status
+from hicachectl.backends.base import Status, open_store
 from hicachectl.backends.pack_recovery import Repaired, repair
 from hicachectl.backends.testing import read, rows_of, write
-from hicachectl.backends.urls import open_store
 from hicachectl.formats.errors import FormatError, HicacheError, StoreUnavailable, UsageError
 from tests.backends import pack_files
 from tests.backends.pack_files import INDEX, METADATA, OBJECT

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.backends import urls
+from hicachectl.backends.base import Store, open_store
 from hicachectl.backends.file import FileStore
 from hicachectl.backends.urls import (
     Config,
@@ -19,9 +20,9 @@ from hicachectl.backends.urls import (
     StoreUrl,
     default_file_directory,
     load_config,
-    open_store,
     parse_config,
     parse_url,
+    register_scheme,
     without_secrets,
 )
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
@@ -227,7 +228,28 @@ def test_every_scheme_has_its_class() -> None:
     for name, scheme in urls.SCHEMES.items():
         module, _, cls = scheme.target.partition(":")
         need_module(module)
-        assert getattr(sys.modules[module], cls).scheme == name
+        assert issubclass(getattr(sys.modules[module], cls), Store), name
+
+
+@pytest.fixture
+def _schemes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urls, "SCHEMES", dict(urls.SCHEMES))
+
+
+@pytest.mark.usefixtures("_schemes")
+def test_a_registered_scheme_is_parsed_and_named_among_the_known() -> None:
+    for _ in range(2):  # the same once more changes nothing
+        register_scheme("our-own+1", EXAMPLE)
+    assert parse_url("our-own+1://h/d?admin=1") == StoreUrl("our-own+1", "/d", "h", {"admin": "1"})
+    with pytest.raises(UsageError, match=r"known: .*our-own\+1"):
+        parse_url("redis://host")
+
+
+@pytest.mark.usefixtures("_schemes")
+@pytest.mark.parametrize("name", ["file", "", "Tar", "a:b", "a/b", "1a", "a_b"])
+def test_a_scheme_that_cannot_be_registered_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=name or "no URL scheme"):
+        register_scheme(name, EXAMPLE)
 
 
 def test_parsing_needs_neither_pyarrow_nor_numpy() -> None:

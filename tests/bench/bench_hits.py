@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.base import Limits, Store, scan_schema
+from hicachectl.backends.base import Limits, Store, Traits, scan_schema
 from hicachectl.chains import Chains, Hashing, chains_of, hex_pages
 from hicachectl.formats.hashing import page_hashes
 from hicachectl.formats.profile import parse_profile
@@ -53,7 +53,8 @@ nbytes = 4096
 class Listing(Store):
     """A store that can only be listed."""
 
-    scheme = "file"
+    grammar = "file"
+    traits = Traits()
     limits = Limits(batch_objects=1, batch_bytes=1, parallel_reads=1, parallel_writes=1)
 
     def __init__(self, batches: list[pa.RecordBatch]) -> None:

@@ -22,8 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from hicachectl.backends.arena import Arena
+from hicachectl.backends.base import open_store
 from hicachectl.backends.mooncake import MooncakeStore
-from hicachectl.backends.urls import StoreUrl, open_store, parse_url
+from hicachectl.backends.urls import StoreUrl, parse_url
 from hicachectl.formats.profile import Pool, Profile
 from hicachectl.migrate import Request, migrate
 from hicachectl.migrating.carrying import Carrier, Manner

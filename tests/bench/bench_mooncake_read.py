@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.arena import Arena, place
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.base import open_store
 from hicachectl.pipeline import Pipeline, batches
 from hicachectl.terminal import mute_native_logs
 from tests.mooncake_cluster import Cluster

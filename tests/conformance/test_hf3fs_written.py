@@ -15,8 +15,8 @@ import pyarrow as pa
 import pytest
 
 from hicachectl.backends.arena import Arena, place
+from hicachectl.backends.base import open_store
 from hicachectl.backends.hf3fs import Hf3fsStore
-from hicachectl.backends.urls import open_store
 from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import profile_from_mapping

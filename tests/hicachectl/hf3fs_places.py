@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.base import open_store
 from hicachectl.demo import PROFILE, fill
 from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.base import codec_for

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from hicachectl.backends.arena import Arena, place
-from hicachectl.backends.base import Status, scan_schema
+from hicachectl.backends.base import Status, open_store, scan_schema
 from hicachectl.backends.pack_file import open_pack
 from hicachectl.backends.pack_recovery import walk
-from hicachectl.backends.urls import open_store
 from hicachectl.demo import PROFILE, fill
 from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.base import codec_for

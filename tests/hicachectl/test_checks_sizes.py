@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from hicachectl.backends.arena import Arena
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.base import open_store
 from tests.hicachectl.stores import OLD, page, put, put_pages
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl import groups
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.base import open_store
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.groups import PageGroups
 from hicachectl.inventory import take_inventory

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl import table_checks
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.base import open_store
 from hicachectl.findings import combine
 from hicachectl.table_checks import check_tables
 from tests.backends.hf3fs_place import Place

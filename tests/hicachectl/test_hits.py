@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hicachectl import hits as hits_module
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.base import open_store
 from hicachectl.chains import Hashing, chains_of, chains_of_pages
 from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.hashing import namespace_seed, page_hashes_hex

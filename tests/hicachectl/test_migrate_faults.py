@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.__main__ import run
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.base import open_store
 from tests.hf3fs_server import MetadataServer
 from tests.hicachectl.migrations import (
     PAGES,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.base import open_store
 from hicachectl.demo import PROFILE
 from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.base import codec_for

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl import verify
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.base import open_store
 from hicachectl.demo import PROFILE, fill
 from hicachectl.formats.profile import dump_profile
 from tests.mooncake_cluster import Cluster

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hicachectl.backends.arena import Arena, place
-from hicachectl.backends.urls import open_store
+from hicachectl.backends.base import open_store
 from hicachectl.demo import PROFILE, fill
 from hicachectl.formats.profile import parse_profile
 from tests.backends import pack_files
