@@ -9,23 +9,20 @@ other entry raises UntrustedError.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Self
+from contextlib import suppress
+from typing import Self
 
-from hicachectl.backends.file_system import OWN_PREFIX, sync_directory
-from hicachectl.backends.permissions import Permissions, with_foreign_group
+from hicachectl.backends.durable import CREATE_FILE, is_named, lock, new_file, sync_directory
+from hicachectl.backends.file_bytes import write_bytes
+from hicachectl.backends.file_system import OWN_PREFIX
+from hicachectl.backends.permissions import Permissions, give_file
 from hicachectl.formats.errors import UntrustedError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _OPEN_NAMED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OPEN_DIRECTORY = _OPEN_NAMED | os.O_NOFOLLOW
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ROOT = 0
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -81,7 +78,7 @@ class Trust:
 def _owner_of_new_files(directory: int) -> set[int]:
     name = b"%s-%s.tmp" % (OWN_PREFIX, os.urandom(16).hex().encode())
     try:
-        descriptor = os.open(name, _CREATE_FILE, 0o600, dir_fd=directory)
+        descriptor = os.open(name, CREATE_FILE, 0o600, dir_fd=directory)
     except OSError:
         return set()
     try:
@@ -256,23 +253,10 @@ class Directory:
         partial = f".{name}.tmp"
         with suppress(FileNotFoundError):
             self.remove(partial)
-        descriptor = os.open(partial, _CREATE_FILE, self._readable & 0o666 | 0o600,
-                             dir_fd=self.descriptor)  # fmt: skip
-        try:
-            try:
-                self._give_away(descriptor)
-                left = memoryview(content)
-                while left:
-                    left = left[os.write(descriptor, left) :]
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            os.rename(partial, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
-        except BaseException:
-            with suppress(OSError):
-                self.remove(partial)
-            raise
-        self.sync()
+        mode = self._readable & 0o666 | 0o600
+        with new_file(name, mode, partial=partial, directory=self.descriptor) as descriptor:
+            self._give_away(descriptor)
+            write_bytes(memoryview(content), descriptor)
 
     @property
     def _readable(self) -> int:
@@ -283,17 +267,10 @@ class Directory:
 
         Where the group cannot be this directory's, the group gets no more than everyone.
         """
-        facts = os.fstat(descriptor)
-        owner = -1
-        if os.geteuid() == _ROOT and self.trust.permissions.may_own(self._facts.st_uid):
-            owner = self._facts.st_uid
-        group = self._facts.st_gid
-        if facts.st_gid != group or owner not in (-1, facts.st_uid):
-            with suppress(OSError):
-                os.fchown(descriptor, owner, group)
-                facts = os.fstat(descriptor)
-        if facts.st_gid != group:
-            os.fchmod(descriptor, with_foreign_group(facts.st_mode))
+        owner = self._facts.st_uid
+        if not self.trust.permissions.may_own(owner):
+            owner = os.fstat(descriptor).st_uid
+        give_file(descriptor, owner, self._facts.st_gid)
 
     def remove(self, name: str) -> None:
         """Unlink a file; a link goes itself, whatever it names."""
@@ -309,42 +286,11 @@ class Directory:
 
     def is_still(self, name: str, parent: Directory) -> bool:
         """Say whether this directory is the one of a name in its parent."""
-        try:
-            facts = os.stat(name, dir_fd=parent.descriptor, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(facts, os.fstat(self.descriptor))
+        return is_named(self.descriptor, name, parent.descriptor)
 
     def lock(self) -> bool:
         """Lock the directory until it is closed; False while another process has the lock.
 
         A file system without locks gives True.
         """
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # the file system has no locks
-            pass
-        return True
-
-
-@contextmanager
-def locked_file(path: str) -> Iterator[bool]:
-    """Hold the lock (flock) of a file in the block; False while another process has it.
-
-    The file is made where there is none, and stays. Its parent may be reached through links, the
-    file itself may not be one. Raises OSError, UntrustedError.
-    """
-    parent, name = os.path.split(os.path.abspath(path))  # noqa: PTH100 - as in FileStore
-    with Directory.named(parent, writes=True) as directory:
-        descriptor = directory.open_lock(name)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
-    finally:
-        os.close(descriptor)
+        return lock(self.descriptor, optional=True)

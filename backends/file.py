@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends import file_system
 from hicachectl.backends.base import (
     BoolArray,
     IntArray,
@@ -38,6 +37,13 @@ from hicachectl.backends.base import (
     scan_schema,
 )
 from hicachectl.backends.directory import Directory, Trust
+from hicachectl.backends.durable import (
+    CREATE_FILE,
+    make_directories,
+    move_noreplace,
+    sync_directory,
+    sync_file_system,
+)
 from hicachectl.backends.file_bytes import copy_bytes, write_bytes
 from hicachectl.backends.file_listing import LeftOut, ask_each, names_in, scan_directory
 from hicachectl.backends.file_mover import FileMover
@@ -49,10 +55,7 @@ from hicachectl.backends.file_system import (
     check_key,
     check_new_key,
     is_file_name,
-    make_directories,
     read_ahead,
-    sync_directory,
-    sync_file_system,
 )
 from hicachectl.backends.permissions import NOBODY, Permissions, give_file
 from hicachectl.backends.urls import StoreUrl
@@ -63,7 +66,6 @@ if TYPE_CHECKING:
 
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
-_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # The 16 bytes of a temporary name: its owner, the process, and a number.
 _OWNER_BYTES, _TOKEN_BYTES = 8, 12
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -560,7 +562,7 @@ class FileStore(Store):
         mode, owner = new or self._new
         name = b"%s-%s%08x.tmp" % (OWN_PREFIX, self._token, next(self._numbers) & 0xFFFFFFFF)
         try:
-            descriptor = os.open(name, _WRITE_FLAGS, mode, dir_fd=self._directory)
+            descriptor = os.open(name, CREATE_FILE, mode, dir_fd=self._directory)
         except OSError as error:
             if error.errno in _NO_NEW_FILES:
                 raise StoreUnavailable(
@@ -616,11 +618,10 @@ class FileStore(Store):
     def _rename(self, temporary: bytes, key: bytes, *, if_absent: bool) -> None:
         """Give a temporary file its name. Raises FileExistsError when that is taken."""
         here = self._directory
-        if not if_absent:
+        if if_absent:
+            move_noreplace(here, temporary, here, key)
+        else:
             os.replace(temporary, key, src_dir_fd=here, dst_dir_fd=here)
-        elif not file_system.rename_noreplace(here, temporary, here, key):
-            os.link(temporary, key, src_dir_fd=here, dst_dir_fd=here, follow_symlinks=False)
-            os.unlink(temporary, dir_fd=here)
 
     def _sync_data(self, names: Collection[bytes]) -> None:
         """Make files durable: by one syncfs, far cheaper than an fsync each where there is one."""

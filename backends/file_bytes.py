@@ -7,6 +7,8 @@ import errno
 import os
 import threading
 
+from hicachectl.backends.durable import UNSUPPORTED
+
 # Of a call: for larger ones Linux (6.18, ext4) looks for large folios in the page cache, which cost
 # up to four times as much processor time as the copy itself. It stays in the processor's cache too.
 WRITE_BYTES = 256 << 10
@@ -14,9 +16,7 @@ WRITE_BYTES = 256 << 10
 # little left to do. Smaller ones would cost more calls than that saves.
 _EARLY_BYTES = 256 << 10
 # The two file systems have no such call, or not between them.
-_NOT_BY_THE_SYSTEM = frozenset(
-    {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
-)
+_NOT_BY_THE_SYSTEM = UNSUPPORTED | {errno.EXDEV}
 
 _SYNC_FILE_RANGE_WRITE = 2
 _LIBC = ctypes.CDLL(None, use_errno=True)

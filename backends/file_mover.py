@@ -8,9 +8,10 @@ import stat
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from hicachectl.backends import file_system
+from hicachectl.backends import durable
 from hicachectl.backends.base import Mover, Status
-from hicachectl.backends.file_system import check_key, check_new_key, sync_directory, version_of
+from hicachectl.backends.durable import move_noreplace, sync_directory
+from hicachectl.backends.file_system import check_key, check_new_key, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +45,8 @@ class FileMover(Mover):
             listed = os.stat(key, dir_fd=self._here, follow_symlinks=False)
             if not stat.S_ISREG(listed.st_mode) or version not in (None, version_of(listed)):
                 return Status.CHANGED
-            if not file_system.rename_noreplace(self._here, key, self._there, target):
+            if not durable.rename_noreplace(self._here, key, self._there, target):
+                # Not by a link: a writer's new file of the name would be unlinked.
                 os.rename(key, target, src_dir_fd=self._here, dst_dir_fd=self._there)
         except OSError as error:
             if not os.fstat(self._there).st_nlink:
@@ -68,15 +70,7 @@ class FileMover(Mover):
             held = os.stat(source, dir_fd=self._there, follow_symlinks=False)
             if not stat.S_ISREG(held.st_mode):
                 raise OSError(errno.EINVAL, "is no regular file in the quarantine")
-            if not file_system.rename_noreplace(self._there, source, self._here, key):
-                os.link(
-                    source,
-                    key,
-                    src_dir_fd=self._there,
-                    dst_dir_fd=self._here,
-                    follow_symlinks=False,
-                )
-                os.unlink(source, dir_fd=self._there)
+            move_noreplace(self._there, source, self._here, key)
         except FileExistsError:
             return Status.EXISTS
         except OSError as error:

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.file_system import sync_names
+from hicachectl.backends.durable import sync_name
 from hicachectl.backends.permissions import Permissions
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 
@@ -85,7 +85,7 @@ def _make_file(path: str, size: int, permissions: Permissions) -> None:
             if not facts.st_size:
                 os.ftruncate(descriptor, size)
                 os.fsync(descriptor)
-                sync_names(Path(path).parent)
+                sync_name(path)
         finally:
             os.close(descriptor)
     except OSError as error:

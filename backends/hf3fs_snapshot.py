@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import take_rows
-from hicachectl.backends.file_system import sync_names
+from hicachectl.backends.durable import new_file
 from hicachectl.backends.hf3fs_repeats import repeated_key
 from hicachectl.backends.permissions import give_file
 from hicachectl.formats.errors import FormatError, StoreUnavailable
@@ -383,21 +382,16 @@ def write_repaired(snapshot: Snapshot, path: Path | str, like: Path | str | None
     Raises FormatError for an existing file, which is never replaced, and StoreUnavailable for one
     that cannot be written.
     """
-    path = Path(path)
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:
-            for part in _document(snapshot):
-                file.write(part)
-            file.flush()
+        with new_file(str(path), 0o600, replaces=False) as descriptor:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.writelines(_document(snapshot))
             if like is None:
-                os.fchmod(file.fileno(), _REPAIRED_MODE)
+                os.fchmod(descriptor, _REPAIRED_MODE)
             else:
                 facts = Path(like).stat()
                 mode = facts.st_mode & _REPAIRED_MODE | 0o600
-                give_file(file.fileno(), facts.st_uid, facts.st_gid, mode=mode)
-            os.fsync(file.fileno())
-            os.link(file.name, path)  # unlike a rename, it fails where something is there
-        sync_names(path.parent)
+                give_file(descriptor, facts.st_uid, facts.st_gid, mode=mode)
     except FileExistsError:
         raise FormatError(f"{path}: is there already; name a file that is not") from None
     except OSError as error:

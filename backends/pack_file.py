@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import threading
 from array import array
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 
+from hicachectl.backends.durable import is_named, lock
 from hicachectl.formats.errors import FormatError, StoreUnavailable
 from hicachectl.formats.pack import (
     DIGEST_BYTES,
@@ -174,18 +173,14 @@ def lock_pack(descriptor: int, path: str) -> None:
     writer before may have done so, and what is written to it would be nowhere.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise StoreUnavailable(
-            f"{path}: another process is writing to this pack; wait until it has ended"
-        ) from error
+        is_ours = lock(descriptor)
     except OSError as error:
         raise StoreUnavailable(f"{path}: cannot be locked: {error.strerror}") from error
-    try:
-        is_there = os.path.samestat(os.fstat(descriptor), Path(path).stat())
-    except FileNotFoundError:
-        is_there = False
-    if not is_there:
+    if not is_ours:
+        raise StoreUnavailable(
+            f"{path}: another process is writing to this pack; wait until it has ended"
+        )
+    if not is_named(descriptor, path, follow=True):
         raise StoreUnavailable(f"{path}: was removed or replaced while it was opened; try again")
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicachectl.backends import file_system
-from hicachectl.backends.file_system import sync_names
+from hicachectl.backends.durable import AT_FDCWD, move_noreplace, sync_name
 from hicachectl.backends.pack_file import (
     Entries,
     ObjectReader,
@@ -263,11 +262,13 @@ def _copy(descriptor: int, found: Walked, entries: pa.Table, output: str) -> Non
         append_index(target, found.pack_id, entries, found.metadata, at)
         source = Permissions.of_file(os.fstat(descriptor))
         os.fchmod(target, as_umask_says(source, os.fstat(target).st_gid))
-        _publish(partial, Path(output))
+        move_noreplace(AT_FDCWD, os.fsencode(partial), AT_FDCWD, os.fsencode(output))
+    except FileExistsError as error:
+        raise _taken(output) from error
     finally:
         os.close(target)
         partial.unlink(missing_ok=True)
-    sync_names(partial.parent)
+    sync_name(output)
 
 
 def _created(partial: Path) -> int:
@@ -289,19 +290,6 @@ def _created(partial: Path) -> int:
         os.close(target)
         raise
     return target
-
-
-def _publish(partial: Path, output: Path) -> None:
-    """Give a file its name, unless something has that. Raises UsageError, OSError."""
-    here = os.open(partial.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        names = os.fsencode(partial.name), os.fsencode(output.name)
-        if not file_system.rename_noreplace(here, names[0], here, names[1]):
-            os.link(*names, src_dir_fd=here, dst_dir_fd=here, follow_symlinks=False)
-    except FileExistsError as error:
-        raise _taken(str(output)) from error
-    finally:
-        os.close(here)
 
 
 def _copy_bytes(source: int, offset: int, length: int, target: int, at: int) -> int:

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from hicachectl import __version__
 from hicachectl.backends.base import Status, StatusArray
-from hicachectl.backends.file_system import sync_names
+from hicachectl.backends.durable import sync_name
 from hicachectl.backends.pack_file import (
     Entries,
     UnfinishedPackError,
@@ -297,7 +297,7 @@ class PackWriter:
         if not self._end:
             self._put([build_header(self.pack_id)])
             os.fsync(self.descriptor)
-            sync_names(Path(self.path).parent)
+            sync_name(self.path)
         self._put([build_record(record, self.pack_id), content])
         os.fdatasync(self.descriptor)  # without it, objects could not be continued or saved
         self._written = self.metadata

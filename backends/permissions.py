@@ -82,7 +82,8 @@ def give_file(descriptor: int, owner: int, group: int, *, mode: int | None = Non
         try:
             os.fchown(descriptor, owner if not os.geteuid() else -1, group)
         except OSError:
-            mode = with_foreign_group(facts.st_mode if mode is None else mode)
+            if facts.st_gid != group:
+                mode = with_foreign_group(facts.st_mode if mode is None else mode)
     if mode is not None:
         os.fchmod(descriptor, stat.S_IMODE(mode) & 0o777)
 

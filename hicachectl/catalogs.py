@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.durable import whole_file
 from hicachectl.formats.catalog import SCHEMA, Catalog, read_catalog, write_catalog
 from hicachectl.formats.errors import UsageError
-from hicachectl.wholefile import whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hicachectl.backends.directory import locked_file
+from hicachectl.backends.directory import Directory
+from hicachectl.backends.durable import lock
 from hicachectl.formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,9 +40,13 @@ def locked(path: Path | None) -> Iterator[bool]:
     if path is None:
         yield True
         return
+    parent, name = os.path.split(os.path.abspath(path))  # noqa: PTH100 - as in FileStore
     with ExitStack() as held:
         try:
-            is_ours = held.enter_context(locked_file(os.fsdecode(path)))
+            directory = held.enter_context(Directory.named(parent, writes=True))
+            descriptor = directory.open_lock(name)
+            held.callback(os.close, descriptor)
+            is_ours = lock(descriptor)
         except OSError as error:
             raise UsageError(f"--lock {path}: {error.strerror}") from error
         yield is_ours

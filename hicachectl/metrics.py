@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.bounded import read_bounded
+from hicachectl.backends.durable import whole_file
 from hicachectl.formats.errors import HicacheError
-from hicachectl.wholefile import whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl import __version__
+from hicachectl.backends.durable import whole_file
 from hicachectl.formats.errors import UsageError
 from hicachectl.jsontext import json_rows, json_text, json_values
 from hicachectl.terminal import UNUSUAL_PATTERN, escape_controls
-from hicachectl.wholefile import whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path

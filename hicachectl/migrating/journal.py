@@ -11,7 +11,6 @@ releases, has no digests.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -25,7 +24,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hicachectl.backends.file_system import make_directories, sync_names
+from hicachectl.backends.durable import is_named, lock, make_directories, sync_name
+from hicachectl.backends.file_bytes import write_bytes
 from hicachectl.formats.errors import FormatError, UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ _OWNER_BYTES = 8
 _OWNER = re.compile(f"[0-9a-f]{{{2 * _OWNER_BYTES}}}")
 _DIGEST_DIGITS = 32
 _MOST_LINE_BYTES = 64 << 20  # a batch of a million pages
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})  # of some file systems
 
 
 class JournalHeld(UsageError):
@@ -265,7 +264,7 @@ class Journal:
             if not os.lseek(self._file, 0, os.SEEK_END):
                 head = {"migration": FORM, "identity": identity, "owner": self.owner}
                 self._append(head, durable=True)
-                sync_names(path.parent)
+                sync_name(path)
         except BaseException:
             os.close(self._file)
             raise
@@ -290,8 +289,7 @@ class Journal:
             digest = _digest(entry, self.owner, end)
             line = json.dumps({**entry, "digest": digest}).encode() + b"\n"
             try:
-                while line:
-                    line = line[os.write(self._file, line) :]
+                write_bytes(memoryview(line), self._file)
                 if durable:
                     os.fdatasync(self._file)
             except OSError as error:
@@ -335,17 +333,13 @@ def _held(path: Path) -> int:
     while True:
         descriptor = _opened(path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:  # else it was removed by whoever held it
+            if not lock(descriptor, optional=True):
+                raise JournalHeld(
+                    f"another process is doing this migration and holds {path}; nothing was done"
+                )
+            if is_named(descriptor, str(path)):  # else whoever held it has removed it
                 return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            raise JournalHeld(
-                f"another process is doing this migration and holds {path}; nothing was done"
-            ) from None
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return descriptor
+        except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)

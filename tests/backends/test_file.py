@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from hicachectl.backends import file_listing, file_system
+from hicachectl.backends import durable, file_listing
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Result, Status, Store, scan_schema
 from hicachectl.backends.directory import Directory
@@ -378,7 +378,7 @@ def test_a_key_that_appears_meanwhile_is_not_replaced(
     store: FileStore, monkeypatch: pytest.MonkeyPatch, *, noreplace: bool
 ) -> None:
     if not noreplace:  # as on a file system without RENAME_NOREPLACE
-        monkeypatch.setattr(file_system, "rename_noreplace", lambda *_: False)
+        monkeypatch.setattr(durable, "rename_noreplace", lambda *_: False)
     sync = store._sync_data
 
     def overtaken(names: list[bytes]) -> None:
@@ -416,7 +416,7 @@ def test_without_syncfs_every_file_is_synced(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
-    monkeypatch.setattr(file_system, "_LIBC", object())
+    monkeypatch.setattr(durable, "_LIBC", object())
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
     assert write(store, {b"a.bin": b"abc", b"b.bin": b"b"}, if_absent=True).all_ok
     assert synced[:2] == [3, 1]
@@ -555,7 +555,7 @@ def test_a_file_that_replaces_the_listed_one_at_the_last_moment_is_not_taken(
     path.write_bytes(b"listed")
     new = [f"new {number}".encode() for number in range(times)]
     written = iter(new)
-    real = file_system.rename_noreplace
+    real = durable.rename_noreplace
 
     def raced(*arguments: Any) -> bool:
         if (value := next(written, None)) is not None:
@@ -563,7 +563,7 @@ def test_a_file_that_replaces_the_listed_one_at_the_last_moment_is_not_taken(
             (tmp_path / "fresh").replace(path)
         return atomic and real(*arguments)
 
-    monkeypatch.setattr(file_system, "rename_noreplace", raced)
+    monkeypatch.setattr(durable, "rename_noreplace", raced)
     version = store.look(rows_of([b"a.bin"])).column("version")[0].as_py()
     with Directory.named(str(aside), writes=True) as directory:
         mover = store.mover(directory)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hicachectl.backends import file_system
+from hicachectl.backends import durable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -76,7 +76,7 @@ def watched(
     """
     watch = Watch(directory, whole)
     unlink, rename, link = os.unlink, os.rename, os.link
-    rename_noreplace = file_system.rename_noreplace
+    rename_noreplace = durable.rename_noreplace
 
     def check(name: Any, descriptor: int | None, broken: Collection[str]) -> None:
         if watch.holds(descriptor) and os.fsdecode(name) in broken:
@@ -115,5 +115,5 @@ def watched(
         patch.setattr(os, "unlink", unlinked)
         patch.setattr(os, "rename", two_named(rename))
         patch.setattr(os, "link", two_named(link))
-        patch.setattr(file_system, "rename_noreplace", renamed)
+        patch.setattr(durable, "rename_noreplace", renamed)
         yield watch

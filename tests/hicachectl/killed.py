@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hicachectl.backends import file_system
+from hicachectl.backends import durable
 from hicachectl.backends.file import FileStore
 from hicachectl.planning import plan_removal
 from hicachectl.repair import run_repair
@@ -102,7 +102,7 @@ def _count_steps(counter: _Counter) -> None:
 
     sys.addaudithook(audit)
     os.fsync = counted(os.fsync)
-    file_system.rename_noreplace = counted(file_system.rename_noreplace)
+    durable.rename_noreplace = counted(durable.rename_noreplace)
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ class _Counter:
             owner, _, method = path.partition(".")
             of = getattr(sys.modules[module], owner)
             setattr(of, method, self._stepped(getattr(of, method)))
-        system = sys.modules["hicachectl.backends.file_system"]
+        system = sys.modules["hicachectl.backends.durable"]
         system.rename_noreplace = self._stepped(system.rename_noreplace)  # type: ignore[attr-defined]
         self._count_reads()
         sys.addaudithook(lambda event, _: self.step() if event in _EVENTS else None)

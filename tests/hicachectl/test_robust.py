@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hicachectl.formats.errors import StoreUnavailable, UsageError
-from hicachectl.wholefile import whole_file
+from hicachectl.backends.durable import whole_file
+from hicachectl.formats.errors import UsageError
 from tests.hicachectl.stores import put_pages
 from tests.skips import needs_root
 
@@ -181,13 +181,9 @@ def test_a_file_is_not_touched_by_a_block_that_fails(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_error_of_a_whole_file_is_the_callers(tmp_path: Path) -> None:
-    with pytest.raises(UsageError), whole_file(tmp_path / "none" / "out"):
-        pass
-    with (
-        pytest.raises(StoreUnavailable, match="cannot write"),
-        whole_file(tmp_path / "none" / "out", refusal=StoreUnavailable),
-    ):
+def test_a_whole_file_needs_its_directory(tmp_path: Path) -> None:
+    out = tmp_path / "none" / "out"
+    with pytest.raises(UsageError, match="cannot write"), whole_file(out):
         pass
 
 
