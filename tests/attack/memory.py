@@ -5,46 +5,61 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from typing import NamedTuple
 
 LIMIT_BYTES = 1_500_000_000
-OBJECTS = 1_000_000
+OBJECTS, OBJECT_BYTES = 1_000_000, 1152
+FIRST_PAGE = "0" * 64
 
-# The listing of a directory "million": a million pages of one object each, without a file.
-SYNTHETIC = """
+# Directories named "million" list a million pages of one object each, without a file.
+_SYNTHETIC = """
 import sys
 import numpy as np
 import pyarrow as pa
+from hicachectl.backends.base import scan_schema
 from hicachectl.backends.file import FileStore
-OBJECTS, BATCH = 1_000_000, 65_536
+BATCH = 65_536
 listed = FileStore.scan
+def objects(keys, columns):
+    made = {
+        "key": keys,
+        "nbytes": pa.array(np.full(len(keys), OBJECT_BYTES)),
+        "mtime_ns": pa.array(np.full(len(keys), 10**18)),
+        "version": pa.array([bytes(32)] * len(keys)) if "version" in columns else None,
+    }
+    schema = scan_schema(columns)
+    return pa.RecordBatch.from_arrays([made[name] for name in schema.names], schema=schema)
 def scan(store, columns=("nbytes", "mtime_ns")):
     if not store.path.endswith("/million"):
         yield from listed(store, columns)
         return
     random = np.random.default_rng(1)
     digits = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
-    suffix = np.frombuffer(b"_org-model_0_1.bin", dtype=np.uint8)
+    suffix = np.frombuffer(SUFFIX, dtype=np.uint8)
+    width = 64 + len(suffix)
     for start in range(0, OBJECTS, BATCH):
         count = min(BATCH, OBJECTS - start)
-        names = np.empty((count, 64 + len(suffix)), dtype=np.uint8)
+        names = np.empty((count, width), dtype=np.uint8)
         names[:, :64] = digits[random.integers(0, 16, (count, 64), dtype=np.uint8)]
         names[:, 64:] = suffix
-        width = names.shape[1]
+        if not start:
+            names[0, :64] = digits[0]
         offsets = np.arange(0, (count + 1) * width, width, dtype=np.int32)
-        keys = pa.BinaryArray.from_buffers(
-            pa.binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(names)]
-        )
-        made = {
-            "key": keys,
-            "nbytes": pa.array(np.full(count, 1024)),
-            "mtime_ns": pa.array(np.full(count, 10**18)),
-        }
-        yield pa.RecordBatch.from_pydict({n: made[n] for n in dict.fromkeys(("key", *columns))})
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(names)]
+        yield objects(pa.BinaryArray.from_buffers(pa.binary(), count, buffers), columns)
+    if STRAYS:
+        yield objects(pa.array(STRAYS, pa.binary()), columns)
 FileStore.scan = scan
 from hicachectl.__main__ import main
 main(sys.argv[1:])
+"""
+_LAUNCHER = """
+import os, sys
+null = os.open(os.devnull, os.O_WRONLY)
+actions = [(os.POSIX_SPAWN_DUP2, null, 1)]
+child = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=actions)
+_, status, usage = os.wait4(child, 0)
+print(status, usage.ru_maxrss)
 """
 REAL = "import sys; from hicachectl.__main__ import main; main(sys.argv[1:])"
 
@@ -57,13 +72,25 @@ class Used(NamedTuple):
     stderr: str
 
 
+def synthetic(suffix: str, *strays: str) -> str:
+    """Return a program: hicachectl, to which directories named "million" are large.
+
+    They list OBJECTS pages, FIRST_PAGE and others, each as one file with this suffix, and further
+    files by name.
+    """
+    names = [stray.encode() for stray in strays]
+    return (
+        f"OBJECTS, OBJECT_BYTES = {OBJECTS}, {OBJECT_BYTES}\n"
+        f"SUFFIX, STRAYS = {suffix.encode()!r}, {names!r}\n{_SYNTHETIC}"
+    )
+
+
 def peak_of(program: str, *arguments: object) -> Used:
     """Run a program in a process of its own; return its peak resident memory."""
-    with tempfile.TemporaryFile("w+") as err, tempfile.TemporaryFile() as out:
-        child = subprocess.Popen(
-            [sys.executable, "-c", program, *map(str, arguments)], stdout=out, stderr=err
-        )
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        err.seek(0)
-        return Used(child.returncode, usage.ru_maxrss * 1024, err.read())
+    words = [sys.executable, "-c", program, *map(str, arguments)]
+    # A process counts the memory of the one that started it as its own, so a small one does.
+    launched = subprocess.run(
+        [sys.executable, "-S", "-c", _LAUNCHER, *words], capture_output=True, text=True, check=True
+    )
+    status, kib = map(int, launched.stdout.split())
+    return Used(os.waitstatus_to_exitcode(status), kib * 1024, launched.stderr)
