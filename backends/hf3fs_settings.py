@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 
 from hicachectl.backends.sglang_config import read_config
 from hicachectl.backends.urls import StoreUrl
+from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError, UsageError
-from hicachectl.formats.profile import MAX_RANKS, shown
+from hicachectl.formats.profile import MAX_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -105,6 +105,15 @@ def storable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def shown(value: Any) -> str:
+    """Write any parsed value for a message, shortened."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # more than 4,300 digits (TOML has hexadecimals), or deep
+        return "a huge value"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def _count(text: str | bytes, character: str) -> int:
     return text.count(character) if isinstance(text, str) else text.count(character.encode())
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.profile import MAX_LAYERS, MAX_LENGTH, above, shown
+from hicachectl.formats.profile import MAX_LAYERS, MAX_LENGTH, above
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 

@@ -6,17 +6,18 @@ objects a page must have. It is written as TOML (or the same keys as JSON).
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field, fields
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from hicachectl.formats.documents import parse_json, parse_toml
+from msgspec import Struct
+from msgspec.structs import fields, force_setattr
+
+from hicachectl.formats.documents import parse_json, parse_toml, shown
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.forms import convert
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-_T = TypeVar("_T")
+    from collections.abc import Iterator
 
 NEWEST_SGLANG = "0.5.23"
 
@@ -88,8 +89,7 @@ def default_hit_policy(pool_name: str) -> str:
     return "trailing_pages" if pool_name in TRAILING_POOLS else "all_pages"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateTensor:
+class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One recurrent state of a Mamba-like layer, before sharding.
 
     groups: lengths along `shard_axis` that are sharded each on its own (q, k, v of a
@@ -102,8 +102,7 @@ class StateTensor:
     groups: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
+class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pool of the model, before sharding. Fields that do not apply keep their default.
 
     layers: a count (model layers 0..n-1) or the model layer numbers the pool covers.
@@ -133,7 +132,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         if not self.hit_policy:
-            object.__setattr__(self, "hit_policy", default_hit_policy(self.name))
+            force_setattr(self, "hit_policy", default_hit_policy(self.name))
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
@@ -146,8 +145,7 @@ class Pool:
         return self.hit_policy == "trailing_pages"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A deployment. `tp` is the attention TP size, as in the keys.
 
     inferred: made from what a store showed, so that only model, topology, pools and their object
@@ -170,7 +168,7 @@ class Profile:
     tag: str = ""
     hash_unit: str = "token"
     speculative_algorithm: str = ""
-    pools: tuple[Pool, ...] = field(default=())
+    pools: tuple[Pool, ...] = ()
 
     @property
     def key_model(self) -> str:
@@ -198,16 +196,9 @@ def parse_profile(text: str, *, source: str = "profile") -> Profile:
     return profile_from_mapping(document, source=source)
 
 
-def profile_from_mapping(document: Mapping[str, Any], *, source: str = "profile") -> Profile:
+def profile_from_mapping(document: Any, *, source: str = "profile") -> Profile:
     """Build and validate a profile from parsed TOML/JSON. Raises ProfileError."""
-    values = dict(document)
-    raw_pools = values.pop("pools", [])
-    if not isinstance(raw_pools, list) or not all(isinstance(pool, dict) for pool in raw_pools):
-        raise ProfileError(f"{source}: pools: expected a list of tables")
-    pools = tuple(
-        _build(Pool, pool, f"{source}: pools[{index}]") for index, pool in enumerate(raw_pools)
-    )
-    profile = _build(Profile, {**values, "pools": pools}, source)
+    profile = convert(document, Profile, source, refusal=ProfileError)
     problems = validate_profile(profile)
     if problems:
         raise ProfileError(f"{source}: " + "; ".join(problems))
@@ -388,53 +379,6 @@ def _state_problems(state: StateTensor) -> Iterator[str]:
 def _choice(name: str, value: str, known: tuple[str, ...]) -> Iterator[str]:
     if value not in known:
         yield f"{name}: {value!r} is none of {', '.join(known)}"
-
-
-def _build(cls: type[_T], values: Mapping[str, Any], where: str) -> _T:
-    """Build a dataclass from a table; unknown, missing and wrongly typed fields are named."""
-    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
-    for name in values:
-        if name not in known:
-            raise ProfileError(f"{where}: unknown field {name!r}")
-    for name, f in known.items():
-        if f.default is MISSING and f.default_factory is MISSING and name not in values:
-            raise ProfileError(f"{where}: field {name!r} is missing")
-    built = {
-        name: _convert(value, str(known[name].type), f"{where}: {name}")
-        for name, value in values.items()
-    }
-    return cls(**built)
-
-
-def _convert(value: Any, annotation: str, where: str) -> Any:
-    """Turn a parsed value into the field's type; the annotation text is the schema."""
-    if annotation.startswith("StateTensor"):
-        if not isinstance(value, dict):
-            raise ProfileError(f"{where}: expected a table")
-        return _build(StateTensor, value, where)
-    if annotation == "tuple[StateTensor, ...]":
-        if not isinstance(value, list):
-            raise ProfileError(f"{where}: expected a list of tables")
-        return tuple(_convert(item, "StateTensor", where) for item in value)
-    if annotation == "tuple[Pool, ...]":
-        return value
-    if "tuple[int, ...]" in annotation and isinstance(value, list):
-        if all(type(item) is int for item in value):
-            return tuple(value)
-        raise ProfileError(f"{where}: expected whole numbers, found {shown(value)}")
-    wanted = {"str": str, "bool": bool}.get(annotation, int)
-    if annotation == "tuple[int, ...]" or type(value) is not wanted:
-        raise ProfileError(f"{where}: expected {annotation}, found {shown(value)}")
-    return value
-
-
-def shown(value: Any) -> str:
-    """Write any parsed value for a message, shortened."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # more than 4,300 digits (TOML has hexadecimals), or deep
-        return "a huge value"
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _is_text(text: str) -> bool:

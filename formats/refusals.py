@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
 from hicachectl.formats.pools import mla_row
@@ -91,7 +92,7 @@ def check_pools(
 
 def _check_pool(one: Pool, two: Pool) -> None:
     ours, theirs = _comparable(one), _comparable(two)
-    for name in (f.name for f in fields(one) if getattr(ours, f.name) != getattr(theirs, f.name)):
+    for name in (n for n in one.__struct_fields__ if getattr(ours, n) != getattr(theirs, n)):
         raise ProfileError(
             f"pools[{one.name}].{name}: {getattr(ours, name)!r} in the source, "
             f"{getattr(theirs, name)!r} in the destination: other bytes, which no copy makes"

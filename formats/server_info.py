@@ -9,18 +9,20 @@ MooncakeStore.describe_l3_object_layout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from hicachectl.formats.deployment_flags import (
     DeploymentFlags,
     attention_tp,
     normalised_layout,
 )
-from hicachectl.formats.documents import parse_json, storable
+from hicachectl.formats.documents import parse_json, shown, storable
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.model_dtypes import stated_kv_dtype
-from hicachectl.formats.profile import MAX_RANKS, NEWEST_SGLANG, Pool, Profile, shown
+from hicachectl.formats.profile import MAX_RANKS, NEWEST_SGLANG, Pool, Profile
 from hicachectl.formats.transfer import retargeted
 
 _SOURCE = "server_info"

@@ -11,6 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.refusals import check_grammars, check_pools, check_profiles
@@ -114,7 +116,9 @@ def retargeted(
         "layout": layout,
         "sglang": sglang,
     }
-    return replace(profile, **{name: new for name, new in changes.items() if new is not None})
+    return structs.replace(
+        profile, **{name: new for name, new in changes.items() if new is not None}
+    )
 
 
 def _is_plain(
@@ -124,7 +128,7 @@ def _is_plain(
     destinations: Sequence[ExpectedObject],
 ) -> bool:
     """Tell whether nothing changes but the names of the objects' model and tag."""
-    same = replace(
+    same = structs.replace(
         destination, model=source.model, tag=source.tag, sglang=source.sglang
     ) == source and len(sources) == len(destinations)
     return same and all(

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.http_service import fit
-from hicachectl.formats.documents import parse_json_object
+from hicachectl.formats.documents import parse_json_object, shown
 from hicachectl.formats.errors import FormatError, ProfileError, StoreUnavailable
 from hicachectl.formats.hashing import tokens_to_restore
-from hicachectl.formats.profile import MAX_ALL_RANKS, MAX_RANKS, above, shown
+from hicachectl.formats.profile import MAX_ALL_RANKS, MAX_RANKS, above
 from hicachectl.interrupts import deferred, persistent
 from hicachectl.server import API_KEY_VARIABLE, server_service
 

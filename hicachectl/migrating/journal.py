@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,10 +79,10 @@ def profile_text(profile: Profile) -> str:
     The identity names the journal, so the text keeps two fields that profiles no longer have.
     """
     texts = []
-    for one in fields(profile):
-        if one.name == "tag":
+    for name in profile.__struct_fields__:
+        if name == "tag":
             texts += ["unified_head_group=0", "unified_layer_partition=0"]
-        texts.append(f"{one.name}={getattr(profile, one.name)!r}")
+        texts.append(f"{name}={getattr(profile, name)!r}")
     return f"Profile({', '.join(texts)})"
 
 

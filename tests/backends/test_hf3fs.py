@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from msgspec import structs
 
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Result, Status, Store, open_store
@@ -259,12 +260,12 @@ def test_without_a_profile_objects_have_no_size_and_cannot_be_read(place: Place)
 
 def test_an_inferred_profile_tells_nothing(place: Place) -> None:
     place.put(KEY, page(0))
-    with place.open(profile=replace(PROFILE, inferred=True)) as store:
+    with place.open(profile=structs.replace(PROFILE, inferred=True)) as store:
         assert listing(store) == {KEY: None}
 
 
 def test_a_profile_of_other_page_sizes_is_refused(place: Place) -> None:
-    other = replace(PROFILE, page_size=16)
+    other = structs.replace(PROFILE, page_size=16)
     with pytest.raises(ProfileError, match=rf"0:kv has {NUM_PAGES} pages, but {NUM_PAGES // 2} "):
         place.open(profile=other)
     with pytest.raises(ProfileError, match=f"file of {FILE_SIZE * 3}"):
@@ -285,7 +286,10 @@ def test_one_rank_with_another_page_count_is_no_fault_of_the_profile(
 
 def test_pools_that_sglang_cannot_hold_there_are_refused(place: Place) -> None:
     draft = Pool(name="draft", kind="mha", dtype="bfloat16", layers=1, kv_heads=2, head_dim=64)
-    for profile in (replace(PROFILE, pools=(*PROFILE.pools, draft)), replace(PROFILE, pp=2)):
+    for profile in (
+        structs.replace(PROFILE, pools=(*PROFILE.pools, draft)),
+        structs.replace(PROFILE, pp=2),
+    ):
         with pytest.raises(UnsupportedByBackend):
             place.open(profile=profile)
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from hicachectl.formats.profile import Pool, Profile
 from hicachectl.formats.transfer import transfer_plan

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
 from hicachectl.formats.expectation import ExpectedObject, expected_objects
@@ -174,19 +175,19 @@ def test_files_of_an_mla_target_name_it_for_mamba_alone() -> None:
 
 @pytest.mark.parametrize("version", ["0.5.18", "0.5.10.post1", "v0.5.22rc1", "0.5"])
 def test_older_files_of_an_mla_target_do_not(version: str) -> None:
-    older = replace(MLA_TARGET, sglang=version)
+    older = structs.replace(MLA_TARGET, sglang=version)
     assert shards(older, "file", "mamba") == [Shard()]
     assert shards(older, "hf3fs", "mamba") == [Shard(tp_rank=0)]
 
 
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.6", "v0.5.24.dev1+g123"])
 def test_newer_files_of_an_mla_target_do(version: str) -> None:
-    assert len(shards(replace(MLA_TARGET, sglang=version), "file", "mamba")) == 2
+    assert len(shards(structs.replace(MLA_TARGET, sglang=version), "file", "mamba")) == 2
 
 
 def test_a_version_that_is_none_is_refused() -> None:
     with pytest.raises(ProfileError, match="sglang: 'main' is no version"):
-        expected_objects(replace(MLA_TARGET, sglang="main"), "file")
+        expected_objects(structs.replace(MLA_TARGET, sglang="main"), "file")
 
 
 def test_files_name_stage_and_cp_rank_where_there_are_several() -> None:
@@ -233,7 +234,7 @@ def test_k_and_v_of_different_width_lie_on_mooncake_only(scheme: str) -> None:
 
 
 def test_mooncake_has_k_and_v_of_each_rank() -> None:
-    model = replace(MHA_TARGET, tag="t")
+    model = structs.replace(MHA_TARGET, tag="t")
     assert [found.coordinate for found in expected_objects(model, "mooncake")][:4] == [
         Coordinate("a-b", "kv", part, "t", Shard(tp_rank=rank, tp_size=2))
         for rank in (0, 1)
@@ -242,7 +243,7 @@ def test_mooncake_has_k_and_v_of_each_rank() -> None:
 
 
 def test_only_mooncake_keys_have_a_tag() -> None:
-    found = expected_objects(replace(MHA_TARGET, tag="t"), "file")
+    found = expected_objects(structs.replace(MHA_TARGET, tag="t"), "file")
     assert {item.coordinate.tag for item in found} == {""}
 
 
@@ -280,7 +281,7 @@ def test_an_indexer_on_mooncake_has_no_tp_rank(model: Profile) -> None:
 
 
 def test_mooncake_stages_follow_the_rank() -> None:
-    model = replace(MHA_TARGET, pp=2)
+    model = structs.replace(MHA_TARGET, pp=2)
     assert shards(model, "mooncake", part="k") == [
         Shard(tp_rank=tp, tp_size=2, pp_rank=pp, pp_size=2) for pp in (0, 1) for tp in (0, 1)
     ]
@@ -307,7 +308,7 @@ def test_sidecars_of_split_heads_keep_a_rank_together() -> None:
 
 @pytest.mark.parametrize("change", [{"layout": "page_first"}, {"tp_lcm_size": 2}])
 def test_heads_are_split_in_page_head_and_for_more_slices_only(change: dict[str, Any]) -> None:
-    model = replace(profile(mha(), tp=2, tp_lcm_size=8, layout="page_head"), **change)
+    model = structs.replace(profile(mha(), tp=2, tp_lcm_size=8, layout="page_head"), **change)
     assert [shard.tp_rank for shard in shards(model, "mooncake", part="k")] == [0, 1]
 
 
@@ -436,7 +437,7 @@ def keys(model: Profile, scheme: str) -> set[str]:
     ],
 )
 def test_mooncake_keys_of_older_releases(sglang: str, model: Profile, expected: set[str]) -> None:
-    assert keys(replace(model, sglang=sglang), "mooncake") == expected
+    assert keys(structs.replace(model, sglang=sglang), "mooncake") == expected
 
 
 @pytest.mark.parametrize(
@@ -450,11 +451,13 @@ def test_mooncake_keys_of_older_releases(sglang: str, model: Profile, expected: 
 def test_ranks_that_an_older_release_does_not_tell_apart_are_refused(
     sglang: str, scheme: str, change: dict[str, Any]
 ) -> None:
-    model = replace(profile(mla()), sglang=sglang, **change)
+    model = structs.replace(profile(mla()), sglang=sglang, **change)
     with pytest.raises(UnsupportedByBackend, match="overwrite one another"):
         expected_objects(model, scheme)
     major, minor, patch = sglang.split(".")
-    assert expected_objects(replace(model, sglang=f"{major}.{minor}.{int(patch) + 1}"), scheme)
+    assert expected_objects(
+        structs.replace(model, sglang=f"{major}.{minor}.{int(patch) + 1}"), scheme
+    )
 
 
 # --- all ---
@@ -472,7 +475,7 @@ def test_an_unknown_scheme_is_refused() -> None:
 
 def test_a_broken_profile_is_refused_with_its_problems() -> None:
     with pytest.raises(ProfileError, match="page_size: must be at least 1"):
-        expected_objects(replace(MHA_TARGET, page_size=0), "file")
+        expected_objects(structs.replace(MHA_TARGET, page_size=0), "file")
 
 
 @pytest.mark.parametrize("scheme", ["mooncake", "hf3fs"])
@@ -502,7 +505,7 @@ def test_trailing_pools_say_how_many_pages_carry_them() -> None:
 
 
 def test_a_stage_without_layers_of_a_pool_has_no_object_of_it() -> None:
-    model = profile(mha(layers=(0, 1, 2, 3)), replace(gdn(0), layers=(0,)), pp=2)
+    model = profile(mha(layers=(0, 1, 2, 3)), structs.replace(gdn(0), layers=(0,)), pp=2)
     assert [shard.pp_rank for shard in shards(model, "file", "mamba")] == [0]
 
 

@@ -1,8 +1,7 @@
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.layouts import (

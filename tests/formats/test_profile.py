@@ -1,10 +1,10 @@
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.profile import (
@@ -210,17 +210,17 @@ def test_any_value_of_a_pool_is_taken_or_named_in_the_error(name: str, value: An
         (mapping(page_size=1.5), "p.toml: page_size: expected int"),
         (mapping(cp_layer_split=1), "p.toml: cp_layer_split: expected bool"),
         (mapping(pp_partition=2), "p.toml: pp_partition: expected"),
-        (mapping(pp_partition=[1, "2"]), "p.toml: pp_partition: expected whole numbers"),
-        (mapping(pools={}), "p.toml: pools: expected a list of tables"),
-        (mapping(pools=["kv"]), "p.toml: pools: expected a list of tables"),
+        (mapping(pp_partition=[1, "2"]), r"p.toml: pp_partition\[1\]: expected int, found '2'"),
+        (mapping(pools={}), "p.toml: pools: expected list, found {}"),
+        (mapping(pools=["kv"]), r"p.toml: pools\[0\]: expected table, found 'kv'"),
         (mapping(pools=[{"kind": "mha"}]), r"p.toml: pools\[0\]: field 'name' is missing"),
         (kv_with(heads=8), r"p.toml: pools\[0\]: unknown field 'heads'"),
-        (kv_with(layers="12"), r"p.toml: pools\[0\]: layers: expected int"),
-        (kv_with(layers=[0, True]), r"p.toml: pools\[0\]: layers: expected whole numbers"),
-        (kv_with(temporal=[]), r"p.toml: pools\[0\]: temporal: expected a table"),
-        (kv_with(temporal={"dtype": "x"}), r"p.toml: pools\[0\]: temporal: field 'shape'"),
-        (kv_with(conv={}), r"p.toml: pools\[0\]: conv: expected a list of tables"),
-        (kv_with(conv=[3]), r"p.toml: pools\[0\]: conv: expected a table"),
+        (kv_with(layers="12"), r"p.toml: pools\[0\].layers: expected int or list"),
+        (kv_with(layers=[0, True]), r"p.toml: pools\[0\].layers\[1\]: expected int, found True"),
+        (kv_with(temporal=[]), r"p.toml: pools\[0\].temporal: expected table"),
+        (kv_with(temporal={"dtype": "x"}), r"p.toml: pools\[0\].temporal: field 'shape'"),
+        (kv_with(conv={}), r"p.toml: pools\[0\].conv: expected list"),
+        (kv_with(conv=[3]), r"p.toml: pools\[0\].conv\[0\]: expected table"),
     ],
 )
 def test_a_wrong_field_is_named(document: dict[str, Any], message: str) -> None:
@@ -263,6 +263,26 @@ def test_a_byte_order_mark_is_skipped() -> None:
 def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(ProfileError, match=r"page_size: .*; tp: .*; layout: "):
         profile_from_mapping(mapping(page_size=0, tp=0, layout="x"))
+
+
+def test_every_field_of_another_type_is_told_at_once() -> None:
+    document = kv_with(layers="12", head_dim=2.0, heads=8) | {"tp": "2", "model": None}
+    with pytest.raises(ProfileError) as caught:
+        profile_from_mapping(document, source="p.toml")
+    told = str(caught.value).split("; ")
+    assert told[0] == "p.toml: model: expected str, found None"
+    assert told[1] == "tp: expected int, found '2'"
+    assert told[2].startswith("pools[0]: unknown field 'heads'")
+    assert told[4:] == [
+        "pools[0].layers: expected int or list, found '12'",
+        "pools[0].head_dim: expected int, found 2.0",
+    ]
+
+
+def test_the_problems_of_a_document_are_told_in_one_bounded_message() -> None:
+    with pytest.raises(ProfileError) as caught:
+        profile_from_mapping(mapping(pp_partition=["x" * 1000] * 100_000))
+    assert len(str(caught.value)) < 3000
 
 
 # --- validation ---

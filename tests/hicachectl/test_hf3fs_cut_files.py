@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from hicachectl.formats.profile import dump_profile
 from tests.backends.hf3fs_place import FILE_SIZE, NUM_PAGES, PAGE_BYTES, PROFILE, Place

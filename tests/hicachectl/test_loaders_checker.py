@@ -8,13 +8,13 @@ import subprocess
 import sys
 import warnings
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from subprocess import CalledProcessError
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tests.hicachectl.devices import DEVICES, HAS_CUDA, torch
 

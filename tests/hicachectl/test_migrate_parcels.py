@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from hicachectl.demo import PROFILE
 from hicachectl.deployments import Deployment
@@ -22,8 +23,8 @@ from hicachectl.migrating.survey import ABSENT, Survey
 
 def route_of(tp: int, layout: str, grammar: str) -> tuple[Route, list[int]]:
     """The way of the demo's pages from files to another deployment; bytes of its sources."""
-    source = replace(PROFILE, layout=layout)
-    plan = transfer_plan(source, "file", replace(source, tp=tp, linear_tp=tp), grammar)
+    source = structs.replace(PROFILE, layout=layout)
+    plan = transfer_plan(source, "file", structs.replace(source, tp=tp, linear_tp=tp), grammar)
     targets = tuple(
         Target(("", ""), each.coordinate, each.nbytes, each.anchor) for each in plan.destinations
     )

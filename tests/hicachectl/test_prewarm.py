@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from msgspec import structs
 
 from hicachectl.backends.base import Status
 from hicachectl.backends.file import FileStore
@@ -225,7 +226,7 @@ def test_touches_that_take_too_long_are_left_out_but_not_those_of_the_best(
 
 
 def test_another_topology_is_warmed(source: Path, target: Path) -> None:
-    wide = replace(PROFILE, tp=4, layout="page_first_direct")
+    wide = structs.replace(PROFILE, tp=4, layout="page_first_direct")
     outcome = warmed(source, target, chains(8), destination_profile=wide)
     assert outcome.usable_share == 1.0
     assert {name.rpartition(".bin")[0][-4:] for name in contents(target)} == {

@@ -12,10 +12,10 @@ import argparse
 import secrets
 import sys
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from hicachectl.checks.values import ValueChecker
 from hicachectl.formats.profile import LAYOUTS

@@ -1,0 +1,77 @@
+"""Convert parsed documents of untrusted origin to the structs that state their form."""
+
+from __future__ import annotations
+
+from itertools import islice
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin
+
+import msgspec
+
+from hicachectl.formats.documents import shown
+from hicachectl.formats.errors import FormatError, HicacheError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+_MAX_PROBLEMS = 20  # named in one message
+_UNIONS = (Union, UnionType)
+
+
+def convert(
+    document: Any, form: type[_T], source: str, *, refusal: type[HicacheError] = FormatError
+) -> _T:
+    """Convert a parsed document to a struct. A value is never coerced: true and 1.0 are no int.
+
+    source: names the document in messages. Raises `refusal`, which names each field of another
+    shape or type, with what was expected and found.
+    """
+    try:
+        return msgspec.convert(document, form)
+    except msgspec.ValidationError:
+        problems = islice(_problems(document, form, ""), _MAX_PROBLEMS)
+        raise refusal(f"{source}: {'; '.join(problems)}") from None
+
+
+def _problems(value: Any, form: Any, path: str) -> Iterator[str]:
+    """Name whatever is wrong inside a value: recursion ends at types without a type inside."""
+    arms = get_args(form) if get_origin(form) in _UNIONS else (form,)
+    for arm in arms:
+        if isinstance(value, dict) and _is_struct(arm):
+            yield from _field_problems(value, arm, path)
+            return
+        if isinstance(value, list) and get_origin(arm) in (list, tuple):
+            for index, item in enumerate(value):
+                yield from _problems(item, get_args(arm)[0], f"{path}[{index}]")
+            return
+    try:
+        msgspec.convert(value, form)
+    except msgspec.ValidationError as error:
+        yield f"{path}: {_expectation(error)}, found {shown(value)}".removeprefix(": ")
+
+
+def _field_problems(table: dict[str, Any], form: type[msgspec.Struct], path: str) -> Iterator[str]:
+    fields = {field.encode_name: field for field in msgspec.structs.fields(form)}
+    where = f"{path}: " if path else ""
+    for name in table:
+        if form.__struct_config__.forbid_unknown_fields and name not in fields:
+            yield f"{where}unknown field {shown(name)}; known: {', '.join(fields)}"
+    for name, field in fields.items():
+        if name in table:
+            yield from _problems(table[name], field.type, f"{path}.{name}".removeprefix("."))
+        elif field.required:
+            yield f"{where}field {name!r} is missing"
+
+
+def _is_struct(form: Any) -> bool:
+    return isinstance(form, type) and issubclass(form, msgspec.Struct)
+
+
+def _expectation(error: msgspec.ValidationError) -> str:
+    """Say what msgspec expected, without what it got and where: both are told with the value."""
+    text = str(error).partition(" - at ")[0].partition(", got ")[0].replace("`", "")
+    for word, ours in ((" | null", ""), (" | ", " or "), ("array", "list"), ("object", "table")):
+        text = text.replace(word, ours)
+    return text[:1].lower() + text[1:]
