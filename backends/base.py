@@ -18,21 +18,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hicachectl.backends.permissions import Permissions
 from hicachectl.backends.urls import SCHEMES, parse_url
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator
-    from pathlib import Path
     from types import TracebackType
 
     from hicachectl.backends.arena import Arena
-    from hicachectl.backends.directory import Directory, Trust
-    from hicachectl.backends.hf3fs_metadata import MetadataClient
-    from hicachectl.backends.page_tables import TableState
     from hicachectl.backends.urls import Config, StoreUrl
-    from hicachectl.formats.profile import Profile
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -125,8 +119,7 @@ class Limits:
     parallel_reads: int  # threads that read at once
     parallel_writes: int
     forkable: bool = False  # forked processes may read, each with an arena of its own
-    # From what size on objects take longer to fetch than to announce by `expect`.
-    announced_bytes: int = 1 << 20
+    named_arena: bool = False  # reads are fastest into memory that another process can open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,55 +147,6 @@ class Traits:
     logs_natively: bool = False  # the store's library writes to descriptor 2 by itself
 
 
-class Mover(ABC):
-    """Renames objects of a store to and from one directory of the same file system.
-
-    A rename keeps the object's modification time and cannot be seen half done. One object a
-    call, so that what belongs together leaves within microseconds; `flush` makes calls durable.
-    Both raise OSError for one object, StoreUnavailable for a lost store.
-    """
-
-    @abstractmethod
-    def take(self, key: bytes, name: str, version: bytes | None = None) -> Status:
-        """Move an object out of the store to a new file `name`. OK, GONE or CHANGED.
-
-        version: as listed; an object that has another one by now stays, and is CHANGED.
-        """
-
-    @abstractmethod
-    def put_back(self, name: str, key: bytes) -> Status:
-        """Move a file of the directory into the store. OK, GONE, or EXISTS: none is replaced."""
-
-    @abstractmethod
-    def drop_double(self, key: bytes, name: str) -> None:
-        """Take an object's key out of the store where the file `name` is the same object.
-
-        A power failure can leave it under both names. Raises OSError.
-        """
-
-    @abstractmethod
-    def flush(self, *, into_store: bool) -> None:
-        """Make every move durable, those of earlier processes as well. Raises OSError.
-
-        into_store: the moves since the last flush were `put_back`, and not `take`.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of the directory."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
 class Store(ABC):
     """One place with objects.
 
@@ -214,25 +158,8 @@ class Store(ABC):
     traits: ClassVar[Traits]
     limits: Limits
 
-    supports_pin: ClassVar[bool] = False
-    supports_moves: ClassVar[bool] = False  # `mover` finds one, for some directories
-    supports_touch: ClassVar[bool] = False  # `touch` moves objects in the order of eviction
-    supports_confirm: ClassVar[bool] = False  # `read_confirmed` tells damage from a race
-    supports_holes: ClassVar[bool] = False  # `holes` can find some
-    supports_leases: ClassVar[bool] = False  # readers hold objects, and the two settings below act
-    loses_races: ClassVar[bool] = False  # a write answered OK may be another's at the same moment
-
     url: str  # what messages and reports call this store
     arena: Arena | None = None
-    named_arena: bool = False  # reads are fastest into memory that another process can open
-    # Whether `use_profile` takes a page size that nothing in the store vouches for: to look only.
-    takes_doubtful_sizes: bool = False
-    allow_leases: bool = False  # a listing may ask in ways that keep objects from being evicted
-    # Whether what was written is read back, where only that tells it from what another writer put
-    # at the same moment.
-    confirms_writes: bool = True
-    lease_wait_seconds: float = 0.0  # how long to wait for readers before a delete gives up
-    pin_seconds: float | None = None  # how long pins last; None: as long as the store's own rule
 
     @classmethod
     @abstractmethod
@@ -252,25 +179,6 @@ class Store(ABC):
     def grammar(self) -> str:
         """Name of the grammar of the keys, as in formats.keys."""
 
-    def use_grammar(self, name: str) -> None:
-        """Say what grammar the keys that will be written have, where a store can hold several.
-
-        Called before the first write. Raises UnsupportedByBackend for keys it cannot hold.
-        """
-        if name != self.grammar:
-            raise UnsupportedByBackend(
-                f"{self.url}: holds {self.grammar} keys, not {name} keys; a new pack holds any"
-            )
-
-    @property
-    def open_grammar(self) -> bool:
-        """Whether it is empty, and would take keys of any grammar (`use_grammar`)."""
-        return False
-
-    def recorded_profile(self) -> Profile | None:
-        """Give the profile that the store itself keeps with its objects; most keep none."""
-        return None
-
     @abstractmethod
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """List every object, in the store's own order, as record batches of bounded size.
@@ -280,12 +188,9 @@ class Store(ABC):
         whatever the listing holds.
         """
 
-    def use_profile(self, profile: Profile) -> None:  # noqa: B027 - most stores need none
-        """Tell the store what wrote it, for what only that tells: 3FS keeps no object sizes.
-
-        Called before the first scan. Raises ProfileError where the store shows that the profile
-        is another deployment's, UnsupportedByBackend where such a store cannot hold its objects.
-        """
+    @abstractmethod
+    def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
+        """List a few keys again: a table as of `scan`, of those that exist, in any order."""
 
     def attach(self, arena: Arena) -> None:
         """Make `arena` the memory of reads and writes, until `detach`."""
@@ -308,40 +213,6 @@ class Store(ABC):
         undefined. Statuses: OK, GONE, SHORT, OVERSIZED, UNREACHABLE, ERROR, DAMAGED.
         """
 
-    def expect(self, rows: Rows, capacities: IntArray) -> None:  # noqa: B027 - a hint
-        """Say which objects are read next, so that a store may fetch them early.
-
-        capacities: [n] int64, the size expected of each. Never raises for an object.
-        """
-
-    def read_confirmed(
-        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
-    ) -> ReadResult:
-        """Read objects so that no writer can have changed them meanwhile; else they are GONE.
-
-        For a few that look damaged: to ask may count as use, which keeps them and evicts others.
-        """
-        return self.read_into(rows, offsets, capacities, identify=identify)
-
-    def confirm(self, rows: Rows) -> StatusArray:
-        """Ask whether objects are still where they were listed: OK, CHANGED or GONE.
-
-        As costly as `read_confirmed`.
-        """
-        return np.where(self.exists(rows), Status.OK, Status.GONE).astype(np.uint8)
-
-    def holes(self, rows: Rows) -> BoolArray:
-        """Say whose bytes were never written, wholly or in part, as far as the store can tell."""
-        return np.zeros(len(rows), dtype=np.bool_)
-
-    def table_state(self) -> TableState | None:
-        """Give the store's own tables of keys and pages, for checks; most stores have none."""
-        return None
-
-    def table_server(self) -> MetadataClient | None:
-        """Give the server that changes those tables, for repairs; None where there is none."""
-        return None
-
     @property
     def remarks(self) -> tuple[str, ...]:
         """What a reader of a listing or report should know about how it came about."""
@@ -354,103 +225,32 @@ class Store(ABC):
         sizes: IntArray,
         *,
         if_absent: bool,
-        pin: bool = False,
     ) -> Result:
         """Write objects from the arena, each atomically, durable when the call returns.
 
         if_absent: leave an existing object as it is and answer EXISTS; else replace it.
-        pin:       protect from eviction; refused with UnsupportedByBackend where that is unknown.
-        Statuses: OK, EXISTS, FULL, ERROR.
+        Statuses: OK, EXISTS, FULL, ERROR. Raises UnsupportedByBackend unless `traits.writes`.
         """
         raise UnsupportedByBackend(f"{self.url}: the store cannot be written to")
 
-    def can_copy_from(self, source: Store) -> bool:
-        """Whether `copy_from` takes objects of a store."""
-        return False
-
-    def copy_from(
-        self,
-        source: Store,
-        origins: Rows,
-        rows: Rows,
-        sizes: IntArray,
-        *,
-        if_absent: bool,
-        pin: bool = False,
-        preserve: bool = False,
-    ) -> Result:
-        """Copy objects of another store as they are, without the arena; else as `write_from`.
-
-        preserve: with their owner, as far as the system lets us, and their whole mode; else the
-        copies belong to who makes them and are no more readable than the sources.
-
-        origins: [n] the source's rows. sizes: [n] int64, bytes expected of each.
-        Statuses: those of `write_from`, and of the source's objects GONE, SHORT, OVERSIZED, and
-        CHANGED for one that was written to meanwhile.
-        """
-        raise UnsupportedByBackend(f"{self.url}: takes no objects right from {source.url}")
-
     def delete(self, rows: Rows) -> Result:
-        """Delete objects by key. Statuses: OK, GONE, ERROR."""
+        """Delete objects by key. Statuses: OK, GONE, ERROR.
+
+        Raises UnsupportedByBackend unless `traits.deletes`.
+        """
         raise UnsupportedByBackend(f"{self.url}: objects of this store cannot be deleted")
 
-    def withdraw(self, rows: Rows) -> Result:
-        """Take back objects that were just written through this very `Store`. As `delete`."""
+    def undo_writes(self, rows: Rows) -> Result:
+        """Remove objects that this very `Store` has just written. Statuses as `delete`."""
         return self.delete(rows)
 
-    def own_temporaries(self, owner: str, *, sweep: bool) -> None:  # noqa: B027 - most have none
-        """Mark unfinished writes as those of `owner`; sweep: remove what a killed one has left.
-
-        owner: 16 hex digits that at most one living process uses.
-        """
-
-    def unfinished(self, rows: Rows) -> BoolArray:
-        """Say which keys another writer has begun, and not finished; none where writes are atomic.
-
-        No reader finds these yet.
-        """
-        return np.zeros(len(as_table(rows)), dtype=np.bool_)
-
     def exists(self, rows: Rows) -> BoolArray:
-        """Say which keys are there.
-
-        The default lists the whole store: override it where keys can be asked for harmlessly.
-        """
+        """Return which keys exist: [n] bool."""
         import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
 
-        wanted = as_table(rows).column("key")
-        found = np.zeros(len(wanted), dtype=np.bool_)
-        for batch in self.scan(("key",)):
-            found |= pc.is_in(wanted, value_set=batch.column("key")).to_numpy()
+        there = self.look(rows, ("key",)).column("key").combine_chunks()
+        found: BoolArray = pc.is_in(as_table(rows).column("key"), value_set=there).to_numpy()
         return found
-
-    def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """List a few keys again: a table as of `scan`, of those that are there, in any order.
-
-        The default lists the whole store: override it where keys can be asked for harmlessly.
-        """
-        import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
-
-        wanted = as_table(rows).column("key")
-        if isinstance(wanted, pa.ChunkedArray):
-            wanted = wanted.combine_chunks()
-        found = [
-            batch.filter(pc.is_in(batch.column("key"), value_set=wanted))
-            for batch in self.scan(columns)
-        ]
-        return pa.Table.from_batches(found, schema=scan_schema(columns))
-
-    def touch(self, rows: Rows) -> BoolArray:
-        """Make objects the most recently used ones, each more recent than the rows before it.
-
-        They are then evicted last. Says which are there: [n] bool. Raises UnsupportedByBackend
-        where the store has no order of eviction.
-        """
-        raise UnsupportedByBackend(f"{self.url}: the store has no order of eviction")
-
-    def mover(self, directory: Directory) -> Mover | None:
-        """Open what renames objects into a directory; None where only copying gets them there."""
-        return None
 
     def flush(self) -> None:  # noqa: B027 - most stores have nothing left to do
         """Make what is in the store durable, whoever wrote it. Raises StoreUnavailable.
@@ -460,43 +260,6 @@ class Store(ABC):
 
     def free_bytes(self) -> int | None:
         """Count the bytes the store has room for, None where it does not say."""
-        return None
-
-    def readable_by(self, *, listing: bool = False) -> Permissions:
-        """Return who may read all the objects that were read so far, by the store's own files.
-
-        listing: who may list the store, whatever was read.
-        """
-        return Permissions()
-
-    def keep_private(  # noqa: B027 - most have no files
-        self, permissions: Permissions, *, listing: bool = False
-    ) -> None:
-        """Make files from now on no more readable than this.
-
-        listing: nor directories that were made for the store. Raises StoreUnavailable where a
-        file that is to be written to is more readable, and cannot be changed.
-        """
-
-    def side_directory(self) -> Path | None:
-        """Where notes about the store lie beside it, out of servers' sight; it need not exist.
-
-        None where the store has no place for them.
-        """
-        return None
-
-    def open_side_directory(self, *, writes: bool, makes: bool = False) -> Directory | None:
-        """Open the side directory; None where there is none. Raises OSError, UntrustedError.
-
-        writes: files in it are to be changed. makes: it is made where there is none.
-        """
-        return None
-
-    def trust(self, *, writes: bool) -> Trust | None:
-        """Return whose files are used beside the store; None for stores that are no directory.
-
-        writes: files may be created there.
-        """
         return None
 
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
@@ -513,8 +276,12 @@ class Store(ABC):
     ) -> None:
         self.close()
 
-    def _memory(self, offsets: IntArray, sizes: IntArray, rows: int) -> memoryview:
-        """Give the attached arena's bytes, once every range is known to lie within them."""
+    def memory(self, offsets: IntArray, sizes: IntArray, rows: int) -> memoryview:
+        """Return the bytes of the attached arena, for the reads and writes of a store.
+
+        offsets, sizes: [rows] int64. Raises ValueError where no arena is attached, or a range
+        lies outside it.
+        """
         if self.arena is None:
             raise ValueError("attach an arena first")
         if not len(offsets) == len(sizes) == rows:
@@ -524,10 +291,6 @@ class Store(ABC):
         ):
             raise ValueError("an object lies outside the arena")
         return self.arena.memory
-
-    def _refuse_pin(self, pin: bool) -> None:
-        if pin and not self.supports_pin:
-            raise UnsupportedByBackend(f"{self.url}: objects of this store cannot be pinned")
 
 
 def open_store(text: str, *, config: Config | None = None, create: bool = False) -> Store:

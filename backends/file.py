@@ -36,6 +36,15 @@ from hicachectl.backends.base import (
     mtimes_of,
     scan_schema,
 )
+from hicachectl.backends.capabilities import (
+    Announces,
+    FilePermissions,
+    Renames,
+    Resumable,
+    SideFiles,
+    SystemCopy,
+    Touch,
+)
 from hicachectl.backends.directory import Directory, Trust
 from hicachectl.backends.durable import (
     CREATE_FILE,
@@ -59,7 +68,7 @@ from hicachectl.backends.file_system import (
 )
 from hicachectl.backends.permissions import NOBODY, Permissions, give_file
 from hicachectl.backends.urls import StoreUrl
-from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator
@@ -86,7 +95,7 @@ class _New(NamedTuple):
     owner: tuple[int, int] | None
 
 
-class FileStore(Store):
+class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, SystemCopy, Touch):
     """A HiCacheFile directory, used by path: nothing is created, resized or touched by looking."""
 
     limits: Limits = Limits(
@@ -103,8 +112,6 @@ class FileStore(Store):
         writes=True,
         deletes=True,
     )
-    supports_moves: ClassVar[bool] = True
-    supports_touch: ClassVar[bool] = True
 
     def __init__(self, path: str | os.PathLike[str], opened: int | None = None) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
@@ -249,7 +256,7 @@ class FileStore(Store):
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
         """Read whole files; nothing is read of one that has not the size expected."""
-        memory = self._memory(offsets, capacities, len(rows))
+        memory = self.memory(offsets, capacities, len(rows))
         statuses = np.zeros(len(rows), dtype=np.uint8)
         nbytes = np.full(len(rows), -1, dtype=np.int64)
         versions = bytearray(len(rows) * VERSION.size)
@@ -311,11 +318,9 @@ class FileStore(Store):
         sizes: IntArray,
         *,
         if_absent: bool,
-        pin: bool = False,
     ) -> Result:
         """Write a batch: temporary files, one sync, rename, sync of the directory."""
-        self._refuse_pin(pin)
-        memory = self._memory(offsets, sizes, len(rows))
+        memory = self.memory(offsets, sizes, len(rows))
         times = mtimes_of(rows)
         places = list(zip(offsets.tolist(), sizes.tolist(), strict=True))
 
@@ -338,15 +343,11 @@ class FileStore(Store):
         sizes: IntArray,
         *,
         if_absent: bool,
-        pin: bool = False,
         preserve: bool = False,
     ) -> Result:
         """Let the system copy files, in the way of `write_from`."""
-        self._refuse_pin(pin)
         if not isinstance(source, FileStore):
-            return super().copy_from(
-                source, origins, rows, sizes, if_absent=if_absent, pin=pin, preserve=preserve
-            )
+            raise UnsupportedByBackend(f"{self.url}: takes no objects right from {source.url}")
         within = Permissions.within(os.fstat(source._directory))
         files, nbytes, times = keys_of(origins), sizes.tolist(), mtimes_of(rows)
 

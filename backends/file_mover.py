@@ -9,7 +9,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hicachectl.backends import durable
-from hicachectl.backends.base import Mover, Status
+from hicachectl.backends.base import Status
+from hicachectl.backends.capabilities import Mover
 from hicachectl.backends.durable import move_noreplace, sync_directory
 from hicachectl.backends.file_system import check_key, check_new_key, version_of
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -27,11 +28,11 @@ from hicachectl.backends.base import (
     Rows,
     Status,
     StatusArray,
-    Store,
     Traits,
     keys_of,
     scan_schema,
 )
+from hicachectl.backends.capabilities import Announces, FilePermissions, Profiled, Touch
 from hicachectl.backends.hf3fs_creating import TableMaker
 from hicachectl.backends.hf3fs_files import DataFiles, PageReader, Pages
 from hicachectl.backends.hf3fs_keys import (
@@ -48,7 +49,7 @@ from hicachectl.backends.hf3fs_sizes import PageSizes
 from hicachectl.backends.hf3fs_tables import UNKNOWN, Tables, locators
 from hicachectl.backends.hf3fs_usrbio import UsrbioReader, find_usrbio
 from hicachectl.backends.hf3fs_writing import PageWriter
-from hicachectl.backends.page_tables import DataFile, TableState
+from hicachectl.backends.page_tables import DataFile, PageTables, TableState
 from hicachectl.backends.permissions import Permissions
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UnsupportedByBackend
 
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 _HIGHEST = np.iinfo(np.int64).max
 
 
-class Hf3fsStore(Store):
+class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     """Tables of a metadata server, or of its snapshot alone, and the files of their pages.
 
     Objects have no sizes before `use_profile`: how long a page is only a profile tells.
@@ -74,9 +75,9 @@ class Hf3fsStore(Store):
         batch_bytes=256 << 20,
         parallel_reads=8,
         parallel_writes=2,
-        announced_bytes=1,
     )
     grammar = "hf3fs"
+    announced_bytes: ClassVar[int] = 1
     traits: ClassVar[Traits] = Traits(
         columns=frozenset({"locator", "version"}),
         version_fields=("page_index",),
@@ -88,9 +89,6 @@ class Hf3fsStore(Store):
         versions_recur=True,  # freed pages are handed out at once
         identifies_by_exists=True,
     )
-    supports_touch: ClassVar[bool] = True
-    supports_confirm: ClassVar[bool] = True
-    supports_holes: ClassVar[bool] = True
 
     def __init__(
         self, settings: Hf3fsSettings, *, direct: bool | None = None, create: bool = False
@@ -113,7 +111,7 @@ class Hf3fsStore(Store):
                 f"{directory}: no such directory; check the prefix, and whether 3FS is mounted"
             )
         self._usrbio = find_usrbio(settings.prefix)
-        self.named_arena = self._usrbio is not None
+        self.limits = replace(self.limits, named_arena=self._usrbio is not None)
         if settings.server is not None:
             self._server = MetadataClient(settings.server)
         self._tables = Tables(settings, self._server)
@@ -154,11 +152,11 @@ class Hf3fsStore(Store):
 
     # what the profile tells
 
-    def use_profile(self, profile: Profile) -> None:
+    def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
         """Learn the bytes of pages, and check them against the tables' page counts.
 
         An inferred profile tells nothing. Raises ProfileError when no table of a namespace has as
-        many pages as fit into its file, unless `takes_doubtful_sizes` and its file may have been
+        many pages as fit into its file, unless it only looks and its file may have been
         cut off; UnsupportedByBackend for what 3FS cannot hold.
         """
         if profile.inferred:
@@ -171,7 +169,7 @@ class Hf3fsStore(Store):
             if (file_size := stated or max(lengths.values(), default=None)) is not None:
                 tables = self.page_tables()
                 self._doubt = sizes.check_page_counts(self.url, tables, file_size, lengths)
-                if self._doubt is not None and not self.takes_doubtful_sizes:
+                if self._doubt is not None and not looks_only:
                     raise ProfileError(f"{self.url}: {self._doubt}")
         self._sizes = sizes
 
@@ -405,7 +403,7 @@ class Hf3fsStore(Store):
         *,
         check: bool,
     ) -> ReadResult:
-        memory = self._memory(offsets, capacities, len(rows))
+        memory = self.memory(offsets, capacities, len(rows))
         result = ReadResult(
             np.full(len(rows), Status.GONE, dtype=np.uint8),
             {},
@@ -471,7 +469,6 @@ class Hf3fsStore(Store):
         sizes: IntArray,
         *,
         if_absent: bool,
-        pin: bool = False,
     ) -> Result:
         """Write pages as SGLang does: reserve, write, confirm.
 
@@ -479,8 +476,7 @@ class Hf3fsStore(Store):
         gets another page, and its old one is freed. Raises UnsupportedByBackend, before anything
         is written, for objects that the profile does not have.
         """
-        self._refuse_pin(pin)
-        memory = self._memory(offsets, sizes, len(rows))
+        memory = self.memory(offsets, sizes, len(rows))
         server = self._needed_server()
         if not self._sizes.nbytes:
             raise UnsupportedByBackend(f"{self.url}: to write pages a profile is needed")

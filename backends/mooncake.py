@@ -25,12 +25,12 @@ from hicachectl.backends.base import (
     Result,
     Rows,
     Status,
-    Store,
     Traits,
     as_table,
     keys_of,
     scan_schema,
 )
+from hicachectl.backends.capabilities import Leases, Pins, RacyWrites, Touch
 from hicachectl.backends.mooncake_client import (
     EXISTS,
     HAS_LEASE,
@@ -67,7 +67,7 @@ _PIN_TOO_LONG = "refused: --pin-ttl is longer than the --max_kv_soft_pin_ttl of 
 _READ_BACK_BYTES = 64 << 20  # at once
 
 
-class MooncakeStore(Store):
+class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     """The default tenant's objects, used as a guest that contributes no segment."""
 
     limits: Limits = Limits(
@@ -86,10 +86,6 @@ class MooncakeStore(Store):
         versions_recur=True,  # freed memory is used again
         logs_natively=True,
     )
-    supports_touch: ClassVar[bool] = True
-    loses_races: ClassVar[bool] = True
-    supports_leases: ClassVar[bool] = True
-    supports_pin: ClassVar[bool] = True
     lease_wait_seconds: float = 2 * LEASE_SECONDS
 
     def __init__(self, settings: MooncakeSettings) -> None:
@@ -104,6 +100,8 @@ class MooncakeStore(Store):
         self._kept: list[Any] = []
         self._registered: int | None = None  # address of the arena
         self._opening = threading.Lock()
+        self._pins = False
+        self._pin_seconds: float | None = None
         try:
             self._admin.check()
         except BaseException:
@@ -230,7 +228,7 @@ class MooncakeStore(Store):
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
         """Read whole objects; each is leased, so that what is identified is what was read."""
-        self._memory(offsets, capacities, len(rows))
+        self.memory(offsets, capacities, len(rows))
         keys = _texts(rows)
         codes = np.full(len(rows), INVALID, dtype=np.int64)
         chosen = np.array([key is not None for key in keys], dtype=np.bool_) & (capacities > 0)
@@ -297,7 +295,6 @@ class MooncakeStore(Store):
         sizes: IntArray,
         *,
         if_absent: bool,
-        pin: bool = False,
     ) -> Result:
         """Put objects, and read them back: a put of a key that exists is answered like any other.
 
@@ -307,7 +304,7 @@ class MooncakeStore(Store):
         Without if_absent, an object that is there is removed first, once no reader has a lease.
         A cluster evicts what has no lease or pin to make room; FULL means that it could not.
         """
-        self._memory(offsets, sizes, len(rows))
+        self.memory(offsets, sizes, len(rows))
         keys = _texts(rows)
         statuses = np.zeros(len(rows), dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -322,12 +319,12 @@ class MooncakeStore(Store):
                 [keys[at] or "" for at in places],
                 self._addresses(offsets[places]),
                 sizes[places].tolist(),
-                pin=pin,
-                pin_seconds=self.pin_seconds,
+                pin=self._pins,
+                pin_seconds=self._pin_seconds,
             )
             statuses[places[codes == EXISTS]] = Status.EXISTS
             _note_errors(statuses, errors, places, codes, (0, EXISTS))
-            if pin and self.pin_seconds is not None:
+            if self._pins and self._pin_seconds is not None:
                 errors |= dict.fromkeys(places[codes == INVALID].tolist(), _PIN_TOO_LONG)
             self._settle_begun(rows, places[(codes == 0) & begun[places]], statuses)
             if self.confirms_writes:
@@ -407,6 +404,10 @@ class MooncakeStore(Store):
             return self._transferred(keys, (copy.address + offsets).tolist(), sizes.tolist())
         finally:
             client.unregister(copy.address)
+
+    def pin_writes(self, seconds: float | None) -> None:
+        """Pin objects by soft pins, for so long or the --default_kv_soft_pin_ttl of the master."""
+        self._pins, self._pin_seconds = True, seconds
 
     def delete(self, rows: Rows) -> Result:
         """Remove objects, waiting for the leases of readers to end; never by force."""

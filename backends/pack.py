@@ -23,13 +23,13 @@ from hicachectl.backends.base import (
     Result,
     Rows,
     Status,
-    Store,
     Traits,
     as_table,
     keys_of,
     mtimes_of,
     scan_schema,
 )
+from hicachectl.backends.capabilities import Announces, Archive, FilePermissions, Resumable
 from hicachectl.backends.pack_file import (
     ObjectReader,
     OtherContentError,
@@ -135,7 +135,7 @@ class _Growing:
         return self._entries.picked(rows.tolist())
 
 
-class PackStore(Store):
+class PackStore(Announces, Archive, FilePermissions, Resumable):
     """One pack file, open to be read, or by `create` to be written to.
 
     Its objects have the keys of the store they came from: `grammar` names their form.
@@ -232,10 +232,12 @@ class PackStore(Store):
     def use_grammar(self, name: str) -> None:
         """Say what keys will be written; a pack with objects takes no others than it has."""
         codec_for(name)
-        if self._writer is None:
-            super().use_grammar(name)
-        else:
+        if self._writer is not None:
             self._writer.use_metadata(grammar=name)
+        elif name != self.grammar:
+            raise UnsupportedByBackend(
+                f"{self.url}: holds {self.grammar} keys, not {name} keys; a new pack holds any"
+            )
 
     def recorded_profile(self) -> Profile | None:
         """Return the profile recorded when the pack was written. Raises ProfileError.
@@ -245,7 +247,7 @@ class PackStore(Store):
         text = "" if self.grammar == "unified" else self._metadata.profile
         return parse_profile(text, source=f"{self.path}: profile") if text else None
 
-    def use_profile(self, profile: Profile) -> None:
+    def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
         """Record the profile of what is written next; an inferred one says too little."""
         if self._writer is None or profile.inferred:
             return
@@ -271,7 +273,7 @@ class PackStore(Store):
         A record that is not what the index says is an ERROR; content that is not what its digest
         says is DAMAGED.
         """
-        memory = self._memory(offsets, capacities, len(rows))
+        memory = self.memory(offsets, capacities, len(rows))
         found = self._listed.find(rows)
         statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)
         nbytes = np.full(len(rows), -1, dtype=np.int64)
@@ -311,13 +313,11 @@ class PackStore(Store):
         sizes: IntArray,
         *,
         if_absent: bool,
-        pin: bool = False,
     ) -> Result:
         """Append objects, compressed where that pays, with one sync at the end."""
-        self._refuse_pin(pin)
         if self._writer is None:
             raise UnsupportedByBackend(f"{self.url}: the pack was opened to be read")
-        memory = self._memory(offsets, sizes, len(rows))
+        memory = self.memory(offsets, sizes, len(rows))
         starts, ends = offsets.tolist(), (offsets + sizes).tolist()
         objects = [memory[start:end] for start, end in zip(starts, ends, strict=True)]
         return Result(
@@ -329,10 +329,10 @@ class PackStore(Store):
         if self._writer is not None:
             self._writer.may_finish = True
 
-    def withdraw(self, rows: Rows) -> Result:
+    def undo_writes(self, rows: Rows) -> Result:
         """Leave objects out of the index that will be written; their bytes stay in the file."""
         if self._writer is None:
-            return super().withdraw(rows)
+            return super().undo_writes(rows)
         there = self._writer.withdraw(keys_of(rows))
         return Result(np.where(there, Status.OK, Status.GONE).astype(np.uint8))
 

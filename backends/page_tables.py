@@ -1,13 +1,18 @@
-"""What a store that keeps tables of its own says of them: the tables, and where their pages lie."""
+"""Stores that keep tables of keys and pages, which can be checked and repaired."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from hicachectl.backends.capabilities import Confirm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from hicachectl.backends.base import BoolArray, Rows
+    from hicachectl.backends.hf3fs_metadata import MetadataClient
     from hicachectl.backends.hf3fs_snapshot import PageTable
 
 
@@ -34,3 +39,22 @@ class TableState:
     files: Mapping[str, DataFile]
     page_bytes: Mapping[str, int]
     live: bool
+
+
+class PageTables(Confirm):
+    """Maps keys to pages of data files, in tables that a metadata server changes."""
+
+    @abstractmethod
+    def table_state(self) -> TableState | None:
+        """Return the tables as last saved; None where no snapshot is named."""
+
+    @abstractmethod
+    def table_server(self) -> MetadataClient | None:
+        """Return the server that changes the tables; None where none is named."""
+
+    @abstractmethod
+    def holes(self, rows: Rows) -> BoolArray:
+        """Return which objects have bytes that were never written: [n] bool.
+
+        Only a file system that keeps holes, and reports them, can tell.
+        """

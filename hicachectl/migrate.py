@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from hicachectl.backends.capabilities import Profiled, Resumable
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.migrating.agenda import Agenda, Request, make_agenda
 from hicachectl.migrating.carrying import Carrier, Tally
@@ -110,7 +111,7 @@ class _Run:
         self._routes_of = find_router(
             source, destination, self._grammar, request.profile, self._target
         )
-        if self._target is not None:
+        if self._target is not None and isinstance(destination, Profiled):
             destination.use_profile(self._target)
         self._identity = {
             "source": source.url,
@@ -171,7 +172,8 @@ class _Run:
             outcome.remarks.append(str(held))
             return outcome
         with opened as journal:
-            self._destination.own_temporaries(journal.owner, sweep=self._progress is not None)
+            if isinstance(self._destination, Resumable):
+                self._destination.own_temporaries(journal.owner, sweep=self._progress is not None)
             lack = self._lacking(total)
             if lack is not None and self._request.space_check:
                 raise StoreUnavailable(lack)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from hicachectl.backends.arena import Arena, ReservationCancelledError, SlabAllocator, place
+from hicachectl.backends.capabilities import Announces, Confirm
 from hicachectl.interrupts import deferred, persistent
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class Pipeline(Generic[T]):
         deadline: `time.monotonic()` after which no further task is begun.
         pace:     how fast to read.
         identify: whether the versions of what is read are wanted.
-        confirm:  read by `Store.read_confirmed`.
+        confirm:  read by `Confirm.read_confirmed`.
         destination: a store that the work writes to, from the same memory. No task is begun while
                   one far before it is at work.
         """
@@ -161,7 +162,7 @@ class Pipeline(Generic[T]):
         self._at_work: set[int] = set()  # numbers of tasks
         self._next = threading.Condition()
         self._work = work
-        self._announced_bytes = store.limits.announced_bytes
+        self._announces = store if isinstance(store, Announces) else None
         self._jobs = jobs or min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
         # Jobs that write as well leave the reading to others meanwhile: there can be more of them.
         readers = self._jobs if destination is None else store.limits.parallel_reads
@@ -171,13 +172,15 @@ class Pipeline(Generic[T]):
         self._deadline = deadline
         self._pace = pace
         self._identify = identify
-        self._read_call = store.read_confirmed if confirm else store.read_into
+        self._read_call = store.read_into
+        if confirm and isinstance(store, Confirm):
+            self._read_call = store.read_confirmed
         self._stores = (store,) if destination is None else (store, destination)
         self._stopped = threading.Event()
         self._results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_QUEUED_RESULTS)
 
     def __iter__(self) -> Generator[T, None, None]:
-        named = any(store.named_arena for store in self._stores)
+        named = any(store.limits.named_arena for store in self._stores)
         arena = Arena(self._buffer_bytes, named=named)
         allocator = SlabAllocator(arena.nbytes)
         for store in self._stores:
@@ -262,9 +265,9 @@ class Pipeline(Generic[T]):
     def _announce(self, fresh: list[_Upcoming], *, but: _Upcoming) -> None:
         """Tell the store of tasks to come."""
         for upcoming in fresh:
-            if upcoming is not but:
+            if self._announces is not None and upcoming is not but:
                 upcoming.named = self._named(upcoming.task.rows)
-                self._store.expect(upcoming.named, upcoming.task.capacities)
+                self._announces.expect(upcoming.named, upcoming.task.capacities)
 
     def _look_ahead(self) -> list[_Upcoming]:
         """Draw tasks as far as is looked ahead; give those to announce."""
@@ -276,7 +279,9 @@ class Pipeline(Generic[T]):
             self._ahead.append(_Upcoming(task, self._drawn))
             self._drawn += 1
             self._ahead_bytes += task.nbytes
-            if int(task.capacities.max(initial=0)) < self._announced_bytes:
+            if self._announces is None:
+                break
+            if int(task.capacities.max(initial=0)) < self._announces.announced_bytes:
                 break
             fresh.append(self._ahead[-1])
         return fresh

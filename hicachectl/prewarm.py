@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.capabilities import Pins, Profiled, Resumable
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.groups import PageGroups
 from hicachectl.hits import inventory_of_chains
@@ -102,11 +103,14 @@ def prewarm(
     written, StoreUnavailable.
     """
     started = time.monotonic()
-    if request.manner.pin and not destination.supports_pin:
-        raise UnsupportedByBackend(f"{destination.url}: --pin: its objects cannot be pinned")
+    if request.manner.pin:
+        if not isinstance(destination, Pins):
+            raise UnsupportedByBackend(f"{destination.url}: --pin: its objects cannot be pinned")
+        destination.pin_writes(request.manner.pin_seconds)
     grammar = settle_grammar(source, destination)
     routes_of = find_router(source, destination, grammar, request.profile, request.target)
-    destination.use_profile(request.target)
+    if isinstance(destination, Profiled):
+        destination.use_profile(request.target)
     inventory = (
         take_inventory(source, request.profile, on_batch=on_listed)
         if request.chains is None
@@ -132,7 +136,8 @@ def prewarm(
         outcome.problems = _conflicts(plan)
     else:
         # A pack that a killed run has left is finished, also where it lacks nothing else.
-        destination.own_temporaries(os.urandom(8).hex(), sweep=False)
+        if isinstance(destination, Resumable):
+            destination.own_temporaries(os.urandom(8).hex(), sweep=False)
         carrier = Carrier(
             source, inventory, groups, destination, replace(request.manner, deadline=run.deadline)
         )

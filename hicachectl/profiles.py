@@ -35,20 +35,28 @@ def profile_from_options(
     options: Mapping[str, Any],
     store: Store | None = None,
     *,
+    looks_only: bool = False,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Profile | None:
     """Build the profile that the profile options ask for, else give the one the store keeps.
 
     None when there is neither. store: asked for its model name where nothing else gives one, and
-    told the profile. warn: told what the operator should know of a server's answer. Raises
-    UsageError on options that contradict one another, ProfileError and StoreUnavailable from the
-    source or the store.
+    told the profile. looks_only: see `Profiled.use_profile`. warn: told what the operator should
+    know of a server's answer. Raises UsageError on options that contradict one another,
+    ProfileError and StoreUnavailable from the source or the store.
     """
     profile = _asked_for(options, store, warn)
-    if profile is None and store is not None:
+    return profile if store is None else _agreed(store, profile, looks_only)
+
+
+def _agreed(store: Store, profile: Profile | None, looks_only: bool) -> Profile | None:
+    """Tell a store the profile; without one, ask the store."""
+    from hicachectl.backends.capabilities import Archive, Profiled
+
+    if profile is None and isinstance(store, Archive):
         profile = store.recorded_profile()
-    if profile is not None and store is not None:
-        store.use_profile(profile)
+    if profile is not None and isinstance(store, Profiled):
+        store.use_profile(profile, looks_only=looks_only)
     return profile
 
 

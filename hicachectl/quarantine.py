@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from hicachectl.backends.capabilities import SideFiles
 from hicachectl.backends.directory import Directory
 from hicachectl.backends.file_system import VERSION
 from hicachectl.formats.errors import FormatError, UsageError
@@ -60,12 +61,12 @@ class Quarantine:
 
         A path that leads through the store's directory is followed by links up to there only.
         """
-        side = store.side_directory()
+        self._beside = store if isinstance(store, SideFiles) else None
+        side = None if self._beside is None else self._beside.side_directory()
         default = None if side is None else side / "quarantine"
         if path is None and default is None:
             raise UsageError(f"{store.url}: name a directory for its objects: --quarantine DIR")
         self.path: Path = path or default  # type: ignore[assignment]
-        self._store = store
         self._below = None if side is None else _parts_below(self.path, side.parent)
         self.own = side is not None and self._below == (side.name, "quarantine")
 
@@ -81,8 +82,9 @@ class Quarantine:
         return self._open(writes=writes, makes=False)
 
     def _open(self, *, writes: bool, makes: bool) -> Directory | None:
-        if self._below and (side := self._store.side_directory()) and self._below[0] == side.name:
-            here = self._store.open_side_directory(writes=writes, makes=makes)
+        side = self._beside
+        if side is not None and self._below and self._below[0] == side.side_directory().name:
+            here = side.open_side_directory(writes=writes, makes=makes)
             names: Sequence[str] = self._below[1:]
         else:
             here, names = self._named(writes, makes)
@@ -104,7 +106,7 @@ class Quarantine:
             found = found.parent
         if missing and not makes:
             return None, ()
-        trust = self._store.trust(writes=writes)
+        trust = None if self._beside is None else self._beside.trust(writes=writes)
         return Directory.named(str(found), writes=writes, trust=trust), missing
 
 

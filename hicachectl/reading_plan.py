@@ -9,6 +9,7 @@ import numpy as np
 
 from hicachectl.backends.arena import place
 from hicachectl.backends.base import Status
+from hicachectl.backends.page_tables import PageTables
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES, batches
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class ReadingPlan:
     [n] bool, which of them to digest. expected: by affix id, what objects of `sizes[affix]` bytes
     are made of, where that is known; checkers: for those whose values are to be checked. The last
     of sizes is of foreign keys. jobs: how many threads, or processes, read. confirm: so that no
-    writer can have interfered, see `Store.read_confirmed`. device: what digests and checks
+    writer can have interfered, see `Confirm.read_confirmed`. device: what digests and checks
     in place of the processor.
     """
 
@@ -106,7 +107,7 @@ class ReadingPlan:
 def unwritten(store: Store, inventory: Inventory, plan: ReadingPlan) -> npt.NDArray[np.bool_]:
     """Say which of the planned objects have bytes that were never written: [rows of the plan]."""
     hollow = np.zeros(len(plan.rows), dtype=np.bool_)
-    if not store.supports_holes:
+    if not isinstance(store, PageTables):
         return hollow
     for start in range(0, len(plan.rows), _HOLES_AT_ONCE):
         rows = inventory.take(plan.rows[start : start + _HOLES_AT_ONCE])

@@ -8,6 +8,7 @@ import numpy as np
 
 from hicachectl.backends.arena import ALIGNMENT, Arena, place
 from hicachectl.backends.base import IntArray, Result, Status, Store
+from hicachectl.backends.capabilities import FilePermissions, SystemCopy, permissions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,12 +33,13 @@ def copy_objects(
         good = chunk[_settle(read, chunk, statuses, errors)]
         offsets = offsets[np.isin(chunk, good)]
         some = target_rows.take(good)
-        if target.can_copy_from(source):
+        if isinstance(target, SystemCopy) and target.can_copy_from(source):
             written = target.copy_from(
                 source, rows.take(good), some, sizes[good], if_absent=True, preserve=True
             )
         else:
-            target.keep_private(source.readable_by())
+            if isinstance(target, FilePermissions):
+                target.keep_private(permissions_of(source))
             written = target.write_from(some, offsets, sizes[good], if_absent=True)
         kept = _settle(written, good, statuses, errors)
         good, offsets = good[kept], offsets[kept]

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
 
-from hicachectl.backends.base import Mover, Status
+from hicachectl.backends.base import Status
 from hicachectl.records import Facts, TakenGroup, TakenObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from hicachectl.backends.base import Result, Store
+    from hicachectl.backends.capabilities import Mover
 
 ROUNDS = 5
 

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import Status
+from hicachectl.backends.capabilities import SideFiles, open_mover
 from hicachectl.batching import BATCH_OBJECTS, Planned, Planner
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.quarantine import BEGUN, Batch, Quarantine, Run, batches, runs, sweep
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from types import TracebackType
 
-    from hicachectl.backends.base import Mover, Store
+    from hicachectl.backends.base import Store
+    from hicachectl.backends.capabilities import Mover
     from hicachectl.backends.directory import Directory
     from hicachectl.backends.urls import Config
     from hicachectl.groups import PageGroups
@@ -176,7 +178,7 @@ def quarantine_of(
     """
     from hicachectl.backends.urls import parse_url
 
-    beside = store.side_directory()
+    beside = store.side_directory() if isinstance(store, SideFiles) else None
     if quarantine is None:
         return None if beside is None else Quarantine(store)
     url = parse_url(quarantine, config)
@@ -327,7 +329,7 @@ class _Worker:
             for group in batch.record.groups
         ]
         with ExitStack() as exits:
-            mover = self._store.mover(batch.folder)
+            mover = open_mover(self._store, batch.folder)
             if mover is not None:
                 exits.enter_context(mover)
                 _drop_doubles(mover, batch.record.groups, held)
@@ -393,7 +395,7 @@ class _Worker:
         with ExitStack() as exits:
             try:
                 batch = exits.enter_context(self._run.new_batch())
-                mover = self._store.mover(batch.folder)
+                mover = open_mover(self._store, batch.folder)
                 if mover is not None:
                     exits.enter_context(mover)
                 copies = mover is None and mode == "quarantine"

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import Status
+from hicachectl.backends.capabilities import open_mover
 from hicachectl.backends.file import FileStore
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.quarantine import Batch, Quarantine, batches, runs, sweep
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from hicachectl.backends.base import Mover, Store
+    from hicachectl.backends.base import Store
+    from hicachectl.backends.capabilities import Mover
     from hicachectl.backends.directory import Directory
     from hicachectl.records import Facts, TakenGroup, TakenObject
     from hicachectl.removal import Look
@@ -241,7 +243,7 @@ class _Restorer:
         """Put groups back; what kept some of them from it, by id."""
         if not self._batch.has_folder():  # an earlier restore was interrupted at its end
             return {}
-        mover = self._store.mover(self._batch.folder)
+        mover = open_mover(self._store, self._batch.folder)
         problems = self._copy_back(ready) if mover is None else self._rename_back(mover, ready)
         for group in ready:  # only now are the objects in the store durable
             for taken in group.double:

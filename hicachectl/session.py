@@ -37,14 +37,13 @@ def opened(
     allow_leases: bool = False,
     lease_wait: float | None = None,
     create: bool = False,
-    looks_only: bool = False,
 ) -> Iterator[Store]:
     """Open the store that a STORE argument names, with the config of the command line.
 
-    allow_leases, lease_wait (seconds; None: the store's own), create: see `Store`. looks_only:
-    nothing is changed, copied or recorded, so that sizes in doubt will do.
+    allow_leases, lease_wait (seconds; None: the store's own): see `Leases`. create: see `Store`.
     """
     from hicachectl.backends.base import open_store
+    from hicachectl.backends.capabilities import Leases
     from hicachectl.backends.urls import load_config
 
     settings: Settings = ctx.obj
@@ -53,10 +52,10 @@ def opened(
     try:
         if store.traits.logs_natively and not settings.verbose:
             mute_native_logs()
-        store.allow_leases = allow_leases
-        store.takes_doubtful_sizes = looks_only
-        if lease_wait is not None:
-            store.lease_wait_seconds = lease_wait
+        if isinstance(store, Leases):
+            store.allow_leases = allow_leases
+            if lease_wait is not None:
+                store.lease_wait_seconds = lease_wait
         yield store
     finally:
         with deferred():  # a pack is finished now

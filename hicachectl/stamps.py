@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from hicachectl.backends.capabilities import SideFiles
 from hicachectl.findings import SCHEMA, findings
 from hicachectl.formats.documents import parse_json
 from hicachectl.formats.errors import (
@@ -68,8 +69,7 @@ def write_stamp(store: Store, stamp: Stamp) -> Path:
     Raises UnsupportedByBackend where the store has no place for it, UntrustedError as
     `read_stamp` does, StoreUnavailable.
     """
-    beside = store.side_directory()
-    if beside is None:
+    if not isinstance(store, SideFiles):
         raise UnsupportedByBackend(f"{store.url}: there is no place beside this store for a stamp")
     name = _file_name(stamp.profile.key_model)
     document = {
@@ -81,7 +81,7 @@ def write_stamp(store: Store, stamp: Stamp) -> Path:
         _check_place(directory, name)
         if directory is not None:
             directory.write(name, json.dumps(document, indent=2).encode())
-    return beside / _FOLDER / name
+    return store.side_directory() / _FOLDER / name
 
 
 def check_stamp(
@@ -114,6 +114,9 @@ def check_stamp(
 @contextmanager
 def _opened(store: Store, *, writes: bool, makes: bool = False) -> Iterator[Directory | None]:
     """Open the folder of a store's stamps; None where there is none."""
+    if not isinstance(store, SideFiles):
+        yield None
+        return
     try:
         with ExitStack() as exits:
             directory = store.open_side_directory(writes=writes, makes=makes)

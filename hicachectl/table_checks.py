@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import Status
+from hicachectl.backends.page_tables import PageTables
 from hicachectl.checks.page_tables import check_page_tables
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ _MOST_WAIT_S = 130.0  # twice SGLang's default --save-interval, and a little
 _SUSPICIONS = pa.array(["page-index-shared", "page-index-free", "page-index-out-of-range"])
 
 
+def saved_tables(store: Store) -> TableState | None:
+    """Return a store's own tables as last saved; None where it has none."""
+    return store.table_state() if isinstance(store, PageTables) else None
+
+
 def check_tables(
     store: Store, before: TableState | None, *, grace_seconds: float
 ) -> tuple[list[pa.Table], str | None]:
@@ -45,7 +51,7 @@ def check_tables(
     last agree, and so does the next, which is waited for; or at once where there is no grace.
     Raises StoreUnavailable.
     """
-    if before is None:
+    if before is None or not isinstance(store, PageTables):
         return [], None
     now = store.table_state() or before
     if now.live and now.tables:
@@ -80,7 +86,7 @@ def _found(
     )
 
 
-def _next_state(store: Store, now: TableState, interval_ns: int) -> TableState | None:
+def _next_state(store: PageTables, now: TableState, interval_ns: int) -> TableState | None:
     """Wait for the next snapshot, as long as the last one took, within bounds; None: none came."""
     wait_s = min(interval_ns / 1e9 + _SAVING_S, _MOST_WAIT_S)
     deadline = time.monotonic() + wait_s
@@ -99,7 +105,7 @@ def suspicious_keys(found: pa.Table) -> list[bytes]:
     return keys
 
 
-def _confirmed(store: Store, found: pa.Table) -> pa.Table:
+def _confirmed(store: PageTables, found: pa.Table) -> pa.Table:
     """Leave out what is said of keys that are no longer where the snapshot had them."""
     doubtful = pc.is_in(found.column("code"), _SUSPICIONS).to_numpy(zero_copy_only=False)
     if not doubtful.any():

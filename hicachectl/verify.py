@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import take_rows
+from hicachectl.backends.capabilities import Confirm
 from hicachectl.catalogs import MISMATCH, Digested, carry_forward, compare
 from hicachectl.checks.digests import check_digests
 from hicachectl.checks.group import check_groups
@@ -41,7 +42,7 @@ from hicachectl.reading_plan import ReadingPlan, unwritten
 from hicachectl.selection import EVERYTHING, Selection, select
 from hicachectl.settled import changed_groups, groups_in_flight
 from hicachectl.stamps import check_stamp
-from hicachectl.table_checks import check_tables
+from hicachectl.table_checks import check_tables, saved_tables
 from hicachectl.unmatched import explain_selection
 from hicachectl.vocabulary import CHECKS, LOCK, SEVERITIES
 
@@ -187,7 +188,7 @@ class _Run:
         request = self.request
         if self._reads:  # said before a long listing, and of an empty store too
             refuse_missing(request.devices)
-        tables = self.store.table_state() if "groups" in request.checks else None
+        tables = saved_tables(self.store) if "groups" in request.checks else None
         listed = take_inventory(
             self.store, request.profile, columns=self._columns(), on_batch=on_listed
         )
@@ -373,7 +374,7 @@ class _Run:
         reading = read_objects(
             self.store, inventory, plan.without(hollow), on_read=lambda n: on_read(n, total)
         )
-        if self.store.supports_confirm:
+        if isinstance(self.store, Confirm):
             outcome, digested = self._compared(inventory, reading)
             suspects = np.union1d(reading.suspects(), digested[outcome == MISMATCH])
             again = plan.only(np.isin(plan.rows, suspects))

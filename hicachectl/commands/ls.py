@@ -77,10 +77,10 @@ def command(
         states=state or (),
     )
     with (
-        opened(ctx, store, allow_leases=options["allow_leases"], looks_only=True) as source,
+        opened(ctx, store, allow_leases=options["allow_leases"]) as source,
         progress(ctx, "listing", " objects") as advance,
     ):
-        profile = profile_from_options(options, source, warn=partial(remark, ctx))
+        profile = profile_from_options(options, source, looks_only=True, warn=partial(remark, ctx))
         columns = [
             name for name in ("replicas", "locator") if objects and name in source.traits.columns
         ]

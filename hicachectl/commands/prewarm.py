@@ -211,7 +211,6 @@ def command(
         with opened(
             ctx, destination, lease_wait=options["lease_wait"], create=source is not None
         ) as target:
-            target.pin_seconds = options["pin_ttl"]
             outcome = _worked(ctx, source, target, options)
         write_report(ctx, outcome, options, output_format, output)
     if outcome.interruption is not None:
@@ -343,6 +342,7 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> tuple
             jobs=options["jobs"],
             bytes_per_second=options["bwlimit"],
             pin=options["pin"],
+            pin_seconds=options["pin_ttl"],
         ),
     )
     return request, wanted

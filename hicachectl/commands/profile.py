@@ -87,6 +87,7 @@ def command(
 def _inferred(
     ctx: click.Context, store: str, model: str | None, options: dict[str, Any]
 ) -> Profile:
+    from hicachectl.backends.capabilities import Archive
     from hicachectl.inference import Choice, infer_profile
     from hicachectl.inventory import take_inventory
     from hicachectl.profiles import profile_from_options
@@ -94,7 +95,7 @@ def _inferred(
     sizes = {axis: options.pop(axis) for axis in ("tp", "pp", "cp", "dcp")}
     profile_from_options(options)  # refuses the flags that choose nothing
     with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
-        recorded = source.recorded_profile()
+        recorded = source.recorded_profile() if isinstance(source, Archive) else None
         if recorded is not None and model is None and not any(sizes.values()):
             return recorded
         inventory = take_inventory(source, on_batch=advance)

@@ -65,10 +65,10 @@ def command(
     from hicachectl.profiles import profile_from_options
 
     with (
-        opened(ctx, store, allow_leases=options["allow_leases"], looks_only=True) as source,
+        opened(ctx, store, allow_leases=options["allow_leases"]) as source,
         progress(ctx, "listing", " objects") as advance,
     ):
-        profile = profile_from_options(options, source, warn=partial(remark, ctx))
+        profile = profile_from_options(options, source, looks_only=True, warn=partial(remark, ctx))
         report = inspect_page(source, profile, page, grace_seconds=grace, on_batch=advance)
     if profile is None:
         remark(ctx, "no profile given: expectations are what was seen in the store")

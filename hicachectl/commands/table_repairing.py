@@ -14,7 +14,7 @@ from hicachectl.session import remark
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
-    from hicachectl.backends.page_tables import TableState
+    from hicachectl.backends.page_tables import PageTables, TableState
     from hicachectl.planning import RepairPlan
     from hicachectl.verify import Report
 
@@ -30,9 +30,12 @@ writers_stopped_option = click.option(
 
 def repair_tables(ctx: click.Context, store: Store, report: Report, *, dry_run: bool) -> None:
     """Delete keys whose entries in a table are wrong, all keys of a page at once."""
+    from hicachectl.backends.page_tables import PageTables
     from hicachectl.page_table_repair import bad_rows, delete_keys, plan_repair
     from hicachectl.table_checks import suspicious_keys
 
+    if not isinstance(store, PageTables):
+        return
     state, keys = store.table_state(), suspicious_keys(report.findings)
     server = store.table_server()
     if state is None or server is None or not keys:
@@ -70,9 +73,10 @@ def write_repaired_snapshot(
     import pyarrow as pa
 
     from hicachectl.backends.hf3fs_snapshot import Snapshot, write_repaired
+    from hicachectl.backends.page_tables import PageTables
     from hicachectl.page_table_repair import bad_rows, repaired_table
 
-    state = store.table_state()
+    state = store.table_state() if isinstance(store, PageTables) else None
     if state is None or state.live:
         return False
     doomed = np.isin(report.groups.of_object, plan.groups)
@@ -98,8 +102,11 @@ def write_repaired_snapshot(
 def release_leaked(ctx: click.Context, store: Store, options: dict[str, Any]) -> None:
     """Free pages that are in no list, by two snapshots of a server that nobody writes to."""
     from hicachectl.backends.hf3fs_snapshot import Snapshot
+    from hicachectl.backends.page_tables import PageTables
     from hicachectl.page_table_repair import releasable, release_pages
 
+    if not isinstance(store, PageTables):
+        return
     server, state = store.table_server(), store.table_state()
     if state is None or server is None or not options["writers_stopped"]:
         return
@@ -120,7 +127,7 @@ def release_leaked(ctx: click.Context, store: Store, options: dict[str, Any]) ->
     remark(ctx, f"{released} leaked pages {would}released")
 
 
-def _saved_after(store: Store, moment_ns: int) -> TableState:
+def _saved_after(store: PageTables, moment_ns: int) -> TableState:
     deadline = time.monotonic() + _SAVES_S
     while time.monotonic() < deadline:
         state = store.table_state()

@@ -197,8 +197,6 @@ def command(
     _refuse_contradictions(options)
     refuse_early(options)
     manner = {name: options[name] for name in ("allow_leases", "lease_wait")}
-    keeps = options["update_catalog"] or options["stamp"]
-    manner["looks_only"] = options["repair"] == "none" and not keeps
     with ExitStack() as stack:
         if not stack.enter_context(locked(options["lock"])):
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
@@ -298,7 +296,9 @@ def _refuse_what_is_lacking(store: Any, request: Request, options: dict[str, Any
         )
     if not (options["stamp"] or options["weights_version"]):
         return
-    if store.side_directory() is None:
+    from hicachectl.backends.capabilities import SideFiles
+
+    if not isinstance(store, SideFiles):
         raise click.UsageError(f"--stamp, --weights-version: no place beside {store.url} for one")
     if options["stamp"] and (request.profile is None or request.profile.inferred):
         raise click.UsageError("--stamp needs a profile: --profile, --model-config or --server")
@@ -320,8 +320,15 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> Request
     catalog = None if path is None or begins else load_catalog(path)
     if catalog is not None and catalog.store != store.url:
         remark(ctx, f"{path} records {catalog.store}, not {store.url}; compared by key")
+    keeps = options["update_catalog"] or options["stamp"]
+    profile = profile_from_options(
+        options,
+        store,
+        looks_only=options["repair"] == "none" and not keeps,
+        warn=partial(remark, ctx),
+    )
     return Request(
-        profile=profile_from_options(options, store, warn=partial(remark, ctx)),
+        profile=profile,
         checks=options["checks"],
         selection=Selection(
             model=options["model"] or "",
@@ -368,9 +375,10 @@ def _keep_records(
 ) -> None:
     """Write the catalog and the stamp, where asked for."""
     if report.catalog is not None:
+        from hicachectl.backends.capabilities import permissions_of
         from hicachectl.catalogs import save_catalog
 
-        save_catalog(report.catalog, options["catalog"], store.readable_by(listing=True))
+        save_catalog(report.catalog, options["catalog"], permissions_of(store, listing=True))
     if options["stamp"]:
         from hicachectl.stamps import Stamp, write_stamp
 

@@ -21,7 +21,7 @@ from hicachectl.migrating.survey import ABSENT, Survey, survey_destination, surv
 from hicachectl.named_groups import NamedGroups
 from hicachectl.planning import plan_repair
 from hicachectl.selection import EVERYTHING, Selection, select
-from hicachectl.table_checks import check_tables
+from hicachectl.table_checks import check_tables, saved_tables
 from hicachectl.unmatched import explain_selection
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _damaged(
     source: Store, inventory: Inventory, groups: PageGroups, in_flight: BoolArray
 ) -> BoolArray:
     """Say which groups have findings of severity error that listing can tell: [groups]."""
-    tables, _ = check_tables(source, source.table_state(), grace_seconds=0)
+    tables, _ = check_tables(source, saved_tables(source), grace_seconds=0)
     found = combine(
         [
             *check_groups(inventory, groups, in_flight),

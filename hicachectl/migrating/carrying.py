@@ -14,6 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import Status
+from hicachectl.backends.capabilities import Leases, RacyWrites
+from hicachectl.backends.page_tables import PageTables
 from hicachectl.migrating.decisions import READS_BACK, Action
 from hicachectl.migrating.delivery import CHANGES, Delivered, Destination, Fate, Problem
 from hicachectl.migrating.parcels import Parcel, parcels
@@ -55,8 +57,8 @@ class Manner:
     """How to carry.
 
     jobs: threads. verify: read back and compare what was written. move: then delete it from the
-    source. pin: protect it from eviction. deadline: `time.monotonic()` after which no parcel is
-    begun.
+    source. pin: protect it from eviction, for pin_seconds or as long as the store's default says.
+    deadline: `time.monotonic()` after which no parcel is begun.
     """
 
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
@@ -65,6 +67,7 @@ class Manner:
     verify: bool = False
     move: bool = False
     pin: bool = False
+    pin_seconds: float | None = None
     deadline: float | None = None
 
 
@@ -110,11 +113,10 @@ class Carrier:
         self._inventory = inventory
         self._manner = manner
         self._journal = journal
-        self._to = Destination(
-            destination, source, inventory.objects, verify=manner.verify, pin=manner.pin
-        )
-        # Another server's object under the same key is the same page.
-        destination.confirms_writes = False
+        self._to = Destination(destination, source, inventory.objects, verify=manner.verify)
+        if isinstance(destination, RacyWrites):
+            # Another server's object under the same key is the same page.
+            destination.confirms_writes = False
         self._lock = threading.Lock()
         self._again: dict[int, tuple[Survey, list[int]]] = {}
         self._without_room: list[Order] = []
@@ -175,7 +177,8 @@ class Carrier:
             deadline=manner.deadline,
             pace=None if manner.bytes_per_second is None else Pace(manner.bytes_per_second),
             identify=False,
-            confirm=self._source.supports_confirm and self._source.table_server() is not None,
+            confirm=isinstance(self._source, PageTables)
+            and self._source.table_server() is not None,
             destination=self._to.store,
         )
         with closing(iter(pipeline)) as results:
@@ -379,7 +382,7 @@ class Removal:
         self._anchors = inventory.by_affix(anchors, 0) != 0
         self._waiting: deque[tuple[float, Survey, IntArray]] = deque()
         self._lock = threading.Lock()
-        self._wait = _LEASE_SECONDS if store.supports_leases else 0.0
+        self._wait = _LEASE_SECONDS if isinstance(store, Leases) else 0.0
 
     def add(self, survey: Survey, items: IntArray) -> None:
         """Take groups that are whole at the destination, and compared."""

@@ -18,6 +18,13 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.arena import place
 from hicachectl.backends.base import Status, batch_spans
+from hicachectl.backends.capabilities import (
+    Confirm,
+    FilePermissions,
+    RacyWrites,
+    SystemCopy,
+    permissions_of,
+)
 from hicachectl.migrating.decisions import READS_BACK, Action
 from hicachectl.migrating.survey import ABSENT, keys_of
 
@@ -103,20 +110,24 @@ class Destination:
     source: where they come from. objects: the columns of its scan.
     full: set once nothing more should be begun, since the store is full.
     copies: whether the store copies objects of the source by itself.
+    racy: the store, where another writer may win a key of ours.
     """
 
-    def __init__(
-        self, store: Store, source: Store, objects: pa.Table, *, verify: bool, pin: bool = False
-    ) -> None:
+    def __init__(self, store: Store, source: Store, objects: pa.Table, *, verify: bool) -> None:
         self.store = store
         self.source = source
         self.full = threading.Event()
-        self.copies = store.can_copy_from(source)
-        store.keep_private(source.readable_by(listing=True), listing=True)
+        self._copier = (
+            store if isinstance(store, SystemCopy) and store.can_copy_from(source) else None
+        )
+        self.copies = self._copier is not None
+        self.racy = store if isinstance(store, RacyWrites) else None
+        self._private = store if isinstance(store, FilePermissions) else None
+        if self._private is not None:
+            self._private.keep_private(permissions_of(source, listing=True), listing=True)
         self._objects = objects.select(["key"]).combine_chunks() if self.copies else None
         self._times = _times_of(objects)
         self._verify = verify
-        self._pin = pin
         self._writing = threading.BoundedSemaphore(max(1, store.limits.parallel_writes))
         self._counting = threading.Lock()
         self._promised = 0  # bytes to the parcels that are being written
@@ -167,11 +178,12 @@ class Destination:
 
     def unfinished(self, survey: Survey, items: IntArray) -> BoolArray:
         """Say of which groups another writer has begun an object that is there: [items]."""
-        at, targets = np.nonzero(survey.there[items] != ABSENT)
-        pages = survey.pages.take(pa.array(items[at]))
-        begun = self.store.unfinished(pa.table({"key": keys_of(survey.route, targets, pages)}))
         found = np.zeros(len(items), dtype=np.bool_)
-        found[at[begun]] = True
+        if self.racy is not None:
+            at, targets = np.nonzero(survey.there[items] != ABSENT)
+            pages = survey.pages.take(pa.array(items[at]))
+            begun = self.racy.unfinished(pa.table({"key": keys_of(survey.route, targets, pages)}))
+            found[at[begun]] = True
         return found
 
     def put(
@@ -188,15 +200,12 @@ class Destination:
         if_absent = parcel.action is not Action.REPLACE
         sizes = parcel.writes.sizes[places]
         with self._writing:
-            if self._objects is None or not parcel.copied:
-                self.store.keep_private(self.source.readable_by())
-                return self.store.write_from(
-                    rows, offsets, sizes, if_absent=if_absent, pin=self._pin
-                )
+            if self._copier is None or self._objects is None or not parcel.copied:
+                if self._private is not None:
+                    self._private.keep_private(permissions_of(self.source))
+                return self.store.write_from(rows, offsets, sizes, if_absent=if_absent)
             origins = self._objects.take(pa.array(parcel.origins[parcel.writes.sources[places]]))
-            return self.store.copy_from(
-                self.source, origins, rows, sizes, if_absent=if_absent, pin=self._pin
-            )
+            return self._copier.copy_from(self.source, origins, rows, sizes, if_absent=if_absent)
 
 
 class _Delivery:
@@ -280,7 +289,7 @@ class _Delivery:
         back = self._placed_back(places)
         store = self._to.store
         # What is newer than the listing is found by asking where it is.
-        read_back = store.read_confirmed if store.traits.lists_late else store.read_into
+        read_back = store.read_confirmed if isinstance(store, Confirm) else store.read_into
 
         def call(some: IntArray) -> None:
             offsets = back[np.searchsorted(places, some)]
@@ -303,7 +312,7 @@ class _Delivery:
             self._fail(at, Fate.FAILED, "left the destination before it could be read back")
         elif status in (Status.ERROR, Status.UNREACHABLE, Status.DAMAGED):
             self._fail(at, Fate.FAILED, f"cannot be read back: {error}")
-        elif ours and self._to.store.loses_races:
+        elif ours and self._to.racy is not None:
             self._mine[at] = False  # of another writer, whose object is not ours to take back
             self._writes.there[at] = size
             self._fail(at, Fate.AGAIN, "")
@@ -342,7 +351,7 @@ class _Delivery:
             chosen = left[stage[left] & ~stuck[owners[left]]]
 
             def call(some: IntArray) -> None:
-                result = self._to.store.withdraw(self._rows.take(pa.array(some)))
+                result = self._to.store.undo_writes(self._rows.take(pa.array(some)))
                 for index, why in result.errors.items():
                     stuck[owners[some[index]]] = True
                     detail = f"was written, and cannot be taken back: {why}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.backends.base import Status
+from hicachectl.backends.capabilities import Confirm, Leases
 from hicachectl.migrating.survey import ABSENT
 from hicachectl.pipeline import Pipeline, batches
 
@@ -32,7 +33,7 @@ def estimated_seconds(
     """
     if manner.bytes_per_second is not None:
         return nbytes / manner.bytes_per_second
-    if source.supports_leases or source.supports_confirm:
+    if isinstance(source, (Leases, Confirm)):
         return None
     rows, sizes = _sample(orders)
     if not len(rows):

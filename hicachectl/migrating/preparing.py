@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hicachectl.backends.capabilities import Archive
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.migrating.routes import Route, planned_route, verbatim_routes
@@ -21,6 +22,8 @@ def settle_grammar(source: Store, destination: Store) -> str:
 
     It is the destination's own; a new pack takes the source's.
     """
+    if not isinstance(destination, Archive):
+        return destination.grammar
     grammar = source.grammar if destination.open_grammar else destination.grammar
     destination.use_grammar(grammar)
     return grammar

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from hicachectl.backends.capabilities import Touch
 from hicachectl.migrating.survey import keys_of
 from hicachectl.output import human_size
 
@@ -63,7 +64,7 @@ class Touching:
     """Makes pages the most recently used: the least valuable first, and leaves before roots."""
 
     def __init__(self, store: Store, survey: Survey) -> None:
-        self._store = store
+        self._store = store if isinstance(store, Touch) else None
         self._survey = survey
 
     def touch(self, items: IntArray, *, until: float | None = None) -> None:
@@ -72,25 +73,25 @@ class Touching:
         until: `time.monotonic()` by which it shall have ended, but for one more call. Where there
         seems to be no time for all, less valuable ones are left out.
         """
-        if not self._store.supports_touch:
+        if self._store is None:
             return
         step = self._store.limits.batch_objects
         calls = -(-len(items) // step)
         begun, made, at = time.monotonic(), 0, 0
         while at < calls:
-            self._touch(items[::-1][at * step : (at + 1) * step])
+            self._touch(self._store, items[::-1][at * step : (at + 1) * step])
             at, made = at + 1, made + 1
             if until is not None:
                 now = time.monotonic()
                 affordable = int(made * (until - now) / max(now - begun, 1e-9))
                 at = max(at, calls - max(affordable, 1))
 
-    def _touch(self, items: IntArray) -> None:
+    def _touch(self, store: Touch, items: IntArray) -> None:
         """Touch all objects of some groups, in their order."""
         targets = np.arange(len(self._survey.route.targets))
         at, chosen = np.nonzero(self._survey.due[items][:, self._survey.route.unit_of_target])
         pages = self._survey.pages.take(pa.array(items[at]))
-        self._store.touch(pa.table({"key": keys_of(self._survey.route, targets[chosen], pages)}))
+        store.touch(pa.table({"key": keys_of(self._survey.route, targets[chosen], pages)}))
 
 
 def anchor_keys(survey: Survey, items: IntArray) -> pa.BinaryArray:

@@ -48,7 +48,7 @@ def write(path: Path) -> None:
         rows = pa.table({"key": pa.array([b"a foreign key", b"withdrawn"], pa.binary())})
         offsets, sizes = np.array([0, 2500]), np.array([2500, 2500])
         assert store.write_from(rows, offsets, sizes, if_absent=True).all_ok
-        assert store.withdraw(rows.slice(1)).all_ok
+        assert store.undo_writes(rows.slice(1)).all_ok
 
 
 def contents(path: Path) -> dict[bytes, bytes]:

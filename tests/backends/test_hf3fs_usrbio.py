@@ -187,7 +187,7 @@ def test_a_store_on_3fs_reads_by_usrbio_into_a_named_arena_and_else_through_the_
     for key, value in zip(keys, values, strict=True):
         place.put(key, value)
     with place.open() as store:
-        assert store.named_arena
+        assert store.limits.named_arena
         rows = scanned_rows(store, keys)
         for named in (True, False):
             with Arena(NUM_PAGES * PAGE_BYTES, named=named) as arena:

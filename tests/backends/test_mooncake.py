@@ -361,9 +361,14 @@ def test_a_call_after_the_end_is_an_error_and_no_crash(cluster: Cluster) -> None
 def test_pinning_is_known_to_the_master(store: MooncakeStore, cluster: Cluster) -> None:
     assert "soft-pinned: 0" in cluster.ask("metrics/summary")
     one = np.full(1, 4096, dtype=np.int64)
-    written = store.write_from(
-        rows_of([KEY]), np.zeros(1, dtype=np.int64), one, if_absent=True, pin=True
-    )
+    with open_store(cluster.url) as pinning:
+        assert isinstance(pinning, MooncakeStore)
+        assert store.arena is not None
+        pinning.pin_writes(None)
+        pinning.attach(store.arena)
+        written = pinning.write_from(
+            rows_of([KEY]), np.zeros(1, dtype=np.int64), one, if_absent=True
+        )
     assert written.all_ok
     assert "soft-pinned: 1" in cluster.ask("metrics/summary")
 

@@ -113,8 +113,9 @@ def arena() -> Iterator[Arena]:
         yield made
 
 
-def opened(path: Path, arena: Arena, *, create: bool = False, keys: str = "file") -> Store:
+def opened(path: Path, arena: Arena, *, create: bool = False, keys: str = "file") -> PackStore:
     store = open_store(f"pack://{path}" + (f"?keys={keys}" if create else ""), create=create)
+    assert isinstance(store, PackStore)
     store.attach(arena)
     return store
 
@@ -328,7 +329,7 @@ def test_an_append_that_fails_midway_leaves_no_trace(
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(("put", "put_if_absent", "withdraw", "reopen", "cut", "read")),
+        st.sampled_from(("put", "put_if_absent", "undo", "reopen", "cut", "read")),
         st.integers(0, 3),
         st.integers(0, 200),
     ),
@@ -358,9 +359,9 @@ def test_any_order_of_writes_and_of_runs_cut_off_behaves_like_a_dict(
             result, found = read(store, rows_of([key]), [len(model[key])])
             assert result.all_ok
             assert found == [model[key]]
-        elif verb == "withdraw":
+        elif verb == "undo":
             answer = Status.OK if key in model else Status.GONE
-            assert store.withdraw(rows_of([key])).statuses.tolist() == [answer]
+            assert store.undo_writes(rows_of([key])).statuses.tolist() == [answer]
             model.pop(key, None)
         elif verb != "read":
             kept = verb == "put_if_absent" and key in model
@@ -433,6 +434,7 @@ def test_a_pack_has_keys_of_one_grammar(path: Path, arena: Arena) -> None:
 
 def test_a_new_pack_has_to_be_told_its_keys(path: Path, arena: Arena) -> None:
     with open_store(f"pack://{path}", create=True) as store:
+        assert isinstance(store, PackStore)
         store.attach(arena)
         with pytest.raises(UnsupportedByBackend, match=r"keys=file"):
             write(store, OBJECTS, if_absent=True)

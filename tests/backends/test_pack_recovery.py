@@ -132,7 +132,7 @@ def test_a_withdrawn_object_does_not_come_back(path: Path, arena: Arena) -> None
     put(path, arena, {KEYS[0]: b"a", KEYS[1]: b"b"})
     with opened(path, arena, create=True) as store:
         write(store, {KEYS[2]: b"c"}, if_absent=True)
-        assert store.withdraw(rows_of([KEYS[0], KEYS[2]])).all_ok
+        assert store.undo_writes(rows_of([KEYS[0], KEYS[2]])).all_ok
     os.truncate(path, path.stat().st_size - 1)
     assert repair(str(path)).objects == 1
     assert contents(path, arena) == {KEYS[1]: b"b"}

@@ -68,6 +68,9 @@ class Listing(Store):
         names = scan_schema(columns).names
         yield from (batch.select(names) for batch in self.batches)
 
+    def look(self, rows: Any, columns: Collection[str] = ()) -> Any:
+        raise NotImplementedError
+
     def read_into(self, *arguments: Any, **options: Any) -> Any:
         raise NotImplementedError
 

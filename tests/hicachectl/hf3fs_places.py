@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.base import open_store
+from hicachectl.backends.capabilities import Profiled
 from hicachectl.demo import PROFILE, fill
 from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.base import codec_for
@@ -40,6 +41,7 @@ class Place:
         self.profile.write_text(dump_profile(PROFILE))
         self.save()
         with open_store(self.url()) as store:
+            assert isinstance(store, Profiled)
             store.use_profile(PROFILE)
             fill(store, PAGES)
         self.save()

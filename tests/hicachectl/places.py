@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import Status, open_store, scan_schema
+from hicachectl.backends.capabilities import Archive, Profiled
 from hicachectl.backends.pack_file import open_pack
 from hicachectl.backends.pack_recovery import walk
 from hicachectl.demo import PROFILE, fill
@@ -54,8 +55,10 @@ class Place(ABC):
         """Write the demo's pages."""
         self.empty()
         with open_store(self.url, create=True) as store:
-            store.use_grammar(self.grammar)
-            store.use_profile(self.profile)
+            if isinstance(store, Archive):
+                store.use_grammar(self.grammar)
+            if isinstance(store, Profiled):
+                store.use_profile(self.profile)
             fill(store, pages)
 
     def set_times(self, held: Held) -> None:  # noqa: B027 - most keep none
@@ -64,7 +67,8 @@ class Place(ABC):
     def held(self) -> Held:
         """Read all of it."""
         with open_store(self.url) as store:
-            store.use_profile(self.profile)
+            if isinstance(store, Profiled):
+                store.use_profile(self.profile)
             columns = ("nbytes", "mtime_ns", "locator")
             listed = pa.Table.from_batches(store.scan(columns), schema=scan_schema(columns))
             sizes = listed.column("nbytes").to_numpy()

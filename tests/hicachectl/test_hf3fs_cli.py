@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.backends.base import open_store
+from hicachectl.backends.capabilities import Profiled
 from hicachectl.demo import PROFILE, fill
 from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.base import codec_for
@@ -49,6 +50,7 @@ class Place:
         self.profile.write_text(dump_profile(PROFILE))
         server.save()
         with open_store(self.url) as store:
+            assert isinstance(store, Profiled)
             store.use_profile(PROFILE)
             fill(store, PAGES)
         server.save()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.backends.base import open_store
+from hicachectl.backends.capabilities import Profiled
 from hicachectl.demo import PROFILE, fill
 from tests.backends.http_scripts import serving
 from tests.hf3fs_server import MetadataServer
@@ -138,6 +139,7 @@ def test_a_catalog_begun_while_all_was_evicted_is_of_use_later(
         place.evict(page)
     invoke(*place.arguments(*place.recording))
     with open_store(place.url()) as store:
+        assert isinstance(store, Profiled)
         store.use_profile(PROFILE)
         fill(store, PAGES)
     place.save()

@@ -10,7 +10,7 @@ import pytest
 from hicachectl import table_checks
 from hicachectl.backends.base import open_store
 from hicachectl.findings import combine
-from hicachectl.table_checks import check_tables
+from hicachectl.table_checks import check_tables, saved_tables
 from tests.backends.hf3fs_place import Place
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def leaked(
 
     The third is saved while it is waited for; none is where `then` is None.
     """
-    before = store.table_state()
+    before = saved_tables(store)
     between()
     place.server.save()
     seen = threading.Event()
@@ -108,7 +108,7 @@ def test_where_two_snapshots_agree_on_nothing_none_is_waited_for(
     place: Place, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_checks, "_next_state", None)
-    before = store.table_state()
+    before = saved_tables(store)
     place.server.reserve(0, ["new"])
     place.server.save()
     found, why = check_tables(store, before, grace_seconds=60)

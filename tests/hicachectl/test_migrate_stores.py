@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.backends.base import open_store
+from hicachectl.backends.capabilities import Archive
 from hicachectl.demo import PROFILE
 from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.base import codec_for
@@ -98,6 +99,7 @@ def test_a_pack_keeps_keys_times_and_profile(
     migrated(invoke, source, pack, "--profile", profile)
     with open_store(pack) as store:
         assert store.grammar == "file"
+        assert isinstance(store, Archive)
         recorded = store.recorded_profile()
     assert recorded is not None
     assert dump_profile(recorded) == dump_profile(PROFILE)

@@ -12,6 +12,7 @@ import pytest
 
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import open_store
+from hicachectl.backends.capabilities import Profiled
 from hicachectl.demo import PROFILE, fill
 from hicachectl.formats.profile import parse_profile
 from tests.backends import pack_files
@@ -42,6 +43,7 @@ def pack(directory: Path, tmp_path: Path) -> Path:
     ):
         source.attach(arena)
         store.attach(arena)
+        assert isinstance(store, Profiled)
         store.use_profile(PROFILE)
         for rows in source.scan():
             sizes = rows.column("nbytes").to_numpy()

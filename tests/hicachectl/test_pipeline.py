@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -211,7 +210,7 @@ def test_large_objects_are_announced_before_they_are_read_and_small_ones_not(
     seen: list[tuple[str, list[bytes]]] = []
 
     class Told(FileStore):
-        limits = replace(FileStore.limits, announced_bytes=100_000)
+        announced_bytes = 100_000
 
         def expect(self, rows: Any, capacities: Any) -> None:
             seen.append(("told", keys_of(rows)))

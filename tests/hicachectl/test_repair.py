@@ -12,13 +12,14 @@ import tempfile
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from hicachectl.backends.base import Mover, Status
+from hicachectl.backends.base import Status, Store
+from hicachectl.backends.capabilities import Mover
 from hicachectl.backends.directory import Directory
 from hicachectl.backends.file import FileStore
 from hicachectl.backends.file_mover import FileMover
@@ -49,9 +50,11 @@ from tests.skips import missing
 from tests.small_file_system import small_file_system
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Generator, Iterator
 
-    from hicachectl.backends.base import ReadResult
+    from hicachectl.backends.arena import Arena
+    from hicachectl.backends.base import ReadResult, Result
+    from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.profile import Profile
 
 KILLS = 10
@@ -726,16 +729,39 @@ def test_nothing_is_deleted_whose_copy_was_lost(
     assert content(store) == before
 
 
-class Bare(FileStore):
-    """Files as a store has them that cannot rename, and has no place for notes."""
+class Bare(Store):
+    """Files, by what every store can do: without renames, and without a place for notes."""
 
-    supports_moves = False
+    grammar = FileStore.grammar
+    traits = FileStore.traits
+    limits = FileStore.limits
 
-    def mover(self, directory: Directory) -> None:
-        return None
+    def __init__(self, path: Path) -> None:
+        self._files = FileStore(path)
+        self.url = self._files.url
 
-    def side_directory(self) -> None:  # type: ignore[override]
-        return None
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> Self:
+        return cls(Path(url.path))
+
+    def attach(self, arena: Arena) -> None:
+        super().attach(arena)
+        self._files.attach(arena)
+
+    def scan(self, columns: Collection[str] = ()) -> Generator[Any, None, None]:
+        return self._files.scan(columns)
+
+    def look(self, rows: Any, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
+        return self._files.look(rows, columns)
+
+    def read_into(self, *arguments: Any, **options: Any) -> ReadResult:
+        return self._files.read_into(*arguments, **options)
+
+    def delete(self, rows: Any) -> Result:
+        return self._files.delete(rows)
+
+    def close(self) -> None:
+        self._files.close()
 
 
 def test_a_store_without_a_place_for_records_can_be_deleted_from(store: Path) -> None:
