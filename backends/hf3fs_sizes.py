@@ -29,13 +29,13 @@ class PageSizes:
     @classmethod
     def of(cls, profile: Profile) -> Self:
         """Learn them. Raises ProfileError, UnsupportedByBackend for what 3FS cannot hold."""
-        from hicachectl.formats.expectation import expected_objects
         from hicachectl.formats.keys.base import codec_for
+        from hicachectl.formats.spec import object_specs
 
         codec = codec_for("hf3fs")
         nbytes: dict[TableName, int] = {}
         affixes = set()
-        for expected in expected_objects(profile, "hf3fs"):
+        for expected in object_specs(profile, "hf3fs"):
             before, after = (text.encode() for text in codec.affix(expected.coordinate))
             size = nbytes.setdefault(table_of(before), expected.nbytes)
             if size != expected.nbytes:

@@ -29,6 +29,11 @@ class Shard:
     heads: tuple[int, int] | None = None  # half-open range of head groups (unified, split heads)
     ranked: bool = True  # False: the key has no place for a rank at all (Mooncake MLA, old)
 
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        """The rank along each axis."""
+        return self.tp_rank, self.pp_rank, self.cp_rank, self.dcp_rank
+
     def ranks_text(self) -> str:
         """Say the ranks for people: `tp 0/2 pp 1/4`; "" without any."""
         return " ".join(

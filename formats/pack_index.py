@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.errors import FormatError, HicacheError
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.columns import (
     RANK_COLUMNS,
@@ -38,6 +37,7 @@ from hicachectl.formats.pack import (
 )
 from hicachectl.formats.planes import PLANE_COUNTS
 from hicachectl.formats.profile import parse_profile
+from hicachectl.formats.spec import object_specs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,7 +117,7 @@ def _profiled_affixes(metadata: Metadata) -> dict[Affix, Coordinate]:
         return {}
     codec = codec_for(metadata.grammar)
     try:
-        expected = expected_objects(parse_profile(metadata.profile), metadata.grammar)
+        expected = object_specs(parse_profile(metadata.profile), metadata.grammar)
         return {codec.affix(one.coordinate): one.coordinate for one in expected}
     except HicacheError:  # a profile for another kind of store
         return {}

@@ -1,6 +1,6 @@
 """The deployment that wrote a store: what it served, how it was sharded, what its pools hold.
 
-A profile describes the whole model before sharding; `formats.expectation` derives from it the
+A profile describes the whole model before sharding; `formats.spec` derives from it the
 objects a page must have. It is written as TOML (or the same keys as JSON).
 """
 

@@ -12,8 +12,8 @@ from hicachectl.formats.pools import mla_row
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.formats.profile import Pool, Profile
+    from hicachectl.formats.spec import ObjectSpec
 
 # What a profile fixes for good: other values name other pages, or mean other bytes.
 _FIXED = {
@@ -69,7 +69,7 @@ def check_grammars(
 
 
 def check_pools(
-    source: Profile, destination: Profile, objects: Iterable[tuple[Profile, ExpectedObject]]
+    source: Profile, destination: Profile, objects: Iterable[tuple[Profile, ObjectSpec]]
 ) -> None:
     """Refuse pools that cannot be cut or ordered anew.
 
@@ -121,7 +121,7 @@ def _check_shards(profile: Profile, pool: Pool) -> None:
         )
 
 
-def _check_shared_shard(profile: Profile, expected: ExpectedObject) -> None:
+def _check_shared_shard(profile: Profile, expected: ObjectSpec) -> None:
     """Refuse objects that hold the first rank's shard under a key that all ranks share."""
     coordinate = expected.coordinate
     pool = profile.pool(coordinate.pool)

@@ -15,10 +15,10 @@ from hicachectl.formats.strided import Axis, Region
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.formats.layouts import TensorLayout
     from hicachectl.formats.objects import Shard
     from hicachectl.formats.profile import Pool, Profile, StateTensor
+    from hicachectl.formats.spec import ObjectSpec
 
 Span = tuple[int, int, int]  # index in the object, logical index, length
 LayerOrder = dict[object, int]
@@ -34,7 +34,7 @@ def layer_order(pool: Pool) -> LayerOrder:
 
 
 def object_regions(
-    profile: Profile, pool: Pool, expected: ExpectedObject, order: LayerOrder
+    profile: Profile, pool: Pool, expected: ObjectSpec, order: LayerOrder
 ) -> tuple[Region, ...]:
     """List the boxes that an object holds; none for one without bytes.
 
@@ -64,7 +64,7 @@ def holder(shard: Shard) -> int:
 def _tensor_regions(
     profile: Profile,
     pool: Pool,
-    expected: ExpectedObject,
+    expected: ObjectSpec,
     tensor: TensorLayout,
     layers: list[Span],
 ) -> Iterator[Region]:
@@ -84,7 +84,7 @@ def _tensor_regions(
 
 
 def _axis_spans(
-    profile: Profile, pool: Pool, expected: ExpectedObject, tensor: TensorLayout
+    profile: Profile, pool: Pool, expected: ObjectSpec, tensor: TensorLayout
 ) -> dict[str, list[Span]]:
     """Say which indices a tensor holds along each axis but that of layers."""
     lengths = dict(zip(tensor.axes, tensor.shape, strict=True))
@@ -107,7 +107,7 @@ def _strides(tensor: TensorLayout) -> dict[str, int]:
     return dict(zip(reversed(tensor.axes), steps, strict=False))
 
 
-def _space(profile: Profile, pool: Pool, expected: ExpectedObject) -> tuple[object, ...]:
+def _space(profile: Profile, pool: Pool, expected: ObjectSpec) -> tuple[object, ...]:
     """Name the content that an object's indices count.
 
     Ranks of DCP hold other tokens of kv under the same indices. Those of CP are kept apart too, as
@@ -119,7 +119,7 @@ def _space(profile: Profile, pool: Pool, expected: ExpectedObject) -> tuple[obje
     return pool.name, dcp_rank or 0, 0 if split else shard.cp_rank or 0
 
 
-def _opaque_region(profile: Profile, pool: Pool, expected: ExpectedObject) -> tuple[Region, ...]:
+def _opaque_region(profile: Profile, pool: Pool, expected: ObjectSpec) -> tuple[Region, ...]:
     """Take an object of unknown form as one item, the same only in the same place."""
     shard = expected.coordinate.shard
     shared = pool.replicated or (shard.tp_rank is None and shard.heads is None)
@@ -129,7 +129,7 @@ def _opaque_region(profile: Profile, pool: Pool, expected: ExpectedObject) -> tu
     return (Region(space, (), expected.nbytes, 0),)
 
 
-def _layer_spans(pool: Pool, expected: ExpectedObject, order: LayerOrder) -> list[Span]:
+def _layer_spans(pool: Pool, expected: ObjectSpec, order: LayerOrder) -> list[Span]:
     own = set(pool.layer_numbers)
     held = [layer for layer in expected.layers if layer in own]
     packed = len(expected.layers) - len(held)
@@ -152,7 +152,7 @@ def _layer_text(name: object) -> str:
     return f"layer {name}" if isinstance(name, int) else "packed draft layers"
 
 
-def _first_head(profile: Profile, pool: Pool, expected: ExpectedObject, held: int) -> int:
+def _first_head(profile: Profile, pool: Pool, expected: ObjectSpec, held: int) -> int:
     """Find the first of the `held` KV heads of an object, out of the whole model's.
 
     With more ranks than heads, neighbouring ranks hold the same one (srt/layers/linear.py ::

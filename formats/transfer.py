@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from hicachectl.formats.errors import UnsupportedByBackend
-from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.refusals import check_grammars, check_pools, check_profiles
 from hicachectl.formats.regions import LayerOrder, layer_order, object_regions
+from hicachectl.formats.spec import ObjectSpec, object_specs
 from hicachectl.formats.strided import Region, StridedCopy, joined, overlap
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ class TransferUnit:
 class TransferPlan:
     """What one page takes from its source objects to its destination objects.
 
-    sources, destinations: all that a page has or may have, as `expected_objects` lists them.
+    sources, destinations: all that a page has or may have, as `object_specs` lists them.
     units:  the smallest sets that no copy connects; each destination is in one of them.
     unused: sources that nothing reads, since others hold the same.
     """
 
-    sources: tuple[ExpectedObject, ...]
-    destinations: tuple[ExpectedObject, ...]
+    sources: tuple[ObjectSpec, ...]
+    destinations: tuple[ObjectSpec, ...]
     units: tuple[TransferUnit, ...]
     unused: tuple[int, ...]
 
@@ -68,11 +68,11 @@ def transfer_plan(
 ) -> TransferPlan:
     """Plan the transfer of a page between two deployments.
 
-    Grammars are the schemes of `expected_objects`. Raises UnsupportedByBackend, ProfileError or
+    Grammars are the schemes of `object_specs`. Raises UnsupportedByBackend, ProfileError or
     UsageError with the reason where a page cannot be transferred whole.
     """
-    sources = expected_objects(source, source_grammar)
-    destinations = expected_objects(destination, destination_grammar)
+    sources = object_specs(source, source_grammar)
+    destinations = object_specs(destination, destination_grammar)
     if _is_plain(source, sources, destination, destinations):
         matched = [(number, number) for number in range(len(sources))]
         return _assembled(sources, destinations, [], matched)
@@ -123,16 +123,16 @@ def retargeted(
 
 def _is_plain(
     source: Profile,
-    sources: Sequence[ExpectedObject],
+    sources: Sequence[ObjectSpec],
     destination: Profile,
-    destinations: Sequence[ExpectedObject],
+    destinations: Sequence[ObjectSpec],
 ) -> bool:
     """Tell whether nothing changes but the names of the objects' model and tag."""
     same = structs.replace(
         destination, model=source.model, tag=source.tag, sglang=source.sglang
     ) == source and len(sources) == len(destinations)
     return same and all(
-        replace(two, coordinate=one.coordinate) == one
+        replace(two, affix=one.affix, coordinate=one.coordinate) == one
         and replace(two.coordinate, model=one.coordinate.model, tag=one.coordinate.tag)
         == one.coordinate
         for one, two in zip(sources, destinations, strict=True)
@@ -140,7 +140,7 @@ def _is_plain(
 
 
 def _regions(
-    profile: Profile, objects: Iterable[ExpectedObject], orders: dict[str, LayerOrder]
+    profile: Profile, objects: Iterable[ObjectSpec], orders: dict[str, LayerOrder]
 ) -> list[tuple[Region, ...]]:
     pools = {pool.name: pool for pool in profile.pools}
     found = []
@@ -189,7 +189,7 @@ def _layers(region: Region) -> tuple[int, int]:
 def _copies(
     sources: Sequence[tuple[Region, ...]],
     destinations: Sequence[tuple[Region, ...]],
-    objects: Sequence[ExpectedObject],
+    objects: Sequence[ObjectSpec],
 ) -> list[StridedCopy]:
     """Plan the copies of all boxes of the destinations. Raises UnsupportedByBackend on a gap."""
     held = _Sources(sources)
@@ -206,7 +206,7 @@ def _copies(
     return found
 
 
-def _gap_text(expected: ExpectedObject) -> str:
+def _gap_text(expected: ObjectSpec) -> str:
     coordinate = expected.coordinate
     part = f" part {coordinate.part}" if coordinate.part else ""
     ranks = coordinate.shard.ranks_text()
@@ -217,7 +217,7 @@ def _gap_text(expected: ExpectedObject) -> str:
 
 
 def _empty_matches(
-    sources: Sequence[ExpectedObject], destinations: Sequence[ExpectedObject]
+    sources: Sequence[ObjectSpec], destinations: Sequence[ObjectSpec]
 ) -> list[tuple[int | None, int]]:
     """Find a source for each empty destination, if there is one."""
     empty = [number for number, expected in enumerate(sources) if not expected.nbytes]
@@ -229,8 +229,8 @@ def _empty_matches(
 
 
 def _assembled(
-    sources: tuple[ExpectedObject, ...],
-    destinations: tuple[ExpectedObject, ...],
+    sources: tuple[ObjectSpec, ...],
+    destinations: tuple[ObjectSpec, ...],
     copies: Sequence[StridedCopy],
     whole: Iterable[tuple[int | None, int]],
 ) -> TransferPlan:
@@ -245,7 +245,7 @@ def _assembled(
     return TransferPlan(sources, destinations, tuple(units), unused)
 
 
-def _whole_unit(source: int | None, destination: int, expected: ExpectedObject) -> TransferUnit:
+def _whole_unit(source: int | None, destination: int, expected: ObjectSpec) -> TransferUnit:
     n = expected.nbytes
     copies = (StridedCopy(0, 0, (), n, 0, (), 0, ()),) if n else ()
     taken = () if source is None else (source,)
@@ -254,8 +254,8 @@ def _whole_unit(source: int | None, destination: int, expected: ExpectedObject) 
 
 def _connected_units(
     copies: Sequence[StridedCopy],
-    sources: Sequence[ExpectedObject],
-    destinations: Sequence[ExpectedObject],
+    sources: Sequence[ObjectSpec],
+    destinations: Sequence[ObjectSpec],
 ) -> list[TransferUnit]:
     """Make a unit of each set of objects that copies connect."""
     parents: dict[tuple[str, int], tuple[str, int]] = {}
@@ -276,8 +276,8 @@ def _connected_units(
 
 def _unit(
     copies: Sequence[StridedCopy],
-    sources: Sequence[ExpectedObject],
-    destinations: Sequence[ExpectedObject],
+    sources: Sequence[ObjectSpec],
+    destinations: Sequence[ObjectSpec],
 ) -> TransferUnit:
     taken = sorted({copy.source for copy in copies})
     made = sorted({copy.destination for copy in copies})

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from hicachectl.deployments import Deployment, Member
+    from hicachectl.deployments import Deployment
     from hicachectl.formats.keys.base import Affix
     from hicachectl.groups import PageGroups
     from hicachectl.inventory import IntArray, Inventory
@@ -87,7 +87,7 @@ class Planner:
         self._reasons = _spans(plan.about, plan.groups)
         self._cut_shapes: dict[object, tuple[Shape, dict[int, int]]] = {}
         self._shapes = [_shape_of(deployment) for deployment in groups.deployments]
-        self._members = inventory.by_affix(inventory.table.member_ids, UNRESOLVED)
+        self._members = inventory.by_affix(inventory.table.spec_ids, UNRESOLVED)
         self._taken_slots = self._slots_of_others()
 
     def __len__(self) -> int:
@@ -177,7 +177,7 @@ class Planner:
         for page, owner, affix in zip(pages.tolist(), owners.tolist(), ids.tolist(), strict=True):
             holders[page].append((owner, affixes[affix]))
         slots = [
-            {member.affix: slot for slot, member in enumerate(deployment.members)}
+            {spec.affix: slot for slot, spec in enumerate(deployment.specs)}
             for deployment in groups.deployments
         ]
         for group in self._plan.groups.tolist():
@@ -210,21 +210,25 @@ def _spans(owners: IntArray, groups: IntArray) -> IntArray:
 
 
 def _shape_of(deployment: Deployment) -> Shape:
-    """List the slots of a deployment's pages, by member id."""
+    """List the slots of a deployment's pages, by spec."""
     sets: dict[object, int] = {}
-    sidecars = [n for n, member in enumerate(deployment.members) if _is_sidecar(member)]
+    specs = deployment.specs
+    sidecars = [n for n, spec in enumerate(specs) if spec.awaited and not spec.anchor]
     return tuple(
         Slot(
-            prefix=member.affix[0],
-            suffix=member.affix[1],
-            anchor=member.anchor,
-            required=member.anchor or number in sidecars,
-            trailing=sets.setdefault(member.object_set, len(sets)) if _is_in_set(member) else None,
-            sidecars=tuple(
-                n for n in sidecars if member.anchor and _same_rank(member, deployment.members[n])
+            prefix=spec.affix[0],
+            suffix=spec.affix[1],
+            anchor=spec.anchor,
+            required=spec.awaited,
+            # Which unlisted objects a page has together, nothing tells.
+            trailing=(
+                sets.setdefault(spec.object_set, len(sets))
+                if spec.trailing and spec.listed
+                else None
             ),
+            sidecars=tuple(n for n in sidecars if spec.anchor and spec.shares_rank(specs[n])),
         )
-        for number, member in enumerate(deployment.members)
+        for spec in specs
     )
 
 
@@ -239,27 +243,6 @@ def _without(shape: Shape, lost: Collection[int]) -> tuple[Shape, dict[int, int]
         for slot in places
     )
     return cut, places
-
-
-def _is_sidecar(member: Member) -> bool:
-    """Whether every page must have it: servers without speculation write pages without a draft."""
-    return not (member.anchor or member.trailing or member.coordinate.pool.startswith("draft"))
-
-
-def _is_in_set(member: Member) -> bool:
-    """Whether a page has all or nothing of its kind; nothing says so of what no profile lists."""
-    return member.trailing and member.listed
-
-
-def _same_rank(anchor: Member, sidecar: Member) -> bool:
-    """Whether one rank writes both: their ranks are equal where both keys say one."""
-    return all(
-        mine is None or theirs is None or mine == theirs
-        for mine, theirs in (
-            (getattr(anchor.coordinate.shard, axis), getattr(sidecar.coordinate.shard, axis))
-            for axis in ("tp_rank", "pp_rank", "cp_rank", "dcp_rank")
-        )
-    )
 
 
 def _values(table: pa.Table, name: str) -> list[Any]:

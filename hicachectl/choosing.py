@@ -82,15 +82,15 @@ class Choice:
 
     def _take(self, prefix_pages: IntArray) -> None:
         """Want what restoring prefixes of these lengths takes, and no more."""
-        survey, requirements = self._survey, self._hits.requirements
-        column_of = np.full(len(survey.route.deployment.members), -1, dtype=np.int64)
-        for column, requirement in enumerate(requirements):
-            column_of[requirement.members] = column
-        none = np.zeros((1, len(requirements)), dtype=np.bool_)
+        survey, needs = self._survey, self._hits.needs
+        column_of = np.full(len(survey.route.deployment.specs), -1, dtype=np.int64)
+        for column, block in enumerate(needs):
+            column_of[block.columns] = column
+        none = np.zeros((1, len(needs)), dtype=np.bool_)
         needed: Any = np.vstack([self._hits.needed(prefix_pages), none])[self._hit_of_item]
         chosen = needed.any(axis=1)
         for number, unit in enumerate(survey.route.units):
-            columns = np.unique(column_of[survey.route.members[list(unit.sources)]])
+            columns = np.unique(column_of[survey.route.sources[list(unit.sources)]])
             columns = columns[columns >= 0]  # the others are replicas, or of no page's own
             wanted = needed[:, columns].all(axis=1) if len(columns) else chosen
             survey.due[:, number] = self._due[:, number] & wanted

@@ -29,12 +29,13 @@ from hicachectl.formats.keys.resolve import (
     rank_count,
     rank_set,
 )
+from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.page_order import page_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from hicachectl.deployments import AffixTable, Member
+    from hicachectl.deployments import AffixTable
     from hicachectl.formats.objects import Coordinate
     from hicachectl.page_order import PageWords
 
@@ -205,9 +206,9 @@ class _Readings:
 
     def _looks_shared(self, affix: int, wide: Coordinate, sizes: SizeCounts) -> bool:
         """Tell from counts alone whether another model may write an affix's objects too."""
-        own, member, alike = sizes.get(affix, {}), self.member(affix), self.alike(wide)
-        if member is not None and member.nbytes is not None:
-            fits = own.keys() <= {member.nbytes}
+        own, stated, alike = sizes.get(affix, {}), self.stated_size(affix), self.alike(wide)
+        if stated != UNKNOWN_SIZE:
+            fits = own.keys() <= {stated}
         else:  # a size that no other TP rank has
             fits = len(alike.affixes) < 2 or all(alike.having[size] > 1 for size in own)
         if len(own) > 1 or not fits:
@@ -233,12 +234,10 @@ class _Readings:
                     self._alike[place].add(affix, self._sizes.get(affix, {}))
         return self._alike[key]
 
-    def member(self, affix: int) -> Member | None:
-        """Return the member that the table takes an affix as."""
-        deployment = self.table.deployment_ids[affix]
-        if deployment == UNRESOLVED:
-            return None
-        return self.table.deployments[deployment].members[self.table.member_ids[affix]]
+    def stated_size(self, affix: int) -> int:
+        """Return the size that the table states for an affix, or UNKNOWN_SIZE."""
+        spec = self.table.spec(affix)
+        return UNKNOWN_SIZE if spec is None else spec.nbytes
 
 
 class _Decided:
@@ -442,10 +441,9 @@ class _Pages:
             counts = Counter(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
         total = counts.total()
         common = [size for size, n in counts.items() if n >= _MANY or 2 * n > total]
-        member = self._readings.member(contest.affix)
-        is_stated = contest.taken == _WIDE and self._is_profiled(contest)
-        if is_stated and member is not None and member.nbytes is not None:
-            common.append(member.nbytes)
+        stated = self._readings.stated_size(contest.affix)
+        if contest.taken == _WIDE and self._is_profiled(contest) and stated != UNKNOWN_SIZE:
+            common.append(stated)
         return common
 
     def _is_profiled(self, contest: _Contest) -> bool:
@@ -455,9 +453,9 @@ class _Pages:
 
     def _narrow_size(self, contest: _Contest, sizes: IntArray) -> int | None:
         """Find the size under the narrow reading. sizes: of lone objects that are not wide."""
-        member = self._readings.member(contest.affix)
-        if contest.taken == _NARROW and member is not None and member.nbytes is not None:
-            return member.nbytes
+        stated = self._readings.stated_size(contest.affix)
+        if contest.taken == _NARROW and stated != UNKNOWN_SIZE:
+            return stated
         values, counts = np.unique(sizes, return_counts=True)
         if not len(values) or counts.max() < _MANY or 2 * counts.max() <= len(sizes):
             return None

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.deployments import UNRESOLVED, AffixTable, Deployment, Member
+from hicachectl.deployments import UNRESOLVED, AffixTable, Deployment
 from hicachectl.formats.errors import ProfileError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from hicachectl.formats.spec import ObjectSpec
 
     IntArray = npt.NDArray[np.int64]
 
@@ -32,24 +34,24 @@ def refuse_contradiction(
     if not profiled or profiled[0].profile is None:
         return
     deployments = np.array([*table.deployment_ids, UNRESOLVED])[affix_ids]
-    members = np.array([*table.member_ids, UNRESOLVED])[affix_ids]
+    specs = np.array([*table.spec_ids, UNRESOLVED])[affix_ids]
     own = deployments == 0
     if own.any():
-        for pool in dict.fromkeys(member.coordinate.pool for member in profiled[0].members):
-            _refuse_sizes(profiled[0], pool, members[own], nbytes[own])
+        for pool in dict.fromkeys(spec.pool for spec in profiled[0].specs):
+            _refuse_sizes(profiled[0], pool, specs[own], nbytes[own])
     elif len(table.deployments) > 1:
-        wanted = _describe(profiled[0].members[0])
-        found = "; ".join(sorted({_describe(d.members[0]) for d in table.deployments[1:]}))
+        wanted = _describe(profiled[0].specs[0])
+        found = "; ".join(sorted({_describe(d.specs[0]) for d in table.deployments[1:]}))
         raise ProfileError(
             f"the profile contradicts the store: it expects {wanted}, the store has {found}"
         )
 
 
-def _refuse_sizes(deployment: Deployment, pool: str, members: IntArray, nbytes: IntArray) -> None:
-    of_pool = np.array([m.coordinate.pool == pool and m.listed for m in deployment.members])
-    expected = np.array([m.nbytes or 0 for m in deployment.members], dtype=np.int64)
-    chosen = of_pool[members] & (nbytes >= 0)
-    wanted, found = expected[members[chosen]], nbytes[chosen]
+def _refuse_sizes(deployment: Deployment, pool: str, specs: IntArray, nbytes: IntArray) -> None:
+    of_pool = np.array([spec.pool == pool and spec.listed for spec in deployment.specs])
+    expected = np.array([spec.nbytes for spec in deployment.specs], dtype=np.int64)
+    chosen = of_pool[specs] & (nbytes >= 0)
+    wanted, found = expected[specs[chosen]], nbytes[chosen]
     if not len(found) or len(found) < _PAGES * of_pool.sum() or (wanted == found).any():
         return
     pairs, counts = np.unique(np.stack([wanted, found]), axis=1, return_counts=True)
@@ -64,5 +66,5 @@ def _refuse_sizes(deployment: Deployment, pool: str, members: IntArray, nbytes: 
         )
 
 
-def _describe(member: Member) -> str:
-    return f"model {member.coordinate.model!r} {member.coordinate.shard.sizes_text()}"
+def _describe(spec: ObjectSpec) -> str:
+    return f"model {spec.coordinate.model!r} {spec.coordinate.shard.sizes_text()}"

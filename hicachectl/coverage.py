@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.ambiguity import ambiguity_remark
-from hicachectl.checks.sizes import UNKNOWN_SIZE, expected_sizes
-from hicachectl.deployments import UNRESOLVED
-from hicachectl.formats.expectation import expected_objects
-from hicachectl.groups import UNKNOWN, PageGroups
+from hicachectl.checks.sizes import expected_sizes
+from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
+from hicachectl.group_table import UNKNOWN
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.checks.values import ValueChecker
     from hicachectl.formats.profile import Profile
+    from hicachectl.groups import PageGroups
     from hicachectl.inventory import Inventory
 
 
@@ -96,7 +96,7 @@ def impossible_checks(
 
 
 def _describes_values(profile: Profile, grammar: str) -> bool:
-    return any(expected.tensors for expected in expected_objects(profile, grammar))
+    return any(expected.tensors for expected in object_specs(profile, grammar))
 
 
 def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> dict[str, str]:
@@ -145,7 +145,7 @@ def unjudged(
             f"objects of {', '.join(sorted(others))} that the profile does not describe were "
             "measured against themselves"
         )
-    unlisted = {s.pool for sets in groups.object_sets for s in sets if not s.listed}
+    unlisted = {s.pool for d in groups.deployments for s in d.specs if not s.listed}
     if unlisted:
         skipped["unlisted-pools"] = (
             f"{', '.join(sorted(unlisted))}: in the store, but not in the profile"
@@ -173,9 +173,7 @@ def _pools_without_size(inventory: Inventory) -> list[str]:
     present = np.unique(inventory.affix_ids)
     pools = set()
     for affix in set(present[present >= 0].tolist()) - mixed:
-        if table.deployment_ids[affix] != UNRESOLVED:
-            deployment = table.deployments[table.deployment_ids[affix]]
-            member = deployment.members[table.member_ids[affix]]
-            if member.nbytes is None:
-                pools.add(member.coordinate.pool)
+        spec = table.spec(affix)
+        if spec is not None and spec.nbytes == UNKNOWN_SIZE:
+            pools.add(spec.pool)
     return sorted(pools)

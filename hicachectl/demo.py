@@ -12,10 +12,10 @@ import pyarrow as pa
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.formats.errors import StoreUnavailable, UsageError
-from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import Pool, Profile, StateTensor, dump_profile
+from hicachectl.formats.spec import ObjectSpec, object_specs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,7 +72,7 @@ def fill(store: Store, pages: int) -> None:
     rng = np.random.default_rng(_SEED)
     tokens = rng.integers(0, 150_000, pages * PROFILE.page_size)
     hashes = page_hashes_hex(tokens, PROFILE.page_size)
-    members = expected_objects(PROFILE, store.grammar)
+    members = object_specs(PROFILE, store.grammar)
     spell = codec_for(store.grammar).affix
     with Arena(sum(m.nbytes for m in members)) as arena:
         store.attach(arena)
@@ -98,7 +98,7 @@ def fill(store: Store, pages: int) -> None:
         store.detach()
 
 
-def _values(member: ExpectedObject, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+def _values(member: ObjectSpec, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
     """Values of a plausible distribution in each tensor of an object, as its bytes."""
     return np.concatenate([_tensor_values(tensor, rng) for tensor in member.tensors])
 

@@ -1,7 +1,8 @@
 """Which objects the pages of a store must have: from a profile, else from what was seen.
 
-A deployment is one (model, tag, topology) whose ranks wrote together. Its members are the
-distinct affixes that a page of it can have, so that everything later is a join on affix ids.
+A deployment is one (model, tag, topology) whose ranks wrote together. Its specs are the objects
+that its pages can have, one for each distinct affix, so that everything later is a join on affix
+ids.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.labels import group_label
 from hicachectl.formats.keys.resolve import (
     ANCHOR_POOL,
@@ -22,6 +22,7 @@ from hicachectl.formats.keys.resolve import (
 )
 from hicachectl.formats.objects import Coordinate, Shard
 from hicachectl.formats.profile import Profile, default_hit_policy
+from hicachectl.formats.spec import ObjectSpec, object_specs
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,46 +33,23 @@ UNRESOLVED = -1  # deployment id of an affix that is foreign or ambiguous
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """One object that a page of a deployment can have.
-
-    nbytes: its expected size; None where only the store itself could say.
-    trailing: absent from a page together with the rest of its set, or present with it.
-    listed: expected at all; not so a pool that is in the store but not in the profile.
-    """
-
-    affix: Affix
-    coordinate: Coordinate
-    nbytes: int | None
-    anchor: bool
-    trailing: bool
-    listed: bool = True
-
-    @property
-    def object_set(self) -> tuple[str, int | None, bool]:
-        """Members that a page has all of: a pool (of one linear TP size, where trailing)."""
-        linear_tp = self.coordinate.shard.tp_size if self.trailing else None
-        return self.coordinate.pool, linear_tp, self.listed
-
-
-@dataclass(frozen=True, slots=True)
 class Deployment:
-    """The members of one deployment; profile is None when they were inferred."""
+    """The objects that pages of one deployment can have; profile is None if they were inferred."""
 
     model: str
     tag: str
     profile: Profile | None
-    members: tuple[Member, ...]
+    specs: tuple[ObjectSpec, ...]
 
     @property
     def shard(self) -> Shard:
-        """The shard whose sizes `ls` shows: that of the first member, an anchor if there is one."""
-        return self.members[0].coordinate.shard if self.members else Shard()
+        """The shard whose sizes `ls` shows: that of the first spec, an anchor if there is one."""
+        return self.specs[0].coordinate.shard if self.specs else Shard()
 
-    def label(self, codec: KeyCodec, members: Iterable[Member] | None = None) -> str:
-        """Return the label of a group that has all members, or only some of them."""
-        members = self.members if members is None else members
-        return group_label(codec, self.model, self.tag, (member.affix for member in members))
+    def label(self, codec: KeyCodec, specs: Iterable[ObjectSpec] | None = None) -> str:
+        """Return the label of a group that has all objects, or only some of them."""
+        specs = self.specs if specs is None else specs
+        return group_label(codec, self.model, self.tag, (spec.affix for spec in specs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +87,7 @@ class AffixTable:
     An affix whose objects are decided one by one (`contested`) has an id for each decision.
 
     deployment_ids: index into `deployments`, or UNRESOLVED.
-    member_ids: index into that deployment's members.
+    spec_ids: index into that deployment's specs.
     codec: of the store's keys. profile: that the table was made with.
     mixes: kinds of objects that have several sizes.
     """
@@ -120,8 +98,20 @@ class AffixTable:
     resolved: tuple[Resolved, ...]
     deployments: tuple[Deployment, ...]
     deployment_ids: tuple[int, ...]
-    member_ids: tuple[int, ...]
+    spec_ids: tuple[int, ...]
     mixes: tuple[SizeMix, ...] = ()
+
+    def spec(self, affix_id: int) -> ObjectSpec | None:
+        """Return what an affix stands for; None if it is foreign or ambiguous."""
+        deployment = self.deployment_ids[affix_id]
+        if deployment == UNRESOLVED:
+            return None
+        return self.deployments[deployment].specs[self.spec_ids[affix_id]]
+
+    @property
+    def specs(self) -> list[ObjectSpec | None]:
+        """The spec of each affix id."""
+        return [self.spec(affix_id) for affix_id in range(len(self.affixes))]
 
     @property
     def split(self) -> tuple[bool, ...]:
@@ -139,7 +129,7 @@ def assign_affixes(
     their deployments expect what was seen of them, no more.
     """
     profiled = [] if profile is None else [profiled_deployment(profile, codec)]
-    known = {m.affix: m.coordinate for d in profiled for m in d.members}
+    known = {spec.affix: spec.coordinate for d in profiled for spec in d.specs}
     resolved = resolve_affixes(affixes, codec, known)
     return make_table(affixes, [resolved[affix] for affix in affixes], codec, profile)
 
@@ -155,20 +145,20 @@ def make_table(
     affixes, resolved: [ids]. An affix can come several times, resolved to different things.
     """
     profiled = [] if profile is None else [profiled_deployment(profile, codec)]
-    known = {(m.affix, m.coordinate) for d in profiled for m in d.members}
+    known = {(spec.affix, spec.coordinate) for d in profiled for spec in d.specs}
     pairs = zip(affixes, resolved, strict=True)
     rest = {(a, r.coordinate): r.coordinate for a, r in pairs if r.coordinate is not None}
     rest = {key: coordinate for key, coordinate in rest.items() if key not in known}
     for number, deployment in enumerate(profiled):
-        unlisted = _unlisted_members(deployment, rest)
-        profiled[number] = replace(deployment, members=deployment.members + unlisted)
-        for member in unlisted:
-            del rest[member.affix, member.coordinate]
+        unlisted = _unlisted_specs(deployment, rest)
+        profiled[number] = replace(deployment, specs=deployment.specs + unlisted)
+        for spec in unlisted:
+            del rest[spec.affix, spec.coordinate]
     deployments = [*profiled, *_inferred_deployments(rest.values(), codec)]
     places = {
-        (member.affix, member.coordinate): (number, position)
+        (spec.affix, spec.coordinate): (number, position)
         for number, deployment in enumerate(deployments)
-        for position, member in enumerate(deployment.members)
+        for position, spec in enumerate(deployment.specs)
     }
     placed = [
         (UNRESOLVED, UNRESOLVED)
@@ -183,19 +173,15 @@ def make_table(
         resolved=tuple(resolved),
         deployments=tuple(deployments),
         deployment_ids=tuple(deployment for deployment, _ in placed),
-        member_ids=tuple(member for _, member in placed),
+        spec_ids=tuple(spec for _, spec in placed),
     )
 
 
 def profiled_deployment(profile: Profile, codec: KeyCodec) -> Deployment:
-    """List the members that a profile expects, under a store's key grammar."""
-    expected = expected_objects(profile, codec.scheme)
-    members = tuple(
-        Member(codec.affix(e.coordinate), e.coordinate, e.nbytes, e.anchor, e.trailing)
-        for e in expected
-    )
-    first = expected[0].coordinate
-    return Deployment(first.model, first.tag, profile, members)
+    """Return the deployment of a profile, under a store's key grammar."""
+    specs = object_specs(profile, codec.scheme)
+    first = specs[0].coordinate
+    return Deployment(first.model, first.tag, profile, specs)
 
 
 def other_ranks(affixes: Collection[Affix], codec: KeyCodec) -> list[Affix]:
@@ -208,16 +194,16 @@ def other_ranks(affixes: Collection[Affix], codec: KeyCodec) -> list[Affix]:
     return sorted(ranks - set(affixes) - {codec.affix(reading) for reading in readings})
 
 
-def _unlisted_members(
+def _unlisted_specs(
     deployment: Deployment, coordinates: Mapping[tuple[Affix, Coordinate], Coordinate]
-) -> tuple[Member, ...]:
-    """Side objects that share a profile's anchor though the profile does not list them.
+) -> tuple[ObjectSpec, ...]:
+    """Return specs for sidecars of a profile's anchors that the profile does not list.
 
     They are no orphans, and nothing says which of them a page should have.
     """
-    anchors = {deployment_of(member.coordinate) for member in deployment.members if member.anchor}
+    anchors = {deployment_of(spec.coordinate) for spec in deployment.specs if spec.anchor}
     return tuple(
-        Member(affix, coordinate, None, anchor=False, trailing=True, listed=False)
+        ObjectSpec(affix=affix, coordinate=coordinate, trailing_pages=1, listed=False)
         for affix, coordinate in coordinates
         if coordinate.pool != ANCHOR_POOL and not anchors.isdisjoint(_owners(coordinate))
     )
@@ -241,24 +227,23 @@ def _inferred_deployments(coordinates: Collection[Coordinate], codec: KeyCodec) 
         owners = _owners(coordinate) & shared
         gathered[identity if identity in owners or not owners else owners.pop()].append(coordinate)
     return [
-        Deployment(model, tag, None, _inferred_members(found, codec))
+        Deployment(model, tag, None, _inferred_specs(found, codec))
         for (model, tag, _), found in sorted(gathered.items(), key=repr)
     ]
 
 
-def _inferred_members(found: list[Coordinate], codec: KeyCodec) -> tuple[Member, ...]:
+def _inferred_specs(found: list[Coordinate], codec: KeyCodec) -> tuple[ObjectSpec, ...]:
     anchor = _anchor_pool({coordinate.pool for coordinate in found})
-    members = [
-        Member(
+    specs = [
+        ObjectSpec(
             affix=codec.affix(coordinate),
             coordinate=coordinate,
-            nbytes=None,
             anchor=coordinate.pool == anchor,
-            trailing=default_hit_policy(coordinate.pool) == "trailing_pages",
+            trailing_pages=int(default_hit_policy(coordinate.pool) == "trailing_pages"),
         )
         for coordinate in _with_fellow_ranks(found)
     ]
-    return tuple(sorted(members, key=lambda m: (not m.anchor, m.coordinate.pool, _rank_order(m))))
+    return tuple(sorted(specs, key=lambda spec: (not spec.anchor, spec.pool, _rank_order(spec))))
 
 
 def _with_fellow_ranks(found: list[Coordinate]) -> set[Coordinate]:
@@ -277,10 +262,10 @@ def _with_fellow_ranks(found: list[Coordinate]) -> set[Coordinate]:
     }
 
 
-def _rank_order(member: Member) -> tuple[object, ...]:
-    shard = member.coordinate.shard
+def _rank_order(spec: ObjectSpec) -> tuple[object, ...]:
+    shard = spec.coordinate.shard
     ranks = (shard.pp_rank, shard.cp_rank, shard.dcp_rank, shard.tp_rank)
-    return (*(rank or 0 for rank in ranks), member.coordinate.part or "")
+    return (*(rank or 0 for rank in ranks), spec.coordinate.part or "")
 
 
 def _anchor_pool(pools: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""Page groups: which objects of each page are there, which are missing, in what state it is."""
+"""Page groups: the objects of a store by page and deployment, and what each page lacks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.deployments import UNRESOLVED, Deployment
+from hicachectl.deployments import UNRESOLVED
 from hicachectl.formats.keys.labels import AMBIGUOUS
+from hicachectl.formats.keys.table import join_keys
+from hicachectl.group_table import UNKNOWN, GroupTable, fill_table
 from hicachectl.page_order import page_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
+    from hicachectl.deployments import Deployment
     from hicachectl.inventory import IntArray, Inventory
-
-WHOLE, PARTIAL, ORPHAN, UNKNOWN = range(4)
 
 UNKNOWN_BYTES = -1
 
-_COUNTED_AT_ONCE = 1 << 20
 _MOST_UNUSED = 4  # codes for each that is there
 
 BoolArray = npt.NDArray[np.bool_]
@@ -32,23 +32,12 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Members that groups of one deployment lack: group `groups[i]` lacks `members[i]`."""
+    """Objects that groups of one deployment lack: group `groups[i]` lacks spec `specs[i]`."""
 
     deployment_id: int
     deployment: Deployment
     groups: IntArray
-    members: IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectSet:
-    """Members of a deployment that a page has all of: a column of `present` and `expected`."""
-
-    pool: str
-    members: IntArray
-    trailing: bool
-    listed: bool
-    anchor: bool
+    specs: IntArray
 
 
 class PageGroups:
@@ -63,7 +52,6 @@ class PageGroups:
         table = inventory.table
         self._inventory = inventory
         self.deployments = table.deployments
-        self._sets = [_object_sets(deployment) for deployment in table.deployments]
         in_group = ~inventory.is_foreign
         ranks, distinct = page_ranks(inventory, in_group)
         # In place: with millions of objects every further array would be felt.
@@ -79,6 +67,9 @@ class PageGroups:
         self._rows: IntArray = np.flatnonzero(in_group)[first]  # the first object of each
         del numbers, ranks, in_group
         self.deployment_ids: IntArray = self._deployments_of(self._rows)
+        self._starts: IntArray = np.searchsorted(
+            self.deployment_ids, np.arange(len(table.deployments) + 1)
+        )
 
     def __len__(self) -> int:
         return len(self.page_ids)
@@ -104,18 +95,44 @@ class PageGroups:
         return of_group
 
     def _deployments_of(self, objects: IntArray) -> IntArray:
-        """Say which deployment each of some objects is of."""
+        """Return the deployment of some objects."""
         table = self._inventory.table
         of_affix = np.array([*table.deployment_ids, UNRESOLVED], dtype=np.int64)
         deployments: IntArray = of_affix[self._inventory.affix_ids[objects]]
         return deployments
 
-    def _members_of(self, objects: IntArray) -> IntArray:
-        """Say which member of its deployment each of some objects is, UNRESOLVED for none."""
+    def span(self, deployment_id: int) -> slice:
+        """Return the groups of a deployment, which follow one another."""
+        return slice(int(self._starts[deployment_id]), int(self._starts[deployment_id + 1]))
+
+    @cached_property
+    def tables(self) -> list[GroupTable]:
+        """The table of each deployment, whose slots hold rows of the inventory as int32.
+
+        Group g of a deployment's table is the group span(deployment).start + g.
+        """
+        rows = np.flatnonzero(self.of_object >= self._starts[0]).astype(np.int32)
+        deployments = self.deployment_ids[self.of_object[rows]]
+        if len(self.deployments) > 1:
+            narrow = np.int16 if len(self.deployments) <= np.iinfo(np.int16).max else np.int32
+            rows = rows[np.argsort(deployments.astype(narrow), kind="stable")]
+        ends = np.cumsum(np.bincount(deployments, minlength=len(self.deployments)))
         table = self._inventory.table
-        of_affix = np.array([*table.member_ids, UNRESOLVED], dtype=np.int64)
-        members: IntArray = of_affix[self._inventory.affix_ids[objects]]
-        return members
+        spec_of = np.array([*table.spec_ids, UNRESOLVED], dtype=np.int32)
+        tables = []
+        for number, deployment in enumerate(self.deployments):
+            own = rows[ends[number - 1] if number else 0 : ends[number]]
+            span = self.span(number)
+            tables.append(
+                fill_table(
+                    deployment.specs,
+                    span.stop - span.start,
+                    self.of_object[own] - span.start,
+                    spec_of[self._inventory.affix_ids[own]],
+                    own,
+                )
+            )
+        return tables
 
     @cached_property
     def nbytes(self) -> IntArray:
@@ -146,19 +163,11 @@ class PageGroups:
         return bool(times.null_count < len(times))
 
     def _reduce(self, function: np.ufunc, column: str) -> IntArray:
-        if not len(self):
-            return np.zeros(0, dtype=np.int64)
+        reduced = np.zeros(len(self), dtype=np.int64)
         values = self._inventory.objects.column(column).fill_null(0).to_numpy()
-        grouped = np.flatnonzero(self.of_object >= 0)
-        grouped = grouped[np.argsort(self.of_object[grouped], kind="stable")]
-        starts = np.searchsorted(self.of_object[grouped], np.arange(len(self)))
-        reduced: IntArray = function.reduceat(values[grouped], starts)
+        grouped = self.of_object >= 0
+        function.at(reduced, self.of_object[grouped], values[grouped])
         return reduced
-
-    @property
-    def object_sets(self) -> list[list[ObjectSet]]:
-        """For each deployment its object sets, in the columns of `present`."""
-        return self._sets
 
     @property
     def labels(self) -> list[str]:
@@ -174,104 +183,38 @@ class PageGroups:
     def _labelled(self) -> tuple[list[str], IntArray]:
         codec = self._inventory.table.codec
         numbers = {AMBIGUOUS: 0}
-        of_deployment = [0] * (len(self.deployments) - UNRESOLVED)
-        apart: list[tuple[int, IntArray]] = []  # deployments with sets of other labels
+        label_ids: IntArray = np.zeros(len(self), dtype=np.int64)
         for number, deployment in enumerate(self.deployments):
-            firsts = (deployment.members[s.members[0]] for s in self._sets[number])
-            labels = [deployment.label(codec, [first]) for first in firsts]
+            table = self.tables[number]
             own = deployment.label(codec)
-            ids = [numbers.setdefault(label, len(numbers)) for label in (own, *labels)]
-            of_deployment[number] = ids[0]
-            if len(set(ids)) > 1:
-                apart.append((number, np.array(ids[1:], dtype=np.int64)))
-        label_ids: IntArray = np.array(of_deployment, dtype=np.int64)[self.deployment_ids]
-        for number, of_set in apart:
-            groups = np.flatnonzero(self.deployment_ids == number)
-            present = self.present[groups, : len(of_set)] > 0
-            lone = ~present[:, of_set == of_deployment[number]].any(axis=1)
-            label_ids[groups[lone]] = of_set[present[lone].argmax(axis=1)]
+            labels = [deployment.label(codec, [block.spec]) for block in table.blocks]
+            # Objects with the deployment's own label name the group, else its first object.
+            order = sorted(range(len(labels)), key=lambda at: (labels[at] == own, -at))
+            of_groups = label_ids[self.span(number)]
+            for at in order:
+                of_groups[table.blocks[at].groups] = numbers.setdefault(labels[at], len(numbers))
         return list(numbers), label_ids
-
-    @cached_property
-    def present(self) -> npt.NDArray[np.int32]:
-        """[groups, object sets] how many members of each set are there."""
-        width = max(map(len, self._sets), default=0)
-        starts = np.cumsum([0, *(len(d.members) for d in self.deployments)])
-        column_of = np.zeros(starts[-1], dtype=np.int64)  # of each member of each deployment
-        for start, sets in zip(starts.tolist(), self._sets, strict=False):
-            for column, object_set in enumerate(sets):
-                column_of[start + object_set.members] = column
-        counts = np.zeros(len(self) * width, dtype=np.int32)
-        for start in range(0, len(self.of_object), _COUNTED_AT_ONCE):
-            objects = np.arange(start, min(start + _COUNTED_AT_ONCE, len(self.of_object)))
-            groups, members = self.of_object[objects], self._members_of(objects)
-            resolved = (groups >= 0) & (members >= 0)
-            groups, members = groups[resolved], members[resolved]
-            columns = column_of[starts[self.deployment_ids[groups]] + members]
-            np.add.at(counts, groups * width + columns, 1)
-        return counts.reshape(len(self), width)
-
-    @cached_property
-    def expected(self) -> npt.NDArray[np.int32]:
-        """[groups, object sets] how many a page must have; 0 for a trailing set that is absent."""
-        full = self._per_set(lambda s: len(s.members) if s.listed else 0)
-        absent = self._per_set(lambda s: s.trailing).astype(np.bool_) & (self.present == 0)
-        return np.where(absent, 0, full).astype(np.int32)
 
     @cached_property
     def states(self) -> npt.NDArray[np.int8]:
         """WHOLE, PARTIAL, ORPHAN or UNKNOWN for each group."""
-        listed = self._per_set(lambda s: s.listed).astype(np.bool_)
-        whole = ((self.present == self.expected) | ~listed).all(axis=1)
-        states = np.where(whole, WHOLE, PARTIAL).astype(np.int8)
-        is_anchor = self._per_set(lambda s: s.anchor).astype(np.bool_)
-        has_anchor = (is_anchor & (self.present > 0)).any(axis=1)
-        can_lose = np.array([_can_be_orphan(d) for d in self.deployments] + [False])
-        states[~has_anchor & can_lose[self.deployment_ids]] = ORPHAN
-        states[self.deployment_ids == UNRESOLVED] = UNKNOWN
+        states = np.full(len(self), UNKNOWN, dtype=np.int8)
+        for number, table in enumerate(self.tables):
+            states[self.span(number)] = table.states
         return states
-
-    def _per_set(self, value: Callable[[ObjectSet], int]) -> npt.NDArray[np.int32]:
-        """Spread a value of object sets: [groups, object sets], 0 in columns a group lacks."""
-        table = np.zeros((len(self._sets) + 1, self.present.shape[1]), dtype=np.int32)
-        for number, sets in enumerate(self._sets):
-            table[number, : len(sets)] = [value(object_set) for object_set in sets]
-        return table[self.deployment_ids]
-
-    def present_members(self, deployment_id: int, groups: IntArray) -> BoolArray:
-        """Say which members of a deployment the given groups have: [groups, members]."""
-        position = np.full(len(self) + 1, -1, dtype=np.int64)
-        position[groups] = np.arange(len(groups))
-        objects = np.flatnonzero(position[self.of_object] >= 0)
-        members = len(self.deployments[deployment_id].members)
-        present = np.zeros((len(groups), members), dtype=np.bool_)
-        present[position[self.of_object[objects]], self._members_of(objects)] = True
-        return present
 
     def missing(self) -> Iterator[Missing]:
         """List what groups that are not whole lack, a deployment at a time."""
-        incomplete = (self.states == PARTIAL) | (self.states == ORPHAN)
-        for number, deployment in enumerate(self.deployments):
-            groups = np.flatnonzero(incomplete & (self.deployment_ids == number))
-            if not len(groups):
-                continue
-            lacking = ~self.present_members(number, groups)
-            for column, object_set in enumerate(self._sets[number]):
-                not_due = self.expected[groups, column] == 0
-                lacking[np.ix_(not_due, object_set.members)] = False
-            rows, columns = np.nonzero(lacking)
-            yield Missing(number, deployment, groups[rows], columns.astype(np.int64))
+        for number, table in enumerate(self.tables):
+            groups, specs = table.missing()
+            if len(groups):
+                start = self.span(number).start
+                yield Missing(number, self.deployments[number], start + groups, specs)
 
     def keys_of(self, missing: Missing) -> pa.BinaryArray:
         """Spell the missing keys, exactly as the server would have written them."""
-        members = pa.array(missing.members)
-        before = pa.array([m.affix[0] for m in missing.deployment.members], pa.string())
-        after = pa.array([m.affix[1] for m in missing.deployment.members], pa.string())
-        pages = self.pages_at(missing.groups)
-        return pc.cast(
-            pc.binary_join_element_wise(before.take(members), pages, after.take(members), ""),
-            pa.binary(),
-        )
+        affixes = [spec.affix for spec in missing.deployment.specs]
+        return join_keys(affixes, pa.array(missing.specs), self.pages_at(missing.groups))
 
 
 def _numbered(codes: IntArray, limit: int) -> tuple[IntArray, IntArray]:
@@ -288,23 +231,3 @@ def _numbered(codes: IntArray, limit: int) -> tuple[IntArray, IntArray]:
     first = np.zeros(np.count_nonzero(used), dtype=np.int64)
     first[numbers[::-1]] = np.arange(len(codes))[::-1]  # of equal ones the last stays
     return numbers, first
-
-
-def _object_sets(deployment: Deployment) -> list[ObjectSet]:
-    members: dict[object, list[int]] = {}
-    for number, member in enumerate(deployment.members):
-        members.setdefault(member.object_set, []).append(number)
-    sets = []
-    for numbers in members.values():
-        first = deployment.members[numbers[0]]
-        positions = np.array(numbers, dtype=np.int64)
-        sets.append(
-            ObjectSet(first.coordinate.pool, positions, first.trailing, first.listed, first.anchor)
-        )
-    return sets
-
-
-def _can_be_orphan(deployment: Deployment) -> bool:
-    """Tell whether sidecars can lose their anchor: not where one of them stands in for kv."""
-    anchors = [member for member in deployment.members if member.anchor]
-    return not anchors or anchors[0].coordinate.pool == "kv"

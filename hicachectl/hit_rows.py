@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.keys.columns import RANK_COLUMNS, SPAN_COLUMNS, shard_fields
+from hicachectl.formats.keys.table import join_keys
 from hicachectl.jsontext import WRITE_NULL
 from hicachectl.listing import key_text
 
@@ -57,18 +58,14 @@ def _stopped_by(hits: Hits) -> pa.StructArray:
     spread = np.full(len(stopped), -1, dtype=np.int64)
     spread[stopped] = hits.page_of[positions]
     pages = hits.page_names.take(pa.array(spread, mask=~stopped)).cast(pa.string())
-    members = pa.array(hits.stop_members, mask=hits.stop_members < 0)
-    listed = () if hits.deployment is None else hits.deployment.members
-    coordinates = [member.coordinate for member in listed]
-    before, after = (
-        pa.array([member.affix[end] for member in listed], pa.string()).take(members)
-        for end in (0, 1)
-    )
-    keys = pc.cast(pc.binary_join_element_wise(before, pages, after, ""), pa.binary())
+    which = pa.array(hits.stop_specs, mask=hits.stop_specs < 0)
+    specs = () if hits.deployment is None else hits.deployment.specs
+    coordinates = [spec.coordinate for spec in specs]
+    keys = join_keys([spec.affix for spec in specs], which, pages)
     # Where nothing is known of a deployment, its kv would be the first to be missed.
-    pools = pc.fill_null(pa.array([c.pool for c in coordinates], pa.string()).take(members), "kv")
-    parts = pa.array([c.part for c in coordinates], pa.string()).take(members)
-    shards = pa.array([shard_fields(c.shard) for c in coordinates], _SHARD).take(members)
+    pools = pc.fill_null(pa.array([c.pool for c in coordinates], pa.string()).take(which), "kv")
+    parts = pa.array([c.part for c in coordinates], pa.string()).take(which)
+    shards = pa.array([shard_fields(c.shard) for c in coordinates], _SHARD).take(which)
     return pa.StructArray.from_arrays(
         [pages, pools, parts, shards, key_text(keys)], fields=_STOP_FIELDS, mask=pa.array(~stopped)
     )

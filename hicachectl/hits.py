@@ -14,8 +14,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.deployments import UNRESOLVED, other_ranks, profiled_deployment
+from hicachectl.deployments import UNRESOLVED, other_ranks
 from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys.table import join_keys
 from hicachectl.formats.restorable import (
     ALL_PAGES,
     PoolPages,
@@ -25,6 +26,8 @@ from hicachectl.formats.restorable import (
     positions_of,
     restorable,
 )
+from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
+from hicachectl.group_table import fill_table
 from hicachectl.inventory import look_up, take_inventory
 
 if TYPE_CHECKING:
@@ -34,26 +37,15 @@ if TYPE_CHECKING:
     from hicachectl.chains import Chains
     from hicachectl.deployments import Deployment
     from hicachectl.formats.profile import Profile
+    from hicachectl.group_table import GroupTable, SlotBlock
     from hicachectl.inventory import Inventory
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-ABSENT, MISFIT, HELD = range(3)  # MISFIT: there, but of another size
+MISFIT, HELD = range(2)  # of a slot that is not ABSENT; MISFIT: an object of another size
 
 _FEW_KEYS = 10_000  # asked for one by one, which takes a file system no second
-
-
-@dataclass(frozen=True, slots=True)
-class Requirement:
-    """A pool of which a server needs the objects of all parts and ranks.
-
-    members: positions in the deployment's members. window: as in formats.restorable.
-    """
-
-    pool: str
-    members: IntArray
-    window: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +53,8 @@ class Hits:
     """How far each chain can be restored; arrays are [chains] but for page_of.
 
     deployment:   whose servers would restore; None where the store shows none.
+    needs:        the object sets that servers need, whose slots are ABSENT, MISFIT or HELD for
+        each of page_names. Of trailing sets a prefix needs the pages at its end only.
     chains:       cut to their reach.
     page_names, page_of: distinct pages in hex, and which of them each page of `chains` is.
     kv_pages:     leading pages with kv on all ranks.
@@ -68,13 +62,13 @@ class Hits:
     allowed:      [pages of `chains`] whether all ranks can restore the prefix that ends with each.
     stop_pages:   place in its chain of the page that keeps it from being restored further; -1
         where the whole chain can be.
-    stop_members: the first object of that page at fault, a position in the deployment's members;
+    stop_specs:   the first object of that page at fault, a position in the deployment's specs;
         -1 without a stop, or without a deployment.
     misfits:      how many of these objects are there, but of another size.
     """
 
     deployment: Deployment | None
-    requirements: tuple[Requirement, ...]
+    needs: tuple[SlotBlock, ...]
     chains: Chains
     page_names: pa.StringArray
     page_of: IntArray
@@ -82,7 +76,7 @@ class Hits:
     usable_pages: IntArray
     allowed: BoolArray
     stop_pages: IntArray
-    stop_members: IntArray
+    stop_specs: IntArray
     misfits: int
 
     def usable_within(self, lengths: IntArray) -> IntArray:
@@ -90,7 +84,7 @@ class Hits:
         return longest(self.allowed, self.chains.offsets, lengths)
 
     def needed(self, prefix_pages: IntArray | None = None) -> BoolArray:
-        """Say what restoring prefixes takes: [page_names, requirements].
+        """Say what restoring prefixes takes: [page_names, needs].
 
         prefix_pages: [chains]; default: the usable ones. Of trailing pools that is no more than
         the window at the end of a prefix.
@@ -99,11 +93,11 @@ class Hits:
         places = positions_of(offsets)
         prefix_pages = self.usable_pages if prefix_pages is None else prefix_pages
         usable = np.repeat(prefix_pages, np.diff(offsets))
-        needed = np.zeros((len(self.page_names), len(self.requirements)), dtype=np.bool_)
-        for column, requirement in enumerate(self.requirements):
+        needed = np.zeros((len(self.page_names), len(self.needs)), dtype=np.bool_)
+        for column, block in enumerate(self.needs):
             wanted = places < usable
-            if requirement.window != ALL_PAGES:
-                wanted &= places >= usable - requirement.window
+            if block.spec.trailing:
+                wanted &= places >= usable - block.spec.trailing_pages
             needed[self.page_of[wanted], column] = True
         return needed
 
@@ -122,12 +116,10 @@ def inventory_of_chains(
     """
     names, _ = chains.within_reach().distinct_pages()
     codec = codec_for(store.grammar)
-    affixes = [member.affix for member in profiled_deployment(profile, codec).members]
+    affixes = [spec.affix for spec in object_specs(profile, codec.scheme)]
     if store.traits.lists_late or len(names) * len(affixes) <= _FEW_KEYS:
-        keys = [
-            pc.cast(pc.binary_join_element_wise(before, names, after, ""), pa.binary())
-            for before, after in [*affixes, *other_ranks(affixes, codec)]
-        ]
+        asked = [*affixes, *other_ranks(affixes, codec)]
+        keys = [join_keys(asked, pa.repeat(n, len(names)), names) for n in range(len(asked))]
         found = look_up(store, pa.concat_arrays(keys), profile)
         if len(found.objects):
             return found
@@ -142,31 +134,30 @@ def find_hits(
     own: only with objects that are the deployment's, not another model's under the same keys.
 
     deployment_id: index into the inventory's deployments; None where there is none, so that
-    nothing can be restored. Memory: a byte for each page that the chains name and each object a
-    page can have, and some 30 bytes a page of a chain.
+    nothing can be restored. Memory: a byte for each page that the chains name and each object of
+    the object sets it has, and some 30 bytes a page of a chain.
     """
     chains = chains.within_reach()
     page_names, page_of = chains.distinct_pages()
     if deployment_id is None:
         return _no_hits(chains, page_names, page_of)
-    deployment = inventory.table.deployments[deployment_id]
-    needed = requirements(deployment)
-    state = stored_members(inventory, deployment_id, page_names, own=own)
-    held = state == HELD
-    pools = [PoolPages(held[:, r.members].all(axis=1)[page_of], r.window) for r in needed]
-    kv = [pool.present for r, pool in zip(needed, pools, strict=True) if r.pool == "kv"]
+    table = _held_objects(inventory, deployment_id, page_names, own=own)
+    needs = tuple(block for block in table.blocks if block.spec.listed)
+    pools = [PoolPages(_held(block, table.count)[page_of], _window(block)) for block in needs]
+    kv = [pool.present for b, pool in zip(needs, pools, strict=True) if b.spec.pool == "kv"]
     offsets = chains.offsets
     allowed = restorable(pools, offsets)
     usable = longest(allowed, offsets)
     runs = _all_pages_runs(pools, offsets)
     stops = _stop_pages(pools, offsets, runs, usable)
-    members = np.full(len(chains), -1, dtype=np.int64)
     stopped = np.flatnonzero(stops >= 0)
     at = page_of[offsets[:-1][stopped] + stops[stopped]]
-    members[stopped] = _stop_members(needed, held[at], stops[stopped], runs[stopped])
+    specs, is_misfit = _at_fault(needs, at, stops[stopped], runs[stopped])
+    stop_specs = np.full(len(chains), -1, dtype=np.int64)
+    stop_specs[stopped] = specs
     return Hits(
-        deployment=deployment,
-        requirements=needed,
+        deployment=inventory.table.deployments[deployment_id],
+        needs=needs,
         chains=chains,
         page_names=page_names,
         page_of=page_of,
@@ -174,62 +165,48 @@ def find_hits(
         usable_pages=usable,
         allowed=allowed,
         stop_pages=stops,
-        stop_members=members,
-        misfits=int((state[at, members[stopped]] == MISFIT).sum()),
+        stop_specs=stop_specs,
+        misfits=int(is_misfit.sum()),
     )
 
 
-def requirements(deployment: Deployment) -> tuple[Requirement, ...]:
-    """List what a prefix needs of each pool, in the order of the deployment's members.
-
-    Without a profile the window of a trailing pool is taken to be one page.
-    """
-    members: dict[object, list[int]] = {}
-    for number, member in enumerate(deployment.members):
-        if member.listed:
-            members.setdefault(member.object_set, []).append(number)
-    needed = []
-    for numbers in members.values():
-        first = deployment.members[numbers[0]]
-        pool = deployment.profile and deployment.profile.pool(first.coordinate.pool)
-        window = pool.trailing_pages if pool else 1
-        needed.append(
-            Requirement(
-                first.coordinate.pool,
-                np.array(numbers, dtype=np.int64),
-                window if first.trailing else ALL_PAGES,
-            )
-        )
-    return tuple(needed)
-
-
-def stored_members(
-    inventory: Inventory, deployment_id: int, page_names: pa.StringArray, *, own: bool = False
-) -> npt.NDArray[np.uint8]:
-    """Say how a store has the objects of distinct pages: [pages, members], ABSENT, MISFIT, HELD.
+def _held_objects(
+    inventory: Inventory, deployment_id: int, page_names: pa.StringArray, *, own: bool
+) -> GroupTable:
+    """Return the objects that servers of a deployment find of distinct pages: MISFIT or HELD.
 
     Servers go by the key alone, so objects count that another model has written under it; own:
     only those that were told to be the deployment's.
     """
     table = inventory.table
-    members = table.deployments[deployment_id].members
-    numbers = {member.affix: number for number, member in enumerate(members)}
-    member_of = tuple(
+    specs = table.deployments[deployment_id].specs
+    numbers = {spec.affix: number for number, spec in enumerate(specs)}
+    spec_of = tuple(
         UNRESOLVED if own and deployment != deployment_id else numbers.get(affix, UNRESOLVED)
         for affix, deployment in zip(table.affixes, table.deployment_ids, strict=True)
     )
-    state = np.full((len(page_names), len(members)), ABSENT, dtype=np.uint8)
-    rows = np.flatnonzero(inventory.by_affix(member_of, UNRESOLVED) != UNRESOLVED)
+    of_objects = inventory.by_affix(spec_of, UNRESOLVED)
+    rows = np.flatnonzero(of_objects != UNRESOLVED)
     pages = inventory.pages(rows)
     at = pc.index_in(pages.cast(page_names.type), value_set=page_names).fill_null(-1).to_numpy()
     rows, at = rows[at >= 0], at[at >= 0]
-    member_ids = inventory.by_affix(member_of, UNRESOLVED)[rows]
-    sizes = inventory.objects.column("nbytes").take(pa.array(rows)).fill_null(-1).to_numpy()
-    expected = np.array([-1 if m.nbytes is None else m.nbytes for m in members], dtype=np.int64)
-    expected = expected[member_ids]
-    fits = (sizes == expected) | (sizes < 0) | (expected < 0)
-    state[at, member_ids] = np.where(fits, HELD, MISFIT)
-    return state
+    sizes = inventory.objects.column("nbytes").take(pa.array(rows))
+    sizes = sizes.fill_null(UNKNOWN_SIZE).to_numpy()
+    expected = np.array([spec.nbytes for spec in specs], dtype=np.int64)[of_objects[rows]]
+    fits = (sizes == expected) | (sizes == UNKNOWN_SIZE) | (expected == UNKNOWN_SIZE)
+    held = np.where(fits, HELD, MISFIT).astype(np.int8)
+    return fill_table(specs, len(page_names), at, of_objects[rows], held)
+
+
+def _held(block: SlotBlock, count: int) -> BoolArray:
+    """Return which pages have every object of a set, of the right size: [pages]."""
+    held = np.zeros(count, dtype=np.bool_)
+    held[block.groups[(block.values == HELD).all(axis=1)]] = True
+    return held
+
+
+def _window(block: SlotBlock) -> int:
+    return block.spec.trailing_pages if block.spec.trailing else ALL_PAGES
 
 
 def _no_hits(chains: Chains, page_names: pa.StringArray, page_of: IntArray) -> Hits:
@@ -237,7 +214,7 @@ def _no_hits(chains: Chains, page_names: pa.StringArray, page_of: IntArray) -> H
     stops = np.where(np.diff(chains.offsets) > 0, 0, -1)
     return Hits(
         deployment=None,
-        requirements=(),
+        needs=(),
         chains=chains,
         page_names=page_names,
         page_of=page_of,
@@ -245,7 +222,7 @@ def _no_hits(chains: Chains, page_names: pa.StringArray, page_of: IntArray) -> H
         usable_pages=nothing,
         allowed=np.zeros(len(page_of), dtype=np.bool_),
         stop_pages=stops,
-        stop_members=np.full(len(chains), -1),
+        stop_specs=np.full(len(chains), -1),
         misfits=0,
     )
 
@@ -277,21 +254,23 @@ def _stop_pages(
     return np.where(usable < np.diff(offsets), stops - starts, -1)
 
 
-def _stop_members(
-    needed: tuple[Requirement, ...], held: BoolArray, stops: IntArray, runs: IntArray
-) -> IntArray:
-    """Find the first member at fault at each stop: [stops].
+def _at_fault(
+    needs: tuple[SlotBlock, ...], pages: IntArray, stops: IntArray, runs: IntArray
+) -> tuple[IntArray, BoolArray]:
+    """Find the first spec at fault at each stop: [stops], and whether its object is a misfit.
 
-    held: [stops, members] what the page has. stops: its place in the chain. runs: as above.
+    pages: [stops] the page. stops: its place in its chain. runs: as above.
     """
-    at_fault = np.zeros_like(held)
     beyond = stops >= runs
-    for requirement in needed:
-        if requirement.window == ALL_PAGES:
-            asked = beyond
-        else:
-            asked = ~beyond & (stops >= runs - requirement.window)
-        columns = requirement.members
-        at_fault[:, columns] = ~held[:, columns] & asked[:, None]
-    first: IntArray = at_fault.argmax(axis=1).astype(np.int64)
-    return first
+    first = np.full(len(pages), np.iinfo(np.int64).max)
+    is_misfit = np.zeros(len(pages), dtype=np.bool_)
+    for block in needs:
+        in_window = ~beyond & (stops >= runs - block.spec.trailing_pages)
+        asked = np.flatnonzero(in_window if block.spec.trailing else beyond)
+        slots = block.of(pages[asked])
+        column = (slots != HELD).argmax(axis=1)
+        found = slots[np.arange(len(asked)), column]
+        earlier = (found != HELD) & (block.columns[column] < first[asked])
+        first[asked[earlier]] = block.columns[column[earlier]]
+        is_misfit[asked[earlier]] = found[earlier] == MISFIT
+    return first, is_misfit

@@ -8,14 +8,15 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.pools import DRAFT_POOLS
 from hicachectl.formats.profile import Profile, profile_from_mapping
+from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hicachectl.deployments import Deployment, Member
+    from hicachectl.deployments import Deployment
+    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.inventory import Inventory
 
 _AXES = ("tp", "pp", "cp", "dcp")
@@ -38,8 +39,8 @@ class Choice:
         """Tell whether a deployment is one of those that are meant."""
         if self.model is not None and deployment.model != self.model.replace("/", "-"):
             return False
-        members = deployment.members
-        return all(getattr(self, axis) in (None, _size(members, axis)) for axis in _AXES)
+        specs = deployment.specs
+        return all(getattr(self, axis) in (None, _size(specs, axis)) for axis in _AXES)
 
 
 def infer_profile(inventory: Inventory, scheme: str, choice: Choice | None = None) -> Profile:
@@ -79,9 +80,9 @@ def choose_deployment(inventory: Inventory, choice: Choice) -> int:
 
 
 def _seen(inventory: Inventory, deployment: Deployment) -> Deployment:
-    """Leave only members that a key of the store names: others stand for ranks that must be."""
+    """Leave only specs that a key of the store names: others stand for ranks that must be."""
     listed = set(inventory.table.affixes)
-    return replace(deployment, members=tuple(m for m in deployment.members if m.affix in listed))
+    return replace(deployment, specs=tuple(s for s in deployment.specs if s.affix in listed))
 
 
 def _nothing_seen(inventory: Inventory) -> str:
@@ -106,26 +107,26 @@ def _listed(deployments: Iterable[Deployment]) -> str:
 
 def _described(deployment: Deployment) -> str:
     """Write a deployment as the options that choose it, and what they do not say."""
-    ranks = {member.coordinate.shard.tp_rank for member in deployment.members}
+    ranks = {spec.coordinate.shard.tp_rank for spec in deployment.specs}
     notes = [] if ranks != {None} else ["no TP ranks in its keys"]
     if not _anchors(deployment):
-        pools = sorted({member.coordinate.pool for member in deployment.members})
+        pools = sorted({spec.pool for spec in deployment.specs})
         notes.append(f"only {', '.join(pools)}")
     return _options(deployment) + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _options(deployment: Deployment) -> str:
-    sizes = {axis: _size(deployment.members, axis) for axis in _AXES}
+    sizes = {axis: _size(deployment.specs, axis) for axis in _AXES}
     stated = [f"--{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "tp"]
     return " ".join([f"--model {quote(deployment.model)}", *stated])
 
 
-def _anchors(deployment: Deployment) -> list[Member]:
-    return [member for member in deployment.members if member.coordinate.pool == "kv"]
+def _anchors(deployment: Deployment) -> list[ObjectSpec]:
+    return [spec for spec in deployment.specs if spec.pool == "kv"]
 
 
 def _check_one_mamba_size(deployment: Deployment) -> None:
-    sizes = {m.coordinate.shard.tp_size for m in deployment.members if m.coordinate.pool == "mamba"}
+    sizes = {spec.coordinate.shard.tp_size for spec in deployment.specs if spec.pool == "mamba"}
     if len(sizes) > 1:
         texts = ", ".join(str(size or "none") for size in sorted(sizes, key=lambda s: s or 0))
         raise ProfileError(
@@ -136,19 +137,19 @@ def _check_one_mamba_size(deployment: Deployment) -> None:
 
 
 def _profile(deployment: Deployment) -> Profile:
-    pools: dict[str, list[Member]] = defaultdict(list)
+    pools: dict[str, list[ObjectSpec]] = defaultdict(list)
     anchors = _anchors(deployment)
     if not anchors:
         raise ProfileError(f"no kv objects of model {deployment.model!r} are in the store")
-    for member in sorted(deployment.members, key=lambda m: m.coordinate.pool != "kv"):
-        pools[member.coordinate.pool].append(member)
+    for spec in sorted(deployment.specs, key=lambda spec: spec.pool != "kv"):
+        pools[spec.pool].append(spec)
     mapping = {
         "model": deployment.model,
         "inferred": True,
         **{axis: _size(anchors, axis) for axis in ("pp", "cp", "dcp")},
-        "tp": _size(deployment.members, "tp"),
+        "tp": _size(deployment.specs, "tp"),
         "tag": deployment.tag,
-        "pools": [_pool(name, members) for name, members in pools.items()],
+        "pools": [_pool(name, specs) for name, specs in pools.items()],
     }
     page_size = anchors[0].coordinate.shard.dcp_page_size
     if page_size is not None:
@@ -158,9 +159,9 @@ def _profile(deployment: Deployment) -> Profile:
     return profile_from_mapping(mapping, source="what the store shows")
 
 
-def _pool(name: str, members: list[Member]) -> dict[str, object]:
-    nbytes = _common_size(name, members)
-    ranked = _ranked(members)
+def _pool(name: str, specs: list[ObjectSpec]) -> dict[str, object]:
+    nbytes = _common_size(name, specs)
+    ranked = _ranked(specs)
     if nbytes:
         return {"name": name, "kind": "opaque", "nbytes": nbytes, "replicated": not ranked}
     if name == "kv" and not ranked:  # DeepSeek-V4: empty files stand for the page
@@ -168,14 +169,14 @@ def _pool(name: str, members: list[Member]) -> dict[str, object]:
     raise ProfileError(f"the {name} objects of this store are empty; see hicachectl verify")
 
 
-def _common_size(name: str, members: list[Member]) -> int:
+def _common_size(name: str, specs: list[ObjectSpec]) -> int:
     """Give the one size of a pool's objects."""
-    by_size: dict[int | None, list[Member]] = defaultdict(list)
-    for member in members:
-        by_size[member.nbytes].append(member)
-    if len(by_size) == 1 and None not in by_size:
-        return next(size for size in by_size if size is not None)
-    if None in by_size:
+    by_size: dict[int, list[ObjectSpec]] = defaultdict(list)
+    for spec in specs:
+        by_size[spec.nbytes].append(spec)
+    if len(by_size) == 1 and UNKNOWN_SIZE not in by_size:
+        return next(iter(by_size))
+    if UNKNOWN_SIZE in by_size:
         raise ProfileError(
             f"{name} objects of one rank have several sizes in this store, none of them usual; "
             f"see hicachectl ls --objects, and {_OTHER_SOURCES}"
@@ -188,25 +189,25 @@ def _common_size(name: str, members: list[Member]) -> int:
     )
 
 
-def _place(member: Member) -> str:
-    shard = member.coordinate.shard
+def _place(spec: ObjectSpec) -> str:
+    shard = spec.coordinate.shard
     ranks = {axis: getattr(shard, f"{axis}_rank") for axis in ("pp", "cp", "dcp")}
     texts = [f"{axis} rank {rank}" for axis, rank in ranks.items() if rank is not None]
-    return " ".join(texts) or (member.coordinate.part or "every rank")
+    return " ".join(texts) or (spec.coordinate.part or "every rank")
 
 
 def _check_says_all(profile: Profile, deployment: Deployment, scheme: str) -> None:
     """Refuse a profile that does not expect just what was seen, rank by rank."""
-    expected = {e.coordinate for e in expected_objects(profile, scheme)}
-    for member in deployment.members:
-        if member.coordinate not in expected:
+    expected = {e.coordinate for e in object_specs(profile, scheme)}
+    for spec in deployment.specs:
+        if spec.coordinate not in expected:
             raise ProfileError(
-                f"a profile cannot state keys like {'<hash>'.join(member.affix)} beside the "
+                f"a profile cannot state keys like {'<hash>'.join(spec.affix)} beside the "
                 f"others of model {deployment.model!r}; {_OTHER_SOURCES}"
             )
-    anchored = {_stage(member) for member in _anchors(deployment)}
+    anchored = {_stage(spec) for spec in _anchors(deployment)}
     for pool in profile.pools:
-        own = {_stage(m) for m in deployment.members if m.coordinate.pool == pool.name}
+        own = {_stage(spec) for spec in deployment.specs if spec.pool == pool.name}
         if pool.name not in DRAFT_POOLS and own != anchored:  # a draft is on the last stage alone
             raise ProfileError(
                 f"{pool.name} objects are on some pipeline or context-parallel ranks only, which "
@@ -214,14 +215,14 @@ def _check_says_all(profile: Profile, deployment: Deployment, scheme: str) -> No
             )
 
 
-def _stage(member: Member) -> tuple[int | None, ...]:
-    shard = member.coordinate.shard
+def _stage(spec: ObjectSpec) -> tuple[int | None, ...]:
+    shard = spec.coordinate.shard
     return shard.pp_rank, shard.cp_rank
 
 
-def _ranked(members: Iterable[Member]) -> bool:
-    return any(member.coordinate.shard.tp_rank is not None for member in members)
+def _ranked(specs: Iterable[ObjectSpec]) -> bool:
+    return any(spec.coordinate.shard.tp_rank is not None for spec in specs)
 
 
-def _size(members: Iterable[Member], axis: str) -> int:
-    return max(getattr(member.coordinate.shard, f"{axis}_size") or 1 for member in members)
+def _size(specs: Iterable[ObjectSpec], axis: str) -> int:
+    return max(getattr(spec.coordinate.shard, f"{axis}_size") or 1 for spec in specs)

@@ -11,14 +11,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.group import check_groups
-from hicachectl.checks.sizes import UNKNOWN_SIZE, check_sizes, expected_sizes
+from hicachectl.checks.sizes import check_sizes, expected_sizes
 from hicachectl.findings import combine
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.groups import PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.listing import object_rows, page_rows
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES, Loaded, Pipeline, Task
-from hicachectl.reading import known_objects, read_objects, readable_sizes, value_checkers
+from hicachectl.reading import known_specs, read_objects, readable_sizes, value_checkers
 from hicachectl.reading_plan import ReadingPlan
 from hicachectl.selection import EVERYTHING, Selection, select
 from hicachectl.unmatched import explain_selection
@@ -72,7 +73,7 @@ def inspect_page(
     in_flight = groups.newest_ns > time.time_ns() - int(grace_seconds * 1e9)
     checkers: dict[int, ValueChecker] = {}
     if profile is not None:
-        known = known_objects(inventory.table, profile, store.grammar)
+        known = known_specs(inventory.table)
         checkers = value_checkers(known, profile)
     reading = _read(store, inventory, checkers)
     found = combine(

@@ -93,22 +93,26 @@ def page_rows(groups: PageGroups) -> pa.Table:
 
 def _pool_counts(groups: PageGroups) -> pa.StructArray:
     """{pool: {present, expected}} of each group; a pool its deployment does not have is null."""
-    pools = sorted({s.pool for sets in groups.object_sets for s in sets}, key=_pool_order)
-    fields = []
-    for pool in pools or ["kv"]:  # an Arrow struct needs a field
-        of_pool = np.zeros((len(groups.deployments) + 1, groups.present.shape[1]), dtype=np.bool_)
-        for number, sets in enumerate(groups.object_sets):
-            of_pool[number, : len(sets)] = [s.pool == pool for s in sets]
-        columns = of_pool[groups.deployment_ids]
-        present = np.where(columns, groups.present, 0).sum(axis=1, dtype=np.int32)
-        expected = np.where(columns, groups.expected, 0).sum(axis=1, dtype=np.int32)
-        lacks = pa.array(~columns.any(axis=1))
-        fields.append(
-            pa.StructArray.from_arrays(
-                [pa.array(present), pa.array(expected)], fields=list(_COUNTS), mask=lacks
+    pools = sorted({s.pool for d in groups.deployments for s in d.specs}, key=_pool_order) or ["kv"]
+    counts = {pool: np.zeros((2, len(groups)), dtype=np.int32) for pool in pools}
+    lacks = {pool: np.ones(len(groups), dtype=np.bool_) for pool in pools}
+    for number, table in enumerate(groups.tables):
+        span = groups.span(number)
+        for block in table.blocks:
+            pool = block.spec.pool
+            present, expected = counts[pool][:, span]
+            present[block.groups] += block.counts
+            expected[block.groups if block.spec.trailing else slice(None)] += (
+                len(block.columns) if block.spec.listed else 0
             )
+            lacks[pool][span] = False
+    fields = [
+        pa.StructArray.from_arrays(
+            list(map(pa.array, counts[pool])), fields=list(_COUNTS), mask=pa.array(lacks[pool])
         )
-    return pa.StructArray.from_arrays(fields, names=pools or ["kv"])
+        for pool in pools
+    ]
+    return pa.StructArray.from_arrays(fields, names=pools)
 
 
 def _pool_order(pool: str) -> tuple[bool, str]:

@@ -177,8 +177,8 @@ def _place(groups: PageGroups, found: pa.Table) -> tuple[IntArray, IntArray]:
     pages, affix_ids = (splitter := KeySplitter()).split(pc.fill_null(keys, b""))
     homes: dict[Affix, set[int]] = defaultdict(set)
     for number, deployment in enumerate(groups.deployments):
-        for member in deployment.members:
-            homes[member.affix].add(number)
+        for spec in deployment.specs:
+            homes[spec.affix].add(number)
     keyed = affix_ids != FOREIGN
     keyless = ~keyed & keys.is_null().to_numpy(zero_copy_only=False)
     # A key that two models have is about the object there, or about one that the other lacks.

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from hicachectl.chains import raw_pages
 from hicachectl.choosing import WRITING, Choice, arriving_bytes
 from hicachectl.formats.errors import UsageError
-from hicachectl.groups import WHOLE, PageGroups
+from hicachectl.group_table import WHOLE
 from hicachectl.hits import find_hits
 from hicachectl.migrating.carrying import Manner, Order
 from hicachectl.migrating.decisions import Action, decide
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from hicachectl.chains import Chains
     from hicachectl.formats.profile import Profile
+    from hicachectl.groups import PageGroups
     from hicachectl.inventory import IntArray, Inventory
     from hicachectl.migrating.survey import Survey
 

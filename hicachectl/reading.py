@@ -14,10 +14,10 @@ import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.backends.base import Status
-from hicachectl.checks.sizes import UNKNOWN_SIZE, oversized_severity
+from hicachectl.checks.sizes import oversized_severity
 from hicachectl.findings import findings
 from hicachectl.forking import Children, Tickets
-from hicachectl.formats.expectation import expected_objects
+from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.pacing import Pace
 from hicachectl.pipeline import Pipeline
 from hicachectl.reading_plan import TASK_BYTES, places_of, tasks_of, windows_of
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.checks.values import ValueChecker, ValueIssue
-    from hicachectl.deployments import AffixTable, Deployment
-    from hicachectl.formats.expectation import ExpectedObject
+    from hicachectl.deployments import AffixTable
     from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.inventory import IntArray, Inventory
     from hicachectl.pipeline import Loaded
     from hicachectl.reading_plan import ReadingPlan, Window
@@ -147,35 +147,17 @@ class _Done:
         return replace(self, issues=[issue for issue in self.issues if not gone[issue.index]])
 
 
-def known_objects(
-    table: AffixTable, profile: Profile | None, scheme: str
-) -> dict[int, ExpectedObject]:
-    """Give the object of each affix that the profile accounts for and knows the form of.
-
-    None of an inferred profile.
-    """
-    if profile is None or profile.inferred:
-        return {}
-    expected = expected_objects(profile, scheme)
-    members = enumerate(zip(table.deployment_ids, table.member_ids, strict=True))
-    accounted = {
-        affix: expected[member]
-        for affix, (number, member) in members
-        if number >= 0 and _lists(table.deployments[number], member, profile)
-    }
-    return {affix: known for affix, known in accounted.items() if known.tensors}
+def known_specs(table: AffixTable) -> dict[int, ObjectSpec]:
+    """Return the specs, by affix id, of the objects whose form a profile tells."""
+    specs = enumerate(table.specs)
+    return {affix: spec for affix, spec in specs if spec is not None and spec.tensors}
 
 
-def _lists(deployment: Deployment, member: int, profile: Profile) -> bool:
-    """Whether a member is one of the profile's, and not a pool of its pages that it lacks."""
-    return deployment.profile is profile and deployment.members[member].listed
-
-
-def value_checkers(known: dict[int, ExpectedObject], profile: Profile) -> dict[int, ValueChecker]:
+def value_checkers(known: dict[int, ObjectSpec], profile: Profile) -> dict[int, ValueChecker]:
     """Make a checker for each of the known objects that is not all padding."""
     from hicachectl.checks.values import ValueChecker
 
-    checkers = {affix: ValueChecker(expected, profile) for affix, expected in known.items()}
+    checkers = {affix: ValueChecker(spec, profile) for affix, spec in known.items()}
     return {affix: checker for affix, checker in checkers.items() if checker.applies}
 
 

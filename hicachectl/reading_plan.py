@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.checks.values import ValueChecker, ValueIssue
-    from hicachectl.formats.expectation import ExpectedObject
+    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.inventory import IntArray, Inventory
     from hicachectl.pipeline import Loaded, Task
 
@@ -50,7 +50,7 @@ class Device(Protocol):
         self,
         loaded: Loaded,
         wanted: npt.NDArray[np.bool_],
-        expected: ExpectedObject | None,
+        expected: ObjectSpec | None,
         checker: ValueChecker | None,
     ) -> tuple[npt.NDArray[np.uint8], list[ValueIssue]] | None:
         """Give digests [n, 32] of the wanted objects and issues of all; None: it cannot."""
@@ -71,7 +71,7 @@ class ReadingPlan:
     rows: IntArray
     capacities: IntArray
     digest: npt.NDArray[np.bool_]
-    expected: Mapping[int, ExpectedObject]
+    expected: Mapping[int, ObjectSpec]
     checkers: Mapping[int, ValueChecker]
     sizes: IntArray
     buffer_bytes: int = DEFAULT_BUFFER_BYTES

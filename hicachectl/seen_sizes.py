@@ -9,12 +9,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.deployments import UNRESOLVED, AffixTable, Member, SeenSize, SizeMix
+from hicachectl.deployments import UNRESOLVED, AffixTable, SeenSize, SizeMix
+from hicachectl.formats.spec import UNKNOWN_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy.typing as npt
+
+    from hicachectl.formats.spec import ObjectSpec
 
     IntArray = npt.NDArray[np.int64]
     PageWords = Callable[[npt.NDArray[np.bool_]], npt.NDArray[np.uint64]]
@@ -27,7 +30,7 @@ _SHARE_OF_PAGES = 0.05
 def with_seen_sizes(
     table: AffixTable, objects: pa.Table, affix_ids: npt.NDArray[np.int32], page_words: PageWords
 ) -> AffixTable:
-    """Let members without a stated size expect the one that more than half of their kind have.
+    """Let specs without a stated size expect the one that more than half of their kind have.
 
     Kinds of which several sizes are established get a `SizeMix`, and expect no single size.
     page_words: gives a word of the page hash of each object chosen, [objects] bool.
@@ -43,11 +46,11 @@ def with_seen_sizes(
     deployments = tuple(
         replace(
             deployment,
-            members=tuple(
-                replace(m, nbytes=common.get(kinds[number, *_size_kind(m)]))
-                if m.nbytes is None and (number, *_size_kind(m)) in kinds
-                else m
-                for m in deployment.members
+            specs=tuple(
+                replace(spec, nbytes=common.get(kinds[number, *_size_kind(spec)], UNKNOWN_SIZE))
+                if spec.nbytes == UNKNOWN_SIZE and (number, *_size_kind(spec)) in kinds
+                else spec
+                for spec in deployment.specs
             ),
         )
         for number, deployment in enumerate(table.deployments)
@@ -59,18 +62,17 @@ def _kinds(table: AffixTable) -> tuple[dict[tuple[object, ...], int], list[int]]
     """Give a number to each kind of object without a stated size, and the kind of each affix."""
     kinds: dict[tuple[object, ...], int] = {}
     kind_of = []
-    for number, place in zip(table.deployment_ids, table.member_ids, strict=True):
-        member = None if number == UNRESOLVED else table.deployments[number].members[place]
-        if member is None or member.nbytes is not None:
+    for number, spec in zip(table.deployment_ids, table.specs, strict=True):
+        if spec is None or spec.nbytes != UNKNOWN_SIZE:
             kind_of.append(UNRESOLVED)
         else:
-            kind_of.append(kinds.setdefault((number, *_size_kind(member)), len(kinds)))
+            kind_of.append(kinds.setdefault((number, *_size_kind(spec)), len(kinds)))
     return kinds, kind_of
 
 
-def _size_kind(member: Member) -> tuple[object, ...]:
-    """Equal for members of equal size: pools differ by stage and sizes, not by TP rank."""
-    coordinate, shard = member.coordinate, member.coordinate.shard
+def _size_kind(spec: ObjectSpec) -> tuple[object, ...]:
+    """Return a key that objects of equal size share: pools differ by stage, not by TP rank."""
+    coordinate, shard = spec.coordinate, spec.coordinate.shard
     spans = (shard.layers, shard.heads)
     widths = tuple(None if span is None else span[1] - span[0] for span in spans)
     return coordinate.pool, coordinate.part, shard.pp_rank, shard.cp_rank, shard.tp_size, *widths
@@ -149,8 +151,8 @@ def _mixes(
         if len(sizes) < 2:
             continue
         ids = tuple(np.flatnonzero(affixes == kind).tolist())
-        number, place = table.deployment_ids[ids[0]], table.member_ids[ids[0]]
-        coordinate = table.deployments[number].members[place].coordinate
+        spec = table.spec(ids[0])
+        assert spec is not None
         ordered = sorted(sizes, key=lambda seen: (-seen.pages, seen.nbytes))
-        mixes.append(SizeMix(ids, coordinate, tuple(ordered), total_of[kind]))
+        mixes.append(SizeMix(ids, spec.coordinate, tuple(ordered), total_of[kind]))
     return mixes

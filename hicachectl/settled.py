@@ -8,10 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.groups import ORPHAN, PARTIAL, BoolArray, PageGroups
+from hicachectl.group_table import ORPHAN, PARTIAL
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
+    from hicachectl.groups import BoolArray, PageGroups
     from hicachectl.inventory import Inventory
 
 

@@ -90,7 +90,7 @@ def _what_is_there(store: Store, groups: PageGroups, listed: Inventory, option: 
             said = tags or _no_tags(store, groups)
         case "--tp" | "--pp" | "--cp":
             name = f"{option[2:]}_size"
-            sizes = ((getattr(d.members[0].coordinate.shard, name), n) for d, n in counted)
+            sizes = ((getattr(d.shard, name), n) for d, n in counted)
             said = _listed(f"{option[2:]} sizes", sizes)
         case "--pool":
             present = np.unique(listed.affix_ids[listed.affix_ids >= 0]).tolist()

@@ -20,20 +20,21 @@ from hicachectl.checks.names import check_names
 from hicachectl.checks.placement import check_placement
 from hicachectl.checks.replicas import NO_REPLICAS, check_replicas, replica_sets
 from hicachectl.checks.sizes import (
-    UNKNOWN_SIZE,
     check_mixed_sizes,
     check_sizes,
     expected_sizes,
 )
 from hicachectl.coverage import Coverage, impossible_checks, indistinct_dtypes, unjudged
 from hicachectl.findings import combine, severity_ranks, without_repeats
-from hicachectl.groups import ORPHAN, PARTIAL, PageGroups
+from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.group_table import ORPHAN, PARTIAL
+from hicachectl.groups import PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.loaders.devices import DEFAULT_DEVICE_BYTES, open_checker, refuse_missing
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.reading import (
     ReadingResult,
-    known_objects,
+    known_specs,
     read_objects,
     readable_sizes,
     value_checkers,
@@ -319,7 +320,7 @@ class _Run:
     def _plan(self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray) -> ReadingPlan:
         """Choose the objects to read: settled, in the sample, and of use to a check."""
         profile = self.request.profile
-        known = known_objects(inventory.table, profile, self.store.grammar)
+        known = known_specs(inventory.table)
         checkers: dict[int, ValueChecker] = {}
         if self._values and profile is not None:
             checkers = value_checkers(known, profile)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.formats.layouts import TensorLayout
     from hicachectl.formats.profile import Pool, Profile
+    from hicachectl.formats.spec import ObjectSpec
 
     Floats = NDArray[np.float32]
     Bytes = NDArray[np.uint8]
@@ -52,7 +52,7 @@ class KvGenerator:
     ranks of a page. Ranks that hold the same KV head make the same bytes.
     """
 
-    def __init__(self, expected: ExpectedObject, profile: Profile, seed: int) -> None:
+    def __init__(self, expected: ObjectSpec, profile: Profile, seed: int) -> None:
         pool = profile.pool(expected.coordinate.pool)
         assert pool is not None
         self.expected, self.pool, self.seed = expected, pool, seed
@@ -192,7 +192,7 @@ def page_tokens(seed: int, page: int, count: int) -> NDArray[np.int64]:
     return np.minimum(rng.zipf(_ZIPF, count), _VOCABULARY)
 
 
-def uniform_noise(expected: ExpectedObject, profile: Profile, count: int, seed: int) -> Bytes:
+def uniform_noise(expected: ObjectSpec, profile: Profile, count: int, seed: int) -> Bytes:
     """Make healthy objects without any structure: uniform values in [-1, 1), [count, nbytes]."""
     pool = profile.pool(expected.coordinate.pool)
     assert pool is not None

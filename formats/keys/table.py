@@ -36,6 +36,17 @@ _LIKENESSES = 32
 _UNKNOWN = -2
 
 
+def join_keys(affixes: Sequence[Affix], which: pa.Array, pages: pa.StringArray) -> pa.BinaryArray:
+    """Spell keys. which: [n] the affix of each. pages: [n] its page hash; null where one is."""
+    before, after = (pa.array(texts, pa.string()) for texts in _ends(affixes))
+    keys = pc.binary_join_element_wise(before.take(which), pages, after.take(which), "")
+    return pc.cast(keys, pa.binary())
+
+
+def _ends(affixes: Sequence[Affix]) -> tuple[list[str], list[str]]:
+    return [prefix for prefix, _ in affixes], [suffix for _, suffix in affixes]
+
+
 @dataclass(slots=True)
 class KeySplitter:
     """Splits batches of keys; the distinct affixes gather in `affixes`, in order of appearance."""

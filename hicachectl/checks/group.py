@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.findings import findings
-from hicachectl.groups import ORPHAN, BoolArray, Missing, PageGroups
+from hicachectl.group_table import ORPHAN
+from hicachectl.groups import BoolArray, Missing, PageGroups
 from hicachectl.listing import key_text, object_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.deployments import Deployment, Member
     from hicachectl.formats.objects import Shard
     from hicachectl.inventory import IntArray, Inventory
 
@@ -43,67 +43,56 @@ def check_groups(
                 missing.deployment_id,
                 missing.deployment,
                 missing.groups[counted],
-                missing.members[counted],
+                missing.specs[counted],
             ),
         )
     yield _orphans(inventory, groups, in_flight, "info" if pools_apart else "warning")
 
 
 def _missing(groups: PageGroups, missing: Missing) -> pa.Table:
-    deployment = missing.deployment
-    distinct, rows = np.unique(missing.groups, return_inverse=True)
-    present = groups.present_members(missing.deployment_id, distinct)
-    codes = _codes(deployment, present)[rows, missing.members]
+    specs = missing.deployment.specs
+    codes = _codes(groups, missing)
     names = np.array(list(_WORDS))[codes]
-    members = pa.array(missing.members)
-    weak = np.array([_is_weak(member) for member in deployment.members])[missing.members]
+    which = pa.array(missing.specs)
+    weak = np.array([spec.costs_hits_only for spec in specs])[missing.specs]
     severity = np.where(weak | (names == "missing-rank"), "warning", "error")
     return findings(
         pa.array(names, pa.string()),
         pa.array(severity, pa.string()),
         keys=key_text(groups.keys_of(missing)),
         pages=groups.pages_at(missing.groups),
-        pools=pa.array([m.coordinate.pool for m in deployment.members]).take(members),
-        parts=pa.array([m.coordinate.part for m in deployment.members], pa.string()).take(members),
+        pools=pa.array([spec.pool for spec in specs]).take(which),
+        parts=pa.array([spec.coordinate.part for spec in specs], pa.string()).take(which),
         detail=pa.array(np.array(list(_WORDS.values()))[codes], pa.string()),
     )
 
 
-def _codes(deployment: Deployment, present: BoolArray) -> IntArray:
-    """Say what the absence of each member is called: [groups, members] indices into _WORDS."""
+def _codes(groups: PageGroups, missing: Missing) -> IntArray:
+    """Say what the absence of each object is called: [missing] indices into _WORDS."""
     pool, part, rank = range(3)
-    codes = np.full(present.shape, rank, dtype=np.int64)
+    specs, table = missing.deployment.specs, groups.tables[missing.deployment_id]
+    own = missing.groups - groups.span(missing.deployment_id).start
     siblings: dict[tuple[str, Shard], list[int]] = {}
-    for number, member in enumerate(deployment.members):
-        siblings.setdefault((member.coordinate.pool, member.coordinate.shard), []).append(number)
-    anchors = [number for number, member in enumerate(deployment.members) if member.anchor]
-    for (_, shard), numbers in siblings.items():
-        member = deployment.members[numbers[0]]
-        if not member.anchor and not member.trailing:
-            serving = [n for n in anchors if _serves(deployment.members[n], shard)]
-            has_anchor = present[:, serving].any(axis=1)
-            codes[np.ix_(has_anchor, np.array(numbers))] = pool
-        if member.coordinate.part is not None:
-            has_part = present[:, numbers].any(axis=1)
-            codes[np.ix_(has_part, np.array(numbers))] = part
+    for number, spec in enumerate(specs):
+        siblings.setdefault((spec.pool, spec.coordinate.shard), []).append(number)
+    anchors = [number for number, spec in enumerate(specs) if spec.anchor]
+    codes = np.full(len(own), rank, dtype=np.int64)
+    for number, rows in _by_value(missing.specs):
+        spec = specs[number]
+        if not spec.anchor and not spec.trailing:
+            serving = [n for n in anchors if specs[n].shares_rank(spec)]
+            codes[rows[table.has_any(own[rows], serving)]] = pool
+        if spec.coordinate.part is not None:
+            parts = siblings[spec.pool, spec.coordinate.shard]
+            codes[rows[table.has_any(own[rows], parts)]] = part
     return codes
 
 
-def _serves(anchor: Member, shard: Shard) -> bool:
-    """Whether a rank that holds the anchor also needs the sidecar: equal where both say a rank."""
-    return all(
-        mine is None or theirs is None or mine == theirs
-        for mine, theirs in zip(_ranks(anchor.coordinate.shard), _ranks(shard), strict=True)
-    )
-
-
-def _ranks(shard: Shard) -> tuple[int | None, ...]:
-    return shard.tp_rank, shard.pp_rank, shard.cp_rank, shard.dcp_rank
-
-
-def _is_weak(member: Member) -> bool:
-    """Absence costs hits only: servers without speculation share the chain of those with."""
-    return member.trailing or member.coordinate.pool.startswith("draft")
+def _by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
+    """Give each distinct value, with the places that have it, rising."""
+    order = np.argsort(values, kind="stable")
+    distinct, starts = np.unique(values[order], return_index=True)
+    yield from zip(distinct.tolist(), np.split(order, starts[1:]), strict=False)
 
 
 def _orphans(

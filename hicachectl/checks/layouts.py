@@ -33,8 +33,8 @@ from hicachectl.kernels.layout import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.formats.profile import Pool, Profile
+    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.kernels.layout import Floats, IntArray
     from hicachectl.kernels.values import BoolArray, Bytes
 
@@ -110,7 +110,7 @@ class LayoutCheck:
         )
 
 
-def layout_check(expected: ExpectedObject, profile: Profile) -> LayoutCheck | None:
+def layout_check(expected: ObjectSpec, profile: Profile) -> LayoutCheck | None:
     """Prepare the check for one kind of object; None where no order could be told from another."""
     pool = profile.pool(expected.coordinate.pool)
     if pool is None or pool.kind not in ("mha", "mla") or not expected.tensors:

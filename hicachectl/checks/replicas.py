@@ -15,7 +15,8 @@ from hicachectl.page_order import page_ranks
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from hicachectl.deployments import AffixTable, Deployment, Member
+    from hicachectl.deployments import AffixTable, Deployment
+    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.inventory import Inventory
 
 NO_REPLICAS = -1
@@ -28,24 +29,19 @@ def replica_sets(table: AffixTable) -> npt.NDArray[np.int64]:
     than heads (ModelConfig.get_num_kv_heads).
     """
     numbers: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for affix, (deployment, member) in enumerate(
-        zip(table.deployment_ids, table.member_ids, strict=True)
-    ):
-        if deployment >= 0:
-            shared = _shared_head(
-                table.deployments[deployment], table.deployments[deployment].members[member]
-            )
-            if shared is not None:
-                numbers[deployment, *shared].append(affix)
+    for affix, (deployment, spec) in enumerate(zip(table.deployment_ids, table.specs, strict=True)):
+        shared = None if spec is None else _shared_head(table.deployments[deployment], spec)
+        if shared is not None:
+            numbers[deployment, *shared].append(affix)
     sets = np.full(len(table.affixes) + 1, NO_REPLICAS, dtype=np.int64)
     for number, affixes in enumerate(found for found in numbers.values() if len(found) > 1):
         sets[affixes] = number
     return sets
 
 
-def _shared_head(deployment: Deployment, member: Member) -> tuple[object, ...] | None:
+def _shared_head(deployment: Deployment, spec: ObjectSpec) -> tuple[object, ...] | None:
     """Name the head that a rank holds, with all else that tells its objects from others."""
-    profile, coordinate = deployment.profile, member.coordinate
+    profile, coordinate = deployment.profile, spec.coordinate
     pool = None if profile is None else profile.pool(coordinate.pool)
     if profile is None or pool is None or pool.kind != "mha" or coordinate.shard.tp_rank is None:
         return None

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.deployments import UNRESOLVED, Member
 from hicachectl.findings import findings
+from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.listing import object_rows
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from hicachectl.groups import BoolArray, PageGroups
     from hicachectl.inventory import IntArray, Inventory
 
-UNKNOWN_SIZE = -1
 _SCALED_ROWS = Fraction(1152, 656)  # bytes of an MLA row of 512 + 64 values
 
 
@@ -104,17 +103,8 @@ def expected_sizes(table: AffixTable) -> IntArray:
 
     One more entry, the last, stands for foreign keys.
     """
-    sizes = [
-        UNKNOWN_SIZE
-        if deployment == UNRESOLVED
-        else _size(table.deployments[deployment].members[m])
-        for deployment, m in zip(table.deployment_ids, table.member_ids, strict=True)
-    ]
+    sizes = [UNKNOWN_SIZE if spec is None else spec.nbytes for spec in table.specs]
     return np.array([*sizes, UNKNOWN_SIZE], dtype=np.int64)
-
-
-def _size(member: Member) -> int:
-    return UNKNOWN_SIZE if member.nbytes is None else member.nbytes
 
 
 def _wrong(

@@ -19,9 +19,9 @@ from hicachectl.kernels.values import Column, RowTable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.formats.layouts import TensorLayout
     from hicachectl.formats.profile import Pool, Profile
+    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.kernels.values import IntArray
 
 # act_quant and fused_store_index_cache.cuh divide no less than 1e-4 by the largest code.
@@ -72,7 +72,7 @@ class Section:
         return self.table.name if kv is None else "kv"[kv]
 
 
-def sections_of(expected: ExpectedObject, profile: Profile) -> tuple[Section, ...]:
+def sections_of(expected: ObjectSpec, profile: Profile) -> tuple[Section, ...]:
     """Cut an object into tables; none where the form of its bytes is not known."""
     pool = profile.pool(expected.coordinate.pool)
     if pool is None:
@@ -82,7 +82,7 @@ def sections_of(expected: ExpectedObject, profile: Profile) -> tuple[Section, ..
     return tuple(_section(tensor, layers, pool, code_dtype) for tensor in expected.tensors)
 
 
-def stored_layers(expected: ExpectedObject, profile: Profile) -> tuple[int | None, ...]:
+def stored_layers(expected: ObjectSpec, profile: Profile) -> tuple[int | None, ...]:
     """List the model layer of each stored layer: padding, as None, lies before packed drafts."""
     packed = 0
     if expected.coordinate.pool not in DRAFT_POOLS:

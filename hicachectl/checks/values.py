@@ -32,8 +32,8 @@ from hicachectl.kernels.values import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.kernels.values import BoolArray, Bytes, Column, IntArray
 
     Floats = npt.NDArray[np.float32]
@@ -87,7 +87,7 @@ class _Damage:
 class ValueChecker:
     """Check objects of one kind. Nothing changes after its construction: threads may share it."""
 
-    def __init__(self, expected: ExpectedObject, profile: Profile) -> None:
+    def __init__(self, expected: ObjectSpec, profile: Profile) -> None:
         """Prepare for objects as `expected` of a deployment."""
         self.expected = expected
         self.profile = profile

@@ -145,7 +145,7 @@ def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) 
             "no profile given: a prefix is taken to need what was seen in the store; a pool that "
             "is absent everywhere cannot be noticed",
         )
-        windows = {r.pool for r in hits.requirements if r.window and r.pool != "mamba"}
+        windows = {b.spec.pool for b in hits.needs if b.spec.trailing and b.spec.pool != "mamba"}
         for pool in sorted(windows):
             remark(ctx, f"{pool}: how many pages servers need is not known; 1 is assumed")
     ambiguous = ambiguity_remark(inventory)

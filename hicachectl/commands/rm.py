@@ -222,7 +222,8 @@ def _plan(
 ) -> tuple[Inventory, PageGroups, RepairPlan]:
     from hicachectl.ambiguity import ambiguity_remark
     from hicachectl.chains import Hashing, hex_chains
-    from hicachectl.groups import UNKNOWN, PageGroups
+    from hicachectl.group_table import UNKNOWN
+    from hicachectl.groups import PageGroups
     from hicachectl.inventory import take_inventory
     from hicachectl.named_groups import NamedGroups
     from hicachectl.planning import plan_removal, with_descendants

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import BoolArray
     from hicachectl.checks.values import ValueChecker, ValueIssue
-    from hicachectl.formats.expectation import ExpectedObject
+    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.loaders.lanes import Lane
     from hicachectl.loaders.providers import Provider
     from hicachectl.pipeline import Loaded
@@ -88,7 +88,7 @@ class DeviceChecker:
         self,
         loaded: Loaded,
         wanted: BoolArray,
-        expected: ExpectedObject | None,
+        expected: ObjectSpec | None,
         checker: ValueChecker | None,
     ) -> tuple[Digests, list[ValueIssue]] | None:
         """Send the objects of a task through a device: digests [n, 32] and issues.
@@ -204,7 +204,7 @@ class DeviceChecker:
                     self._free.put(lane)
             self._prepared |= {(id(kind), False), (id(kind), digests)}
 
-    def _kind(self, expected: ExpectedObject, checker: ValueChecker | None, step: int) -> Kind:
+    def _kind(self, expected: ObjectSpec, checker: ValueChecker | None, step: int) -> Kind:
         key = (form_of(expected, checker), step)
         if key not in self._kinds:  # of two threads that come here at once, the first one's stays
             self._kinds.setdefault(key, Kind(expected, checker, step))

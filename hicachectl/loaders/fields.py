@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.checks.tables import Section
-    from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.formats.layouts import TensorLayout
     from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.loaders.plans import PoolForm, PoolPiece
 
 
 def fields_of(
-    expected: ExpectedObject, profile: Profile, form: PoolForm
+    expected: ObjectSpec, profile: Profile, form: PoolForm
 ) -> Iterator[tuple[PoolPiece, tuple[Field, ...]]]:
     """Name the fields of the blocks of each pool: a block is one layer of one page slot."""
     pieces = {piece.name: piece for piece in form.pieces}

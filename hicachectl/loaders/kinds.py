@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.checks.values import ValueChecker
-    from hicachectl.formats.expectation import ExpectedObject
+    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.kernels.copies import CopyPlan
     from hicachectl.kernels.layout import OrderLook
     from hicachectl.loaders.lanes import Lane
@@ -41,7 +41,7 @@ POISON = 0xA5  # what staging holds before pages are gathered back into it
 _SEED = 20_011  # of the slots that pages are put in: scattered, as on a server
 
 
-def form_of(expected: ExpectedObject, checker: ValueChecker | None) -> Hashable:
+def form_of(expected: ObjectSpec, checker: ValueChecker | None) -> Hashable:
     """Tell kinds apart: ranks whose objects are of one form share what is prepared for it."""
     if checker is None:
         return expected.tensors
@@ -56,7 +56,7 @@ class Kind:
     layers, fields, looks: what is looked at in the pools; nothing without a checker.
     """
 
-    def __init__(self, expected: ExpectedObject, checker: ValueChecker | None, step: int) -> None:
+    def __init__(self, expected: ObjectSpec, checker: ValueChecker | None, step: int) -> None:
         self.step = step
         self.nbytes = expected.nbytes
         self.form = pool_form(expected.tensors)

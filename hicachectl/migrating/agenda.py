@@ -12,7 +12,8 @@ from hicachectl.checks.group import check_groups
 from hicachectl.checks.sizes import check_sizes
 from hicachectl.deployments import UNRESOLVED
 from hicachectl.findings import combine
-from hicachectl.groups import WHOLE, PageGroups
+from hicachectl.group_table import WHOLE
+from hicachectl.groups import PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.migrating.carrying import MOST_PROBLEMS, Manner, Order
 from hicachectl.migrating.decisions import WRITING, Action, IfExists, decide, unreadable

@@ -374,11 +374,7 @@ class Removal:
         self._starts = np.searchsorted(
             groups.of_object[self._order], np.arange(len(groups) + 1), side="left"
         )
-        table = inventory.table
-        anchors = tuple(
-            deployment >= 0 and table.deployments[deployment].members[member].anchor
-            for deployment, member in zip(table.deployment_ids, table.member_ids, strict=True)
-        )
+        anchors = tuple(spec is not None and spec.anchor for spec in inventory.table.specs)
         self._anchors = inventory.by_affix(anchors, 0) != 0
         self._waiting: deque[tuple[float, Survey, IntArray]] = deque()
         self._lock = threading.Lock()

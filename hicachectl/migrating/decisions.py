@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from hicachectl.checks.sizes import UNKNOWN_SIZE
+from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.migrating.survey import ABSENT, UNSIZED
 
 if TYPE_CHECKING:
@@ -62,12 +62,13 @@ def unreadable(survey: Survey) -> BoolArray:
 def _readable(survey: Survey) -> BoolArray:
     """Say which groups' sources are of the size that their units need: [n]."""
     fine = np.ones(len(survey.groups), dtype=np.bool_)
+    target_bytes = survey.route.target_bytes
     for number, unit in enumerate(survey.route.units):
         for source in unit.sources:
             sizes = survey.sizes[:, source]
             expected = survey.route.sizes[source]
             right = sizes != UNKNOWN_SIZE
-            if not (unit.identity and survey.route.targets[unit.destinations[0]].nbytes is None):
+            if not (unit.identity and target_bytes[unit.destinations[0]] == UNKNOWN_SIZE):
                 right &= sizes == expected
             fine &= right | ~survey.due[:, number]
     return fine

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT, place
-from hicachectl.checks.sizes import UNKNOWN_SIZE
+from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.kernels.relayout import relayout
 from hicachectl.migrating.decisions import READS_BACK, Action
 from hicachectl.migrating.delivery import Problem
@@ -209,7 +209,7 @@ def leave_misfits(survey: Survey, *, whole_groups: bool) -> list[Problem]:
     np.copyto(survey.sizes, route.sizes, where=wrong)
     problems = []
     for page, source, nbytes in zip(pages, first.tolist(), actual.tolist(), strict=True):
-        before, after = route.deployment.members[route.members[source]].affix
+        before, after = route.deployment.specs[route.sources[source]].affix
         why = f"{nbytes} bytes, expected {route.sizes[source]}; the page is not copied"
         problems.append(Problem(page, f"{before}{page}{after}", why))
     return problems

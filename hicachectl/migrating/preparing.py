@@ -58,4 +58,4 @@ def find_router(
             f"{source.url}: what is written would get keys of what is read; migrate to another "
             "store, or to another --to-model or --to-tag"
         )
-    return lambda inventory: [planned_route(inventory.table.deployments[0], plan, grammar)]
+    return lambda inventory: [planned_route(inventory.table.deployments[0], plan)]

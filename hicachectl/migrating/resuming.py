@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.checks.sizes import UNKNOWN_SIZE
+from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.migrating.decisions import Action, decide
 from hicachectl.migrating.survey import ABSENT, UNSIZED
 

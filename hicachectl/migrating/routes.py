@@ -2,50 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.checks.sizes import UNKNOWN_SIZE
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.formats.transfer import TransferUnit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.deployments import Deployment
-    from hicachectl.formats.keys.base import Affix
-    from hicachectl.formats.objects import Coordinate
+    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.formats.transfer import TransferPlan
     from hicachectl.inventory import IntArray
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One object that a page gets at the destination; nbytes None: as many as its source has."""
-
-    affix: Affix
-    coordinate: Coordinate
-    nbytes: int | None
-    anchor: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Route:
     """How pages of one deployment of the source become pages of the destination.
 
-    members: of each source of `units`, its place among the deployment's members.
-    sizes: [sources] bytes expected of each, UNKNOWN_SIZE where only the listing says.
-    targets: what a page becomes, in the indices of `units`.
+    sources: [sources] positions in the deployment's specs, in the order of the indices in `units`.
+    targets: the objects that a page gets at the destination, in the order of the indices in
+        `units`; of UNKNOWN_SIZE are those that have as many bytes as their source.
     verbatim: whether every object keeps its bytes.
     """
 
     deployment_id: int
     deployment: Deployment
-    members: IntArray
-    sizes: IntArray
-    targets: tuple[Target, ...]
+    sources: IntArray
+    targets: tuple[ObjectSpec, ...]
     units: tuple[TransferUnit, ...]
     verbatim: bool
 
@@ -53,10 +41,16 @@ class Route:
     def name(self) -> str:
         """Name the deployment of the source in journals and messages."""
         deployment = self.deployment
-        rank = deployment.members[0].coordinate.shard.sizes_text() if deployment.members else ""
+        rank = deployment.shard.sizes_text() if deployment.specs else ""
         return " ".join(filter(None, (deployment.tag, deployment.model, rank)))
 
-    @property
+    @cached_property
+    def sizes(self) -> IntArray:
+        """Bytes expected of each source: [sources], UNKNOWN_SIZE where only the listing tells."""
+        specs = self.deployment.specs
+        return np.array([specs[at].nbytes for at in self.sources.tolist()], dtype=np.int64)
+
+    @cached_property
     def unit_of_target(self) -> IntArray:
         """The unit that fills each target: [targets]."""
         units = np.zeros(len(self.targets), dtype=np.int64)
@@ -64,59 +58,47 @@ class Route:
             units[list(unit.destinations)] = number
         return units
 
-    @property
+    @cached_property
     def target_bytes(self) -> IntArray:
         """Bytes of each target: [targets], UNKNOWN_SIZE where they are its source's."""
-        return np.array(
-            [UNKNOWN_SIZE if t.nbytes is None else t.nbytes for t in self.targets], dtype=np.int64
-        )
+        return np.array([target.nbytes for target in self.targets], dtype=np.int64)
 
-    @property
+    @cached_property
     def expected_bytes(self) -> IntArray:
         """Bytes that objects of each target should have: [targets], UNKNOWN_SIZE without any."""
-        expected = self.target_bytes
+        expected, sizes = self.target_bytes.copy(), self.sizes
         for unit in self.units:
             for target, source in zip(unit.destinations, unit.sources, strict=False):
                 if expected[target] == UNKNOWN_SIZE:
-                    expected[target] = self.sizes[source]
+                    expected[target] = sizes[source]
         return expected
 
 
 def verbatim_routes(deployments: tuple[Deployment, ...]) -> Iterator[Route]:
     """Let every object of every deployment keep its key and its bytes."""
     for number, deployment in enumerate(deployments):
-        members = deployment.members
+        specs = deployment.specs
         yield Route(
             deployment_id=number,
             deployment=deployment,
-            members=np.arange(len(members), dtype=np.int64),
-            sizes=np.array(
-                [UNKNOWN_SIZE if m.nbytes is None else m.nbytes for m in members], dtype=np.int64
-            ),
-            targets=tuple(Target(m.affix, m.coordinate, None, m.anchor) for m in members),
+            sources=np.arange(len(specs), dtype=np.int64),
+            targets=tuple(replace(spec, nbytes=UNKNOWN_SIZE) for spec in specs),
             units=tuple(
-                TransferUnit((at,), (at,), (), identity=True, trailing=m.trailing)
-                for at, m in enumerate(members)
+                TransferUnit((at,), (at,), (), identity=True, trailing=spec.trailing)
+                for at, spec in enumerate(specs)
             ),
             verbatim=True,
         )
 
 
-def planned_route(deployment: Deployment, plan: TransferPlan, grammar: str) -> Route:
-    """Follow a plan from the deployment of a profile, the first of its store.
-
-    grammar: of the destination's keys.
-    """
-    spell = codec_for(grammar).affix
-    numbers = {member.coordinate: at for at, member in enumerate(deployment.members)}
+def planned_route(deployment: Deployment, plan: TransferPlan) -> Route:
+    """Follow a plan from the deployment of a profile, the first of its store."""
+    numbers = {spec.coordinate: at for at, spec in enumerate(deployment.specs)}
     return Route(
         deployment_id=0,
         deployment=deployment,
-        members=np.array([numbers[s.coordinate] for s in plan.sources], dtype=np.int64),
-        sizes=np.array([source.nbytes for source in plan.sources], dtype=np.int64),
-        targets=tuple(
-            Target(spell(d.coordinate), d.coordinate, d.nbytes, d.anchor) for d in plan.destinations
-        ),
+        sources=np.array([numbers[s.coordinate] for s in plan.sources], dtype=np.int64),
+        targets=plan.destinations,
         units=plan.units,
         verbatim=all(unit.identity for unit in plan.units),
     )

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.checks.sizes import UNKNOWN_SIZE
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.keys.base import codec_for
-from hicachectl.formats.keys.table import KeySplitter
+from hicachectl.formats.keys.table import KeySplitter, join_keys
+from hicachectl.formats.spec import UNKNOWN_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,7 +85,7 @@ class Survey:
         wanted = np.broadcast_to(self.route.target_bytes, self.there.shape).copy()
         for unit in self.route.units:
             for target, source in zip(unit.destinations, unit.sources, strict=False):
-                if self.route.targets[target].nbytes is None:
+                if self.route.target_bytes[target] == UNKNOWN_SIZE:
                     wanted[:, target] = self.sizes[:, source]
         return wanted
 
@@ -95,18 +95,18 @@ def survey_source(inventory: Inventory, groups: PageGroups, route: Route) -> Sur
     numbers = np.flatnonzero(groups.deployment_ids == route.deployment_id)
     place = np.full(len(groups) + 1, ABSENT, dtype=np.int64)
     place[numbers] = np.arange(len(numbers))
-    count = len(route.members)
-    source_of = np.full(len(route.deployment.members) + 1, ABSENT, dtype=np.int64)
-    source_of[route.members] = np.arange(count)
-    members = inventory.by_affix(inventory.table.member_ids, ABSENT)
+    count = len(route.sources)
+    source_of = np.full(len(route.deployment.specs) + 1, ABSENT, dtype=np.int64)
+    source_of[route.sources] = np.arange(count)
+    specs = inventory.by_affix(inventory.table.spec_ids, ABSENT)
     at = place[groups.of_object]
     chosen = np.flatnonzero(at >= 0)
-    is_source = source_of[members[chosen]] >= 0
+    is_source = source_of[specs[chosen]] >= 0
     strays = np.zeros(len(numbers), dtype=np.bool_)
     strays[at[chosen[~is_source]]] = True
     chosen = chosen[is_source]
     rows = np.full((len(numbers), count), ABSENT, dtype=np.int64)
-    rows[at[chosen], source_of[members[chosen]]] = chosen
+    rows[at[chosen], source_of[specs[chosen]]] = chosen
     listed = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
     sizes = np.where(rows >= 0, np.append(listed, UNKNOWN_SIZE)[rows], 0)
     sizes = np.where((rows >= 0) & (sizes == UNKNOWN_SIZE), route.sizes, sizes)
@@ -158,10 +158,7 @@ def survey_destination(
 
 def keys_of(route: Route, targets: IntArray, pages: pa.StringArray) -> pa.BinaryArray:
     """Spell the keys of targets, one for each page."""
-    numbers = pa.array(targets)
-    before = pa.array([t.affix[0] for t in route.targets], pa.string()).take(numbers)
-    after = pa.array([t.affix[1] for t in route.targets], pa.string()).take(numbers)
-    return pc.cast(pc.binary_join_element_wise(before, pages, after, ""), pa.binary())
+    return join_keys([target.affix for target in route.targets], pa.array(targets), pages)
 
 
 class _SeenSizes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import UsageError
-from hicachectl.formats.expectation import expected_objects
+from hicachectl.formats.spec import object_specs
 
 if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 def pages_within(budget: int, profile: Profile | None, *, scheme: str, hashed: bool) -> int:
     """Count the pages that fit, each with every object of every rank but the trailing pools'.
 
-    budget: bytes. scheme: of the keys, see `expected_objects`. Raises UsageError where the size of
+    budget: bytes. scheme: of the keys, see `object_specs`. Raises UsageError where the size of
     a page is not known.
     """
     if not hashed:
         raise UsageError("--budget: block ids have no size; give --budget-pages")
     if profile is None:
         raise UsageError("--budget: sizes need a profile; give --profile, or --budget-pages")
-    objects = expected_objects(profile, scheme)
+    objects = object_specs(profile, scheme)
     page = sum(found.nbytes for found in objects if not found.trailing)
     if not page:
         raise UsageError("--budget: the profile gives pages no size; give --budget-pages")

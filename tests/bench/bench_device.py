@@ -29,9 +29,9 @@ import pyarrow as pa
 
 from hicachectl.backends.file import FileStore
 from hicachectl.formats.errors import HicacheError
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.file import FileCodec
 from hicachectl.formats.profile import Pool, Profile, StateTensor
+from hicachectl.formats.spec import object_specs
 from hicachectl.pipeline import Pipeline, batches
 from hicachectl.verify import Request, verify_store
 from tests.kvgen import KvGenerator
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicachectl.formats.expectation import ExpectedObject
+    from hicachectl.formats.spec import ObjectSpec
 
 ROUNDS, WARM_UP = 15, 3
 TOTAL_BYTES = 1 << 30
@@ -96,11 +96,11 @@ def cases() -> Iterator[Case]:
     yield Case("mamba 77 MB", profile(LLAMA, STATES, layout="page_first"), "mamba")
 
 
-def expected_of(case: Case) -> ExpectedObject:
-    return next(e for e in expected_objects(case.profile, "file") if e.coordinate.pool == case.pool)
+def expected_of(case: Case) -> ObjectSpec:
+    return next(e for e in object_specs(case.profile, "file") if e.coordinate.pool == case.pool)
 
 
-def pages(case: Case, expected: ExpectedObject, count: int) -> np.ndarray:
+def pages(case: Case, expected: ObjectSpec, count: int) -> np.ndarray:
     """Objects at aligned offsets, a few distinct ones repeated: [count, stride]."""
     stride = -(-expected.nbytes // ALIGNMENT) * ALIGNMENT
     distinct = min(count, DISTINCT_PAGES if expected.nbytes > 1 << 20 else 64)

@@ -29,8 +29,8 @@ import zstandard
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.pack import PackStore
 from hicachectl.backends.testing import rows_of
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.profile import Pool, Profile, StateTensor
+from hicachectl.formats.spec import object_specs
 from tests.kvgen import KvGenerator
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def cases(nbytes: int) -> Iterator[Case]:
         ("mamba fp32, 12.6 MB", "mamba", 64, [kv | LLAMA, {"name": "mamba"} | STATES]),
     ):
         profile = Profile(model="m", page_size=page_size, pools=tuple(Pool(**p) for p in pools))
-        expected = expected_objects(profile, "file")
+        expected = object_specs(profile, "file")
         (one,) = [e for e in expected if e.coordinate.pool == pool]
         count = max(1, nbytes // one.nbytes)
         made = KvGenerator(one, profile, 3).objects(

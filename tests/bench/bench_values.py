@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hicachectl.checks.values import ValueChecker
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.profile import Pool, Profile, StateTensor
+from hicachectl.formats.spec import object_specs
 from tests.kvgen import KvGenerator, uniform_noise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hicachectl.formats.expectation import ExpectedObject
+    from hicachectl.formats.spec import ObjectSpec
 
 TOTAL_BYTES = 400 << 20
 ROUNDS = 5
@@ -66,7 +66,7 @@ def main() -> None:
             layout="page_first_direct",
             pools=tuple(Pool(**table) for table in pools),
         )
-        expected = next(e for e in expected_objects(profile, "file") if e.coordinate.pool == pool)
+        expected = next(e for e in object_specs(profile, "file") if e.coordinate.pool == pool)
         generator = KvGenerator(expected, profile, seed=1)
         count = max(2, TOTAL_BYTES // expected.nbytes)
         slab = aligned_slab(expected, count)
@@ -81,7 +81,7 @@ def main() -> None:
         print(f"{name:32}{ours:8.2f}{bare:12.2f}{ours / bare:8.2f}{noise:8.2f}{torch:>8}")
 
 
-def aligned_slab(expected: ExpectedObject, count: int) -> np.ndarray:
+def aligned_slab(expected: ObjectSpec, count: int) -> np.ndarray:
     """Objects at aligned offsets of one mapping, as the pipeline reads them."""
     stride = -(-expected.nbytes // ALIGNMENT) * ALIGNMENT
     return np.zeros((count, stride), np.uint8)[:, : expected.nbytes]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.keys.file import FileCodec
 from hicachectl.formats.layouts import TensorLayout
 from hicachectl.formats.profile import Profile, profile_from_mapping
+from hicachectl.formats.spec import ObjectSpec, object_specs
 
 if TYPE_CHECKING:
     from tests.conftest import Invoke
@@ -52,10 +52,10 @@ def damaged(
 
 def objects_of(
     profile: Profile, manifest: Manifest, store: Path
-) -> Iterator[tuple[Path, ExpectedObject]]:
+) -> Iterator[tuple[Path, ObjectSpec]]:
     """One object of each kind, from the last page that has it."""
     present = {entry["file"] for entry in manifest["objects"]}
-    for expected in expected_objects(profile, "file"):
+    for expected in object_specs(profile, "file"):
         suffix = FileCodec().affix(expected.coordinate)[1]
         page = next(p for p in reversed(manifest["pages"]) if p + suffix in present)
         yield store / f"{page}{suffix}", expected

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.profile import profile_from_mapping
+from hicachectl.formats.spec import object_specs
 from tests.conformance.store_cases import DEFAULT_LAYOUT, HF3FS_CASES
 from tests.conformance.test_repair_live import PATIENCE_S
 from tests.hf3fs_server import MetadataServer
@@ -64,7 +64,7 @@ class Live:
     @property
     def page_bytes(self) -> int:
         """Of one object of kv."""
-        expected = expected_objects(profile_from_mapping(self.profile), "hf3fs")
+        expected = object_specs(profile_from_mapping(self.profile), "hf3fs")
         return next(each.nbytes for each in expected if each.coordinate.pool == "kv")
 
     @property

@@ -17,9 +17,9 @@ import pytest
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import open_store
 from hicachectl.backends.hf3fs import Hf3fsStore
-from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import profile_from_mapping
+from hicachectl.formats.spec import ObjectSpec, object_specs
 from tests.conformance.object_bytes import expected_bytes
 from tests.conformance.store_cases import HF3FS_VARIANTS
 from tests.conformance.test_hits import ask, chains_of, hits_of, some_objects
@@ -82,11 +82,11 @@ class Written:
         return {entry["key"]: {**entry, "heads": None} for entry in self.manifest["objects"]}
 
     @property
-    def expected(self) -> dict[Affix, ExpectedObject]:
+    def expected(self) -> dict[Affix, ObjectSpec]:
         """What each affix of a key stands for, after the deployment's profile."""
         codec = codec_for("hf3fs")
         profile = profile_from_mapping(self.manifest["profile"])
-        return {codec.affix(each.coordinate): each for each in expected_objects(profile, "hf3fs")}
+        return {codec.affix(each.coordinate): each for each in object_specs(profile, "hf3fs")}
 
     def file(self, entry: Entry) -> Path:
         rank, namespace, _ = entry["key"].split(":")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.mooncake import WARM_UP_PATTERN
 from hicachectl.formats.profile import profile_from_mapping
+from hicachectl.formats.spec import ObjectSpec, object_specs
 from tests.conformance.object_bytes import expected_bytes
 from tests.conformance.store_cases import MOONCAKE_VARIANTS
 from tests.conformance.test_cli_values import NAN, WORDS
@@ -68,15 +68,13 @@ class Written:
         return set(self.cluster.list_keys()) - self.objects.keys()
 
     @property
-    def expected(self) -> dict[Affix, ExpectedObject]:
+    def expected(self) -> dict[Affix, ObjectSpec]:
         """What each affix of a key stands for, after the deployments' profiles."""
         codec = codec_for("mooncake")
         return {
             codec.affix(expected.coordinate): expected
             for deployment in self.manifest["deployments"]
-            for expected in expected_objects(
-                profile_from_mapping(deployment["profile"]), "mooncake"
-            )
+            for expected in object_specs(profile_from_mapping(deployment["profile"]), "mooncake")
         }
 
     def profiles(self, folder: Path) -> dict[tuple[str, str | None], Path]:
@@ -335,7 +333,7 @@ def thirds(pages: list[str]) -> list[list[str]]:
     return [pages[:3], pages[3:6], pages[6:]]
 
 
-def damage(code: str, value: bytes, expected: ExpectedObject) -> bytes | None:
+def damage(code: str, value: bytes, expected: ObjectSpec) -> bytes | None:
     """An object with something wrong; None where its kind cannot have it."""
     if code == "truncated":
         return value[: len(value) // 2]

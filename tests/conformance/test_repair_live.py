@@ -19,7 +19,8 @@ from hicachectl.backends.base import Status
 from hicachectl.backends.file import FileStore
 from hicachectl.findings import combine, findings
 from hicachectl.formats.profile import parse_profile
-from hicachectl.groups import WHOLE, PageGroups
+from hicachectl.group_table import WHOLE
+from hicachectl.groups import PageGroups
 from hicachectl.inventory import take_inventory
 from hicachectl.planning import plan_repair
 from hicachectl.repair import run_repair

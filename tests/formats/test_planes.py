@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.formats.errors import FormatError
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.planes import PLANE_COUNTS, Coding, Decoder, Encoder, Plan, PlanMemory
 from hicachectl.formats.profile import Pool, Profile
+from hicachectl.formats.spec import object_specs
 from tests.kvgen import KvGenerator
 
 PLANS = st.sampled_from(PLANE_COUNTS).flatmap(
@@ -40,7 +40,7 @@ def stored(data: bytes, plan: Plan | None = None) -> list[bytes]:
 def kv_object(dtype: str) -> bytes:
     pool = Pool(name="kv", kind="mha", dtype=dtype, layers=4, kv_heads=4, head_dim=128)
     profile = Profile(model="m", page_size=64, pools=(pool,))
-    (expected, *_) = expected_objects(profile, "file")
+    (expected, *_) = object_specs(profile, "file")
     return KvGenerator(expected, profile, 7).objects([0]).tobytes()
 
 

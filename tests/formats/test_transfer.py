@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError, UsageError
-from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.profile import Pool, Profile, StateTensor, validate_profile
+from hicachectl.formats.spec import ObjectSpec, object_specs
 from hicachectl.formats.transfer import TransferPlan, retargeted, transfer_plan
 from hicachectl.kernels.relayout import relayout
 from tests.formats.rendered_pages import page_content, rendered
@@ -117,7 +117,7 @@ def transferred(
 
 
 def pages_of(
-    model: Profile, grammar: str, objects: tuple[ExpectedObject, ...], contents: list[Any]
+    model: Profile, grammar: str, objects: tuple[ObjectSpec, ...], contents: list[Any]
 ) -> list[npt.NDArray[np.uint8]]:
     """[pages, bytes] of each object."""
     return [
@@ -398,5 +398,5 @@ def test_grammars_are_those_of_expected_objects() -> None:
     with pytest.raises(UsageError, match="unknown key scheme 'redis'"):
         transfer_plan(MHA_TWO, "redis", MHA_TWO, "file")
     plan = transfer_plan(MHA_TWO, "file", MHA_TWO, "mooncake")
-    assert plan.sources == expected_objects(MHA_TWO, "file")
-    assert plan.destinations == expected_objects(MHA_TWO, "mooncake")
+    assert plan.sources == object_specs(MHA_TWO, "file")
+    assert plan.destinations == object_specs(MHA_TWO, "mooncake")

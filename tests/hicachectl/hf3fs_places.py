@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.backends.base import open_store
 from hicachectl.backends.capabilities import Profiled
 from hicachectl.demo import PROFILE, fill
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import dump_profile
+from hicachectl.formats.spec import object_specs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ class Place:
         self.folder = folder
         self.snapshot = folder / "saved.json"  # the server's own may be written at any time
         self.page_bytes: dict[tuple[int, str], int] = {}
-        for expected in expected_objects(PROFILE, "hf3fs"):
+        for expected in object_specs(PROFILE, "hf3fs"):
             rank, pool, _ = codec_for("hf3fs").affix(expected.coordinate)[0].split(":")
             self.page_bytes[int(rank), pool] = expected.nbytes
         for (number, namespace), nbytes in self.page_bytes.items():

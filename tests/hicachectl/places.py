@@ -16,8 +16,8 @@ from hicachectl.backends.capabilities import Archive, Profiled
 from hicachectl.backends.pack_file import open_pack
 from hicachectl.backends.pack_recovery import walk
 from hicachectl.demo import PROFILE, fill
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.spec import object_specs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -169,7 +169,7 @@ class Hf3fsPlace(Place):
 
     def empty(self) -> None:
         self._server.reset()
-        for expected in expected_objects(self.profile, "hf3fs"):
+        for expected in object_specs(self.profile, "hf3fs"):
             number, pool, _ = codec_for("hf3fs").affix(expected.coordinate)[0].split(":")
             path = self._folder / f"hicache.{number}.bin{'' if pool == 'kv' else '.' + pool}"
             path.unlink(missing_ok=True)
@@ -201,7 +201,7 @@ def page_of(key: str) -> str:
 def half_pages(place: Place, whole: Held) -> list[str]:
     """List pages that have an anchor, and not all sidecars that they have in `whole`."""
     spell = codec_for(place.grammar).affix
-    anchors = {spell(e.coordinate) for e in expected_objects(place.profile, place.grammar)
+    anchors = {spell(e.coordinate) for e in object_specs(place.profile, place.grammar)
                if e.anchor}  # fmt: skip
     believed, incomplete = set(), set()
     there = place.keys()

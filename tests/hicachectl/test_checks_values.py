@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hicachectl.checks.values import ValueChecker, ValueIssue
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.profile import Pool, Profile
+from hicachectl.formats.spec import object_specs
 from hicachectl.kernels.values import to_float32
 from tests.conformance import page_values
 from tests.hicachectl.value_cases import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from hicachectl.formats.expectation import ExpectedObject
+    from hicachectl.formats.spec import ObjectSpec
 
     Bytes = NDArray[np.uint8]
 
@@ -60,14 +60,14 @@ def fresh_seed() -> int:
     return seed
 
 
-def prepared(kind: str, layout: str, count: int = 3) -> tuple[ValueChecker, ExpectedObject, Bytes]:
+def prepared(kind: str, layout: str, count: int = 3) -> tuple[ValueChecker, ObjectSpec, Bytes]:
     profile, pool = tiny(kind, layout)
     expected = expected_of(profile, pool)
     objects = KvGenerator(expected, profile, fresh_seed()).objects(range(count))
     return ValueChecker(expected, profile), expected, objects
 
 
-def logical(objects: Bytes, expected: ExpectedObject, name: str) -> NDArray[Any]:
+def logical(objects: Bytes, expected: ObjectSpec, name: str) -> NDArray[Any]:
     """View a tensor as [objects, layer, token, head, channel] items, in whatever order stored."""
     tensor = next(t for t in expected.tensors if t.name == name)
     part = objects[:, tensor.offset : tensor.offset + tensor.nbytes]
@@ -148,7 +148,7 @@ def test_layers_carry_their_number_in_the_model() -> None:
 # --- rows and blocks of a form of their own ---
 
 
-def scaled_rows(objects: Bytes, expected: ExpectedObject) -> Bytes:
+def scaled_rows(objects: Bytes, expected: ObjectSpec) -> Bytes:
     """Rows [objects, layer, token, bytes] of scaled MLA objects."""
     (tensor,) = expected.tensors
     rows = objects.reshape(len(objects), *tensor.shape)
@@ -334,7 +334,7 @@ def cp_profile(**fields: Any) -> Profile:
 def test_padding_layers_may_hold_anything(layout: str, row: str) -> None:
     base = cp_profile(layout=layout)
     profile = replace(base, pools=(replace(base.pools[0], row=row, packed_draft_layers=1),))
-    expected = expected_objects(profile, "file")[-1]
+    expected = object_specs(profile, "file")[-1]
     assert (expected.layers, expected.padding_layers) == ((2, 3), 1)
     objects = KvGenerator(expected, profile, fresh_seed()).objects(range(2))
     (tensor,) = expected.tensors
@@ -502,8 +502,8 @@ def test_pages_of_another_layout_are_found_unless_the_bytes_are_the_same(
                 assert all(f"not of {said}:" in issue.detail for issue in issues)
 
 
-def same_order(one: ExpectedObject, two: ExpectedObject) -> bool:
-    def visible(expected: ExpectedObject) -> list[str]:
+def same_order(one: ObjectSpec, two: ObjectSpec) -> bool:
+    def visible(expected: ObjectSpec) -> list[str]:
         tensor = expected.tensors[0]
         return [a for a, n in zip(tensor.axes, tensor.shape, strict=True) if n > 1]
 

@@ -14,9 +14,9 @@ import pytest
 from hicachectl.backends.base import open_store
 from hicachectl.backends.capabilities import Profiled
 from hicachectl.demo import PROFILE, fill
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import dump_profile
+from hicachectl.formats.spec import object_specs
 from tests.hicachectl.terminals import on_a_terminal
 from tests.skips import missing
 
@@ -38,7 +38,7 @@ class Place:
         self.server = server
         self.folder = folder
         self.page_bytes: dict[tuple[int, str], int] = {}
-        for expected in expected_objects(PROFILE, "hf3fs"):
+        for expected in object_specs(PROFILE, "hf3fs"):
             number, pool, _ = SPELL(expected.coordinate)[0].split(":")
             self.page_bytes[int(number), pool] = expected.nbytes
         for (rank, namespace), nbytes in self.page_bytes.items():

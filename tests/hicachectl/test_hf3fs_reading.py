@@ -15,7 +15,7 @@ from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.checks.sizes import expected_sizes
 from hicachectl.findings import combine
 from hicachectl.inventory import take_inventory
-from hicachectl.reading import ReadingResult, known_objects, read_objects, value_checkers
+from hicachectl.reading import ReadingResult, known_specs, read_objects, value_checkers
 from hicachectl.reading_plan import ReadingPlan
 from tests.backends.hf3fs_place import NUM_PAGES, PAGE_BYTES, PROFILE, FreshStore, Place
 
@@ -182,7 +182,7 @@ def test_values_of_k_and_v_read_together_are_told_of_the_right_keys(
         capacities=np.full(len(rows), PAGE_BYTES),
         digest=np.full(len(rows), False),
         expected={},
-        checkers=value_checkers(known_objects(inventory.table, PROFILE, "hf3fs"), PROFILE),
+        checkers=value_checkers(known_specs(inventory.table), PROFILE),
         sizes=expected_sizes(inventory.table),
         jobs=2,
     )

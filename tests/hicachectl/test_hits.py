@@ -12,10 +12,10 @@ import pytest
 from hicachectl import hits as hits_module
 from hicachectl.backends.base import open_store
 from hicachectl.chains import Hashing, chains_of, chains_of_pages
-from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.hashing import namespace_seed, page_hashes_hex
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import Profile, parse_profile
+from hicachectl.formats.spec import ObjectSpec, object_specs
 from hicachectl.hits import find_hits
 from hicachectl.inventory import take_inventory
 from hicachectl.requests import Request
@@ -314,7 +314,7 @@ def test_options_that_make_no_sense_are_refused(
 def test_random_stores_agree_with_a_twin_that_asks_page_by_page(tmp_path: Path) -> None:
     chance = random.Random(7)
     profile = parse_profile(MIXED)
-    expected = expected_objects(profile, "file")
+    expected = object_specs(profile, "file")
     names = [page(number) for number in range(8)]
     seen = set()
     for trial in range(60):
@@ -330,7 +330,7 @@ def test_random_stores_agree_with_a_twin_that_asks_page_by_page(tmp_path: Path) 
             assert hits.usable_pages[number] == usable
             kv = [e for e in expected if e.coordinate.pool == "kv"]
             assert hits.kv_pages[number] == _run(chain, kv, held)
-            stop, member = hits.stop_pages[number], hits.stop_members[number]
+            stop, member = hits.stop_pages[number], hits.stop_specs[number]
             assert (stop, member) == _stop(chain, usable, expected, held)
             seen.add((usable > 0, member))
     assert {(True, -1), (False, 0)} < seen
@@ -341,7 +341,7 @@ Held = set[tuple[str, int]]  # page, number of the expected object
 
 
 def _random_store(
-    store: Path, expected: tuple[ExpectedObject, ...], names: list[str], chance: random.Random
+    store: Path, expected: tuple[ObjectSpec, ...], names: list[str], chance: random.Random
 ) -> Held:
     codec = codec_for("file")
     held = set()
@@ -357,11 +357,11 @@ def _random_store(
     return held
 
 
-def _required(chain: list[str], p: int, one: ExpectedObject) -> list[str]:
+def _required(chain: list[str], p: int, one: ObjectSpec) -> list[str]:
     return chain[max(0, p - one.trailing_pages) : p] if one.trailing else chain[:p]
 
 
-def _fits(chain: list[str], p: int, expected: tuple[ExpectedObject, ...], held: Held) -> bool:
+def _fits(chain: list[str], p: int, expected: tuple[ObjectSpec, ...], held: Held) -> bool:
     return all(
         (name, number) in held
         for number, one in enumerate(expected)
@@ -369,14 +369,14 @@ def _fits(chain: list[str], p: int, expected: tuple[ExpectedObject, ...], held: 
     )
 
 
-def _run(chain: list[str], pool: list[ExpectedObject], held: Held) -> int:
+def _run(chain: list[str], pool: list[ObjectSpec], held: Held) -> int:
     numbers = range(len(pool))  # kv comes first among what is expected
     whole = [all((name, number) in held for number in numbers) for name in chain]
     return whole.index(False) if False in whole else len(chain)
 
 
 def _stop(
-    chain: list[str], usable: int, expected: tuple[ExpectedObject, ...], held: Held
+    chain: list[str], usable: int, expected: tuple[ObjectSpec, ...], held: Held
 ) -> tuple[int, int]:
     if usable == len(chain):
         return -1, -1
@@ -397,7 +397,7 @@ def _stop(
 
 def test_putting_back_what_stops_a_chain_restores_all_of_it_in_the_end(tmp_path: Path) -> None:
     profile = parse_profile(MIXED)
-    expected = expected_objects(profile, "file")
+    expected = object_specs(profile, "file")
     codec = codec_for("file")
     names = [page(number) for number in range(6)]
     _random_store(tmp_path, expected, names, random.Random(3))
@@ -408,7 +408,7 @@ def test_putting_back_what_stops_a_chain_restores_all_of_it_in_the_end(tmp_path:
         usable, stop = hits.usable_pages[0], hits.stop_pages[0]
         if stop < 0:
             break
-        one = expected[hits.stop_members[0]]
+        one = expected[hits.stop_specs[0]]
         before, after = codec.affix(one.coordinate)
         put(tmp_path, f"{before}{names[stop]}{after}", one.nbytes)
     assert usable == len(names)
@@ -419,14 +419,14 @@ def test_needed_objects_are_the_prefixes_and_their_trailing_states(tmp_path: Pat
     codec = codec_for("file")
     names = [page(number) for number in range(6)]
     for number, name in enumerate(names):
-        for one in expected_objects(profile, "file"):
+        for one in object_specs(profile, "file"):
             if not (one.coordinate.pool == "mamba" and number == 4):
                 before, after = codec.affix(one.coordinate)
                 put(tmp_path, f"{before}{name}{after}", one.nbytes)
     hits = _hits(tmp_path, profile, [names[:5], names[:2]])
     assert hits.usable_pages.tolist() == [4, 2]
     needed = hits.needed()
-    columns = {r.pool: needed[:, n] for n, r in enumerate(hits.requirements)}
+    columns = {b.spec.pool: needed[:, n] for n, b in enumerate(hits.needs)}
     places = {name: hits.page_names.to_pylist().index(name) for name in names[:5]}
     found = {
         pool: [n for n, name in enumerate(names[:5]) if column[places[name]]]
@@ -436,7 +436,7 @@ def test_needed_objects_are_the_prefixes_and_their_trailing_states(tmp_path: Pat
         "kv": [0, 1, 2, 3], "draft": [0, 1, 2, 3], "mamba": [1, 3], "swa": [0, 1, 2, 3],
     }  # fmt: skip
     alone = _hits(tmp_path, profile, [names[:5]])
-    swa = next(n for n, r in enumerate(alone.requirements) if r.pool == "swa")
+    swa = next(n for n, b in enumerate(alone.needs) if b.spec.pool == "swa")
     assert np.flatnonzero(alone.needed()[:, swa]).tolist() == [2, 3]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from hicachectl.formats.expectation import expected_objects
+from hicachectl.formats.spec import object_specs
 from hicachectl.kernels.values import to_float32
 from tests.hicachectl.value_cases import (
     DEEPSEEK,
@@ -81,7 +81,7 @@ def test_layouts_hold_the_same_rows_in_another_order(kind: str) -> None:
 
 def test_ranks_differ_and_replicas_of_a_head_do_not() -> None:
     profile = profile_of(LLAMA_8B | {"kv_heads": 2, "layers": 2}, page_size=4, tp=4)
-    ranks = [KvGenerator(e, profile, 1).objects([0]) for e in expected_objects(profile, "file")]
+    ranks = [KvGenerator(e, profile, 1).objects([0]) for e in object_specs(profile, "file")]
     assert np.array_equal(ranks[0], ranks[1])
     assert np.array_equal(ranks[2], ranks[3])
     assert not np.array_equal(ranks[1], ranks[2])

@@ -28,7 +28,7 @@ from hicachectl.loaders.devices import parse_devices  # isort: skip
 from hicachectl.loaders.kinds import Passage  # isort: skip
 from hicachectl.loaders.lanes import Lane, allocate_lanes, lane_bytes, slab_size  # isort: skip
 from hicachectl.loaders.providers import TorchProvider, TritonProvider  # isort: skip
-from hicachectl.formats.expectation import expected_objects  # isort: skip
+from hicachectl.formats.spec import object_specs  # isort: skip
 from triton.runtime.errors import PTXASError  # isort: skip
 from hicachectl.verify import Report, Request, verify_store  # isort: skip
 from tests.hicachectl.stores import OLD, page  # isort: skip
@@ -76,7 +76,7 @@ def write_store(directory: Path, kind: str) -> tuple[Path, Profile]:
 def write_pages(directory: Path, profile: Profile) -> Path:
     store = directory / "store"
     store.mkdir()
-    for expected in expected_objects(profile, "file"):
+    for expected in object_specs(profile, "file"):
         before, after = FileCodec().affix(expected.coordinate)
         objects = KvGenerator(expected, profile, seed=3).objects(range(PAGES))
         for number, content in enumerate(objects):

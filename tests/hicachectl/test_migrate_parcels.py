@@ -17,7 +17,7 @@ from hicachectl.formats.transfer import transfer_plan
 from hicachectl.kernels.relayout import relayout
 from hicachectl.migrating.decisions import Action
 from hicachectl.migrating.parcels import _FIRST_BYTES, _runs, parcels
-from hicachectl.migrating.routes import Route, Target
+from hicachectl.migrating.routes import Route
 from hicachectl.migrating.survey import ABSENT, Survey
 
 
@@ -25,20 +25,15 @@ def route_of(tp: int, layout: str, grammar: str) -> tuple[Route, list[int]]:
     """The way of the demo's pages from files to another deployment; bytes of its sources."""
     source = structs.replace(PROFILE, layout=layout)
     plan = transfer_plan(source, "file", structs.replace(source, tp=tp, linear_tp=tp), grammar)
-    targets = tuple(
-        Target(("", ""), each.coordinate, each.nbytes, each.anchor) for each in plan.destinations
-    )
-    sizes = [each.nbytes or 0 for each in plan.sources]
     route = Route(
         deployment_id=0,
-        deployment=Deployment("", "", None, ()),
-        members=np.arange(len(sizes)),
-        sizes=np.array(sizes),
-        targets=targets,
+        deployment=Deployment("", "", None, plan.sources),
+        sources=np.arange(len(plan.sources)),
+        targets=plan.destinations,
         units=plan.units,
         verbatim=False,
     )
-    return route, sizes
+    return route, [each.nbytes for each in plan.sources]
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
@@ -52,9 +47,7 @@ def test_a_run_has_the_bytes_that_would_be_made(layout: str, grammar: str) -> No
             continue
         random = np.random.default_rng(0)
         sources = [random.integers(0, 256, (1, sizes[n]), dtype=np.uint8) for n in unit.sources]
-        made = [
-            np.zeros((1, route.targets[n].nbytes or 0), dtype=np.uint8) for n in unit.destinations
-        ]
+        made = [np.zeros((1, route.targets[n].nbytes), dtype=np.uint8) for n in unit.destinations]
         relayout(unit, sources, made)
         for run, expected in zip(runs, made, strict=True):
             start = run.source_offset
@@ -80,7 +73,7 @@ def survey_of(sizes: list[int]) -> Survey:
     route, _ = route_of(PROFILE.tp, "page_first", "file")
     unit = next(unit for unit in route.units if unit.identity)
     unit = replace(unit, sources=(0,), destinations=(0,))
-    route = replace(route, units=(unit,), targets=route.targets[:1], members=np.arange(1))
+    route = replace(route, units=(unit,), targets=route.targets[:1], sources=np.arange(1))
     rows = np.arange(len(sizes)).reshape(-1, 1)
     return Survey(
         route=route,

@@ -11,9 +11,9 @@ import pytest
 from hicachectl.backends.base import open_store
 from hicachectl.backends.capabilities import Archive
 from hicachectl.demo import PROFILE
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import dump_profile
+from hicachectl.formats.spec import object_specs
 from tests.hicachectl.migrations import PAGES, contents, demo_store, migrated, profile_file
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def place_of(kind: str, folder: Path, request: pytest.FixtureRequest) -> str:
         cluster = request.getfixturevalue("mooncake_cluster")
         return str(cluster.url)
     server = request.getfixturevalue("metadata_server")
-    for expected in expected_objects(PROFILE, "hf3fs"):
+    for expected in object_specs(PROFILE, "hf3fs"):
         number, pool, _ = codec_for("hf3fs").affix(expected.coordinate)[0].split(":")
         path = folder / f"hicache.{number}.bin{'' if pool == 'kv' else '.' + pool}"
         path.touch()

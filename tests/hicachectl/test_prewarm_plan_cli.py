@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hicachectl.formats.errors import FormatError, UsageError
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.formats.profile import dump_profile, parse_profile
+from hicachectl.formats.spec import object_specs
 from hicachectl.prewarming.plan_file import read_plan
 from tests.hicachectl import stores
 from tests.hicachectl.prewarm_traces import conversations
@@ -92,7 +92,7 @@ def test_budgets_cut_the_plan(invoke: Invoke, tokens: Path, profile: Path) -> No
         command = ("prewarm", "--trace", tokens, "--dry-run", "--profile", profile, *budget)
         return len(invoke(*command).stdout.splitlines())
 
-    page = sum(found.nbytes for found in expected_objects(PROFILE, "file"))
+    page = sum(found.nbytes for found in object_specs(PROFILE, "file"))
     assert planned("--budget-pages", 2) == 2
     assert planned("--budget", 2 * page) == 2
     assert planned("--budget", 2 * page - 1) == 1

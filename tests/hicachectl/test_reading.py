@@ -18,7 +18,7 @@ from hicachectl.checks.sizes import expected_sizes
 from hicachectl.findings import combine
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.inventory import Inventory, take_inventory
-from hicachectl.reading import ReadingResult, known_objects, read_objects, value_checkers
+from hicachectl.reading import ReadingResult, known_specs, read_objects, value_checkers
 from hicachectl.reading_plan import ReadingPlan
 from tests.hicachectl.repairs import DSA, dsa_store, indexer, kv
 
@@ -65,7 +65,7 @@ def planned(inventory: Inventory, **options: Any) -> ReadingPlan:
         capacities=inventory.objects.column("nbytes").to_numpy(),
         digest=np.arange(count) % 5 != 0,
         expected={},
-        checkers=value_checkers(known_objects(inventory.table, DSA, "file"), DSA),
+        checkers=value_checkers(known_specs(inventory.table), DSA),
         sizes=expected_sizes(inventory.table),
         **options,
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.profile import Pool, Profile, StateTensor
+from hicachectl.formats.spec import ObjectSpec, object_specs
 
 LLAMA_8B: dict[str, Any] = {
     "kind": "mha",
@@ -48,11 +48,11 @@ def profile_of(*pools: dict[str, Any], **fields: Any) -> Profile:
 
 def expected_of(
     profile: Profile, pool: str = "kv", part: str | None = None, scheme: str = "file"
-) -> ExpectedObject:
+) -> ObjectSpec:
     """The first object of a pool and part."""
     return next(
         e
-        for e in expected_objects(profile, scheme)
+        for e in object_specs(profile, scheme)
         if e.coordinate.pool == pool and e.coordinate.part == part
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hicachectl.formats.expectation import expected_objects
 from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.spec import object_specs
 from tests.hicachectl.repairs import DSA
 from tests.hicachectl.stores import page
 from tests.power.crash_states import Kind
@@ -100,7 +100,7 @@ class RepairedSnapshot(Writer):
         super().prepare()
         self.snapshot.parent.mkdir()
         tables: dict[str, Any] = {}
-        for expected in expected_objects(DSA, "hf3fs"):
+        for expected in object_specs(DSA, "hf3fs"):
             prefix, suffix = codec_for("hf3fs").affix(expected.coordinate)
             rank, pool, start = prefix.split(":", 2)
             names = [f"{start}{page(number)}{suffix}" for number in range(PAGES)]

@@ -32,8 +32,8 @@ from tests.hicachectl.value_cases import (
 from tests.kvgen import KvGenerator, uniform_noise
 
 if TYPE_CHECKING:
-    from hicachectl.formats.expectation import ExpectedObject
     from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
 
 PAGES_OF_A_MODEL = 32
 FEWEST_LAYERS = 4  # with fewer, no order may be told from another
@@ -95,7 +95,7 @@ def main() -> None:
 
 def random_layout(
     rng: np.random.Generator, pools: Any, fields: dict[str, Any], pool: str
-) -> tuple[Profile, ExpectedObject]:
+) -> tuple[Profile, ObjectSpec]:
     kinds = {table["kind"] for table in pools}
     layouts = [layout for layout in LAYOUTS if layout != "page_unified"]
     if "mla" in kinds:
@@ -106,7 +106,7 @@ def random_layout(
     return profile, expected_of(profile, pool)
 
 
-def visible_axes(expected: ExpectedObject) -> list[str]:
+def visible_axes(expected: ObjectSpec) -> list[str]:
     """Axes whose order shows in the bytes, of pages with tokens and layers enough to say so."""
     tensor = expected.tensors[0]
     lengths = dict(zip(tensor.axes, tensor.shape, strict=True))

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
-from hicachectl.formats.expectation import ExpectedObject, expected_objects
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.objects import Coordinate, Shard
 from hicachectl.formats.profile import Pool, Profile, StateTensor
+from hicachectl.formats.spec import ObjectSpec, object_specs
 
 SCHEMES = ("file", "mooncake", "hf3fs")
 
@@ -57,7 +57,7 @@ MLA_TARGET = profile(mla(), indexer(), gdn(61), tp=2)
 def shards(profile: Profile, scheme: str, pool: str = "kv", part: str | None = None) -> list[Shard]:
     return [
         found.coordinate.shard
-        for found in expected_objects(profile, scheme)
+        for found in object_specs(profile, scheme)
         if found.coordinate.pool == pool and part in (None, found.coordinate.part)
     ]
 
@@ -65,7 +65,7 @@ def shards(profile: Profile, scheme: str, pool: str = "kv", part: str | None = N
 def parts(profile: Profile, scheme: str, pool: str = "kv") -> list[str | None]:
     return [
         found.coordinate.part
-        for found in expected_objects(profile, scheme)
+        for found in object_specs(profile, scheme)
         if found.coordinate.pool == pool
     ]
 
@@ -73,7 +73,7 @@ def parts(profile: Profile, scheme: str, pool: str = "kv") -> list[str | None]:
 def nbytes(profile: Profile, scheme: str, pool: str = "kv", part: str | None = None) -> set[int]:
     return {
         found.nbytes
-        for found in expected_objects(profile, scheme)
+        for found in object_specs(profile, scheme)
         if (found.coordinate.pool, found.coordinate.part) == (pool, part)
     }
 
@@ -187,7 +187,7 @@ def test_newer_files_of_an_mla_target_do(version: str) -> None:
 
 def test_a_version_that_is_none_is_refused() -> None:
     with pytest.raises(ProfileError, match="sglang: 'main' is no version"):
-        expected_objects(structs.replace(MLA_TARGET, sglang="main"), "file")
+        object_specs(structs.replace(MLA_TARGET, sglang="main"), "file")
 
 
 def test_files_name_stage_and_cp_rank_where_there_are_several() -> None:
@@ -214,8 +214,10 @@ def test_an_mha_draft_beside_an_mla_target_is_one_file_of_one_shard() -> None:
 
 def test_a_logical_anchor_is_an_empty_file() -> None:
     model = profile(LOGICAL, opaque("swa"), opaque("deepseek_v4_c4"), tp=2)
-    first, *others = expected_objects(model, "file")
-    assert first == ExpectedObject(Coordinate("a-b"), 0, (), (), 0, False, 0, True)
+    first, *others = object_specs(model, "file")
+    assert first == ObjectSpec(
+        affix=("", "_a-b.bin"), coordinate=Coordinate("a-b"), nbytes=0, anchor=True
+    )
     assert [(found.coordinate.pool, found.nbytes, found.anchor) for found in others] == [
         ("swa", 1000, False),
         ("deepseek_v4_c4", 1000, False),
@@ -227,7 +229,7 @@ def test_k_and_v_of_different_width_lie_on_mooncake_only(scheme: str) -> None:
     model = profile(mha(v_head_dim=64))
     assert nbytes(model, "mooncake", part="k") == {2 * nbytes(model, "mooncake", part="v").pop()}
     with pytest.raises(UnsupportedByBackend, match="Mooncake only"):
-        expected_objects(model, scheme)
+        object_specs(model, scheme)
 
 
 # --- mooncake ---
@@ -235,7 +237,7 @@ def test_k_and_v_of_different_width_lie_on_mooncake_only(scheme: str) -> None:
 
 def test_mooncake_has_k_and_v_of_each_rank() -> None:
     model = structs.replace(MHA_TARGET, tag="t")
-    assert [found.coordinate for found in expected_objects(model, "mooncake")][:4] == [
+    assert [found.coordinate for found in object_specs(model, "mooncake")][:4] == [
         Coordinate("a-b", "kv", part, "t", Shard(tp_rank=rank, tp_size=2))
         for rank in (0, 1)
         for part in ("k", "v")
@@ -243,7 +245,7 @@ def test_mooncake_has_k_and_v_of_each_rank() -> None:
 
 
 def test_only_mooncake_keys_have_a_tag() -> None:
-    found = expected_objects(structs.replace(MHA_TARGET, tag="t"), "file")
+    found = object_specs(structs.replace(MHA_TARGET, tag="t"), "file")
     assert {item.coordinate.tag for item in found} == {""}
 
 
@@ -293,7 +295,7 @@ def test_split_heads_make_an_object_of_each_slice() -> None:
         Shard(tp_size=2, heads=(r, r + 1)) for r in range(8)
     ]
     assert nbytes(model, "mooncake", part="k") == {4 * 64 * 128 * 2}
-    k = expected_objects(model, "mooncake")[0].tensors[0]
+    k = object_specs(model, "mooncake")[0].tensors[0]
     assert (k.axes, k.shape) == (("head", "token", "layer", "channel"), (1, 64, 4, 128))
 
 
@@ -315,7 +317,7 @@ def test_heads_are_split_in_page_head_and_for_more_slices_only(change: dict[str,
 def test_heads_that_do_not_split_are_refused() -> None:
     model = profile(mha(), tp=2, tp_lcm_size=16, layout="page_head")
     with pytest.raises(ProfileError, match="4 KV heads do not split into 8 slices"):
-        expected_objects(model, "mooncake")
+        object_specs(model, "mooncake")
 
 
 def test_mooncake_keys_under_dcp_name_the_topology() -> None:
@@ -332,7 +334,7 @@ def test_mooncake_keys_under_dcp_name_the_topology() -> None:
 @pytest.mark.parametrize("scheme", ["mooncake", "hf3fs"])
 def test_keys_without_cp_rank_hold_rank_0(scheme: str) -> None:
     model = profile(mla(layers=3), indexer(layers=3), cp=2, cp_layer_split=True)
-    found = expected_objects(model, scheme)
+    found = object_specs(model, scheme)
     assert [item.layers for item in found] == [(0, 1), (0, 1)]
     assert {item.coordinate.shard.cp_rank for item in found} == {None}
 
@@ -354,11 +356,11 @@ def test_keys_without_cp_rank_hold_rank_0(scheme: str) -> None:
 )
 def test_what_mooncake_cannot_hold_is_refused(model: Profile, reason: str) -> None:
     with pytest.raises(UnsupportedByBackend, match=reason):
-        expected_objects(model, "mooncake")
+        object_specs(model, "mooncake")
 
 
 def test_mooncake_takes_mla_in_layer_first() -> None:
-    (found,) = expected_objects(profile(mla(), layout="layer_first"), "mooncake")
+    (found,) = object_specs(profile(mla(), layout="layer_first"), "mooncake")
     assert found.tensors[0].axes == ("layer", "token", "channel")
 
 
@@ -382,7 +384,7 @@ def test_3fs_has_k_and_v_apart_in_zero_copy_layouts(
 def test_3fs_objects_name_the_rank_of_the_data_file_alone() -> None:
     model = profile(mha(), gdn(4), tp=2)
     assert shards(model, "hf3fs", "mamba") == [Shard(tp_rank=0), Shard(tp_rank=1)]
-    assert {found.coordinate.model for found in expected_objects(model, "hf3fs")} == {""}
+    assert {found.coordinate.model for found in object_specs(model, "hf3fs")} == {""}
 
 
 def test_3fs_mamba_states_beside_mla_have_the_rank_in_the_key() -> None:
@@ -412,7 +414,7 @@ def test_opaque_kv_on_3fs_follows_zero_copy() -> None:
 )
 def test_what_3fs_cannot_hold_is_refused(model: Profile, reason: str) -> None:
     with pytest.raises(UnsupportedByBackend, match=reason):
-        expected_objects(model, "hf3fs")
+        object_specs(model, "hf3fs")
 
 
 # --- older releases ---
@@ -420,8 +422,7 @@ def test_what_3fs_cannot_hold_is_refused(model: Profile, reason: str) -> None:
 
 def keys(model: Profile, scheme: str) -> set[str]:
     return {
-        "H".join(codec_for(scheme).affix(found.coordinate))
-        for found in expected_objects(model, scheme)
+        "H".join(codec_for(scheme).affix(found.coordinate)) for found in object_specs(model, scheme)
     }
 
 
@@ -453,11 +454,9 @@ def test_ranks_that_an_older_release_does_not_tell_apart_are_refused(
 ) -> None:
     model = structs.replace(profile(mla()), sglang=sglang, **change)
     with pytest.raises(UnsupportedByBackend, match="overwrite one another"):
-        expected_objects(model, scheme)
+        object_specs(model, scheme)
     major, minor, patch = sglang.split(".")
-    assert expected_objects(
-        structs.replace(model, sglang=f"{major}.{minor}.{int(patch) + 1}"), scheme
-    )
+    assert object_specs(structs.replace(model, sglang=f"{major}.{minor}.{int(patch) + 1}"), scheme)
 
 
 # --- all ---
@@ -465,23 +464,23 @@ def test_ranks_that_an_older_release_does_not_tell_apart_are_refused(
 
 def test_the_unified_scheme_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedByBackend, match="the unified key scheme"):
-        expected_objects(MHA_TARGET, "unified")
+        object_specs(MHA_TARGET, "unified")
 
 
 def test_an_unknown_scheme_is_refused() -> None:
     with pytest.raises(UsageError, match="unknown key scheme 'redis'"):
-        expected_objects(MHA_TARGET, "redis")
+        object_specs(MHA_TARGET, "redis")
 
 
 def test_a_broken_profile_is_refused_with_its_problems() -> None:
     with pytest.raises(ProfileError, match="page_size: must be at least 1"):
-        expected_objects(structs.replace(MHA_TARGET, page_size=0), "file")
+        object_specs(structs.replace(MHA_TARGET, page_size=0), "file")
 
 
 @pytest.mark.parametrize("scheme", ["mooncake", "hf3fs"])
 def test_without_a_kv_object_the_first_pool_of_all_pages_is_the_anchor(scheme: str) -> None:
     model = profile(LOGICAL, opaque("swa"), opaque("deepseek_v4_c4"), opaque("deepseek_v4_c128"))
-    found = expected_objects(model, scheme)
+    found = object_specs(model, scheme)
     assert [(item.coordinate.pool, item.anchor) for item in found] == [
         ("deepseek_v4_c4", True),
         ("swa", False),
@@ -490,7 +489,7 @@ def test_without_a_kv_object_the_first_pool_of_all_pages_is_the_anchor(scheme: s
 
 
 def test_kv_is_the_anchor_and_comes_first() -> None:
-    found = expected_objects(MLA_TARGET, "mooncake")
+    found = object_specs(MLA_TARGET, "mooncake")
     assert [(item.coordinate.pool, item.anchor) for item in found[:2]] == [
         ("kv", True),
         ("indexer", False),
@@ -499,7 +498,7 @@ def test_kv_is_the_anchor_and_comes_first() -> None:
 
 def test_trailing_pools_say_how_many_pages_carry_them() -> None:
     model = profile(mha(), mha("swa", trailing_pages=3))
-    kv, swa = expected_objects(model, "file")
+    kv, swa = object_specs(model, "file")
     assert (kv.trailing, kv.trailing_pages) == (False, 0)
     assert (swa.trailing, swa.trailing_pages) == (True, 3)
 
@@ -543,7 +542,7 @@ def test_every_object_is_filled_and_has_a_coordinate_of_its_own(
     model: Profile, scheme: str
 ) -> None:
     try:
-        found = expected_objects(model, scheme)
+        found = object_specs(model, scheme)
     except (ProfileError, UnsupportedByBackend):
         return
     assert len({item.coordinate for item in found}) == len(found)
@@ -560,5 +559,5 @@ def test_the_stages_of_kv_hold_every_layer_and_every_packed_draft(
     scheme: str, pp: int, packed: int
 ) -> None:
     model = profile(mla(packed_draft_layers=packed), pp=pp)
-    stored = [layer for item in expected_objects(model, scheme) for layer in item.layers]
+    stored = [layer for item in object_specs(model, scheme) for layer in item.layers]
     assert stored == list(range(61 + packed))

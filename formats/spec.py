@@ -1,4 +1,4 @@
-"""Which objects a page must have in a store, under which coordinates, and of what bytes.
+"""The objects of a page: which there are in a store, their keys, and their bytes.
 
 The coordinates are those that SGLang's key builders produce (see `formats.keys`), for all ranks
 of a deployment together. Source: SGLang srt/mem_cache/hicache_storage.py :: HiCacheFile,
@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
 from hicachectl.formats.key_versions import (
     check_file_ranks,
@@ -20,6 +23,7 @@ from hicachectl.formats.key_versions import (
     mooncake_keys_name_model,
     mooncake_keys_place_rank,
 )
+from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.layouts import (
     MhaGeometry,
     TensorLayout,
@@ -31,7 +35,11 @@ from hicachectl.formats.pools import DRAFT_POOLS, PoolPiece, pool_piece
 from hicachectl.formats.profile import Pool, Profile, validate_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from hicachectl.formats.keys.base import Affix
+
+IntArray = npt.NDArray[np.int64]
 
 _ZERO_COPY_LAYOUTS = ("page_first", "page_first_direct")  # HiCacheHF3FS.register_mem_pool_host
 _HF3FS_LAYOUTS = (*_ZERO_COPY_LAYOUTS, "layer_first")  # backend_factory.py: bytes_per_page
@@ -39,26 +47,81 @@ _DCP_POOLS = ("kv", "mamba", *sorted(DRAFT_POOLS))
 _DCP_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedObject:
-    """One object that a page has, or may have where `trailing`.
+UNKNOWN_SIZE = -1
 
-    tensors: what fills it, without gaps; empty where the form of the bytes is not known.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectSpec:
+    """One object that a page of a deployment can have.
+
+    affix: text of the key before and after the page hash.
+    nbytes: size of the object; UNKNOWN_SIZE where neither a profile nor the store tells.
+    anchor: whether servers take the page for stored because of this object.
+    trailing_pages: for pools that only the last pages of a stored node carry (Mamba, SWA), how
+        many pages; else 0: every page has the object.
+    listed: False for objects that lie in the store beside a profile's, and that the profile does
+        not list.
+    tensors: what fills the object, without gaps; empty where the form of the bytes is not known.
     layers: model layer numbers in stored order, packed drafts after the model's last; a draft
         pool counts its draft's own layers.
     padding_layers: unused layers stored after the target's and before the packed drafts'.
-    trailing_pages: how many pages before a stored node's end carry the pool; 0 unless trailing.
-    anchor: whether a server believes in the page for this object's sake.
     """
 
+    affix: Affix
     coordinate: Coordinate
-    nbytes: int
-    tensors: tuple[TensorLayout, ...]
-    layers: tuple[int, ...]
-    padding_layers: int
-    trailing: bool
-    trailing_pages: int
-    anchor: bool
+    nbytes: int = UNKNOWN_SIZE
+    anchor: bool = False
+    trailing_pages: int = 0
+    listed: bool = True
+    tensors: tuple[TensorLayout, ...] = ()
+    layers: tuple[int, ...] = ()
+    padding_layers: int = 0
+
+    @property
+    def pool(self) -> str:
+        """Name the object's pool."""
+        return self.coordinate.pool
+
+    @property
+    def trailing(self) -> bool:
+        """Whether only the last pages of a stored node carry the object."""
+        return self.trailing_pages > 0
+
+    @property
+    def object_set(self) -> tuple[str, int | None, bool]:
+        """Identify the objects that a page has all of, or none of where they are trailing.
+
+        A set is a pool; trailing pools of several linear TP sizes are sets of their own.
+        """
+        linear_tp = self.coordinate.shard.tp_size if self.trailing else None
+        return self.pool, linear_tp, self.listed
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a removal waits for the object before it takes a page for whole again.
+
+        Servers without speculation write pages without drafts, and most pages have no trailing
+        objects.
+        """
+        return self.anchor or not self.costs_hits_only
+
+    @property
+    def costs_hits_only(self) -> bool:
+        """Whether servers read no wrong data where the object alone is missing."""
+        return self.trailing or self.pool.startswith("draft")
+
+    def shares_rank(self, other: ObjectSpec) -> bool:
+        """Whether one rank writes both objects: their ranks are equal where both keys say one."""
+        mine, theirs = self.coordinate.shard.ranks, other.coordinate.shard.ranks
+        return all(a is None or b is None or a == b for a, b in zip(mine, theirs, strict=True))
+
+
+def object_sets(specs: Sequence[ObjectSpec]) -> tuple[IntArray, ...]:
+    """Return the positions of each object set's specs, the sets in the order of their first."""
+    found: dict[object, list[int]] = {}
+    for position, spec in enumerate(specs):
+        found.setdefault(spec.object_set, []).append(position)
+    return tuple(np.array(positions, dtype=np.int64) for positions in found.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +149,8 @@ class _Scheme:
     contents: Callable[[Profile, Pool, PoolPiece], Iterable[_Content]]
 
 
-def expected_objects(profile: Profile, scheme: str) -> tuple[ExpectedObject, ...]:
-    """List the objects of one page, the anchor's first, then by pool and rank.
+def object_specs(profile: Profile, scheme: str) -> tuple[ObjectSpec, ...]:
+    """Return the specs of a page's objects, the anchors first, then by pool and rank.
 
     scheme: "file", "mooncake" or "hf3fs". Coordinates are distinct; where a key lacks a rank (CP
     on Mooncake and 3FS), the object of rank 0 stands for all. Raises ProfileError when the
@@ -110,9 +173,8 @@ def expected_objects(profile: Profile, scheme: str) -> tuple[ExpectedObject, ...
     )
 
 
-def _pool_objects(
-    profile: Profile, scheme: str, pool: Pool, anchor: bool
-) -> Iterator[ExpectedObject]:
+def _pool_objects(profile: Profile, scheme: str, pool: Pool, anchor: bool) -> Iterator[ObjectSpec]:
+    codec = codec_for(scheme)
     model = profile.key_model if _names_model(profile, scheme) else ""
     tag = profile.tag if scheme == "mooncake" else ""
     held: dict[tuple[int, int], PoolPiece | None] = {}  # the same for all TP ranks of a stage
@@ -124,15 +186,16 @@ def _pool_objects(
         if piece is None:
             continue
         for content in _SCHEMES[scheme].contents(profile, pool, piece):
-            yield ExpectedObject(
-                coordinate=Coordinate(model, pool.name, content.part, tag, place.shard),
+            coordinate = Coordinate(model, pool.name, content.part, tag, place.shard)
+            yield ObjectSpec(
+                affix=codec.affix(coordinate),
+                coordinate=coordinate,
                 nbytes=content.nbytes,
+                anchor=anchor,
+                trailing_pages=pool.trailing_pages if pool.trailing else 0,
                 tensors=content.tensors,
                 layers=piece.layers,
                 padding_layers=piece.padding_layers,
-                trailing=pool.trailing,
-                trailing_pages=pool.trailing_pages if pool.trailing else 0,
-                anchor=anchor,
             )
 
 
