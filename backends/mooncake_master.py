@@ -78,15 +78,6 @@ _OLD_MASTER = "Mooncake 0.3.12 or newer is needed"
 
 
 @dataclass(frozen=True, slots=True)
-class MasterHealth:
-    """What a master says of itself; it tells no version."""
-
-    role: str
-    state: str
-    leader: str | None  # host:port of its RPC service, where several masters elect one
-
-
-@dataclass(frozen=True, slots=True)
 class Segment:
     """Memory that one storage process gives to the cluster."""
 
@@ -175,7 +166,7 @@ class MasterAdmin:
         self._http.close()  # first: it ends what the threads wait for
         self._threads.shutdown(cancel_futures=True)
 
-    def check(self) -> MasterHealth:
+    def check(self) -> None:
         """Make sure that a master is here, serves, and can be asked without extending leases."""
         reply = self._http.get("/health")
         if reply.status == http.client.OK and reply.body.strip() == b"OK":
@@ -191,7 +182,6 @@ class MasterAdmin:
                 f"name the leader and its admin address; the leader is {leader}",
             )
         self._check_looking()
-        return MasterHealth(health.role, health.ha_state, health.leader_address)
 
     def key_batches(self, most: int) -> Generator[Any, None, None]:
         """List the default tenant's keys as binary arrays of at most `most`, none of them empty.

@@ -68,11 +68,9 @@ def parse_json_object(
     source: str,
     *,
     refusal: type[HicacheError] = FormatError,
-    max_values: int = MAX_VALUES,
-    unique: bool = False,
 ) -> dict[str, Any]:
     """Parse JSON text whose value must be an object, as `parse_json` does."""
-    document = parse_json(text, source, refusal=refusal, max_values=max_values, unique=unique)
+    document = parse_json(text, source, refusal=refusal)
     if not isinstance(document, dict):
         raise refusal(f"{source}: not a JSON object")
     return document

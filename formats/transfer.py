@@ -54,13 +54,11 @@ class TransferPlan:
 
     sources, destinations: all that a page has or may have, as `object_specs` lists them.
     units:  the smallest sets that no copy connects; each destination is in one of them.
-    unused: sources that nothing reads, since others hold the same.
     """
 
     sources: tuple[ObjectSpec, ...]
     destinations: tuple[ObjectSpec, ...]
     units: tuple[TransferUnit, ...]
-    unused: tuple[int, ...]
 
 
 def transfer_plan(
@@ -240,9 +238,7 @@ def _assembled(
         *(_whole_unit(one, two, destinations[two]) for one, two in whole),
     ]
     units.sort(key=lambda unit: unit.destinations)
-    read = {number for unit in units for number in unit.sources}
-    unused = tuple(number for number in range(len(sources)) if number not in read)
-    return TransferPlan(sources, destinations, tuple(units), unused)
+    return TransferPlan(sources, destinations, tuple(units))
 
 
 def _whole_unit(source: int | None, destination: int, expected: ObjectSpec) -> TransferUnit:

@@ -31,14 +31,13 @@ STRUCTURAL_CODES = frozenset({"missing-pool", "missing-part", "missing-rank", "o
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A group of the plan; scanned, digests and unwanted are by slot of its shape."""
+    """A group of the plan; scanned and unwanted are by slot of its shape."""
 
     page: str
     model: str
     tag: str
     shape: Shape
     scanned: dict[int, Facts]
-    digests: dict[int, str]
     unwanted: frozenset[int]
     findings: tuple[dict[str, str | None], ...]
 
@@ -53,7 +52,6 @@ class Planned:
                 file=first_file + number,
                 unwanted=slot in self.unwanted and slot in same,
                 facts=facts,
-                blake3=self.digests.get(slot) if slot in same else None,
             )
             for number, (slot, facts) in enumerate(there.items())
         )
@@ -67,17 +65,10 @@ class Planned:
 class Planner:
     """Makes of a plan's groups what batches need, without Python for what is not planned."""
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        groups: PageGroups,
-        plan: RepairPlan,
-        digests: Mapping[bytes, str],
-    ) -> None:
+    def __init__(self, inventory: Inventory, groups: PageGroups, plan: RepairPlan) -> None:
         self._inventory = inventory
         self._groups = groups
         self._plan = plan
-        self._digests = digests
         self._outright = np.isin(plan.groups, plan.outright)
         chosen = np.zeros(len(groups) + 1, dtype=np.bool_)
         chosen[plan.groups] = True
@@ -149,7 +140,6 @@ class Planner:
             tag=tag,
             shape=shape,
             scanned=dict(zip(slots, facts, strict=True)),
-            digests={s: self._digests[key] for key, s in of_key.items() if key in self._digests},
             unwanted=frozenset(
                 s for key, s in of_key.items() if everything or key.decode() in damaged
             ),

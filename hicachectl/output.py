@@ -100,9 +100,9 @@ def document_text(document: Mapping[str, Any]) -> str:
     return ",\n".join([_document_head(), *members]) + "\n}\n"
 
 
-def write_text(text: str, output: Path | None, output_format: str = "json") -> None:
+def write_text(text: str, output: Path | None) -> None:
     """Write text to stdout or, whole or not at all, to a file."""
-    with _destination(output, output_format) as stream:
+    with _destination(output, "json") as stream:
         stream.write(text)
 
 

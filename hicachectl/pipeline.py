@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
-    from hicachectl.backends.arena import Slab
     from hicachectl.backends.base import IntArray, ReadResult, Store
     from hicachectl.pacing import Pace
 
@@ -86,8 +85,6 @@ class Loaded:
     offsets: IntArray
     room: int
     read: ReadResult
-    _slab: Slab
-    _held: bool = field(default=False)
 
     def view(self, index: int) -> npt.NDArray[np.uint8]:
         """Give the bytes of one object, in place."""
@@ -109,11 +106,6 @@ class Loaded:
         return np.lib.stride_tricks.as_strided(
             first, shape=(len(self.offsets), nbytes), strides=(step, 1), writeable=False
         )
-
-    def hold(self) -> Slab:
-        """Keep the slab beyond the work; whoever holds it releases it."""
-        self._held = True
-        return self._slab
 
 
 class Pipeline(Generic[T]):
@@ -297,7 +289,6 @@ class Pipeline(Generic[T]):
         offsets, nbytes = place(task.capacities)
         name = task.name or f"a task of {len(task.rows)} objects"
         slab = allocator.reserve(max(nbytes + task.room, 1), name=name)
-        loaded: Loaded | None = None
         try:
             offsets = np.asarray(offsets) + slab.offset
             self._keep_pace(task.nbytes)
@@ -305,11 +296,9 @@ class Pipeline(Generic[T]):
                 named = self._named(task.rows)
             with self._reading:
                 read = self._read_call(named, offsets, task.capacities, identify=self._identify)
-            loaded = Loaded(task, arena, offsets, slab.offset + nbytes, read, slab)
-            return self._work(loaded)
+            return self._work(Loaded(task, arena, offsets, slab.offset + nbytes, read))
         finally:
-            if loaded is None or not loaded._held:
-                slab.release()
+            slab.release()
 
     def _keep_pace(self, nbytes: int) -> None:
         """Wait for the turn of a read; end the reader where that is not before the deadline."""

@@ -71,12 +71,6 @@ class Outcome:
         reason = "interrupted" if isinstance(by, KeyboardInterrupt) else "terminated"
         self.document |= {"complete": False, "stopped_by": reason}
 
-    @property
-    def usable_share(self) -> float:
-        """The share of the tokens asked for that servers can restore in the end."""
-        wanted = self.document["requested_tokens"]
-        return self.document["usable_tokens"] / wanted if wanted else 1.0
-
 
 def not_begun(source: str | None, destination: str) -> Outcome:
     """Return the outcome of a prewarm between two URLs that another run's lock stopped."""

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.backends.capabilities import Mover
     from hicachectl.backends.directory import Directory
-    from hicachectl.backends.urls import Config
     from hicachectl.groups import PageGroups
     from hicachectl.inventory import Inventory
     from hicachectl.planning import RepairPlan
@@ -95,9 +94,7 @@ def run_repair(
     *,
     mode: Mode,
     quarantine: str | None = None,
-    config: Config | None = None,
     dry_run: bool = False,
-    digests: Mapping[bytes, str] | None = None,
     settle_seconds: float = SETTLE_SECONDS,
     on_progress: Callable[[int], None] = lambda groups: None,
 ) -> RepairOutcome:
@@ -105,15 +102,15 @@ def run_repair(
 
     inventory: with the column `version` where the store has versions, so that objects rewritten
     since the scan are told from damaged ones. mode delete keeps nothing; its quarantine then has
-    only the records of what is being done. digests: BLAKE3 of keys, where known.
+    only the records of what is being done.
     settle_seconds: how long to watch a store with a writer for pages it has half written.
     on_progress is told how many groups were dealt with. Raises UsageError on a quarantine that
     cannot be one, StoreUnavailable; what happens to one object is in the outcome.
     """
-    place = quarantine_of(store, quarantine, config)
+    place = quarantine_of(store, quarantine)
     if place is None and mode == "quarantine":
         raise UsageError(f"{store.url}: name a directory for its objects: --quarantine DIR")
-    planner = Planner(inventory, groups, plan, digests or {})
+    planner = Planner(inventory, groups, plan)
     if dry_run:
         return _rehearse(planner, mode, place)
     newest_ns = int(groups.newest_ns.max()) if len(groups) else 0
@@ -129,9 +126,7 @@ def run_repair(
         return worker.outcome(untried=len(planner) - worker.tried)
 
 
-def finish_unfinished(
-    store: Store, quarantine: str | None = None, *, config: Config | None = None
-) -> RepairOutcome:
+def finish_unfinished(store: Store, quarantine: str | None = None) -> RepairOutcome:
     """Complete what runs that were killed had begun on this store.
 
     To be called before the scan by every run that removes something. What another process is
@@ -139,7 +134,7 @@ def finish_unfinished(
     for files of owners who are not trusted, both before anything is changed; StoreUnavailable.
     """
     outcome = RepairOutcome()
-    place = quarantine_of(store, quarantine, config)
+    place = quarantine_of(store, quarantine)
     with _opened(place, writes=True) as directory:
         if directory is None:
             return outcome
@@ -156,11 +151,9 @@ def finish_unfinished(
     return outcome
 
 
-def count_unfinished(
-    store: Store, quarantine: str | None = None, *, config: Config | None = None
-) -> int:
+def count_unfinished(store: Store, quarantine: str | None = None) -> int:
     """Count the groups that `finish_unfinished` would complete. Raises as that does."""
-    place = quarantine_of(store, quarantine, config)
+    place = quarantine_of(store, quarantine)
     with _opened(place, writes=False) as directory:
         return sum(
             len(batch.record.groups)
@@ -169,9 +162,7 @@ def count_unfinished(
         )
 
 
-def quarantine_of(
-    store: Store, quarantine: str | None, config: Config | None = None
-) -> Quarantine | None:
+def quarantine_of(store: Store, quarantine: str | None) -> Quarantine | None:
     """Return a store's quarantine: the one named, else the one beside the store.
 
     None where none is named and the store has no place. Raises UsageError where it cannot be.
@@ -181,7 +172,7 @@ def quarantine_of(
     beside = store.side_directory() if isinstance(store, SideFiles) else None
     if quarantine is None:
         return None if beside is None else Quarantine(store)
-    url = parse_url(quarantine, config)
+    url = parse_url(quarantine)
     path = Path(url.path)
     if url.scheme != "file" or (path.exists() and not path.is_dir()):
         raise UsageError(f"--quarantine {quarantine}: must be a directory")

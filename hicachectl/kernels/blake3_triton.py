@@ -31,23 +31,6 @@ LANES = 128
 WARP_LANES = 32
 
 
-def digests(
-    buffer: torch.Tensor,
-    offsets: Sequence[int] | npt.NDArray[np.int64],
-    lengths: Sequence[int] | npt.NDArray[np.int64],
-    *,
-    lanes: int = LANES,
-) -> torch.Tensor:
-    """Digest byte ranges of a buffer: [n, 32] uint8 on its device.
-
-    buffer:           1D uint8, contiguous, a multiple of 8 bytes, 8-byte aligned.
-    offsets, lengths: [n], on the host; offsets are multiples of 8, ranges may overlap.
-    lanes:            chunks of a program, a power of two.
-    Device memory: 32 bytes for each chunk of 1024. Raises ValueError. Does not synchronise.
-    """
-    return digest_ranges(buffer, ranges_of(buffer, offsets, lengths, lanes=lanes))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
     """Byte ranges, ready to be digested again and again without an upload.
@@ -70,9 +53,13 @@ def ranges_of(
     lanes: int = LANES,
     upload: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Ranges:
-    """Prepare ranges for `digest_ranges`, with the arguments and errors of `digests`.
+    """Prepare byte ranges of a buffer for `digest_ranges`.
 
+    buffer:           1D uint8, contiguous, a multiple of 8 bytes, 8-byte aligned.
+    offsets, lengths: [n], on the host; offsets are multiples of 8, ranges may overlap.
+    lanes:            chunks of a program, a power of two.
     upload: brings the table to the device; by default through page-locked memory of torch's.
+    Raises ValueError. Does not synchronise.
     """
     starts = np.asarray(offsets, np.int64)
     sizes = np.asarray(lengths, np.int64)

@@ -38,31 +38,29 @@ class Plan:
         return len(self.order)
 
 
-def plan_order(trace: Trace, *, now: float | None = None, budget: int | None = None) -> Plan:
+def plan_order(trace: Trace, *, budget: int | None = None) -> Plan:
     """Order all blocks of a trace by what warming them is expected to save.
 
-    now: when the plan is made, in the trace's time and not before its end; default: as long after
-    its last request as requests are apart on average. budget: blocks at most. A trace without
-    times is taken for a set of prompts, and ordered by how many of them share a block.
+    The plan is for as long after the trace's last request as requests are apart on average.
+    budget: blocks at most. A trace without times is taken for a set of prompts, and ordered by how
+    many of them share a block.
     """
     uses = walk_uses(trace)
-    values = _values(trace, now, uses)
+    values = _values(trace, uses)
     order, ranked = _best_first(trace.forest, values)
     order, ranked = order[:budget], ranked[:budget]
     seen = None if trace.times is None else trace.times[uses.last[order]]
     return Plan(trace.forest, order, ranked, uses.counts[order], seen)
 
 
-def _values(trace: Trace, now: float | None, uses: Uses) -> npt.NDArray[np.float64]:
+def _values(trace: Trace, uses: Uses) -> npt.NDArray[np.float64]:
     times = trace.times
     if times is None or not len(trace):
         return uses.counts.astype(np.float64)
     if times[-1] <= times[0]:  # all at once: only the order tells
         times = np.arange(len(trace), dtype=np.float64)
-        now = None
-    if now is None:
-        now = times[-1] + (times[-1] - times[0]) / len(times)
-    values = reuse_values(trace, times, max(now, float(times[-1])), uses)
+    now = float(times[-1] + (times[-1] - times[0]) / len(times))
+    values = reuse_values(trace, times, now, uses)
     return values if values.any() else times[uses.last]
 
 

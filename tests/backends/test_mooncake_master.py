@@ -17,7 +17,6 @@ from hicachectl.backends import mooncake_master
 from hicachectl.backends.mooncake_master import (
     ANSWER_SCHEMA,
     MasterAdmin,
-    MasterHealth,
     Segment,
 )
 from hicachectl.formats.errors import StoreUnavailable, UsageError
@@ -74,8 +73,8 @@ def versions(answer: Any) -> list[tuple[int, ...] | None]:
 # a real master
 
 
-def test_a_master_says_that_it_leads(admin: MasterAdmin) -> None:
-    assert admin.check() == MasterHealth("leader", "serving", None)
+def test_a_master_that_leads_passes_the_check(admin: MasterAdmin) -> None:
+    admin.check()
 
 
 @pytest.mark.parametrize("most", [1, 7, 1000])
@@ -438,7 +437,7 @@ def test_what_cannot_be_used_is_refused_with_its_reason(script: Script, message:
 def test_a_master_that_can_be_asked_harmlessly_passes_the_check() -> None:
     fields = item(ok=False, error="OBJECT_NOT_FOUND")
     with scripted(master(echo(fields))) as admin:
-        assert admin.check().role == "leader"
+        admin.check()
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 from blake3 import blake3
 
 from tests.hicachectl.devices import DEVICES, HAS_CUDA, NATIVE, torch
 
-from hicachectl.kernels.blake3_triton import digests  # isort: skip
+from hicachectl.kernels.blake3_triton import LANES, digest_ranges, ranges_of  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +32,13 @@ def spread(lengths: tuple[int, ...], gap: int = 8) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-length // 8) * 8 + gap
     return offsets, end
+
+
+def digests(
+    buffer: torch.Tensor, offsets: list[int], lengths: Sequence[int], lanes: int = LANES
+) -> torch.Tensor:
+    """Digest byte ranges of a buffer: [n, 32] uint8 on its device."""
+    return digest_ranges(buffer, ranges_of(buffer, offsets, lengths, lanes=lanes))
 
 
 def assert_equal_to_the_package(

@@ -169,21 +169,6 @@ def test_leaving_early_does_not_wait_for_a_turn(store: FileStore) -> None:
     assert no_readers()
 
 
-def test_held_slabs_outlive_the_work_and_bound_what_is_read(store: FileStore) -> None:
-    held = []
-    kept = Pipeline(
-        store,
-        OBJECTS,
-        tasks(),
-        lambda loaded: (loaded.hold(), content(loaded)),
-        buffer_bytes=500_000,
-    )
-    for slab, part in kept:
-        held.append(part)
-        slab.release()
-    assert sum(len(part) for part in held) == len(SIZES)
-
-
 def test_a_deadline_ends_the_run_between_tasks(store: FileStore) -> None:
     pipeline = Pipeline(store, OBJECTS, tasks(), content, deadline=time.monotonic() - 1)
     assert list(pipeline) == []
