@@ -70,15 +70,11 @@ class Planner:
         self._groups = groups
         self._plan = plan
         self._outright = np.isin(plan.groups, plan.outright)
-        chosen = np.zeros(len(groups) + 1, dtype=np.bool_)
-        chosen[plan.groups] = True
-        rows = np.flatnonzero(chosen[groups.of_object])
-        self._rows = rows[np.argsort(groups.of_object[rows], kind="stable")]
-        self._objects = _spans(groups.of_object[self._rows], plan.groups)
-        self._reasons = _spans(plan.about, plan.groups)
+        self._rows, self._objects = groups.objects_of(plan.groups)
+        self._reasons = np.append(np.searchsorted(plan.about, plan.groups), len(plan.about))
         self._cut_shapes: dict[object, tuple[Shape, dict[int, int]]] = {}
         self._shapes = [_shape_of(deployment) for deployment in groups.deployments]
-        self._members = inventory.by_affix(inventory.table.spec_ids, UNRESOLVED)
+        self._specs = inventory.by_affix(inventory.table.spec_ids, UNRESOLVED)
         self._taken_slots = self._slots_of_others()
 
     def __len__(self) -> int:
@@ -121,7 +117,7 @@ class Planner:
         else:
             deployment = self._groups.deployments[deployment_id]
             shape, model, tag = self._shapes[deployment_id], deployment.model, deployment.tag
-            slots = self._members[rows].tolist()
+            slots = self._specs[rows].tolist()
             if lost:
                 key = deployment_id, frozenset(lost)
                 shape, places = self._cut_shapes.setdefault(key, _without(shape, lost))
@@ -192,11 +188,6 @@ class Planner:
             )
             for affix in self._inventory.affix_ids[rows].tolist()
         )
-
-
-def _spans(owners: IntArray, groups: IntArray) -> IntArray:
-    """Where each group's run of `owners` starts, and behind the last where it ends."""
-    return np.append(np.searchsorted(owners, groups), len(owners)).astype(np.int64)
 
 
 def _shape_of(deployment: Deployment) -> Shape:

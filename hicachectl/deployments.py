@@ -265,7 +265,7 @@ def _with_fellow_ranks(found: list[Coordinate]) -> set[Coordinate]:
 def _rank_order(spec: ObjectSpec) -> tuple[object, ...]:
     shard = spec.coordinate.shard
     ranks = (shard.pp_rank, shard.cp_rank, shard.dcp_rank, shard.tp_rank)
-    return (*(rank or 0 for rank in ranks), spec.coordinate.part or "")
+    return *(rank or 0 for rank in ranks), spec.coordinate.part or "", shard.tp_size or 0
 
 
 def _anchor_pool(pools: set[str]) -> str:

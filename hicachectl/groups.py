@@ -83,6 +83,38 @@ class PageGroups:
         """Give the page hash of some groups."""
         return self._inventory.pages(self._rows[groups]).combine_chunks()
 
+    def find(self, deployment_id: int, pages: pa.StringArray) -> IntArray:
+        """Return a deployment's group of each page; -1 where it has none, or the page is null."""
+        span = self.span(deployment_id)
+        at = pc.index_in(pages, value_set=self.pages_at(span), skip_nulls=True)
+        known = at.is_valid().to_numpy(zero_copy_only=False)
+        return np.where(known, at.fill_null(0).to_numpy() + span.start, -1)
+
+    def rows_in(self, chosen: BoolArray) -> IntArray:
+        """Return the rows of the objects of chosen groups, in the listing's order.
+
+        chosen: [groups].
+        """
+        return np.flatnonzero(np.append(chosen, False)[self.of_object])
+
+    def objects_of(self, groups: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the rows of the objects of some groups, one group after the other.
+
+        Also returns where each group's rows begin, and where the last one's end: [groups + 1].
+        """
+        order, starts = self._by_group
+        lengths = starts[groups + 1] - starts[groups]
+        offsets = np.append(0, np.cumsum(lengths))
+        places = np.arange(offsets[-1]) + np.repeat(starts[groups] - offsets[:-1], lengths)
+        return order[places], offsets
+
+    @cached_property
+    def _by_group(self) -> tuple[IntArray, IntArray]:
+        """Rows by group, in the listing's order within each, and where each group begins."""
+        order = np.argsort(self.of_object, kind="stable")
+        starts = np.searchsorted(self.of_object[order], np.arange(len(self) + 1))
+        return order, starts
+
     def owners(self, keys: pa.BinaryArray) -> IntArray:
         """Return the group of the object with each key if two models have such keys, else -1."""
         of_group = np.full(len(keys), -1, dtype=np.int64)

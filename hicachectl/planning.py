@@ -150,7 +150,7 @@ def with_descendants(
             first = next((n for n, page in enumerate(chain) if page in pages), len(chain))
             unreachable[deployment].update(chain[first + 1 :])
     found = [
-        _groups_of(groups, deployment, pa.array(sorted(pages), pa.string()))
+        groups.find(deployment, pa.array(sorted(pages), pa.string()))
         for deployment, pages in unreachable.items()
     ]
     numbers = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *found]))
@@ -197,21 +197,11 @@ def _place(groups: PageGroups, found: pa.Table) -> tuple[IntArray, IntArray]:
             (np.flatnonzero(here), pages),
             (np.flatnonzero(keyless), found.column("page").combine_chunks()),
         ):
-            numbers = _groups_of(groups, number, names.take(pa.array(mine)))
+            numbers = groups.find(number, names.take(pa.array(mine)))
             placed = (numbers != _NOBODY) & (numbers != owners[mine])
             rows.append(mine[placed])
             about.append(numbers[placed])
     return np.concatenate(rows), np.concatenate(about)
-
-
-def _groups_of(groups: PageGroups, deployment: int, pages: pa.StringArray) -> IntArray:
-    """Find a deployment's group of each page; _NOBODY where it has none."""
-    mine = np.flatnonzero(groups.deployment_ids == deployment)
-    at = pc.index_in(pages, value_set=groups.pages_at(mine))
-    places = at.fill_null(len(mine)).to_numpy()
-    # A null page is in no group, whatever index_in makes of it.
-    known = pages.is_valid().to_numpy(zero_copy_only=False)
-    return np.where(known, np.append(mine, _NOBODY)[places], _NOBODY).astype(np.int64)
 
 
 def _pages_by_deployment(groups: PageGroups, numbers: IntArray) -> dict[int, set[str]]:

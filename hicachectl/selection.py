@@ -47,8 +47,7 @@ def select(inventory: Inventory, selection: Selection) -> Inventory:
     if not selection:
         return inventory
     groups = PageGroups(inventory)
-    keep = np.append(_chosen(groups, inventory, selection), False)
-    return inventory.only(np.flatnonzero(keep[groups.of_object]))
+    return inventory.only(groups.rows_in(_chosen(groups, inventory, selection)))
 
 
 def _chosen(groups: PageGroups, inventory: Inventory, selection: Selection) -> BoolArray:

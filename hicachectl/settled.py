@@ -44,7 +44,7 @@ def changed_groups(
     """
     changed = np.zeros(len(groups), dtype=np.bool_)
     suspect = settled & np.isin(groups.states, (PARTIAL, ORPHAN))
-    rows = np.flatnonzero(np.append(suspect, False)[groups.of_object])
+    rows = groups.rows_in(suspect)
     still_there = store.exists(inventory.take(rows))
     changed[groups.of_object[rows[~still_there]]] = True
     others = inventory.take(inventory.split_rows, ["key"]).column("key").combine_chunks()

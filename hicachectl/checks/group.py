@@ -99,8 +99,7 @@ def _orphans(
     inventory: Inventory, groups: PageGroups, in_flight: BoolArray, severity: str
 ) -> pa.Table:
     """One finding for each object of a group that has lost its anchor."""
-    chosen = np.append((groups.states == ORPHAN) & ~in_flight, False)
-    objects = object_rows(inventory, np.flatnonzero(chosen[groups.of_object]))
+    objects = object_rows(inventory, groups.rows_in((groups.states == ORPHAN) & ~in_flight))
     return findings(
         "orphan-sidecar",
         severity,

@@ -370,10 +370,7 @@ class Removal:
     def __init__(self, store: Store, inventory: Inventory, groups: PageGroups) -> None:
         self._store = store
         self._inventory = inventory
-        self._order = np.argsort(groups.of_object, kind="stable")
-        self._starts = np.searchsorted(
-            groups.of_object[self._order], np.arange(len(groups) + 1), side="left"
-        )
+        self._groups = groups
         anchors = tuple(spec is not None and spec.anchor for spec in inventory.table.specs)
         self._anchors = inventory.by_affix(anchors, 0) != 0
         self._waiting: deque[tuple[float, Survey, IntArray]] = deque()
@@ -396,10 +393,8 @@ class Removal:
 
     def remove(self, survey: Survey, items: IntArray) -> tuple[list[str], list[Problem]]:
         """Delete all objects of groups, anchors first; give the pages, and what went wrong."""
-        numbers = survey.groups[items]
-        spans = [self._order[self._starts[g] : self._starts[g + 1]] for g in numbers.tolist()]
-        rows = np.concatenate(spans)
-        owners = np.repeat(np.arange(len(items)), [len(span) for span in spans])
+        rows, offsets = self._groups.objects_of(survey.groups[items])
+        owners = np.repeat(np.arange(len(items)), np.diff(offsets))
         pages = survey.pages.take(pa.array(items)).to_pylist()
         stuck: dict[int, Problem] = {}
         for stage in (self._anchors[rows], ~self._anchors[rows]):
