@@ -7,16 +7,19 @@ Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS.from
 
 from __future__ import annotations
 
-import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from msgspec import Struct
+
 from hicachectl.backends.sglang_config import read_config
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.forms import convert
 from hicachectl.formats.profile import MAX_RANKS
 
 if TYPE_CHECKING:
@@ -25,8 +28,7 @@ if TYPE_CHECKING:
 CONFIG_VARIABLE = "SGLANG_HICACHE_HF3FS_CONFIG_PATH"
 MAX_FILE_SIZE = (1 << 63) - 1
 
-_REQUIRED = ("file_path_prefix", "file_size", "numjobs", "entries")
-_OPTIONAL = ("metadata_server_url", "client_timeout")
+_PREFIX = re.compile(r"/[^\0\ud800-\udc7f\udd00-\udfff]*(?<!/)")  # a path that can be encoded
 _KV = "kv"  # the one pool whose file has no name of its own
 
 
@@ -61,6 +63,17 @@ class Hf3fsSettings:
         }
         params = {name: str(value) for name, value in stated.items() if value is not None}
         return str(StoreUrl("hf3fs", self.prefix, params=params))
+
+
+class _Document(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """SGLang's JSON config."""
+
+    file_path_prefix: str
+    file_size: int | float | str
+    numjobs: Any
+    entries: Any
+    metadata_server_url: str | None = None
+    client_timeout: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +127,7 @@ def _config(url: StoreUrl, environ: Mapping[str, str]) -> _Config | None:
 
 
 def _prefix(path: str, where: str, error: type[UsageError | FormatError]) -> str:
-    if not path.startswith("/") or path.endswith("/") or "\0" in path:
+    if not _PREFIX.fullmatch(path):
         raise error(
             f"{where}: {path!r} is no prefix of data files; they are named PREFIX.RANK.bin, and "
             "PREFIX is an absolute path"
@@ -177,47 +190,22 @@ def _count(url: StoreUrl, name: str, most: int) -> int | None:
 
 def _read_config(path: str, source: str) -> _Config:
     where = f"{source} {path}"
-    document = read_config(path, where)
-    for name in document:
-        if name not in (*_REQUIRED, *_OPTIONAL):
-            known = ", ".join((*_REQUIRED, *_OPTIONAL))
-            raise FormatError(f"{where}: unknown key {shown(name)}; known: {known}")
-    if missing := [name for name in _REQUIRED if name not in document]:
-        raise FormatError(f"{where}: {', '.join(missing)}: missing")
-    server = document.get("metadata_server_url")
+    document = convert(read_config(path, where), _Document, where)
+    server = document.metadata_server_url  # SGLang takes null and "" for none
     return _Config(
         where=where,
-        prefix=_prefix(
-            _text(document["file_path_prefix"], f"{where}: file_path_prefix"),
-            f"{where}: file_path_prefix",
-            FormatError,
-        ),
-        file_size=_whole(document["file_size"], f"{where}: file_size"),
-        server=_service(
-            _text(server, f"{where}: metadata_server_url"),
-            f"{where}: metadata_server_url",
-            FormatError,
-        )
-        if server  # SGLang takes null and "" for none
-        else None,
+        prefix=_prefix(document.file_path_prefix, f"{where}: file_path_prefix", FormatError),
+        file_size=_whole(document.file_size, f"{where}: file_size"),
+        server=_service(server, f"{where}: metadata_server_url", FormatError) if server else None,
     )
 
 
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise FormatError(f"{where}: expected a text, found {shown(value)}")
-    try:
-        os.fsencode(value)
-    except UnicodeEncodeError:  # JSON can spell half a character
-        raise FormatError(f"{where}: {value!r} is no text") from None
-    return value
-
-
-def _whole(value: Any, where: str) -> int:
+def _whole(value: float | str, where: str) -> int:
     """Take what Python's int() takes of a JSON value, as SGLang does, within bounds."""
-    plain = isinstance(value, int) and not isinstance(value, bool)
-    digits = isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20
-    exact = isinstance(value, float) and value.is_integer()
-    if not (plain or digits or exact) or not 1 <= int(value) <= MAX_FILE_SIZE:
+    if isinstance(value, str):
+        is_whole = value.isascii() and value.isdecimal() and len(value) < 20
+    else:
+        is_whole = value == value // 1  # neither infinite nor NaN
+    if not is_whole or not 1 <= int(value) <= MAX_FILE_SIZE:
         raise FormatError(f"{where}: {shown(value)} is no size in bytes")
     return int(value)

@@ -13,9 +13,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from hicachectl.backends.sglang_config import read_config
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import FormatError, HicacheError, UsageError
+from hicachectl.formats.forms import convert
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,25 +37,27 @@ _PROTOCOL = re.compile(r"[A-Za-z0-9_+-]+")
 _FLAGS = {"true": True, "1": True, "yes": True, "y": True,
           "false": False, "0": False, "no": False, "n": False}  # fmt: skip
 
-# What SGLang reads from the file; what contributes memory or disk is of no use to a guest.
-_CONFIG_TYPES: Mapping[str, tuple[type, ...]] = {
-    "local_hostname": (str,),
-    "metadata_server": (str,),
-    "protocol": (str,),
-    "device_name": (str,),
-    "master_server_address": (str,),
-    "master_metrics_port": (int, str),
-    "standalone_storage": (bool,),
-    "client_server_address": (str,),
-    "tenant_id": (str,),
-    "global_segment_size": (int, str),
-    "check_server": (bool,),
-    "enable_ssd_offload": (bool,),
-    "ssd_offload_path": (str,),
+# What SGLang's environment and its JSON config call a setting.
+_VARIABLES = {
+    "master": "MOONCAKE_MASTER",
+    "client": "MOONCAKE_CLIENT",
+    "standalone": "MOONCAKE_STANDALONE_STORAGE",
+    "metrics_port": "MOONCAKE_MASTER_METRICS_PORT",
+    "metadata": "MOONCAKE_TE_META_DATA_SERVER",
+    "protocol": "MOONCAKE_PROTOCOL",
+    "device": "MOONCAKE_DEVICE",
+    "local_hostname": "MOONCAKE_LOCAL_HOSTNAME",
+    "tenant": "MOONCAKE_TENANT_ID",
 }
-_NULLABLE = frozenset(
-    {"client_server_address", "master_server_address", "ssd_offload_path", "tenant_id"}
-)
+_KEYS = {
+    "master": "master_server_address",
+    "client": "client_server_address",
+    "standalone": "standalone_storage",
+    "metrics_port": "master_metrics_port",
+    "metadata": "metadata_server",
+    "device": "device_name",
+    "tenant": "tenant_id",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,26 +81,37 @@ class MooncakeSettings:
         return str(StoreUrl("mooncake", host=self.master, params=params))
 
 
+class _Stated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_KEYS):
+    """The settings of one source, with SGLang's defaults; only their types are checked."""
+
+    master: str | None = None
+    client: str | None = None
+    standalone: bool = False
+    metrics_port: int | str = _DEFAULT_METRICS_PORT
+    metadata: str = _DEFAULT_METADATA
+    protocol: str = _DEFAULT_PROTOCOL
+    device: str = ""
+    local_hostname: str = ""
+    tenant: str | None = None
+    # Memory and disk that a server contributes: of no use to a guest.
+    global_segment_size: int | str = 0
+    check_server: bool = False
+    enable_ssd_offload: bool = False
+    ssd_offload_path: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Given:
-    """What a file or the environment says, still unchecked."""
+    """The settings of a source, and how messages name it."""
 
-    where: str  # for messages, put before a setting's name
+    where: str  # put before a setting's name
     error: type[HicacheError]
-    names: Mapping[str, str]  # of our fields in that source
-    master: str | None
-    client: str | None
-    standalone: bool
-    metrics_port: str
-    metadata: str
-    protocol: str
-    device: str
-    local_hostname: str
-    tenant: str
+    names: Mapping[str, str]  # of the settings in that source
+    stated: _Stated
 
     def name(self, field: str) -> str:
         """Name a setting as the source does."""
-        return self.where + self.names[field]
+        return self.where + self.names.get(field, field)
 
 
 def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> MooncakeSettings:
@@ -150,25 +167,28 @@ def _master(url: StoreUrl, given: _Given) -> str:
     if url.host:
         split_address(url.host, f"{_shown(url)}: master")
         return url.host
-    if given.standalone:
+    stated = given.stated
+    if stated.standalone:
         raise UsageError(
             f"{given.name('standalone')} is set: servers use a store process of their host, which "
             "a guest cannot; name the master, as in mooncake://HOST:50051"
         )
-    if given.master is None:
-        only = f"{given.name('client')} alone does not do" if given.client else "no master is named"
+    if stated.master is None:
+        only = (
+            f"{given.name('client')} alone does not do" if stated.client else "no master is named"
+        )
         raise UsageError(
             f"{_shown(url)}: {only}; write mooncake://HOST:50051, or set MOONCAKE_MASTER or "
             f"{CONFIG_VARIABLE}"
         )
     name = given.name("master")
-    if "://" in given.master:
+    if "://" in stated.master:
         raise UsageError(
-            f"{name}: masters elect a leader by {given.master.partition('://')[0]}; name the "
+            f"{name}: masters elect a leader by {stated.master.partition('://')[0]}; name the "
             "leader, as in mooncake://HOST:50051?admin=HOST:9003"
         )
-    split_address(given.master, name, given.error)
-    return given.master
+    split_address(stated.master, name, given.error)
+    return stated.master
 
 
 def _admin(url: StoreUrl, given: _Given, master: str) -> str:
@@ -176,7 +196,7 @@ def _admin(url: StoreUrl, given: _Given, master: str) -> str:
         split_address(url.params["admin"], f"{_shown(url)}: admin")
         return url.params["admin"]
     name = given.name("metrics_port")
-    port = given.metrics_port
+    port = str(given.stated.metrics_port)
     if not port.isdecimal() or not port.isascii() or not 1 <= int(port[:6]) <= 65535:
         raise given.error(f"{name}: {port!r} is no port number")
     return f"{master.rpartition(':')[0]}:{int(port)}"
@@ -185,7 +205,7 @@ def _admin(url: StoreUrl, given: _Given, master: str) -> str:
 def _text(url: StoreUrl, given: _Given, field: str, *, empty: bool = False) -> str:
     """Take a setting that Mooncake itself will understand or not."""
     stated = url.params.get(field)
-    value: str = getattr(given, field) if stated is None else stated
+    value: str = getattr(given.stated, field) if stated is None else stated
     if not value.isprintable() or not (value or empty):
         error, name = (given.error, given.name(field)) if stated is None else (UsageError, field)
         raise error(f"{name}: {value!r} cannot be used")
@@ -206,7 +226,8 @@ def _device(value: str) -> str:
 
 def _refuse_tenant(url: StoreUrl, given: _Given) -> None:
     stated = url.params.get("tenant")
-    tenant = (given.tenant if stated is None else stated).strip() or _DEFAULT_TENANT
+    tenant = given.stated.tenant if stated is None else stated
+    tenant = (tenant or "").strip() or _DEFAULT_TENANT
     if tenant != _DEFAULT_TENANT:
         name = given.name("tenant") if stated is None else f"{_shown(url)}: tenant"
         raise UsageError(
@@ -227,65 +248,29 @@ def _without_secrets(metadata: str) -> str:
 
 
 def _from_environment(environ: Mapping[str, str]) -> _Given:
-    return _Given(
-        where="",
-        error=UsageError,
-        names={
-            "master": "MOONCAKE_MASTER",
-            "client": "MOONCAKE_CLIENT",
-            "standalone": "MOONCAKE_STANDALONE_STORAGE",
-            "metrics_port": "MOONCAKE_MASTER_METRICS_PORT",
-            "metadata": "MOONCAKE_TE_META_DATA_SERVER",
-            "protocol": "MOONCAKE_PROTOCOL",
-            "device": "MOONCAKE_DEVICE",
-            "local_hostname": "MOONCAKE_LOCAL_HOSTNAME",
-            "tenant": "MOONCAKE_TENANT_ID",
-        },
-        master=environ.get("MOONCAKE_MASTER"),
-        client=environ.get("MOONCAKE_CLIENT"),
-        standalone=_flag(environ, "MOONCAKE_STANDALONE_STORAGE"),
-        metrics_port=environ.get("MOONCAKE_MASTER_METRICS_PORT", str(_DEFAULT_METRICS_PORT)),
-        metadata=environ.get("MOONCAKE_TE_META_DATA_SERVER", _DEFAULT_METADATA),
-        protocol=environ.get("MOONCAKE_PROTOCOL", _DEFAULT_PROTOCOL),
-        device=environ.get("MOONCAKE_DEVICE", ""),
-        local_hostname=_hostname(environ, None),
-        tenant=environ.get("MOONCAKE_TENANT_ID", _DEFAULT_TENANT),
-    )
+    values: dict[str, Any] = {
+        name: environ[variable] for name, variable in _VARIABLES.items() if variable in environ
+    }
+    values["standalone"] = _flag(environ, _VARIABLES["standalone"])
+    values["local_hostname"] = _hostname(environ, "")
+    return _Given(where="", error=UsageError, names=_VARIABLES, stated=_Stated(**values))
 
 
 def _from_file(path: str, environ: Mapping[str, str]) -> _Given:
     """Read SGLang's JSON config; what it leaves out has SGLang's defaults, not the variables'."""
     where = f"{CONFIG_VARIABLE} {path}"
-    config = _read_config(path, where)
-    names = {
-        "master": "master_server_address",
-        "client": "client_server_address",
-        "standalone": "standalone_storage",
-        "metrics_port": "master_metrics_port",
-        "metadata": "metadata_server",
-        "protocol": "protocol",
-        "device": "device_name",
-        "local_hostname": "local_hostname",
-        "tenant": "tenant_id",
-    }
-    return _Given(
-        where=f"{where}: ",
-        error=FormatError,
-        names=names,
-        master=config.get("master_server_address"),
-        client=config.get("client_server_address"),
-        standalone=config.get("standalone_storage", False),
-        metrics_port=str(config.get("master_metrics_port", _DEFAULT_METRICS_PORT)),
-        metadata=config.get("metadata_server", _DEFAULT_METADATA),
+    config = read_config(path, where)
+    if "protocol" not in config and "MOONCAKE_PROTOCOL" in environ:
         # The one setting that the environment gives where the file does not.
-        protocol=config.get("protocol", environ.get("MOONCAKE_PROTOCOL", _DEFAULT_PROTOCOL)),
-        device=config.get("device_name", ""),
-        local_hostname=_hostname(environ, config.get("local_hostname")),
-        tenant=config.get("tenant_id") or _DEFAULT_TENANT,
-    )
+        config["protocol"] = environ["MOONCAKE_PROTOCOL"]
+    stated = convert(config, _Stated, where)
+    if "master_server_address" not in config and "client_server_address" not in config:
+        raise FormatError(f"{where}: master_server_address is missing")
+    stated = replace(stated, local_hostname=_hostname(environ, stated.local_hostname))
+    return _Given(where=f"{where}: ", error=FormatError, names=_KEYS, stated=stated)
 
 
-def _hostname(environ: Mapping[str, str], configured: str | None) -> str:
+def _hostname(environ: Mapping[str, str], configured: str) -> str:
     """Take the name of this machine; the environment wins over the file."""
     own = environ.get("MOONCAKE_LOCAL_HOSTNAME")
     return (
@@ -302,25 +287,3 @@ def _flag(environ: Mapping[str, str], name: str) -> bool:
     if value.lower() not in _FLAGS:
         raise UsageError(f"{name}: {value!r} is neither true nor false")
     return _FLAGS[value.lower()]
-
-
-def _read_config(path: str, where: str) -> dict[str, Any]:
-    config = read_config(path, where)
-    _check_types(config, where)
-    if "master_server_address" not in config and "client_server_address" not in config:
-        raise FormatError(f"{where}: master_server_address is missing")
-    return config
-
-
-def _check_types(config: Mapping[str, Any], where: str) -> None:
-    for name, value in config.items():
-        if name not in _CONFIG_TYPES:
-            known = ", ".join(sorted(_CONFIG_TYPES))
-            raise FormatError(f"{where}: unknown key {name!r}; known: {known}")
-        if value is None and name in _NULLABLE:
-            continue
-        types = _CONFIG_TYPES[name]
-        # JSON's true is an int to Python, and an integer of any length.
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            wanted = " or ".join(kind.__name__ for kind in types)
-            raise FormatError(f"{where}: {name}: expected {wanted}, found {type(value).__name__}")

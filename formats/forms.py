@@ -18,6 +18,8 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 _MAX_PROBLEMS = 20  # named in one message
 _UNIONS = (Union, UnionType)
+# The latter for a name, or one of a choice of texts, that is a lone surrogate.
+_REFUSALS = (msgspec.ValidationError, UnicodeEncodeError)
 
 
 def convert(
@@ -30,8 +32,8 @@ def convert(
     """
     try:
         return msgspec.convert(document, form)
-    except msgspec.ValidationError:
-        problems = islice(_problems(document, form, ""), _MAX_PROBLEMS)
+    except _REFUSALS as error:
+        problems = list(islice(_problems(document, form, ""), _MAX_PROBLEMS)) or [str(error)]
         raise refusal(f"{source}: {'; '.join(problems)}") from None
 
 
@@ -48,7 +50,7 @@ def _problems(value: Any, form: Any, path: str) -> Iterator[str]:
             return
     try:
         msgspec.convert(value, form)
-    except msgspec.ValidationError as error:
+    except _REFUSALS as error:
         yield f"{path}: {_expectation(error)}, found {shown(value)}".removeprefix(": ")
 
 
@@ -69,7 +71,7 @@ def _is_struct(form: Any) -> bool:
     return isinstance(form, type) and issubclass(form, msgspec.Struct)
 
 
-def _expectation(error: msgspec.ValidationError) -> str:
+def _expectation(error: Exception) -> str:
     """Say what msgspec expected, without what it got and where: both are told with the value."""
     text = str(error).partition(" - at ")[0].partition(", got ")[0].replace("`", "")
     for word, ours in ((" | null", ""), (" | ", " or "), ("array", "list"), ("object", "table")):
