@@ -21,7 +21,6 @@ from hicachectl.formats.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
 ALIGNMENT = 4096  # of slabs and objects: what O_DIRECT and page registration ask for
 _SHARED_MEMORY = Path("/dev/shm")  # where shm_open keeps its objects on Linux
@@ -104,12 +103,7 @@ class Arena:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -128,12 +122,7 @@ class Slab:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -23,7 +23,6 @@ from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator
-    from types import TracebackType
 
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.urls import Config, StoreUrl
@@ -268,12 +267,7 @@ class Store(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def memory(self, offsets: IntArray, sizes: IntArray, rows: int) -> memoryview:

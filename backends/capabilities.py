@@ -13,7 +13,6 @@ from hicachectl.backends.permissions import Permissions
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
 
     from hicachectl.backends.base import (
         BoolArray,
@@ -210,12 +209,7 @@ class Mover(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -27,7 +27,6 @@ from hicachectl.formats.errors import HicacheError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import TracebackType
 
     Send = Callable[[Any], None]
 
@@ -129,12 +128,7 @@ class Children:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _fork(self, work: Callable[[Send], None]) -> None:

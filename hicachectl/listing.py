@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.base import SCAN_FIELDS
 from hicachectl.deployments import UNRESOLVED
+from hicachectl.findings import findings
 from hicachectl.formats.keys.columns import coordinate_columns
 from hicachectl.groups import UNKNOWN_BYTES
 from hicachectl.page_order import page_ranks
@@ -56,6 +57,25 @@ def object_rows(inventory: Inventory, rows: Rows | None = None, *, pool: str = "
         "offset": _column(objects, "locator"),
     }
     return pa.table(columns)
+
+
+def object_findings(
+    inventory: Inventory, rows: Rows, code: str, severity: str, detail: str | pa.Array
+) -> pa.Table:
+    """Make a finding for each of some objects. detail: of all of them, or [rows] of each.
+
+    Raises ValueError on a code that `vocabulary.CODES` does not list.
+    """
+    objects = object_rows(inventory, rows)
+    return findings(
+        code,
+        severity,
+        keys=objects.column("key").combine_chunks(),
+        pages=objects.column("page"),
+        pools=pc.cast(objects.column("pool"), pa.string()),
+        parts=pc.cast(objects.column("part"), pa.string()),
+        detail=detail,
+    )
 
 
 def _column(objects: pa.Table, name: str) -> pa.Array | pa.ChunkedArray:

@@ -15,7 +15,6 @@ import pyarrow as pa
 from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.backends.base import Status
 from hicachectl.checks.sizes import oversized_severity
-from hicachectl.findings import findings
 from hicachectl.forking import Children, Tickets
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.pacing import Pace
@@ -117,20 +116,13 @@ class ReadingResult:
 
     def findings(self, inventory: Inventory) -> Iterator[pa.Table]:
         """Give the noted findings, each kind in the order of the objects."""
-        from hicachectl.listing import object_rows
+        from hicachectl.listing import object_findings
 
         for (code, severity), noted in self._issues.items():
             noted.sort()
-            objects = object_rows(inventory, np.array([row for row, _ in noted], dtype=np.int64))
-            yield findings(
-                code,
-                severity,
-                keys=objects.column("key").combine_chunks(),
-                pages=objects.column("page"),
-                pools=objects.column("pool").cast(pa.string()),
-                parts=objects.column("part").cast(pa.string()),
-                detail=pa.array([detail for _, detail in noted]),
-            )
+            rows = np.array([row for row, _ in noted], dtype=np.int64)
+            detail = pa.array([detail for _, detail in noted])
+            yield object_findings(inventory, rows, code, severity, detail)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

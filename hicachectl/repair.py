@@ -29,7 +29,6 @@ from hicachectl.removal import Deleting, MovingOut, Standing, Work, look, take_a
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-    from types import TracebackType
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.capabilities import Mover
@@ -288,12 +287,7 @@ class _Worker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._run is not None:
             self._run.close()
 

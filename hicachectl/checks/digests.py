@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
 from hicachectl.catalogs import MISMATCH, REWRITTEN
-from hicachectl.findings import findings
-from hicachectl.listing import object_rows
+from hicachectl.listing import object_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy as np
     import numpy.typing as npt
+    import pyarrow as pa
 
     from hicachectl.inventory import IntArray, Inventory
 
@@ -36,13 +34,4 @@ def check_digests(
         (MISMATCH, "digest-mismatch", severity, "other bytes than recorded, and not rewritten"),
         (REWRITTEN, "re-recorded", "info", "rewritten since it was recorded"),
     ):
-        objects = object_rows(inventory, rows[outcome == value])
-        yield findings(
-            code,
-            how_bad,
-            keys=objects.column("key").combine_chunks(),
-            pages=objects.column("page"),
-            pools=objects.column("pool").cast(pa.string()),
-            parts=objects.column("part").cast(pa.string()),
-            detail=detail,
-        )
+        yield object_findings(inventory, rows[outcome == value], code, how_bad, detail)

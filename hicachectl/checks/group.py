@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from hicachectl.findings import findings
 from hicachectl.group_table import ORPHAN
 from hicachectl.groups import BoolArray, Missing, PageGroups
-from hicachectl.listing import key_text, object_rows
+from hicachectl.listing import key_text, object_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +45,13 @@ def check_groups(
                 missing.specs[counted],
             ),
         )
-    yield _orphans(inventory, groups, in_flight, "info" if pools_apart else "warning")
+    yield object_findings(
+        inventory,
+        groups.rows_in((groups.states == ORPHAN) & ~in_flight),
+        "orphan-sidecar",
+        "info" if pools_apart else "warning",
+        "its page has no kv object, so that no server will ever read it",
+    )
 
 
 def _missing(groups: PageGroups, missing: Missing) -> pa.Table:
@@ -93,19 +98,3 @@ def _by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
     order = np.argsort(values, kind="stable")
     distinct, starts = np.unique(values[order], return_index=True)
     yield from zip(distinct.tolist(), np.split(order, starts[1:]), strict=False)
-
-
-def _orphans(
-    inventory: Inventory, groups: PageGroups, in_flight: BoolArray, severity: str
-) -> pa.Table:
-    """One finding for each object of a group that has lost its anchor."""
-    objects = object_rows(inventory, groups.rows_in((groups.states == ORPHAN) & ~in_flight))
-    return findings(
-        "orphan-sidecar",
-        severity,
-        keys=objects.column("key").combine_chunks(),
-        pages=objects.column("page"),
-        pools=pc.cast(objects.column("pool"), pa.string()),
-        parts=pc.cast(objects.column("part"), pa.string()),
-        detail="its page has no kv object, so that no server will ever read it",
-    )

@@ -8,13 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.findings import findings
-from hicachectl.listing import object_rows
+from hicachectl.listing import object_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.inventory import IntArray, Inventory
+    from hicachectl.inventory import Inventory
 
 _IN_MEMORY = pa.array(["memory", "nof"])  # nof: the memory of another host, over fabrics
 
@@ -34,26 +33,7 @@ def check_placement(inventory: Inventory) -> Iterator[pa.Table]:
         return
     smallest, largest = (f.reduceat(sizes, starts) for f in (np.minimum, np.maximum))
     fast = np.logical_or.reduceat(in_memory, starts)
-    yield _found(
-        inventory,
-        "replica-mismatch",
-        "warning",
-        rows[smallest != largest],
-        "its replicas differ in size",
-    )
-    yield _found(
-        inventory, "disk-only", "info", rows[~fast], "no replica in memory: slow to restore"
-    )
-
-
-def _found(inventory: Inventory, code: str, severity: str, rows: IntArray, detail: str) -> pa.Table:
-    objects = object_rows(inventory, rows)
-    return findings(
-        code,
-        severity,
-        keys=objects.column("key").combine_chunks(),
-        pages=objects.column("page"),
-        pools=objects.column("pool").cast(pa.string()),
-        parts=objects.column("part").cast(pa.string()),
-        detail=detail,
-    )
+    uneven, detail = rows[smallest != largest], "its replicas differ in size"
+    yield object_findings(inventory, uneven, "replica-mismatch", "warning", detail)
+    detail = "no replica in memory: slow to restore"
+    yield object_findings(inventory, rows[~fast], "disk-only", "info", detail)

@@ -6,14 +6,13 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 
-from hicachectl.findings import findings
-from hicachectl.listing import object_rows
+from hicachectl.listing import object_findings
 from hicachectl.page_order import page_ranks
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    import pyarrow as pa
 
     from hicachectl.deployments import AffixTable, Deployment
     from hicachectl.formats.spec import ObjectSpec
@@ -59,7 +58,8 @@ def check_replicas(
     sets = replica_sets(inventory.table)[inventory.affix_ids]
     chosen = (sets != NO_REPLICAS) & digested
     rows = np.flatnonzero(chosen)
-    ranks = np.array([_rank(r.coordinate) for r in inventory.table.resolved] + [0])
+    coordinates = (one.coordinate for one in inventory.table.resolved)
+    ranks = np.array([*(c.shard.tp_rank or 0 if c else 0 for c in coordinates), 0])
     page_ids, _ = page_ranks(inventory, chosen)
     order = np.lexsort((ranks[inventory.affix_ids[rows]], sets[rows], page_ids))
     rows, page_ids = rows[order], page_ids[order]
@@ -67,18 +67,10 @@ def check_replicas(
     same_set &= np.diff(page_ids, prepend=-1) == 0
     firsts = np.maximum.accumulate(np.where(same_set, 0, np.arange(len(rows))))
     differs = (digests[rows] != digests[rows[firsts]]).any(axis=1)
-    objects = object_rows(inventory, np.sort(rows[differs]))
-    return findings(
+    return object_findings(
+        inventory,
+        np.sort(rows[differs]),
         "replica-mismatch",
         "warning",
-        keys=objects.column("key").combine_chunks(),
-        pages=objects.column("page"),
-        pools=objects.column("pool").cast(pa.string()),
-        parts=objects.column("part").cast(pa.string()),
-        detail="another TP rank holds the same KV heads with other bytes",
+        "another TP rank holds the same KV heads with other bytes",
     )
-
-
-def _rank(coordinate: object) -> int:
-    shard = getattr(coordinate, "shard", None)
-    return getattr(shard, "tp_rank", None) or 0

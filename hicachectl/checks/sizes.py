@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from hicachectl.findings import findings
 from hicachectl.formats.spec import UNKNOWN_SIZE
-from hicachectl.listing import object_rows
+from hicachectl.listing import object_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +40,8 @@ def check_sizes(
         ("truncated", "error", np.flatnonzero(wrong & (actual < expected))),
         ("oversized", oversized_severity(scheme), np.flatnonzero(wrong & (actual > expected))),
     ):
-        yield _wrong(inventory, code, severity, rows, expected[rows])
+        detail = _difference(actual[rows], expected[rows])
+        yield object_findings(inventory, rows, code, severity, detail)
 
 
 def check_mixed_sizes(inventory: Inventory) -> pa.Table:
@@ -107,18 +108,7 @@ def expected_sizes(table: AffixTable) -> IntArray:
     return np.array([*sizes, UNKNOWN_SIZE], dtype=np.int64)
 
 
-def _wrong(
-    inventory: Inventory, code: str, severity: str, rows: IntArray, expected: IntArray
-) -> pa.Table:
-    objects = object_rows(inventory, rows)
-    actual = pc.cast(objects.column("nbytes"), pa.string())
-    wanted = pc.cast(pa.array(expected), pa.string())
-    return findings(
-        code,
-        severity,
-        keys=objects.column("key").combine_chunks(),
-        pages=objects.column("page"),
-        pools=pc.cast(objects.column("pool"), pa.string()),
-        parts=pc.cast(objects.column("part"), pa.string()),
-        detail=pc.binary_join_element_wise(actual, " bytes, expected ", wanted, ""),
-    )
+def _difference(actual: IntArray, expected: IntArray) -> pa.Array:
+    """Put into words how many bytes each object has, and should have: [objects]."""
+    has, wanted = (pc.cast(pa.array(sizes), pa.string()) for sizes in (actual, expected))
+    return pc.binary_join_element_wise(has, " bytes, expected ", wanted, "")

@@ -26,7 +26,6 @@ from hicachectl.loaders.providers import best_provider
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
-    from types import TracebackType
 
     import numpy.typing as npt
 
@@ -240,12 +239,7 @@ class DeviceChecker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
