@@ -10,7 +10,7 @@ from hicachectl.backends.capabilities import Profiled, Resumable
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.migrating.agenda import Agenda, Request, make_agenda
 from hicachectl.migrating.carrying import Carrier, Tally
-from hicachectl.migrating.decisions import WRITING, Action
+from hicachectl.migrating.decisions import WRITING, Action, Problem
 from hicachectl.migrating.estimate import estimated_seconds
 from hicachectl.migrating.journal import (
     Journal,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Store
-    from hicachectl.migrating.delivery import Delivered, Problem
+    from hicachectl.migrating.delivery import Delivered
 
 __all__ = ["FULL", "Outcome", "Request", "migrate"]
 

@@ -18,8 +18,7 @@ from hicachectl.hits import inventory_of_chains
 from hicachectl.interrupts import persistent
 from hicachectl.inventory import take_inventory
 from hicachectl.migrating.carrying import Carrier
-from hicachectl.migrating.decisions import Action, decide
-from hicachectl.migrating.delivery import Problem
+from hicachectl.migrating.decisions import Action, Problem, decide
 from hicachectl.migrating.parcels import leave_misfits, leave_too_large
 from hicachectl.migrating.preparing import find_router, settle_grammar
 from hicachectl.migrating.survey import ABSENT, survey_destination, survey_source

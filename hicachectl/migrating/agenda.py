@@ -16,7 +16,14 @@ from hicachectl.group_table import WHOLE
 from hicachectl.groups import PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.migrating.carrying import MOST_PROBLEMS, Manner, Order
-from hicachectl.migrating.decisions import WRITING, Action, IfExists, decide, unreadable
+from hicachectl.migrating.decisions import (
+    WRITING,
+    Action,
+    IfExists,
+    Problem,
+    decide,
+    unreadable,
+)
 from hicachectl.migrating.parcels import bytes_in_memory, too_large
 from hicachectl.migrating.survey import ABSENT, Survey, survey_destination, survey_source
 from hicachectl.named_groups import NamedGroups
@@ -33,7 +40,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.groups import BoolArray
-    from hicachectl.migrating.delivery import Problem
     from hicachectl.migrating.routes import Route
     from hicachectl.requests import PageList
 

@@ -16,8 +16,8 @@ import pyarrow as pa
 from hicachectl.backends.base import Status
 from hicachectl.backends.capabilities import Leases, RacyWrites
 from hicachectl.backends.page_tables import PageTables
-from hicachectl.migrating.decisions import READS_BACK, Action
-from hicachectl.migrating.delivery import CHANGES, Delivered, Destination, Fate, Problem
+from hicachectl.migrating.decisions import READS_BACK, Action, Problem
+from hicachectl.migrating.delivery import CHANGES, Delivered, Destination, Fate
 from hicachectl.migrating.parcels import Parcel, parcels
 from hicachectl.pacing import Pace
 from hicachectl.pipeline import DEFAULT_BUFFER_BYTES, Loaded, Pipeline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Literal
 
@@ -29,6 +30,15 @@ class Action(IntEnum):
     COMPARE = 4  # the destination has it whole: read both
     REPLACE = 5  # remove what the destination has, and copy
     CONFLICT = 6  # the destination has another object under one of its keys
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What kept a group from being done: its page, the key at fault where one is, and why."""
+
+    page: str
+    key: str | None
+    detail: str
 
 
 WRITING = (Action.COPY, Action.COMPLETE, Action.REPLACE)

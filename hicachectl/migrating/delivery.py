@@ -25,7 +25,7 @@ from hicachectl.backends.capabilities import (
     SystemCopy,
     permissions_of,
 )
-from hicachectl.migrating.decisions import READS_BACK, Action
+from hicachectl.migrating.decisions import READS_BACK, Action, Problem
 from hicachectl.migrating.survey import ABSENT, keys_of
 
 if TYPE_CHECKING:
@@ -60,15 +60,6 @@ CHANGES = {
     Status.OVERSIZED: "is longer than it was listed",
     Status.CHANGED: "was written to while it was copied",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What kept a group from being done: its page, the key at fault where one is, and why."""
-
-    page: str
-    key: str | None
-    detail: str
 
 
 @dataclass(slots=True, eq=False)

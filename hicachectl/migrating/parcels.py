@@ -17,8 +17,7 @@ import pyarrow as pa
 from hicachectl.backends.arena import ALIGNMENT, place
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.kernels.relayout import relayout
-from hicachectl.migrating.decisions import READS_BACK, Action
-from hicachectl.migrating.delivery import Problem
+from hicachectl.migrating.decisions import READS_BACK, Action, Problem
 from hicachectl.migrating.survey import ABSENT, keys_of
 from hicachectl.pipeline import Task
 
