@@ -135,7 +135,7 @@ class Traits:
     writes: bool = False  # `write_from` is supported
     deletes: bool = False  # `delete` is supported
     live: bool = True  # servers write to the store, so page groups can be in flight
-    append_only: bool = False  # objects that are rolled back still take room
+    append_only: bool = False  # objects that `undo_writes` removes still take room
     keeps_digests: bool = False  # the store checks each read against its own digest (DAMAGED)
     lists_late: bool = False  # a scan may lack the objects written last
     evicts: bool = False  # the store evicts objects to make room for new ones
@@ -147,7 +147,10 @@ class Traits:
 
 
 class Store(ABC):
-    """One place with objects.
+    """One place with objects. What only some stores can do is in `backends.capabilities`.
+
+    A store that is only read implements `from_url`, `grammar`, `scan`, `look` and `read_into`;
+    `urls.register_scheme` gives it a URL, and `testing.StoreSuite` checks it.
 
     `rows` arguments are record batches or tables with the columns a scan of this store gave,
     at least `key` (and `locator` where the store has one); rows made for another store may be

@@ -259,6 +259,11 @@ class SideFiles(Store):
         """Return whose files are used beside the store. writes: files may be created there."""
 
 
+def copier_of(target: Store, source: Store) -> SystemCopy | None:
+    """Return `target` if it copies objects of `source` without the arena, else None."""
+    return target if isinstance(target, SystemCopy) and target.can_copy_from(source) else None
+
+
 def open_mover(store: Store, directory: Directory) -> Mover | None:
     """Open a mover between a store and a directory; None where only copies get there."""
     return store.mover(directory) if isinstance(store, Renames) else None
@@ -269,3 +274,12 @@ def permissions_of(store: Store, *, listing: bool = False) -> Permissions:
     if isinstance(store, FilePermissions):
         return store.readable_by(listing=listing)
     return Permissions()
+
+
+def keep_as_private(target: Store, source: Store, *, listing: bool = False) -> None:
+    """Make new files of `target` no more readable than what was read of `source`.
+
+    listing: no more readable than the list of its objects. Raises StoreUnavailable.
+    """
+    if isinstance(target, FilePermissions):
+        target.keep_private(permissions_of(source, listing=listing), listing=listing)

@@ -2,6 +2,7 @@
 
 A backend's test module subclasses `StoreSuite`, gives a `store` fixture and the `raw_` accessors,
 which go around the backend, so that a store that writes and reads wrongly in the same way fails.
+What the store cannot do, by its traits and capabilities, is skipped.
 Imported by tests only: needs pytest and hypothesis.
 """
 # ruff: noqa: D102 - the name of a test is its sentence
@@ -225,6 +226,15 @@ class StoreSuite(ABC):
         assert result.errors == {}
         assert found == values
         assert result.nbytes.tolist() == [len(value) for value in values]
+        assert result.versions.shape == (len(values), len(store.traits.version_fields))
+
+    def test_a_read_identifies_an_object_as_a_scan_does(self, store: Store) -> None:
+        self.need(store, "version")
+        self.raw_put(store, self.keys[0], self.value(0))
+        rows = scanned_rows(store, self.keys[:1])
+        result, _ = read(store, rows, [len(self.value(0))])
+        version = rows.column("version")[0].as_py()
+        assert result.versions.astype("<u8").tobytes() == version
 
     def test_reading_record_batches_equals_reading_tables(self, store: Store) -> None:
         self.raw_put(store, self.keys[0], self.value(0))

@@ -8,7 +8,7 @@ import numpy as np
 
 from hicachectl.backends.arena import ALIGNMENT, Arena, place
 from hicachectl.backends.base import IntArray, Result, Status, Store
-from hicachectl.backends.capabilities import FilePermissions, SystemCopy, permissions_of
+from hicachectl.backends.capabilities import copier_of, keep_as_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,18 +28,18 @@ def copy_objects(
     errors: dict[int, str] = {}
     arena = _shared_arena(source, target)
     half = arena.nbytes // 2 // ALIGNMENT * ALIGNMENT
+    copier = copier_of(target, source)
     for chunk in _chunks(sizes, half, statuses, errors):
         read = source.read_into(rows.take(chunk), offsets := place(sizes[chunk])[0], sizes[chunk])
         good = chunk[_settle(read, chunk, statuses, errors)]
         offsets = offsets[np.isin(chunk, good)]
         some = target_rows.take(good)
-        if isinstance(target, SystemCopy) and target.can_copy_from(source):
-            written = target.copy_from(
+        if copier is not None:
+            written = copier.copy_from(
                 source, rows.take(good), some, sizes[good], if_absent=True, preserve=True
             )
         else:
-            if isinstance(target, FilePermissions):
-                target.keep_private(permissions_of(source))
+            keep_as_private(target, source)
             written = target.write_from(some, offsets, sizes[good], if_absent=True)
         kept = _settle(written, good, statuses, errors)
         good, offsets = good[kept], offsets[kept]

@@ -18,13 +18,7 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.arena import place
 from hicachectl.backends.base import Status, batch_spans
-from hicachectl.backends.capabilities import (
-    Confirm,
-    FilePermissions,
-    RacyWrites,
-    SystemCopy,
-    permissions_of,
-)
+from hicachectl.backends.capabilities import Confirm, RacyWrites, copier_of, keep_as_private
 from hicachectl.migrating.decisions import READS_BACK, Action, Problem
 from hicachectl.migrating.survey import ABSENT, keys_of
 
@@ -108,14 +102,10 @@ class Destination:
         self.store = store
         self.source = source
         self.full = threading.Event()
-        self._copier = (
-            store if isinstance(store, SystemCopy) and store.can_copy_from(source) else None
-        )
+        self._copier = copier_of(store, source)
         self.copies = self._copier is not None
         self.racy = store if isinstance(store, RacyWrites) else None
-        self._private = store if isinstance(store, FilePermissions) else None
-        if self._private is not None:
-            self._private.keep_private(permissions_of(source, listing=True), listing=True)
+        keep_as_private(store, source, listing=True)
         self._objects = objects.select(["key"]).combine_chunks() if self.copies else None
         self._times = _times_of(objects)
         self._verify = verify
@@ -192,8 +182,7 @@ class Destination:
         sizes = parcel.writes.sizes[places]
         with self._writing:
             if self._copier is None or self._objects is None or not parcel.copied:
-                if self._private is not None:
-                    self._private.keep_private(permissions_of(self.source))
+                keep_as_private(self.store, self.source)
                 return self.store.write_from(rows, offsets, sizes, if_absent=if_absent)
             origins = self._objects.take(pa.array(parcel.origins[parcel.writes.sources[places]]))
             return self._copier.copy_from(self.source, origins, rows, sizes, if_absent=if_absent)
