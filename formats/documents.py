@@ -68,9 +68,10 @@ def parse_json_object(
     source: str,
     *,
     refusal: type[HicacheError] = FormatError,
+    max_values: int = MAX_VALUES,
 ) -> dict[str, Any]:
     """Parse JSON text whose value must be an object, as `parse_json` does."""
-    document = parse_json(text, source, refusal=refusal)
+    document = parse_json(text, source, refusal=refusal, max_values=max_values)
     if not isinstance(document, dict):
         raise refusal(f"{source}: not a JSON object")
     return document

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from hicachectl.formats.documents import parse_json
+import msgspec
+from msgspec import Meta, Struct
+
+from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError
+from hicachectl.formats.forms import convert
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.labels import group_label
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 _MAX_VALUES = 16_000_000  # JSON values of one record; a thousand objects have some 10,000
 FORM = 1
@@ -25,9 +28,9 @@ _MOST_SLOTS = 1 << 16
 _MOST_KEYS = 1 << 23  # of all groups; some shapes have thousands of slots that no page fills
 _MOST_VERSION = 1 << 16
 _LAST_MOMENT = 1e11
-_PAGE = re.compile(r"[0-9a-f]{64}")
 
 Mode = Literal["quarantine", "delete"]
+_Count = Annotated[int, Meta(ge=0, le=_INT64_MAX)]
 
 
 def total_bytes(sizes: Iterable[int | None]) -> int | None:
@@ -36,8 +39,7 @@ def total_bytes(sizes: Iterable[int | None]) -> int | None:
     return None if None in known else sum(size or 0 for size in known)
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(Struct, frozen=True):
     """An object that a page of a deployment can have; its key is prefix, page hash, suffix.
 
     required: a page without it is not whole.
@@ -49,8 +51,8 @@ class Slot:
     suffix: str
     anchor: bool
     required: bool
-    trailing: int | None = None
-    sidecars: tuple[int, ...] = ()
+    trailing: _Count | None = None
+    sidecars: tuple[_Count, ...] = ()
 
 
 Shape = tuple[Slot, ...]
@@ -128,48 +130,100 @@ class Record:
     groups: tuple[TakenGroup, ...]
 
 
+class _ObjectForm(Struct):
+    """A `TakenObject` as JSON has it; key: must be that of its slot. version: hexadecimal."""
+
+    key: str
+    slot: _Count
+    file: Annotated[int, Meta(ge=0, le=_MOST_FILES)]
+    unwanted: bool
+    nbytes: Annotated[int, Meta(ge=0, le=_MOST_BYTES)] | None
+    mtime_ns: Annotated[int, Meta(ge=-_INT64_MAX, le=_INT64_MAX)] | None
+    version: Annotated[str, Meta(max_length=_MOST_VERSION)] | None
+    blake3: str | None
+
+
+class _GroupForm(Struct):
+    """A `TakenGroup` as JSON has it; shape: index into the record's."""
+
+    page: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    model: str
+    tag: str
+    findings: tuple[dict[str, str | None], ...]
+    shape: _Count
+    absent: tuple[_Count, ...]
+    objects: tuple[_ObjectForm, ...]
+
+
+class _RecordForm(Struct):
+    """A `Record` as JSON has it."""
+
+    quarantine: int
+    store: str
+    scheme: str
+    mode: Mode
+    began: Annotated[float, Meta(ge=0, le=_LAST_MOMENT)]
+    shapes: tuple[Shape, ...]
+    groups: tuple[_GroupForm, ...]
+
+
 def dump_record(record: Record) -> bytes:
     """Write a record as JSON, a group a line."""
-    shapes: dict[int, int] = {}
-    distinct: list[Shape] = []
+    places: dict[int, int] = {}  # of each shape, by its identity
+    shapes: list[Shape] = []
     groups = []
     for group in record.groups:
-        if id(group.shape) not in shapes:
-            shapes[id(group.shape)] = len(distinct)
-            distinct.append(group.shape)
-        groups.append(json.dumps(_group_to_mapping(group, shapes[id(group.shape)])))
-    head = {
-        "quarantine": FORM,
-        "store": record.store,
-        "scheme": record.scheme,
-        "mode": record.mode,
-        "began": record.began,
-        "shapes": [[_slot_to_mapping(slot) for slot in shape] for shape in distinct],
-    }
-    body = ",\n".join(groups)
-    return f'{json.dumps(head)[:-1]}, "groups": [\n{body}\n]}}\n'.encode()
+        if id(group.shape) not in places:
+            places[id(group.shape)] = len(shapes)
+            shapes.append(group.shape)
+        groups.append(_group_form(group, places[id(group.shape)]))
+    head = _RecordForm(
+        FORM, record.store, record.scheme, record.mode, record.began, tuple(shapes), ()
+    )
+    body = ",\n".join(json.dumps(msgspec.to_builtins(group)) for group in groups)
+    text = json.dumps(msgspec.to_builtins(head)).removesuffix("]}")
+    return f"{text}\n{body}\n]}}\n".encode()
 
 
-class _NotJsonError(FormatError):
-    """Text of a record that is not JSON, or beyond the bounds of one."""
+def _group_form(group: TakenGroup, shape: int) -> _GroupForm:
+    return _GroupForm(
+        page=group.page,
+        model=group.model,
+        tag=group.tag,
+        findings=tuple(dict(finding) for finding in group.findings),
+        shape=shape,
+        absent=tuple(sorted(group.absent)),
+        objects=tuple(_object_form(group, taken) for taken in group.objects),
+    )
+
+
+def _object_form(group: TakenGroup, taken: TakenObject) -> _ObjectForm:
+    nbytes, mtime_ns, version = taken.facts.nbytes, taken.facts.mtime_ns, taken.facts.version
+    return _ObjectForm(
+        key=group.key(taken.slot).decode(),
+        slot=taken.slot,
+        file=taken.file,
+        unwanted=taken.unwanted,
+        nbytes=nbytes,
+        mtime_ns=mtime_ns,
+        version=None if version is None else version.hex(),
+        blake3=taken.blake3,
+    )
+
+
+class _DamagedError(FormatError):
+    """Text of a record that is not JSON, beyond the bounds of one, or of another form."""
 
 
 def parse_record(text: bytes, *, source: str) -> Record:
     """Read a record. Raises FormatError."""
     try:
-        return _parse_document(
-            parse_json(text, source, refusal=_NotJsonError, max_values=_MAX_VALUES)
-        )
-    except (
-        _NotJsonError,
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexError,
-        AttributeError,
-        RecursionError,
-        OverflowError,
-    ) as error:
+        document = parse_json_object(text, "JSON", refusal=_DamagedError, max_values=_MAX_VALUES)
+        form = document.get("quarantine")
+        if form != FORM:
+            raise ValueError(f"form {form!r:.60}; this release reads {FORM}")
+        return _record(convert(document, _RecordForm, "JSON", refusal=_DamagedError))
+    except (_DamagedError, ValueError) as error:
         raise FormatError(
             f"{source}: not a quarantine record of form {FORM} ({str(error)[:200]}); its pages are "
             "neither restored nor removed. To go on without them, move the file out of the "
@@ -177,168 +231,47 @@ def parse_record(text: bytes, *, source: str) -> Record:
         ) from error  # fmt: skip
 
 
-def _parse_document(document: Any) -> Record:
-    form = document["quarantine"]
-    if type(form) is not int or form != FORM:
-        raise ValueError(f"form {form!r:.60}; this release reads {FORM}")
-    mode: Mode = document["mode"]
-    if mode not in ("quarantine", "delete"):
-        raise ValueError(f"mode {mode!r:.60}")
-    shapes = [_parse_shape(shape) for shape in document["shapes"]]
-    budget = _MOST_KEYS
-    groups = []
-    for entry in document["groups"]:
-        groups.append(_parse_group(entry, shapes))
-        budget -= len(groups[-1].shape)
-        if budget < 0:
-            raise ValueError(f"more than {_MOST_KEYS} keys")
-    taken = [(group, object_) for group in groups for object_ in group.objects]
-    if len({object_.file for _, object_ in taken}) != len(taken):
+def _record(form: _RecordForm) -> Record:
+    """Make what a record says. Raises ValueError where parts of it contradict one another."""
+    msgspec.json.encode(form)  # UnicodeEncodeError for half a character, which nothing could print
+    for shape in form.shapes:
+        if len(shape) > _MOST_SLOTS:
+            raise ValueError(f"a page with {len(shape)} objects")
+        if any(sidecar >= len(shape) for slot in shape for sidecar in slot.sidecars):
+            raise ValueError("a sidecar that is no slot")
+    if any(group.shape >= len(form.shapes) for group in form.groups):
+        raise ValueError("a group of no shape")
+    if sum(len(form.shapes[group.shape]) for group in form.groups) > _MOST_KEYS:
+        raise ValueError(f"more than {_MOST_KEYS} keys")
+    taken = [one for group in form.groups for one in group.objects]
+    if len({one.file for one in taken}) != len(taken):
         raise ValueError("a file number twice")
-    if len({group.key(object_.slot) for group, object_ in taken}) != len(taken):
+    if len({one.key for one in taken}) != len(taken):
         raise ValueError("a key twice")
-    return Record(
-        _text(document["store"]),
-        _text(document["scheme"]),
-        mode,
-        _moment(document["began"]),
-        tuple(groups),
-    )
+    groups = tuple(_group(group, form.shapes[group.shape]) for group in form.groups)
+    return Record(form.store, form.scheme, form.mode, form.began, groups)
 
 
-def _parse_shape(slots: Sequence[Mapping[str, Any]]) -> Shape:
-    shape = tuple(_parse_slot(slot) for slot in slots)
-    if len(shape) > _MOST_SLOTS:
-        raise ValueError(f"a page with {len(shape)} objects")
-    if any(sidecar >= len(shape) for slot in shape for sidecar in slot.sidecars):
-        raise ValueError("a sidecar that is no slot")
-    return shape
-
-
-def _slot_to_mapping(slot: Slot) -> dict[str, Any]:
-    return {
-        "prefix": slot.prefix,
-        "suffix": slot.suffix,
-        "anchor": slot.anchor,
-        "required": slot.required,
-        "trailing": slot.trailing,
-        "sidecars": list(slot.sidecars),
-    }
-
-
-def _group_to_mapping(group: TakenGroup, shape: int) -> dict[str, Any]:
-    return {
-        "page": group.page,
-        "model": group.model,
-        "tag": group.tag,
-        "findings": [dict(finding) for finding in group.findings],
-        "shape": shape,
-        "absent": sorted(group.absent),
-        "objects": [
-            {
-                "key": group.key(taken.slot).decode(),
-                "slot": taken.slot,
-                "file": taken.file,
-                "unwanted": taken.unwanted,
-                "nbytes": taken.facts.nbytes,
-                "mtime_ns": taken.facts.mtime_ns,
-                "version": None if taken.facts.version is None else taken.facts.version.hex(),
-                "blake3": taken.blake3,
-            }
-            for taken in group.objects
-        ],
-    }
-
-
-def _parse_slot(table: Mapping[str, Any]) -> Slot:
-    return Slot(
-        _text(table["prefix"]),
-        _text(table["suffix"]),
-        _flag(table["anchor"]),
-        _flag(table["required"]),
-        _optional_count(table["trailing"]),
-        tuple(_count(slot) for slot in table["sidecars"]),
-    )
-
-
-def _parse_group(table: Mapping[str, Any], shapes: Sequence[Shape]) -> TakenGroup:
-    page = _text(table["page"])
-    if not _PAGE.fullmatch(page):
-        raise ValueError(f"page {page!r:.60}")
-    shape = shapes[_count(table["shape"])]
-    absent = frozenset(_count(slot) for slot in table["absent"])
+def _group(form: _GroupForm, shape: Shape) -> TakenGroup:
+    slots = [one.slot for one in form.objects]
+    if len(set(slots)) != len(slots) or any(n >= len(shape) for n in (*slots, *form.absent)):
+        raise ValueError(f"page {form.page}: its objects do not fit its shape")
     group = TakenGroup(
-        page,
-        _text(table["model"]),
-        _text(table["tag"]),
+        form.page,
+        form.model,
+        form.tag,
         shape,
-        tuple(_parse_object(entry) for entry in table["objects"]),
-        absent,
-        tuple(_parse_finding(finding) for finding in table["findings"]),
+        tuple(map(_taken, form.objects)),
+        frozenset(form.absent),
+        form.findings,
     )
-    slots = [taken.slot for taken in group.objects]
-    if len(set(slots)) != len(slots) or any(slot >= len(shape) for slot in (*slots, *absent)):
-        raise ValueError(f"page {page}: its objects do not fit its shape")
-    for taken, entry in zip(group.objects, table["objects"], strict=True):
-        if group.key(taken.slot) != _text(entry["key"]).encode():
-            raise ValueError(f"key {entry['key']!r:.200} is not that of its slot")
+    for one in form.objects:
+        if group.key(one.slot) != one.key.encode():
+            raise ValueError(f"key {one.key!r:.200} is not that of its slot")
     return group
 
 
-def _parse_object(table: Mapping[str, Any]) -> TakenObject:
-    version, digest = table["version"], table["blake3"]
-    return TakenObject(
-        slot=_count(table["slot"]),
-        file=_count(table["file"], _MOST_FILES),
-        unwanted=_flag(table["unwanted"]),
-        facts=Facts(
-            nbytes=_optional_count(table["nbytes"], _MOST_BYTES),
-            mtime_ns=_time(table["mtime_ns"]),
-            version=None if version is None else bytes.fromhex(_text(version, _MOST_VERSION)),
-        ),
-        blake3=None if digest is None else _text(digest),
-    )
-
-
-def _parse_finding(table: Mapping[str, Any]) -> dict[str, str | None]:
-    return {_text(name): None if value is None else _text(value) for name, value in table.items()}
-
-
-def _text(value: object, most: int | None = None) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.60} is not text")
-    value.encode()  # ValueError for half a surrogate pair, which nothing could print
-    if most is not None and len(value) > most:
-        raise ValueError(f"{value!r:.60}… has {len(value)} characters")
-    return value
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{value!r:.60} is neither true nor false")
-    return value
-
-
-def _count(value: object, most: int = _INT64_MAX) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-        raise TypeError(f"{value!r:.60} is not a count up to {most}")
-    return value
-
-
-def _optional_count(value: object, most: int = _INT64_MAX) -> int | None:
-    return None if value is None else _count(value, most)
-
-
-def _time(value: object) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > _INT64_MAX:
-        raise TypeError(f"{value!r:.60} is not a time in nanoseconds")
-    return value
-
-
-def _moment(value: object) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= _LAST_MOMENT:  # type: ignore[operator]
-        raise TypeError(f"{value!r:.60} is not a time in seconds")
-    return float(value)  # type: ignore[arg-type]
+def _taken(form: _ObjectForm) -> TakenObject:
+    version = None if form.version is None else bytes.fromhex(form.version)
+    facts = Facts(form.nbytes, form.mtime_ns, version)
+    return TakenObject(form.slot, form.file, form.unwanted, facts, form.blake3)
