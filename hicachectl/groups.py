@@ -220,11 +220,12 @@ class PageGroups:
             table = self.tables[number]
             own = deployment.label(codec)
             labels = [deployment.label(codec, [block.spec]) for block in table.blocks]
+            ids = {label: numbers.setdefault(label, len(numbers)) for label in (own, *labels)}
             # Objects with the deployment's own label name the group, else its first object.
             order = sorted(range(len(labels)), key=lambda at: (labels[at] == own, -at))
             of_groups = label_ids[self.span(number)]
             for at in order:
-                of_groups[table.blocks[at].groups] = numbers.setdefault(labels[at], len(numbers))
+                of_groups[table.blocks[at].groups] = ids[labels[at]]
         return list(numbers), label_ids
 
     @cached_property
