@@ -140,6 +140,8 @@ class RepairCode(click.Choice[str]):
         return super().convert(value, param, ctx)
 
 
+FILE = click.Path(dir_okay=False, path_type=Path)
+
 store_argument = click.argument("store", metavar="STORE")
 
 
@@ -162,13 +164,7 @@ output_options = _stack(
         help="How to write the result. In table and csv, characters that a terminal would obey or "
         "hide are written \\xNN or \\uNNNN; in csv, ' is put before text that begins as a formula.",
     ),
-    click.option(
-        "-o",
-        "--output",
-        type=click.Path(dir_okay=False, path_type=Path),
-        metavar="FILE",
-        help="Write the result to FILE instead of stdout.",
-    ),
+    click.option("-o", "--output", type=FILE, help="Write the result to FILE instead of stdout."),
 )
 
 allow_leases_option = click.option(
@@ -179,7 +175,6 @@ allow_leases_option = click.option(
 lease_wait_option = click.option(
     "--lease-wait",
     type=Duration(),
-    metavar="DURATION",
     help="Mooncake: how long to wait for readers before a removal fails.  [default: 20s]",
 )
 
@@ -187,8 +182,7 @@ profile_options = _stack(
     click.option(
         "--profile",
         "profile_file",
-        type=click.Path(dir_okay=False, path_type=Path),
-        metavar="FILE",
+        type=FILE,
         help="Profile of the deployment (TOML or JSON); see hicachectl-profile(1).",
     ),
     click.option(
@@ -244,10 +238,7 @@ profile_options = _stack(
 
 transform_options = _stack(
     click.option(
-        "--to-profile",
-        type=click.Path(dir_okay=False, path_type=Path),
-        metavar="FILE",
-        help="Profile of the deployment that the pages become pages of.",
+        "--to-profile", type=FILE, help="Profile of the deployment that the pages become pages of."
     ),
     click.option("--to-model", metavar="NAME", help="Served model name to write."),
     click.option("--to-tag", metavar="TAG", help="Mooncake extra_backend_tag to write."),
@@ -261,8 +252,7 @@ transform_options = _stack(
 
 lock_option = click.option(
     "--lock",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
+    type=FILE,
     help="Do nothing while another process holds the lock (flock) of FILE; see LOCKS in "
     "hicachectl(1).",
 )
@@ -274,30 +264,20 @@ buffer_option = click.option(
     type=Size(least=1),
     default="1GiB",
     show_default=True,
-    metavar="SIZE",
     help="Memory that objects are read into.",
 )
-bwlimit_option = click.option(
-    "--bwlimit", type=Size(), metavar="SIZE", help="Read at most so many bytes a second."
-)
+bwlimit_option = click.option("--bwlimit", type=Size(), help="Read at most so many bytes a second.")
 
 request_options = _stack(
     click.option(
         "--prompts",
-        type=click.Path(dir_okay=False, path_type=Path),
-        metavar="FILE",
+        type=FILE,
         help="Requests as text or chat messages, in JSON, one a line; needs a tokenizer.",
     ),
-    click.option(
-        "--token-ids",
-        type=click.Path(dir_okay=False, path_type=Path),
-        metavar="FILE",
-        help="Requests as JSON lists of token ids, one a line.",
-    ),
+    click.option("--token-ids", type=FILE, help="Requests as JSON lists of token ids, one a line."),
     click.option(
         "--pages",
-        type=click.Path(dir_okay=False, path_type=Path),
-        metavar="FILE",
+        type=FILE,
         help="Page hashes: a line is one, or a JSON list of them, a chain, or a row of "
         "ls --format jsonl.",
     ),
@@ -316,7 +296,6 @@ filter_options = _stack(
     click.option(
         "--since",
         type=PointInTime(),
-        metavar="TIME",
         help="Only what was written since (ISO 8601, or a duration ago such as 2h).",
     ),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +11,7 @@ from hicachectl.errors import FINDINGS
 from hicachectl.guards import agreed, locked, require_consent
 from hicachectl.interrupts import raised_once
 from hicachectl.options import (
+    FILE,
     Duration,
     buffer_option,
     bwlimit_option,
@@ -27,6 +27,7 @@ from hicachectl.session import bytes_progress, opened, progress, remark, store_n
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from hicachectl.backends.base import Store
     from hicachectl.migrate import Outcome, Request
@@ -51,8 +52,7 @@ Examples:
 @click.option("--match", metavar="PREFIX", help="Only pages whose hash starts like this.")
 @click.option(
     "--pages-from",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
+    type=FILE,
     help="Only the pages of FILE: a line is a page hash, or a row of ls --format jsonl, of which "
     "only its group is copied.",
 )
@@ -75,7 +75,6 @@ Examples:
     type=Duration(),
     default="60s",
     show_default=True,
-    metavar="DURATION",
     help="Younger pages that are not whole are being written, and are left out.",
 )
 @click.option("--no-space-check", is_flag=True, help="Begin even if DST seems to lack room.")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hicachectl.errors import FINDINGS
+from hicachectl.options import FILE
 from hicachectl.session import bytes_progress, remark
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 _format_option = click.option(
     "--format",
@@ -59,7 +60,7 @@ def info(ctx: click.Context, /, pack: str, output_format: str) -> None:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="NEW",
     help="Write what can be saved to a new pack, and leave FILE alone.",
 )

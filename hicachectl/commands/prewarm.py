@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +16,7 @@ from hicachectl.formats.errors import ProfileError, StoreUnavailable
 from hicachectl.guards import locked
 from hicachectl.interrupts import raised_once
 from hicachectl.options import (
+    FILE,
     Duration,
     Size,
     buffer_option,
@@ -33,6 +33,8 @@ from hicachectl.session import bytes_progress, opened, progress, remark, store_n
 from hicachectl.warming_inputs import read_wanted, requests_for_servers
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.prewarm import Outcome, Request
@@ -68,29 +70,21 @@ crontab:
 @request_options
 @click.option(
     "--trace",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
+    type=FILE,
     help="Requests with their times, in JSON, one a line: token ids, or hash_ids (--dry-run).",
 )
-@click.option(
-    "--plan",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="What an earlier --dry-run has written; its order is kept.",
-)
+@click.option("--plan", type=FILE, help="What an earlier --dry-run has written; its order is kept.")
 @click.option(
     "--all",
     "all_",
     is_flag=True,
     help="Every whole page of SRC, the newest minute first; nothing is known of prefixes then.",
 )
-@click.option("--budget", type=Size(), metavar="SIZE", help="Copy at most so many bytes.")
+@click.option("--budget", type=Size(), help="Copy at most so many bytes.")
 @click.option(
     "--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most so many pages."
 )
-@click.option(
-    "--deadline", type=Duration(), metavar="DURATION", help="Begin no further copy after this."
-)
+@click.option("--deadline", type=Duration(), help="Begin no further copy after this.")
 @click.option(
     "--min-usable",
     type=click.FloatRange(0, 1),
@@ -105,7 +99,6 @@ crontab:
 @click.option(
     "--pin-ttl",
     type=Duration(),
-    metavar="DURATION",
     help="How long pins last, 24h at most unless the master's --max_kv_soft_pin_ttl is another.  "
     "[default: the master's --default_kv_soft_pin_ttl, 30m unless set]",
 )
@@ -117,12 +110,7 @@ crontab:
     metavar="URL",
     help="Have this live SGLang server pull the prefixes from DST into its memory.",
 )
-@click.option(
-    "--metrics-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write Prometheus textfile metrics.",
-)
+@click.option("--metrics-file", type=FILE, help="Write Prometheus textfile metrics.")
 @transform_options
 @lock_option
 @jobs_option

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.options import profile_options
+from hicachectl.options import FILE, profile_options
 from hicachectl.session import opened, progress, remark
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hicachectl.formats.profile import Profile
 
 
@@ -36,13 +37,7 @@ Examples:
     show_default=True,
     help="How to write the profile.",
 )
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write the profile to FILE instead of stdout.",
-)
+@click.option("-o", "--output", type=FILE, help="Write the profile to FILE instead of stdout.")
 @profile_options
 @click.pass_context
 def command(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,7 +16,7 @@ from hicachectl.commands.table_repairing import (
 )
 from hicachectl.formats.errors import UsageError
 from hicachectl.guards import require_consent
-from hicachectl.options import RepairCode
+from hicachectl.options import FILE, RepairCode
 from hicachectl.session import progress, remark
 from hicachectl.vocabulary import STORE_CODES
 
@@ -51,8 +50,7 @@ _OPTIONS = (
     ),
     click.option(
         "--token-ids",
-        type=click.Path(dir_okay=False, path_type=Path),
-        metavar="FILE",
+        type=FILE,
         help="Prompts, a JSON list of token ids a line: repair also takes the pages that stand "
         "after a removed one.",
     ),

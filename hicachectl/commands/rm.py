@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +11,7 @@ from hicachectl.commands.earlier_runs import EarlierRuns
 from hicachectl.errors import FINDINGS
 from hicachectl.guards import locked, require_consent
 from hicachectl.options import (
+    FILE,
     NameList,
     PointInTime,
     lease_wait_option,
@@ -24,6 +24,7 @@ from hicachectl.vocabulary import LOCK, STATES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from hicachectl.backends.base import Store
     from hicachectl.groups import PageGroups
@@ -57,8 +58,7 @@ Examples:
 @click.option("--cp", type=click.IntRange(1), help="Pages of this CP size, as ls shows it.")
 @click.option(
     "--pages",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
+    type=FILE,
     help="Pages listed in FILE: a line is a row of ls --format jsonl, of which its group is "
     "removed, or a page hash.",
 )
@@ -70,7 +70,6 @@ Examples:
 @click.option(
     "--before",
     type=PointInTime(),
-    metavar="TIME",
     help="Pages last written to before (ISO 8601, or a duration ago such as 7d).",
 )
 @click.option("--state", type=NameList(STATES), help="Pages in these states.")
@@ -81,16 +80,14 @@ Examples:
 )
 @click.option(
     "--token-ids",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
+    type=FILE,
     help="Prompts, a JSON list of token ids a line: also take the pages that stand after a "
     "removed one, which nothing can reach any more. Needs --profile.",
 )
 @click.option(
     "--profile",
     "profile_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
+    type=FILE,
     help="Profile of the deployment (TOML or JSON); see hicachectl-profile(1).",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and change nothing.")

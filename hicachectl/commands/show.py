@@ -39,7 +39,6 @@ Examples:
     type=Duration(),
     default="60s",
     show_default=True,
-    metavar="DURATION",
     help="A younger page group is being written and is not judged.",
 )
 @allow_leases_option

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,6 +19,7 @@ from hicachectl.commands.repairing import (
 from hicachectl.errors import FINDINGS
 from hicachectl.guards import locked
 from hicachectl.options import (
+    FILE,
     Duration,
     NameList,
     Size,
@@ -38,6 +38,7 @@ from hicachectl.vocabulary import CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from hicachectl.backends.base import Store
     from hicachectl.sampling import Sample
@@ -72,23 +73,15 @@ Examples:
     metavar="K",
     help="Which share.  [default: the day, so that nightly runs take turns]",
 )
-@click.option(
-    "--time-limit", type=Duration(), metavar="DURATION", help="Begin no further read after this."
-)
+@click.option("--time-limit", type=Duration(), help="Begin no further read after this.")
 @click.option(
     "--grace",
     type=Duration(),
     default="60s",
     show_default=True,
-    metavar="DURATION",
     help="Younger page groups are being written and are not judged.",
 )
-@click.option(
-    "--catalog",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Compare with the digests recorded in FILE.",
-)
+@click.option("--catalog", type=FILE, help="Compare with the digests recorded in FILE.")
 @click.option(
     "--update-catalog", is_flag=True, help="Record digests in the catalog; begin one if need be."
 )
@@ -112,12 +105,7 @@ Examples:
     show_default=True,
     help="Exit with 4 on findings at least this severe.",
 )
-@click.option(
-    "--metrics-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write Prometheus textfile metrics.",
-)
+@click.option("--metrics-file", type=FILE, help="Write Prometheus textfile metrics.")
 @click.option(
     "--device",
     default="cpu",
@@ -130,7 +118,6 @@ Examples:
     type=Size(),
     default="2GiB",
     show_default=True,
-    metavar="SIZE",
     help="Memory to use on each device, beside what CUDA itself takes.",
 )
 @repair_options
