@@ -16,12 +16,14 @@ from tests.hf3fs_fixtures import (  # noqa: F401 - fixtures
     metadata_server_python,
     shared_metadata_server,
 )
+from tests.hicachectl.places import places  # noqa: F401 - a fixture
 from tests.mooncake_fixtures import (  # noqa: F401 - fixtures
     mooncake_cluster,
     mooncake_package,
     shared_mooncake_cluster,
 )
 from tests.skips import register as pytest_configure  # noqa: F401 - a hook of pytest
+from tests.small_file_system import other_file_system  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from pathlib import Path

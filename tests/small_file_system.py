@@ -6,6 +6,8 @@ import subprocess
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.skips import missing
 
 if TYPE_CHECKING:
@@ -24,3 +26,10 @@ def small_file_system(directory: Path, size: int | str) -> Iterator[Path]:
         yield directory
     finally:
         subprocess.run(["umount", str(directory)], check=True)
+
+
+@pytest.fixture
+def other_file_system(tmp_path: Path) -> Iterator[Path]:
+    """A directory that nothing of tmp_path can be renamed into."""
+    with small_file_system(tmp_path / "other-file-system", "16m") as directory:
+        yield directory

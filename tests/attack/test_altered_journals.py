@@ -20,7 +20,8 @@ import pytest
 
 from hicachectl.__main__ import run
 from hicachectl.backends.file import FileStore
-from tests.hicachectl.migrations import contents, demo_store, journals
+from tests.hicachectl.migrations import demo_store, journals
+from tests.hicachectl.stores import contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable

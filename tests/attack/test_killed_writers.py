@@ -20,11 +20,11 @@ from hicachectl.backends.arena import Arena
 from tests.backends import pack_files
 from tests.backends.test_pack import contents as pack_contents
 from tests.backends.test_pack import put
-from tests.hicachectl.killed_migration import PATIENCE_S, REPOSITORY
-from tests.hicachectl.migrations import contents, demo_store, migrated
+from tests.hicachectl.killed import PATIENCE_S, REPOSITORY
+from tests.hicachectl.migrations import demo_store, migrated
 from tests.hicachectl.paused import paused
 from tests.hicachectl.places import half_pages
-from tests.hicachectl.test_migrate_kills import Places
+from tests.hicachectl.stores import contents
 from tests.hicachectl.test_prewarm_cli import prompts
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Invoke
-    from tests.hicachectl.killed_migration import Run, Unit
-    from tests.hicachectl.places import Place
+    from tests.hicachectl.killed import Run, Unit
+    from tests.hicachectl.places import Place, Places
 
 ROUNDS = int(os.environ.get("HICACHECTL_ATTACK_ROUNDS") or 4)
 SEED = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
@@ -42,18 +42,6 @@ PAGES = 8
 OBJECTS = {
     f"{n:064x}_m_0_1.bin".encode(): random.Random(n).randbytes(300 + 41 * n) for n in range(20)
 }
-
-
-@pytest.fixture(scope="module")
-def places(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Places]:
-    made = Places(
-        tmp_path_factory.mktemp("kills"),
-        lambda: request.getfixturevalue("metadata_server_python"),
-    )
-    yield made
-    made.close()
 
 
 def points(name: str, whole: Run, *, bytes_too: bool) -> Iterator[tuple[Unit, int]]:

@@ -14,8 +14,8 @@ import pytest
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.file import FileStore
 from tests.hicachectl import stores
-from tests.hicachectl.repairs import content, default_quarantine, dsa_store, indexer, kv, shorten
-from tests.hicachectl.test_repair import other_file_system
+from tests.hicachectl.repairs import default_quarantine, dsa_store, indexer, kv, shorten
+from tests.hicachectl.stores import contents
 from tests.skips import needs_root
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Invoke
-
-__all__ = ["other_file_system"]
 
 OTHER_USER = 64_321
 
@@ -206,7 +204,7 @@ def test_a_quarantine_by_copy_keeps_modes(
     shorten(store / indexer(1))
     (store / kv(1)).chmod(0o664)
     before = {path.name: mode(path) for path in objects(store)}
-    bytes_before = content(store)
+    bytes_before = contents(store)
     there = other_file_system / "q"
     there.mkdir(mode=0o755)
     invoke(*repair(store, "--quarantine", there))
@@ -216,7 +214,7 @@ def test_a_quarantine_by_copy_keeps_modes(
     assert sorted(map(mode, record.with_suffix("").iterdir())) == [0o600, 0o664]
     invoke("restore", there, store, "--yes")
     assert {path.name: mode(path) for path in objects(store)} == before
-    assert content(store) == bytes_before
+    assert contents(store) == bytes_before
 
 
 def test_stamps_and_catalogs_of_a_private_store_are_private(

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hicachectl.migrations import PAGES, contents, demo_store, profile_file
+from tests.hicachectl.migrations import PAGES, demo_store, profile_file
+from tests.hicachectl.stores import contents
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,15 +22,8 @@ from hicachectl.formats.errors import StoreUnavailable, UntrustedError
 from hicachectl.quarantine import Batch
 from hicachectl.restoring import restore_groups
 from tests.hicachectl import stores
-from tests.hicachectl.repairs import (
-    content,
-    default_quarantine,
-    dsa_store,
-    indexer,
-    kv,
-    repaired,
-    shorten,
-)
+from tests.hicachectl.repairs import default_quarantine, dsa_store, indexer, kv, repaired, shorten
+from tests.hicachectl.stores import contents
 from tests.skips import needs_root
 
 if TYPE_CHECKING:
@@ -242,23 +235,23 @@ def test_a_restore_moves_nothing_in_through_a_linked_folder(
 
 
 def test_the_named_quarantine_may_be_a_link(invoke: Invoke, store: Path, tmp_path: Path) -> None:
-    before = content(store)
+    before = contents(store)
     (tmp_path / "real").mkdir()
     (tmp_path / "named").symlink_to(tmp_path / "real")
     repair = writers(store)["repair"]
     invoke(*repair, "--quarantine", tmp_path / "named")
     assert len(list((tmp_path / "real").glob("*/*.json"))) == 1
     invoke("restore", tmp_path / "named", store, "--yes")
-    assert content(store) == before
+    assert contents(store) == before
 
 
 def test_the_store_may_be_named_by_a_link(invoke: Invoke, store: Path, tmp_path: Path) -> None:
-    before = content(store)
+    before = contents(store)
     (tmp_path / "named").symlink_to(store)
     invoke("verify", tmp_path / "named", *writers(store)["repair"][2:])
-    assert content(store) != before
+    assert contents(store) != before
     invoke("restore", default_quarantine(tmp_path / "named"), tmp_path / "named", "--yes")
-    assert content(store) == before
+    assert contents(store) == before
 
 
 # stamps
@@ -339,21 +332,21 @@ def test_files_of_strangers_are_refused(
 def test_objects_keep_their_owner_in_quarantine_and_back(invoke: Invoke, store: Path) -> None:
     for number in range(4):
         os.chown(store / kv(number), STRANGER, STRANGER)
-    before = content(store)
+    before = contents(store)
     invoke(*writers(store)["repair"])
     invoke(*writers(store)["restore"])
-    assert content(store) == before
+    assert contents(store) == before
     assert (store / kv(1)).stat().st_uid == STRANGER
 
 
 @needs_root
 def test_the_owner_of_the_store_is_trusted(invoke: Invoke, store: Path) -> None:
-    before = content(store)
+    before = contents(store)
     repaired(store)
     for path in (store, *store.rglob("*")):
         os.chown(path, STRANGER, STRANGER)
     invoke(*writers(store)["restore"])
-    assert content(store) == before
+    assert contents(store) == before
 
 
 _AS_USER = """
@@ -386,19 +379,19 @@ def as_user(
 @needs_root
 def test_a_group_writable_store_trusts_its_group(shared: Path) -> None:
     """Two users of one group repair and restore in turn."""
-    before = content(shared)
+    before = contents(shared)
     for path in (shared, *shared.iterdir()):
         os.chown(path, STRANGER, STRANGER)
     shared.chmod(0o2775)
     commands = writers(shared)
     done = as_user(STRANGER + 1, STRANGER, *commands["repair"], umask=0o002)
     assert done.returncode == 0, done.stderr
-    assert content(shared) != before
+    assert contents(shared) != before
     (run,) = default_quarantine(shared).iterdir()
     assert run.stat().st_uid == STRANGER + 1
     done = as_user(STRANGER + 2, STRANGER, *commands["restore"], umask=0o002)
     assert done.returncode == 0, done.stderr
-    assert content(shared) == before
+    assert contents(shared) == before
 
 
 @needs_root
@@ -413,7 +406,7 @@ def test_a_stranger_in_a_store_that_all_may_write_is_refused(shared: Path) -> No
 
 @needs_root
 def test_the_owner_of_a_store_can_use_what_root_made(invoke: Invoke, shared: Path) -> None:
-    before = content(shared)
+    before = contents(shared)
     for path in (shared, *shared.iterdir()):
         os.chown(path, STRANGER, STRANGER)
     shared.chmod(0o700)
@@ -423,7 +416,7 @@ def test_the_owner_of_a_store_can_use_what_root_made(invoke: Invoke, shared: Pat
     assert done.returncode == 0, done.stderr
     done = as_user(STRANGER, STRANGER, *writers(shared)["restore"])
     assert done.returncode == 0, done.stderr
-    assert content(shared) == before
+    assert contents(shared) == before
 
 
 # locks

@@ -16,7 +16,8 @@ import pytest
 from hicachectl.formats.errors import UsageError
 from hicachectl.migrating.journal import journal_path
 from tests.attack.users import NOBODY, as_nobody
-from tests.hicachectl.migrations import PAGES, contents, demo_store, profile_file
+from tests.hicachectl.migrations import PAGES, demo_store, profile_file
+from tests.hicachectl.stores import contents
 from tests.skips import missing, needs_root
 
 if TYPE_CHECKING:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 PAGES = 8
 MODEL = "demo-hybrid-1b"
 
-Contents = dict[str, tuple[bytes, int]]
-
 
 def demo_store(directory: Path, pages: int = PAGES) -> Path:
     """The demo's pages: MHA of TP 2, and Mamba states on each fourth page and the last."""
@@ -35,15 +33,6 @@ def demo_store(directory: Path, pages: int = PAGES) -> Path:
 def profile_file(path: Path, profile: Profile = PROFILE) -> Path:
     path.write_text(dump_profile(profile))
     return path
-
-
-def contents(directory: Path) -> Contents:
-    """Bytes and times of a store's objects."""
-    return {
-        path.name: (path.read_bytes(), path.stat().st_mtime_ns)
-        for path in directory.iterdir()
-        if path.is_file()
-    }
 
 
 def migrated(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:

@@ -6,9 +6,10 @@ import os
 import re
 import shutil
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pytest
 
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import Status, open_store, scan_schema
@@ -18,13 +19,17 @@ from hicachectl.backends.pack_recovery import walk
 from hicachectl.demo import PROFILE, fill
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.spec import object_specs
+from tests.hf3fs_server import MetadataServer
+from tests.hicachectl.killed import Runner
+from tests.hicachectl.migrations import profile_file
+from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.hf3fs_server import MetadataServer
-    from tests.mooncake_cluster import Cluster
-
+SOURCE_PAGES = 16
+LEASE_MS = 300  # a move waits for those of its own reads
 FILE_BYTES = 8 << 20  # of each data file of 3FS
 
 # By key: the bytes of an object, and its time where the place keeps times.
@@ -189,6 +194,67 @@ class Hf3fsPlace(Place):
     def held(self) -> Held:
         self._server.save()
         return super().held()
+
+
+class Places:
+    """Places of every kind: one to read from, which is filled, and one to write to."""
+
+    def __init__(self, folder: Path, python: Callable[[], Path]) -> None:
+        self._folder = folder
+        self._python = python
+        self._made: dict[tuple[str, str], Place] = {}
+        self._ended: list[Any] = []
+        self.runner = Runner(self.folder("runs"))
+        self.profile = profile_file(folder / "profile.toml")
+
+    def folder(self, name: str) -> Path:
+        path = self._folder / name
+        path.mkdir()
+        return path
+
+    def source(self, kind: str, *, fresh: bool) -> Place:
+        """A place with the demo in it; fresh: written now, as it will not stay there."""
+        role = "moved" if fresh else "source"
+        if fresh or (role, kind) not in self._made:
+            self._place(role, kind).fill(SOURCE_PAGES)
+        return self._made[role, kind]
+
+    def destination(self, kind: str) -> Place:
+        """A place that is empty."""
+        place = self._place("destination", kind)
+        place.empty()
+        return place
+
+    def _place(self, role: str, kind: str) -> Place:
+        if (role, kind) not in self._made:
+            self._made[role, kind] = self._new(kind, f"{role}-{kind}")
+        return self._made[role, kind]
+
+    def _new(self, kind: str, name: str) -> Place:
+        if kind == "mooncake":
+            self._ended.append(Cluster(lease_ms=LEASE_MS, put_start_discard_timeout_sec=1))
+            return MooncakePlace(self._ended[-1])
+        if kind == "hf3fs":
+            self._ended.append(MetadataServer(self._python()))
+            return Hf3fsPlace(self.folder(name), self._ended[-1])
+        folder = self.folder(name)
+        return FilePlace(folder) if kind == "file" else PackPlace(folder)
+
+    def close(self) -> None:
+        for each in (self.runner, *self._ended):
+            each.close()
+
+
+@pytest.fixture(scope="module")
+def places(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Places]:
+    made = Places(
+        tmp_path_factory.mktemp("kills"),
+        lambda: request.getfixturevalue("metadata_server_python"),
+    )
+    yield made
+    made.close()
 
 
 def page_of(key: str) -> str:

@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hicachectl.backends.base import Store
+    from tests.hicachectl.stores import Contents
 
 DSA = parse_profile(stores.DSA)
 KV_BYTES, INDEXER_BYTES = 4 * 2 * 1152, 4 * 2 * 132
-
-Content = dict[str, tuple[bytes, int]]  # name to bytes and mtime
 
 
 def dsa_store(directory: Path, pages: int) -> Path:
@@ -91,18 +90,9 @@ def repaired(directory: Path, **options: Any) -> RepairOutcome:
         return run_repair(store, *planned(store, codes=codes), **{"mode": "quarantine", **options})
 
 
-def content(directory: Path) -> Content:
-    """Names, bytes and times of a store's objects."""
-    return {
-        path.name: (path.read_bytes(), path.stat().st_mtime_ns)
-        for path in directory.iterdir()
-        if path.is_file()
-    }
-
-
-def quarantined(directory: Path) -> Content:
-    """The same of what a quarantine holds, as its records say."""
-    found: Content = {}
+def quarantined(directory: Path) -> Contents:
+    """Names, bytes and times of a quarantine's objects, as its records say."""
+    found: Contents = {}
     for record in sorted(directory.glob("*/*.json")):
         for group in json.loads(record.read_text())["groups"]:
             for entry in group["objects"]:

@@ -30,6 +30,9 @@ index_head_dim = 128
 """
 
 
+Contents = dict[str, tuple[bytes, int]]  # name to bytes and mtime
+
+
 def page(number: int) -> str:
     """The page hash that test stores give their n-th page."""
     return hashlib.sha256(str(number).encode()).hexdigest()
@@ -51,3 +54,12 @@ def put_pages(
     for number in pages:
         for stem in stems:
             put(directory, f"{page(number)}{stem}.bin", nbytes, mtime)
+
+
+def contents(directory: Path) -> Contents:
+    """Names, bytes and times of a store's objects."""
+    return {
+        path.name: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in directory.iterdir()
+        if path.is_file()
+    }

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.formats.profile import dump_profile, profile_from_mapping
-from tests.hicachectl.repairs import content
-from tests.hicachectl.stores import page, put, put_pages
+from tests.hicachectl.stores import contents, page, put, put_pages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,10 +108,10 @@ def test_repair_takes_what_is_damaged_and_nothing_else(
     """Without a fellow rank, a size that is neither one's tells nothing."""
     for name in (f"{page(0)}{RANKS[0]}.bin", f"{page(50)}{BARE}.bin"):
         put(store, name, 5)
-    before = content(store)
+    before = contents(store)
     invoke("verify", store, "--profile", profiles[given], "--repair", "quarantine", "--yes",
            "--checks", "names,groups,sizes", exit_code=4)  # fmt: skip
-    gone = before.keys() - content(store).keys()
+    gone = before.keys() - contents(store).keys()
     assert gone == {f"{page(0)}{stem}.bin" for stem in RANKS}
 
 
@@ -121,12 +120,12 @@ def test_repair_takes_what_is_damaged_and_nothing_else(
 def test_rm_by_model_takes_one_only(
     invoke: Invoke, store: Path, profiles: dict[str, Path], given: str | None, model: str
 ) -> None:
-    before = content(store)
+    before = contents(store)
     arguments = ["--profile", profiles[given]] if given else []
     invoke("rm", store, "--model", model, "--yes", *arguments)
     left = THEIRS if model == WIDE else MINE
-    assert {name[:64] for name in content(store)} == {page(number) for number in left}
-    assert content(store).items() <= before.items()
+    assert {name[:64] for name in contents(store)} == {page(number) for number in left}
+    assert contents(store).items() <= before.items()
 
 
 @pytest.mark.parametrize("transforms", [False, True])
@@ -139,15 +138,15 @@ def test_a_move_takes_one_only(
     model: str,
     transforms: bool,
 ) -> None:
-    before = content(store)
+    before = contents(store)
     target = tmp_path / "target"
     options = (
         ["--profile", profiles[model], "--to-model", "new"] if transforms else ["--model", model]
     )
     invoke("migrate", store, target, *options, "--move", "--yes")
     own = {page(number) for number in (MINE if model == WIDE else THEIRS)}
-    assert {name[:64] for name in content(target)} == own
-    assert content(store) == {n: value for n, value in before.items() if n[:64] not in own}
+    assert {name[:64] for name in contents(target)} == own
+    assert contents(store) == {n: value for n, value in before.items() if n[:64] not in own}
 
 
 def test_a_shared_page_is_the_ones_whose_size_it_has(
@@ -160,14 +159,14 @@ def test_a_shared_page_is_the_ones_whose_size_it_has(
         assert states(found) == {(WIDE, "partial"): 1, (NARROW, "whole"): 1}
         document = verified(invoke, store, *arguments, exit_code=4)
         assert document["counts"] == {"missing-rank": 1}
-    before = content(store)
+    before = contents(store)
     dry = invoke("rm", store, "--model", WIDE, "--dry-run", "--format", "json").stdout
     assert json.loads(dry)["objects"] == 2 * len(MINE) - 1
     repair = ("--repair", "delete", "--repair-code", "missing-rank", "--checks", "groups", "--yes")
     invoke("verify", store, "--profile", profiles[WIDE], *repair, exit_code=4)
-    assert before.keys() - content(store).keys() == {f"{page(0)}{RANKS[1]}.bin"}
+    assert before.keys() - contents(store).keys() == {f"{page(0)}{RANKS[1]}.bin"}
     invoke("rm", store, "--model", WIDE, "--yes")
-    assert set(content(store)) == {f"{page(n)}{BARE}.bin" for n in (0, *THEIRS)}
+    assert set(contents(store)) == {f"{page(n)}{BARE}.bin" for n in (0, *THEIRS)}
 
 
 def test_sizes_that_do_not_tell_leave_lone_objects_open(invoke: Invoke, tmp_path: Path) -> None:
@@ -192,10 +191,10 @@ def test_sizes_that_do_not_tell_leave_lone_objects_open(invoke: Invoke, tmp_path
     target = tmp_path / "target"
     out = invoke("migrate", directory, target, "--move", "--yes", "--include-partial")
     assert f"{len(THEIRS)} pages with ambiguous keys" in out.stderr
-    assert {name[:64] for name in content(directory)} == {page(number) for number in THEIRS}
+    assert {name[:64] for name in contents(directory)} == {page(number) for number in THEIRS}
     out = invoke("rm", directory, "--state", "unknown", "--yes")
     assert f"removes {len(THEIRS)} page groups with ambiguous keys" in out.stderr
-    assert content(directory) == {}
+    assert contents(directory) == {}
 
 
 def test_a_profile_that_fits_tells_equal_sizes(invoke: Invoke, tmp_path: Path) -> None:
@@ -241,18 +240,18 @@ def test_a_lone_object_of_no_known_size_stays_open(
     invoke: Invoke, store: Path, profiles: dict[str, Path]
 ) -> None:
     put(store, f"{page(50)}{BARE}.bin", 100)
-    before = content(store)
+    before = contents(store)
     for given in (WIDE, NARROW):
         document = verified(invoke, store, "--profile", profiles[given], exit_code=4)
         assert document["counts"] == {"ambiguous-key": 1}
         invoke("verify", store, "--profile", profiles[given], "--repair", "delete", "--yes",
                "--checks", "names,groups,sizes", exit_code=4)  # fmt: skip
-        assert content(store) == before
+        assert contents(store) == before
     listed = store.parent / "pages"
     listed.write_text(page(50))
     out = invoke("rm", store, "--pages", listed, "--yes")
     assert "removes 1 page group with ambiguous keys" in out.stderr
-    assert before.keys() - content(store).keys() == {f"{page(50)}{BARE}.bin"}
+    assert before.keys() - contents(store).keys() == {f"{page(50)}{BARE}.bin"}
 
 
 def test_sidecars_go_with_the_anchor_of_their_page(
@@ -269,7 +268,7 @@ def test_sidecars_go_with_the_anchor_of_their_page(
     found = {row["page"]: row for row in rows(invoke, store)}
     assert (found[page(1)]["model"], found[page(1)]["state"]) == (WIDE, "partial")
     invoke("rm", store, "--model", WIDE, "--yes")
-    assert {name[:64] for name in content(store)} == {page(number) for number in THEIRS}
+    assert {name[:64] for name in contents(store)} == {page(number) for number in THEIRS}
     assert len(list(store.glob(f"{page(51)}*"))) > 0
 
 
@@ -328,7 +327,7 @@ def test_prewarm_copies_no_other_models_objects(
     listed.write_text(json.dumps([page(4), page(5), page(0), page(6)]))
     target = tmp_path / "target"
     invoke("prewarm", target, "--from", source, "--profile", profiles[NARROW], "--pages", listed)
-    assert set(content(target)) == {f"{page(number)}{BARE}.bin" for number in (4, 5)}
+    assert set(contents(target)) == {f"{page(number)}{BARE}.bin" for number in (4, 5)}
 
 
 def test_many_pages_are_decided_without_python_for_each(invoke: Invoke, tmp_path: Path) -> None:

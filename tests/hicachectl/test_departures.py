@@ -13,38 +13,18 @@ import pytest
 
 from hicachectl.backends.file import FileStore
 from tests.hicachectl.departures import HASH_DIGITS, anchors, sidecars, watched
-from tests.hicachectl.migrations import (
-    contents,
-    demo_store,
-    flip_once_written,
-    migrated,
-    profile_file,
-)
+from tests.hicachectl.migrations import flip_once_written, migrated
 from tests.hicachectl.repairs import shorten
+from tests.hicachectl.stores import contents
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Invoke
-    from tests.hicachectl.migrations import Contents
+    from tests.hicachectl.stores import Contents
 
 BROKEN = ("nothing", "first anchor", "last anchor", "sidecar")
 WAYS = ("renames", "deletes")
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return demo_store(tmp_path / "source")
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    return tmp_path / "target"
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    return profile_file(tmp_path / "profile.toml")
 
 
 @pytest.fixture

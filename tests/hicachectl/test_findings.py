@@ -9,8 +9,8 @@ import pytest
 
 from hicachectl.findings import findings
 from hicachectl.vocabulary import CODES, PAGE_CODES, STORE_CODES
-from tests.hicachectl.repairs import content, dsa_store, kv
-from tests.hicachectl.stores import DSA, put
+from tests.hicachectl.repairs import dsa_store, kv
+from tests.hicachectl.stores import DSA, contents, put
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,11 +48,11 @@ def store(tmp_path: Path) -> Path:
 
 
 def refused(invoke: Invoke, store: Path, code: str) -> str:
-    before = content(store)
+    before = contents(store)
     profile = ("--profile", store.parent / "dsa.toml")
     repair = ("--repair", "delete", "--yes", "--repair-code", code)
     out = invoke("verify", store, *profile, *repair, exit_code=2)
-    assert content(store) == before
+    assert contents(store) == before
     assert not out.stdout
     return out.stderr
 

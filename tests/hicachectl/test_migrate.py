@@ -16,37 +16,14 @@ from hicachectl.demo import PROFILE
 from hicachectl.formats.profile import Pool, Profile
 from hicachectl.formats.transfer import retargeted
 from hicachectl.migrating.journal import Journal, profile_text
-from tests.hicachectl.migrations import (
-    MODEL,
-    PAGES,
-    contents,
-    demo_store,
-    journals,
-    migrated,
-    profile_file,
-)
-from tests.hicachectl.stores import DSA, page, put
+from tests.hicachectl.migrations import MODEL, PAGES, demo_store, journals, migrated, profile_file
+from tests.hicachectl.stores import DSA, contents, page, put
 from tests.small_file_system import small_file_system
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Invoke
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return demo_store(tmp_path / "source")
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    return tmp_path / "target"
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    return profile_file(tmp_path / "profile.toml")
 
 
 def kv_names(store: Path) -> list[str]:

@@ -12,7 +12,8 @@ import pytest
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.file import FileStore
 from hicachectl.pacing import Pace
-from tests.hicachectl.migrations import PAGES, contents, demo_store, migrated, profile_file
+from tests.hicachectl.migrations import PAGES, migrated, profile_file
+from tests.hicachectl.stores import contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,16 +21,6 @@ if TYPE_CHECKING:
     from tests.conftest import Invoke
 
 SMALL = ("--buffer-bytes", "512KiB", "--jobs", "1")
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return demo_store(tmp_path / "source")
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    return tmp_path / "target"
 
 
 @pytest.fixture

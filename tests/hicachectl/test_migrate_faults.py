@@ -16,17 +16,10 @@ import pytest
 from hicachectl.__main__ import run
 from hicachectl.backends.base import open_store
 from tests.hf3fs_server import MetadataServer
-from tests.hicachectl.migrations import (
-    PAGES,
-    contents,
-    demo_store,
-    flip_once_written,
-    journals,
-    migrated,
-    profile_file,
-)
+from tests.hicachectl.migrations import PAGES, demo_store, flip_once_written, journals, migrated
 from tests.hicachectl.paused import paused
 from tests.hicachectl.places import FilePlace, Hf3fsPlace, MooncakePlace, half_pages
+from tests.hicachectl.stores import contents
 from tests.mooncake_cluster import Cluster
 from tests.small_file_system import small_file_system
 from tests.waiting import wait_until
@@ -43,21 +36,6 @@ RESERVE = "hicachectl.backends.hf3fs_metadata:MetadataClient.reserve"
 CONFIRM = "hicachectl.backends.hf3fs_metadata:MetadataClient.confirm"
 # Small parcels, one after the other.
 SMALL = ("--buffer-bytes", "512KiB", "--jobs", "1")
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return demo_store(tmp_path / "source")
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    return tmp_path / "target"
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    return profile_file(tmp_path / "profile.toml")
 
 
 def met(

@@ -8,30 +8,22 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hf3fs_server import MetadataServer
-from tests.hicachectl.killed_migration import Runner
-from tests.hicachectl.migrations import journals, profile_file
+from tests.hicachectl.migrations import journals
 from tests.hicachectl.places import (
-    FilePlace,
-    Held,
-    Hf3fsPlace,
-    MooncakePlace,
-    PackPlace,
-    Place,
+    SOURCE_PAGES,
     half_pages,
     whole_pages,
 )
-from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.hicachectl.killed_migration import Run, Unit
+    from tests.hicachectl.killed import Run, Unit
+    from tests.hicachectl.places import Held, Places
 
 pytestmark = pytest.mark.slow
 
@@ -45,72 +37,9 @@ MOVES = (
     ("mooncake", "file"),
     ("hf3fs", "file"),
 )
-PAGES = 16
 # A parcel has the bytes of two pages with states, or of a dozen without.
 BUFFER_BYTES = 1 << 20
-LEASE_MS = 300  # a move waits for those of its own reads
 _SHARE = 3  # a killed run gets at most so much of the way, and the next one on from there
-
-
-class Places:
-    """Places of every kind: one to read from, which is filled, and one to write to."""
-
-    def __init__(self, folder: Path, python: Callable[[], Path]) -> None:
-        self._folder = folder
-        self._python = python
-        self._made: dict[tuple[str, str], Place] = {}
-        self._ended: list[Any] = []
-        self.runner = Runner(self.folder("runs"))
-        self.profile = profile_file(folder / "profile.toml")
-
-    def folder(self, name: str) -> Path:
-        path = self._folder / name
-        path.mkdir()
-        return path
-
-    def source(self, kind: str, *, fresh: bool) -> Place:
-        """A place with the demo in it; fresh: written now, as it will not stay there."""
-        role = "moved" if fresh else "source"
-        if fresh or (role, kind) not in self._made:
-            self._place(role, kind).fill(PAGES)
-        return self._made[role, kind]
-
-    def destination(self, kind: str) -> Place:
-        """A place that is empty."""
-        place = self._place("destination", kind)
-        place.empty()
-        return place
-
-    def _place(self, role: str, kind: str) -> Place:
-        if (role, kind) not in self._made:
-            self._made[role, kind] = self._new(kind, f"{role}-{kind}")
-        return self._made[role, kind]
-
-    def _new(self, kind: str, name: str) -> Place:
-        if kind == "mooncake":
-            self._ended.append(Cluster(lease_ms=LEASE_MS, put_start_discard_timeout_sec=1))
-            return MooncakePlace(self._ended[-1])
-        if kind == "hf3fs":
-            self._ended.append(MetadataServer(self._python()))
-            return Hf3fsPlace(self.folder(name), self._ended[-1])
-        folder = self.folder(name)
-        return FilePlace(folder) if kind == "file" else PackPlace(folder)
-
-    def close(self) -> None:
-        for each in (self.runner, *self._ended):
-            each.close()
-
-
-@pytest.fixture(scope="module")
-def places(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Places]:
-    made = Places(
-        tmp_path_factory.mktemp("kills"),
-        lambda: request.getfixturevalue("metadata_server_python"),
-    )
-    yield made
-    made.close()
 
 
 class Killing:
@@ -127,7 +56,7 @@ class Killing:
         self.read_from = self.source.held()
         self.whole = self._run()
         document = self.whole.document
-        assert (document["pages"], document["complete"]) == (PAGES, True)
+        assert (document["pages"], document["complete"]) == (SOURCE_PAGES, True)
         self.arrived = self._held()
         self._restore()
         seed = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
@@ -164,7 +93,7 @@ class Killing:
         if self._move:
             kept = whole_pages(self.source, self.read_from)
             moved = whole_pages(self.destination, self.arrived)
-            assert len(kept | moved) == PAGES, self.words
+            assert len(kept | moved) == SOURCE_PAGES, self.words
 
     def check_whole(self, run: Run) -> None:
         """See that all is as after a run that nothing interrupted."""
@@ -208,7 +137,7 @@ class Killing:
             self._refill()
 
     def _refill(self) -> None:
-        self.source.fill(PAGES)
+        self.source.fill(SOURCE_PAGES)
         self.source.set_times(self.read_from)
         assert self.source.held() == self.read_from
 

@@ -17,16 +17,9 @@ from hicachectl.demo import PROFILE
 from hicachectl.formats.transfer import retargeted
 from hicachectl.migrating import carrying
 from hicachectl.migrating.journal import Journal
-from tests.hicachectl.migrations import (
-    MODEL,
-    PAGES,
-    contents,
-    demo_store,
-    journals,
-    migrated,
-    profile_file,
-)
+from tests.hicachectl.migrations import MODEL, PAGES, journals, migrated, profile_file
 from tests.hicachectl.places import MooncakePlace
+from tests.hicachectl.stores import contents
 from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:
@@ -39,16 +32,6 @@ MOVE = ("--move", "--yes")
 
 class KilledError(BaseException):
     """Ends a run as a kill would, right before something is deleted from the source."""
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return demo_store(tmp_path / "source")
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    return tmp_path / "target"
 
 
 @pytest.fixture

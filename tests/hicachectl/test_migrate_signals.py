@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hicachectl.migrations import PAGES, contents, demo_store, journals, migrated
+from tests.hicachectl.migrations import PAGES, demo_store, journals, migrated
 from tests.hicachectl.paused import paused
+from tests.hicachectl.stores import contents
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

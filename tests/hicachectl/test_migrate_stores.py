@@ -14,25 +14,17 @@ from hicachectl.demo import PROFILE
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.spec import object_specs
-from tests.hicachectl.migrations import PAGES, contents, demo_store, migrated, profile_file
+from tests.hicachectl.migrations import PAGES, migrated
+from tests.hicachectl.stores import contents
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Invoke
+    from tests.mooncake_cluster import Cluster
 
 FILE_BYTES = 8 << 20
 KINDS = ("file", "pack", "mooncake", "hf3fs")
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return demo_store(tmp_path / "source")
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    return profile_file(tmp_path / "profile.toml")
 
 
 def place_of(kind: str, folder: Path, request: pytest.FixtureRequest) -> str:
@@ -64,9 +56,7 @@ def settle(kind: str, request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("metadata_server").save()
 
 
-@pytest.mark.parametrize(
-    ("through", "then"), [pair for pair in itertools.product(KINDS, KINDS) if pair[0] != pair[1]]
-)
+@pytest.mark.parametrize(("through", "then"), itertools.permutations(KINDS, 2))
 def test_pages_come_back_through_any_two_stores(
     invoke: Invoke,
     source: Path,
@@ -126,11 +116,11 @@ def test_nothing_can_be_moved_out_of_a_pack(
 
 
 def test_mooncake_keys_of_another_tp_size_are_refused(
-    invoke: Invoke, source: Path, profile: Path, request: pytest.FixtureRequest
+    invoke: Invoke, source: Path, profile: Path, mooncake_cluster: Cluster
 ) -> None:
-    cluster = request.getfixturevalue("mooncake_cluster")
-    migrated(invoke, source, cluster.url, "--profile", profile)
-    before = cluster.list_keys()
-    output = invoke("migrate", source, cluster.url, "--profile", profile, "--to-tp", 1, exit_code=2)
+    migrated(invoke, source, mooncake_cluster.url, "--profile", profile)
+    before = mooncake_cluster.list_keys()
+    options = ("--profile", profile, "--to-tp", 1)
+    output = invoke("migrate", source, mooncake_cluster.url, *options, exit_code=2)
     assert "topology" in output.stderr or "TP size" in output.stderr
-    assert cluster.list_keys() == before
+    assert mooncake_cluster.list_keys() == before

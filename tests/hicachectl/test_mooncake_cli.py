@@ -14,7 +14,6 @@ import pytest
 from hicachectl import verify
 from hicachectl.backends.base import open_store
 from hicachectl.demo import PROFILE, fill
-from hicachectl.formats.profile import dump_profile
 from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:
@@ -40,13 +39,6 @@ def cluster(brief_cluster: Cluster) -> Cluster:
     with open_store(brief_cluster.url) as store:
         fill(store, PAGES)
     return brief_cluster
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    path = tmp_path / "profile.toml"
-    path.write_text(dump_profile(PROFILE))
-    return path
 
 
 def verified(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from hicachectl.migrating.routes import verbatim_routes
 from hicachectl.migrating.survey import survey_source
 from hicachectl.prewarm import Outcome, Request, prewarm
 from hicachectl.requests import Request as Prompt
-from tests.hicachectl.migrations import MODEL, contents, demo_store
+from tests.hicachectl.migrations import MODEL, demo_store
+from tests.hicachectl.stores import contents
 
 if TYPE_CHECKING:
     from pathlib import Path

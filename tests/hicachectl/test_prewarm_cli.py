@@ -14,7 +14,8 @@ from hicachectl.backends.file import FileStore
 from hicachectl.demo import PROFILE
 from hicachectl.formats.profile import dump_profile
 from hicachectl.stamps import Stamp, write_stamp
-from tests.hicachectl.migrations import MODEL, contents, demo_store, migrated, profile_file
+from tests.hicachectl.migrations import MODEL, demo_store, migrated, profile_file
+from tests.hicachectl.stores import contents
 from tests.hicachectl.test_prewarm import HASHES, PAGES, pages_of, states, tokens
 
 if TYPE_CHECKING:
@@ -33,16 +34,6 @@ CONTRACT = {
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return demo_store(tmp_path / "source", PAGES)
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    return profile_file(tmp_path / "profile.toml")
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    return tmp_path / "target"
 
 
 def prompts(path: Path, *lengths: int) -> Path:

@@ -16,9 +16,10 @@ import pytest
 from hicachectl import pipeline
 from hicachectl.backends.file import FileStore
 from hicachectl.demo import PROFILE
-from tests.hicachectl.migrations import contents, demo_store, profile_file
+from tests.hicachectl.migrations import demo_store
 from tests.hicachectl.paused import paused
 from tests.hicachectl.places import Hf3fsPlace
+from tests.hicachectl.stores import contents
 from tests.hicachectl.test_prewarm import HASHES, PAGES, pages_of
 from tests.hicachectl.test_prewarm_cli import prompts, warmed
 from tests.mooncake_cluster import Cluster
@@ -39,11 +40,6 @@ SMALL = ("--jobs", 1, "--buffer-bytes", "300KiB")  # a parcel holds a page or tw
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return demo_store(tmp_path / "source", PAGES)
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    return profile_file(tmp_path / "profile.toml")
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ import pytest
 
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.hashing import page_hashes_hex
-from hicachectl.formats.profile import dump_profile, parse_profile
+from hicachectl.formats.profile import parse_profile
 from hicachectl.formats.spec import object_specs
 from hicachectl.prewarming.plan_file import read_plan
 from tests.hicachectl import stores
+from tests.hicachectl.migrations import profile_file
 from tests.hicachectl.prewarm_traces import conversations
 
 if TYPE_CHECKING:
@@ -46,9 +47,7 @@ def tokens(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    path = tmp_path / "profile.toml"
-    path.write_text(dump_profile(PROFILE))
-    return path
+    return profile_file(tmp_path / "profile.toml", PROFILE)
 
 
 def test_a_plan_of_block_ids_needs_no_store_and_says_that_it_cannot_be_executed(

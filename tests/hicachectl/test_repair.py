@@ -6,11 +6,9 @@ import errno
 import itertools
 import json
 import os
-import shutil
 import subprocess
-import tempfile
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,12 +27,9 @@ from hicachectl.planning import plan_removal, plan_repair, with_descendants
 from hicachectl.records import dump_record, parse_record
 from hicachectl.repair import RepairOutcome, count_unfinished, finish_unfinished, run_repair
 from hicachectl.restoring import restore_groups
-from tests.hicachectl import killed
 from tests.hicachectl.repairs import (
     DSA,
     INDEXER_BYTES,
-    Content,
-    content,
     default_quarantine,
     dsa_store,
     indexer,
@@ -45,42 +40,23 @@ from tests.hicachectl.repairs import (
     scanned,
     shorten,
 )
-from tests.hicachectl.stores import page, put, put_pages
+from tests.hicachectl.stores import Contents, contents, page, put, put_pages
 from tests.skips import missing
 from tests.small_file_system import small_file_system
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterator
+    from collections.abc import Callable, Collection, Generator
 
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.base import ReadResult, Result
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.profile import Profile
 
-KILLS = 10
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """Six pages of a model with an indexer."""
     return dsa_store(tmp_path / "store", 6)
-
-
-@pytest.fixture
-def other_file_system() -> Iterator[Path]:
-    """A directory that nothing of tmp_path can be renamed into."""
-    with _mounted() as mount:
-        yield mount
-
-
-@contextmanager
-def _mounted(size: str = "16m") -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp())
-    try:
-        with small_file_system(directory, size):
-            yield directory
-    finally:
-        directory.rmdir()
 
 
 def fill(path: Path) -> None:
@@ -90,11 +66,11 @@ def fill(path: Path) -> None:
             stream.write(bytes(4096))
 
 
-def without(before: Content, *names: str) -> Content:
+def without(before: Contents, *names: str) -> Contents:
     return {name: value for name, value in before.items() if name not in names}
 
 
-def only(before: Content, *names: str) -> Content:
+def only(before: Contents, *names: str) -> Contents:
     return {name: before[name] for name in names}
 
 
@@ -124,9 +100,9 @@ def repair_findings(
 
 def test_every_object_of_a_bad_group_goes(store: Path) -> None:
     shorten(store / indexer(2))
-    before = content(store)
+    before = contents(store)
     outcome = repaired(store)
-    assert content(store) == without(before, kv(2), indexer(2))
+    assert contents(store) == without(before, kv(2), indexer(2))
     assert quarantined(default_quarantine(store)) == only(before, kv(2), indexer(2))
     assert (outcome.repaired, outcome.quarantined, outcome.deleted) == (1, 2, 0)
     assert (outcome.failed, outcome.remaining, outcome.gone) == ((), 0, 0)
@@ -135,39 +111,39 @@ def test_every_object_of_a_bad_group_goes(store: Path) -> None:
 
 def test_a_group_that_lacks_a_pool_goes(store: Path) -> None:
     (store / indexer(3)).unlink()
-    before = content(store)
+    before = contents(store)
     assert repaired(store).repaired == 1
-    assert content(store) == without(before, kv(3))
+    assert contents(store) == without(before, kv(3))
 
 
 def test_groups_with_warnings_go_only_when_asked_by_code(store: Path) -> None:
     (store / kv(1)).unlink()
-    before = content(store)
+    before = contents(store)
     assert repaired(store).repaired == 0
-    assert content(store) == before
+    assert contents(store) == before
     assert repaired(store, codes=("orphan-sidecar",)).repaired == 1
-    assert content(store) == without(before, indexer(1))
+    assert contents(store) == without(before, indexer(1))
 
 
 def test_only_the_group_of_the_damaged_model_goes(tmp_path: Path) -> None:
     put_pages(tmp_path, range(3), "_a_0_1", "_b_0_1")
-    before = content(tmp_path)
+    before = contents(tmp_path)
     repair_findings(tmp_path, bad_value(f"{page(1)}_b_0_1.bin"))
-    assert content(tmp_path) == without(before, f"{page(1)}_b_0_1.bin")
+    assert contents(tmp_path) == without(before, f"{page(1)}_b_0_1.bin")
 
 
 def test_an_ambiguous_group_stays_whatever_is_found(tmp_path: Path) -> None:
     """Which model it is of, and so whose finding, is not known."""
     stems = ("_m_0_2", ".mamba_m_0_2")
     put_pages(tmp_path, range(2), *stems)
-    before = content(tmp_path)
+    before = contents(tmp_path)
     of_page = findings(
         "layout-mismatch", "error", keys=pa.nulls(1, pa.string()), pages=pa.array([page(0)]),
         detail="x",
     )  # fmt: skip
     for found in (bad_value(f"{page(1)}{stems[0]}.bin"), of_page):
         assert repair_findings(tmp_path, found).repaired == 0
-    assert content(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_findings_that_name_no_group_are_counted(store: Path) -> None:
@@ -188,17 +164,17 @@ def test_findings_that_name_no_group_are_counted(store: Path) -> None:
 
 
 def test_a_finding_without_a_key_is_about_its_whole_page(store: Path) -> None:
-    before = content(store)
+    before = contents(store)
     nothing = pa.nulls(1, pa.string())
     found = findings(
         "layout-mismatch", "error", keys=nothing, pages=pa.array([page(4)]), detail="x"
     )
     assert repair_findings(store, found, DSA).repaired == 1
-    assert content(store) == without(before, kv(4), indexer(4))
+    assert contents(store) == without(before, kv(4), indexer(4))
 
 
 def test_descendants_of_a_removed_page_can_go_too(store: Path) -> None:
-    before = content(store)
+    before = contents(store)
     with FileStore(store) as opened:
         inventory, groups = scanned(opened)
         plan = plan_repair(groups, bad_value(kv(1)))
@@ -211,7 +187,7 @@ def test_descendants_of_a_removed_page_can_go_too(store: Path) -> None:
         outcome = run_repair(opened, inventory, groups, plan, mode="quarantine")
     assert outcome.repaired == 3
     gone = [name(number) for number in (1, 2, 4) for name in (kv, indexer)]
-    assert content(store) == without(before, *gone)
+    assert contents(store) == without(before, *gone)
     records = [json.loads(path.read_text()) for path in store.glob(".hicachectl/*/*/*.json")]
     codes = {g["page"]: [f["code"] for f in g["findings"]] for r in records for g in r["groups"]}
     assert codes == {page(1): ["nan"], page(2): ["descendant"], page(4): ["descendant"]}
@@ -293,9 +269,9 @@ def test_a_dry_run_changes_nothing_and_says_the_same(store: Path) -> None:
 
 def test_delete_keeps_nothing(store: Path) -> None:
     shorten(store / indexer(2))
-    before = content(store)
+    before = contents(store)
     outcome = repaired(store, mode="delete")
-    assert content(store) == without(before, kv(2), indexer(2))
+    assert contents(store) == without(before, kv(2), indexer(2))
     assert list(default_quarantine(store).iterdir()) == []
     assert (outcome.repaired, outcome.quarantined, outcome.deleted) == (1, 0, 2)
     assert outcome.quarantine is None
@@ -336,16 +312,16 @@ def test_no_object_in_the_quarantine_is_without_its_record(
 def test_a_second_run_finds_nothing_to_do(store: Path) -> None:
     shorten(store / indexer(2))
     repaired(store)
-    before = content(store)
+    before = contents(store)
     again = repaired(store)
     assert (again.repaired, again.quarantined, len(again.rows)) == (0, 0, 0)
-    assert content(store) == before
+    assert contents(store) == before
 
 
 def test_many_groups_go_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hicachectl.batching.BATCH_OBJECTS", 7)
     store = dsa_store(tmp_path / "store", 23)
-    before = content(store)
+    before = contents(store)
     with FileStore(store) as opened:
         inventory, groups = scanned(opened)
         plan = plan_removal(groups, np.arange(23), "test")
@@ -355,7 +331,7 @@ def test_many_groups_go_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         )
     assert (sum(steps), outcome.repaired, outcome.quarantined) == (23, 23, 46)
     assert len(steps) == 8
-    assert content(store) == {}
+    assert contents(store) == {}
     assert quarantined(default_quarantine(store)) == before
 
 
@@ -364,46 +340,46 @@ def test_many_groups_go_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_another_file_system_gets_copies(store: Path, other_file_system: Path) -> None:
     shorten(store / indexer(2))
-    before = content(store)
+    before = contents(store)
     outcome = repaired(store, quarantine=str(other_file_system / "q"))
-    assert content(store) == without(before, kv(2), indexer(2))
+    assert contents(store) == without(before, kv(2), indexer(2))
     assert quarantined(other_file_system / "q") == only(before, kv(2), indexer(2))
     assert (outcome.repaired, outcome.quarantined) == (1, 2)
     assert not default_quarantine(store).exists()
 
 
-def test_a_full_quarantine_costs_nothing(store: Path) -> None:
+def test_a_full_quarantine_costs_nothing(store: Path, tmp_path: Path) -> None:
     """Two of three groups do not fit: what has no complete copy stays, and all is said."""
     for number in range(3):
         shorten(store / indexer(number))
-    before = content(store)
-    with _mounted(size="44k") as small:
+    before = contents(store)
+    with small_file_system(tmp_path / "small", "44k") as small:
         outcome = repaired(store, quarantine=str(small / "q"))
         kept = quarantined(small / "q")
     assert 0 < outcome.repaired < 3
     assert outcome.repaired + outcome.remaining == 3
     assert outcome.failed
     assert all("No space left on device" in message for _, message in outcome.failed)
-    assert {**content(store), **kept} == before
+    assert {**contents(store), **kept} == before
     assert len(kept) == 2 * outcome.repaired
-    assert not set(content(store)) & set(kept)
+    assert not set(contents(store)) & set(kept)
 
 
-def test_a_full_disk_leaves_the_store_as_it_was() -> None:
+def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     """No room even for the record."""
-    with _mounted(size="256k") as small:
+    with small_file_system(tmp_path / "small", "256k") as small:
         store = dsa_store(small / "store", 3)
         shorten(store / indexer(1))
         default_quarantine(store).mkdir(parents=True)
-        before = content(store)
+        before = contents(store)
         fill(small / "filler")
         outcome = repaired(store)
-        assert content(store) == before
+        assert contents(store) == before
         assert (outcome.repaired, outcome.remaining) == (0, 1)
         assert outcome.failed == ((str(default_quarantine(store)), "No space left on device"),)
         (small / "filler").unlink()
         assert repaired(store).repaired == 1
-        assert content(store) == without(before, kv(1), indexer(1))
+        assert contents(store) == without(before, kv(1), indexer(1))
 
 
 def test_an_unreadable_copy_fails_only_its_group(
@@ -411,7 +387,7 @@ def test_an_unreadable_copy_fails_only_its_group(
 ) -> None:
     for number in (1, 2):
         shorten(store / indexer(number))
-    before = content(store)
+    before = contents(store)
     read = FileStore._read
 
     def broken(key: bytes, here: int, target: memoryview) -> tuple[int, os.stat_result]:
@@ -423,7 +399,7 @@ def test_an_unreadable_copy_fails_only_its_group(
     outcome = repaired(store, quarantine=str(other_file_system))
     assert outcome.failed == ((kv(1), "cannot be copied: Input/output error"),)
     assert (outcome.repaired, outcome.remaining) == (1, 1)
-    assert content(store) == without(before, kv(2), indexer(2))
+    assert contents(store) == without(before, kv(2), indexer(2))
     assert quarantined(other_file_system) == only(before, kv(2), indexer(2))
 
 
@@ -432,18 +408,18 @@ def test_places_that_are_no_quarantine_are_refused(store: Path, tmp_path: Path, 
     (tmp_path / "file").write_text("")
     (store / "x").mkdir()
     shorten(store / indexer(1))
-    before = content(store)
+    before = contents(store)
     with pytest.raises(UsageError):
         repaired(store, quarantine=place.format(store=store, file=tmp_path / "file"))
-    assert content(store) == before
+    assert contents(store) == before
 
 
 def test_a_quarantine_that_cannot_be_written_is_said(store: Path) -> None:
     shorten(store / indexer(1))
-    before = content(store)
+    before = contents(store)
     with pytest.raises(StoreUnavailable, match="quarantine"):
         repaired(store, quarantine="/proc/hicachectl")
-    assert content(store) == before
+    assert contents(store) == before
 
 
 # a store that changes meanwhile
@@ -553,9 +529,9 @@ def test_an_anchor_that_comes_back_beside_an_old_sidecar_goes_again(
             written.append(key)
             rewrite(store / kv(1), value)
 
-    before = content(store)
+    before = contents(store)
     outcome = interfered(store, server)
-    assert content(store) == without(before, kv(1), indexer(1))
+    assert contents(store) == without(before, kv(1), indexer(1))
     assert (outcome.repaired, outcome.quarantined, outcome.deleted) == (1, 2, times)
     assert quarantined(default_quarantine(store)) == only(before, kv(1), indexer(1))
 
@@ -642,19 +618,19 @@ class Faulty(FileStore):
 def test_sidecars_stay_when_their_anchor_cannot_leave(store: Path) -> None:
     for number in (1, 2):
         shorten(store / indexer(number))
-    before = content(store)
+    before = contents(store)
     with Faulty(store) as opened:
         opened.stuck = frozenset({kv(1)})
         outcome = run_repair(opened, *planned(opened), mode="quarantine")
         assert outcome.failed == ((kv(1), "Operation not permitted"),)
         assert (outcome.repaired, outcome.remaining) == (1, 1)
         assert outcome.rows.column("state").to_pylist().count("failed") == 1
-        assert content(store) == without(before, kv(2), indexer(2))
+        assert contents(store) == without(before, kv(2), indexer(2))
         assert count_unfinished(opened) == 2
         opened.stuck = frozenset()
         finished = finish_unfinished(opened)
     assert (finished.repaired, finished.failed) == (2, ())
-    assert content(store) == without(before, *(n(i) for i in (1, 2) for n in (kv, indexer)))
+    assert contents(store) == without(before, *(n(i) for i in (1, 2) for n in (kv, indexer)))
     assert quarantined(default_quarantine(store)).keys() == {
         n(i) for i in (1, 2) for n in (kv, indexer)
     }
@@ -676,7 +652,7 @@ def test_sidecars_stay_when_their_anchor_cannot_be_deleted(
     """The same for objects that are copied and then deleted."""
     for number in (1, 2):
         shorten(store / indexer(number))
-    before = content(store)
+    before = contents(store)
     delete = FileStore.delete
 
     def failing(opened: FileStore, rows: Any) -> Any:
@@ -695,10 +671,10 @@ def test_sidecars_stay_when_their_anchor_cannot_be_deleted(
     monkeypatch.setattr(FileStore, "delete", failing)
     outcome = repaired(store, quarantine=str(other_file_system))
     assert outcome.failed == ((kv(1), "Device busy"),)
-    assert content(store) == without(before, kv(2), indexer(2))
+    assert contents(store) == without(before, kv(2), indexer(2))
     monkeypatch.undo()
     repaired(store, quarantine=str(other_file_system))
-    assert content(store) == without(before, *(n(i) for i in (1, 2) for n in (kv, indexer)))
+    assert contents(store) == without(before, *(n(i) for i in (1, 2) for n in (kv, indexer)))
     assert len(quarantined(other_file_system)) == 4
 
 
@@ -707,7 +683,7 @@ def test_nothing_is_deleted_whose_copy_was_lost(
 ) -> None:
     """Killed between copying and deleting; then somebody empties the quarantine."""
     shorten(store / indexer(1))
-    before = content(store)
+    before = contents(store)
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -721,7 +697,7 @@ def test_nothing_is_deleted_whose_copy_was_lost(
     with FileStore(store) as opened:
         outcome = finish_unfinished(opened, str(other_file_system))
     assert [message for _, message in outcome.failed] == ["its copy is in the quarantine no more"]
-    assert content(store) == before
+    assert contents(store) == before
 
 
 class Bare(Store):
@@ -761,11 +737,11 @@ class Bare(Store):
 
 def test_a_store_without_a_place_for_records_can_be_deleted_from(store: Path) -> None:
     shorten(store / indexer(2))
-    before = content(store)
+    before = contents(store)
     with Bare(store) as opened:
         assert finish_unfinished(opened).repaired == 0
         outcome = run_repair(opened, *planned(opened), mode="delete")
-    assert content(store) == without(before, kv(2), indexer(2))
+    assert contents(store) == without(before, kv(2), indexer(2))
     assert (outcome.repaired, outcome.deleted, outcome.quarantine) == (1, 2, None)
 
 
@@ -785,7 +761,7 @@ def test_an_object_that_is_written_to_while_it_is_copied_is_not_recorded(
     store: Path, tmp_path: Path, name: Callable[[int], str]
 ) -> None:
     shorten(store / indexer(2))
-    before = content(store)
+    before = contents(store)
     quarantine = tmp_path / "q"
     with Torn(store) as opened:
         opened.rewritten = store / name(2)
@@ -799,11 +775,11 @@ def test_an_object_that_is_written_to_while_it_is_copied_is_not_recorded(
 
 def test_a_store_without_a_place_needs_a_quarantine(store: Path, tmp_path: Path) -> None:
     shorten(store / indexer(2))
-    before = content(store)
+    before = contents(store)
     with Bare(store) as opened:
         with pytest.raises(UsageError, match="--quarantine DIR"):
             run_repair(opened, *planned(opened), mode="quarantine")
-        assert content(store) == before
+        assert contents(store) == before
         quarantine = str(tmp_path / "q")
         outcome = run_repair(opened, *planned(opened), mode="quarantine", quarantine=quarantine)
     assert outcome.quarantined == 2
@@ -812,7 +788,7 @@ def test_a_store_without_a_place_needs_a_quarantine(store: Path, tmp_path: Path)
 
 def test_another_mount_of_the_same_file_system_gets_copies(store: Path, tmp_path: Path) -> None:
     shorten(store / indexer(2))
-    before = content(store)
+    before = contents(store)
     for name in ("real", "bound"):
         (tmp_path / name).mkdir()
     mount = ["mount", "--bind", str(tmp_path / "real"), str(tmp_path / "bound")]
@@ -823,66 +799,15 @@ def test_another_mount_of_the_same_file_system_gets_copies(store: Path, tmp_path
     finally:
         subprocess.run(["umount", tmp_path / "bound"], check=True)
     assert quarantined(tmp_path / "real") == only(before, kv(2), indexer(2))
-    assert content(store) == without(before, kv(2), indexer(2))
+    assert contents(store) == without(before, kv(2), indexer(2))
 
 
 # killed
 
 
-def damaged_store(directory: Path) -> tuple[Path, Content, Content]:
-    """A store of 12 pages, 5 of them bad: its content, and what of it is healthy."""
-    store = dsa_store(directory, 12)
-    for number in (1, 4, 7):
-        shorten(store / indexer(number))
-    shorten(store / kv(8))
-    (store / indexer(10)).unlink()
-    before = content(store)
-    bad = [name(number) for number in (1, 4, 7, 8, 10) for name in (kv, indexer)]
-    return store, before, without(before, *bad)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["beside", "elsewhere"])
-def test_killed_anywhere_and_run_again_every_group_is_whole_or_gone(
-    tmp_path: Path, where: str, request: pytest.FixtureRequest
-) -> None:
-    elsewhere = None
-    if where == "elsewhere":
-        elsewhere = str(request.getfixturevalue("other_file_system") / "q")
-    check_kills(tmp_path, KILLS // 2, elsewhere)
-
-
-def check_kills(base: Path, count: int, elsewhere: str | None) -> None:
-    """Kill a repair at random points, run it again, and put all of it back."""
-    store, before, healthy = damaged_store(base / "store")
-    quarantine = Path(elsewhere) if elsewhere else default_quarantine(store)
-    arguments = {"directory": str(store), "mode": "quarantine", "quarantine": elsewhere}
-    points, words = killed.random_steps(killed.run(0, "repair", **arguments), count)
-    for point in points:
-        shutil.rmtree(store)
-        shutil.rmtree(quarantine, ignore_errors=True)
-        damaged_store(store)
-        assert killed.run(point, "repair", **arguments) == -1, words
-        half = content(store)
-        # A reader between the runs: no page without its indexer but those that were so before.
-        for number in range(12):
-            if kv(number) in half and number != 10:
-                assert indexer(number) in half, (words, point)
-        repaired(store, quarantine=elsewhere)
-        assert content(store) == healthy, (words, point)
-        assert quarantined(quarantine) == without(before, *healthy), (words, point)
-        assert not list(quarantine.glob("*/*.begun")), (words, point)
-        with FileStore(store) as opened:
-            outcome = restore_groups(opened, quarantine)
-        assert (outcome.restored, outcome.failed, outcome.conflicts) == (5, 0, 0), (words, point)
-        assert content(store) == before, (words, point)
-        assert list(quarantine.iterdir()) == []
-
-
-@pytest.mark.slow
 def test_what_a_killed_run_left_before_its_record_is_swept(store: Path) -> None:
     """Copies whose originals are in the store, half-written files, empty folders, and their run."""
-    before = content(store)
+    before = contents(store)
     run = default_quarantine(store) / "20260101T000000Z-abcdef"
     for number in ("000000", "000001"):
         (run / number).mkdir(parents=True)
@@ -899,68 +824,7 @@ def test_what_a_killed_run_left_before_its_record_is_swept(store: Path) -> None:
     with FileStore(store) as opened:
         assert finish_unfinished(opened).unrecorded == ()
     assert list(default_quarantine(store).iterdir()) == []
-    assert content(store) == before
-
-
-def test_a_killed_repair_can_be_taken_back(tmp_path: Path) -> None:
-    check_taking_back(tmp_path, 3)
-
-
-def check_taking_back(base: Path, count: int) -> None:
-    """Kill a repair at random points, and then restore instead of finishing."""
-    store, before, _ = damaged_store(base / "store")
-    arguments = {"directory": str(store), "mode": "quarantine"}
-    points, words = killed.random_steps(killed.run(0, "repair", **arguments), count)
-    for point in points:
-        shutil.rmtree(store)
-        damaged_store(store)
-        default_quarantine(store).mkdir(parents=True)
-        killed.run(point, "repair", **arguments)
-        with FileStore(store) as opened:
-            restore_groups(opened, default_quarantine(store))
-        assert content(store) == before, (words, point)
-        assert list(default_quarantine(store).iterdir()) == [], (words, point)
-
-
-@pytest.mark.slow
-def test_a_killed_removal_is_completed(tmp_path: Path) -> None:
-    check_removal(tmp_path, 3)
-
-
-def check_removal(base: Path, count: int) -> None:
-    """Kill a removal of everything at random points; the next run completes what was begun."""
-    store = dsa_store(base / "store", 12)
-    points, words = killed.random_steps(killed.run(0, "remove", directory=str(store)), count)
-    for point in points:
-        shutil.rmtree(store)
-        dsa_store(store, 12)
-        killed.run(point, "remove", directory=str(store))
-        with FileStore(store) as opened:
-            finish_unfinished(opened)
-        assert len(content(store)) in (0, 24), (words, point)
-        assert not list(store.glob(".hicachectl/quarantine/*")), (words, point)
-
-
-@pytest.mark.slow
-def test_a_killed_restore_goes_on(tmp_path: Path) -> None:
-    check_restore(tmp_path, 3)
-
-
-def check_restore(base: Path, count: int) -> None:
-    """Kill a restore at random points, and run it again."""
-    store, before, healthy = damaged_store(base / "store")
-    quarantine = default_quarantine(store)
-    arguments = {"directory": str(store), "quarantine": str(quarantine)}
-    repaired(store)
-    points, words = killed.random_steps(killed.run(0, "restore", **arguments), count)
-    for point in points:
-        repaired(store)
-        assert content(store) == healthy, (words, point)
-        killed.run(point, "restore", **arguments)
-        with FileStore(store) as opened:
-            restore_groups(opened, quarantine)
-        assert content(store) == before, (words, point)
-        assert list(quarantine.iterdir()) == [], (words, point)
+    assert contents(store) == before
 
 
 def test_a_run_at_work_is_left_alone(store: Path) -> None:
@@ -987,11 +851,11 @@ def test_an_unfinished_repair_of_another_store_is_not_ours(
         opened.stuck = frozenset({kv(1)})
         run_repair(opened, *planned(opened), mode="quarantine", quarantine=quarantine)
     other = dsa_store(tmp_path / "other", 6)
-    before = content(other)
+    before = contents(other)
     with FileStore(other) as opened:
         assert count_unfinished(opened, quarantine) == 0
         finish_unfinished(opened, quarantine)
-    assert content(other) == before
+    assert contents(other) == before
     with FileStore(store) as opened:
         assert count_unfinished(opened, quarantine) == 1
         assert finish_unfinished(opened, quarantine).repaired == 1
@@ -1025,10 +889,10 @@ def test_a_damaged_record_is_refused(store: Path, damage: Callable[[Any], object
     document = json.loads(path.read_text())
     damage(document)
     path.write_text(json.dumps(document))
-    before = content(store)
+    before = contents(store)
     with FileStore(store) as opened, pytest.raises(FormatError, match=r"000000\.json"):
         restore_groups(opened, default_quarantine(store))
-    assert content(store) == before
+    assert contents(store) == before
 
 
 def test_a_record_cannot_name_a_path(store: Path, tmp_path: Path) -> None:

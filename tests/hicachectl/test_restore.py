@@ -15,7 +15,6 @@ from hicachectl.backends.file_mover import FileMover
 from hicachectl.planning import plan_removal
 from hicachectl.repair import run_repair
 from tests.hicachectl.repairs import (
-    content,
     default_quarantine,
     dsa_store,
     indexer,
@@ -25,17 +24,14 @@ from tests.hicachectl.repairs import (
     scanned,
     shorten,
 )
-from tests.hicachectl.stores import page, put_pages
-from tests.hicachectl.test_repair import other_file_system
+from tests.hicachectl.stores import contents, page, put_pages
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Status
     from tests.conftest import Invoke
-    from tests.hicachectl.repairs import Content
-
-__all__ = ["other_file_system"]
+    from tests.hicachectl.stores import Contents
 
 
 @pytest.fixture
@@ -56,11 +52,11 @@ def restored(
 
 
 def test_groups_come_back_with_bytes_and_times(invoke: Invoke, store: Path) -> None:
-    before = content(store)
+    before = contents(store)
     repaired(store)
-    assert content(store) != before
+    assert contents(store) != before
     document = restored(invoke, default_quarantine(store), store, "--yes")
-    assert content(store) == before
+    assert contents(store) == before
     assert list(default_quarantine(store).iterdir()) == []
     assert (document["pages"], document["objects"], document["failed"]) == (2, 4, 0)
     assert document["bytes"] == sum(
@@ -95,10 +91,10 @@ def test_the_document_has_the_members_of_the_contract(invoke: Invoke, store: Pat
 def test_copies_come_back_from_another_file_system(
     invoke: Invoke, store: Path, other_file_system: Path
 ) -> None:
-    before = content(store)
+    before = contents(store)
     repaired(store, quarantine=str(other_file_system))
     assert restored(invoke, other_file_system, store, "--yes")["pages"] == 2
-    assert content(store) == before
+    assert contents(store) == before
     assert list(other_file_system.iterdir()) == []
 
 
@@ -120,7 +116,7 @@ def test_sidecars_come_back_before_their_anchor(
 
 
 def test_only_the_pages_asked_for(invoke: Invoke, store: Path, tmp_path: Path) -> None:
-    before = content(store)
+    before = contents(store)
     repaired(store)
     quarantine = default_quarantine(store)
     assert restored(invoke, quarantine, store, "--yes", "--pages", page(1)[:9])["pages"] == 1
@@ -130,13 +126,13 @@ def test_only_the_pages_asked_for(invoke: Invoke, store: Path, tmp_path: Path) -
     listed = tmp_path / "listed"
     listed.write_text(page(3))
     assert restored(invoke, quarantine, store, "--yes", "--pages", listed)["pages"] == 1
-    assert content(store) == before
+    assert contents(store) == before
 
 
 def test_a_dry_run_lists_and_changes_nothing(invoke: Invoke, store: Path) -> None:
     repaired(store)
     quarantine = default_quarantine(store)
-    before, held = content(store), quarantined(quarantine)
+    before, held = contents(store), quarantined(quarantine)
     outcome = invoke("restore", quarantine, store, "--dry-run")
     assert page(1)[:16] in outcome.stdout
     assert "truncated" in outcome.stdout
@@ -148,7 +144,7 @@ def test_a_dry_run_lists_and_changes_nothing(invoke: Invoke, store: Path) -> Non
     assert (document["pages"], document["objects"], document["dry_run"]) == (2, 4, True)
     assert {row["state"] for row in document["groups"]} == {"would-restore"}
     assert "dry run" in outcome.stderr
-    assert (content(store), quarantined(quarantine)) == (before, held)
+    assert (contents(store), quarantined(quarantine)) == (before, held)
 
 
 @pytest.mark.parametrize("name", [kv, indexer])
@@ -220,7 +216,7 @@ def test_another_object_of_the_same_size_and_time_is_a_conflict(
     invoke: Invoke, store: Path, *, resumes: bool
 ) -> None:
     """Only its bytes tell it from a copy that an interrupted restore has left."""
-    before = content(store)
+    before = contents(store)
     repaired(store)
     taken = quarantined(default_quarantine(store))
     names = [indexer(1)] if resumes else [indexer(1), kv(1)]
@@ -228,10 +224,10 @@ def test_another_object_of_the_same_size_and_time_is_a_conflict(
         data, time_ns = before[name]
         (store / name).write_bytes(bytes([*data[:-1], data[-1] ^ 1]))
         os.utime(store / name, ns=(time_ns, time_ns))
-    kept = content(store)
+    kept = contents(store)
     document = restored(invoke, default_quarantine(store), store, "--yes", exit_code=4)
     assert (document["pages"], document["conflicts"]) == (1, 1)
-    assert {name: content(store)[name] for name in names} == {n: kept[n] for n in names}
+    assert {name: contents(store)[name] for name in names} == {n: kept[n] for n in names}
     held = quarantined(default_quarantine(store))
     assert held == {name: taken[name] for name in (kv(1), indexer(1))}
 
@@ -239,44 +235,44 @@ def test_another_object_of_the_same_size_and_time_is_a_conflict(
 def test_copies_that_an_interrupted_restore_has_left_are_completed(
     invoke: Invoke, store: Path
 ) -> None:
-    before = content(store)
+    before = contents(store)
     repaired(store)
     data, time_ns = before[indexer(1)]
     (store / indexer(1)).write_bytes(data)
     os.utime(store / indexer(1), ns=(time_ns, time_ns))
     assert restored(invoke, default_quarantine(store), store, "--yes")["pages"] == 2
-    assert content(store) == before
+    assert contents(store) == before
     assert list(default_quarantine(store).iterdir()) == []
 
 
 def test_a_quarantine_goes_back_into_a_store_that_moved(
     invoke: Invoke, store: Path, tmp_path: Path
 ) -> None:
-    before = content(store)
+    before = contents(store)
     repaired(store)
     moved = tmp_path / "moved"
     shutil.move(store, moved)
     assert restored(invoke, default_quarantine(moved), moved, "--yes")["pages"] == 2
-    assert content(moved) == before
+    assert contents(moved) == before
 
 
 def test_pages_of_several_repairs_come_back_together(invoke: Invoke, store: Path) -> None:
-    before = content(store)
+    before = contents(store)
     repaired(store)
     shorten(store / kv(4))
-    later: Content = content(store)
+    later: Contents = contents(store)
     repaired(store)
     assert len(list(default_quarantine(store).iterdir())) == 2
     assert restored(invoke, default_quarantine(store), store, "--yes")["pages"] == 3
-    assert content(store) == {**before, kv(4): later[kv(4)]}
+    assert contents(store) == {**before, kv(4): later[kv(4)]}
 
 
 def test_one_run_can_be_named(invoke: Invoke, store: Path) -> None:
-    before = content(store)
+    before = contents(store)
     repaired(store)
     (run,) = default_quarantine(store).iterdir()
     assert restored(invoke, run, store, "--yes")["pages"] == 2
-    assert content(store) == before
+    assert contents(store) == before
 
 
 def test_an_empty_quarantine_restores_nothing(invoke: Invoke, store: Path, tmp_path: Path) -> None:
@@ -325,7 +321,7 @@ def test_rows_of_ls_name_the_group_to_restore(invoke: Invoke, tmp_path: Path) ->
     put_pages(store, range(4), "_m_0_2", "_m_1_2", "_n")
     put_pages(store, range(2), ".mamba_n_0_2", ".mamba_n_1_2", "_open_0_4")
     (store / f"{page(1)}_n.bin").unlink()
-    before = content(store)
+    before = contents(store)
     listed = tmp_path / "rows.jsonl"
     invoke("ls", store, "--format", "jsonl", "-o", listed)
     rows = [json.loads(line) for line in listed.read_text().splitlines()]
@@ -334,11 +330,11 @@ def test_rows_of_ls_name_the_group_to_restore(invoke: Invoke, tmp_path: Path) ->
         inventory, groups = scanned(opened, None)
         plan = plan_removal(groups, np.arange(len(groups)), "test")
         run_repair(opened, inventory, groups, plan, mode="quarantine")
-    assert content(store) == {}
+    assert contents(store) == {}
     for row in rows:
         listed.write_text(json.dumps(row))
         quarantine = default_quarantine(store)
         document = restored(invoke, quarantine, store, "--pages", listed, "--yes")
         assert [group["page"] for group in document["groups"]] == [row["page"]]
         assert document["bytes"] == row["nbytes"]
-    assert content(store) == before
+    assert contents(store) == before

@@ -17,8 +17,6 @@ from hicachectl.formats.hashing import namespace_seed, page_hashes_hex
 from hicachectl.formats.profile import dump_profile
 from tests.hicachectl.repairs import (
     DSA,
-    Content,
-    content,
     default_quarantine,
     dsa_store,
     indexer,
@@ -26,7 +24,7 @@ from tests.hicachectl.repairs import (
     repaired,
     shorten,
 )
-from tests.hicachectl.stores import OLD, page, put, put_pages
+from tests.hicachectl.stores import OLD, Contents, contents, page, put, put_pages
 from tests.hicachectl.terminals import on_a_terminal
 
 if TYPE_CHECKING:
@@ -53,15 +51,15 @@ def removed(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str,
     return document
 
 
-def left(before: Content, *parts: str) -> Content:
+def left(before: Contents, *parts: str) -> Contents:
     return {name: value for name, value in before.items() if not any(p in name for p in parts)}
 
 
 @pytest.mark.parametrize("model", ["x/a", "x-a"])
 def test_a_model_goes_with_all_its_pools(invoke: Invoke, store: Path, model: str) -> None:
-    before = content(store)
+    before = contents(store)
     document = removed(invoke, store, "--model", model, "--yes")
-    assert content(store) == left(before, "_x-a_")
+    assert contents(store) == left(before, "_x-a_")
     assert (document["pages"], document["objects"], document["bytes"]) == (4, 12, 920)
     assert (document["failed"], document["remaining"], document["dry_run"]) == (0, 0, False)
     assert not list(default_quarantine(store).iterdir())
@@ -89,9 +87,9 @@ def test_the_document_has_the_members_of_the_contract(invoke: Invoke, store: Pat
 
 
 def test_a_dry_run_says_the_same_and_changes_nothing(invoke: Invoke, store: Path) -> None:
-    before = content(store)
+    before = contents(store)
     rehearsed = removed(invoke, store, "--model", "b", "--dry-run")
-    assert content(store) == before
+    assert contents(store) == before
     assert not (store / ".hicachectl").exists()
     done = removed(invoke, store, "--model", "b", "--yes")
     assert rehearsed.pop("dry_run")
@@ -106,12 +104,12 @@ def test_a_dry_run_says_the_same_and_changes_nothing(invoke: Invoke, store: Path
 
 
 def test_pages_come_from_a_list(invoke: Invoke, store: Path, tmp_path: Path) -> None:
-    before = content(store)
+    before = contents(store)
     listed = tmp_path / "pages"
     listed.write_text(f"{page(1)}\n\n  {page(3)}\n{page(99)}\n")
     arguments = [store, "--pages", listed, "--all-deployments", "--yes"]
     assert removed(invoke, *arguments)["pages"] == 4
-    assert content(store) == left(before, page(1), page(3))
+    assert contents(store) == left(before, page(1), page(3))
 
 
 @pytest.fixture
@@ -131,20 +129,20 @@ def listing(invoke: Invoke, store: Path, path: Path, *arguments: object) -> list
 
 
 def test_rows_of_ls_name_their_group_only(invoke: Invoke, two_sizes: Path, tmp_path: Path) -> None:
-    before = content(two_sizes)
+    before = contents(two_sizes)
     path = tmp_path / "rows.jsonl"
     rows = [r for r in listing(invoke, two_sizes, path) if r["tp_size"] == 4]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     document = removed(invoke, two_sizes, "--pages", path, "--yes")
     assert document["pages"] == 6
-    assert content(two_sizes) == left(before, "_4.bin")
+    assert contents(two_sizes) == left(before, "_4.bin")
 
 
 @pytest.mark.parametrize("form", ["hashes", "rows of an older release"])
 def test_bare_pages_of_several_deployments_are_refused(
     invoke: Invoke, two_sizes: Path, tmp_path: Path, form: str
 ) -> None:
-    before = content(two_sizes)
+    before = contents(two_sizes)
     path = tmp_path / "pages"
     rows = listing(invoke, two_sizes, path, "--page", page(3))
     for row in rows:
@@ -155,15 +153,15 @@ def test_bare_pages_of_several_deployments_are_refused(
         assert f"page {page(3)} has groups of 2 deployments: m tp4, m tp8" in message
         assert "--all-deployments" in message
         assert "--format jsonl" in message
-    assert content(two_sizes) == before
+    assert contents(two_sizes) == before
     assert removed(invoke, two_sizes, "--pages", path, "--tp", 8, "--yes")["pages"] == 1
-    assert content(two_sizes) == {
+    assert contents(two_sizes) == {
         name: value for name, value in before.items() if not (page(3) in name and "_8." in name)
     }
     path.write_text(f"{page(0)}\n{page(3)}\n{page(4)}")
     arguments = [two_sizes, "--pages", path, "--all-deployments", "--yes"]
     assert removed(invoke, *arguments)["pages"] == 4
-    assert content(two_sizes) == left(before, page(0), page(3), page(4))
+    assert contents(two_sizes) == left(before, page(0), page(3), page(4))
 
 
 def test_all_deployments_is_for_pages(invoke: Invoke, store: Path) -> None:
@@ -174,54 +172,54 @@ def test_all_deployments_is_for_pages(invoke: Invoke, store: Path) -> None:
 def test_sizes_are_filters(invoke: Invoke, two_sizes: Path) -> None:
     stems = [f"_m_{rank}_4_2_{stage}" for rank in range(4) for stage in range(2)]
     put_pages(two_sizes, range(2), *stems, *(f"_n_0_1_cp{rank}_2" for rank in range(2)))
-    before = content(two_sizes)
+    before = contents(two_sizes)
     assert removed(invoke, two_sizes, "--pp", 2, "--dry-run")["pages"] == 2
     assert removed(invoke, two_sizes, "--cp", 2, "--dry-run")["pages"] == 2
     assert removed(invoke, two_sizes, "--tp", 4, "--dry-run")["pages"] == 8
     assert removed(invoke, two_sizes, "--tp", 4, "--pp", 2, "--yes")["pages"] == 2
-    assert content(two_sizes) == left(before, "_2_0.bin", "_2_1.bin")
+    assert contents(two_sizes) == left(before, "_2_0.bin", "_2_1.bin")
     assert removed(invoke, two_sizes, "--tp", 2, "--yes")["pages"] == 0
 
 
 def test_rows_of_groups_that_are_not_there_name_nothing_else(
     invoke: Invoke, two_sizes: Path, tmp_path: Path
 ) -> None:
-    before = content(two_sizes)
+    before = contents(two_sizes)
     path = tmp_path / "rows.jsonl"
     rows = [{"page": page(3), "group": "m tp2"}, {"page": page(0), "group": "m tp8"}]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     outcome = invoke("rm", two_sizes, "--pages", path, "--yes")
     assert f"2 rows of {path} name groups that are not there" in outcome.stderr
-    assert content(two_sizes) == before
+    assert contents(two_sizes) == before
 
 
 def test_an_ambiguous_group_is_named_by_its_row(
     invoke: Invoke, two_sizes: Path, tmp_path: Path
 ) -> None:
     put_pages(two_sizes, range(2), "_open_0_2")
-    before = content(two_sizes)
+    before = contents(two_sizes)
     path = tmp_path / "rows.jsonl"
     rows = listing(invoke, two_sizes, path, "--state", "unknown")
     assert [row["group"] for row in rows] == ["?", "?"]
     assert removed(invoke, two_sizes, "--pages", path, "--yes")["pages"] == 2
-    assert content(two_sizes) == left(before, "_open_")
+    assert contents(two_sizes) == left(before, "_open_")
 
 
 def test_what_ls_prints_can_be_removed(invoke: Invoke, store: Path, tmp_path: Path) -> None:
     (store / f"{page(3)}_x-a_0_2.bin").unlink()
-    before = content(store)
+    before = contents(store)
     listed = tmp_path / "pages.jsonl"
     invoke("ls", store, "--state", "partial", "--format", "jsonl", "-o", listed)
     removed(invoke, store, "--pages", listed, "--model", "x/a", "--yes")
-    assert content(store) == left(before, f"{page(3)}_x", f"{page(3)}.m")
+    assert contents(store) == left(before, f"{page(3)}_x", f"{page(3)}.m")
 
 
 def test_old_pages_go_by_their_newest_object(invoke: Invoke, store: Path) -> None:
     os.utime(store / f"{page(2)}_x-a_1_2.bin", (time.time(), time.time()))
-    before = content(store)
+    before = contents(store)
     assert removed(invoke, store, "--model", "x-a", "--before", "1d", "--yes")["pages"] == 3
     kept = {name for name in before if name.startswith(page(2)) and "_x-a_" in name}
-    assert set(content(store)) == set(left(before, "_x-a_")) | kept
+    assert set(contents(store)) == set(left(before, "_x-a_")) | kept
     assert removed(invoke, store, "--before", "1999-01-01", "--yes")["pages"] == 0
 
 
@@ -229,19 +227,19 @@ def test_pages_go_by_their_state(invoke: Invoke, store: Path) -> None:
     (store / f"{page(0)}_x-a_1_2.bin").unlink()
     (store / f"{page(3)}_x-a_0_2.bin").unlink()
     (store / f"{page(3)}_x-a_1_2.bin").unlink()
-    before = content(store)
+    before = contents(store)
     document = removed(invoke, store, "--state", "partial,orphan", "--yes")
     assert [(g["page"], g["model"], g["state"]) for g in document["groups"]] == sorted(
         [(page(0), "x-a", "removed"), (page(3), "x-a", "removed")]
     )
-    assert content(store) == left(before, f"{page(0)}_x", f"{page(3)}.m")
+    assert contents(store) == left(before, f"{page(0)}_x", f"{page(3)}.m")
 
 
 def test_conditions_are_joined(invoke: Invoke, store: Path) -> None:
-    before = content(store)
+    before = contents(store)
     assert removed(invoke, store, "--model", "b", "--state", "partial", "--yes")["pages"] == 0
     assert removed(invoke, store, "--tag", "t", "--yes")["pages"] == 0
-    assert content(store) == before
+    assert contents(store) == before
 
 
 def test_ambiguous_pages_stay_and_are_said(invoke: Invoke, tmp_path: Path) -> None:
@@ -250,11 +248,11 @@ def test_ambiguous_pages_stay_and_are_said(invoke: Invoke, tmp_path: Path) -> No
     put_pages(directory, range(3), "_m_0_2")
     outcome = invoke("rm", directory, "--model", "m", "--yes")
     assert "leaves 3 page groups with ambiguous keys: 3 keys <hash>_m_0_2.bin" in outcome.stderr
-    assert len(content(directory)) == 3
+    assert len(contents(directory)) == 3
     assert removed(invoke, directory, "--before", "1d", "--yes")["objects"] == 0
     outcome = invoke("rm", directory, "--state", "unknown", "--yes")
     assert "removes 3 page groups with ambiguous keys" in outcome.stderr
-    assert content(directory) == {}
+    assert contents(directory) == {}
 
 
 def test_something_must_be_selected(invoke: Invoke, store: Path) -> None:
@@ -283,7 +281,7 @@ def test_bad_lists_are_refused_with_their_line(invoke: Invoke, store: Path, tmp_
 
 
 def test_a_lock_that_is_held_is_no_error(invoke: Invoke, store: Path, tmp_path: Path) -> None:
-    before = content(store)
+    before = contents(store)
     lock = tmp_path / "lock"
     holder = subprocess.Popen(
         [
@@ -302,7 +300,7 @@ def test_a_lock_that_is_held_is_no_error(invoke: Invoke, store: Path, tmp_path: 
         outcome = invoke("rm", store, "--model", "b", "--yes", "--lock", lock)
         assert "stopped: lock" in outcome.stdout
         assert outcome.stderr.count("\n") == 1
-        assert content(store) == before
+        assert contents(store) == before
     finally:
         holder.communicate()
     assert removed(invoke, store, "--model", "b", "--yes", "--lock", lock)["pages"] == 6
@@ -312,10 +310,10 @@ def test_a_lock_that_is_held_is_no_error(invoke: Invoke, store: Path, tmp_path: 
 
 @pytest.mark.parametrize(("answer", "pages"), [("n", 0), ("y", 6)])
 def test_on_a_terminal_it_asks(store: Path, answer: str, pages: int) -> None:
-    before = content(store)
+    before = contents(store)
     out, err = on_a_terminal("rm", store, "--model", "b", answer=answer)
     assert f"Remove 6 pages (60 B) from file://{store}?" in err
-    assert len(before) - len(content(store)) == pages
+    assert len(before) - len(contents(store)) == pages
     assert ("removed" in out) == bool(pages)
 
 
@@ -333,7 +331,7 @@ def begun(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     with monkeypatch.context() as patched:
         patched.setattr("hicachectl.repair.take_away", interrupted)
         invoke("rm", store, "--model", "x-dsa", "--yes", exit_code=130)
-    assert len(content(store)) == 8
+    assert len(contents(store)) == 8
     return store
 
 
@@ -344,7 +342,7 @@ def tree(directory: Path) -> list[Path]:
 def test_what_an_earlier_run_began_is_completed_first(invoke: Invoke, begun: Path) -> None:
     outcome = invoke("rm", begun, "--model", "nothing", "--yes")
     assert "completed 4 pages that an earlier run had begun with" in outcome.stderr
-    assert content(begun) == {}
+    assert contents(begun) == {}
     assert list(default_quarantine(begun).iterdir()) == []
 
 
@@ -368,7 +366,7 @@ def test_nothing_is_completed_before_the_answer(
     assert tree(begun) == before
     _, err = on_a_terminal("rm", begun, *options, answer="y")
     assert "completed 4 pages" in err
-    assert set(content(begun)) <= {"." + "0a" * 16 + ".tmp"}
+    assert set(contents(begun)) <= {"." + "0a" * 16 + ".tmp"}
 
 
 def test_a_dry_run_says_what_would_be_completed(invoke: Invoke, begun: Path) -> None:
@@ -392,7 +390,7 @@ def test_a_repair_completes_nothing_before_the_answer(begun: Path, tmp_path: Pat
     assert ", and delete 1 pages" in err
     _, err = on_a_terminal(*arguments, answer="y")
     assert "completed 4 pages" in err
-    assert content(begun) == {}
+    assert contents(begun) == {}
 
 
 def test_a_restore_changes_nothing_before_the_answer(tmp_path: Path) -> None:
@@ -424,18 +422,18 @@ def temporaries(store: Path) -> dict[str, Path]:
 
 def test_temporaries_are_what_verify_calls_stale(invoke: Invoke, store: Path) -> None:
     files = temporaries(store)
-    before = content(store)
+    before = contents(store)
     found = json.loads(invoke("verify", store, "--format", "json", exit_code=4).stdout)
     stale = {f["key"] for f in found["findings"] if f["code"] == "stale-temporary"}
     rehearsed = removed(invoke, store, "--temporaries", "--dry-run")
-    assert content(store) == before
+    assert contents(store) == before
     document = removed(invoke, store, "--temporaries", "--yes")
     for outcome, state in ((rehearsed, "would-remove"), (document, "removed")):
         assert (outcome["pages"], outcome["objects"], outcome["bytes"]) == (0, 3, 18)
         assert {(g["key"], g["page"], g["state"]) for g in outcome["groups"]} == {
             (key, None, state) for key in stale
         }
-    assert content(store) == left(before, *(files[n].name for n in ("sglang", "ours", "hour")))
+    assert contents(store) == left(before, *(files[n].name for n in ("sglang", "ours", "hour")))
 
 
 def test_temporaries_can_be_left_for_longer(invoke: Invoke, store: Path) -> None:
@@ -493,10 +491,10 @@ def test_temporaries_that_cannot_be_deleted_are_said(
 def test_temporaries_go_with_no_other_filter(
     invoke: Invoke, store: Path, options: tuple[str, str]
 ) -> None:
-    before = content(store)
+    before = contents(store)
     said = invoke("rm", store, "--temporaries", *options, "--yes", exit_code=2).stderr
     assert f"leave out {options[0]}" in said
-    assert content(store) == before
+    assert contents(store) == before
 
 
 def test_stores_without_temporaries_say_so(invoke: Invoke, store: Path, tmp_path: Path) -> None:
@@ -559,10 +557,10 @@ def test_descendants_go_with_token_ids(
     listed.write_text(hashes[0][2])
     arguments = [store, "--pages", listed, "--profile", profile, "--token-ids", prompts, "--yes"]
     assert removed(invoke, *arguments)["pages"] == 2
-    assert {name[:64] for name in content(store)} == {*hashes[1]}
+    assert {name[:64] for name in contents(store)} == {*hashes[1]}
     listed.write_text(hashes[0][1])
     assert removed(invoke, *arguments)["pages"] == 3
-    assert {name[:64] for name in content(store)} == {hashes[1][0]}
+    assert {name[:64] for name in contents(store)} == {hashes[1][0]}
 
 
 def test_namespaces_of_prompts_count(
@@ -577,7 +575,7 @@ def test_namespaces_of_prompts_count(
     prompts.write_text(json.dumps({"token_ids": first, "cache_salt": "tenant", "extra_key": ""}))
     arguments = ["--pages", listed, "--profile", profile, "--token-ids", prompts, "--yes"]
     assert removed(invoke, store, *arguments)["pages"] == 3
-    assert {name[:64] for name in content(store)} & set(salted) == {salted[0]}
+    assert {name[:64] for name in contents(store)} & set(salted) == {salted[0]}
 
 
 @pytest.mark.parametrize(
@@ -589,12 +587,12 @@ def test_bad_prompts_are_refused_with_their_line(
     invoke: Invoke, tmp_path: Path, chained: tuple[Path, Path, list[list[int]]], line: str
 ) -> None:
     store, profile, _ = chained
-    before = content(store)
+    before = contents(store)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(f"[1, 2]\n{line}\n")
     arguments = ["--model", "x/dsa", "--profile", profile, "--token-ids", prompts, "--yes"]
     assert "line 2" in invoke("rm", store, *arguments, exit_code=2).stderr
-    assert content(store) == before
+    assert contents(store) == before
 
 
 def test_token_ids_need_a_profile(invoke: Invoke, tmp_path: Path) -> None:
@@ -605,8 +603,8 @@ def test_token_ids_need_a_profile(invoke: Invoke, tmp_path: Path) -> None:
 def test_a_damaged_page_can_be_removed_without_a_profile(invoke: Invoke, tmp_path: Path) -> None:
     store = dsa_store(tmp_path / "store", 3)
     shorten(store / kv(1))
-    before = content(store)
+    before = contents(store)
     listed = tmp_path / "pages"
     listed.write_text(page(1))
     assert removed(invoke, store, "--pages", listed, "--yes")["objects"] == 2
-    assert content(store) == left(before, kv(1), indexer(1))
+    assert contents(store) == left(before, kv(1), indexer(1))

@@ -123,7 +123,7 @@ class Move(FileMigration):
             yield f"the move was run again, and {len(left)} objects are still in the source"
 
 
-class MigrationToCopies(FileMigration):
+class _ToCopies(Migration):
     """A server, or a killed run, has just written the pages to the destination."""
 
     kinds: ClassVar[dict[str, Kind]] = {"found": Kind("syncfs", "*/new/store")}
@@ -135,6 +135,10 @@ class MigrationToCopies(FileMigration):
     @property
     def unsynced(self) -> list[Path]:
         return [self.target]
+
+
+class MigrationToCopies(_ToCopies, FileMigration):
+    """A migration to a destination that has just got the pages."""
 
     def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
         """Check the end: before, what others wrote may be torn."""
@@ -145,18 +149,8 @@ class MigrationToCopies(FileMigration):
         yield from self.run(*self.arguments(), codes=(0, 2, 4))
 
 
-class MoveToCopies(Move):
-    """A server, or a killed run, has just written the pages to the destination."""
-
-    kinds: ClassVar[dict[str, Kind]] = {"found": Kind("syncfs", "*/new/store")}
-
-    def prepare(self) -> None:
-        super().prepare()
-        dsa_store(self.target, PAGES)
-
-    @property
-    def unsynced(self) -> list[Path]:
-        return [self.target]
+class MoveToCopies(_ToCopies, Move):
+    """A move to such a destination."""
 
     def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
         """Check that a whole copy is left: what others wrote may be torn, which is not ours."""

@@ -6,7 +6,8 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tests.hicachectl.repairs import content, indexer, kv, shorten
+from tests.hicachectl.repairs import indexer, kv, shorten
+from tests.hicachectl.stores import contents
 from tests.power.crash_states import Kind
 from tests.power.writers import BUFFER, Writer, document_of, half_pages, run_here, wrong_bytes
 
@@ -26,7 +27,7 @@ class _Repair(Writer):
         super().prepare()
         for number in (1, 2):
             shorten(self.store / indexer(number))
-        self.original = content(self.store)
+        self.original = contents(self.store)
         self.bad = {kv(1), indexer(1), kv(2), indexer(2)}
 
     @property

@@ -19,8 +19,8 @@ from hicachectl.__main__ import run
 from hicachectl.formats.catalog import read_catalog
 from hicachectl.formats.errors import FormatError
 from tests.hicachectl import stores
-from tests.hicachectl.repairs import content, dsa_store, indexer, kv
-from tests.hicachectl.stores import page
+from tests.hicachectl.repairs import dsa_store, indexer, kv
+from tests.hicachectl.stores import contents, page
 from tests.power.crash_states import Kind
 from tests.power.recording import Recording, record
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.hicachectl.repairs import Content
+    from tests.hicachectl.stores import Contents
     from tests.power.crash_states import State
 
 PAGES = 4
@@ -67,7 +67,7 @@ class Writer(ABC):
             root.mkdir(parents=True, exist_ok=True)
         self.profile.write_text(stores.DSA)
         dsa_store(self.store, PAGES)
-        self.original = content(self.store)
+        self.original = contents(self.store)
 
     def record(self) -> Recording:
         """Run the command once, recorded. Its exit code is 0."""
@@ -91,10 +91,10 @@ class Writer(ABC):
     def recover(self, state: State) -> Iterator[str]:
         """Run what an operator runs next on the files of a state; name what is wrong then."""
 
-    def objects(self, directory: Path | None = None) -> Content:
+    def objects(self, directory: Path | None = None) -> Contents:
         """Return the objects of a store; unfinished files of other names aside."""
         directory = directory or self.store
-        there = content(directory) if directory.is_dir() else {}
+        there = contents(directory) if directory.is_dir() else {}
         return {name: value for name, value in there.items() if name in self.original}
 
     def run(self, *arguments: object, codes: tuple[int, ...] = (0,)) -> Iterator[str]:

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hicachectl.test_migrate_kills import KINDS, MOVES, check_kills, places
+from tests.hicachectl.test_migrate_kills import KINDS, MOVES, check_kills
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.hicachectl.test_migrate_kills import Places
+    from tests.hicachectl.places import Places
 
 KILLS = 100
-
-__all__ = ["places"]
 
 
 @pytest.mark.parametrize("pair", list(itertools.product(KINDS, KINDS)), ids="-".join)

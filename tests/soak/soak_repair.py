@@ -9,39 +9,41 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.hicachectl.test_repair import (
+from tests.hicachectl.repairs import default_quarantine
+from tests.hicachectl.test_repair_kills import (
     check_kills,
     check_removal,
     check_restore,
     check_taking_back,
-    other_file_system,
+    commands,
+    runner,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
+    from tests.hicachectl.test_repair_kills import Commands
 
 KILLS = 50
 
-__all__ = ["other_file_system"]
+__all__ = ["commands", "runner"]
 
 
-def test_repairs(tmp_path: Path) -> None:
-    check_kills(tmp_path, KILLS, None)
+def test_repairs(commands: Commands) -> None:
+    check_kills(commands, KILLS, default_quarantine(commands.store))
 
 
-def test_repairs_with_copies(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    check_kills(tmp_path, KILLS, str(request.getfixturevalue("other_file_system") / "q"))
+def test_repairs_with_copies(commands: Commands, other_file_system: Path) -> None:
+    check_kills(commands, KILLS, other_file_system / "q")
 
 
-def test_taking_repairs_back(tmp_path: Path) -> None:
-    check_taking_back(tmp_path, KILLS)
+def test_taking_repairs_back(commands: Commands) -> None:
+    check_taking_back(commands, KILLS)
 
 
-def test_removals(tmp_path: Path) -> None:
-    check_removal(tmp_path, KILLS)
+def test_removals(commands: Commands) -> None:
+    check_removal(commands, KILLS)
 
 
-def test_restores(tmp_path: Path) -> None:
-    check_restore(tmp_path, KILLS)
+def test_restores(commands: Commands) -> None:
+    check_restore(commands, KILLS)
