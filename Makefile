@@ -1,6 +1,6 @@
 # Two commands do everything on a machine with Python 3.11 or later and make:
 #   make demo   a sample store, and the main commands on it (demo-mooncake: on a cluster)
-#   make test   the test suite (test-fast: what takes seconds of it)
+#   make test   the test suite (test-fast: the edit loop, under two minutes)
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := demo-store
@@ -57,7 +57,7 @@ test: .venv/.dev $(SGLANG_ENVIRONMENT)
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 test-fast: .venv/.dev
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow" --hypothesis-profile=quick
 
 lint: .venv/.dev
 	$(BIN)/ruff check $(PYTHON_SOURCES)

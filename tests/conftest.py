@@ -37,6 +37,7 @@ for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 
 # Machines stall: how long an example took says nothing about the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("untimed"), max_examples=25)
 settings.load_profile("untimed")
 
 _FOREIGN_SETTINGS = (
@@ -51,6 +52,12 @@ _FOREIGN_SETTINGS = (
 
 _SERVERS = {"mooncake_package", "metadata_server_python", "sglang_python"}
 _SLOW_FOLDERS = {"attack", "conformance", "power"}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the folders of slow tests unread where those are not wanted."""
+    unwanted = config.getoption("markexpr") == "not slow" and collection_path.name in _SLOW_FOLDERS
+    return unwanted or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,6 +14,12 @@ from tests.skips import REQUIRE_ALL
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = "from tests.skips import register as pytest_configure\n"
+# Other plugins take longer to load than the tests to run.
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTHONPATH": str(ROOT),
+}
 LACKING = (
     "from tests.skips import *\ndef test_one(): missing('bindfs', '`apt-get install bindfs`')\n"
 )
@@ -25,21 +31,28 @@ def pytest_run(
     """Run pytest on test files in a folder; return its exit status and its output."""
     for name, text in {"conftest": CONFTEST, **files}.items():
         (folder / f"{name}.py").write_text(dedent(text))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), REQUIRE_ALL: str(int(require_all))}
-    for name in [name for name in environment if name.startswith("PYTEST_")]:
-        del environment[name]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, f"--rootdir={folder}",
-         "-p", "no:cacheprovider", *options, str(folder)],
-        env=environment, cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        pytest_of(folder, *options),
+        env={**ENVIRONMENT, REQUIRE_ALL: str(int(require_all))},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.returncode, done.stdout + done.stderr
 
 
-PARALLEL = pytest.mark.parametrize("options", [[], ["-n", "1"]], ids=["alone", "xdist"])
+def pytest_of(folder: Path, *options: str) -> list[str]:
+    """Spell the command that runs the tests of a folder."""
+    alone = ["-c", os.devnull, f"--rootdir={folder}", "-p", "no:cacheprovider"]
+    return [sys.executable, "-m", "pytest", "-q", *alone, *options, str(folder)]
 
 
-@pytest.mark.slow
+PARALLEL = pytest.mark.parametrize(
+    "options", [[], ["-p", "xdist.plugin", "-n", "1"]], ids=["alone", "xdist"]
+)
+
+
 @PARALLEL
 def test_what_is_missing_is_listed_with_its_remedy(tmp_path: Path, options: list[str]) -> None:
     whole = "from tests.skips import *\nneed_module('no_such_module')\n"
@@ -88,7 +101,6 @@ def test_cuda_and_what_a_store_lacks_may_always_be_skipped(tmp_path: Path) -> No
     assert "1 the store lacks a capability: Store empty" in said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -124,9 +136,11 @@ def test_children_can_be_interrupted_when_the_tests_run_in_the_background(tmp_pa
     for name, content in (("conftest", conftest), ("test_a", dedent(text))):
         (tmp_path / f"{name}.py").write_text(content)
     done = subprocess.run(
-        ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "pytest", "-q",
-         "-c", os.devnull, f"--rootdir={tmp_path}", "-p", "no:cacheprovider", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *pytest_of(tmp_path)],
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout

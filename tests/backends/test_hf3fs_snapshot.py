@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.backends import hf3fs_snapshot
@@ -23,6 +23,7 @@ from hicachectl.backends.hf3fs_snapshot import (
     write_repaired,
 )
 from hicachectl.formats.errors import FormatError, StoreUnavailable
+from tests.speed import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,7 +115,7 @@ def refusal(path: Path, text: str | bytes) -> str:
 # what is read
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(document=DOCUMENTS, form=FORMS)
 def test_what_is_read_is_what_the_json_module_reads(
     path: Path, document: Document, form: dict[str, Any]
@@ -123,7 +124,7 @@ def test_what_is_read_is_what_the_json_module_reads(
     assert as_document(read_snapshot(path)) == with_namespaces(document)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(document=DOCUMENTS.filter(bool), form=FORMS, data=st.data())
 def test_a_snapshot_cut_anywhere_is_refused(
     path: Path, document: Document, form: dict[str, Any], data: st.DataObject
@@ -133,7 +134,7 @@ def test_a_snapshot_cut_anywhere_is_refused(
     assert "the snapshot is cut short" in refusal(path, text[:cut])
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(document=DOCUMENTS, form=FORMS, data=st.data())
 def test_a_changed_byte_is_refused_or_read_as_the_json_module_reads_it(
     path: Path, document: Document, form: dict[str, Any], data: st.DataObject
@@ -149,7 +150,7 @@ def test_a_changed_byte_is_refused_or_read_as_the_json_module_reads_it(
     assert as_document(snapshot) == with_namespaces(json.loads(bytes(text)))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(junk=st.binary(max_size=200))
 def test_arbitrary_bytes_are_refused(path: Path, junk: bytes) -> None:
     if junk.split() != [b"{}"]:
@@ -290,7 +291,7 @@ def test_what_never_ends_takes_no_memory(
 # what is written
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(document=DOCUMENTS)
 def test_what_is_written_is_what_json_dump_would_write(path: Path, document: Document) -> None:
     path.write_text(json.dumps(document))

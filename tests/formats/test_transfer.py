@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -29,6 +29,7 @@ from tests.formats.small_models import (
     opaque,
     profile,
 )
+from tests.speed import examples
 
 PAGES = 2
 GRAMMARS = ("file", "mooncake", "hf3fs")
@@ -131,7 +132,7 @@ def pages_of(
     ]
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 def test_a_page_of_any_deployment_becomes_that_of_any_other(data: st.DataObject) -> None:
     model = data.draw(models())

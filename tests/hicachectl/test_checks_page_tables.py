@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.backends.hf3fs_snapshot import PageTable, read_snapshot
@@ -21,6 +21,7 @@ from hicachectl.checks.page_tables import (
     shared_pages,
 )
 from hicachectl.findings import SCHEMA, combine
+from tests.speed import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -81,7 +82,7 @@ TABLES = st.builds(
 )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(table=TABLES, earlier=TABLES)
 def test_the_arithmetic_agrees_with_sets(table: PageTable, earlier: PageTable) -> None:
     indices, free = table.indices.tolist(), set(table.free.tolist())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -30,6 +30,7 @@ from tests.hicachectl.value_cases import (
     tiny,
 )
 from tests.kvgen import KvGenerator, uniform_noise
+from tests.speed import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,7 +88,7 @@ def codes_of(issues: list[ValueIssue]) -> list[tuple[int, str]]:
 
 
 @given(data=st.data(), kind=st.sampled_from(PLAIN))
-@settings(max_examples=60)
+@examples(60)
 def test_planted_numbers_are_counted_and_the_first_is_named(data: st.DataObject, kind: str) -> None:
     layout = data.draw(st.sampled_from(MLA_LAYOUTS if kind in ("latent", "fp8") else MHA_LAYOUTS))
     checker, expected, objects = prepared(kind, layout)

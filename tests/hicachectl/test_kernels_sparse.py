@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from hicachectl.kernels.sparse_reference import Fetch, SparseModel
 from tests.hicachectl.devices import DEVICES, NATIVE, torch
 from tests.hicachectl.sparse_cases import Episode, Step, episodes, host_rows
+from tests.speed import examples
 
 from hicachectl.kernels.sparse_triton import StepPlan, plan_step  # isort: skip
 
@@ -131,7 +132,7 @@ class Pair:
 
 
 @DEVICES
-@settings(max_examples=60)
+@examples(60)
 @given(episode=episodes(requests=2, most_steps=8))
 def test_the_kernel_agrees_with_the_model_bit_for_bit(device: str, episode: Episode) -> None:
     with host_rows(device, requests=2, layers=1, page_size=episode.page_size) as rows:

@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.formats.profile import DTYPE_BYTES
@@ -24,6 +24,7 @@ from hicachectl.kernels.values import (
     to_float32,
     zero_rows,
 )
+from tests.speed import examples
 
 INDEX_FLOOR = 1e-4 / 448
 LEAST_SCALE = struct.unpack("<I", struct.pack("<f", INDEX_FLOOR))[0] - 1
@@ -98,7 +99,7 @@ def test_golden_fp8_codes() -> None:
 
 
 @given(data=st.data(), dtype=st.sampled_from(sorted(DTYPE_BYTES)))
-@settings(max_examples=150)
+@examples(150)
 def test_counts_equal_those_of_a_loop_over_items(data: st.DataObject, dtype: str) -> None:
     n, rows, items = (data.draw(st.integers(1, top)) for top in (3, 5, 9))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -162,7 +163,7 @@ def test_codes_under_a_zero_scale_mean_nothing() -> None:
 
 
 @given(data=st.data(), pitch=st.sampled_from([1, 3, 4, 6, 8, 24, 656]))
-@settings(max_examples=80)
+@examples(80)
 def test_zero_rows_equal_those_of_a_loop_over_rows(data: st.DataObject, pitch: int) -> None:
     n, rows = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))

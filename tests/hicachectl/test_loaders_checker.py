@@ -35,6 +35,7 @@ from tests.hicachectl.stores import OLD, page  # isort: skip
 from tests.hicachectl.value_cases import tiny  # isort: skip
 from tests.kvgen import KvGenerator  # isort: skip
 from tests.skips import NO_CUDA, ON_CUDA
+from tests.speed import slow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ PAGES = 3
 STREAM: Any = object()  # stands for a stream where there is none
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 JOBS = 4 if HAS_CUDA else 1  # Triton's interpreter belongs to one thread
-KINDS = ("bfloat16", "float8_e4m3fn", "fp8_scaled", "indexer", "mamba")
+KINDS = ("float8_e4m3fn", "bfloat16", "fp8_scaled", "indexer", "mamba")
 
 
 @pytest.fixture
@@ -188,6 +189,7 @@ def test_drafts_go_the_same_way(
     assert found(verified(store, profile, "cuda")) == expected
 
 
+@pytest.mark.slow
 @DEVICES
 def test_digests_are_of_the_bytes_that_came_back_from_the_pools(
     tmp_path: Path, on_device: Callable[[str], None], device: str
@@ -213,7 +215,7 @@ def test_digests_are_of_the_bytes_that_came_back_from_the_pools(
     assert report.document["counts"]["digest-mismatch"] == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], *(slow(kind) for kind in KINDS[1:])])
 @DEVICES
 def test_digests_alone_are_those_of_the_cpu_and_nothing_is_looked_at(
     tmp_path: Path,
@@ -233,6 +235,7 @@ def test_digests_alone_are_those_of_the_cpu_and_nothing_is_looked_at(
     assert found(verified(store, profile, "cuda", checks=("digests",), catalog=on_host)) == []
 
 
+@pytest.mark.slow
 def test_digests_alone_are_of_what_went_through_the_pools_where_the_form_is_known(
     tmp_path: Path, provided: Callable[[Any], None]
 ) -> None:
@@ -276,6 +279,7 @@ class Replaying:
         self.results.copy_(self._launch(self._most))
 
 
+@pytest.mark.slow  # digests, in the interpreter
 @pytest.mark.skipif(HAS_CUDA, reason=ON_CUDA)
 def test_what_lies_in_slots_without_an_object_is_not_reported(
     tmp_path: Path, on_device: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
@@ -438,6 +442,7 @@ def streaming_lane(device: Any, slab_bytes: int) -> Lane:
     return Lane(device, staging, pools, STREAM)
 
 
+@pytest.mark.slow  # digests, in the interpreter
 @pytest.mark.skipif(HAS_CUDA, reason=ON_CUDA)
 def test_without_memory_to_capture_launches_they_are_made_anew_for_fewer_objects(
     tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.spec import object_specs
 from tests.hicachectl.migrations import PAGES, migrated
 from tests.hicachectl.stores import contents
+from tests.speed import slow
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 FILE_BYTES = 8 << 20
 KINDS = ("file", "pack", "mooncake", "hf3fs")
+PAIRS = [
+    pair if {*pair} == {"file", "pack"} else slow(*pair)
+    for pair in itertools.permutations(KINDS, 2)
+]
 
 
 def place_of(kind: str, folder: Path, request: pytest.FixtureRequest) -> str:
@@ -56,7 +61,7 @@ def settle(kind: str, request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("metadata_server").save()
 
 
-@pytest.mark.parametrize(("through", "then"), itertools.permutations(KINDS, 2))
+@pytest.mark.parametrize(("through", "then"), PAIRS)
 def test_pages_come_back_through_any_two_stores(
     invoke: Invoke,
     source: Path,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl import page_table_repair
@@ -33,6 +33,7 @@ from hicachectl.page_table_repair import (
     release_pages,
     repaired_table,
 )
+from tests.speed import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -256,7 +257,7 @@ def test_an_absurd_number_of_leaked_pages_is_refused() -> None:
 # repaired snapshots
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(data=st.data())
 def test_a_repaired_table_is_sound_whatever_it_was(data: st.DataObject) -> None:
     indices = data.draw(st.lists(PAGES, max_size=12))
