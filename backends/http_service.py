@@ -251,27 +251,16 @@ class _DeadlineSocket(socket.socket):
 
     def recv_into(self, *args: Any, **kwargs: Any) -> int:
         self.settimeout(_time_left(self.deadline))
-        return _counted(self, super().recv_into(*args, **kwargs))
+        count = super().recv_into(*args, **kwargs)
+        if self.head_left is not None:
+            self.head_left -= count
+            if self.head_left < 0:  # as of endless interim replies
+                raise http.client.HTTPException(f"a head of more than {MAX_HEAD_BYTES} bytes")
+        return count
 
 
-class _DeadlineTlsSocket(ssl.SSLSocket):
+class _DeadlineTlsSocket(_DeadlineSocket, ssl.SSLSocket):
     """The same over TLS."""
-
-    deadline = 0.0
-    head_left: int | None = None
-
-    def recv_into(self, *args: Any, **kwargs: Any) -> int:
-        self.settimeout(_time_left(self.deadline))
-        return _counted(self, super().recv_into(*args, **kwargs))
-
-
-def _counted(sock: _DeadlineSocket | _DeadlineTlsSocket, count: int) -> int:
-    """Raise HTTPException for a head that does not end, as of endless interim replies."""
-    if sock.head_left is not None:
-        sock.head_left -= count
-        if sock.head_left < 0:
-            raise http.client.HTTPException(f"a head of more than {MAX_HEAD_BYTES} bytes")
-    return count
 
 
 def _tls_context() -> ssl.SSLContext:
@@ -322,12 +311,12 @@ class _Connection(http.client.HTTPConnection):
 
     @staticmethod
     def _bound_head(sock: socket.socket, limit: int | None) -> None:
-        if isinstance(sock, _DeadlineSocket | _DeadlineTlsSocket):
+        if isinstance(sock, _DeadlineSocket):
             sock.head_left = limit
 
     def extend(self, deadline: float) -> None:
         """Set the time at which what is under way has to end."""
-        if isinstance(self.sock, _DeadlineSocket | _DeadlineTlsSocket):  # gone once a reply said so
+        if isinstance(self.sock, _DeadlineSocket):  # gone once a reply said so
             self.sock.deadline = deadline
             self.sock.settimeout(_time_left(deadline))
 
