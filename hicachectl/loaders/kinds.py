@@ -224,7 +224,7 @@ class Passage:
         layers = len(self._kind.layers)
         found = torch.zeros((count, 2), dtype=torch.bool, device=self._lane.device)
         for piece, fields in self._kind.fields:
-            for field, (counts, _) in zip(fields, self._look(piece, fields, count), strict=True):
+            for field, counts in zip(fields, self._look(piece, fields, count), strict=True):
                 by_object = counts.reshape(count, layers, -1).sum(1)
                 scales = field.scale_floor is not None
                 bad = by_object[:, BAD_SCALE] if scales else by_object[:, NAN] + by_object[:, INF]
@@ -233,9 +233,7 @@ class Passage:
                     found[:, 1] |= bad > 0
         return found
 
-    def _look(
-        self, piece: PoolPiece, fields: Sequence[Field], count: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _look(self, piece: PoolPiece, fields: Sequence[Field], count: int) -> list[torch.Tensor]:
         return block_statistics(
             self._lane.pools[self.most * piece.offset :],
             self._blocks[: count * len(self._kind.layers)],

@@ -12,17 +12,9 @@ import pytest
 from tests.hicachectl.devices import DEVICES, torch
 
 from hicachectl.formats.layouts import TENSOR_DTYPE_BYTES  # isort: skip
-from hicachectl.kernels.statistics import (  # isort: skip
-    ZERO_HEADS,
-    Field,
-    Statistics,
-    statistics_reference,
-)
-from hicachectl.kernels.values_triton import (  # isort: skip
-    block_statistics,
-    supports,
-    to_statistics,
-)
+from hicachectl.kernels.statistics import BAD_SCALE, NAN, ZERO_HEADS, Field  # isort: skip
+from hicachectl.kernels.values import is_bad_scale, is_inf, is_nan  # isort: skip
+from hicachectl.kernels.values_triton import block_statistics, supports  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,12 +22,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
+    IntArray = NDArray[np.int64]
 
 DTYPES = (
     "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
 )  # fmt: skip
-SUM_TOLERANCE = 1e-5  # of the sum of magnitudes or squares, as the kernel promises
-LOST = 1e-34  # squares of magnitudes below 1e-19 underflow in fp32
 
 # The interpreter computes with numpy, which remarks on special numbers; they are meant here.
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.slow]
@@ -46,14 +37,27 @@ def dense(dtype: str, rows: int = 5, items: int = 24, **fields: object) -> Field
     return replace(Field("kv", dtype, rows, pitch, 0, items), **fields)  # type: ignore[arg-type]
 
 
-def measured(blocks: Bytes, field: Field, device: str, lanes: int = 32) -> Statistics:
+def expected_counts(blocks: Bytes, field: Field) -> IntArray:
+    """Count in blocks [n, rows * pitch] of stored bytes what the kernel does: [n, 4]."""
+    rows = np.ascontiguousarray(blocks).reshape(len(blocks), field.rows, field.pitch)
+    part = np.ascontiguousarray(rows[..., field.offset : field.offset + field.nbytes])
+    width = TENSOR_DTYPE_BYTES[field.dtype]
+    bits = part.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[width]).reshape(len(blocks), -1)
+    floor = field.scale_floor
+    bad = np.zeros(bits.shape, np.bool_) if floor is None else is_bad_scale(bits, floor)
+    heads = part[..., : field.head_bytes].any(axis=-1) | (not field.leads)
+    marks = is_nan(bits, field.dtype), is_inf(bits, field.dtype), bad, ~heads
+    return np.stack([of.reshape(len(blocks), -1).sum(axis=1) for of in marks], axis=1)
+
+
+def measured(blocks: Bytes, field: Field, device: str, lanes: int = 32) -> IntArray:
     """Look at one field of some blocks."""
     return measured_together(blocks, [field], device, lanes)[0]
 
 
 def measured_together(
     blocks: Bytes, fields: Sequence[Field], device: str, lanes: int
-) -> list[Statistics]:
+) -> list[IntArray]:
     """Lay blocks out in a pool in another order, with poison between, and look at them."""
     order = np.random.default_rng(3).permutation(2 * len(blocks))[: len(blocks)]
     pool = np.full((2 * len(blocks), blocks.shape[1]), 0xFF, np.uint8)
@@ -65,24 +69,7 @@ def measured_together(
         fields,
         lanes=lanes,
     )
-    return [to_statistics(counts, sums) for counts, sums in found]
-
-
-def assert_equal(found: Statistics, expected: Statistics, blocks: Bytes, field: Field) -> None:
-    assert found.counts.tolist() == expected.counts.tolist()
-    assert found.absolute_maximum.tolist() == expected.absolute_maximum.tolist()
-    squares = expected.sum_of_squares
-    rows = blocks.reshape(len(blocks), field.rows, field.pitch)
-    magnitudes = rows.copy()
-    top = TENSOR_DTYPE_BYTES[field.dtype]
-    magnitudes[..., field.offset + top - 1 : field.offset + field.nbytes : top] &= 0x7F
-    size = statistics_reference(magnitudes.reshape(blocks.shape), field).sum
-    if field.dtype == "float8_e4m3fnuz":
-        size = size + np.abs(expected.sum)
-    in_range = squares < 3e38
-    assert (np.abs(found.sum - expected.sum)[in_range] <= (SUM_TOLERANCE * size)[in_range]).all()
-    error = np.abs(found.sum_of_squares - squares)[in_range]
-    assert (error <= SUM_TOLERANCE * squares[in_range] + LOST).all()
+    return [counts.cpu().numpy() for counts in found]
 
 
 def normal(dtype: str, shape: tuple[int, ...], seed: int) -> Bytes:
@@ -98,8 +85,8 @@ def test_statistics_of_healthy_numbers(device: str, dtype: str) -> None:
     field = dense(dtype, rows=7, items=72)
     blocks = normal(dtype, (3, 7 * 72), secrets.randbits(31))
     found = measured(blocks, field, device)
-    assert_equal(found, statistics_reference(blocks, field), blocks, field)
-    assert found.counts[:, :2].sum() == 0
+    assert found.tolist() == expected_counts(blocks, field).tolist()
+    assert found[:, :2].sum() == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,11 +100,10 @@ def test_every_bit_pattern_is_counted_as_the_reference_counts_it(device: str, dt
     else:
         tops = np.arange(1 << 16, dtype=np.uint32) << 16
         patterns = np.concatenate([tops, tops + 1, tops + 0xFFFF])
-    # One block each for runs of patterns: sums of subnormals and of large numbers come apart.
     blocks = patterns.view(np.uint8).reshape(8 if width > 1 else 4, -1)
     field = dense(dtype, rows=4, items=blocks.shape[1] // width // 4)
     found = measured(blocks, field, device, lanes=64)
-    assert_equal(found, statistics_reference(blocks, field), blocks, field)
+    assert found.tolist() == expected_counts(blocks, field).tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,8 +120,8 @@ def test_one_special_number_anywhere_changes_its_block_alone(device: str, dtype:
         code = {"bfloat16": 0xFFC0, "float16": 0x7E01, "float32": int(nan)}[dtype]
     blocks[2, place : place + width] = np.frombuffer(code.to_bytes(width, "little"), np.uint8)
     found = measured(blocks, field, device)
-    assert found.counts[:, 0].tolist() == [0, 0, 1, 0]
-    assert_equal(found, statistics_reference(blocks, field), blocks, field)
+    assert found[:, NAN].tolist() == [0, 0, 1, 0]
+    assert found.tolist() == expected_counts(blocks, field).tolist()
 
 
 @pytest.mark.parametrize("lanes", [32, 512])
@@ -156,12 +142,11 @@ def test_fields_of_packed_rows_are_looked_at_apart(device: str, lanes: int) -> N
     part[0, 2, 1], part[1, 0, 0], part[1, 1, 3], part[2, 5, 2] = -1, np.inf, 0, -0.0
     found = measured_together(blocks, fields, device, lanes)
     for field, statistics in zip(fields, found, strict=True):
-        expected = statistics_reference(blocks, field)
-        with np.errstate(all="ignore"):
-            assert_equal(statistics, expected, blocks, field)
-            assert_equal(measured(blocks, field, device, lanes), expected, blocks, field)
-    assert found[1].counts[:, 3].tolist() == [1, 1, 0]
-    assert found[2].counts[:, 3].tolist() == [1, 2, 1]
+        expected = expected_counts(blocks, field)
+        assert statistics.tolist() == expected.tolist()
+        assert measured(blocks, field, device, lanes).tolist() == expected.tolist()
+    assert found[1][:, BAD_SCALE].tolist() == [1, 1, 0]
+    assert found[2][:, BAD_SCALE].tolist() == [1, 2, 1]
 
 
 @DEVICES
@@ -173,8 +158,8 @@ def test_rows_that_begin_with_zeros_are_counted(device: str) -> None:
     by_row[0, 3, 1:] = 0  # all but the first byte
     by_row[0, 3, 0] = 1
     found = measured(blocks, field, device)
-    assert found.counts[:, ZERO_HEADS].tolist() == [0, 1]
-    assert measured(blocks, replace(field, leads=False), device).counts[:, ZERO_HEADS].sum() == 0
+    assert found[:, ZERO_HEADS].tolist() == [0, 1]
+    assert measured(blocks, replace(field, leads=False), device)[:, ZERO_HEADS].sum() == 0
 
 
 @pytest.mark.parametrize("items", [1, 2, 3, 4, 6, 8, 10])
@@ -182,9 +167,7 @@ def test_rows_that_begin_with_zeros_are_counted(device: str) -> None:
 def test_rows_of_any_whole_number_of_words(device: str, items: int) -> None:
     field = dense("float32", rows=3, items=items)
     blocks = normal("float32", (2, 3 * items), 7)
-    assert_equal(
-        measured(blocks, field, device), statistics_reference(blocks, field), blocks, field
-    )
+    assert measured(blocks, field, device).tolist() == expected_counts(blocks, field).tolist()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
@@ -196,9 +179,9 @@ def test_small_blocks_that_share_a_program_are_told_apart(device: str, dtype: st
     blocks[damaged, -1], blocks[damaged, -2] = 0x7F, 0xFF  # NaN in both
     blocks[(damaged + 1) % 13, : blocks.shape[1] // 2] = 0
     found = measured(blocks, field, device, lanes=64)
-    assert_equal(found, statistics_reference(blocks, field), blocks, field)
-    assert np.flatnonzero(found.counts[:, 0]).tolist() == [damaged]
-    assert np.flatnonzero(found.counts[:, ZERO_HEADS]).tolist() == [(damaged + 1) % 13]
+    assert found.tolist() == expected_counts(blocks, field).tolist()
+    assert np.flatnonzero(found[:, NAN]).tolist() == [damaged]
+    assert np.flatnonzero(found[:, ZERO_HEADS]).tolist() == [(damaged + 1) % 13]
 
 
 @DEVICES
@@ -217,27 +200,25 @@ def test_long_blocks_of_packed_rows_are_shared_out_by_rows(device: str) -> None:
     )
     found = measured_together(blocks, fields, device, 256)
     for field, statistics in zip(fields, found, strict=True):
-        with np.errstate(all="ignore"):
-            assert_equal(statistics, statistics_reference(blocks, field), blocks, field)
-    assert found[1].counts[:, 3].tolist() == [0, 1]
-    assert found[0].counts[:, ZERO_HEADS].tolist() == [1, 0]
+        assert statistics.tolist() == expected_counts(blocks, field).tolist()
+    assert found[1][:, BAD_SCALE].tolist() == [0, 1]
+    assert found[0][:, ZERO_HEADS].tolist() == [1, 0]
 
 
 @DEVICES
 def test_parts_of_a_long_block_add_up(device: str) -> None:
-    field = dense("float8_e4m3fn", rows=1, items=16 * 2200)
-    blocks = normal("float8_e4m3fn", (1, 16 * 2200), 9)
+    field = dense("float8_e4m3fn", rows=1, items=16 * 9000)
+    blocks = normal("float8_e4m3fn", (1, 16 * 9000), 9)
     blocks[0, 100] = blocks[0, -1] = 0x7F
-    found = measured(blocks, field, device, lanes=16)
-    assert_equal(found, statistics_reference(blocks, field), blocks, field)
+    found = measured(blocks, field, device, lanes=256)
+    assert found.tolist() == expected_counts(blocks, field).tolist()
 
 
 @DEVICES
 def test_no_blocks_give_no_statistics(device: str) -> None:
     field = dense("bfloat16")
     found = measured(np.zeros((0, field.rows * field.pitch), np.uint8), field, device)
-    assert found.counts.shape == (0, 5)
-    assert found.sum.shape == (0,)
+    assert found.shape == (0, 4)
 
 
 def test_fields_of_broken_words_are_refused() -> None:
