@@ -265,7 +265,9 @@ def _with_fellow_ranks(found: list[Coordinate]) -> set[Coordinate]:
 def _rank_order(spec: ObjectSpec) -> tuple[object, ...]:
     shard = spec.coordinate.shard
     ranks = (shard.pp_rank, shard.cp_rank, shard.dcp_rank, shard.tp_rank)
-    return *(rank or 0 for rank in ranks), spec.coordinate.part or "", shard.tp_size or 0
+    sizes = spec.coordinate.part or "", shard.tp_size or 0
+    # Affixes last: a rank of None and a rank of 0 would tie, in the order of a set.
+    return *(rank or 0 for rank in ranks), *sizes, spec.affix
 
 
 def _anchor_pool(pools: set[str]) -> str:

@@ -8,6 +8,8 @@ import pytest
 
 from hicachectl import group_table, groups
 from hicachectl.backends.base import open_store
+from hicachectl.deployments import assign_affixes
+from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.groups import PageGroups
 from hicachectl.inventory import take_inventory
@@ -87,6 +89,16 @@ def test_mamba_of_an_mla_model_joins_its_anchor(tmp_path: Path) -> None:
 def test_ambiguous_keys_make_groups_of_unknown_state(tmp_path: Path) -> None:
     put_pages(tmp_path, range(2), "_m_0_2")
     assert set(states(tmp_path).values()) == {"unknown"}
+
+
+def test_keys_with_and_without_a_stage_come_in_one_order() -> None:
+    """A stage of 0 and none are alike as ranks; sets would order them by chance."""
+    ends = [f"_{rank}_{part}" for rank in ("0_0", "0", "1_0", "1") for part in "kv"]
+    (found,) = assign_affixes(
+        [("m_", end) for end in ends], codec_for("mooncake"), None
+    ).deployments
+    ordered = [f"_{rank}{stage}_{part}" for rank in "01" for part in "kv" for stage in ("_0", "")]
+    assert [spec.affix for spec in found.specs] == [("m_", end) for end in ordered]
 
 
 def test_foreign_files_are_in_no_group(tmp_path: Path) -> None:
