@@ -9,12 +9,12 @@ import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from blake3 import blake3
+from msgspec.structs import replace
 
 from hicachectl import __version__
 from hicachectl.backends.base import Status, StatusArray

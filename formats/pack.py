@@ -15,8 +15,11 @@ import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 
+from msgspec import Struct, to_builtins
+
 from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.forms import convert
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.planes import PLANE_COUNTS
 
@@ -81,8 +84,7 @@ class Record:
         return self.content_offset + sum(self.stored)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metadata:
+class Metadata(Struct, frozen=True, kw_only=True, rename={"version": "hicachectl"}):
     """What a pack says of itself.
 
     grammar: of its keys, a name of formats.keys. profile: TOML text, "" without one.
@@ -186,27 +188,19 @@ def parse_trailer(data: bytes, pack_id: bytes) -> tuple[int, int] | None:
 
 def build_metadata(metadata: Metadata) -> bytes:
     """Write the content of a metadata record: JSON."""
-    document = {
-        "grammar": metadata.grammar,
-        "profile": metadata.profile,
-        "hicachectl": metadata.version,
-    }
-    return json.dumps(document).encode()
+    return json.dumps(to_builtins(metadata)).encode()
 
 
 def parse_metadata(data: bytes | memoryview) -> Metadata:
     """Read the content of a metadata record. Raises FormatError."""
-    document = parse_json_object(bytes(data), "its metadata")
-    texts = [document.get(name, "") for name in ("grammar", "profile", "hicachectl")]
-    if not all(isinstance(text, str) for text in texts):
-        raise FormatError("its metadata holds something else than texts")
-    return checked_metadata(*texts)
+    source = "its metadata"
+    return checked_metadata(convert(parse_json_object(bytes(data), source), Metadata, source))
 
 
-def checked_metadata(grammar: str, profile: str, version: str) -> Metadata:
-    """Make metadata of what a file says. Raises FormatError on keys of an unknown grammar."""
+def checked_metadata(metadata: Metadata) -> Metadata:
+    """Return what a file says of itself. Raises FormatError on keys of an unknown grammar."""
     try:
-        codec_for(grammar)
+        codec_for(metadata.grammar)
     except UsageError as error:
         raise FormatError(f"its keys are of no form that this version knows: {error}") from error
-    return Metadata(grammar=grammar, profile=profile, version=version)
+    return metadata

@@ -211,7 +211,7 @@ def _texts(found: Mapping[bytes, bytes], source: str) -> Metadata:
     if sum(map(len, found.values())) > MOST_METADATA_BYTES:
         raise FormatError(f"{source}: the metadata of its index is larger than any pack's")
     try:
-        return checked_metadata(**texts)
+        return checked_metadata(Metadata(**texts))
     except FormatError as error:
         raise FormatError(f"{source}: {error}") from error
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from msgspec import Struct, to_builtins
 
 from hicachectl.backends.capabilities import SideFiles
 from hicachectl.findings import SCHEMA, findings
@@ -17,6 +18,7 @@ from hicachectl.formats.errors import (
     StoreUnavailable,
     UnsupportedByBackend,
 )
+from hicachectl.formats.forms import convert
 from hicachectl.formats.profile import Profile, profile_from_mapping, profile_to_mapping
 
 if TYPE_CHECKING:
@@ -33,7 +35,15 @@ _KEYLESS = ("sglang",)  # may differ between servers that share a store
 
 
 class _NoStampError(FormatError):
-    """Text that is not JSON."""
+    """Text that is not JSON, or not of a stamp."""
+
+
+class _StampForm(Struct):
+    """A stamp as JSON has it."""
+
+    form: int
+    weights_version: str
+    profile: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +82,11 @@ def write_stamp(store: Store, stamp: Stamp) -> Path:
     if not isinstance(store, SideFiles):
         raise UnsupportedByBackend(f"{store.url}: there is no place beside this store for a stamp")
     name = _file_name(stamp.profile.key_model)
-    document = {
-        "form": _FORM,
-        "weights_version": stamp.weights_version,
-        "profile": profile_to_mapping(stamp.profile),
-    }
+    document = _StampForm(_FORM, stamp.weights_version, profile_to_mapping(stamp.profile))
     with _opened(store, writes=True, makes=True) as directory:
         _check_place(directory, name)
         if directory is not None:
-            directory.write(name, json.dumps(document, indent=2).encode())
+            directory.write(name, json.dumps(to_builtins(document), indent=2).encode())
     return store.side_directory() / _FOLDER / name
 
 
@@ -173,9 +179,9 @@ def _file_name(key_model: str) -> str:
 def _parse(data: bytes, path: str) -> Stamp:
     try:
         document = parse_json(data[:_MAX_BYTES], path, refusal=_NoStampError)
-        if document["form"] != _FORM or type(document["weights_version"]) is not str:
-            raise FormatError(f"{path}: not a stamp of this version")
-        profile = profile_from_mapping(document["profile"], source=path)
-        return Stamp(profile, document["weights_version"])
-    except (_NoStampError, ValueError, KeyError, TypeError, RecursionError) as error:
+        stamp = convert(document, _StampForm, path, refusal=_NoStampError)
+    except _NoStampError as error:
         raise FormatError(f"{path}: not a stamp, or damaged; remove it to go on") from error
+    if stamp.form != _FORM:
+        raise FormatError(f"{path}: not a stamp of this version")
+    return Stamp(profile_from_mapping(stamp.profile, source=path), stamp.weights_version)
