@@ -236,7 +236,11 @@ def _summary(entries: pa.Table, walked: Walked | None = None) -> Repaired:
 
 
 def _copy(descriptor: int, found: Walked, entries: pa.Table, output: str) -> None:
-    """Write a new pack of some records of another, all or nothing."""
+    """Write a new pack of some records of another, all or nothing.
+
+    Its passing file, unlike that of `new_file`, is locked, and a later run replaces it: a killed
+    run leaves at most one file as large as the pack.
+    """
     import pyarrow as pa
 
     assert found.metadata is not None  # or there would be nothing to copy

@@ -28,8 +28,6 @@ from hicachectl.formats.profile import Pool, Profile, validate_profile
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DeploymentFlags", "profile_from_config"]
-
 # BaseSpecWorker._draft_model_runners: these have no draft model whose KV could be stored.
 _DRAFTLESS_ALGORITHMS = ("", "NGRAM", "FROZEN_KV_MTP", "UNO")
 _ROW_FIELDS = ("kind", "kv_heads", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim",

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.profile import Profile
 
-__all__ = ["StridedCopy", "TransferPlan", "TransferUnit", "retargeted", "transfer_plan"]
-
 
 @dataclass(frozen=True, slots=True)
 class TransferUnit:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.migrating.delivery import Delivered
 
-__all__ = ["FULL", "Outcome", "Request", "migrate"]
-
 FULL = "destination full"
 
 

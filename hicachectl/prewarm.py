@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from hicachectl.inventory import IntArray
     from hicachectl.migrating.delivery import Delivered
 
-__all__ = ["EVICTS", "FULL", "Outcome", "Request", "prewarm", "usable_from"]
-
 BUDGET = "budget"
 DEADLINE = "deadline"
 FULL = "destination full"

@@ -114,7 +114,8 @@ def _from_server(options: Mapping[str, Any], warn: Callable[[str], None]) -> Pro
 
 
 def _from_config(options: Mapping[str, Any], store: Store | None) -> Profile:
-    from hicachectl.formats.model_config import DeploymentFlags, profile_from_config
+    from hicachectl.formats.deployment_flags import DeploymentFlags
+    from hicachectl.formats.model_config import profile_from_config
     from hicachectl.server import read_model_config
 
     path = options["model_config"]

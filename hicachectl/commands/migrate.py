@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Store
-    from hicachectl.migrate import Outcome, Request
+    from hicachectl.migrate import Outcome
+    from hicachectl.migrating.agenda import Request
 
 _SHOWN_PROBLEMS = 20
 
@@ -184,7 +185,7 @@ def _migrated(ctx: click.Context, source: Store, target: Store, request: Request
 
 
 def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Request:
-    from hicachectl.migrate import Request
+    from hicachectl.migrating.agenda import Request
     from hicachectl.migrating.carrying import Manner
     from hicachectl.profiles import profile_from_options
     from hicachectl.requests import read_page_list

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
-    from hicachectl.prewarm import Outcome, Request
+    from hicachectl.prewarm import Outcome
+    from hicachectl.prewarm_plan import Request
     from hicachectl.pulling import LiveServer
     from hicachectl.warming_inputs import Wanted
 
@@ -253,7 +254,7 @@ def _plan_trace(
     most = options["budget_pages"]
     if options["budget"] is not None:
         hashed = trace.forest.hashed
-        fitting = pages_within(options["budget"], profile, scheme="file", hashed=hashed)
+        fitting = pages_within(options["budget"], profile, hashed=hashed)
         most = fitting if most is None else min(most, fitting)
     plan = plan_order(trace, budget=most)
     remark(ctx, f"planned {len(plan)} pages of {len(trace.forest)}, from {len(trace)} requests")
@@ -298,7 +299,7 @@ def _worked(
 
 def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> tuple[Request, Wanted]:
     from hicachectl.migrating.carrying import Manner
-    from hicachectl.prewarm import Request
+    from hicachectl.prewarm_plan import Request
     from hicachectl.profiles import profile_from_options
     from hicachectl.retargeting import destination_profile
 

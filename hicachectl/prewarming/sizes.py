@@ -11,17 +11,16 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
 
-def pages_within(budget: int, profile: Profile | None, *, scheme: str, hashed: bool) -> int:
+def pages_within(budget: int, profile: Profile | None, *, hashed: bool) -> int:
     """Count the pages that fit, each with every object of every rank but the trailing pools'.
 
-    budget: bytes. scheme: of the keys, see `object_specs`. Raises UsageError where the size of
-    a page is not known.
+    budget: bytes of a file store. Raises UsageError where the size of a page is not known.
     """
     if not hashed:
         raise UsageError("--budget: block ids have no size; give --budget-pages")
     if profile is None:
         raise UsageError("--budget: sizes need a profile; give --profile, or --budget-pages")
-    objects = object_specs(profile, scheme)
+    objects = object_specs(profile, "file")
     page = sum(found.nbytes for found in objects if not found.trailing)
     if not page:
         raise UsageError("--budget: the profile gives pages no size; give --budget-pages")

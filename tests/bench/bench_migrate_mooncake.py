@@ -26,7 +26,8 @@ from hicachectl.backends.base import open_store
 from hicachectl.backends.mooncake import MooncakeStore
 from hicachectl.backends.urls import StoreUrl, parse_url
 from hicachectl.formats.profile import Pool, Profile
-from hicachectl.migrate import Request, migrate
+from hicachectl.migrate import migrate
+from hicachectl.migrating.agenda import Request
 from hicachectl.migrating.carrying import Carrier, Manner
 from tests.bench.bench_migrate_files import fill
 from tests.mooncake_cluster import Cluster

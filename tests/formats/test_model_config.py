@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hicachectl.formats.deployment_flags import normalised_layout
+from hicachectl.formats.deployment_flags import DeploymentFlags, normalised_layout
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.model_config import DeploymentFlags, profile_from_config
+from hicachectl.formats.model_config import profile_from_config
 from hicachectl.formats.profile import DTYPE_BYTES, Pool, Profile, dump_profile, parse_profile
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hicachectl.formats.deployment_flags import sglang_version
+from hicachectl.formats.deployment_flags import DeploymentFlags, sglang_version
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.model_config import DeploymentFlags, profile_from_config
+from hicachectl.formats.model_config import profile_from_config
 from hicachectl.formats.profile import Pool, Profile
 from hicachectl.formats.server_info import contradictions_with_layout, flags_from_server_info
 

@@ -27,7 +27,8 @@ from hicachectl.migrating import watching
 from hicachectl.migrating.carrying import Manner
 from hicachectl.migrating.routes import verbatim_routes
 from hicachectl.migrating.survey import survey_source
-from hicachectl.prewarm import Outcome, Request, prewarm
+from hicachectl.prewarm import Outcome, prewarm
+from hicachectl.prewarm_plan import Request
 from hicachectl.requests import Request as Prompt
 from tests.hicachectl.migrations import MODEL, demo_store
 from tests.hicachectl.stores import contents
