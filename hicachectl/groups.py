@@ -167,6 +167,11 @@ class PageGroups:
         return tables
 
     @cached_property
+    def object_counts(self) -> IntArray:
+        """How many objects each group has."""
+        return np.bincount(self.of_object[self.of_object >= 0], minlength=len(self))
+
+    @cached_property
     def nbytes(self) -> IntArray:
         """Bytes of each group's objects; UNKNOWN_BYTES where the size of one is not known."""
         nbytes = self._reduce(np.add, "nbytes")

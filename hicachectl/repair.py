@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hicachectl.backends.base import Status
 from hicachectl.backends.capabilities import SideFiles, open_mover
 from hicachectl.batching import BATCH_OBJECTS, Planned, Planner
+from hicachectl.deployments import UNRESOLVED
 from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.groups import UNKNOWN_BYTES
 from hicachectl.quarantine import BEGUN, Batch, Quarantine, Run, batches, runs, sweep
 from hicachectl.records import Facts, Mode, Record, TakenGroup, TakenObject, total_bytes
 from hicachectl.relocation import copy_objects
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.capabilities import Mover
     from hicachectl.backends.directory import Directory
     from hicachectl.groups import PageGroups
-    from hicachectl.inventory import Inventory
+    from hicachectl.inventory import IntArray, Inventory
     from hicachectl.planning import RepairPlan
 
 SETTLE_SECONDS = 1.0  # longer than a server takes from a page's sidecars to its anchor
@@ -109,9 +112,9 @@ def run_repair(
     place = quarantine_of(store, quarantine)
     if place is None and mode == "quarantine":
         raise UsageError(f"{store.url}: name a directory for its objects: --quarantine DIR")
-    planner = Planner(inventory, groups, plan)
     if dry_run:
-        return _rehearse(planner, mode, place)
+        return _rehearse(groups, plan, mode, place)
+    planner = Planner(inventory, groups, plan)
     newest_ns = int(groups.newest_ns.max()) if len(groups) else 0
     live = newest_ns > time.time_ns() - int(LIVE_SECONDS * 1e9)
     with _Worker(store, place, mode) as worker:
@@ -232,24 +235,37 @@ def _added(one: RepairOutcome, other: RepairOutcome) -> RepairOutcome:
     )
 
 
-def _rehearse(planner: Planner, mode: Mode, place: Quarantine | None) -> RepairOutcome:
-    """Say what would be done."""
-    ledger = _Ledger()
-    objects = 0
-    for planned in planner.batches():
-        for group in planned:
-            objects += len(group.scanned)
-            sizes = [facts.nbytes for facts in group.scanned.values()]
-            ledger.note(group.page, group.model, group.tag, sizes, WOULD_REMOVE)
+def _rehearse(
+    groups: PageGroups, plan: RepairPlan, mode: Mode, place: Quarantine | None
+) -> RepairOutcome:
+    """Return the outcome of a repair in which nothing fails or changes meanwhile."""
+    rows = _planned_rows(groups, plan.groups)
+    objects = pc.sum(rows.column("objects")).as_py() or 0
     keeps = mode == "quarantine"
     return RepairOutcome(
-        repaired=len(planner),
+        repaired=len(rows),
         quarantined=objects if keeps else 0,
         deleted=0 if keeps else objects,
-        nbytes=total_bytes(ledger.columns["nbytes"]),
-        rows=ledger.table(),
+        nbytes=groups.total_bytes(plan.groups),
+        rows=rows,
         quarantine=str(place.path) if place is not None and keeps else None,
     )
+
+
+def _planned_rows(groups: PageGroups, chosen: IntArray) -> pa.Table:
+    """Make the row of each chosen group, for a repair that is not done."""
+    deployments = groups.deployment_ids[chosen]
+    which = pa.array(deployments, mask=deployments == UNRESOLVED)
+    nbytes = groups.nbytes[chosen]
+    columns = {
+        "page": groups.pages_at(chosen),
+        "model": pa.array([d.model or None for d in groups.deployments], pa.string()).take(which),
+        "tag": pa.array([d.tag or None for d in groups.deployments], pa.string()).take(which),
+        "objects": groups.object_counts[chosen],
+        "nbytes": pa.array(nbytes, mask=nbytes == UNKNOWN_BYTES),
+        "state": pa.repeat(WOULD_REMOVE, len(chosen)),
+    }
+    return pa.table(columns, schema=ROWS)
 
 
 class _Ledger:
