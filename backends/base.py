@@ -137,6 +137,7 @@ class Traits:
     live: bool = True  # servers write to the store, so page groups can be in flight
     append_only: bool = False  # objects that `undo_writes` removes still take room
     keeps_digests: bool = False  # the store checks each read against its own digest (DAMAGED)
+    lists_temporaries: bool = False  # a scan has the temporary files of unfinished writes, too
     lists_late: bool = False  # a scan may lack the objects written last
     evicts: bool = False  # the store evicts objects to make room for new ones
     evicts_pools_apart: bool = False  # each pool is evicted by itself: sidecars outlive anchors

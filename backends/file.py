@@ -111,6 +111,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         version_fields=("inode", "mtime", "ctime", "size"),
         writes=True,
         deletes=True,
+        lists_temporaries=True,
     )
 
     def __init__(self, path: str | os.PathLike[str], opened: int | None = None) -> None:

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import Status
-from hicachectl.backends.file import FileStore
 from hicachectl.checks.names import stale_temporaries
 from hicachectl.listing import key_text
 from hicachectl.records import total_bytes
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 60.0  # as verify's default: a younger one may be of a write that goes on
 
 _COLUMNS = ("nbytes", "mtime_ns")
-
-
-def has_temporaries(store: Store) -> bool:
-    """Whether writers of such a store use temporary files beside the objects."""
-    return isinstance(store, FileStore)
 
 
 def find_temporaries(
@@ -46,7 +40,7 @@ def find_temporaries(
     if before is not None:
         newest_ns = min(newest_ns, int(before * 1e9) - 1)
     found = []
-    for batch in store.scan(_COLUMNS) if has_temporaries(store) else ():
+    for batch in store.scan(_COLUMNS) if store.traits.lists_temporaries else ():
         on_batch(len(batch))
         found.append(batch.filter(stale_temporaries(batch, newest_ns)))
     schema = pa.schema([("key", pa.binary()), *((name, pa.int64()) for name in _COLUMNS)])

@@ -175,12 +175,12 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
 def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> Removal:
     from hicachectl.output import human_size
     from hicachectl.records import total_bytes
-    from hicachectl.temporaries import find_temporaries, has_temporaries, remove_temporaries
+    from hicachectl.temporaries import find_temporaries, remove_temporaries
 
     _refuse_without_times(store, options)
     with progress(ctx, "listing", " objects") as advance:
         stale = find_temporaries(store, before=options["before"], on_batch=advance)
-    if not has_temporaries(store):
+    if not store.traits.lists_temporaries:
         remark(ctx, f"{store.url} has no temporary files: only file stores have some")
     elif not len(stale):
         remark(ctx, f"no temporary file in {store.url} is old enough to be a leftover")
