@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 
 from hicachectl.backends.http_service import HttpService
-from hicachectl.formats.errors import UnsupportedByBackend, UsageError
+from hicachectl.formats.errors import FormatError, UnsupportedByBackend, UsageError
+from hicachectl.formats.forms import decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -45,10 +46,6 @@ class _PageIndices(msgspec.Struct):
 
 class _Reserved(msgspec.Struct):
     indices: list[tuple[bool, _Index]]
-
-
-# UnicodeDecodeError is a ValueError and none of msgspec's own errors.
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class MetadataClient:
@@ -184,8 +181,8 @@ class MetadataClient:
         """Take the list out of a reply: a value for each key asked about."""
         body = self._checked(reply, rank, verb, namespace)
         try:
-            (values,) = msgspec.structs.astuple(msgspec.json.decode(body, type=kind))
-        except _UNREADABLE as error:
+            (values,) = msgspec.structs.astuple(decode(msgspec.json.Decoder(kind), body))
+        except FormatError as error:
             raise self._http.lost(f"its answer to {verb} cannot be read: {error}") from None
         if len(values) != asked:
             raise self._http.lost(

@@ -25,6 +25,7 @@ from hicachectl.backends.durable import new_file
 from hicachectl.backends.hf3fs_repeats import repeated_key
 from hicachectl.backends.permissions import give_file
 from hicachectl.formats.errors import FormatError, StoreUnavailable
+from hicachectl.formats.forms import decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -57,9 +58,8 @@ _OLD_NAMESPACE = "kv"  # of files from before tables had one
 
 _Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _PAGES = msgspec.json.Decoder(list[_Index])
+_NAME = msgspec.json.Decoder(str)
 _ENTRIES = msgspec.json.Decoder(list[tuple[str, _Index]])
-# UnicodeDecodeError is a ValueError and none of msgspec's own errors.
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +213,8 @@ class _Parser:
     def _decoded(self, decoder: Any, piece: bytes, before: bytearray) -> Any:
         """Decode some elements of an array; `before` has a number of each before them."""
         try:
-            return decoder.decode(b"[" + piece + b"]")
-        except _UNREADABLE as error:
+            return decode(decoder, b"[" + piece + b"]")
+        except FormatError as error:
             number = len(before) // _NUMBER_BYTES
             said = re.sub(
                 r" - at `\$\[(\d+)\](?:\[\d\])?`",
@@ -315,8 +315,8 @@ class _Parser:
         self._at = match.end()
         self._expect(b":", "no colon after a name")
         try:
-            return msgspec.json.decode(match[0], type=str)
-        except _UNREADABLE as error:
+            return decode(_NAME, match[0])
+        except FormatError as error:
             self._fail(str(error))
 
     def _expect(self, mark: bytes, complaint: str) -> None:

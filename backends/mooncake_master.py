@@ -30,6 +30,8 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.http_service import HttpService, Reply
 from hicachectl.backends.mooncake_settings import split_address
+from hicachectl.formats.errors import FormatError
+from hicachectl.formats.forms import decode
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -141,8 +143,8 @@ class _SegmentsReply(msgspec.Struct):
     segments: list[_SegmentItem]
 
 
-# UnicodeDecodeError is a ValueError and none of msgspec's own errors.
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_HEALTH = msgspec.json.Decoder(_HealthReply)
+_SEGMENTS = msgspec.json.Decoder(_SegmentsReply)
 _BATCH = msgspec.json.Decoder(_BatchReply)
 _NO_BUFFERS = [_Buffer(0, 0, "")]
 
@@ -172,8 +174,8 @@ class MasterAdmin:
         if reply.status == http.client.OK and reply.body.strip() == b"OK":
             raise self._http.lost(f"an old master; {_OLD_MASTER}")
         try:
-            health = msgspec.json.decode(reply.body, type=_HealthReply)
-        except _UNREADABLE:
+            health = decode(_HEALTH, reply.body)
+        except FormatError:
             raise self._http.lost("what answers is no Mooncake master", _WRONG_PORT) from None
         if not health.service_ready:
             leader = health.leader_address or "not known to it"
@@ -228,8 +230,8 @@ class MasterAdmin:
         """List the memory of the cluster."""
         reply = self._ok("/get_segments_detail")
         try:
-            items = msgspec.json.decode(reply, type=_SegmentsReply).segments
-        except _UNREADABLE as error:
+            items = decode(_SEGMENTS, reply).segments
+        except FormatError as error:
             raise self._http.lost(f"/get_segments_detail cannot be read: {error}") from None
         return [
             Segment(
@@ -303,8 +305,8 @@ class MasterAdmin:
 
     def _decoded(self, body: bytes) -> dict[str, _Item]:
         try:
-            return _BATCH.decode(body).data
-        except _UNREADABLE as error:
+            return decode(_BATCH, body).data
+        except FormatError as error:
             raise self._http.lost(f"/batch_query_keys cannot be read: {error}") from None
 
     def _ok(self, path: str) -> bytes:

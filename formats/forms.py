@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _T = TypeVar("_T", bound=msgspec.Struct)
+_V = TypeVar("_V")
 
 _MAX_PROBLEMS = 20  # named in one message
 _UNIONS = (Union, UnionType)
@@ -35,6 +36,19 @@ def convert(
     except _REFUSALS as error:
         problems = list(islice(_problems(document, form, ""), _MAX_PROBLEMS)) or [str(error)]
         raise refusal(f"{source}: {'; '.join(problems)}") from None
+
+
+def decode(decoder: msgspec.json.Decoder[_V], text: bytes) -> _V:
+    """Decode JSON in one pass, where there is much of it. Raises FormatError.
+
+    The first wrong field is named by its path, without its value.
+    """
+    try:
+        return decoder.decode(text)
+    except msgspec.ValidationError as error:
+        raise FormatError(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"not JSON: {error}") from error
 
 
 def _problems(value: Any, form: Any, path: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ import msgspec
 
 from hicachectl.backends.bounded import MAX_LINE_BYTES, read_lines
 from hicachectl.formats.errors import FormatError
+from hicachectl.formats.forms import decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -227,11 +228,9 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def _decoded(decoder: msgspec.json.Decoder[T], line: bytes, where: str) -> T:
     try:
-        return decoder.decode(line)
-    except msgspec.ValidationError as error:
+        return decode(decoder, line)
+    except FormatError as error:
         raise FormatError(f"{where}: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{where}: not JSON: {error}") from error
 
 
 def _prompt(line: _PromptLine, where: str) -> Prompt:

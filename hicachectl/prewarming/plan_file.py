@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.bounded import read_lines
 from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.forms import decode
 from hicachectl.formats.hashing import HASH_BYTES
 
 if TYPE_CHECKING:
@@ -88,14 +89,14 @@ def read_plan(path: Path) -> PlannedPages:
             continue
         try:
             parents.append(_take(line, position, outside))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, FormatError) as error:
+        except FormatError as error:
             raise FormatError(f"{path}: line {number}: {error}") from error
     blob = bytes.fromhex("".join(position))
     hashes = np.frombuffer(blob, np.uint8).reshape(-1, HASH_BYTES)
     return PlannedPages(hashes, np.array(parents, np.int64))
 
 
-_decode = msgspec.json.Decoder(_Row).decode
+_ROW = msgspec.json.Decoder(_Row)
 
 
 def _take(line: bytes, position: dict[str, int], outside: set[str]) -> int:
@@ -103,7 +104,7 @@ def _take(line: bytes, position: dict[str, int], outside: set[str]) -> int:
 
     outside: parents that no row has named yet.
     """
-    row = _decode(line)
+    row = decode(_ROW, line)
     if isinstance(row.page, int):
         raise UsageError(
             f"the plan names block {row.page} of a trace, no page: a trace of block ids alone "

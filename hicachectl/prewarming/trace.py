@@ -18,6 +18,7 @@ import numpy as np
 
 from hicachectl.backends.bounded import MAX_LINE_BYTES, read_lines
 from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.forms import decode
 from hicachectl.formats.hashing import HASH_BYTES, namespace_seed, page_hashes
 from hicachectl.prewarming.forest import Forest, grow_forest
 from hicachectl.requests import Request
@@ -128,7 +129,7 @@ class _Lines:
         return len(hashes)
 
 
-_decode = msgspec.json.Decoder(_Request).decode
+_REQUEST = msgspec.json.Decoder(_Request)
 
 
 def read_trace(path: Path, profile: Profile | None) -> Trace:
@@ -144,8 +145,8 @@ def read_trace(path: Path, profile: Profile | None) -> Trace:
         if line.isspace():
             continue
         try:
-            lines.add(_decode(line), end - len(line))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, FormatError) as error:
+            lines.add(decode(_REQUEST, line), end - len(line))
+        except FormatError as error:
             raise FormatError(f"{path}: line {number}: {error}") from error
     try:
         return _trace(lines, profile)
@@ -163,11 +164,11 @@ def read_requests(path: Path, starts: npt.NDArray[np.int64]) -> Iterator[Request
         with path.open("rb") as file:
             for start in starts.tolist():
                 file.seek(start)
-                found = _decode(file.readline(MAX_LINE_BYTES))
+                found = decode(_REQUEST, file.readline(MAX_LINE_BYTES))
                 where = f"{path}: byte {start}"
                 salts = found.extra_key or None, found.cache_salt or None
                 yield Request(where, found.tokens or [], *salts)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except FormatError as error:
         raise FormatError(f"{path}: has changed since it was read") from error
     except OSError as error:
         raise UsageError(f"cannot read {path} again: {error.strerror or error}") from error
