@@ -30,9 +30,13 @@ from hicachectl.backends.base import (
 )
 from hicachectl.backends.capabilities import (
     Announces,
+    Confirm,
     Mover,
     Pins,
+    RacyWrites,
     Renames,
+    SideFiles,
+    SystemCopy,
     Touch,
     open_mover,
 )
@@ -466,6 +470,56 @@ class StoreSuite(ABC):
         assert found.schema.equals(scan_schema(columns))
         assert found.sort_by("key").to_pylist() == wanted
         assert len(store.look(rows_of([]))) == 0
+
+    def test_confirming_tells_what_is_where_it_was_listed(self, store: Store) -> None:
+        if not isinstance(store, Confirm):
+            lack(store, "confirmed reads")
+        for n in range(2):
+            self.raw_put(store, self.keys[n], self.value(n))
+        rows = scanned_rows(store, self.keys[:2])
+        self.raw_delete(store, self.keys[1])
+        assert store.confirm(rows).tolist() == [Status.OK, Status.GONE]
+        sizes = np.array([len(self.value(n)) for n in range(2)], dtype=np.int64)
+        offsets, _ = place(sizes)
+        result = store.read_confirmed(rows, offsets, sizes)
+        assert result.statuses.tolist() == [Status.OK, Status.GONE]
+        assert store.arena is not None
+        assert store.arena.view(int(offsets[0]), int(sizes[0])).tobytes() == self.value(0)
+
+    def test_objects_that_are_whole_or_missing_are_not_unfinished(self, store: Store) -> None:
+        if not isinstance(store, RacyWrites):
+            lack(store, "racing writers")
+        self.raw_put(store, self.keys[0], self.value(0))
+        assert store.unfinished(rows_of(self.keys[:2])).tolist() == [False, False]
+
+    def test_files_beside_the_objects_are_not_listed(self, store: Store) -> None:
+        if not isinstance(store, SideFiles):
+            lack(store, "side files")
+        assert store.open_side_directory(writes=False) is None
+        made = store.open_side_directory(writes=True, makes=True)
+        assert made is not None
+        with made:
+            made.write(self.keys[0].decode(), b"a note")
+        assert (store.side_directory() / self.keys[0].decode()).read_bytes() == b"a note"
+        assert listing(store) == {}
+        assert not store.exists(rows_of(self.keys[:1])).any()
+
+    def test_the_system_copies_what_was_listed(self, store: Store) -> None:
+        if not isinstance(store, SystemCopy):
+            lack(store, "copies by the system")
+        for n in range(2):
+            self.raw_put(store, self.keys[n], self.value(n))
+        origins = scanned_rows(store, self.keys[:2])
+        sizes = np.array([len(self.value(n)) for n in range(2)], dtype=np.int64)
+        self.raw_delete(store, self.keys[1])
+        with self.reopen(store) as source:
+            assert store.can_copy_from(source)
+            result = store.copy_from(
+                source, origins, rows_of(self.keys[2:4]), sizes, if_absent=True
+            )
+        assert result.statuses.tolist() == [Status.OK, Status.GONE]
+        assert self.raw_get(store, self.keys[2]) == self.value(0)
+        assert set(listing(store)) == {self.keys[0], self.keys[2]}
 
     def test_objects_are_moved_out_and_back(self, store: Store, tmp_path: Any) -> None:
         values = [self.value(n) for n in range(2)]
