@@ -60,6 +60,12 @@ def scan_schema(columns: Collection[str]) -> Any:
     return pa.schema([f for name, f in SCAN_FIELDS.items() if name == "key" or name in columns])
 
 
+def scan_batch(schema: Any, columns: dict[str, Any], rows: int) -> Any:
+    """Build a batch of a scan's schema; columns that the store knows nothing about are null."""
+    arrays = [columns[f.name] if f.name in columns else pa.nulls(rows, f.type) for f in schema]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
 class Status(IntEnum):
     """What became of one object."""
 

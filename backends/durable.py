@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # The file system has no such call, or not for this.
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 AT_FDCWD = -100  # in place of a directory's descriptor: names are paths
 CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # NFS locks only what is open for writing (EBADF), which no directory is.

@@ -48,6 +48,7 @@ from hicachectl.backends.capabilities import (
 from hicachectl.backends.directory import Directory, Trust
 from hicachectl.backends.durable import (
     CREATE_FILE,
+    NO_ROOM,
     make_directories,
     move_noreplace,
     sync_directory,
@@ -77,7 +78,6 @@ if TYPE_CHECKING:
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 # The 16 bytes of a temporary name: its owner, the process, and a number.
 _OWNER_BYTES, _TOKEN_BYTES = 8, 12
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 # A new file of a random name is refused: the directory takes no other either.
 _NO_NEW_FILES = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _WORDS = {
@@ -677,7 +677,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         if error.errno == errno.EEXIST:
             return Status.EXISTS
         errors[index] = _WORDS.get(error.errno or 0) or error.strerror or str(error)
-        return Status.FULL if error.errno in _NO_ROOM else Status.ERROR
+        return Status.FULL if error.errno in NO_ROOM else Status.ERROR
 
     def _removed(self, error: OSError) -> bool:
         if error.errno == errno.EBADF and self._directory < 0:

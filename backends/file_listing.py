@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow.fs import FileType, LocalFileSystem
 
+from hicachectl.backends.base import scan_batch
 from hicachectl.backends.file_system import LOST, version_of
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def batch_reader(directory: int, path: str, schema: Any) -> Callable[[list[str]]
     """How names become a batch of `schema`: the cheapest way that has all its columns."""
 
     def only_names(names: list[str]) -> Any:
-        return _batch(schema, {"key": _key_array(names)}, len(names))
+        return scan_batch(schema, {"key": _key_array(names)}, len(names))
 
     def read(names: list[str]) -> Any:
         # Arrow takes UTF-8 text only, and asks for no inode.
@@ -118,7 +119,7 @@ def _ask_arrow(path: str, schema: Any, names: list[str]) -> Any:
         "nbytes": pa.array(sizes, pa.int64()),
         "mtime_ns": pa.array([info.mtime_ns for info in infos], pa.int64()),
     }
-    return _batch(schema, columns, len(names))
+    return scan_batch(schema, columns, len(names))
 
 
 def ask_each(directory: int, schema: Any, names: list[str]) -> Any:
@@ -148,7 +149,7 @@ def ask_each(directory: int, schema: Any, names: list[str]) -> Any:
         "mtime_ns": pa.array(times, pa.int64()),
         "version": pa.array(versions, pa.binary()),
     }
-    return _batch(schema, columns, len(found))
+    return scan_batch(schema, columns, len(found))
 
 
 def _key_array(names: list[str]) -> Any:
@@ -161,9 +162,3 @@ def _key_array(names: list[str]) -> Any:
     np.cumsum(lengths, out=offsets[1:])
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(joined)]
     return pa.Array.from_buffers(pa.binary(), len(names), buffers)
-
-
-def _batch(schema: Any, columns: dict[str, Any], rows: int) -> Any:
-    """Build a batch of `schema`; columns that files know nothing about are null."""
-    arrays = [columns[f.name] if f.name in columns else pa.nulls(rows, f.type) for f in schema]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)

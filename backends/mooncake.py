@@ -28,6 +28,7 @@ from hicachectl.backends.base import (
     Traits,
     as_table,
     keys_of,
+    scan_batch,
     scan_schema,
 )
 from hicachectl.backends.capabilities import Leases, Pins, RacyWrites, Touch
@@ -187,7 +188,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     def _described(self, schema: Any, keys: Any) -> Any:
         """Make a batch of listed keys; asks the master only for columns that need it."""
         if not set(schema.names) & {"nbytes", "version", "replicas"}:
-            return _of_schema(schema, {"key": keys}, len(keys))
+            return scan_batch(schema, {"key": keys}, len(keys))
         return self._batch(schema, keys, self._admin.query(keys))
 
     def _batch(self, schema: Any, keys: Any, answer: Any) -> Any:
@@ -203,7 +204,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
             "version": answer.column("version").filter(kept).cast(pa.binary()),
             "replicas": answer.column("replicas").filter(kept),
         }
-        return _of_schema(schema, columns, len(columns["key"]))
+        return scan_batch(schema, columns, len(columns["key"]))
 
     def _leased_sizes(self, keys: Any, sizes: Any, places: IntArray) -> Any:
         """Ask for sizes in the way that grants leases, one call each."""
@@ -518,9 +519,3 @@ def _version_rows(versions: Any) -> npt.NDArray[np.uint64]:
     """Spell versions as numbers: [n, fields]; 0 for objects on disk, which have none."""
     joined = b"".join(versions.fill_null(b"\0" * VERSION_BYTES).to_pylist())
     return np.frombuffer(joined, dtype="<u8").reshape(len(versions), VERSION_BYTES // 8)
-
-
-def _of_schema(schema: Any, columns: dict[str, Any], rows: int) -> Any:
-    """Build a batch of `schema`; columns that the master knows nothing about are null."""
-    arrays = [columns[f.name] if f.name in columns else pa.nulls(rows, f.type) for f in schema]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from hicachectl import __version__
 from hicachectl.backends.base import Status, StatusArray
-from hicachectl.backends.durable import sync_name
+from hicachectl.backends.durable import NO_ROOM, sync_name
 from hicachectl.backends.pack_file import (
     Entries,
     UnfinishedPackError,
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.planes import Plane
 
 _MOST_ENCODERS = 4
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What the index will take is kept free, so that a pack on a full disk can still be finished: for
 # its head and the profile, so much, but no more than this share of a small file system.
 _INDEX_BYTES = 1 << 20
@@ -201,7 +200,7 @@ class PackWriter:
                 answers = [error] * len(indices)
             for index, answer in zip(indices, answers, strict=True):
                 if isinstance(answer, OSError):
-                    full = answer.errno in _NO_ROOM
+                    full = answer.errno in NO_ROOM
                     statuses[index] = Status.FULL if full else Status.ERROR
                     errors[index] = answer.strerror or str(answer)
                 else:
