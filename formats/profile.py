@@ -60,16 +60,17 @@ _REQUIRED = {
 }
 # The kinds a kv pool can be of; only a logical one has no bytes.
 _ANCHOR_KINDS = ("mha", "mla", "logical", "opaque")
-_COUNTS = (
-    "packed_draft_layers",
-    "kv_heads",
-    "head_dim",
-    "v_head_dim",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "index_head_dim",
-    "nbytes",
-)
+# What a pool counts from 0 on, and how far.
+_COUNTS = {
+    "packed_draft_layers": MAX_LAYERS,
+    "kv_heads": MAX_LENGTH,
+    "head_dim": MAX_LENGTH,
+    "v_head_dim": MAX_LENGTH,
+    "kv_lora_rank": MAX_LENGTH,
+    "qk_rope_head_dim": MAX_LENGTH,
+    "index_head_dim": MAX_LENGTH,
+    "nbytes": MAX_OBJECT_BYTES - 1,
+}
 # SGLang gives these pools PoolHitPolicy.TRAILING_PAGES (hybrid_pool_assembler.py).
 TRAILING_POOLS = frozenset(
     {
@@ -264,12 +265,9 @@ def _size_problems(profile: Profile) -> Iterator[str]:
 def _pool_size_problems(pool: Pool) -> Iterator[str]:
     highest = pool.layers if isinstance(pool.layers, int) else max(pool.layers, default=0)
     yield from above("layers", highest, MAX_LAYERS)
-    yield from above("packed_draft_layers", pool.packed_draft_layers, MAX_LAYERS)
     yield from above("trailing_pages", pool.trailing_pages, MAX_LENGTH)
-    yield from above("nbytes", pool.nbytes, MAX_OBJECT_BYTES - 1)
-    for name in _COUNTS:
-        if name not in ("packed_draft_layers", "nbytes"):
-            yield from above(name, getattr(pool, name), MAX_LENGTH)
+    for name, most in _COUNTS.items():
+        yield from above(name, getattr(pool, name), most)
     yield from above("conv: their number", len(pool.conv), _MAX_STATES)
     for where, state in _named_states(pool):
         yield from above(f"{where}.shard_axis", state.shard_axis, _MAX_AXES)
