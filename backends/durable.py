@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 # The file system has no such call, or not for this.
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-AT_FDCWD = -100  # in place of a directory's descriptor: names are paths
 CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # NFS locks only what is open for writing (EBADF), which no directory is.
 _NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 _RENAME_NOREPLACE = 1
+_AT_FDCWD = -100  # in place of a descriptor: the name is a path
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -45,7 +45,7 @@ def sync_directory(directory: int) -> None:
             raise
 
 
-def sync_name(path: str | os.PathLike[str], directory: int = AT_FDCWD) -> None:
+def sync_name(path: str | os.PathLike[str], directory: int | None = None) -> None:
     """Make one name durable: sync the directory that has it. Raises OSError."""
     parent = os.path.dirname(path) or "."  # noqa: PTH120 - keeps names that are not UTF-8
     descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
@@ -86,11 +86,15 @@ def make_directories(path: str | os.PathLike[str]) -> list[str]:
     return made
 
 
-def rename_noreplace(source: int, old: bytes, target: int, new: bytes) -> bool:
-    """Rename unless `new` is there (FileExistsError); False where the system cannot."""
+def rename_noreplace(source: int | None, old: bytes, target: int | None, new: bytes) -> bool:
+    """Rename unless `new` is there (FileExistsError); False where the system cannot.
+
+    source, target: descriptors of directories; None where the name is a path.
+    """
     if not hasattr(_LIBC, "renameat2"):
         return False
-    if not _LIBC.renameat2(source, old, target, new, _RENAME_NOREPLACE):
+    here, there = (_AT_FDCWD if one is None else one for one in (source, target))
+    if not _LIBC.renameat2(here, old, there, new, _RENAME_NOREPLACE):
         return True
     number = ctypes.get_errno()
     if number in UNSUPPORTED:
@@ -98,11 +102,11 @@ def rename_noreplace(source: int, old: bytes, target: int, new: bytes) -> bool:
     raise OSError(number, os.strerror(number))
 
 
-def move_noreplace(source: int, old: bytes, target: int, new: bytes) -> None:
+def move_noreplace(source: int | None, old: bytes, target: int | None, new: bytes) -> None:
     """Rename a file unless `new` is there (FileExistsError); link where no rename can do that.
 
-    source, target: descriptors of directories. After a crash, a file that was linked may have
-    both names.
+    source, target: as in `rename_noreplace`. After a crash, a file that was linked may have both
+    names.
     """
     if not rename_noreplace(source, old, target, new):
         os.link(old, new, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
@@ -118,7 +122,7 @@ def new_file(
     mode: int,
     *,
     partial: str = "",
-    directory: int = AT_FDCWD,
+    directory: int | None = None,
     replaces: bool = True,
     durable: bool = True,
 ) -> Iterator[int]:
@@ -126,7 +130,7 @@ def new_file(
 
     mode:      permissions of the file while it is written, less the umask.
     partial:   its name until then, in the same directory; default: a random one.
-    directory: where `path` starts from.
+    directory: a descriptor, where `path` starts from there.
     replaces:  whether a file of that name is replaced; else it raises FileExistsError.
     durable:   the bytes are on the disk before the name is, and the name when this ends.
     Raises OSError.
@@ -220,7 +224,7 @@ def lock(descriptor: int, *, optional: bool = False) -> bool:
 
 
 def is_named(
-    descriptor: int, path: str, directory: int = AT_FDCWD, *, follow: bool = False
+    descriptor: int, path: str, directory: int | None = None, *, follow: bool = False
 ) -> bool:
     """Say whether a name is still that of an open file: ask after locking what may be replaced.
 

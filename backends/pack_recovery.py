@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.durable import AT_FDCWD, move_noreplace, sync_name
+from hicachectl.backends.durable import move_noreplace, sync_name
 from hicachectl.backends.pack_file import (
     Entries,
     ObjectReader,
@@ -266,7 +266,7 @@ def _copy(descriptor: int, found: Walked, entries: pa.Table, output: str) -> Non
         append_index(target, found.pack_id, entries, found.metadata, at)
         source = Permissions.of_file(os.fstat(descriptor))
         os.fchmod(target, as_umask_says(source, os.fstat(target).st_gid))
-        move_noreplace(AT_FDCWD, os.fsencode(partial), AT_FDCWD, os.fsencode(output))
+        move_noreplace(None, os.fsencode(partial), None, os.fsencode(output))
     except FileExistsError as error:
         raise _taken(output) from error
     finally:
