@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -73,6 +74,17 @@ class Outcome(NamedTuple):
 
     stdout: str
     stderr: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What `--format json` printed."""
+        document: dict[str, Any] = json.loads(self.stdout)
+        return document
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """What `--format jsonl` printed."""
+        return [json.loads(line) for line in self.stdout.splitlines()]
 
 
 Invoke = Callable[..., Outcome]

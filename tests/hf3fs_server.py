@@ -70,6 +70,19 @@ class MetadataServer:
         """What SGLang's config calls metadata_server_url."""
         return f"http://{HOST}:{self.port}"
 
+    def write_config(self, folder: Path, file_size: int) -> Path:
+        """Write the config of SGLang's clients: data files of this size in folder/data."""
+        path = folder / "hf3fs.json"
+        settings = {
+            "file_path_prefix": str(folder / "data" / "hicache"),
+            "file_size": file_size,
+            "numjobs": 2,
+            "entries": 4,
+            "metadata_server_url": self.url,
+        }
+        path.write_text(json.dumps(settings))
+        return path
+
     def save(self) -> Path:
         """Have the server write its snapshot; its path, once everything so far is in it."""
         self._command("save")

@@ -5,7 +5,6 @@ The pack records no profile, so that no value check helps: only its own digests 
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -124,7 +123,7 @@ def test_the_regions_are_the_whole_file(pack: Path) -> None:
 def test_the_pack_is_clean_and_every_byte_of_its_objects_is_read(
     invoke: Invoke, pack: Path
 ) -> None:
-    document = json.loads(invoke("verify", f"pack://{pack}", "--format", "json").stdout)
+    document = invoke("verify", f"pack://{pack}", "--format", "json").document
     assert document["counts"] == {"foreign-object": 1}
     assert "digests" in document["checks"]
     assert document["bytes_read"] == sum(map(len, contents(pack).values()))

@@ -67,7 +67,7 @@ def look(invoke: Invoke, tmp_path: Path) -> Look:
         chain = tmp_path / "chain"
         chain.write_text(json.dumps([f"{page:064x}" for page in range(len(keys) // 2)]))
         arguments = ("--pages", chain, "--profile", profile, "--format", "jsonl")
-        row = json.loads(invoke("hits", cluster.url, *arguments).stdout)
+        row = invoke("hits", cluster.url, *arguments).document
         assert row["usable_pages"] == len(keys) // 2
         objects = invoke("ls", cluster.url, "--objects", "--format", "jsonl").stdout
         assert {json.loads(line)["key"] for line in objects.splitlines()} == set(keys)

@@ -188,8 +188,7 @@ def rows(invoke: Invoke, store: str, *options: object) -> list[dict[str, Any]]:
 
 def verified(invoke: Invoke, archive: Path, *options: object, exit_code: int = 0) -> dict[str, Any]:
     command = ("verify", f"tar://{archive}", *options, "--format", "json")
-    document: dict[str, Any] = json.loads(invoke(*command, exit_code=exit_code).stdout)
-    return document
+    return invoke(*command, exit_code=exit_code).document
 
 
 @pytest.mark.parametrize("options", [(), ("--objects",)], ids=["pages", "objects"])
@@ -232,7 +231,7 @@ def test_verify_finds_each_damage(invoke: Invoke, archive: Path, profile: Path) 
 
 def test_migrate_makes_the_directory_again(invoke: Invoke, directory: Path, archive: Path) -> None:
     target = directory.with_name("target")
-    document = json.loads(invoke("migrate", f"tar://{archive}", target, "--format", "json").stdout)
+    document = invoke("migrate", f"tar://{archive}", target, "--format", "json").document
     assert (document["pages"], document["complete"]) == (PAGES, True)
     assert contents(target) == contents(directory)
 

@@ -38,9 +38,9 @@ def profile_files(manifest: Manifest, directory: Path) -> list[Path]:
 
 
 def verified(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
-    out = invoke("verify", *arguments, "--grace", "0s", "--format", "json", exit_code=exit_code)
-    document: dict[str, Any] = json.loads(out.stdout)
-    return document
+    return invoke(
+        "verify", *arguments, "--grace", "0s", "--format", "json", exit_code=exit_code
+    ).document
 
 
 def listed(invoke: Invoke, *arguments: object) -> dict[str, dict[str, Any]]:
@@ -172,6 +172,6 @@ def test_one_directory_of_two_models_needs_no_profile(
     models = {entry["model"] for entry in manifest["objects"]}
     assert len(models) == 2
     assert {row["model"] for row in listed(invoke, store).values()} == models
-    states = json.loads(invoke("ls", store, "--format", "json").stdout)["pages"]
+    states = invoke("ls", store, "--format", "json").document["pages"]
     assert len(states) == 2 * len(manifest["pages"])
     assert {row["state"] for row in states} == {"whole"}

@@ -78,16 +78,7 @@ class Live:
 
     @property
     def config(self) -> Path:
-        path = self.folder / "hf3fs.json"
-        settings = {
-            "file_path_prefix": str(self.folder / "data" / "hicache"),
-            "file_size": self.file_size,
-            "numjobs": 2,
-            "entries": 4,
-            "metadata_server_url": self.server.url,
-        }
-        path.write_text(json.dumps(settings))
-        return path
+        return self.server.write_config(self.folder, self.file_size)
 
     @property
     def arguments(self) -> list[object]:
@@ -182,9 +173,7 @@ class Hot:
 
 
 def verified(invoke: Invoke, live: Live) -> dict[str, Any]:
-    out = invoke("verify", *live.arguments, "--format", "json", "--fail-on", "never")
-    document: dict[str, Any] = json.loads(out.stdout)
-    return document
+    return invoke("verify", *live.arguments, "--format", "json", "--fail-on", "never").document
 
 
 def verified_often(invoke: Invoke, live: Live, runs: int) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from tests.conformance.test_mooncake_written import (
     Affix,
     Entry,
     affix_of,
+    check_predicted,
     complaints,
     damage,
     listed,
@@ -145,15 +145,7 @@ def written(
     """Each case in turn; a test that changes the store leaves it as it was."""
     case, layout = request.param
     folder = tmp_path_factory.mktemp("hf3fs")
-    config = folder / "hf3fs.json"
-    settings = {
-        "file_path_prefix": str(folder / "data" / "hicache"),
-        "file_size": FILE_SIZE,
-        "numjobs": 2,
-        "entries": 4,
-        "metadata_server_url": server.url,
-    }
-    config.write_text(json.dumps(settings))
+    config = server.write_config(folder, FILE_SIZE)
     server.reset()
     place_ = (config, "--backend=hf3fs", f"--layout={layout}")
     return Written(server, folder, sglang_session.run("write_store", case, *place_))
@@ -200,14 +192,7 @@ def test_chains_reach_no_farther_than_sglang_says(
 def test_every_written_object_was_predicted_and_every_predicted_one_written(
     written: Written,
 ) -> None:
-    expected = written.expected
-    pages_of: dict[Affix, set[str]] = defaultdict(set)
-    for key, entry in written.objects.items():
-        assert entry["nbytes"] == expected[affix_of(entry)].nbytes, key
-        pages_of[affix_of(entry)].add(entry["page"])
-    assert pages_of.keys() == expected.keys()
-    for affix, object_ in expected.items():
-        assert object_.trailing or pages_of[affix] == set(written.manifest["pages"]), affix
+    check_predicted(written.manifest, written.objects, written.expected)
 
 
 def test_pages_hold_their_values_in_the_documented_order(written: Written) -> None:

@@ -162,8 +162,7 @@ def ask(
 def hits_of(invoke: Invoke, chains: list[Chain], folder: Path, *arguments: object) -> Answers:
     listed = folder / "chains.jsonl"
     listed.write_text("".join(f"{json.dumps(chain)}\n" for chain in chains))
-    out = invoke("hits", *arguments, "--pages", listed, "--format", "jsonl").stdout
-    return [json.loads(line) for line in out.splitlines()]
+    return invoke("hits", *arguments, "--pages", listed, "--format", "jsonl").rows
 
 
 def compare(rows: Answers, told: Answers, chains: list[Chain]) -> None:

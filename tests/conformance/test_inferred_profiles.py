@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ def test_a_store_is_clean_by_its_inferred_profile(
         path = tmp_path / "inferred.toml"
         invoke("profile", store, "--model", written["model"], "-o", path)
         checks = ["--profile", path, "--checks", "names,groups,sizes", "--grace", "0s"]
-        document = json.loads(invoke("verify", store, *checks, "--format", "json").stdout)
+        document = invoke("verify", store, *checks, "--format", "json").document
         assert document["findings"] == []
         assert document["objects"] == len(manifest["objects"])
         profile = parse_profile(path.read_text())

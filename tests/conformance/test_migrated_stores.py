@@ -144,15 +144,7 @@ class Places:
             return Place(kind, cluster.master, lambda: cluster.url)
         server = self.servers[side]
         server.reset()
-        config = folder / "hf3fs.json"
-        settings = {
-            "file_path_prefix": str(folder / "data" / "hicache"),
-            "file_size": FILE_SIZE,
-            "numjobs": 2,
-            "entries": 4,
-            "metadata_server_url": server.url,
-        }
-        config.write_text(json.dumps(settings))
+        config = server.write_config(folder, FILE_SIZE)
         return Place(kind, str(config), lambda: f"hf3fs:?config={config}&snapshot={server.save()}")
 
 

@@ -144,6 +144,19 @@ def affix_of(entry: Entry) -> Affix:
     return before, after
 
 
+def check_predicted(
+    manifest: Manifest, objects: dict[str, Entry], expected: dict[Affix, ObjectSpec]
+) -> None:
+    """See that every object was predicted, and that every predicted one is on each page."""
+    pages_of: dict[Affix, set[str]] = defaultdict(set)
+    for key, entry in objects.items():
+        assert entry["nbytes"] == expected[affix_of(entry)].nbytes, key
+        pages_of[affix_of(entry)].add(entry["page"])
+    assert pages_of.keys() == expected.keys()
+    for affix, spec in expected.items():
+        assert spec.trailing or pages_of[affix] == set(manifest["pages"]), affix
+
+
 def without_size(entry: Entry) -> bool:
     """Whether the master cannot be asked about the key without a lease: it cuts keys at commas."""
     return "," in entry["key"]
@@ -155,11 +168,9 @@ def listed(invoke: Invoke, url: str, *arguments: object) -> dict[str, Entry]:
 
 
 def verified(invoke: Invoke, url: str, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
-    out = invoke(
+    return invoke(
         "verify", url, *arguments, "--grace", "0s", "--format", "json", exit_code=exit_code
-    )
-    document: dict[str, Any] = json.loads(out.stdout)
-    return document
+    ).document
 
 
 def complaints(document: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -182,14 +193,7 @@ def one_of_each_kind(entries: list[Entry]) -> list[Entry]:
 def test_every_written_object_was_predicted_and_every_predicted_one_written(
     written: Written,
 ) -> None:
-    expected = written.expected
-    pages_of: dict[Affix, set[str]] = defaultdict(set)
-    for key, entry in written.objects.items():
-        assert entry["nbytes"] == expected[affix_of(entry)].nbytes, key
-        pages_of[affix_of(entry)].add(entry["page"])
-    assert pages_of.keys() == expected.keys()
-    for affix, object_ in expected.items():
-        assert object_.trailing or pages_of[affix] == set(written.manifest["pages"]), affix
+    check_predicted(written.manifest, written.objects, written.expected)
 
 
 def test_the_store_holds_what_was_put_and_warm_up_keys(written: Written) -> None:

@@ -137,7 +137,6 @@ def _chains(prompts: list[Tokens], profile: dict[str, Any]) -> list[list[str]]:
 
 
 def _hits(invoke: Invoke, store: object, asked: Path, profile: Path) -> list[dict[str, Any]]:
-    out = invoke(
+    return invoke(
         "hits", store, "--token-ids", asked, "--profile", profile, "--format", "jsonl"
-    ).stdout
-    return [json.loads(line) for line in out.splitlines()]
+    ).rows

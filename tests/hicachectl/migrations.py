@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.base import keys_of
@@ -38,7 +37,7 @@ def profile_file(path: Path, profile: Profile = PROFILE) -> Path:
 def migrated(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
     """Run a migration; its document, and what it said on stderr."""
     output = invoke("migrate", *arguments, "--format", "json", exit_code=exit_code)
-    document: dict[str, Any] = json.loads(output.stdout)
+    document = output.document
     return {**document, "stderr": output.stderr}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -29,11 +28,9 @@ def store(tmp_path: Path) -> Path:
 
 
 def verify(invoke: Invoke, store: Path, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
-    out = invoke(
+    return invoke(
         "verify", store, *arguments, "--format", "json", "--grace", "0s", exit_code=exit_code
-    )
-    document: dict[str, Any] = json.loads(out.stdout)
-    return document
+    ).document
 
 
 def record(invoke: Invoke, store: Path, *arguments: object) -> Path:

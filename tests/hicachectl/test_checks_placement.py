@@ -74,7 +74,7 @@ def test_copies_that_differ_and_objects_on_disk_alone_are_found(
         "verify", f"mooncake://{master}?admin={master}", "--checks", "sizes", "--grace", "0s",
         "--format", "json", exit_code=4,
     )  # fmt: skip
-    found = json.loads(out.stdout)["findings"]
+    found = out.document["findings"]
     assert {(each["code"], each["severity"], each["key"], each["pool"]) for each in found} == {
         ("replica-mismatch", "warning", KEYS["torn"], "kv"),
         ("disk-only", "info", KEYS["slow"], "kv"),

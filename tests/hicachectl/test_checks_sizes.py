@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,9 +22,7 @@ DAY = 86_400
 
 
 def verify(invoke: Invoke, store: object, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
-    outcome = invoke("verify", store, *arguments, "--format", "json", exit_code=exit_code)
-    document: dict[str, Any] = json.loads(outcome.stdout)
-    return document
+    return invoke("verify", store, *arguments, "--format", "json", exit_code=exit_code).document
 
 
 @pytest.fixture

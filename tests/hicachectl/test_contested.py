@@ -53,8 +53,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def rows(invoke: Invoke, store: Path, *arguments: object) -> list[dict[str, Any]]:
-    out = invoke("ls", store, *arguments, "--format", "jsonl").stdout
-    return [json.loads(line) for line in out.splitlines()]
+    return invoke("ls", store, *arguments, "--format", "jsonl").rows
 
 
 def states(found: list[dict[str, Any]]) -> dict[tuple[str | None, str], int]:
@@ -185,7 +184,7 @@ def test_sizes_that_do_not_tell_leave_lone_objects_open(invoke: Invoke, tmp_path
     assert meanings in document["findings"][0]["detail"]
     for arguments in (["--model", WIDE], ["--model", NARROW], ["--before", "1d"]):
         out = invoke("rm", directory, *arguments, "--dry-run", "--format", "json")
-        groups = json.loads(out.stdout)["groups"]
+        groups = out.document["groups"]
         assert {g["page"] for g in groups} <= {page(number) for number in MINE}
         assert f"leaves {len(THEIRS)} page groups with ambiguous keys" in out.stderr
     target = tmp_path / "target"
@@ -311,7 +310,7 @@ def test_hits_are_by_the_key_as_servers_ask(
     chain = tmp_path / "chain.jsonl"
     chain.write_text(json.dumps([page(50), page(51), page(0)]))
     out = invoke("hits", store, "--pages", chain, "--profile", profiles[NARROW], "--format", "json")
-    (found,) = json.loads(out.stdout)["chains"]
+    (found,) = out.document["chains"]
     assert (found["usable_pages"], found["stopped_by"]["page"]) == (2, page(0))
 
 

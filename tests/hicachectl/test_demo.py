@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ def test_the_demo_is_whole_under_its_own_profile(invoke: Invoke, tmp_path: Path)
     store = tmp_path / "demo"
     invoke("demo", store, "--pages", 9)
     profile = store / ".hicachectl" / "demo.toml"
-    document = json.loads(invoke("verify", store, "--profile", profile, "--format", "json").stdout)
+    document = invoke("verify", store, "--profile", profile, "--format", "json").document
     assert document["findings"] == []
     assert (document["pages"], document["objects"]) == (9, 9 * 2 + 3 * 2)
     assert document["skipped_checks"] == ["digests", "dtypes"]

@@ -86,8 +86,7 @@ def verified(
         "verify", place.url, "--profile", place.profile, "--grace", "0s", *arguments,
         "--format", "json", exit_code=exit_code,
     )  # fmt: skip
-    document: dict[str, Any] = json.loads(outcome.stdout)
-    return document
+    return outcome.document
 
 
 def found(document: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -100,7 +99,7 @@ def first_key(place: Place, name: str = "0:kv") -> str:
 
 def test_objects_are_listed_with_their_pages(invoke: Invoke, place: Place) -> None:
     arguments = ("--objects", "--profile", place.profile, "--format", "json")
-    rows = json.loads(invoke("ls", place.url, *arguments).stdout)["objects"]
+    rows = invoke("ls", place.url, *arguments).document["objects"]
     by_table: dict[str, dict[str, int]] = defaultdict(dict)
     for row in rows:
         rank, namespace, key = row["key"].split(":", 2)
@@ -124,7 +123,7 @@ def test_sizes_that_only_a_profile_tells_are_not_called_zero(
     text = invoke(*arguments).stdout
     assert "0 B" not in text
     assert "? B" in text
-    document = json.loads(invoke(*arguments, "--format", "json").stdout)
+    document = invoke(*arguments, "--format", "json").document
     rows = next(value for value in document.values() if isinstance(value, list) and value)
     if command[0] == "ls":
         assert {row["nbytes"] for row in rows} == {None}

@@ -64,8 +64,7 @@ def verified(
         "verify", url or place.url, "--profile", place.prefix.parent / "profile.toml",
         "--grace", "0s", *arguments, "--format", "json", exit_code=exit_code,
     )  # fmt: skip
-    document: dict[str, Any] = json.loads(out.stdout)
-    return document
+    return out.document
 
 
 def counted(document: dict[str, Any], severity: str) -> Counter[tuple[str, str]]:

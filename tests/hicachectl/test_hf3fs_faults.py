@@ -143,7 +143,7 @@ def test_a_catalog_begun_while_all_was_evicted_is_of_use_later(
         store.use_profile(PROFILE)
         fill(store, PAGES)
     place.save()
-    document = json.loads(invoke(*place.arguments(*place.recording)).stdout)
+    document = invoke(*place.arguments(*place.recording)).document
     assert found_in(document) == []
     assert document["objects"] == sum(map(place.keys_of, pages))
 
@@ -329,7 +329,7 @@ def test_an_index_beyond_every_file_is_named_and_read_nowhere(place: Place, invo
     place.snapshot.write_text(json.dumps(tables))
     out = invoke(*place.arguments(server=""), exit_code=4)
     lines_of(out.stderr)
-    codes = {(each["code"], each["key"]) for each in json.loads(out.stdout)["findings"]}
+    codes = {(each["code"], each["key"]) for each in out.document["findings"]}
     assert ("page-index-out-of-range", f"0:kv:{key}") in codes
 
 
@@ -350,7 +350,7 @@ def test_an_absent_data_file_fails_its_objects_alone(place: Place, invoke: Invok
     path.unlink()
     out = invoke(*place.arguments(), exit_code=4)
     lines_of(out.stderr)
-    document = json.loads(out.stdout)
+    document = out.document
     lost = {f"1:kv:{key}" for key, _ in place.tables()["1:kv"]["key_to_index"]}
     assert {each["key"] for each in document["findings"] if each["key"]} == lost
     assert all(str(path) in each["detail"] for each in document["findings"] if each["key"] in lost)
@@ -367,7 +367,7 @@ def test_objects_behind_the_end_of_a_file_are_found_and_no_others(
         stream.truncate(end * nbytes + 1)
     out = invoke(*place.arguments(), exit_code=4)
     lines_of(out.stderr)
-    found = [each for each in json.loads(out.stdout)["findings"] if each["severity"] == "error"]
+    found = [each for each in out.document["findings"] if each["severity"] == "error"]
     assert {each["code"] for each in found} == {"truncated"}
     assert {each["key"] for each in found} == {f"0:kv:{key}" for key, n in held if n >= end}
     assert path.stat().st_size == end * nbytes + 1

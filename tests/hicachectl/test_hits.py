@@ -78,7 +78,7 @@ def put_dsa(store: Path, pages: list[str], pools: tuple[str, ...] = ("", ".index
 
 
 def rows(invoke: Invoke, *arguments: object) -> list[dict[str, Any]]:
-    document = json.loads(invoke("hits", *arguments, "--format", "json").stdout)
+    document = invoke("hits", *arguments, "--format", "json").document
     assert document["schema"] == 1
     chains: list[dict[str, Any]] = document["chains"]
     return chains
@@ -180,7 +180,7 @@ def test_an_object_of_another_size_stops_a_chain(
     put(store, f"{names[1]}_x-dsa.bin", 9215)
     listed = lines(tmp_path / "pages", names)
     outcome = invoke("hits", store, "--pages", listed, "--profile", profile, "--format", "jsonl")
-    row = json.loads(outcome.stdout)
+    row = outcome.document
     assert (row["kv_pages"], row["usable_pages"]) == (1, 1)
     assert row["stopped_by"]["key"] == f"{names[1]}_x-dsa.bin"
     assert "1 chains stop at objects of a wrong size" in outcome.stderr
@@ -196,7 +196,7 @@ def test_without_a_profile_chains_need_what_was_seen(
     (store / f"{pages[2]}.indexer_x-dsa.bin").unlink()
     requests = lines(tmp_path / "r.jsonl", tokens)
     outcome = invoke("hits", store, "--token-ids", requests, "--page-size", 4, "--format", "jsonl")
-    row = json.loads(outcome.stdout)
+    row = outcome.document
     assert (row["usable_pages"], row["usable_tokens"]) == (2, 8)
     assert row["stopped_by"]["pool"] == "indexer"
     assert "no profile given" in outcome.stderr
@@ -225,7 +225,7 @@ def test_an_empty_store_restores_nothing(
     store, profile = dsa
     listed = lines(tmp_path / "pages", [page(0), page(1)])
     outcome = invoke("hits", store, "--pages", listed, "--format", "jsonl")
-    row = json.loads(outcome.stdout)
+    row = outcome.document
     assert (row["kv_pages"], row["usable_pages"]) == (0, 0)
     assert row["stopped_by"] == {
         "page": page(0), "pool": "kv", "part": None, "shard": None, "key": None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -341,7 +340,7 @@ def test_without_cuda_a_named_device_is_refused_and_auto_goes_on(
     (empty := tmp_path / "empty").mkdir()
     assert invoke("verify", empty, *arguments[2:], "cuda", exit_code=2).stderr == refused
     outcome = invoke(*arguments, "auto", "--format", "json")
-    assert json.loads(outcome.stdout)["device"] == "cpu"
+    assert outcome.document["device"] == "cpu"
     said = [line for line in outcome.stderr.splitlines() if "--device auto" in line]
     assert len(said) == 1
     assert "no CUDA device" in said[0]

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -77,7 +77,7 @@ def test_nothing_is_done_and_the_document_says_why(
     with held(lock):
         output = invoke(*arguments, "--lock", lock, "--format", "json")
         assert invoke(*arguments, "--lock", lock, "--format", "table").stdout
-    document: dict[str, Any] = json.loads(output.stdout)
+    document = output.document
     assert (document["complete"], document["stopped_by"]) == (False, "lock")
     assert f"another process holds {lock}; nothing was done" in output.stderr
     assert content(store) == before
@@ -85,7 +85,7 @@ def test_nothing_is_done_and_the_document_says_why(
 
     status = 4 if command == "repair" else 0
     free = invoke(*arguments, "--lock", lock, "--format", "json", exit_code=status)
-    done: dict[str, Any] = json.loads(free.stdout)
+    done = free.document
     assert list(done) == list(document)
     assert (done["complete"], done["stopped_by"]) == (True, None)
     sums = [sum(v for v in d.values() if isinstance(v, int)) for d in (done, document)]

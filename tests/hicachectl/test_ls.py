@@ -28,8 +28,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def rows(invoke: Invoke, *arguments: object) -> list[dict[str, Any]]:
-    out = invoke("ls", *arguments, "--format", "jsonl").stdout
-    return [json.loads(line) for line in out.splitlines()]
+    return invoke("ls", *arguments, "--format", "jsonl").rows
 
 
 def test_objects_have_the_fields_of_the_contract(invoke: Invoke, store: Path) -> None:
@@ -107,7 +106,7 @@ def test_a_foreign_object_is_of_no_page_even_where_its_name_has_a_hash(
         put(store, name, 7)
     found = {row["key"]: row for row in rows(invoke, store, "--objects")}
     assert [found[name]["page"] for name in strange] == [None, None, None]
-    totals = json.loads(invoke("ls", store, "--summary", "--format", "json").stdout)["summary"]
+    totals = invoke("ls", store, "--summary", "--format", "json").document["summary"]
     foreign = [row for row in totals if row["pool"] is None]
     assert [(row["pages"], row["objects"], row["nbytes"]) for row in foreign] == [(0, 3, 21)]
     only = store.parent / "only"
@@ -154,7 +153,7 @@ def test_objects_of_one_pool(invoke: Invoke, store: Path) -> None:
 
 def test_summary_adds_up(invoke: Invoke, store: Path) -> None:
     put(store, "README", 7)
-    found = json.loads(invoke("ls", store, "--summary", "--format", "json").stdout)["summary"]
+    found = invoke("ls", store, "--summary", "--format", "json").document["summary"]
     totals = [(r["model"], r["pool"], r["pages"], r["objects"], r["nbytes"]) for r in found]
     assert totals == [
         ("a-b", "kv", 4, 8, 800),
@@ -196,7 +195,7 @@ def test_show_takes_a_prefix_and_says_everything(invoke: Invoke, store: Path) ->
 
 def test_show_knows_the_sizes_of_the_other_pages(invoke: Invoke, store: Path) -> None:
     put(store, f"{page(2)}_a-b_0_2.bin", 99)
-    document = json.loads(invoke("show", store, page(2), "--format", "json").stdout)
+    document = invoke("show", store, page(2), "--format", "json").document
     assert [f["code"] for f in document["findings"]] == ["truncated"]
 
 

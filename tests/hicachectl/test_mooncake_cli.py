@@ -42,9 +42,7 @@ def cluster(brief_cluster: Cluster) -> Cluster:
 
 
 def verified(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
-    output = invoke("verify", *arguments, "--format", "json", exit_code=exit_code)
-    document: dict[str, Any] = json.loads(output.stdout)
-    return document
+    return invoke("verify", *arguments, "--format", "json", exit_code=exit_code).document
 
 
 def found(document: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -57,7 +55,7 @@ def keys_of_page(cluster: Cluster, number: int = 0) -> list[str]:
 
 
 def test_objects_are_listed_with_their_replicas(invoke: Invoke, cluster: Cluster) -> None:
-    rows = json.loads(invoke("ls", cluster.url, "--objects", "--format", "json").stdout)["objects"]
+    rows = invoke("ls", cluster.url, "--objects", "--format", "json").document["objects"]
     assert {row["key"] for row in rows} == set(cluster.list_keys())
     for row in rows:
         (replica,) = row["replicas"]

@@ -76,7 +76,7 @@ def test_a_pack_is_listed_as_the_store_it_came_from(
 
 
 def test_verify_uses_the_profile_in_the_pack(invoke: Invoke, pack: Path) -> None:
-    report = json.loads(invoke("verify", f"pack://{pack}", "--format", "json").stdout)
+    report = invoke("verify", f"pack://{pack}", "--format", "json").document
     assert report["findings"] == []
     assert "values" in report["checks"]
     assert report["objects"] == len(pack_files.indexed(pack))
@@ -115,7 +115,7 @@ def test_a_pack_without_a_profile_is_compared_with_its_own_digests(
     invoke: Invoke, unprofiled: Path
 ) -> None:
     url = f"pack://{unprofiled}"
-    document = json.loads(invoke("verify", url, "--format", "json").stdout)
+    document = invoke("verify", url, "--format", "json").document
     assert document["checks"] == ["names", "groups", "sizes", "digests"]
     assert document["bytes_read"] == document["bytes"] > 0
     assert document["objects_read"] == document["objects"]
@@ -125,7 +125,7 @@ def test_a_pack_without_a_profile_is_compared_with_its_own_digests(
     data[record.offset + record.length // 2] ^= 4
     unprofiled.write_bytes(data)
     for checks in ([], ["--checks", "digests"], ["--checks", "digests", "--device", "auto"]):
-        report = json.loads(invoke("verify", url, *checks, "--format", "json", exit_code=4).stdout)
+        report = invoke("verify", url, *checks, "--format", "json", exit_code=4).document
         (finding,) = report["findings"]
         assert (finding["code"], finding["severity"]) == ("digest-mismatch", "error")
         assert finding["key"] == record.key.decode()
@@ -176,7 +176,7 @@ def test_nothing_is_removed_from_a_pack(invoke: Invoke, pack: Path) -> None:
 
 
 def test_info_says_what_is_in_it(invoke: Invoke, pack: Path) -> None:
-    said = json.loads(invoke("pack", "info", pack, "--format", "json").stdout)
+    said = invoke("pack", "info", pack, "--format", "json").document
     index = pack_files.indexed(pack)
     assert said["objects"] == len(index)
     assert said["bytes"] == sum(row["nbytes"] for row in index.values())
@@ -213,7 +213,7 @@ def test_repair_says_what_was_lost_and_exits_with_4(
     pack.write_bytes(data[: records[-1].offset + records[-1].length - 1])
     saved = tmp_path / "saved.hcpack"
     outcome = invoke("pack", "repair", pack, "-o", saved, "--format", "json", exit_code=4)
-    said = json.loads(outcome.stdout)
+    said = outcome.document
     assert said["objects"] == len(records) - 3
     assert (said["damaged"], said["unfinished"]) == (1, 1)
     assert said["damaged_bytes"] == records[2].length

@@ -54,7 +54,7 @@ def strangers(path: Path, count: int) -> Path:
 def warmed(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
     """Run a prewarm; its document, and what it said on stderr."""
     output = invoke("prewarm", *arguments, exit_code=exit_code)
-    document: dict[str, Any] = json.loads(output.stdout)
+    document = output.document
     return {**document, "stderr": output.stderr}
 
 
@@ -64,7 +64,7 @@ def test_the_document_has_all_that_other_programs_read(
     asked = prompts(tmp_path / "asked.jsonl", 8, 10)
     output = invoke("prewarm", target, "--from", source, "--profile", profile,
                     "--token-ids", asked)  # fmt: skip
-    document = json.loads(output.stdout)
+    document = output.document
     assert document.keys() >= CONTRACT
     assert document["schema"] == 1
     assert document["source"].endswith("/source")
@@ -92,13 +92,13 @@ def test_the_gate_names_the_deployment_that_it_measured(
     gate = ("prewarm", target, "--from", source, "--profile", profile, *asked, "--min-usable", 0.9)
     for options, tp in (((), 2), (("--to-tp", 4), 4)):
         output = invoke(*gate, *options)
-        assert json.loads(output.stdout)["deployment"]["tp_size"] == tp
+        assert output.document["deployment"]["tp_size"] == tp
         assert output.stderr.splitlines()[-1].endswith(f"usable by {PROFILE.model} tp {tp}")
     for output_format in ("table", "csv", "jsonl"):
         assert f"{PROFILE.model} tp 2" in invoke(*gate, "--format", output_format).stdout
     converted = tmp_path / "tp4.toml"
     converted.write_text(dump_profile(replace(PROFILE, tp=4)))
-    document = json.loads(invoke(*gate, "--to-profile", converted).stdout)
+    document = invoke(*gate, "--to-profile", converted).document
     assert (document["deployment"]["tp_size"], document["copied_pages"]) == (4, 0)
 
 

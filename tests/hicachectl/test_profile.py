@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,7 +70,7 @@ def test_json_and_toml_say_the_same(invoke: Invoke, tmp_path: Path) -> None:
 def test_the_store_names_the_model_where_nothing_else_does(invoke: Invoke, tmp_path: Path) -> None:
     put_pages(tmp_path, range(2), "_x-y_0_2", "_x-y_1_2")
     arguments = ["--model-config", CONFIGS / "qwen3-32b.json", "--page-size", 64, "--tp", 2]
-    document = json.loads(invoke("ls", tmp_path, *arguments, "--format", "json").stdout)
+    document = invoke("ls", tmp_path, *arguments, "--format", "json").document
     assert {row["model"] for row in document["pages"]} == {"x-y"}
     assert "--served-model-name" in invoke("profile", *arguments, exit_code=2).stderr
 
@@ -95,7 +94,7 @@ def test_inferred_profiles_state_what_was_seen(
     assert profile.inferred
     assert {pool.name: pool.replicated for pool in profile.pools} == pools
     assert (profile.tp, profile.pp) == (tp, pp)
-    document = json.loads(invoke("verify", tmp_path, "--profile", path, "--format", "json").stdout)
+    document = invoke("verify", tmp_path, "--profile", path, "--format", "json").document
     assert document["findings"] == []
     assert document["profile"] == "inferred"
     assert "absent-pools" in document["skipped_checks"]
@@ -141,10 +140,10 @@ def assert_clean(invoke: Invoke, store: Path, path: Path) -> Profile:
     """Verify a store by the profile inferred from it, which is given back."""
     invoke("profile", store, "-o", path)
     arguments = ["--profile", path, "--checks", "names,groups,sizes", "--format", "json"]
-    document = json.loads(invoke("verify", store, *arguments).stdout)
+    document = invoke("verify", store, *arguments).document
     assert document["findings"] == []
     assert document["objects"] == len(list(store.iterdir()))
-    states = json.loads(invoke("ls", store, *arguments[:2], "--format", "json").stdout)["pages"]
+    states = invoke("ls", store, *arguments[:2], "--format", "json").document["pages"]
     assert {row["state"] for row in states} == {"whole"}
     return parse_profile(path.read_text())
 

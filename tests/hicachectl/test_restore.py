@@ -46,9 +46,9 @@ def store(tmp_path: Path) -> Path:
 def restored(
     invoke: Invoke, quarantine: Path, *arguments: object, exit_code: int = 0
 ) -> dict[str, Any]:
-    out = invoke("restore", quarantine, *arguments, "--format", "json", exit_code=exit_code)
-    document: dict[str, Any] = json.loads(out.stdout)
-    return document
+    return invoke(
+        "restore", quarantine, *arguments, "--format", "json", exit_code=exit_code
+    ).document
 
 
 def test_groups_come_back_with_bytes_and_times(invoke: Invoke, store: Path) -> None:

@@ -46,9 +46,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def removed(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
-    out = invoke("rm", *arguments, "--format", "json", exit_code=exit_code)
-    document: dict[str, Any] = json.loads(out.stdout)
-    return document
+    return invoke("rm", *arguments, "--format", "json", exit_code=exit_code).document
 
 
 def left(before: Contents, *parts: str) -> Contents:
@@ -423,7 +421,7 @@ def temporaries(store: Path) -> dict[str, Path]:
 def test_temporaries_are_what_verify_calls_stale(invoke: Invoke, store: Path) -> None:
     files = temporaries(store)
     before = contents(store)
-    found = json.loads(invoke("verify", store, "--format", "json", exit_code=4).stdout)
+    found = invoke("verify", store, "--format", "json", exit_code=4).document
     stale = {f["key"] for f in found["findings"] if f["code"] == "stale-temporary"}
     rehearsed = removed(invoke, store, "--temporaries", "--dry-run")
     assert contents(store) == before

@@ -50,9 +50,7 @@ def dsa(tmp_path: Path) -> Path:
 
 def verify(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
     checks = [] if "--checks" in arguments else ["--checks", "names,groups,sizes"]
-    outcome = invoke("verify", *arguments, *checks, "--format", "json", exit_code=exit_code)
-    document: dict[str, Any] = json.loads(outcome.stdout)
-    return document
+    return invoke("verify", *arguments, *checks, "--format", "json", exit_code=exit_code).document
 
 
 def brief(document: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -235,7 +233,7 @@ def test_values_are_refused_under_a_profile_that_describes_none(
     arguments = [hybrid, "--profile", tp2_profile]
     refused = invoke("verify", *arguments, "--checks", "values", exit_code=2).stderr
     assert "--checks values: the profile describes no values" in refused
-    document = json.loads(invoke("verify", *arguments, "--format", "json").stdout)
+    document = invoke("verify", *arguments, "--format", "json").document
     assert document["skipped_checks"][:2] == ["values", "digests"]
 
 
@@ -243,7 +241,7 @@ def test_each_check_of_the_default_set_that_did_not_run_is_said(
     invoke: Invoke, hybrid: Path
 ) -> None:
     outcome = invoke("verify", hybrid, "--format", "json")
-    document = json.loads(outcome.stdout)
+    document = outcome.document
     assert document["checks"] == ["names", "groups", "sizes"]
     assert document["skipped_checks"] == ["values", "digests", "absent-pools"]
     for check, remedy in (("values", "--profile"), ("digests", "--catalog FILE")):
@@ -331,7 +329,7 @@ def test_a_pool_that_the_profile_does_not_list_is_no_orphan(
     document = verify(invoke, hybrid, "--profile", tp2_profile)
     assert document["findings"] == []
     assert document["skipped_checks"] == ["unlisted-pools"]
-    rows = json.loads(invoke("ls", hybrid, "--profile", tp2_profile, "--format", "json").stdout)
+    rows = invoke("ls", hybrid, "--profile", tp2_profile, "--format", "json").document
     assert len(rows["pages"]) == 8
     assert {row["state"] for row in rows["pages"]} == {"whole"}
 

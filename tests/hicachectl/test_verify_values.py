@@ -132,7 +132,7 @@ def test_dtypes_of_one_width_are_said_to_be_unchecked(
         profile = tmp_path / "dtype.toml"
         profile.write_text(dump_profile(known))
         outcome = invoke("verify", directory, "--profile", profile, "--format", "json")
-        document = json.loads(outcome.stdout)
+        document = outcome.document
         assert document["findings"] == []
         assert "dtypes" in document["skipped_checks"]
         assert f"dtypes: kv as {dtype}: " in outcome.stderr
@@ -290,7 +290,7 @@ def test_warnings_are_repaired_only_when_asked_by_code(invoke: Invoke, store: Pa
 
 def test_show_says_digests_and_statistics(invoke: Invoke, store: Path) -> None:
     profile = ["--profile", store.parent / "p.toml"]
-    document = json.loads(invoke("show", store, page(0), *profile, "--format", "json").stdout)
+    document = invoke("show", store, page(0), *profile, "--format", "json").document
     assert all(len(row["digest"]) == 64 for row in document["objects"])
     assert len({row["digest"] for row in document["objects"]}) == 2
     tensors = {(row["tensor"], row["layer"]) for row in document["contents"]}
