@@ -176,11 +176,12 @@ def dump_record(record: Record) -> bytes:
         if id(group.shape) not in places:
             places[id(group.shape)] = len(shapes)
             shapes.append(group.shape)
-        groups.append(_group_form(group, places[id(group.shape)]))
+        form = _group_form(group, places[id(group.shape)])
+        groups.append(json.dumps(msgspec.to_builtins(form)))
     head = _RecordForm(
         FORM, record.store, record.scheme, record.mode, record.began, tuple(shapes), ()
     )
-    body = ",\n".join(json.dumps(msgspec.to_builtins(group)) for group in groups)
+    body = ",\n".join(groups)
     text = json.dumps(msgspec.to_builtins(head)).removesuffix("]}")
     return f"{text}\n{body}\n]}}\n".encode()
 
