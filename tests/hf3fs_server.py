@@ -1,9 +1,4 @@
-"""SGLang's real 3FS metadata server for tests, in the interpreter that has SGLang.
-
-The same file is the program of the server process, `hf3fs_server.py PORT SNAPSHOT INTERVAL`: it
-runs the file that SGLang ships, as it is. It leaves out SGLang's storage class, which that file
-imports for its clients alone and which takes 9 s to load, and it obeys commands on stdin.
-"""
+"""SGLang's real 3FS metadata server for tests, in the interpreter that has SGLang."""
 
 from __future__ import annotations
 
@@ -12,17 +7,17 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
+
+from tests.processes import Closing, following
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import ModuleType, TracebackType
     from typing import IO
 
 HOST = "127.0.0.1"
@@ -32,19 +27,10 @@ TAKEN = "address already in use"
 PORT_TIMEOUT_S = 60  # until whoever took the port meanwhile gives it back
 ANSWER_TIMEOUT_S = 30
 NEVER_S = 1 << 20  # a save interval that no test lives to see
-HF3FS_FOLDER = "srt/mem_cache/storage/hf3fs"
-
-# What a child runs before it becomes the program: no end of its parent leaves it behind.
-_FOLLOW_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
+PROGRAM = str(Path(__file__).with_name("hf3fs_program.py"))
 
 
-class MetadataServer:
+class MetadataServer(Closing):
     """One server process with persistence; a context manager that leaves nothing behind.
 
     It saves at its start and at `save()`; with save_interval_s also by its own timer. Its port
@@ -186,17 +172,6 @@ class MetadataServer:
         self.kill()
         self._folder.cleanup()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     @property
     def _log(self) -> Path:
         return Path(self._folder.name) / "server.log"
@@ -214,12 +189,11 @@ class MetadataServer:
 
     def _start(self) -> None:
         self.kill()
-        follow = [str(self._python), "-c", _FOLLOW_PARENT, str(os.getpid())]
-        program = [__file__, str(self.port), str(self.snapshot), str(self._interval_s)]
+        program = (PROGRAM, str(self.port), str(self.snapshot), str(self._interval_s))
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*follow, str(self._python), *program],
+                following(self._python, str(self._python), *program),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -253,71 +227,3 @@ class MetadataServer:
 def _stream(stream: IO[str] | None) -> IO[str]:
     assert stream is not None
     return stream
-
-
-# the server process
-
-
-def _serve(port: int, snapshot: str, interval_s: int) -> None:
-    import threading
-
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # uvicorn logs requests to stdout
-    module = _sglang_module()
-    state_class = module.GlobalMetadataState
-    saving, save = threading.Lock(), state_class.save_to_disk
-
-    def save_alone(state: Any) -> None:
-        with saving:  # the timer and a command would write the same temporary file
-            save(state)
-
-    state_class.save_to_disk = save_alone
-    threading.Thread(target=_obey, args=(module, answers), daemon=True).start()
-    module.run_metadata_server(HOST, port, snapshot, interval_s)
-
-
-def _obey(module: ModuleType, answers: IO[str]) -> None:
-    for line in sys.stdin:
-        state = module.server.state
-        if line == "reset\n":
-            state.ranks.clear()
-            done = True
-        else:
-            before = _written(state)
-            state.save_to_disk()  # logs what goes wrong, and raises nothing
-            done = _written(state) != before
-        print("done" if done else "failed", file=answers, flush=True)
-
-
-def _written(state: Any) -> tuple[int, int]:
-    """Tell one writing of the snapshot from another; inodes are used again."""
-    facts = state.persistence_path.stat()
-    return facts.st_ino, facts.st_mtime_ns
-
-
-def _sglang_module() -> ModuleType:
-    """Load mini_3fs_metadata_server.py with stand-ins for the two modules that its clients need."""
-    import importlib.util
-    import types
-
-    package = importlib.util.find_spec("sglang")
-    if package is None or package.origin is None:
-        sys.exit(f"sglang is not installed for {sys.executable}")
-    for name, attribute, value in (
-        ("hicache_storage", "PoolName", types.SimpleNamespace(KV="kv")),
-        ("storage.hf3fs.storage_hf3fs", "Hf3fsMetadataInterface", object),
-    ):
-        stand_in = types.ModuleType(f"sglang.srt.mem_cache.{name}")
-        setattr(stand_in, attribute, value)
-        sys.modules[stand_in.__name__] = stand_in
-    path = Path(package.origin).parent / HF3FS_FOLDER / "mini_3fs_metadata_server.py"
-    spec = importlib.util.spec_from_file_location("mini_3fs_metadata_server", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -1,8 +1,6 @@
 """A real Mooncake cluster for tests: a master, and processes that own segments, on loopback.
 
 The data lives in processes of their own, as in production, so that a test can kill any part.
-The same file is the program of an owner: `mooncake_cluster.py MASTER BYTES` holds a segment
-until its stdin ends, which it also does when the test process dies.
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
+
+from tests.processes import Closing, following
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
 HOST = "127.0.0.1"
 STARTS = 3  # another process can take a free port before the master binds it
@@ -33,18 +32,11 @@ START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 5
 LOCAL_BUFFER_BYTES = 16 << 20
 PROBE = "hicachectl-probe"
-
-# What a child runs before it becomes the program: no end of its parent leaves it behind.
-_FOLLOW_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
+# The program of an owner, given a master and bytes, holds a segment until its stdin ends.
+OWNER = str(Path(__file__).with_name("mooncake_owner.py"))
 
 
-class Cluster:
+class Cluster(Closing):
     """A master and its segment owners; a context manager that leaves nothing behind.
 
     flags: more options of mooncake_master, such as eviction_ratio=0.1. Raises RuntimeError with
@@ -84,7 +76,7 @@ class Cluster:
         """Start a process that owns a segment; its name, once objects can be put there."""
         known = self._segments()
         number = next(self._numbers)
-        program = (__file__, self.master, str(segment_bytes or self._segment_bytes))
+        program = (OWNER, self.master, str(segment_bytes or self._segment_bytes))
         process = self._spawn(f"store-{number}", sys.executable, *program, stdin=subprocess.PIPE)
         self._stores[f"starting-{number}"] = process
         fresh = self._await(process, f"store-{number}", lambda: self._segments() - known)
@@ -174,17 +166,6 @@ class Cluster:
         self._stores, self._master = {}, None
         self._folder.cleanup()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _start_master(self, ports_before: Sequence[int] = ()) -> None:
         deadline = time.monotonic() + (PORT_TIMEOUT_S if ports_before else 0)
         for attempt in itertools.count(1):
@@ -229,10 +210,9 @@ class Cluster:
         self.remove(PROBE)
 
     def _spawn(self, name: str, *command: str, stdin: int | None = None) -> subprocess.Popen[bytes]:
-        follow = [sys.executable, "-c", _FOLLOW_PARENT, str(os.getpid()), *command]
         with self._log(name).open("wb") as log:
             return subprocess.Popen(
-                follow,
+                following(sys.executable, *command),
                 stdin=stdin or subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -312,17 +292,3 @@ def _kill(process: subprocess.Popen[bytes], patience_s: float = 0) -> None:
     process.wait()
     if process.stdin is not None:
         process.stdin.close()
-
-
-def _own_segment(master: str, nbytes: int) -> None:
-    """Be the process that a segment's data lives in, until stdin ends."""
-    store = _new_store()
-    code = store.setup(HOST, "P2PHANDSHAKE", nbytes, LOCAL_BUFFER_BYTES, "tcp", "", master)
-    if code:
-        sys.exit(f"setup: {code}")
-    sys.stdin.read()
-    os.kill(os.getpid(), signal.SIGKILL)  # close() would take seconds; nobody needs the data
-
-
-if __name__ == "__main__":
-    _own_segment(sys.argv[1], int(sys.argv[2]))

@@ -19,11 +19,12 @@ import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
+
+from tests.processes import Closing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 120
@@ -84,7 +85,7 @@ class Run:
         return document
 
 
-class Runner:
+class Runner(Closing):
     """Runs command lines, each in a process of its own; a context manager."""
 
     def __init__(self, folder: Path) -> None:
@@ -126,17 +127,6 @@ class Runner:
         """End the process."""
         self._process.kill()
         self._process.communicate()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _Counter:

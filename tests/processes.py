@@ -1,0 +1,44 @@
+"""Child processes of tests: none outlives the test process, or whoever started it."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+# What a child runs before it becomes the program: no end of its parent leaves it behind.
+_FOLLOW_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def following(python: str | Path, *command: str) -> list[str]:
+    """Spell a command that ends with this process; an interpreter starts it."""
+    return [str(python), "-c", _FOLLOW_PARENT, str(os.getpid()), *command]
+
+
+class Closing(ABC):
+    """A context manager that closes itself."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every process, and remove what they left."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
