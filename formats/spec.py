@@ -124,6 +124,15 @@ def object_sets(specs: Sequence[ObjectSpec]) -> tuple[IntArray, ...]:
     return tuple(np.array(positions, dtype=np.int64) for positions in found.values())
 
 
+def fits(sizes: IntArray, expected: IntArray) -> npt.NDArray[np.bool_]:
+    """Return which objects have the size that they should have, as far as both are known.
+
+    sizes, expected: bytes, which are broadcast; negative where nothing tells.
+    """
+    fitting: npt.NDArray[np.bool_] = (sizes == expected) | (sizes < 0) | (expected < 0)
+    return fitting
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where one rank, or one group of ranks that share objects, stores a pool."""

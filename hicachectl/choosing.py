@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,7 +10,6 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.restorable import leading_runs
 from hicachectl.migrating.decisions import Action, decide
-from hicachectl.migrating.survey import ABSENT
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hicachectl.groups import BoolArray
     from hicachectl.hits import Hits
     from hicachectl.inventory import IntArray
+    from hicachectl.migrating.routes import Route
     from hicachectl.migrating.survey import Survey
 
 WRITING = (Action.COPY, Action.COMPLETE)
@@ -27,15 +28,16 @@ class Choice:
     """What of a survey is wanted, so that the prefixes of chains can be restored.
 
     hits: what the source has of the chains. names: pages that can be restored, rank: the place of
-    each in the order of value. `fit` narrows the choice; the survey's `due` follows it.
+    each in the order of value. `fit` narrows the choice, and with it what the survey wants.
     """
 
     def __init__(self, survey: Survey, hits: Hits, names: pa.StringArray, rank: IntArray) -> None:
         self.actions: npt.NDArray[np.int8] = np.zeros(len(survey.pages), dtype=np.int8)
-        self._survey = survey
+        self.survey = survey
         self._hits = hits
         self._count = len(names)
-        self._due = survey.due.copy()
+        self._all = survey.wanted
+        self._sets_of_target = _sets_of_targets(survey.route, hits)
         self._name_of_item = _places(survey.pages, names)
         self._hit_of_item = _places(survey.pages, hits.page_names)
         worst = np.append(rank, len(names))  # also of what cannot be restored
@@ -78,30 +80,35 @@ class Choice:
 
     def costs(self, items: IntArray) -> IntArray:
         """Count the bytes that each of some rows brings to the destination."""
-        return arriving_bytes(self._survey, items)
+        return self.survey.lacking.sums[items]
 
     def _take(self, prefix_pages: IntArray) -> None:
         """Want what restoring prefixes of these lengths takes, and no more."""
-        survey, needs = self._survey, self._hits.needs
-        column_of = np.full(len(survey.route.deployment.specs), -1, dtype=np.int64)
-        for column, block in enumerate(needs):
-            column_of[block.columns] = column
-        none = np.zeros((1, len(needs)), dtype=np.bool_)
+        none = np.zeros((1, len(self._hits.needs)), dtype=np.bool_)
         needed: Any = np.vstack([self._hits.needed(prefix_pages), none])[self._hit_of_item]
         chosen = needed.any(axis=1)
-        for number, unit in enumerate(survey.route.units):
-            columns = np.unique(column_of[survey.route.sources[list(unit.sources)]])
-            columns = columns[columns >= 0]  # the others are replicas, or of no page's own
-            wanted = needed[:, columns].all(axis=1) if len(columns) else chosen
-            survey.due[:, number] = self._due[:, number] & wanted
-        self.actions = decide(survey, chosen, "skip")
+        kept = (
+            chosen[block.groups, None]
+            & ~(~needed[block.groups] @ self._sets_of_target[:, block.columns])
+            for block in self._all.blocks
+        )
+        self.survey = replace(self.survey, wanted=self._all.where(kept))
+        self.actions = decide(self.survey, chosen, "skip")
 
 
-def arriving_bytes(survey: Survey, items: IntArray) -> IntArray:
-    """Count the bytes that each of some groups brings to the destination: [items]."""
-    new: BoolArray = survey.needed[items] & (survey.there[items] == ABSENT)
-    nbytes: IntArray = (np.maximum(survey.wanted_bytes[items], 0) * new).sum(axis=1)
-    return nbytes
+def _sets_of_targets(route: Route, hits: Hits) -> BoolArray:
+    """Say of which object sets that servers need each target is made: [needs, targets].
+
+    Replicas, and objects that no page needs to have, are of none of these.
+    """
+    of_source = np.zeros((len(hits.needs), len(route.deployment.specs)), dtype=np.bool_)
+    for number, block in enumerate(hits.needs):
+        of_source[number, block.columns] = True
+    of_target = np.zeros((len(hits.needs), len(route.targets)), dtype=np.bool_)
+    for unit in route.units:
+        of_unit = of_source[:, list(unit.sources)].any(axis=1, keepdims=True)
+        of_target[:, list(unit.destinations)] = of_unit
+    return of_target
 
 
 def _places(pages: pa.StringArray, among: pa.StringArray) -> IntArray:

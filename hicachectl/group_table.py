@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hicachectl.formats.spec import object_sets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from hicachectl.formats.spec import ObjectSpec
 
@@ -21,6 +21,7 @@ BoolArray = npt.NDArray[np.bool_]
 SlotArray = npt.NDArray[Any]  # int32 or int64
 
 ABSENT = -1  # value of an empty slot
+UNSIZED = -2  # value of a slot whose object is there, of a size that nothing tells
 WHOLE, PARTIAL, ORPHAN, UNKNOWN = range(4)
 
 _MANY_SETS = np.iinfo(np.int16).max
@@ -52,13 +53,22 @@ class SlotBlock:
         complete: IntArray = self.groups[self.counts == len(self.columns)]
         return complete
 
+    def find(self, groups: IntArray) -> tuple[IntArray, IntArray]:
+        """Return which of some groups have any object of the set, and their rows in `values`."""
+        if not len(self.groups):
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        if self.groups[-1] == len(self.groups) - 1:  # groups 0, 1, 2, ... without a gap
+            places = np.flatnonzero(groups < len(self.groups))
+            return places, groups[places]
+        rows = np.minimum(np.searchsorted(self.groups, groups), len(self.groups) - 1)
+        places = np.flatnonzero(self.groups[rows] == groups)
+        return places, rows[places]
+
     def of(self, groups: IntArray) -> SlotArray:
         """Return the slots of some groups: [groups, k]."""
-        if not len(self.groups):
-            return np.full((len(groups), len(self.columns)), ABSENT, dtype=self.values.dtype)
-        at = np.minimum(np.searchsorted(self.groups, groups), len(self.groups) - 1)
-        slots: SlotArray = self.values[at]
-        slots[self.groups[at] != groups] = ABSENT
+        slots = np.full((len(groups), len(self.columns)), ABSENT, dtype=self.values.dtype)
+        places, rows = self.find(groups)
+        slots[places] = self.values[rows]
         return slots
 
 
@@ -92,28 +102,99 @@ class GroupTable:
             states[~self.having(block for block in self.blocks if block.spec.anchor)] = ORPHAN
         return states
 
-    def having(self, blocks: Iterable[SlotBlock]) -> BoolArray:
-        """Return which groups have an object of some sets: [groups]."""
+    @cached_property
+    def counts(self) -> IntArray:
+        """How many objects each group has: [groups]."""
+        counts = np.zeros(self.count, dtype=np.int64)
+        for block in self.blocks:
+            counts[block.groups] += block.counts
+        return counts
+
+    @cached_property
+    def sums(self) -> IntArray:
+        """The sum of each group's slots, of those that are not negative: [groups]."""
+        sums = np.zeros(self.count, dtype=np.int64)
+        for block in self.blocks:
+            sums[block.groups] += np.maximum(block.values, 0).sum(axis=1)
+        return sums
+
+    def having(self, blocks: Iterable[SlotBlock] | None = None) -> BoolArray:
+        """Return which groups have an object, or one of some sets: [groups]."""
         found = np.zeros(self.count, dtype=np.bool_)
-        for block in blocks:
+        for block in self.blocks if blocks is None else blocks:
             found[block.groups] = True
         return found
 
-    def slots(self, groups: IntArray) -> SlotArray:
-        """Return the slots of some groups: [groups, specs]."""
-        slots = np.full((len(groups), len(self.specs)), ABSENT, dtype=np.int64)
+    def used(self, groups: IntArray) -> IntArray:
+        """Return the positions of the specs that any of some groups has an object of, rising."""
+        found = [np.zeros(0, dtype=np.int64)]
         for block in self.blocks:
-            slots[:, block.columns] = block.of(groups)
+            _, rows = block.find(groups)
+            found.append(block.columns[(block.values[rows] != ABSENT).any(axis=0)])
+        return np.sort(np.concatenate(found))
+
+    def slots(self, groups: IntArray, positions: IntArray | None = None) -> SlotArray:
+        """Return the slots of some groups: [groups, specs], or of some specs."""
+        if positions is None:
+            positions = np.arange(len(self.specs), dtype=np.int64)
+        slots = np.full((len(groups), len(positions)), ABSENT, dtype=np.int64)
+        for block, chosen, columns in self._places_of(positions):
+            places, rows = block.find(groups)
+            slots[np.ix_(places, chosen)] = block.values[np.ix_(rows, columns)]
         return slots
+
+    def objects(self, groups: IntArray) -> tuple[IntArray, IntArray, SlotArray]:
+        """Return the objects of some groups: [n] places in `groups`, [n] positions, [n] values.
+
+        In the order of `groups`, and of specs within a group.
+        """
+        nothing = np.zeros(0, dtype=np.int64)
+        found: list[tuple[IntArray, IntArray, SlotArray]] = [(nothing, nothing, nothing)]
+        for block in self.blocks:
+            places, rows = block.find(groups)
+            values = block.values[rows]
+            at, columns = np.nonzero(values != ABSENT)
+            found.append((places[at], block.columns[columns], values[at, columns]))
+        at, positions, values = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        order = np.lexsort((positions, at))
+        return at[order], positions[order], values[order]
+
+    def holders(self, positions: Sequence[int]) -> tuple[IntArray, BoolArray]:
+        """Return the groups that have an object of any of the specs, rising; and which have all."""
+        if not len(positions):
+            return np.arange(self.count), np.ones(self.count, dtype=np.bool_)
+        groups, counts = [], []
+        for block, _, columns in self._places_of(np.array(positions)):
+            counted = (block.values[:, columns] != ABSENT).sum(axis=1)
+            groups.append(block.groups[counted > 0])
+            counts.append(counted[counted > 0])
+        own, total = groups[0], counts[0]
+        if len(groups) > 1:
+            own, at = np.unique(np.concatenate(groups), return_inverse=True)
+            total = np.bincount(at, np.concatenate(counts), minlength=len(own))
+        return own, total == len(positions)
 
     def has_any(self, groups: IntArray, positions: Sequence[int]) -> BoolArray:
         """Return which of some groups have an object of any of the specs: [groups]."""
         found = np.zeros(len(groups), dtype=np.bool_)
-        for block in self.blocks:
-            chosen = np.isin(block.columns, positions)
-            if chosen.any():
-                found |= (block.of(groups)[:, chosen] != ABSENT).any(axis=1)
+        for block, _, columns in self._places_of(np.array(positions, dtype=np.int64)):
+            places, rows = block.find(groups)
+            found[places] |= (block.values[np.ix_(rows, columns)] != ABSENT).any(axis=1)
         return found
+
+    def where(self, kept: Iterable[BoolArray]) -> GroupTable:
+        """Return the table with only some slots: for each block [n, k], which of them."""
+        blocks = []
+        for block, keep in zip(self.blocks, kept, strict=True):
+            values = np.where(keep, block.values, ABSENT)
+            left = (values != ABSENT).any(axis=1)
+            blocks.append(replace(block, groups=block.groups[left], values=values[left]))
+        return replace(self, blocks=tuple(blocks))
+
+    def without(self, other: GroupTable) -> GroupTable:
+        """Return the table without the slots that another table of the same specs has."""
+        pairs = zip(self.blocks, other.blocks, strict=True)
+        return self.where(theirs.of(own.groups) == ABSENT for own, theirs in pairs)
 
     def missing(self) -> tuple[IntArray, IntArray]:
         """Return the empty slots that keep groups from being whole: [n] groups, [n] specs.
@@ -130,6 +211,22 @@ class GroupTable:
         groups, specs = np.concatenate(of_groups), np.concatenate(of_specs)
         order = np.lexsort((specs, groups))
         return groups[order], specs[order]
+
+    @cached_property
+    def _block_of(self) -> tuple[IntArray, IntArray]:
+        """The block of each spec, and its column there: [specs] each."""
+        blocks, columns = np.zeros((2, len(self.specs)), dtype=np.int64)
+        for number, block in enumerate(self.blocks):
+            blocks[block.columns] = number
+            columns[block.columns] = np.arange(len(block.columns))
+        return blocks, columns
+
+    def _places_of(self, positions: IntArray) -> Iterator[tuple[SlotBlock, IntArray, IntArray]]:
+        """Give the blocks of some specs, which of `positions` are of each, and their columns."""
+        blocks, columns = (places[positions] for places in self._block_of)
+        for number in np.unique(blocks).tolist():
+            chosen = np.flatnonzero(blocks == number)
+            yield self.blocks[number], chosen, columns[chosen]
 
     def _lacking(self, block: SlotBlock) -> IntArray:
         """Return the groups that lack an object of a set and ought to have it, rising."""

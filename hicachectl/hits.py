@@ -26,7 +26,7 @@ from hicachectl.formats.restorable import (
     positions_of,
     restorable,
 )
-from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
+from hicachectl.formats.spec import UNKNOWN_SIZE, fits, object_specs
 from hicachectl.group_table import fill_table
 from hicachectl.inventory import look_up, take_inventory
 
@@ -193,8 +193,7 @@ def _held_objects(
     sizes = inventory.objects.column("nbytes").take(pa.array(rows))
     sizes = sizes.fill_null(UNKNOWN_SIZE).to_numpy()
     expected = np.array([spec.nbytes for spec in specs], dtype=np.int64)[of_objects[rows]]
-    fits = (sizes == expected) | (sizes == UNKNOWN_SIZE) | (expected == UNKNOWN_SIZE)
-    held = np.where(fits, HELD, MISFIT).astype(np.int8)
+    held = np.where(fits(sizes, expected), HELD, MISFIT).astype(np.int8)
     return fill_table(specs, len(page_names), at, of_objects[rows], held)
 
 

@@ -21,7 +21,7 @@ from hicachectl.migrating.carrying import Carrier
 from hicachectl.migrating.decisions import Action, Problem, decide
 from hicachectl.migrating.parcels import leave_misfits, leave_too_large
 from hicachectl.migrating.preparing import find_router, settle_grammar
-from hicachectl.migrating.survey import ABSENT, survey_destination, survey_source
+from hicachectl.migrating.survey import survey_destination, survey_source
 from hicachectl.migrating.watching import Touching, Watch
 from hicachectl.prewarm_plan import Plan, Request, plan_chains, plan_pages
 from hicachectl.selection import EVERYTHING
@@ -108,11 +108,13 @@ def prewarm(
         else inventory_of_chains(source, request.profile, request.chains, on_batch=on_listed)
     )
     groups = PageGroups(inventory)
-    survey = survey_source(inventory, groups, routes_of(inventory)[0])
-    survey_destination(destination, [survey], grammar, on_batch=on_listed)
+    surveys = survey_source(inventory, groups, routes_of(inventory)[:1])
+    (survey,) = survey_destination(destination, surveys, grammar, on_batch=on_listed)
     manner = request.manner
-    misfits = leave_misfits(survey, whole_groups=request.chains is None)
-    large = leave_too_large(survey, reads_back=manner.verify, buffer_bytes=manner.buffer_bytes)
+    survey, misfits = leave_misfits(survey, whole_groups=request.chains is None)
+    survey, large = leave_too_large(
+        survey, reads_back=manner.verify, buffer_bytes=manner.buffer_bytes
+    )
     plan = (
         plan_pages(groups, survey, request)
         if request.chains is None
@@ -272,8 +274,9 @@ def _finished(run: _Run, *, until: float | None = None) -> Outcome:
 
 def _whole_pages(plan: Plan, destination: Store, on_batch: Callable[[int], None]) -> int:
     """Count the pages asked for that the destination has whole by now."""
-    survey = replace(plan.survey, there=np.full_like(plan.survey.there, ABSENT))
-    survey_destination(destination, [survey], destination.grammar, on_batch=on_batch)
+    (survey,) = survey_destination(
+        destination, [plan.survey], destination.grammar, on_batch=on_batch
+    )
     wanted = np.zeros(len(survey.groups), dtype=np.bool_)
     wanted[plan.wanted] = True
     return int((decide(survey, wanted, "skip") == Action.SKIP).sum())

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.chains import raw_pages
-from hicachectl.choosing import WRITING, Choice, arriving_bytes
+from hicachectl.choosing import WRITING, Choice
 from hicachectl.formats.errors import UsageError
 from hicachectl.group_table import WHOLE
 from hicachectl.hits import find_hits
@@ -140,7 +140,7 @@ def plan_chains(inventory: Inventory, survey: Survey, chains: Chains, request: R
     places = choice.names_of(items)
     parents = forest.parents[places]
     return Plan(
-        survey=survey,
+        survey=choice.survey,
         wanted=wanted,
         items=items,
         cost=choice.costs(items),
@@ -182,7 +182,7 @@ def plan_pages(groups: PageGroups, survey: Survey, request: Request) -> Plan:
     wanted = np.flatnonzero(actions != Action.NOTHING)
     wanted = wanted[np.argsort(turn[wanted], kind="stable")]
     items = wanted[np.isin(actions[wanted], WRITING)]
-    cost = arriving_bytes(survey, items)
+    cost = survey.lacking.sums[items]
     fits = _within_budget(cost, request)
     kept = items[fits]
     names = survey.pages.filter(pa.array(whole))

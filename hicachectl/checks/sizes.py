@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.findings import findings
-from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.formats.spec import UNKNOWN_SIZE, fits
 from hicachectl.listing import object_findings
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def check_sizes(
         of_mix = np.isin(inventory.affix_ids, mix.affix_ids)
         expected[of_mix & ~established] = mix.sizes[0].nbytes
     settled = np.append(~in_flight, True)[groups.of_object]
-    wrong = settled & (expected != UNKNOWN_SIZE) & (actual != UNKNOWN_SIZE) & (actual != expected)
+    wrong = settled & ~fits(actual, expected)
     for code, severity, rows in (
         ("truncated", "error", np.flatnonzero(wrong & (actual < expected))),
         ("oversized", oversized_severity(scheme), np.flatnonzero(wrong & (actual > expected))),

@@ -12,7 +12,7 @@ from hicachectl.checks.group import check_groups
 from hicachectl.checks.sizes import check_sizes
 from hicachectl.deployments import UNRESOLVED
 from hicachectl.findings import combine
-from hicachectl.group_table import WHOLE
+from hicachectl.group_table import ABSENT, WHOLE
 from hicachectl.groups import PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.migrating.carrying import MOST_PROBLEMS, Manner, Order
@@ -25,7 +25,7 @@ from hicachectl.migrating.decisions import (
     unreadable,
 )
 from hicachectl.migrating.parcels import bytes_in_memory, too_large
-from hicachectl.migrating.survey import ABSENT, Survey, survey_destination, survey_source
+from hicachectl.migrating.survey import Survey, survey_destination, survey_source
 from hicachectl.named_groups import NamedGroups
 from hicachectl.planning import plan_repair
 from hicachectl.selection import EVERYTHING, Selection, select
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.groups import BoolArray
+    from hicachectl.inventory import IntArray
     from hicachectl.migrating.routes import Route
     from hicachectl.requests import PageList
 
@@ -110,9 +111,7 @@ class Agenda:
         Then by age, the oldest first, as their writer made them: parents before children.
         """
         for survey, actions in zip(self.surveys, self.actions, strict=True):
-            rows = np.where(survey.rows == ABSENT, np.iinfo(np.int64).max, survey.rows)
-            first = rows.min(axis=1, initial=np.iinfo(np.int64).max)
-            turn = np.lexsort((first, self.groups.newest_ns[survey.groups]))
+            turn = np.lexsort((_first_rows(survey), self.groups.newest_ns[survey.groups]))
             for action in _TURNS:
                 items = turn[actions[turn] == action]
                 if len(items):
@@ -122,12 +121,12 @@ class Agenda:
         """Count objects and bytes that will be written."""
         objects = nbytes = 0
         for survey, actions in zip(self.surveys, self.actions, strict=True):
-            writing = np.isin(actions, WRITING)
-            absent = survey.there == ABSENT
-            new = survey.needed & (absent | (actions == Action.REPLACE)[:, None])
-            new &= writing[:, None]
-            objects += int(new.sum())
-            nbytes += int(survey.wanted_bytes[new].sum())
+            for table, chosen in (
+                (survey.lacking, np.isin(actions, WRITING) & (actions != Action.REPLACE)),
+                (survey.wanted, actions == Action.REPLACE),
+            ):
+                objects += int(table.counts[chosen].sum())
+                nbytes += int(table.sums[chosen].sum())
         return objects, nbytes
 
     def leave_too_large(self, manner: Manner) -> None:
@@ -177,8 +176,8 @@ def make_agenda(
     listed = take_inventory(source, request.profile, on_batch=on_listed)
     inventory = select(listed, request.selection)
     groups = PageGroups(inventory)
-    surveys = [survey_source(inventory, groups, route) for route in routes_of(inventory)]
-    survey_destination(destination, surveys, grammar, on_batch=on_listed)
+    surveys = survey_source(inventory, groups, routes_of(inventory))
+    surveys = survey_destination(destination, surveys, grammar, on_batch=on_listed)
     chosen = np.ones(len(groups), dtype=np.bool_)
     named = None if request.pages is None else NamedGroups(request.pages, groups)
     if named is not None:
@@ -209,6 +208,16 @@ def make_agenda(
         agenda.unfit += int((wanted & unreadable(survey)).sum())
         agenda.actions.append(decide(survey, wanted, request.if_exists))
     return agenda
+
+
+def _first_rows(survey: Survey) -> IntArray:
+    """Find the first of each group's sources in the listing: [n]; the largest number without."""
+    none = np.iinfo(np.int64).max
+    first = np.full(survey.rows.count, none)
+    for block in survey.rows.blocks:
+        rows = np.where(block.values == ABSENT, none, block.values).min(axis=1)
+        first[block.groups] = np.minimum(first[block.groups], rows)
+    return first
 
 
 def _in_flight(groups: PageGroups, grace_seconds: float) -> BoolArray:

@@ -264,7 +264,7 @@ class Carrier:
         done = parcel.items[delivered.done]
         movable = done
         if self._removal is not None:
-            left_over = parcel.survey.left_over(done)
+            left_over = parcel.survey.left_over[done]
             self._keep(parcel.survey, done[left_over])
             movable = done[~left_over]
             if len(movable) and parcel.action in READS_BACK:
@@ -292,7 +292,8 @@ class Carrier:
                 self._without_room.append(Order(parcel.survey, without, parcel.action))
             again = parcel.items[fates == Fate.AGAIN]
             if len(again):
-                self._note_again(delivered, again)
+                rest = self._again.setdefault(id(parcel.survey), (parcel.survey, []))[1]
+                rest.extend(again.tolist())
         if self._removal is not None and len(movable):
             self._removal.add(parcel.survey, movable)
             self._remove(self._removal.ready())
@@ -301,14 +302,6 @@ class Carrier:
         """Delete groups from the source, which were compared at the destination before."""
         self._remove([(survey, items)])
 
-    def _note_again(self, delivered: Delivered, items: IntArray) -> None:
-        """Plan to compare groups of which an object came to the destination meanwhile."""
-        survey, writes = delivered.parcel.survey, delivered.parcel.writes
-        mine = np.isin(delivered.parcel.items[writes.owners], items)
-        there = delivered.parcel.items[writes.owners[mine]], writes.targets[mine]
-        survey.there[there] = writes.sizes[mine]
-        self._again.setdefault(id(survey), (survey, []))[1].extend(items.tolist())
-
     def _try_again(self, on_done: Callable[[Delivered], None]) -> None:
         """Compare what others have finished meanwhile; of what they have not, write one group.
 
@@ -316,8 +309,9 @@ class Carrier:
         """
         again, self._again = self._again, {}
         finished, unfinished = [], []
-        for survey, items in again.values():
+        for listed, items in again.values():
             chosen = np.array(sorted(items), dtype=np.int64)
+            survey = listed.as_if_written(chosen)
             begun = self._to.unfinished(survey, chosen)
             finished.append(Order(survey, chosen[~begun], Action.COMPLETE))
             unfinished.append(Order(survey, chosen[begun], Action.COMPLETE))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from hicachectl.formats.spec import UNKNOWN_SIZE
-from hicachectl.migrating.survey import ABSENT, UNSIZED
+from hicachectl.group_table import UNSIZED
+from hicachectl.migrating.survey import compare
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -47,38 +47,19 @@ READS_BACK = (Action.COMPLETE, Action.COMPARE)
 
 def decide(survey: Survey, chosen: BoolArray, if_exists: IfExists) -> npt.NDArray[np.int8]:
     """Decide for each group: [n] of Action. chosen: [n], which groups are wanted."""
-    needed = survey.needed
-    there = needed & (survey.there != ABSENT)
-    some, all_ = there.any(axis=1), ~(needed & ~there).any(axis=1)
-    wanted = survey.wanted_bytes
-    sized = there & (survey.there != UNSIZED) & (wanted != UNKNOWN_SIZE)
-    another = (sized & (survey.there != wanted)).any(axis=1)
+    some, lacks, differs = compare(survey.wanted, survey.there)
     actions = np.full(len(survey.groups), Action.COPY, dtype=np.int8)
     actions[some] = Action.COMPLETE
-    actions[some & all_] = Action.COMPARE if if_exists == "verify" else Action.SKIP
+    actions[some & ~lacks] = Action.COMPARE if if_exists == "verify" else Action.SKIP
     if if_exists == "overwrite":
         actions[some] = Action.REPLACE
     else:
-        actions[another] = Action.CONFLICT
-    actions[~chosen | ~needed.any(axis=1) | ~_readable(survey)] = Action.NOTHING
+        actions[differs] = Action.CONFLICT
+    actions[~chosen | ~(some | lacks) | unreadable(survey)] = Action.NOTHING
     return actions
 
 
 def unreadable(survey: Survey) -> BoolArray:
     """Say of which groups a source has not the bytes that its route takes it to have: [n]."""
-    return ~_readable(survey)
-
-
-def _readable(survey: Survey) -> BoolArray:
-    """Say which groups' sources are of the size that their units need: [n]."""
-    fine = np.ones(len(survey.groups), dtype=np.bool_)
-    target_bytes = survey.route.target_bytes
-    for number, unit in enumerate(survey.route.units):
-        for source in unit.sources:
-            sizes = survey.sizes[:, source]
-            expected = survey.route.sizes[source]
-            right = sizes != UNKNOWN_SIZE
-            if not (unit.identity and target_bytes[unit.destinations[0]] == UNKNOWN_SIZE):
-                right &= sizes == expected
-            fine &= right | ~survey.due[:, number]
-    return fine
+    unsized = survey.wanted.where(block.values == UNSIZED for block in survey.wanted.blocks)
+    return unsized.having()

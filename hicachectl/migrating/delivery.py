@@ -19,8 +19,9 @@ import pyarrow.compute as pc
 from hicachectl.backends.arena import place
 from hicachectl.backends.base import Status, batch_spans
 from hicachectl.backends.capabilities import Confirm, RacyWrites, copier_of, keep_as_private
+from hicachectl.group_table import ABSENT
 from hicachectl.migrating.decisions import READS_BACK, Action, Problem
-from hicachectl.migrating.survey import ABSENT, keys_of
+from hicachectl.migrating.survey import keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -161,7 +162,7 @@ class Destination:
         """Say of which groups another writer has begun an object that is there: [items]."""
         found = np.zeros(len(items), dtype=np.bool_)
         if self.racy is not None:
-            at, targets = np.nonzero(survey.there[items] != ABSENT)
+            at, targets, _ = survey.there.objects(items)
             pages = survey.pages.take(pa.array(items[at]))
             begun = self.racy.unfinished(pa.table({"key": keys_of(survey.route, targets, pages)}))
             found[at[begun]] = True

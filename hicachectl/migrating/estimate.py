@@ -10,7 +10,6 @@ import numpy as np
 
 from hicachectl.backends.base import Status
 from hicachectl.backends.capabilities import Confirm, Leases
-from hicachectl.migrating.survey import ABSENT
 from hicachectl.pipeline import Pipeline, batches
 
 if TYPE_CHECKING:
@@ -56,14 +55,10 @@ def estimated_seconds(
 
 def _sample(orders: Iterable[Order]) -> tuple[IntArray, IntArray]:
     """Take the first objects that would be read: their rows and sizes."""
-    rows: list[IntArray] = [np.zeros(0, dtype=np.int64)]
-    sizes: list[IntArray] = [np.zeros(0, dtype=np.int64)]
+    chosen = nbytes = np.zeros(0, dtype=np.int64)
     for order in islice(orders, 1):
-        items = order.items[:_SAMPLE_OBJECTS]
-        there = order.survey.rows[items] != ABSENT
-        rows.append(order.survey.rows[items][there])
-        sizes.append(order.survey.sizes[items][there])
-    chosen, nbytes = np.concatenate(rows), np.concatenate(sizes)
+        _, _, chosen = order.survey.rows.objects(order.items[:_SAMPLE_OBJECTS])
+        nbytes = order.survey.sizes[chosen]
     fits = np.cumsum(nbytes) <= _SAMPLE_BYTES
     fits[:1] = True
     fits[_SAMPLE_OBJECTS:] = False

@@ -8,17 +8,18 @@ destination copies by itself needs no memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT, place
-from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.formats.spec import fits
+from hicachectl.group_table import ABSENT
 from hicachectl.kernels.relayout import relayout
 from hicachectl.migrating.decisions import READS_BACK, Action, Problem
-from hicachectl.migrating.survey import ABSENT, keys_of
+from hicachectl.migrating.survey import compare, keys_of, made_of
 from hicachectl.pipeline import Task
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.strided import StridedCopy
     from hicachectl.formats.transfer import TransferUnit
+    from hicachectl.group_table import GroupTable
     from hicachectl.groups import BoolArray
     from hicachectl.inventory import IntArray
     from hicachectl.migrating.routes import Route
@@ -168,76 +170,100 @@ def too_large(page: str, need: int, buffer_bytes: int) -> Problem:
     )
 
 
-def leave_too_large(survey: Survey, *, reads_back: bool, buffer_bytes: int) -> list[Problem]:
-    """Drop the groups that do not fit into the buffer from what is due, and return them.
+def leave_too_large(
+    survey: Survey, *, reads_back: bool, buffer_bytes: int
+) -> tuple[Survey, list[Problem]]:
+    """Drop the groups that do not fit into the buffer from what is wanted, and return them.
 
     Groups that the destination has already are left as they are.
     """
-    there = survey.needed & (survey.there != ABSENT)
-    lacking = (survey.needed & ~there).any(axis=1)
-    action = Action.COMPLETE if (there.any(axis=1) & lacking).any() else Action.COPY
+    some, lacks, _ = compare(survey.wanted, survey.there)
+    action = Action.COMPLETE if (some & lacks).any() else Action.COPY
     everything = np.arange(len(survey.groups))
     nbytes = bytes_in_memory(survey, everything, action, reads_back=reads_back)
-    large = np.flatnonzero((nbytes > buffer_bytes) & lacking)
-    survey.due[large] = False
-    pages = survey.pages.take(pa.array(large)).to_pylist()
-    return [
+    large = (nbytes > buffer_bytes) & lacks
+    kept = (~large[block.groups, None] for block in survey.wanted.blocks)
+    pages = survey.pages.filter(pa.array(large)).to_pylist()
+    return replace(survey, wanted=survey.wanted.where(kept)), [
         too_large(page, need, buffer_bytes)
         for page, need in zip(pages, nbytes[large].tolist(), strict=True)
     ]
 
 
-def leave_misfits(survey: Survey, *, whole_groups: bool) -> list[Problem]:
-    """Drop what objects of a wrong size would fill from what is due; return one problem a group.
+def leave_misfits(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[Problem]]:
+    """Drop what objects of a wrong size would fill from what is wanted; one problem a group.
 
     whole_groups: drop everything of such a group. Groups that the destination has already stay
-    due; their objects there are compared with the expected sizes, not with the source's.
+    wanted; their objects there are compared with the expected sizes, not with the source's.
     """
-    route = survey.route
-    lacking = (survey.needed & (survey.there == ABSENT)).any(axis=1)
-    unit_of_source = np.zeros((len(route.sizes), len(route.units)), dtype=np.bool_)
-    for number, unit in enumerate(route.units):
-        unit_of_source[list(unit.sources), number] = True
-    wrong = (survey.rows != ABSENT) & (survey.sizes != UNKNOWN_SIZE)
-    wrong &= (route.sizes != UNKNOWN_SIZE) & (survey.sizes != route.sizes)
-    items = np.flatnonzero(wrong.any(axis=1) & lacking)
-    dropped = wrong[items] @ unit_of_source
-    survey.due[items] &= np.zeros_like(dropped) if whole_groups else ~dropped
-    first = wrong[items].argmax(axis=1)
-    actual, pages = survey.sizes[items, first], survey.pages.take(pa.array(items)).to_pylist()
-    np.copyto(survey.sizes, route.sizes, where=wrong)
+    route, rows, sizes = survey.route, survey.rows, survey.sizes
+    misfits = rows.where(
+        (block.values != ABSENT) & ~fits(sizes[block.values], route.sizes[block.columns])
+        for block in rows.blocks
+    )
+    if not misfits.counts.any():
+        return survey, []
+    lacks = survey.lacking.having()
+    left = misfits.where(lacks[block.groups, None] for block in misfits.blocks)
+    _, sources, wrong = misfits.objects(np.arange(misfits.count))
+    right = sizes.copy()
+    right[wrong] = route.sizes[sources]
+    wanted = made_of(route, rows, right)
+    if whole_groups:
+        fine = ~left.having()
+        wanted = wanted.where(fine[block.groups, None] for block in wanted.blocks)
+    else:
+        wanted = wanted.without(made_of(route, left, right, partly=True))
+    return replace(survey, sizes=right, wanted=wanted), _misfit_problems(survey, left)
+
+
+def _misfit_problems(survey: Survey, misfits: GroupTable) -> list[Problem]:
+    """Describe the first object of a wrong size of each group that has any."""
+    route, items = survey.route, np.flatnonzero(misfits.having())
+    places, sources, rows = misfits.objects(items)
+    _, first = np.unique(places, return_index=True)
+    columns = (
+        survey.pages.take(pa.array(items)).to_pylist(),
+        sources[first].tolist(),
+        survey.sizes[rows[first]].tolist(),
+    )
     problems = []
-    for page, source, nbytes in zip(pages, first.tolist(), actual.tolist(), strict=True):
-        before, after = route.deployment.specs[route.sources[source]].affix
+    for page, source, nbytes in zip(*columns, strict=True):
+        before, after = route.sources[source].affix
         why = f"{nbytes} bytes, expected {route.sizes[source]}; the page is not copied"
         problems.append(Problem(page, f"{before}{page}{after}", why))
     return problems
 
 
 def _demand(survey: Survey, items: IntArray, *, back: bool) -> tuple[IntArray, IntArray]:
-    """Bytes of memory, and objects read or written, that each group needs: [n] each."""
-    due, sizes = survey.due[items], _aligned(survey.sizes[items])
-    wanted = _aligned(survey.wanted_bytes[items])
+    """Bytes of memory, and objects read or written, that each group needs: [items] each."""
+    route = survey.route
+    times, beside, counts = np.zeros((3, len(route.targets)), dtype=np.int64)
+    for unit in route.units:
+        targets = list(unit.destinations)
+        made = not unit.identity and _runs(route, unit) is None
+        times[targets] = made + back
+        counts[targets[0]] = max(len(unit.sources), len(targets))
+        if unit.identity:
+            times[targets] += 1  # the source, of as many bytes
+        else:
+            beside[targets[0]] = _aligned(route.sizes[list(unit.sources)]).sum()
     nbytes = np.zeros(len(items), dtype=np.int64)
     objects = np.zeros(len(items), dtype=np.int64)
-    for number, unit in enumerate(survey.route.units):
-        sources, targets = list(unit.sources), list(unit.destinations)
-        need = sizes[:, sources].sum(axis=1)
-        made = not unit.identity and _runs(survey.route, unit) is None
-        copies = made + back
-        need = need + copies * wanted[:, targets].sum(axis=1)
-        nbytes += need * due[:, number]
-        objects += max(len(sources), len(targets)) * due[:, number]
+    for block in survey.wanted.blocks:
+        places, at = block.find(items)
+        values, columns = block.values[at], block.columns
+        is_wanted = values != ABSENT
+        nbytes[places] += _aligned(values) @ times[columns] + is_wanted @ beside[columns]
+        objects[places] += is_wanted @ counts[columns]
     return nbytes, objects
 
 
 def _parcel(survey: Survey, items: IntArray, action: Action, *, back: bool, copied: bool) -> Parcel:
     builder = _Builder(survey, items)
-    for number, unit in enumerate(survey.route.units):
-        builder.read(unit, np.flatnonzero(survey.due[items, number]))
+    builder.read()
     read_bytes = builder.end
-    for unit, owners, blocks in builder.units:
-        builder.write(unit, owners, blocks)
+    builder.write()
     writes = builder.writes()
     back_at = builder.end
     room = back_at - read_bytes + (place(writes.sizes)[1] if back else 0)
@@ -267,72 +293,86 @@ class _Builder:
     """Lays out a parcel, unit by unit: first what is read, then what is made of it."""
 
     def __init__(self, survey: Survey, items: IntArray) -> None:
-        self._survey = survey
-        self._items = items
+        self._route = survey.route
+        targets = survey.wanted.used(items)
+        units = np.unique(self._route.unit_of_target[targets])
+        self._units = [self._route.units[at] for at in units.tolist()]
+        sources = np.array(sorted({s for u in self._units for s in u.sources}), dtype=np.int64)
+        self._rows = _columns(survey.rows, items, sources)
+        self._wanted = _columns(survey.wanted, items, targets)
+        self._there = _columns(survey.there, items, targets)
         self.end = 0
         self.origins: list[IntArray] = []
         self.capacities: list[IntArray] = []
         self.owners: list[IntArray] = []
-        self.units: list[tuple[TransferUnit, IntArray, _Blocks]] = []
+        self._placed: list[tuple[TransferUnit, IntArray, _Blocks]] = []
         self.makings: list[_Making] = []
         self._reads = 0
         self._writes: list[tuple[IntArray, ...]] = []
 
-    def read(self, unit: TransferUnit, owners: IntArray) -> None:
-        """Place the sources of one unit, for the groups that have them."""
-        if not len(owners):
-            return
-        blocks: _Blocks = []
-        items = self._items[owners]
-        for source in unit.sources:
-            sizes = self._survey.sizes[items, source]
-            offsets, nbytes = place(sizes)
-            self.origins.append(self._survey.rows[items, source])
-            self.capacities.append(sizes)
-            self.owners.append(owners)
-            blocks.append((self._reads, offsets + self.end))
-            self._reads += len(owners)
-            self.end += nbytes
-        self.units.append((unit, owners, blocks))
+    def read(self) -> None:
+        """Place the sources of all units, for the groups that are to have what they make."""
+        for unit in self._units:
+            owners = np.flatnonzero(self._wanted[unit.destinations[0]] != ABSENT)
+            self._read(unit, owners)
 
-    def write(self, unit: TransferUnit, owners: IntArray, blocks: _Blocks) -> None:
-        """Place what becomes of them: where they are, or behind."""
-        count = len(owners)
-        first = blocks[0][0] + np.arange(count) if blocks else np.full(count, ABSENT)
-        if unit.identity:
-            (source,), (target,) = unit.sources, unit.destinations
-            sizes = self._survey.sizes[self._items[owners], source]
-            self._note(target, owners, blocks[0][1], sizes, first)
-            return
-        if (runs := _runs(self._survey.route, unit)) is not None:
-            for target, run in zip(unit.destinations, runs, strict=True):
-                offsets = blocks[run.source][1] + run.source_offset
-                self._note(target, owners, offsets, np.full(count, run.nbytes), first)
-            return
-        made = []
-        for target in unit.destinations:
-            nbytes = int(self._survey.route.target_bytes[target])
-            step = int(_aligned(np.array([nbytes]))[0])
-            offsets = self.end + step * np.arange(count, dtype=np.int64)
-            self._note(target, owners, offsets, np.full(count, nbytes, dtype=np.int64), first)
-            made.append((self.end, step, nbytes))
-            self.end += step * count
-        read = tuple(
-            _steps(offsets, int(self._survey.route.sizes[source]))
-            for source, (_, offsets) in zip(unit.sources, blocks, strict=True)
-        )
-        self.makings.append(_Making(unit, count, read, tuple(made)))
+    def write(self) -> None:
+        """Place what becomes of the sources."""
+        for unit, owners, blocks in self._placed:
+            self._write(unit, owners, blocks)
 
     def writes(self) -> Writes:
         """Give all writes, by target."""
         columns = zip(*self._writes, strict=True) if self._writes else ((),) * 6
         return Writes(*(_joined(list(column)) for column in columns))
 
+    def _read(self, unit: TransferUnit, owners: IntArray) -> None:
+        blocks: _Blocks = []
+        for source in unit.sources:
+            sizes = np.full(len(owners), self._route.sizes[source])
+            if unit.identity:
+                sizes = self._wanted[unit.destinations[0]][owners]
+            offsets, nbytes = place(sizes)
+            self.origins.append(self._rows[source][owners])
+            self.capacities.append(sizes)
+            self.owners.append(owners)
+            blocks.append((self._reads, offsets + self.end))
+            self._reads += len(owners)
+            self.end += nbytes
+        self._placed.append((unit, owners, blocks))
+
+    def _write(self, unit: TransferUnit, owners: IntArray, blocks: _Blocks) -> None:
+        """Place what becomes of the sources of a unit: where they are, or behind."""
+        count = len(owners)
+        first = blocks[0][0] + np.arange(count) if blocks else np.full(count, ABSENT)
+        if unit.identity:
+            (target,) = unit.destinations
+            self._note(target, owners, blocks[0][1], self._wanted[target][owners], first)
+            return
+        if (runs := _runs(self._route, unit)) is not None:
+            for target, run in zip(unit.destinations, runs, strict=True):
+                offsets = blocks[run.source][1] + run.source_offset
+                self._note(target, owners, offsets, np.full(count, run.nbytes), first)
+            return
+        made = []
+        for target in unit.destinations:
+            nbytes = int(self._route.target_bytes[target])
+            step = int(_aligned(np.array([nbytes]))[0])
+            offsets = self.end + step * np.arange(count, dtype=np.int64)
+            self._note(target, owners, offsets, np.full(count, nbytes, dtype=np.int64), first)
+            made.append((self.end, step, nbytes))
+            self.end += step * count
+        read = tuple(
+            _steps(offsets, int(self._route.sizes[source]))
+            for source, (_, offsets) in zip(unit.sources, blocks, strict=True)
+        )
+        self.makings.append(_Making(unit, count, read, tuple(made)))
+
     def _note(
         self, target: int, owners: IntArray, offsets: IntArray, sizes: IntArray, first: IntArray
     ) -> None:
-        there = self._survey.there[self._items[owners], target]
         targets = np.full(len(owners), target, dtype=np.int64)
+        there = self._there[target][owners]
         self._writes.append((targets, owners, offsets, sizes, there, first))
 
 
@@ -348,6 +388,12 @@ def _runs(route: Route, unit: TransferUnit) -> list[StridedCopy] | None:
         for target, copy in zip(unit.destinations, runs, strict=True)
     )
     return runs if whole and runs else None
+
+
+def _columns(table: GroupTable, items: IntArray, positions: IntArray) -> dict[int, IntArray]:
+    """Return the slots of some groups, by the positions of specs."""
+    slots = table.slots(items, positions).T
+    return dict(zip(positions.tolist(), slots, strict=True))
 
 
 def _steps(offsets: IntArray, nbytes: int) -> tuple[int, int, int]:

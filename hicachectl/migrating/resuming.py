@@ -8,9 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.migrating.decisions import Action, decide
-from hicachectl.migrating.survey import ABSENT, UNSIZED
+from hicachectl.migrating.survey import compare
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -56,11 +55,8 @@ def left_in_source(survey: Survey, actions: npt.NDArray[np.int8], earlier: Progr
     """
     unfinished = _among(survey, earlier.unremoved(survey.route.name))
     unfinished &= actions == Action.NOTHING
-    wanted = survey.wanted_bytes
-    sized = (survey.there != UNSIZED) & (wanted != UNKNOWN_SIZE) & (survey.there != ABSENT)
-    sound = (survey.there != ABSENT) & ~(sized & (survey.there != wanted))
-    held = ~(survey.touched & ~sound).any(axis=1)
-    return np.flatnonzero(unfinished & held & ~survey.strays)
+    _, lacks, differs = compare(survey.touched, survey.there)
+    return np.flatnonzero(unfinished & ~lacks & ~differs & ~survey.strays)
 
 
 def _among(survey: Survey, pages: Collection[str]) -> BoolArray:

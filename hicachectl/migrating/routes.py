@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class Route:
     """How pages of one deployment of the source become pages of the destination.
 
-    sources: [sources] positions in the deployment's specs, in the order of the indices in `units`.
+    sources: the objects that a page's are made of, in the order of the indices in `units`; they
+        are the first specs of the deployment, and objects of its others stay behind.
     targets: the objects that a page gets at the destination, in the order of the indices in
         `units`; of UNKNOWN_SIZE are those that have as many bytes as their source.
     verbatim: whether every object keeps its bytes.
@@ -32,7 +33,7 @@ class Route:
 
     deployment_id: int
     deployment: Deployment
-    sources: IntArray
+    sources: tuple[ObjectSpec, ...]
     targets: tuple[ObjectSpec, ...]
     units: tuple[TransferUnit, ...]
     verbatim: bool
@@ -47,8 +48,7 @@ class Route:
     @cached_property
     def sizes(self) -> IntArray:
         """Bytes expected of each source: [sources], UNKNOWN_SIZE where only the listing tells."""
-        specs = self.deployment.specs
-        return np.array([specs[at].nbytes for at in self.sources.tolist()], dtype=np.int64)
+        return np.array([source.nbytes for source in self.sources], dtype=np.int64)
 
     @cached_property
     def unit_of_target(self) -> IntArray:
@@ -81,7 +81,7 @@ def verbatim_routes(deployments: tuple[Deployment, ...]) -> Iterator[Route]:
         yield Route(
             deployment_id=number,
             deployment=deployment,
-            sources=np.arange(len(specs), dtype=np.int64),
+            sources=specs,
             targets=tuple(replace(spec, nbytes=UNKNOWN_SIZE) for spec in specs),
             units=tuple(
                 TransferUnit((at,), (at,), (), identity=True, trailing=spec.trailing)
@@ -93,11 +93,10 @@ def verbatim_routes(deployments: tuple[Deployment, ...]) -> Iterator[Route]:
 
 def planned_route(deployment: Deployment, plan: TransferPlan) -> Route:
     """Follow a plan from the deployment of a profile, the first of its store."""
-    numbers = {spec.coordinate: at for at, spec in enumerate(deployment.specs)}
     return Route(
         deployment_id=0,
         deployment=deployment,
-        sources=np.array([numbers[s.coordinate] for s in plan.sources], dtype=np.int64),
+        sources=deployment.specs[: len(plan.sources)],
         targets=plan.destinations,
         units=plan.units,
         verbatim=all(unit.identity for unit in plan.units),

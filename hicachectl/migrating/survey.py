@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.checks.sizes import expected_sizes
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.table import KeySplitter, join_keys
-from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.formats.spec import UNKNOWN_SIZE, fits
+from hicachectl.group_table import ABSENT, UNSIZED, GroupTable, fill_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -25,106 +28,131 @@ if TYPE_CHECKING:
     from hicachectl.inventory import IntArray, Inventory
     from hicachectl.migrating.routes import Route
 
-ABSENT = -1
-UNSIZED = -2  # there, of a size that the store does not list
-
 _ASKED_AT_ONCE = 8192
 _MANY = 3  # objects of a wrong size that are no damage any more
 
+_Objects = tuple["IntArray", "IntArray", "IntArray"]  # of each: its group, its target, its bytes
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, eq=False)
 class Survey:
-    """The groups of one route.
+    """The groups of one route, and two stores' objects of these: tables that count n groups.
 
     groups: [n] group numbers of the source. pages: [n] their hashes.
-    rows: [n, sources] rows of the source's objects, ABSENT where there is none.
-    sizes: [n, sources] bytes of each; UNKNOWN_SIZE where neither store nor profile says.
-    due: [n, units] whether all sources of a unit are there.
-    there: [n, targets] bytes of what the destination has; ABSENT, or UNSIZED.
+    rows: the route's sources; slots are rows of the source's inventory.
+    sizes: bytes of each row of the inventory; UNKNOWN_SIZE where neither store nor profile says.
+    wanted: the targets that the destination is to have; slots are their bytes, UNSIZED where a
+        source is not of the size that its unit takes, or of none that is known.
+    there: the targets that the destination has; slots are their bytes, or UNSIZED.
     strays: [n] whether a group has objects that are none of the route's sources.
     """
 
     route: Route
     groups: IntArray
     pages: pa.StringArray
-    rows: IntArray
+    rows: GroupTable
     sizes: IntArray
-    due: BoolArray
-    there: IntArray
+    wanted: GroupTable
+    there: GroupTable
     strays: BoolArray
 
-    @property
-    def needed(self) -> BoolArray:
-        """Which targets the due units fill: [n, targets]."""
-        return self.due[:, self.route.unit_of_target]
+    @cached_property
+    def lacking(self) -> GroupTable:
+        """The wanted targets that the destination lacks."""
+        return self.wanted.without(self.there)
 
     @property
-    def touched(self) -> BoolArray:
-        """Which targets the units fill that have any of their sources: [n, targets]."""
-        return self._touched_units(self.rows)[:, self.route.unit_of_target]
+    def touched(self) -> GroupTable:
+        """The targets of all units that have any of their sources."""
+        return made_of(self.route, self.rows, self.sizes, partly=True)
 
-    def left_over(self, items: IntArray) -> BoolArray:
-        """Which of some groups have objects that nothing is made of: [items].
+    @cached_property
+    def left_over(self) -> BoolArray:
+        """Which groups have objects that nothing is made of: [n].
 
         A copy is not all of those. Replicas, which nothing needs to be made of, do not count.
         """
-        undone = self._touched_units(self.rows[items]) & ~self.due[items]
-        left: BoolArray = self.strays[items] | undone.any(axis=1)
+        left = self.strays.copy()
+        for unit in self.route.units:
+            groups, complete = self.rows.holders(unit.sources)
+            left[groups[~complete]] = True
         return left
 
-    def _touched_units(self, rows: IntArray) -> BoolArray:
-        units = self.route.units
-        touched = np.zeros((len(rows), len(units)), dtype=np.bool_)
-        for number, unit in enumerate(units):
-            touched[:, number] = (rows[:, list(unit.sources)] != ABSENT).any(axis=1)
-        return touched
-
-    @property
-    def wanted_bytes(self) -> IntArray:
-        """Bytes of each target: [n, targets]."""
-        wanted = np.broadcast_to(self.route.target_bytes, self.there.shape).copy()
-        for unit in self.route.units:
-            for target, source in zip(unit.destinations, unit.sources, strict=False):
-                if self.route.target_bytes[target] == UNKNOWN_SIZE:
-                    wanted[:, target] = self.sizes[:, source]
-        return wanted
+    def as_if_written(self, items: IntArray) -> Survey:
+        """Return the survey of a destination that has all that is wanted of some groups."""
+        places, targets, sizes = self.wanted.objects(items)
+        written = items[places], targets, sizes
+        known = self.there.objects(np.arange(self.there.count))
+        return replace(self, there=_targets(self.route, self.there.count, [written, known]))
 
 
-def survey_source(inventory: Inventory, groups: PageGroups, route: Route) -> Survey:
-    """Find the sources of every group of a route; nothing is known of the destination yet."""
-    numbers = np.flatnonzero(groups.deployment_ids == route.deployment_id)
-    place = np.full(len(groups) + 1, ABSENT, dtype=np.int64)
-    place[numbers] = np.arange(len(numbers))
-    count = len(route.sources)
-    source_of = np.full(len(route.deployment.specs) + 1, ABSENT, dtype=np.int64)
-    source_of[route.sources] = np.arange(count)
-    specs = inventory.by_affix(inventory.table.spec_ids, ABSENT)
-    at = place[groups.of_object]
-    chosen = np.flatnonzero(at >= 0)
-    is_source = source_of[specs[chosen]] >= 0
-    strays = np.zeros(len(numbers), dtype=np.bool_)
-    strays[at[chosen[~is_source]]] = True
-    chosen = chosen[is_source]
-    rows = np.full((len(numbers), count), ABSENT, dtype=np.int64)
-    rows[at[chosen], source_of[specs[chosen]]] = chosen
-    listed = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
-    sizes = np.where(rows >= 0, np.append(listed, UNKNOWN_SIZE)[rows], 0)
-    sizes = np.where((rows >= 0) & (sizes == UNKNOWN_SIZE), route.sizes, sizes)
-    due = (
-        np.stack([(rows[:, list(unit.sources)] >= 0).all(axis=1) for unit in route.units], axis=1)
-        if route.units
-        else np.zeros((len(numbers), 0), dtype=np.bool_)
-    )
+def survey_source(
+    inventory: Inventory, groups: PageGroups, routes: Iterable[Route]
+) -> list[Survey]:
+    """Survey the groups of each route; nothing is known of the destination yet."""
+    sizes = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
+    if (sizes == UNKNOWN_SIZE).any():
+        expected = expected_sizes(inventory.table)[inventory.affix_ids]
+        sizes = np.where(sizes == UNKNOWN_SIZE, expected, sizes)
+    return [_survey(groups, route, sizes) for route in routes]
+
+
+def _survey(groups: PageGroups, route: Route, sizes: IntArray) -> Survey:
+    table, span = groups.tables[route.deployment_id], groups.span(route.deployment_id)
+    # An object set is of sources only, or of none.
+    taken = [block for block in table.blocks if block.columns[0] < len(route.sources)]
+    others = [block for block in table.blocks if block.columns[0] >= len(route.sources)]
+    rows = GroupTable(route.sources, table.count, tuple(taken))
     return Survey(
         route=route,
-        groups=numbers,
-        pages=groups.pages_at(numbers),
+        groups=np.arange(span.start, span.stop),
+        pages=groups.pages_at(span),
         rows=rows,
         sizes=sizes,
-        due=due,
-        there=np.full((len(numbers), len(route.targets)), ABSENT, dtype=np.int64),
-        strays=strays,
+        wanted=made_of(route, rows, sizes),
+        there=_targets(route, table.count, ()),
+        strays=table.having(others),
     )
+
+
+def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = False) -> GroupTable:
+    """Return the targets that units make of sources; slots are their bytes, or UNSIZED.
+
+    rows, sizes: as in a survey. partly: units that lack some of their sources count, and the size
+    of sources does not.
+    """
+    found: list[_Objects] = []
+    for unit in route.units:
+        groups, complete = rows.holders(unit.sources)
+        groups = groups if partly else groups[complete]
+        if not len(groups):
+            continue
+        sources = np.array(unit.sources, dtype=np.int64)
+        actual = sizes[rows.slots(groups, sources)]
+        expected = route.target_bytes[list(unit.destinations)]
+        if expected[0] == UNKNOWN_SIZE:  # as many as the one source has
+            nbytes = np.where(actual == UNKNOWN_SIZE, UNSIZED, actual)
+        else:
+            unfit = (actual != route.sizes[sources]).any(axis=1, keepdims=True)
+            nbytes = np.where(unfit & (not partly), UNSIZED, expected)
+        for target, column in zip(unit.destinations, nbytes.T, strict=True):
+            found.append((groups, np.full(len(groups), target), column))
+    return _targets(route, rows.count, found)
+
+
+def compare(wanted: GroupTable, there: GroupTable) -> tuple[BoolArray, BoolArray, BoolArray]:
+    """Say of each group whether a destination has, lacks, and has otherwise any wanted target.
+
+    wanted, there: as in a survey. Otherwise: of another size, where both are known.
+    """
+    some, lacks, differs = np.zeros((3, wanted.count), dtype=np.bool_)
+    for block, theirs in zip(wanted.blocks, there.blocks, strict=True):
+        found = theirs.of(block.groups)
+        is_wanted, is_there = block.values != ABSENT, found != ABSENT
+        some[block.groups] |= (is_wanted & is_there).any(axis=1)
+        lacks[block.groups] |= (is_wanted & ~is_there).any(axis=1)
+        differs[block.groups] |= (is_wanted & ~fits(found, block.values)).any(axis=1)
+    return some, lacks, differs
 
 
 def survey_destination(
@@ -133,27 +161,30 @@ def survey_destination(
     grammar: str,
     *,
     on_batch: Callable[[int], None] = lambda objects: None,
-) -> None:
-    """Note in the surveys what the destination has of what their pages become.
+) -> list[Survey]:
+    """Find what the destination has of what the surveyed pages become; return the surveys with it.
 
     grammar: of the keys that are to be written. Raises ProfileError where it holds another
     topology under the same keys, StoreUnavailable.
     """
     if store.traits.lists_late:
-        for survey in surveys:
-            _ask(store, survey)
-        return
+        return [replace(survey, there=_asked(store, survey)) for survey in surveys]
     splitter = KeySplitter()
     seen = _SeenSizes()
+    found: list[list[_Objects]] = [[] for _ in surveys]
     for batch in store.scan(("key", "nbytes")):
         pages, affix_ids = splitter.split(batch.column("key"))
         sizes = batch.column("nbytes").fill_null(UNSIZED).to_numpy()
         seen.add(affix_ids, sizes)
-        for survey in surveys:
-            _note(survey, splitter.affixes, pages, affix_ids, sizes)
+        for survey, objects in zip(surveys, found, strict=True):
+            objects.append(_targets_among(survey, splitter.affixes, pages, affix_ids, sizes))
         on_batch(len(batch))
     for survey in surveys:
         _refuse_other_topology(store, survey.route, splitter.affixes, seen, grammar)
+    return [
+        replace(survey, there=_targets(survey.route, survey.there.count, objects))
+        for survey, objects in zip(surveys, found, strict=True)
+    ]
 
 
 def keys_of(route: Route, targets: IntArray, pages: pa.StringArray) -> pa.BinaryArray:
@@ -179,28 +210,28 @@ class _SeenSizes:
         return {size: n for (of, size), n in self._counts.items() if of == affix}
 
 
-def _note(
+def _targets_among(
     survey: Survey,
     affixes: list[Affix],
     pages: pa.StringArray,
     affix_ids: npt.NDArray[np.int32],
     sizes: IntArray,
-) -> None:
+) -> _Objects:
+    """Find the objects of a listing that are targets of the surveyed pages."""
     targets = {target.affix: at for at, target in enumerate(survey.route.targets)}
     target_of = np.array([targets.get(affix, ABSENT) for affix in affixes] + [ABSENT])
     target = target_of[affix_ids]
     mine = np.flatnonzero(target >= 0)
-    if not len(mine):
-        return
     at = pc.index_in(pages.take(pa.array(mine)), value_set=survey.pages)
     at = at.fill_null(ABSENT).to_numpy()
     mine, at = mine[at >= 0], at[at >= 0]
-    survey.there[at, target[mine]] = sizes[mine]
+    return at, target[mine], sizes[mine]
 
 
-def _ask(store: Store, survey: Survey) -> None:
+def _asked(store: Store, survey: Survey) -> GroupTable:
     """Ask for each key, of a store whose listing is behind."""
-    at, targets = np.nonzero(survey.touched)
+    at, targets, _ = survey.touched.objects(np.arange(len(survey.groups)))
+    objects = []
     for start in range(0, len(at), _ASKED_AT_ONCE):
         some = slice(start, start + _ASKED_AT_ONCE)
         keys = keys_of(survey.route, targets[some], survey.pages.take(pa.array(at[some])))
@@ -208,7 +239,16 @@ def _ask(store: Store, survey: Survey) -> None:
         place = pc.index_in(keys, value_set=found.column("key").combine_chunks())
         known = place.is_valid().to_numpy(zero_copy_only=False)
         sizes = found.column("nbytes").fill_null(UNSIZED).to_numpy()
-        survey.there[at[some][known], targets[some][known]] = sizes[place.drop_null().to_numpy()]
+        sizes = sizes[place.drop_null().to_numpy()]
+        objects.append((at[some][known], targets[some][known], sizes))
+    return _targets(survey.route, survey.there.count, objects)
+
+
+def _targets(route: Route, count: int, objects: Iterable[_Objects]) -> GroupTable:
+    """Put targets into the slots of `count` groups; of several for one the first stays."""
+    nothing = np.zeros(0, dtype=np.int64)
+    columns = zip((nothing, nothing, nothing), *objects, strict=True)
+    return fill_table(route.targets, count, *(np.concatenate(column) for column in columns))
 
 
 def _refuse_other_topology(

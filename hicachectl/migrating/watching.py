@@ -88,10 +88,9 @@ class Touching:
 
     def _touch(self, store: Touch, items: IntArray) -> None:
         """Touch all objects of some groups, in their order."""
-        targets = np.arange(len(self._survey.route.targets))
-        at, chosen = np.nonzero(self._survey.due[items][:, self._survey.route.unit_of_target])
+        at, targets, _ = self._survey.wanted.objects(items)
         pages = self._survey.pages.take(pa.array(items[at]))
-        store.touch(pa.table({"key": keys_of(self._survey.route, targets[chosen], pages)}))
+        store.touch(pa.table({"key": keys_of(self._survey.route, targets, pages)}))
 
 
 def anchor_keys(survey: Survey, items: IntArray) -> pa.BinaryArray:

@@ -40,6 +40,10 @@ objects = st.dictionaries(
 )
 
 
+some_groups = st.lists(st.integers(0, GROUPS - 1))
+some_positions = st.sets(st.integers(0, len(SPECS) - 1))
+
+
 def filled(found: Objects) -> GroupTable:
     groups, positions = (np.array([key[at] for key in found], dtype=np.int64) for at in (0, 1))
     return fill_table(SPECS, GROUPS, groups, positions, np.array(list(found.values()), np.int64))
@@ -69,7 +73,7 @@ def test_states_and_what_is_missing_follow_from_the_slots(found: Objects) -> Non
     assert list(zip(groups.tolist(), specs.tolist(), strict=True)) == expected
 
 
-@given(objects, st.lists(st.integers(0, GROUPS - 1)), st.sets(st.integers(0, len(SPECS) - 1)))
+@given(objects, some_groups, some_positions)
 def test_slots_of_some_groups(found: Objects, chosen: list[int], positions: set[int]) -> None:
     table = filled(found)
     groups = np.array(chosen, dtype=np.int64)
@@ -77,6 +81,45 @@ def test_slots_of_some_groups(found: Objects, chosen: list[int], positions: set[
     assert table.slots(groups).tolist() == expected
     some = [any((g, at) in found for at in positions) for g in chosen]
     assert table.has_any(groups, sorted(positions)).tolist() == some
+
+
+@given(objects, some_groups, some_positions)
+def test_slots_and_objects_of_some_specs(
+    found: Objects, chosen: list[int], positions: set[int]
+) -> None:
+    table, groups = filled(found), np.array(chosen, dtype=np.int64)
+    rising = np.array(sorted(positions), dtype=np.int64)
+    expected = [[found.get((g, at), ABSENT) for at in sorted(positions)] for g in chosen]
+    assert table.slots(groups, rising).tolist() == expected
+    listed = [
+        (place, at, found[g, at])
+        for place, g in enumerate(chosen)
+        for at in range(len(SPECS))
+        if (g, at) in found
+    ]
+    assert list(zip(*map(np.ndarray.tolist, table.objects(groups)), strict=True)) == listed
+    assert table.used(groups).tolist() == sorted({at for _, at, _ in listed})
+
+
+@given(objects, some_positions)
+def test_holders_of_some_specs(found: Objects, positions: set[int]) -> None:
+    counts = [sum((group, at) in found for at in positions) for group in range(GROUPS)]
+    groups, complete = filled(found).holders(sorted(positions))
+    assert groups.tolist() == [g for g in range(GROUPS) if counts[g] or not positions]
+    assert complete.tolist() == [counts[g] == len(positions) for g in groups.tolist()]
+
+
+@given(objects, objects)
+def test_a_table_without_the_slots_of_another(found: Objects, others: Objects) -> None:
+    rest = {slot: value for slot, value in found.items() if slot not in others}
+    table = filled(found).without(filled(others))
+    everything = np.arange(GROUPS)
+    assert table.slots(everything).tolist() == filled(rest).slots(everything).tolist()
+    of_group = [[value for (g, _), value in rest.items() if g == group] for group in everything]
+    assert table.counts.tolist() == [len(values) for values in of_group]
+    assert table.sums.tolist() == [sum(values) for values in of_group]
+    assert table.having().tolist() == [bool(values) for values in of_group]
+    assert table.states.tolist() == filled(rest).states.tolist()
 
 
 @given(objects)

@@ -14,11 +14,12 @@ from msgspec import structs
 from hicachectl.demo import PROFILE
 from hicachectl.deployments import Deployment
 from hicachectl.formats.transfer import transfer_plan
+from hicachectl.group_table import fill_table
 from hicachectl.kernels.relayout import relayout
 from hicachectl.migrating.decisions import Action
 from hicachectl.migrating.parcels import _FIRST_BYTES, _runs, parcels
 from hicachectl.migrating.routes import Route
-from hicachectl.migrating.survey import ABSENT, Survey
+from hicachectl.migrating.survey import Survey
 
 
 def route_of(tp: int, layout: str, grammar: str) -> tuple[Route, list[int]]:
@@ -28,7 +29,7 @@ def route_of(tp: int, layout: str, grammar: str) -> tuple[Route, list[int]]:
     route = Route(
         deployment_id=0,
         deployment=Deployment("", "", None, plan.sources),
-        sources=np.arange(len(plan.sources)),
+        sources=plan.sources,
         targets=plan.destinations,
         units=plan.units,
         verbatim=False,
@@ -73,16 +74,18 @@ def survey_of(sizes: list[int]) -> Survey:
     route, _ = route_of(PROFILE.tp, "page_first", "file")
     unit = next(unit for unit in route.units if unit.identity)
     unit = replace(unit, sources=(0,), destinations=(0,))
-    route = replace(route, units=(unit,), targets=route.targets[:1], sources=np.arange(1))
-    rows = np.arange(len(sizes)).reshape(-1, 1)
+    route = replace(route, units=(unit,), sources=route.sources[:1], targets=route.targets[:1])
+    groups, only = np.arange(len(sizes)), np.zeros(len(sizes), dtype=np.int64)
+    nbytes = np.array(sizes, dtype=np.int64)
+    nothing = np.zeros(0, dtype=np.int64)
     return Survey(
         route=route,
-        groups=np.arange(len(sizes)),
+        groups=groups,
         pages=pa.array([f"{number:064x}" for number in range(len(sizes))], pa.string()),
-        rows=rows,
-        sizes=np.array(sizes, dtype=np.int64).reshape(-1, 1),
-        due=np.ones((len(sizes), 1), dtype=np.bool_),
-        there=np.full((len(sizes), 1), ABSENT, dtype=np.int64),
+        rows=fill_table(route.sources, len(sizes), groups, only, groups),
+        sizes=nbytes,
+        wanted=fill_table(route.targets, len(sizes), groups, only, nbytes),
+        there=fill_table(route.targets, len(sizes), nothing, nothing, nothing),
         strays=np.zeros(len(sizes), dtype=np.bool_),
     )
 
