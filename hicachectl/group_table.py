@@ -133,10 +133,8 @@ class GroupTable:
             found.append(block.columns[(block.values[rows] != ABSENT).any(axis=0)])
         return np.sort(np.concatenate(found))
 
-    def slots(self, groups: IntArray, positions: IntArray | None = None) -> SlotArray:
-        """Return the slots of some groups: [groups, specs], or of some specs."""
-        if positions is None:
-            positions = np.arange(len(self.specs), dtype=np.int64)
+    def slots(self, groups: IntArray, positions: IntArray) -> SlotArray:
+        """Return the slots of some groups for some specs: [groups, positions]."""
         slots = np.full((len(groups), len(positions)), ABSENT, dtype=np.int64)
         for block, chosen, columns in self._places_of(positions):
             places, rows = block.find(groups)
