@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
-from hicachectl.formats.documents import shown
+from hicachectl.formats.documents import shown, storable
 from hicachectl.formats.errors import FormatError, HicacheError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _V = TypeVar("_V")
 
 _MAX_PROBLEMS = 20  # named in one message
 _UNIONS = (Union, UnionType)
-# The latter for a name, or one of a choice of texts, that is a lone surrogate.
+# The latter for names, and at times texts, that hold a lone surrogate.
 _REFUSALS = (msgspec.ValidationError, UnicodeEncodeError)
 
 
@@ -62,8 +62,8 @@ def _problems(value: Any, form: Any, path: str) -> Iterator[str]:
             for index, item in enumerate(value):
                 yield from _problems(item, get_args(arm)[0], f"{path}[{index}]")
             return
-    try:
-        msgspec.convert(value, form)
+    try:  # msgspec encodes a text before it compares: half a character has no encoding
+        msgspec.convert(storable(value) if isinstance(value, str) else value, form)
     except _REFUSALS as error:
         yield f"{path}: {_expectation(error)}, found {shown(value)}".removeprefix(": ")
 

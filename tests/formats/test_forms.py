@@ -90,6 +90,13 @@ def test_half_a_character_is_refused(document: dict[str, Any]) -> None:
         convert({"count": 1, "\ud800": 2}, Inner, "FILE")
 
 
+def test_half_a_character_where_a_number_belongs_is_told_as_what_it_is() -> None:
+    (problem,) = problems({"type": "a", "inner": {"count": "\ud800"}})
+    assert problem == r"inner.count: expected int, found '\ud800'"
+    (problem,) = problems({"type": "a", "many": "\ud800"})
+    assert problem == r"many: expected list, found '\ud800'"
+
+
 def test_nothing_else_than_the_refusal_is_raised() -> None:
     deep: Any = 1
     for _ in range(60):
