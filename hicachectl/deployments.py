@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from hicachectl.formats.keys.labels import group_label
 from hicachectl.formats.keys.resolve import (
@@ -20,6 +24,7 @@ from hicachectl.formats.keys.resolve import (
     rankless,
     resolve_affixes,
 )
+from hicachectl.formats.keys.table import page_starts
 from hicachectl.formats.objects import Coordinate, Shard
 from hicachectl.formats.profile import Profile, default_hit_policy
 from hicachectl.formats.spec import ObjectSpec, object_specs
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from hicachectl.formats.keys.base import Affix, KeyCodec
+
+IntArray = npt.NDArray[np.int64]
 
 UNRESOLVED = -1  # deployment id of an affix that is foreign or ambiguous
 
@@ -80,7 +87,7 @@ class SizeMix:
     pages: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AffixTable:
     """What each distinct affix of a store stands for; all lists are indexed by affix id.
 
@@ -112,6 +119,12 @@ class AffixTable:
     def specs(self) -> list[ObjectSpec | None]:
         """The spec of each affix id."""
         return [self.spec(affix_id) for affix_id in range(len(self.affixes))]
+
+    @cached_property
+    def page_starts(self) -> IntArray:
+        """Bytes of a key before its page hash, by affix id; -1 without a hash, and at the end."""
+        known = np.array([*(bool(one.readings) for one in self.resolved), False])
+        return np.where(known, page_starts(self.affixes), -1)
 
     @property
     def split(self) -> tuple[bool, ...]:

@@ -14,7 +14,7 @@ from hicachectl.contested import decide_objects
 from hicachectl.contradiction import refuse_contradiction
 from hicachectl.deployments import AffixTable, assign_affixes
 from hicachectl.formats.keys.base import codec_for
-from hicachectl.formats.keys.table import KeySplitter, page_starts, page_words, pages_of
+from hicachectl.formats.keys.table import KeySplitter, page_words, pages_of
 from hicachectl.interrupts import persistent
 from hicachectl.seen_sizes import with_seen_sizes
 
@@ -58,15 +58,13 @@ class Inventory:
         keys, ids = self.objects.column("key"), self.affix_ids
         if rows is not None:
             keys, ids = self.take(rows, ["key"]).column("key"), ids[rows]
-        resolved = self.table.resolved
-        known = np.array([*(bool(one.readings) for one in resolved), False])
-        starts = np.where(known, page_starts(self.table.affixes), -1)
+        starts = self.table.page_starts
         cut = (pages_of(chunk, starts[ids[part]]) for chunk, part in _chunks(keys))
         return pa.chunked_array(cut, pa.string())
 
     def page_words(self, rows: npt.NDArray[np.bool_], word: int) -> npt.NDArray[np.uint64]:
         """Give a quarter of the page hash of each object chosen: [objects] bool, none foreign."""
-        starts = page_starts(self.table.affixes)
+        starts = self.table.page_starts
         words = np.empty(np.count_nonzero(rows), dtype=np.uint64)
         filled = 0
         for chunk, part in _chunks(self.objects.column("key")):

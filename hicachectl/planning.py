@@ -188,10 +188,14 @@ def _place(groups: PageGroups, found: pa.Table) -> tuple[IntArray, IntArray]:
     owned = owned[groups.deployment_ids[owners[owned]] != UNRESOLVED]
     rows: list[IntArray] = [owned]
     about: list[IntArray] = [owners[owned]]
-    for number in np.unique(groups.deployment_ids).tolist():
-        if number == UNRESOLVED:
-            continue
-        at_home = np.array([*(number in homes[affix] for affix in splitter.affixes), False])
+    # Of thousands of deployments, findings are about a few.
+    named: dict[int, list[int]] = defaultdict(list)
+    for affix_id, affix in enumerate(splitter.affixes):
+        for number in homes[affix]:
+            named[number].append(affix_id)
+    for number in range(len(groups.deployments)) if keyless.any() else sorted(named):
+        at_home = np.zeros(len(splitter.affixes) + 1, dtype=np.bool_)
+        at_home[named[number]] = True
         here = at_home[affix_ids] & keyed & (lacks | (owners == _NOBODY))
         for mine, names in (
             (np.flatnonzero(here), pages),
