@@ -186,6 +186,8 @@ class Planner:
                 suffix=table.affixes[affix][1],
                 anchor=any(r.pool == ANCHOR_POOL for r in table.resolved[affix].readings),
                 required=True,
+                trailing=None,
+                sidecars=(),
             )
             for affix in self._inventory.affix_ids[rows].tolist()
         )

@@ -51,8 +51,8 @@ class Slot(Struct, frozen=True):
     suffix: str
     anchor: bool
     required: bool
-    trailing: _Count | None = None
-    sidecars: tuple[_Count, ...] = ()
+    trailing: _Count | None
+    sidecars: tuple[_Count, ...]
 
 
 Shape = tuple[Slot, ...]

@@ -878,6 +878,8 @@ def test_an_unfinished_repair_of_another_store_is_not_ours(
         lambda d: d["groups"][0]["objects"][0].update(key="other"),
         lambda d: d["groups"][0]["objects"][0].update(version="zz"),
         lambda d: d["shapes"][0][0].update(prefix="\ud800"),
+        lambda d: d["shapes"][0][0].pop("trailing"),
+        lambda d: d["shapes"][0][0].pop("sidecars"),
         lambda d: d.update(groups=[[]]),
         lambda d: d["groups"].append(d["groups"][0]),
     ],
