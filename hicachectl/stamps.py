@@ -184,4 +184,5 @@ def _parse(data: bytes, path: str) -> Stamp:
         raise FormatError(f"{path}: not a stamp, or damaged; remove it to go on") from error
     if stamp.form != _FORM:
         raise FormatError(f"{path}: not a stamp of this version")
-    return Stamp(profile_from_mapping(stamp.profile, source=path), stamp.weights_version)
+    profile = profile_from_mapping(stamp.profile, source=f"{path}: profile")
+    return Stamp(profile, stamp.weights_version)

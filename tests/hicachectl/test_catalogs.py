@@ -255,9 +255,14 @@ def test_a_damaged_stamp_is_one_line(invoke: Invoke, store: Path) -> None:
     )
     stamps = store / ".hicachectl" / "stamps"
     stamps.mkdir(parents=True)
-    (stamps / "m.json").write_text("[" * 100_000)
-    said = invoke("verify", store, "--profile", profile, exit_code=2).stderr
-    assert "not a stamp" in said
+    for text, problem in (
+        ("[" * 100_000, "not a stamp"),
+        ('{"form": 1, "weights_version": "", "profile": 5}', "profile: expected table, found 5"),
+        ('{"form": 1, "weights_version": "", "profile": {}}', "profile: field 'model' is missing"),
+    ):
+        (stamps / "m.json").write_text(text)
+        said = invoke("verify", store, "--profile", profile, exit_code=2).stderr
+        assert f"m.json: {problem}" in said
 
 
 def test_a_stamp_needs_a_profile(invoke: Invoke, store: Path) -> None:
