@@ -71,9 +71,9 @@ def _problems(value: Any, form: Any, path: str) -> Iterator[str]:
 def _field_problems(table: dict[str, Any], form: type[msgspec.Struct], path: str) -> Iterator[str]:
     fields = {field.encode_name: field for field in msgspec.structs.fields(form)}
     where = f"{path}: " if path else ""
-    for name in table:
-        if form.__struct_config__.forbid_unknown_fields and name not in fields:
-            yield f"{where}unknown field {shown(name)}; known: {', '.join(fields)}"
+    if form.__struct_config__.forbid_unknown_fields and not fields.keys() >= table.keys():
+        yield from (f"{where}unknown field {shown(name)}" for name in table if name not in fields)
+        yield f"known: {', '.join(fields)}"
     for name, field in fields.items():
         if name in table:
             yield from _problems(table[name], field.type, f"{path}.{name}".removeprefix("."))

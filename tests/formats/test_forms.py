@@ -73,6 +73,14 @@ def test_every_problem_is_named_at_once() -> None:
     ]
 
 
+def test_the_known_fields_are_listed_once_for_all_unknown_ones() -> None:
+    assert problems({"type": "a", "x": 1, "y": 2}) == [
+        "unknown field 'x'",
+        "unknown field 'y'",
+        "known: type, inner, many, share",
+    ]
+
+
 def test_many_problems_are_cut_short() -> None:
     assert len(problems({"type": "a", "many": [None] * 10_000})) == 20
 
