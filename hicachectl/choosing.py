@@ -88,8 +88,8 @@ class Choice:
         needed: Any = np.vstack([self._hits.needed(prefix_pages), none])[self._hit_of_item]
         chosen = needed.any(axis=1)
         kept = (
-            chosen[block.groups, None]
-            & ~(~needed[block.groups] @ self._sets_of_target[:, block.columns])
+            chosen[block.owners]
+            & ~(~needed[block.owners] & self._sets_of_target.T[block.positions]).any(axis=1)
             for block in self._all.blocks
         )
         self.survey = replace(self.survey, wanted=self._all.where(kept))

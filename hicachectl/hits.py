@@ -200,7 +200,7 @@ def _held_objects(
 def _held(block: SlotBlock, count: int) -> BoolArray:
     """Return which pages have every object of a set, of the right size: [pages]."""
     held = np.zeros(count, dtype=np.bool_)
-    held[block.groups[(block.values == HELD).all(axis=1)]] = True
+    held[block.where(block.values == HELD).complete] = True
     return held
 
 

@@ -12,7 +12,7 @@ from hicachectl.checks.group import check_groups
 from hicachectl.checks.sizes import check_sizes
 from hicachectl.deployments import UNRESOLVED
 from hicachectl.findings import combine
-from hicachectl.group_table import ABSENT, WHOLE
+from hicachectl.group_table import WHOLE
 from hicachectl.groups import PageGroups
 from hicachectl.inventory import Inventory, take_inventory
 from hicachectl.migrating.carrying import MOST_PROBLEMS, Manner, Order
@@ -215,8 +215,7 @@ def _first_rows(survey: Survey) -> IntArray:
     none = np.iinfo(np.int64).max
     first = np.full(survey.rows.count, none)
     for block in survey.rows.blocks:
-        rows = np.where(block.values == ABSENT, none, block.values).min(axis=1)
-        first[block.groups] = np.minimum(first[block.groups], rows)
+        np.minimum.at(first, block.owners, block.values)
     return first
 
 

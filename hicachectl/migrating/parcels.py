@@ -182,7 +182,7 @@ def leave_too_large(
     everything = np.arange(len(survey.groups))
     nbytes = bytes_in_memory(survey, everything, action, reads_back=reads_back)
     large = (nbytes > buffer_bytes) & lacks
-    kept = (~large[block.groups, None] for block in survey.wanted.blocks)
+    kept = (~large[block.owners] for block in survey.wanted.blocks)
     pages = survey.pages.filter(pa.array(large)).to_pylist()
     return replace(survey, wanted=survey.wanted.where(kept)), [
         too_large(page, need, buffer_bytes)
@@ -198,20 +198,19 @@ def leave_misfits(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[P
     """
     route, rows, sizes = survey.route, survey.rows, survey.sizes
     misfits = rows.where(
-        (block.values != ABSENT) & ~fits(sizes[block.values], route.sizes[block.columns])
-        for block in rows.blocks
+        ~fits(sizes[block.values], route.sizes[block.positions]) for block in rows.blocks
     )
     if not misfits.counts.any():
         return survey, []
     lacks = survey.lacking.having()
-    left = misfits.where(lacks[block.groups, None] for block in misfits.blocks)
+    left = misfits.where(lacks[block.owners] for block in misfits.blocks)
     _, sources, wrong = misfits.objects(np.arange(misfits.count))
     right = sizes.copy()
     right[wrong] = route.sizes[sources]
     wanted = made_of(route, rows, right)
     if whole_groups:
         fine = ~left.having()
-        wanted = wanted.where(fine[block.groups, None] for block in wanted.blocks)
+        wanted = wanted.where(fine[block.owners] for block in wanted.blocks)
     else:
         wanted = wanted.without(made_of(route, left, right, partly=True))
     return replace(survey, sizes=right, wanted=wanted), _misfit_problems(survey, left)
@@ -251,11 +250,11 @@ def _demand(survey: Survey, items: IntArray, *, back: bool) -> tuple[IntArray, I
     nbytes = np.zeros(len(items), dtype=np.int64)
     objects = np.zeros(len(items), dtype=np.int64)
     for block in survey.wanted.blocks:
-        places, at = block.find(items)
-        values, columns = block.values[at], block.columns
-        is_wanted = values != ABSENT
-        nbytes[places] += _aligned(values) @ times[columns] + is_wanted @ beside[columns]
-        objects[places] += is_wanted @ counts[columns]
+        at, slots = block.find(items)
+        column = block.columns[block.places[slots]]
+        demand = _aligned(block.values[slots]) * times[column] + beside[column]
+        np.add.at(nbytes, at, demand)
+        np.add.at(objects, at, counts[column])
     return nbytes, objects
 
 

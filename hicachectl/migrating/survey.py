@@ -147,11 +147,10 @@ def compare(wanted: GroupTable, there: GroupTable) -> tuple[BoolArray, BoolArray
     """
     some, lacks, differs = np.zeros((3, wanted.count), dtype=np.bool_)
     for block, theirs in zip(wanted.blocks, there.blocks, strict=True):
-        found = theirs.of(block.groups)
-        is_wanted, is_there = block.values != ABSENT, found != ABSENT
-        some[block.groups] |= (is_wanted & is_there).any(axis=1)
-        lacks[block.groups] |= (is_wanted & ~is_there).any(axis=1)
-        differs[block.groups] |= (is_wanted & ~fits(found, block.values)).any(axis=1)
+        found, groups = block.match(theirs), block.owners
+        some[groups[found != ABSENT]] = True
+        lacks[groups[found == ABSENT]] = True
+        differs[groups[~fits(found, block.values)]] = True
     return some, lacks, differs
 
 

@@ -131,12 +131,23 @@ def test_of_two_objects_for_a_slot_the_first_stays() -> None:
     assert table.blocks[0].counts.tolist() == [2]
 
 
+def test_stray_objects_of_many_ranks_take_a_slot_each() -> None:
+    specs = (spec("kv", 0, 1), *(spec("mamba", rank, 4096) for rank in range(4096)))
+    pages = 10_000
+    groups = np.tile(np.arange(pages), 2)
+    positions = np.append(np.zeros(pages, dtype=np.int64), 1 + np.arange(pages) % 4096)
+    table = fill_table(specs, pages, groups, positions, np.arange(2 * pages, dtype=np.int32))
+    assert sum(len(block.values) for block in table.blocks) == 2 * pages
+    assert (table.states == PARTIAL).all()
+    assert table.slots(np.array([7]), np.array([7, 8, 9])).tolist() == [[ABSENT, pages + 7, ABSENT]]
+
+
 def test_a_stray_object_of_many_ranks_takes_slots_for_its_own_page_only() -> None:
     specs = (spec("kv", 0, 1), *(spec("mamba", rank, 4096) for rank in range(4096)))
     pages = 1000
     groups = np.append(np.arange(pages), 3)
     positions = np.append(np.zeros(pages, dtype=np.int64), 1 + 17)
     table = fill_table(specs, pages, groups, positions, np.arange(pages + 1, dtype=np.int32))
-    assert sum(block.values.size for block in table.blocks) == pages + 4096
+    assert sum(len(block.values) for block in table.blocks) == pages + 1
     assert (table.states == PARTIAL).nonzero()[0].tolist() == [3]
     assert len(table.missing()[0]) == 4095

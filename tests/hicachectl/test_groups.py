@@ -154,7 +154,7 @@ def test_groups_are_the_same_whichever_way_they_are_numbered_and_counted(
     names = [(row["model"], row["page"]) for row in rows]
     assert names == sorted(names, key=lambda name: (name[0] is not None, name))
     monkeypatch.setattr(groups, "_MOST_UNUSED", 0)  # by a sort
-    monkeypatch.setattr(group_table, "_FEW", 0)
+    monkeypatch.setattr(group_table, "_SPARSE", 0)
     monkeypatch.setattr(group_table, "_MANY_SETS", 0)
     other = groups_of(tmp_path)
     assert page_rows(other).to_pylist() == rows
