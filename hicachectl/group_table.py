@@ -85,7 +85,7 @@ class SlotBlock:
             rows = np.minimum(np.searchsorted(self.groups, groups), len(self.groups) - 1)
             found = np.flatnonzero(self.groups[rows] == groups)
             rows = rows[found]
-        counts = self.counts[rows]
+        counts = self.starts[rows + 1] - self.starts[rows]
         shifts = self.starts[rows] - np.cumsum(counts) + counts
         slots = np.arange(counts.sum()) + np.repeat(shifts, counts)
         return np.repeat(found, counts), slots
