@@ -1,0 +1,1 @@
+"""Moving page groups: into a store, out of it, and between stores."""

@@ -1,0 +1,217 @@
+"""The order in which objects of page groups are written and removed.
+
+This module alone knows that order. A server believes in a page once it sees the page's anchor, and
+SGLang's file backend writes a page's sidecars before its anchor and keeps objects that exist. So:
+
+- `publish` writes sidecars, then anchors. A reader finds each group whole or without its anchor.
+- `withdraw` removes anchors, then sidecars, and looks again until each group is whole or gone.
+- `roll_back` removes what this run wrote, and never an object of another writer.
+
+The sidecars of a group stay while one of its anchors does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.backends.base import Status
+from hicachectl.move.results import GroupStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pyarrow as pa
+
+    from hicachectl.backends.base import BoolArray, IntArray, Result
+    from hicachectl.move.results import MoveResult
+
+_ROUNDS = 5  # of a withdrawal
+
+# Changes to a source object since the listing.
+CHANGES = {
+    Status.SHORT: "is shorter than it was listed",
+    Status.OVERSIZED: "is longer than it was listed",
+    Status.CHANGED: "was written to while it was copied",
+}
+_STATUSES = {
+    Status.FULL: GroupStatus.NO_ROOM,
+    Status.EXISTS: GroupStatus.RACED,
+    Status.GONE: GroupStatus.GONE,
+}
+# What a group keeps although it is not done: the rest of it is written in a later attempt.
+_STAYS = (GroupStatus.DONE, GroupStatus.RACED)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupObjects:
+    """Objects of page groups that are moved together.
+
+    keys:    [n] binary.
+    owners:  [n] the group of each object: its place in the `MoveResult`. Groups that are wanted
+        first have the smaller numbers.
+    anchors: [n] whether the object is an anchor of its group.
+    """
+
+    keys: pa.BinaryArray
+    owners: IntArray
+    anchors: BoolArray
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+
+def publish(
+    objects: GroupObjects,
+    chosen: IntArray,
+    result: MoveResult,
+    *,
+    write: Callable[[IntArray], Result],
+    undo: Callable[[IntArray], Result],
+    flush: Callable[[], None] = lambda: None,
+    raced: GroupStatus = GroupStatus.RACED,
+) -> BoolArray:
+    """Write objects of open groups, sidecars first; roll back the groups that did not succeed.
+
+    chosen: places of the objects to write. write, undo: called with places.
+    flush: called after the sidecars and after the anchors, where writing is not durable by itself.
+    raced: status of a group that has an object in the destination already.
+    Return which objects were written and stayed: [n].
+    """
+    written = np.zeros(len(objects), dtype=np.bool_)
+    for stage in (~objects.anchors, objects.anchors):
+        some = chosen[stage[chosen] & result.open[objects.owners[chosen]]]
+        found = write(some)
+        written[some[found.ok]] = True
+        _settle(objects, some, found, result, raced)
+        flush()
+        _stop_behind(objects, chosen, result)
+    roll_back(objects, written, result, undo=undo)
+    return written
+
+
+def roll_back(
+    objects: GroupObjects,
+    written: BoolArray,
+    result: MoveResult,
+    *,
+    undo: Callable[[IntArray], Result],
+) -> None:
+    """Remove what this run wrote of groups that did not succeed, anchors first.
+
+    written: [n] which objects this run wrote; those that are removed are cleared in place.
+    """
+    places = np.flatnonzero(written)
+    left = places[~np.isin(result.statuses[objects.owners[places]], _STAYS)]
+
+    def stuck(place: int, why: str) -> None:
+        detail = f"was written, and cannot be taken back: {why}"
+        result.note(int(objects.owners[place]), objects.keys[place].as_py(), detail)
+
+    remove_once(objects, left, remove=undo, on_error=stuck)
+    written[left] = False
+
+
+def remove_once(
+    objects: GroupObjects,
+    chosen: IntArray,
+    *,
+    remove: Callable[[IntArray], Result],
+    on_error: Callable[[int, str], None],
+) -> None:
+    """Remove objects, anchors first; the sidecars of a group stay where an anchor does.
+
+    chosen: places. remove: called with places. on_error: told the place of an object that could
+    not be removed, and why.
+    """
+    believed = np.zeros(int(objects.owners.max(initial=-1)) + 1, dtype=np.bool_)
+    for stage in (objects.anchors, ~objects.anchors):
+        some = chosen[stage[chosen]]
+        some = some[~believed[objects.owners[some]]]
+        for index, why in remove(some).errors.items():
+            believed[objects.owners[some[index]]] = True
+            on_error(int(some[index]), why)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sighting:
+    """What a store holds, as of one look, of the groups that must leave it.
+
+    objects: all that is there of these groups; those of one group in the order in which they leave.
+    rows:    [n] the same objects as a listing has them.
+    """
+
+    objects: GroupObjects
+    rows: pa.Table
+
+
+def withdraw(
+    pending: IntArray,
+    result: MoveResult,
+    *,
+    look: Callable[[IntArray], Sighting],
+    remove: Callable[[Sighting, IntArray], Result],
+    group_by_group: bool,
+) -> None:
+    """Remove groups until each is gone, or whole without what was wrong with it.
+
+    A server that looks while a group is half gone can put an anchor beside an old sidecar. So each
+    round looks at every group again and removes what is neither whole nor gone.
+
+    pending: groups, places in `result`.
+    look: asks the store about groups; returns what must leave, nothing of groups that are settled.
+    remove: called with places among the objects of a sighting; notes what it removed by itself.
+    group_by_group: remove the anchors and sidecars of one group before those of the next, where
+        every object is a call of its own: a group is then half gone for microseconds only.
+    """
+    for _ in range(_ROUNDS):
+        seen = look(pending)
+        if not len(seen.objects):
+            return
+        owners = seen.objects.owners
+        everything = np.arange(len(owners))
+        batches = [everything]
+        if group_by_group:
+            order = np.argsort(owners, kind="stable")
+            batches = np.split(order, np.flatnonzero(np.diff(owners[order])) + 1)
+
+        def failed(place: int, why: str, objects: GroupObjects = seen.objects) -> None:
+            group, key = int(objects.owners[place]), objects.keys[place].as_py()
+            result.fail(group, GroupStatus.FAILED, key, why)
+
+        for batch in batches:
+            remove_once(
+                seen.objects,
+                batch,
+                remove=lambda places, seen=seen: remove(seen, places),  # type: ignore[misc]
+                on_error=failed,
+            )
+        pending = np.unique(owners)
+        pending = pending[result.open[pending]]
+    seen = look(pending)
+    groups, first = np.unique(seen.objects.owners, return_index=True)
+    for group, place in zip(groups.tolist(), first.tolist(), strict=True):
+        why = f"written anew {_ROUNDS} times, still not whole"
+        result.fail(group, GroupStatus.FAILED, seen.objects.keys[place].as_py(), why)
+
+
+def _settle(
+    objects: GroupObjects, places: IntArray, found: Result, result: MoveResult, raced: GroupStatus
+) -> None:
+    """Set the status of the groups of which an object was not written."""
+    for index in np.flatnonzero(~found.ok).tolist():
+        place, status = int(places[index]), Status(int(found.statuses[index]))
+        became = raced if status is Status.EXISTS else _STATUSES.get(status, GroupStatus.FAILED)
+        why = CHANGES.get(status) or found.errors.get(index, "cannot be written")
+        result.fail(int(objects.owners[place]), became, objects.keys[place].as_py(), why)
+
+
+def _stop_behind(objects: GroupObjects, chosen: IntArray, result: MoveResult) -> None:
+    """Where a group found no room, write none behind it: they would lack their prefix."""
+    full = np.flatnonzero(result.statuses == GroupStatus.NO_ROOM)
+    if len(full):
+        behind = np.unique(objects.owners[chosen])
+        behind = behind[(behind > full[0]) & result.open[behind]]
+        result.statuses[behind] = GroupStatus.NO_ROOM
