@@ -66,7 +66,7 @@ lint: .venv/.dev
 	$(BIN)/lint-imports
 
 man: .venv/.runtime
-	$(BIN)/python -m hicachectl.manpages man
+	$(BIN)/python -m hicachectl.cli.manpages man
 
 clean:
 	rm -rf .venv .venv-sglang $(DEMO) $(DAMAGED)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from hicachectl.backends.base import Store
-from hicachectl.backends.permissions import Permissions
+from hicachectl.backends.disk.permissions import Permissions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         Status,
         StatusArray,
     )
-    from hicachectl.backends.directory import Directory, Trust
+    from hicachectl.backends.disk.directory import Directory, Trust
     from hicachectl.formats.profile import Profile
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hicachectl.backends.bounded import read_bounded
+from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.formats.documents import parse_json_object
 
 MAX_CONFIG_BYTES = 1 << 20

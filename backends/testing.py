@@ -40,7 +40,7 @@ from hicachectl.backends.capabilities import (
     Touch,
     open_mover,
 )
-from hicachectl.backends.directory import Directory
+from hicachectl.backends.disk.directory import Directory
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
 
-from hicachectl.backends.bounded import read_bounded
+from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.formats.documents import parse_toml
 from hicachectl.formats.errors import FormatError, UsageError
 
@@ -35,19 +35,19 @@ class Scheme:
 
 
 SCHEMES = {
-    "file": Scheme("hicachectl.backends.file:FileStore"),
+    "file": Scheme("hicachectl.backends.file.store:FileStore"),
     # Its path is a prefix: of /data/hicache.0.bin, /data/hicache.1.bin and so on.
     "hf3fs": Scheme(
-        "hicachectl.backends.hf3fs:Hf3fsStore",
+        "hicachectl.backends.hf3fs.store:Hf3fsStore",
         frozenset({"config", "file_size", "ranks", "server", "snapshot"}),
     ),
     "mooncake": Scheme(
-        "hicachectl.backends.mooncake:MooncakeStore",
+        "hicachectl.backends.mooncake.store:MooncakeStore",
         frozenset({"admin", "device", "metadata", "protocol", "tenant"}),
         host=True,
     ),
     # keys: the grammar of the keys of a new pack.
-    "pack": Scheme("hicachectl.backends.pack:PackStore", frozenset({"keys"})),
+    "pack": Scheme("hicachectl.backends.pack.store:PackStore", frozenset({"keys"})),
 }
 
 MAX_CONFIG_BYTES = 1 << 20

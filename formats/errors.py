@@ -1,4 +1,4 @@
-"""Exception classes that every layer may raise; `hicachectl.errors` maps each to an exit code."""
+"""Exception classes that every layer may raise; `cli.exit_codes` maps each to an exit code."""
 
 
 class HicacheError(Exception):

@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
-from hicachectl.formats.key_versions import (
+from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys.versions import (
     check_file_ranks,
     check_mooncake_ranks,
     mamba_keys_name_rank,
     mooncake_keys_name_model,
     mooncake_keys_place_rank,
 )
-from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.layouts import (
     MhaGeometry,
     TensorLayout,

@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hicachectl.terminal import message_text
+from hicachectl.text.terminal import message_text
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -44,9 +44,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit status. Only bugs of ours raise."""
-    from hicachectl.errors import INTERRUPTED, TERMINATED
+    from hicachectl.cli.exit_codes import INTERRUPTED, TERMINATED
 
-    import_module("hicachectl.cli")  # while signals still end the process
+    import_module("hicachectl.cli.group")  # while signals still end the process
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         signal.signal(signal.SIGTERM, _terminate)
@@ -68,8 +68,8 @@ def _run(arguments: list[str]) -> int:
     """Run one command; say what ended it."""
     import click
 
-    from hicachectl.cli import ClosedPipeError, cli
-    from hicachectl.errors import BAD_INPUT, exit_code
+    from hicachectl.cli.exit_codes import BAD_INPUT, exit_code
+    from hicachectl.cli.group import ClosedPipeError, cli
     from hicachectl.formats.errors import HicacheError
 
     streams = sys.stdout, sys.stderr
@@ -134,7 +134,7 @@ def _unexpected(error: Exception) -> int:
     """Return the status of what the system refused: output, or a thread; else raise: a bug."""
     import click
 
-    from hicachectl.errors import BAD_INPUT
+    from hicachectl.cli.exit_codes import BAD_INPUT
 
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
@@ -152,7 +152,7 @@ def _unexpected(error: Exception) -> int:
 
 def _flush(status: int) -> int:
     """Flush stdout; a reader that closed it early (`| head`) is no error."""
-    from hicachectl.errors import BAD_INPUT
+    from hicachectl.cli.exit_codes import BAD_INPUT
 
     try:
         sys.stdout.flush()

@@ -12,17 +12,18 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hicachectl.__main__ import run
+from tests.demo_fixtures import profile, source, target  # noqa: F401 - fixtures
 from tests.hf3fs_fixtures import (  # noqa: F401 - fixtures
     metadata_server,
     metadata_server_python,
     shared_metadata_server,
 )
-from tests.hicachectl.places import places  # noqa: F401 - a fixture
 from tests.mooncake_fixtures import (  # noqa: F401 - fixtures
     mooncake_cluster,
     mooncake_package,
     shared_mooncake_cluster,
 )
+from tests.places import places  # noqa: F401 - a fixture
 from tests.skips import register as pytest_configure  # noqa: F401 - a hook of pytest
 from tests.small_file_system import other_file_system  # noqa: F401 - a fixture
 

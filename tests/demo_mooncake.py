@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 
 from hicachectl.backends.base import open_store
-from hicachectl.demo import PROFILE, fill
+from hicachectl.cli.demo_store import PROFILE, fill
 from hicachectl.formats.profile import dump_profile
-from hicachectl.terminal import mute_native_logs
+from hicachectl.text.terminal import mute_native_logs
 from tests.mooncake_cluster import Cluster
 
 PAGES = 8

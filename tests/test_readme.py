@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from hicachectl.cli import cli
+from hicachectl.cli.group import cli
 from tests.skips import need_tool
 
 README = Path(__file__).parents[1] / "README.md"

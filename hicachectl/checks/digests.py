@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicachectl.catalogs import MISMATCH, REWRITTEN
-from hicachectl.listing import object_findings
+from hicachectl.checks.catalogs import MISMATCH, REWRITTEN
+from hicachectl.pages.listing import object_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
-    from hicachectl.inventory import IntArray, Inventory
+    from hicachectl.pages.inventory import IntArray, Inventory
 
 
 def check_digests(

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.findings import findings
-from hicachectl.group_table import ORPHAN
-from hicachectl.groups import BoolArray, Missing, PageGroups
-from hicachectl.listing import key_text, object_findings
+from hicachectl.checks.findings import findings
+from hicachectl.pages.group_table import ORPHAN
+from hicachectl.pages.groups import BoolArray, Missing, PageGroups
+from hicachectl.pages.listing import key_text, object_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.formats.objects import Shard
-    from hicachectl.inventory import IntArray, Inventory
+    from hicachectl.pages.inventory import IntArray, Inventory
 
 _WORDS = {
     "missing-pool": "the page's kv is there without it",

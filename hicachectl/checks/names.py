@@ -8,16 +8,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.ambiguity import ambiguous_affixes, remedy
-from hicachectl.findings import findings
+from hicachectl.checks.findings import findings
 from hicachectl.formats.keys.file import TEMPORARY_PATTERN
 from hicachectl.formats.keys.mooncake import WARM_UP_PATTERN
-from hicachectl.listing import key_text
+from hicachectl.pages.ambiguity import ambiguous_affixes, remedy
+from hicachectl.pages.listing import key_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.inventory import Inventory
+    from hicachectl.pages.inventory import Inventory
 
 
 def check_names(inventory: Inventory, *, now_ns: int, grace_ns: int) -> Iterator[pa.Table]:

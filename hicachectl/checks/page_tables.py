@@ -11,16 +11,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.findings import findings
-from hicachectl.listing import key_text
+from hicachectl.checks.findings import findings
+from hicachectl.pages.listing import key_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
-    from hicachectl.backends.hf3fs_snapshot import PageTable
-    from hicachectl.backends.page_tables import DataFile
+    from hicachectl.backends.hf3fs.page_tables import DataFile
+    from hicachectl.backends.hf3fs.snapshot import PageTable
 
     BoolArray = npt.NDArray[np.bool_]
     IntArray = npt.NDArray[np.int64]

@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.listing import object_findings
+from hicachectl.pages.listing import object_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.inventory import Inventory
+    from hicachectl.pages.inventory import Inventory
 
 _IN_MEMORY = pa.array(["memory", "nof"])  # nof: the memory of another host, over fabrics
 

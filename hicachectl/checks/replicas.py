@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.listing import object_findings
-from hicachectl.page_order import page_ranks
+from hicachectl.pages.listing import object_findings
+from hicachectl.pages.page_order import page_ranks
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
-    from hicachectl.deployments import AffixTable, Deployment
     from hicachectl.formats.spec import ObjectSpec
-    from hicachectl.inventory import Inventory
+    from hicachectl.pages.deployments import AffixTable, Deployment
+    from hicachectl.pages.inventory import Inventory
 
 NO_REPLICAS = -1
 

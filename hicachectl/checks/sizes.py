@@ -10,16 +10,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.findings import findings
+from hicachectl.checks.findings import findings
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
-from hicachectl.listing import object_findings
+from hicachectl.pages.listing import object_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.deployments import AffixTable, SizeMix
-    from hicachectl.groups import BoolArray, PageGroups
-    from hicachectl.inventory import IntArray, Inventory
+    from hicachectl.pages.deployments import AffixTable, SizeMix
+    from hicachectl.pages.groups import BoolArray, PageGroups
+    from hicachectl.pages.inventory import IntArray, Inventory
 
 _SCALED_ROWS = Fraction(1152, 656)  # bytes of an MLA row of 512 + 64 values
 

@@ -1,6 +1,6 @@
 """Strided copies as a value: what providers and the Triton kernel carry out.
 
-Made by `hicachectl.loaders.plans` from the layouts of page objects.
+Made by `hicachectl.device.plans` from the layouts of page objects.
 """
 
 from __future__ import annotations

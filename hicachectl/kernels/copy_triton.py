@@ -1,6 +1,6 @@
 """One Triton kernel for every strided copy between page objects and layer-first pools.
 
-Reference: `hicachectl.loaders.providers.TorchProvider`, the same contract in plain torch.
+Reference: `hicachectl.device.providers.TorchProvider`, the same contract in plain torch.
 """
 
 from __future__ import annotations

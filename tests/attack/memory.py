@@ -17,7 +17,7 @@ import sys
 import numpy as np
 import pyarrow as pa
 from hicachectl.backends.base import scan_schema
-from hicachectl.backends.file import FileStore
+from hicachectl.backends.file.store import FileStore
 BATCH = 65_536
 listed = FileStore.scan
 def objects(keys, columns):

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.__main__ import run
-from hicachectl.backends.file import FileStore
-from tests.hicachectl.migrations import demo_store, journals
-from tests.hicachectl.stores import contents
+from hicachectl.backends.file.store import FileStore
+from tests.move.migrations import demo_store, journals
+from tests.stores import contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable

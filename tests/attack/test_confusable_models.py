@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.backends.file import FileStore
+from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.profile import Profile, profile_from_mapping
-from hicachectl.planning import Criteria, plan_removal, plan_repair
-from tests.hicachectl.repairs import scanned, structure_findings
-from tests.hicachectl.stores import page, put
+from hicachectl.move.planning import Criteria, plan_removal, plan_repair
+from tests.move.repairs import scanned, structure_findings
+from tests.stores import page, put
 
 if TYPE_CHECKING:
     from pathlib import Path

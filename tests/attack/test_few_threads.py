@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hicachectl.migrations import PAGES, demo_store, profile_file
+from tests.move.migrations import PAGES, demo_store, profile_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,8 @@ import pytest
 from hicachectl.__main__ import run
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import open_store, scan_schema
-from hicachectl.demo import fill
-from tests.backends import pack_files
+from hicachectl.cli.demo_store import fill
+from tests.backends.pack import pack_files
 
 if TYPE_CHECKING:
     from pathlib import Path

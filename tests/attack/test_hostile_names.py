@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.formats.profile import parse_profile
-from hicachectl.terminal import escape_controls
+from hicachectl.text.terminal import escape_controls
 from tests.attack.children import attacked
-from tests.hicachectl.stores import DSA, page, put
+from tests.stores import DSA, page, put
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

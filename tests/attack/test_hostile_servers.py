@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.formats.errors import StoreUnavailable
-from hicachectl.server import fetch_server
-from hicachectl.through_server import Prefix, ThroughServer
+from hicachectl.prewarm.through_server import Prefix, ThroughServer
+from hicachectl.profiles.server import fetch_server
 from tests.attack.children import Ended, attacked
 from tests.backends.http_scripts import PATIENCE_S, SOON_S, Call, reply, serving
-from tests.hicachectl.stores import DSA
+from tests.stores import DSA
 
 if TYPE_CHECKING:
     from tests.backends.http_scripts import Script

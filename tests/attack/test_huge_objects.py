@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.hicachectl.migrations import PAGES, demo_store, profile_file
+from tests.move.migrations import PAGES, demo_store, profile_file
 
 if TYPE_CHECKING:
     from pathlib import Path

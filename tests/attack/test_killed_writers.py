@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.backends.arena import Arena
-from tests.backends import pack_files
-from tests.backends.test_pack import contents as pack_contents
-from tests.backends.test_pack import put
-from tests.hicachectl.killed import PATIENCE_S, REPOSITORY
-from tests.hicachectl.migrations import demo_store, migrated
-from tests.hicachectl.paused import paused
-from tests.hicachectl.places import half_pages
-from tests.hicachectl.stores import contents
-from tests.hicachectl.test_prewarm_cli import prompts
+from tests.backends.pack import pack_files
+from tests.backends.pack.test_store import contents as pack_contents
+from tests.backends.pack.test_store import put
+from tests.killed import PATIENCE_S, REPOSITORY
+from tests.move.migrations import demo_store, migrated
+from tests.paused import paused
+from tests.places import half_pages
+from tests.prewarm.test_cli import prompts
+from tests.stores import contents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from tests.conftest import Invoke
-    from tests.hicachectl.killed import Run, Unit
-    from tests.hicachectl.places import Place, Places
+    from tests.killed import Run, Unit
+    from tests.places import Place, Places
 
 ROUNDS = int(os.environ.get("HICACHECTL_ATTACK_ROUNDS") or 4)
 SEED = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
@@ -185,7 +185,7 @@ def test_a_lock_keeps_others_out_until_its_holder_is_killed(
     invoke: Invoke, places: Places, tmp_path: Path, command: str
 ) -> None:
     source, target, lock = demo_store(tmp_path / "source"), tmp_path / "target", tmp_path / "lock"
-    call = "hicachectl.backends.file:FileStore.copy_from"
+    call = "hicachectl.backends.file.store:FileStore.copy_from"
     arguments: tuple[Any, ...] = ("migrate", source, target)
     if command == "prewarm":
         asked = prompts(tmp_path / "asked.jsonl", PAGES)

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from tests.hicachectl.hf3fs_places import Place
-from tests.hicachectl.migrations import PAGES, demo_store, profile_file
+from tests.hf3fs_places import Place
+from tests.move.migrations import PAGES, demo_store, profile_file
 from tests.skips import missing, need_tool
 
 if TYPE_CHECKING:

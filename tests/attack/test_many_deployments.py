@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from hicachectl.backends.base import open_store
-from hicachectl.findings import findings
-from hicachectl.groups import PageGroups
-from hicachectl.inventory import take_inventory
-from hicachectl.planning import plan_repair
+from hicachectl.checks.findings import findings
+from hicachectl.move.planning import plan_repair
+from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.inventory import take_inventory
 
 if TYPE_CHECKING:
     from pathlib import Path

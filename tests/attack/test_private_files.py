@@ -12,11 +12,11 @@ import pyarrow as pa
 import pytest
 
 from hicachectl.backends.arena import Arena, place
-from hicachectl.backends.file import FileStore
-from tests.hicachectl import stores
-from tests.hicachectl.repairs import default_quarantine, dsa_store, indexer, kv, shorten
-from tests.hicachectl.stores import contents
+from hicachectl.backends.file.store import FileStore
+from tests import stores
+from tests.move.repairs import default_quarantine, dsa_store, indexer, kv, shorten
 from tests.skips import needs_root
+from tests.stores import contents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hicachectl.migrations import PAGES, demo_store, profile_file
-from tests.hicachectl.stores import contents
+from tests.move.migrations import PAGES, demo_store, profile_file
+from tests.stores import contents
 
 if TYPE_CHECKING:
     from pathlib import Path

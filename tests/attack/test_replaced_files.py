@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hicachectl.migrations import demo_store, profile_file
+from tests.move.migrations import demo_store, profile_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ import pytest
 
 from tests.attack.children import attacked
 from tests.backends.http_scripts import Call, serving
-from tests.hicachectl.stores import DSA, put_pages
+from tests.stores import DSA, put_pages
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,13 +17,13 @@ import pytest
 
 from hicachectl.__main__ import run
 from hicachectl.backends.base import open_store
-from hicachectl.demo import PROFILE, fill
+from hicachectl.cli.demo_store import PROFILE, fill
 from hicachectl.formats.profile import dump_profile
 from tests.attack.turning import BROKEN, SLOW, Turning, altered, fewer, more, numbers, passed_on
 from tests.backends.http_scripts import serving
-from tests.hicachectl.hf3fs_places import BFLOAT16_NAN, PAGES, Place
-from tests.hicachectl.migrations import demo_store
+from tests.hf3fs_places import BFLOAT16_NAN, PAGES, Place
 from tests.mooncake_cluster import Cluster
+from tests.move.migrations import demo_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def said(capfd: pytest.CaptureFixture[str]) -> Callable[..., Said]:
 
 @pytest.fixture(autouse=True)
 def _short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in ("hf3fs.MetadataClient", "mooncake.MasterAdmin"):
+    for kind in ("hf3fs.store.MetadataClient", "mooncake.store.MasterAdmin"):
         name = f"hicachectl.backends.{kind}.__init__.__kwdefaults__"
         monkeypatch.setattr(name, {"timeout_s": DEADLINE_S})
 
@@ -354,7 +354,7 @@ def test_nothing_is_removed_from_mooncake_on_a_bad_word(
 def test_an_endless_listing_is_given_up(
     filled: Cluster, said: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicachectl.backends.mooncake_master.MAX_LISTING_BYTES", 8 << 20)
+    monkeypatch.setattr("hicachectl.backends.mooncake.master.MAX_LISTING_BYTES", 8 << 20)
 
     def endless(call: Call, _: Callable[[], Real]) -> None:
         call.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")

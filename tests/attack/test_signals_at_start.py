@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hicachectl.stores import put_pages
+from tests.stores import put_pages
 from tests.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -32,24 +32,24 @@ class Finder:
         return None
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Finder())
-from hicachectl.startup import main
+from hicachectl.cli.startup import main
 main()
 """
 MODULES = [
     "hicachectl.__main__",
-    "hicachectl.terminal",
+    "hicachectl.text.terminal",
     "click",
-    "hicachectl.cli",
-    "hicachectl.errors",
-    "hicachectl.commands.verify",
-    "hicachectl.options",
+    "hicachectl.cli.group",
+    "hicachectl.cli.exit_codes",
+    "hicachectl.cli.commands.verify",
+    "hicachectl.cli.options",
     "numpy",
     "numpy._core",
     "pyarrow",
     "pyarrow.compute",
     "pyarrow.lib",
-    "hicachectl.backends.file",
-    "hicachectl.output",
+    "hicachectl.backends.file.store",
+    "hicachectl.cli.output",
 ]
 
 
@@ -85,9 +85,9 @@ def test_a_signal_while_a_module_is_imported(
 STARTED = """
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-import hicachectl.startup
+import hicachectl.cli.startup
 os.write(1, b"+")
-hicachectl.startup.main()
+hicachectl.cli.startup.main()
 """
 
 

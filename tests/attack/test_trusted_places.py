@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hicachectl.backends.directory import Directory
-from hicachectl.backends.file import FileStore
+from hicachectl.backends.disk.directory import Directory
+from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import StoreUnavailable, UntrustedError
-from hicachectl.quarantine import Batch
-from hicachectl.restoring import restore_groups
-from tests.hicachectl import stores
-from tests.hicachectl.repairs import default_quarantine, dsa_store, indexer, kv, repaired, shorten
-from tests.hicachectl.stores import contents
+from hicachectl.move.quarantine import Batch
+from hicachectl.move.restoring import restore_groups
+from tests import stores
+from tests.move.repairs import default_quarantine, dsa_store, indexer, kv, repaired, shorten
 from tests.skips import needs_root
+from tests.stores import contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -352,8 +352,9 @@ def test_the_owner_of_the_store_is_trusted(invoke: Invoke, store: Path) -> None:
 _AS_USER = """
 import os, sys
 import click, tomllib, numpy, pyarrow, pyarrow.compute, pyarrow.fs
-import hicachectl.cli, hicachectl.commands.rm, hicachectl.commands.verify
-import hicachectl.commands.restore, hicachectl.repair, hicachectl.restoring, hicachectl.verify
+import hicachectl.cli.group, hicachectl.cli.commands.rm, hicachectl.cli.commands.verify
+import hicachectl.cli.commands.restore, hicachectl.move.repair, hicachectl.move.restoring
+import hicachectl.verify.verify
 import encodings.utf_8_sig, pwd, importlib.metadata
 from hicachectl.__main__ import run
 run(['ls', '/'])

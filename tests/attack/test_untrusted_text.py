@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.attack.children import Ended, attacked
-from tests.backends.pack_files import INDEX, header, index, metadata, record, trailer
-from tests.hicachectl.stores import DSA, page, put_pages
+from tests.backends.pack.pack_files import INDEX, header, index, metadata, record, trailer
+from tests.stores import DSA, page, put_pages
 from tests.tiny_tokenizers import make_tokenizer
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.formats.errors import UsageError
-from hicachectl.migrating.journal import journal_path
+from hicachectl.move.journal import journal_path
 from tests.attack.users import NOBODY, as_nobody
-from tests.hicachectl.migrations import PAGES, demo_store, profile_file
-from tests.hicachectl.stores import contents
+from tests.move.migrations import PAGES, demo_store, profile_file
 from tests.skips import missing, needs_root
+from tests.stores import contents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -30,8 +30,8 @@ from hicachectl.backends.base import (
 from hicachectl.backends.testing import StoreSuite
 from hicachectl.backends.urls import Scheme, StoreUrl, register_scheme
 from hicachectl.formats.errors import StoreUnavailable
-from tests.hicachectl.migrations import MODEL, PAGES, demo_store, profile_file
-from tests.hicachectl.stores import OLD, contents
+from tests.move.migrations import MODEL, PAGES, demo_store, profile_file
+from tests.stores import OLD, contents
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator, Mapping

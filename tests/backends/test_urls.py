@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hicachectl.backends import urls
 from hicachectl.backends.base import Store, open_store
-from hicachectl.backends.file import FileStore
+from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.urls import (
     Config,
     Scheme,

@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.file import FileStore
+from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.keys.file import FileCodec
 from hicachectl.formats.profile import Pool, Profile, StateTensor
 from hicachectl.formats.spec import object_specs
-from hicachectl.pipeline import Pipeline, batches
-from hicachectl.verify import Request, verify_store
+from hicachectl.io.pipeline import Pipeline, batches
+from hicachectl.verify.verify import Request, verify_store
 from tests.kvgen import KvGenerator
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def rate(nbytes: int, work: Callable[[], object]) -> float:
 
 def cuda_device() -> torch.device:
     """Give the first CUDA device; where there is none, end with the reason."""
-    from hicachectl.loaders.devices import cuda_devices
+    from hicachectl.device.devices import cuda_devices
 
     try:
         return cuda_devices(("cuda",))[0]
@@ -192,11 +192,11 @@ def measure_kernels(device: torch.device, options: argparse.Namespace) -> None:
 def measure_case(case: Case, ceiling: float, device: torch.device) -> None:
     import torch
 
+    from hicachectl.device.fields import fields_of
+    from hicachectl.device.plans import pool_form
+    from hicachectl.device.providers import TritonProvider
     from hicachectl.kernels.blake3_triton import digest_ranges, ranges_of
     from hicachectl.kernels.values_triton import block_statistics
-    from hicachectl.loaders.fields import fields_of
-    from hicachectl.loaders.plans import pool_form
-    from hicachectl.loaders.providers import TritonProvider
 
     provider = TritonProvider()
     expected = expected_of(case)
@@ -258,7 +258,7 @@ def measure_bus(device: torch.device, options: argparse.Namespace) -> None:
     import torch
 
     from hicachectl.backends.arena import Arena
-    from hicachectl.loaders.arena import HostArenas
+    from hicachectl.device.arena import HostArenas
 
     slab = SLAB_BYTES
     staging = [torch.empty(slab, dtype=torch.uint8, device=device) for _ in range(4)]
@@ -345,7 +345,7 @@ class Clock:
 
 def measure_verify(device: torch.device, options: argparse.Namespace) -> None:
     """Verify a store on tmpfs; the ceilings are its reads into the arena and the bus."""
-    from hicachectl.loaders import lanes
+    from hicachectl.device import lanes
 
     distinct = options.bytes
     nbytes = distinct * NAMES_OF_A_FILE

@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.backends.hf3fs import Hf3fsStore
-from hicachectl.backends.hf3fs_settings import Hf3fsSettings
+from hicachectl.backends.hf3fs.settings import Hf3fsSettings
+from hicachectl.backends.hf3fs.store import Hf3fsStore
 from hicachectl.formats.profile import Pool, Profile
-from hicachectl.inventory import take_inventory
-from hicachectl.reading import read_objects
-from hicachectl.reading_plan import ReadingPlan
+from hicachectl.pages.inventory import take_inventory
+from hicachectl.verify.reading import read_objects
+from hicachectl.verify.reading_plan import ReadingPlan
 from tests.hf3fs_server import MetadataServer
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1 << 20
 BUFFER_BYTES = 512 << 20
-TASK_BYTES = 16 << 20  # hicachectl.reading's
+TASK_BYTES = 16 << 20  # hicachectl.verify.reading's
 
 
 def profile_of(nbytes: int, *, parts: bool) -> Profile:

@@ -25,7 +25,7 @@ import pyarrow as pa
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hicachectl.backends.hf3fs_snapshot import PageTable, Snapshot, read_snapshot, write_repaired
+from hicachectl.backends.hf3fs.snapshot import PageTable, Snapshot, read_snapshot, write_repaired
 
 if TYPE_CHECKING:
     from collections.abc import Callable

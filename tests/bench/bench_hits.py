@@ -22,13 +22,13 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import Limits, Store, Traits, scan_schema
-from hicachectl.chains import Chains, Hashing, chains_of, hex_pages
 from hicachectl.formats.hashing import page_hashes
 from hicachectl.formats.profile import parse_profile
-from hicachectl.hit_rows import hit_rows
-from hicachectl.hits import find_hits
-from hicachectl.inventory import take_inventory
-from hicachectl.requests import read_token_ids
+from hicachectl.pages.inventory import take_inventory
+from hicachectl.requests.chains import Chains, Hashing, chains_of, hex_pages
+from hicachectl.requests.files import read_token_ids
+from hicachectl.requests.hit_rows import hit_rows
+from hicachectl.requests.hits import find_hits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator

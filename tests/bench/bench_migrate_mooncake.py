@@ -23,12 +23,12 @@ import numpy as np
 
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
-from hicachectl.backends.mooncake import MooncakeStore
+from hicachectl.backends.mooncake.store import MooncakeStore
 from hicachectl.backends.urls import StoreUrl, parse_url
 from hicachectl.formats.profile import Pool, Profile
-from hicachectl.migrate import migrate
-from hicachectl.migrating.agenda import Request
-from hicachectl.migrating.carrying import Carrier, Manner
+from hicachectl.move.agenda import Request
+from hicachectl.move.carrying import Carrier, Manner
+from hicachectl.move.migrate import migrate
 from tests.bench.bench_migrate_files import fill
 from tests.mooncake_cluster import Cluster
 

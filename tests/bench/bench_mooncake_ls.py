@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hicachectl.backends.mooncake_master import MasterAdmin
+from hicachectl.backends.mooncake.master import MasterAdmin
 from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import open_store
-from hicachectl.pipeline import Pipeline, batches
-from hicachectl.terminal import mute_native_logs
+from hicachectl.io.pipeline import Pipeline, batches
+from hicachectl.text.terminal import mute_native_logs
 from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:

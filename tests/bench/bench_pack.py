@@ -27,7 +27,7 @@ import pyarrow as pa
 import zstandard
 
 from hicachectl.backends.arena import Arena, place
-from hicachectl.backends.pack import PackStore
+from hicachectl.backends.pack.store import PackStore
 from hicachectl.backends.testing import rows_of
 from hicachectl.formats.profile import Pool, Profile, StateTensor
 from hicachectl.formats.spec import object_specs

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hicachectl.device.sparse import SparseLoader
     from hicachectl.kernels.sparse_triton import HostRows
-    from hicachectl.loaders.sparse import SparseLoader
 
     Pattern = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
@@ -178,8 +178,8 @@ def copy_gb_s(memory: torch.Tensor) -> float:
 def print_gather(memory: torch.Tensor) -> None:
     import torch
 
+    from hicachectl.device.sparse import SparseLoader
     from hicachectl.kernels.sparse_triton import HostRows
-    from hicachectl.loaders.sparse import SparseLoader
 
     ceiling = mapped_read_gb_s(memory)
     print(f"mapped read {ceiling:.1f} GB/s, cudaMemcpyAsync {copy_gb_s(memory):.1f} GB/s")

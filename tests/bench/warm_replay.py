@@ -12,7 +12,7 @@ Rules of the replay:
 An LRU cache of C blocks holds the C blocks last used, whatever C is. So warming changes only the
 first use of each warmed block, which hits where fewer than C other blocks were used since: those
 of better rank, and those that requests used before it (its stack distance).
-`tests/hicachectl/test_prewarm_replay.py` compares with a cache that is played block by block.
+`tests/prewarm/test_replay.py` compares with a cache that is played block by block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from hicachectl.prewarming.trace import Trace
+    from hicachectl.prewarm.trace import Trace
 
     Index = npt.NDArray[np.int64]
     Floats = npt.NDArray[np.float64]
@@ -45,8 +45,8 @@ class FirstUses(NamedTuple):
 
 def part(trace: Trace, start: int, stop: int) -> Trace:
     """Return some of a trace's requests, with a forest of the blocks that they use."""
-    from hicachectl.prewarming.forest import grow_forest
-    from hicachectl.prewarming.trace import Trace as Part
+    from hicachectl.prewarm.forest import grow_forest
+    from hicachectl.prewarm.trace import Trace as Part
 
     first, last = trace.offsets[start], trace.offsets[stop]
     used, blocks = np.unique(trace.blocks[first:last], return_inverse=True)

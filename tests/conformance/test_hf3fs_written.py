@@ -15,7 +15,7 @@ import pytest
 
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import open_store
-from hicachectl.backends.hf3fs import Hf3fsStore
+from hicachectl.backends.hf3fs.store import Hf3fsStore
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import profile_from_mapping
 from hicachectl.formats.spec import ObjectSpec, object_specs

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conformance.store_cases import CASES
 from tests.conformance.test_repair_live import PATIENCE_S, lines, serving
-from tests.hicachectl.stores import OLD
+from tests.stores import OLD
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,16 +16,16 @@ import pytest
 
 from tests.conformance.store_cases import CASES
 from tests.conformance.test_repair_live import PATIENCE_S, lines, serving
-from tests.hicachectl.killed import Runner
-from tests.hicachectl.migrations import migrated
-from tests.hicachectl.stores import OLD, contents
+from tests.killed import Runner
+from tests.move.migrations import migrated
+from tests.stores import OLD, contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.conformance.conftest import Manifest, WriteStore
     from tests.conftest import Invoke
-    from tests.hicachectl.killed import Unit
+    from tests.killed import Unit
     from tests.mooncake_cluster import Cluster
 
 pytestmark = pytest.mark.conformance

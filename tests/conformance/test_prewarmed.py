@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hicachectl.chains import Hashing, chains_of, hex_pages
 from hicachectl.formats.profile import profile_from_mapping
-from hicachectl.requests import Request
+from hicachectl.requests.chains import Hashing, chains_of, hex_pages
+from hicachectl.requests.files import Request
 from tests.conformance.store_cases import DEFAULT_LAYOUT
 from tests.conformance.test_hits import ask, compare
 from tests.mooncake_cluster import Cluster

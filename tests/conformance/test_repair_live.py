@@ -16,22 +16,22 @@ import pyarrow as pa
 import pytest
 
 from hicachectl.backends.base import Status
-from hicachectl.backends.file import FileStore
-from hicachectl.findings import combine, findings
+from hicachectl.backends.file.store import FileStore
+from hicachectl.checks.findings import combine, findings
 from hicachectl.formats.profile import parse_profile
-from hicachectl.group_table import WHOLE
-from hicachectl.groups import PageGroups
-from hicachectl.inventory import take_inventory
-from hicachectl.planning import plan_repair
-from hicachectl.repair import run_repair
+from hicachectl.move.planning import plan_repair
+from hicachectl.move.repair import run_repair
+from hicachectl.pages.group_table import WHOLE
+from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.inventory import take_inventory
 from tests.conformance.store_cases import CASES
 
 if TYPE_CHECKING:
-    from hicachectl.backends.directory import Directory
-    from hicachectl.backends.file_mover import FileMover
-    from hicachectl.groups import PageGroups as Groups
-    from hicachectl.inventory import Inventory
-    from hicachectl.repair import RepairOutcome
+    from hicachectl.backends.disk.directory import Directory
+    from hicachectl.backends.file.mover import FileMover
+    from hicachectl.move.repair import RepairOutcome
+    from hicachectl.pages.groups import PageGroups as Groups
+    from hicachectl.pages.inventory import Inventory
 
 pytestmark = pytest.mark.conformance
 

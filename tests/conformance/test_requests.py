@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hicachectl.chains import Hashing
-from hicachectl.requests import Chat, Request
-from hicachectl.through_server import generate_body, prefix_of
+from hicachectl.prewarm.through_server import generate_body, prefix_of
+from hicachectl.requests.chains import Hashing
+from hicachectl.requests.files import Chat, Request
 from tests.skips import need_module
 from tests.tiny_tokenizers import KINDS, make_tokenizer
 
@@ -93,7 +93,7 @@ def test_prompts_have_the_token_ids_that_sglang_gives_them(
 ) -> None:
     need_module("tokenizers")
     need_module("transformers")
-    from hicachectl.tokenizing import DirectoryTokenizer
+    from hicachectl.requests.tokenizing import DirectoryTokenizer
 
     places = {kind: make_tokenizer(tmp_path / kind, kind) for kind in KINDS}
     question = tmp_path / "question.json"

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.spec import object_specs
-from tests.hicachectl.repairs import DSA
-from tests.hicachectl.stores import page
+from tests.move.repairs import DSA
 from tests.power.crash_states import Kind
 from tests.power.writers import PAGES, Writer
+from tests.stores import page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tests.hicachectl.repairs import dsa_store
+from tests.move.repairs import dsa_store
 from tests.power.crash_states import Kind
 from tests.power.writers import BUFFER, PAGES, Writer, half_pages, run_here, wrong_bytes
 

@@ -6,20 +6,20 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hicachectl.backends.pack_file import (
+from hicachectl.backends.pack.file import (
     ObjectReader,
     Place,
     UnfinishedPackError,
     load_finished,
     read_header,
 )
-from hicachectl.backends.pack_recovery import walk
+from hicachectl.backends.pack.recovery import walk
 from hicachectl.formats.errors import FormatError
-from hicachectl.formats.pack import HEADER_BYTES
-from tests.hicachectl.stores import page
+from hicachectl.formats.pack.records import HEADER_BYTES
 from tests.power.crash_states import Kind
 from tests.power.migration_writers import Migration
 from tests.power.writers import Writer, run_here
+from tests.stores import page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -81,7 +81,7 @@ def record(
 
 
 def _snapshot(roots: Sequence[Path]) -> tuple[Trees, dict[str, Inode]]:
-    from hicachectl.backends.file_system import version_of
+    from hicachectl.backends.disk.files import version_of
 
     trees = Trees()
     tops: dict[str, Inode] = {}

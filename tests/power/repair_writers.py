@@ -6,10 +6,10 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tests.hicachectl.repairs import indexer, kv, shorten
-from tests.hicachectl.stores import contents
+from tests.move.repairs import indexer, kv, shorten
 from tests.power.crash_states import Kind
 from tests.power.writers import BUFFER, Writer, document_of, half_pages, run_here, wrong_bytes
+from tests.stores import contents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hicachectl.__main__ import run
 from hicachectl.formats.catalog import read_catalog
 from hicachectl.formats.errors import FormatError
-from tests.hicachectl import stores
-from tests.hicachectl.repairs import dsa_store, indexer, kv
-from tests.hicachectl.stores import contents, page
+from tests import stores
+from tests.move.repairs import dsa_store, indexer, kv
 from tests.power.crash_states import Kind
 from tests.power.recording import Recording, record
+from tests.stores import contents, page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.hicachectl.stores import Contents
     from tests.power.crash_states import State
+    from tests.stores import Contents
 
 PAGES = 4
 BUFFER = ("--buffer-bytes", "16MiB")

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hicachectl.test_migrate_kills import KINDS, MOVES, check_kills
+from tests.move.test_migrate_kills import KINDS, MOVES, check_kills
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.hicachectl.places import Places
+    from tests.places import Places
 
 KILLS = 100
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.hicachectl.repairs import default_quarantine
-from tests.hicachectl.test_repair_kills import (
+from tests.move.repairs import default_quarantine
+from tests.move.test_repair_kills import (
     check_kills,
     check_removal,
     check_restore,
@@ -22,7 +22,7 @@ from tests.hicachectl.test_repair_kills import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.hicachectl.test_repair_kills import Commands
+    from tests.move.test_repair_kills import Commands
 
 KILLS = 50
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from hicachectl.checks.values import ValueChecker
 from hicachectl.formats.profile import LAYOUTS
-from tests.hicachectl.value_cases import (
+from tests.checks.value_cases import (
     DEEPSEEK,
     GDN,
     INDEXER,

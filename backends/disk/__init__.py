@@ -1,0 +1,1 @@
+"""Files and directories of a local disk: durable, bounded, never through links."""

@@ -1,0 +1,296 @@
+"""Directories by their descriptors, so that nothing below what an option names is a link.
+
+An option (STORE, --quarantine, the parent of --lock) may name a directory through links. Each
+level below is opened relative to the level above, without following links and without waiting
+for a FIFO. Entries are regular files and directories of owners that the directory trusts; any
+other entry raises UntrustedError.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from typing import Self
+
+from hicachectl.backends.disk.copying import write_bytes
+from hicachectl.backends.disk.durable import CREATE_FILE, is_named, lock, new_file, sync_directory
+from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.disk.permissions import Permissions, give_file
+from hicachectl.formats.errors import UntrustedError
+
+_OPEN_NAMED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_OPEN_DIRECTORY = _OPEN_NAMED | os.O_NOFOLLOW
+_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_ROOT = 0
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFREG: "a file",
+}
+
+
+class Trust:
+    """The owners whose files below a directory are used.
+
+    These are the user of this process, root, the owner of the directory, and its group where the
+    group may write to it. A file system can give new files another owner (NFS that squashes
+    root); a writer finds out by a file that it creates.
+    """
+
+    def __init__(self, facts: os.stat_result, *, writes: bool) -> None:
+        """Trust by what the system says of a directory. writes: files may be created there."""
+        self.permissions = Permissions.within(facts)
+        self._may_probe = writes
+        self._owners = {_ROOT, os.geteuid(), facts.st_uid}
+        self._group = facts.st_gid if facts.st_mode & stat.S_IWGRP else None
+        # Where all may write, a set-group-ID directory gives its group to everyone's files.
+        self._group_shows = not facts.st_mode & stat.S_IWOTH
+
+    def includes(self, facts: os.stat_result, directory: int) -> bool:
+        """Say whether the owner of a file is trusted. directory: the descriptor of its parent."""
+        if facts.st_uid in self._owners or self._is_of_group(facts):
+            return True
+        if self._may_probe:
+            self._may_probe = False
+            self._owners.update(_owner_of_new_files(directory))
+        return facts.st_uid in self._owners
+
+    def _is_of_group(self, facts: os.stat_result) -> bool:
+        if self._group is None:
+            return False
+        if self._group_shows and facts.st_gid == self._group:
+            return True
+        import pwd
+
+        try:
+            user = pwd.getpwuid(facts.st_uid)
+            return self._group in os.getgrouplist(user.pw_name, user.pw_gid)
+        except (KeyError, OSError):
+            return False
+
+
+def _owner_of_new_files(directory: int) -> set[int]:
+    name = b"%s-%s.tmp" % (OWN_PREFIX, os.urandom(16).hex().encode())
+    try:
+        descriptor = os.open(name, CREATE_FILE, 0o600, dir_fd=directory)
+    except OSError:
+        return set()
+    try:
+        return {os.fstat(descriptor).st_uid}
+    finally:
+        os.close(descriptor)
+        os.unlink(name, dir_fd=directory)
+
+
+class Directory:
+    """An open directory whose entries are reached by its descriptor.
+
+    path: for messages, and for nothing else. All methods raise OSError, and UntrustedError for an
+    entry that is a link, is of another kind than asked for, or has an owner who is not trusted.
+    """
+
+    def __init__(self, descriptor: int, path: str, trust: Trust) -> None:
+        """Take over a descriptor, which `close` closes."""
+        self.descriptor = descriptor
+        self.path = path
+        self.trust = trust
+        self._facts = os.fstat(descriptor)
+
+    @classmethod
+    def named(cls, path: str, *, writes: bool, trust: Trust | None = None) -> Self:
+        """Open a directory that an option names; links on the way are followed.
+
+        trust: of the store that it belongs to; without one, the directory's own.
+        """
+        descriptor = os.open(path, _OPEN_NAMED)
+        return cls(descriptor, path, trust or Trust(os.fstat(descriptor), writes=writes))
+
+    def close(self) -> None:
+        """Close the descriptor; a lock on it ends."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # looking
+
+    def entries(self) -> dict[str, os.stat_result]:
+        """List what is in the directory, by name, in the order of names; nothing is judged."""
+        own = os.open(".", _OPEN_DIRECTORY, dir_fd=self.descriptor)  # with a position of its own
+        found = {}
+        try:
+            with os.scandir(own) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):
+                        found[entry.name] = entry.stat(follow_symlinks=False)
+        finally:
+            os.close(own)
+        return dict(sorted(found.items()))
+
+    def checked_entries(self) -> dict[str, os.stat_result]:
+        """List what is in the directory, each a regular file or a directory of a trusted owner."""
+        found = self.entries()
+        for name, facts in found.items():
+            self.check(name, facts)
+        return found
+
+    def check(self, name: str, facts: os.stat_result, *, any_owner: bool = False) -> None:
+        """Raise UntrustedError unless facts are of a file or directory of a trusted owner."""
+        if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
+            raise self._refusal(name, facts)
+        if not (any_owner or self.trust.includes(facts, self.descriptor)):
+            raise UntrustedError(
+                f"{self._spell(name)}: belongs to user {facts.st_uid}, not to user "
+                f"{os.geteuid()}, to root or to the store's owner or group; "
+                "check its content, then chown it, or move it away"
+            )
+
+    def has(self, name: str) -> bool:
+        """Say whether there is an entry of a name."""
+        try:
+            os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def directory(self, name: str) -> Directory:
+        """Open a directory in this one."""
+        descriptor = self._open(name, _OPEN_DIRECTORY)
+        try:
+            self.check(name, os.fstat(descriptor))
+            return Directory(descriptor, self._spell(name), self.trust)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def read(self, name: str, most: int) -> bytes:
+        """Read at most `most` bytes of a regular file."""
+        descriptor = self._checked_file(name, self._open(name, _OPEN_FILE))
+        try:
+            parts = []
+            while most > 0 and (part := os.read(descriptor, min(most, 1 << 20))):
+                parts.append(part)
+                most -= len(part)
+            return b"".join(parts)
+        finally:
+            os.close(descriptor)
+
+    def _open(self, name: str, flags: int, mode: int = 0) -> int:
+        try:
+            return os.open(name, flags, mode, dir_fd=self.descriptor)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+                facts = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+                raise self._refusal(name, facts) from error
+            raise
+
+    def _refusal(self, name: str, facts: os.stat_result) -> UntrustedError:
+        kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "no regular file")
+        return UntrustedError(
+            f"{self._spell(name)}: is {kind}; here only regular files and directories are used, "
+            "and no links are followed; move it away"
+        )
+
+    def _spell(self, name: str) -> str:
+        return os.path.join(self.path, name)  # noqa: PTH118 - names that are not UTF-8
+
+    def open_lock(self, name: str) -> int:
+        """Open a file to be locked, and make it where there is none: a descriptor."""
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        try:
+            # In a sticky directory the system may refuse O_CREAT for another user's file.
+            descriptor = self._open(name, flags)
+        except FileNotFoundError:
+            descriptor = self._open(name, flags | os.O_CREAT, 0o666)
+        return self._checked_file(name, descriptor)
+
+    def _checked_file(self, name: str, descriptor: int) -> int:
+        try:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode):
+                raise self._refusal(name, facts)
+            self.check(name, facts)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    # changing
+
+    def make_directory(self, name: str, *, exist_ok: bool = False) -> Directory:
+        """Make a directory, durably, and open it.
+
+        It is no more readable than this one, and than the directory that decides on the trust.
+        """
+        try:
+            os.mkdir(name, self._readable & 0o777 | 0o700, dir_fd=self.descriptor)
+        except FileExistsError:
+            if not exist_ok:
+                raise
+            return self.directory(name)
+        made = self.directory(name)
+        self._give_away(made.descriptor)
+        made._facts = os.fstat(made.descriptor)
+        self.sync()
+        return made
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file whole or not at all, on disk when this returns.
+
+        The file is no more readable than a directory made here.
+        """
+        partial = f".{name}.tmp"
+        with suppress(FileNotFoundError):
+            self.remove(partial)
+        mode = self._readable & 0o666 | 0o600
+        with new_file(name, mode, partial=partial, directory=self.descriptor) as descriptor:
+            self._give_away(descriptor)
+            write_bytes(memoryview(content), descriptor)
+
+    @property
+    def _readable(self) -> int:
+        return self._facts.st_mode & self.trust.permissions.for_group(self._facts.st_gid)
+
+    def _give_away(self, descriptor: int) -> None:
+        """Give something new to the owner and group of this directory, where root made it.
+
+        Where the group cannot be this directory's, the group gets no more than everyone.
+        """
+        owner = self._facts.st_uid
+        if not self.trust.permissions.may_own(owner):
+            owner = os.fstat(descriptor).st_uid
+        give_file(descriptor, owner, self._facts.st_gid)
+
+    def remove(self, name: str) -> None:
+        """Unlink a file; a link goes itself, whatever it names."""
+        os.unlink(name, dir_fd=self.descriptor)
+
+    def remove_directory(self, name: str) -> None:
+        """Remove an empty directory."""
+        os.rmdir(name, dir_fd=self.descriptor)
+
+    def sync(self) -> None:
+        """Make the names in the directory durable."""
+        sync_directory(self.descriptor)
+
+    def is_still(self, name: str, parent: Directory) -> bool:
+        """Say whether this directory is the one of a name in its parent."""
+        return is_named(self.descriptor, name, parent.descriptor)
+
+    def lock(self) -> bool:
+        """Lock the directory until it is closed; False while another process has the lock.
+
+        A file system without locks gives True.
+        """
+        return lock(self.descriptor, optional=True)

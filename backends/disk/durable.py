@@ -1,0 +1,237 @@
+"""Durable names, files that appear whole or not at all, and locks.
+
+Two writers keep a sequence of their own, for cost: `FileStore` syncs a batch of objects with one
+syncfs, and a pack is appended to under its own name, with one fdatasync for each batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from contextlib import contextmanager, suppress
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from hicachectl.backends.disk.permissions import Permissions, as_umask_says
+from hicachectl.formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+# The file system has no such call, or not for this.
+UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# NFS locks only what is open for writing (EBADF), which no directory is.
+_NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
+_RENAME_NOREPLACE = 1
+_AT_FDCWD = -100  # in place of a descriptor: the name is a path
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+# names
+
+
+def sync_directory(directory: int) -> None:
+    """Make the names in an open directory durable. Raises OSError."""
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:  # some network file systems need none
+            raise
+
+
+def sync_name(path: str | os.PathLike[str], directory: int | None = None) -> None:
+    """Make one name durable: sync the directory that has it. Raises OSError."""
+    parent = os.path.dirname(path) or "."  # noqa: PTH120 - keeps names that are not UTF-8
+    descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        sync_directory(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file_system(directory: int) -> bool:
+    """Make all files of a directory's file system durable; False where there is no such call."""
+    if not hasattr(_LIBC, "syncfs"):
+        return False
+    if not _LIBC.syncfs(directory):
+        return True
+    number = ctypes.get_errno()
+    if number == errno.ENOSYS:  # some sandboxes have no such call
+        return False
+    raise OSError(number, os.strerror(number))
+
+
+def make_directories(path: str | os.PathLike[str]) -> list[str]:
+    """Make a directory and its missing parents, durably; return those made, innermost first.
+
+    Raises OSError. Directories that another process makes meanwhile are not returned.
+    """
+    missing = []
+    here = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
+    while not os.path.lexists(here):
+        missing.append(here)
+        here = os.path.dirname(here)  # noqa: PTH120
+    made: list[str] = []
+    for directory in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(directory)  # noqa: PTH102
+            made.insert(0, directory)
+        sync_name(directory)
+    return made
+
+
+def rename_noreplace(source: int | None, old: bytes, target: int | None, new: bytes) -> bool:
+    """Rename unless `new` is there (FileExistsError); False where the system cannot.
+
+    source, target: descriptors of directories; None where the name is a path.
+    """
+    if not hasattr(_LIBC, "renameat2"):
+        return False
+    here, there = (_AT_FDCWD if one is None else one for one in (source, target))
+    if not _LIBC.renameat2(here, old, there, new, _RENAME_NOREPLACE):
+        return True
+    number = ctypes.get_errno()
+    if number in UNSUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number))
+
+
+def move_noreplace(source: int | None, old: bytes, target: int | None, new: bytes) -> None:
+    """Rename a file unless `new` is there (FileExistsError); link where no rename can do that.
+
+    source, target: as in `rename_noreplace`. After a crash, a file that was linked may have both
+    names.
+    """
+    if not rename_noreplace(source, old, target, new):
+        os.link(old, new, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+        os.unlink(old, dir_fd=source)
+
+
+# files
+
+
+@contextmanager
+def new_file(
+    path: str,
+    mode: int,
+    *,
+    partial: str = "",
+    directory: int | None = None,
+    replaces: bool = True,
+    durable: bool = True,
+) -> Iterator[int]:
+    """Give the descriptor of a new file, which gets its name once the block ends normally.
+
+    mode:      permissions of the file while it is written, less the umask.
+    partial:   its name until then, in the same directory; default: a random one.
+    directory: a descriptor, where `path` starts from there.
+    replaces:  whether a file of that name is replaced; else it raises FileExistsError.
+    durable:   the bytes are on the disk before the name is, and the name when this ends.
+    Raises OSError.
+    """
+    # Not made of the file's name, which may be as long as a name can be.
+    partial = partial or f".hicachectl-{os.getpid()}-{secrets.token_hex(8)}.tmp"
+    partial = os.path.join(os.path.dirname(path), partial)  # noqa: PTH118, PTH120
+    descriptor = os.open(partial, CREATE_FILE, mode, dir_fd=directory)
+    try:
+        try:
+            yield descriptor
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if replaces:
+            os.rename(partial, path, src_dir_fd=directory, dst_dir_fd=directory)
+        else:
+            move_noreplace(directory, os.fsencode(partial), directory, os.fsencode(path))
+    except BaseException:
+        with suppress(OSError):  # the first error is the one to tell
+            os.unlink(partial, dir_fd=directory)
+        raise
+    if durable:
+        sync_name(path, directory)
+
+
+@contextmanager
+def whole_file(
+    path: Path,
+    mode: Literal["wb", "w"] = "wb",
+    *,
+    durable: bool = False,
+    permissions: int | None = None,
+    readable_by: Permissions | None = None,
+) -> Iterator[IO[Any]]:
+    """Give a stream whose bytes replace a file that an option names, once the block ends normally.
+
+    A symbolic link is followed. What is no regular file (a device, a pipe) is written directly.
+    mode: "w" writes UTF-8. durable: as `new_file`.
+    permissions: of the file; else those of the file that is replaced, or as the umask says.
+    readable_by: a new file is no more readable than this.
+    Raises UsageError where the file cannot be written; a closed pipe stays a BrokenPipeError.
+    """
+    encoding = None if "b" in mode else "utf-8"
+    try:
+        found = _facts_of(path)
+        if found is not None and not stat.S_ISREG(found.st_mode):
+            with path.open(mode, encoding=encoding) as stream:
+                yield stream
+            return
+        if permissions is None and found is not None:
+            permissions = stat.S_IMODE(found.st_mode)
+        if permissions is None and readable_by is not None:
+            permissions = as_umask_says(readable_by, os.getegid())
+        at_first = 0o666 if permissions is None else permissions & 0o666
+        with new_file(os.path.realpath(path), at_first, durable=durable) as descriptor:
+            with open(descriptor, mode, encoding=encoding, closefd=False) as stream:
+                yield stream
+            if permissions is not None:
+                os.fchmod(descriptor, permissions)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _facts_of(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+# locks
+
+
+def lock(descriptor: int, *, optional: bool = False) -> bool:
+    """Lock an open file (flock) until it is closed; False while another process has the lock.
+
+    optional: True also where the file system has no locks. Raises OSError.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if not optional or error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def is_named(
+    descriptor: int, path: str, directory: int | None = None, *, follow: bool = False
+) -> bool:
+    """Say whether a name is still that of an open file: ask after locking what may be replaced.
+
+    follow: the name may be a link to the file.
+    """
+    try:
+        facts = os.stat(path, dir_fd=directory, follow_symlinks=follow)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(facts, os.fstat(descriptor))

@@ -1,0 +1,114 @@
+"""Files renamed between a store's directory and another, as a quarantine is filled and emptied."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from hicachectl.backends.base import Status
+from hicachectl.backends.capabilities import Mover
+from hicachectl.backends.disk import durable
+from hicachectl.backends.disk.durable import move_noreplace, sync_directory
+from hicachectl.backends.disk.files import check_key, check_new_key, version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class FileMover(Mover):
+    """Renames between a store's directory and another one, by their descriptors."""
+
+    def __init__(
+        self,
+        here: int,
+        there: int,
+        status_of: Callable[[int, OSError, dict[int, str]], Status],
+    ) -> None:
+        """Take two descriptors, of which the second is closed with this.
+
+        status_of: what an error of the store's directory means, as `FileStore` sees it.
+        """
+        self._here = here
+        self._there = there
+        self._status_of = status_of
+        self._into_store: bool | None = None  # where the renames since the last flush went
+
+    def take(self, key: bytes, name: str, version: bytes | None = None) -> Status:
+        """Rename, unless the file is no longer the one listed."""
+        target = os.fsencode(name)
+        check_key(key)
+        check_key(target)
+        self._turn(into_store=False)
+        try:
+            listed = os.stat(key, dir_fd=self._here, follow_symlinks=False)
+            if not stat.S_ISREG(listed.st_mode) or version not in (None, version_of(listed)):
+                return Status.CHANGED
+            if not durable.rename_noreplace(self._here, key, self._there, target):
+                # Not by a link: a writer's new file of the name would be unlinked.
+                os.rename(key, target, src_dir_fd=self._here, dst_dir_fd=self._there)
+        except OSError as error:
+            if not os.fstat(self._there).st_nlink:
+                raise OSError(errno.ECANCELED, "its new directory was removed") from error
+            return self._missing(error)
+        moved = os.stat(target, dir_fd=self._there, follow_symlinks=False)
+        if moved.st_ino == listed.st_ino:
+            return Status.OK
+        # A writer renamed another file to the key between the two calls.
+        if self.put_back(name, key) == Status.EXISTS:
+            os.unlink(target, dir_fd=self._there)  # and again, after that one was taken
+        return Status.CHANGED
+
+    def put_back(self, name: str, key: bytes) -> Status:
+        """Rename, or link where the file system has no rename that spares what is there."""
+        source = os.fsencode(name)
+        check_key(source)
+        check_new_key(key)
+        self._turn(into_store=True)
+        try:
+            held = os.stat(source, dir_fd=self._there, follow_symlinks=False)
+            if not stat.S_ISREG(held.st_mode):
+                raise OSError(errno.EINVAL, "is no regular file in the quarantine")
+            move_noreplace(self._there, source, self._here, key)
+        except FileExistsError:
+            return Status.EXISTS
+        except OSError as error:
+            return self._missing(error)
+        return Status.OK
+
+    def drop_double(self, key: bytes, name: str) -> None:
+        """Unlink the key where both names are of the same file."""
+        target = os.fsencode(name)
+        check_key(key)
+        check_key(target)
+        with suppress(FileNotFoundError):
+            here = os.stat(key, dir_fd=self._here, follow_symlinks=False)
+            if os.path.samestat(here, os.stat(target, dir_fd=self._there, follow_symlinks=False)):
+                os.unlink(key, dir_fd=self._here)
+
+    def flush(self, *, into_store: bool) -> None:
+        """Sync both directories, first the one that gained names: no object loses both."""
+        directories = (self._here, self._there) if into_store else (self._there, self._here)
+        for directory in directories:
+            sync_directory(directory)
+        self._into_store = None
+
+    def _turn(self, *, into_store: bool) -> None:
+        """Flush the renames that went the other way: no order of syncs is right for both."""
+        if self._into_store is (not into_store):
+            self.flush(into_store=not into_store)
+        self._into_store = into_store
+
+    def close(self) -> None:
+        """Close the directory's descriptor."""
+        descriptor, self._there = self._there, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _missing(self, error: OSError) -> Status:
+        """Give the status of an error that is none, or raise it."""
+        if self._status_of(0, error, {}) == Status.GONE:
+            return Status.GONE
+        raise error

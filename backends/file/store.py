@@ -1,0 +1,694 @@
+"""SGLang's file store: one file per object in one directory, the file name is the key.
+
+Source: sglang srt/mem_cache/hicache_storage.py :: HiCacheFile. Only regular files are objects;
+symbolic links are not followed, sub-directories (our own `.hicachectl` among them) are left alone.
+Leftovers of unfinished writes (`.<32 hex>.tmp` of SGLang, `.hicachectl-<32 hex>.tmp` of ours)
+are listed like objects, for a check to report.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.base import (
+    BoolArray,
+    IntArray,
+    Limits,
+    ReadResult,
+    Result,
+    Rows,
+    Status,
+    Store,
+    Traits,
+    keys_of,
+    mtimes_of,
+    scan_schema,
+)
+from hicachectl.backends.capabilities import (
+    Announces,
+    FilePermissions,
+    Renames,
+    Resumable,
+    SideFiles,
+    SystemCopy,
+    Touch,
+)
+from hicachectl.backends.disk.copying import copy_bytes, write_bytes
+from hicachectl.backends.disk.directory import Directory, Trust
+from hicachectl.backends.disk.durable import (
+    CREATE_FILE,
+    NO_ROOM,
+    make_directories,
+    move_noreplace,
+    sync_directory,
+    sync_file_system,
+)
+from hicachectl.backends.disk.files import (
+    LOST,
+    OWN_PREFIX,
+    VERSION,
+    are_plain,
+    check_key,
+    check_new_key,
+    is_file_name,
+    read_ahead,
+)
+from hicachectl.backends.disk.permissions import NOBODY, Permissions, give_file
+from hicachectl.backends.file.listing import LeftOut, ask_each, names_in, scan_directory
+from hicachectl.backends.file.mover import FileMover
+from hicachectl.backends.urls import StoreUrl
+from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Generator
+
+
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
+# The 16 bytes of a temporary name: its owner, the process, and a number.
+_OWNER_BYTES, _TOKEN_BYTES = 8, 12
+# A new file of a random name is refused: the directory takes no other either.
+_NO_NEW_FILES = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_WORDS = {
+    errno.ELOOP: "is a symbolic link",
+    errno.ENXIO: "is not a regular file",  # opening a socket
+    errno.ENAMETOOLONG: "the key is too long for a file name",
+}
+_VERSION_BYTES = VERSION.size
+
+
+class _New(NamedTuple):
+    """What new files are made: mode less the umask, and user and group where they are given."""
+
+    mode: int
+    owner: tuple[int, int] | None
+
+
+class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, SystemCopy, Touch):
+    """A HiCacheFile directory, used by path: nothing is created, resized or touched by looking."""
+
+    limits: Limits = Limits(
+        batch_objects=1024,  # one syncfs each: 1.2-1.5 times the cost of not syncing at all
+        batch_bytes=256 << 20,
+        parallel_reads=4,
+        parallel_writes=2,
+        forkable=True,  # all that reading needs is the directory's descriptor
+    )
+    grammar = "file"
+    traits: ClassVar[Traits] = Traits(
+        columns=frozenset({"nbytes", "mtime_ns", "version"}),
+        version_fields=("inode", "mtime", "ctime", "size"),
+        writes=True,
+        deletes=True,
+        lists_temporaries=True,
+    )
+
+    def __init__(self, path: str | os.PathLike[str], opened: int | None = None) -> None:
+        self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
+        self._left_out = LeftOut()
+        self._made: list[str] = []  # directories of ours, the innermost first
+        self._seen = self._limit = Permissions()  # of what was read, and for what is written
+        self._noting = threading.Lock()
+        self._token = b""  # of temporary names
+        self.own_temporaries(os.urandom(_OWNER_BYTES).hex(), sweep=False)
+        self._numbers = count()
+        self.url = str(StoreUrl("file", self.path))
+        try:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            self._directory = (
+                os.open(self.path, flags) if opened is None else os.open(".", flags, dir_fd=opened)
+            )
+        except OSError as error:
+            raise self._unavailable(error) from error
+        try:
+            facts = os.stat(".", dir_fd=self._directory)  # listing needs r, everything else x
+        except OSError as error:
+            self.close()
+            raise self._unavailable(error) from error
+        self._use_owner(facts)
+
+    def _use_owner(self, facts: os.stat_result) -> None:
+        """Decide whose new files are: with root's rights the owner's of the directory."""
+        self._owner = None if os.geteuid() or not facts.st_uid else (facts.st_uid, facts.st_gid)
+        self._own_group = facts.st_gid if facts.st_mode & stat.S_ISGID else os.getegid()
+        self._new = _New(0o666, self._owner)
+
+    def _for_new(self, permissions: Permissions) -> _New:
+        """Say what a new file is to be, made of sources of some permissions."""
+        owner = self._owner
+        if owner is not None and permissions.may_own(owner[0]):
+            return _New(0o666 & permissions.for_group(owner[1]), owner)
+        return _New(0o666 & permissions.for_group(self._own_group), None)
+
+    @classmethod
+    def within(cls, directory: Directory) -> Self:
+        """Use an open directory, by its descriptor: its path is not looked up again."""
+        return cls(directory.path, directory.descriptor)
+
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> Self:
+        """Open the directory of a `file:` URL."""
+        return cls(url.path)
+
+    @classmethod
+    def create(cls, url: StoreUrl) -> Self:
+        """Open the directory of a `file:` URL; a missing one is made, as SGLang does.
+
+        It is removed again if nothing was written to it.
+        """
+        try:
+            made = make_directories(url.path)
+        except OSError as error:
+            raise StoreUnavailable(f"{url.path}: cannot be made: {error.strerror}") from error
+        store = cls(url.path)
+        store._made = made
+        return store
+
+    def readable_by(self, *, listing: bool = False) -> Permissions:
+        """Return who may read the files that were read, by their modes and the directory's."""
+        directory = Permissions.within(os.fstat(self._directory))
+        return directory if listing else self._seen.both(directory)
+
+    def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
+        """Narrow the modes of new files; listing: and of directories that this store has made."""
+        with self._noting:
+            limit = self._limit = self._limit.both(permissions)
+            self._new = self._for_new(limit)
+        for directory in self._made if listing else ():
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            try:
+                descriptor = os.open(directory, flags)
+                try:
+                    facts = os.fstat(descriptor)
+                    mode = stat.S_IMODE(facts.st_mode)
+                    os.fchmod(descriptor, mode & (limit.for_group(facts.st_gid) | ~0o777))
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise self._unavailable(error) from error
+
+    def _note_readable(self, modes: int, groups: set[int], owners: set[int]) -> None:
+        """Note what all files of a call have in common: their modes, group and owner."""
+        group = groups.pop() if len(groups) == 1 else None
+        owner = owners.pop() if len(owners) == 1 else NOBODY
+        seen = Permissions(modes & 0o777 | 0o700, group, None if modes & 0o004 else owner)
+        with self._noting:
+            self._seen = self._seen.both(seen)
+
+    def side_directory(self) -> Path:
+        """Name the sub-directory that SGLang ignores and its `clear()` leaves."""
+        return Path(self.path) / os.fsdecode(OWN_PREFIX)
+
+    def open_side_directory(self, *, writes: bool, makes: bool = False) -> Directory | None:
+        """Open `.hicachectl`, by the descriptor of the store's directory."""
+        name, trust = os.fsdecode(OWN_PREFIX), self.trust(writes=writes)
+        with Directory(os.dup(self._directory), self.path, trust) as here:
+            if makes:
+                return here.make_directory(name, exist_ok=True)
+            return here.directory(name) if here.has(name) else None
+
+    def trust(self, *, writes: bool) -> Trust:
+        """Trust by the store's directory."""
+        return Trust(os.fstat(self._directory), writes=writes)
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        descriptor, self._directory = self._directory, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+            with suppress(OSError):  # one that is not empty
+                for directory in self._made:
+                    os.rmdir(directory)  # noqa: PTH106 - names that are not UTF-8
+
+    def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
+        """List every regular file; the version is made of inode, mtime, ctime and size.
+
+        A file that cannot be asked for its size is listed without one.
+        """
+        self._left_out = LeftOut()
+        schema = scan_schema(columns)
+        try:
+            yield from scan_directory(self._directory, self.path, schema, self._left_out)
+        except OSError as error:
+            raise self._unavailable(error) from error
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Name what the last listing left out: links, FIFOs, sockets and devices."""
+        if not self._left_out.count:
+            return ()
+        return (
+            f"{self.path}: left alone {self._left_out.count} entries that are named like objects "
+            f"and are links, FIFOs, sockets or devices, such as {self._left_out.first}",
+        )
+
+    def read_into(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
+        """Read whole files; nothing is read of one that has not the size expected."""
+        memory = self.memory(offsets, capacities, len(rows))
+        statuses = np.zeros(len(rows), dtype=np.uint8)
+        nbytes = np.full(len(rows), -1, dtype=np.int64)
+        versions = bytearray(len(rows) * VERSION.size)
+        errors: dict[int, str] = {}
+        sizes = [-1] * len(rows)
+        modes, groups, owners = 0o777, set[int](), set[int]()
+        # This loop is most of what reading small objects costs: names are looked up once, and
+        # the checks of a healthy key made for all keys together.
+        pack, read, here = VERSION.pack_into, self._read, self._directory
+        keys = keys_of(rows)
+        check = None if are_plain(keys) else check_key
+        places = zip(keys, offsets.tolist(), capacities.tolist(), strict=True)
+        for index, (key, offset, capacity) in enumerate(places):
+            try:
+                if check is not None:
+                    check(key)
+                size, facts = read(key, here, memory[offset : offset + capacity])
+            except OSError as error:
+                statuses[index] = self._failed(index, error, errors)
+                continue
+            sizes[index] = size
+            modes &= facts.st_mode
+            groups.add(facts.st_gid)
+            owners.add(facts.st_uid)
+            pack(
+                versions,
+                index * _VERSION_BYTES,
+                facts.st_ino,
+                facts.st_mtime_ns,
+                facts.st_ctime_ns,
+                facts.st_size,
+            )
+        if groups:
+            self._note_readable(modes, groups, owners)
+        nbytes[:] = sizes
+        known = nbytes >= 0
+        statuses[known & (nbytes < capacities)] = Status.SHORT
+        statuses[known & (nbytes > capacities)] = Status.OVERSIZED
+        fields = np.frombuffer(versions, dtype="<u8").reshape(
+            len(rows), len(self.traits.version_fields)
+        )
+        return ReadResult(statuses, errors, nbytes=nbytes, versions=fields)
+
+    def expect(self, rows: Rows, capacities: IntArray) -> None:
+        """Let the system begin to read files that are not in memory yet."""
+        for key, capacity in zip(keys_of(rows), capacities.tolist(), strict=True):
+            with suppress(OSError):  # the read will say what is wrong
+                check_key(key)
+                descriptor = self._open(key, self._directory)
+                try:
+                    read_ahead(descriptor, capacity)
+                finally:
+                    os.close(descriptor)
+
+    def write_from(
+        self,
+        rows: Rows,
+        offsets: IntArray,
+        sizes: IntArray,
+        *,
+        if_absent: bool,
+    ) -> Result:
+        """Write a batch: temporary files, one sync, rename, sync of the directory."""
+        memory = self.memory(offsets, sizes, len(rows))
+        times = mtimes_of(rows)
+        places = list(zip(offsets.tolist(), sizes.tolist(), strict=True))
+
+        def stage(index: int, errors: dict[int, str]) -> bytes:
+            offset, size = places[index]
+            fill = partial(write_bytes, memory[offset : offset + size])
+            return self._write_temporary(fill, times[index])
+
+        return self._publish(keys_of(rows), stage, if_absent=if_absent)
+
+    def can_copy_from(self, source: Store) -> bool:
+        """Whether a store's objects are files."""
+        return isinstance(source, FileStore)
+
+    def copy_from(
+        self,
+        source: Store,
+        origins: Rows,
+        rows: Rows,
+        sizes: IntArray,
+        *,
+        if_absent: bool,
+        preserve: bool = False,
+    ) -> Result:
+        """Let the system copy files, in the way of `write_from`."""
+        if not isinstance(source, FileStore):
+            raise UnsupportedByBackend(f"{self.url}: takes no objects right from {source.url}")
+        within = Permissions.within(os.fstat(source._directory))
+        files, nbytes, times = keys_of(origins), sizes.tolist(), mtimes_of(rows)
+
+        def stage(index: int, errors: dict[int, str]) -> bytes | Status:
+            try:
+                check_key(files[index])
+                descriptor = self._open(files[index], source._directory)
+            except OSError as error:
+                return source._failed(index, error, errors)
+            try:
+                return self._copy_temporary(
+                    descriptor, nbytes[index], times[index], within, preserve=preserve
+                )
+            finally:
+                os.close(descriptor)
+
+        return self._publish(keys_of(rows), stage, if_absent=if_absent)
+
+    def _publish(
+        self,
+        keys: list[bytes],
+        stage: Callable[[int, dict[int, str]], bytes | Status],
+        *,
+        if_absent: bool,
+    ) -> Result:
+        """Make temporary files, all durable before the first gets its name.
+
+        stage: makes the file of one row, and gives its name, or why there is none.
+        """
+        statuses = np.zeros(len(keys), dtype=np.uint8)
+        errors: dict[int, str] = {}
+        written: dict[int, bytes] = {}
+
+        def make(index: int) -> Status:
+            check_new_key(keys[index])
+            made = stage(index, errors)
+            if isinstance(made, Status):
+                return made
+            written[index] = made
+            return Status.OK
+
+        def publish(index: int) -> Status:
+            try:
+                self._rename(written[index], keys[index], if_absent=if_absent)
+            except FileNotFoundError as error:  # HiCacheFile.clear deletes temporary files too
+                raise OSError(errno.ECANCELED, "another process cleared the directory") from error
+            del written[index]
+            return Status.OK
+
+        try:
+            self._each(range(len(keys)), make, statuses, errors)
+            staged = list(written)
+            sync = partial(self._sync_data, list(written.values()))
+            if staged and self._synced(sync, staged, statuses, errors):
+                self._each(staged, publish, statuses, errors)
+                self._synced(partial(sync_directory, self._directory), staged, statuses, errors)
+        finally:
+            for name in written.values():
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=self._directory)
+        return Result(statuses, errors)
+
+    def delete(self, rows: Rows) -> Result:
+        """Unlink files, durably; readers that have one open finish."""
+        keys = keys_of(rows)
+        statuses = np.zeros(len(keys), dtype=np.uint8)
+        errors: dict[int, str] = {}
+
+        def unlink(index: int) -> Status:
+            check_key(keys[index])
+            os.unlink(keys[index], dir_fd=self._directory)
+            return Status.OK
+
+        self._each(range(len(keys)), unlink, statuses, errors)
+        # An anchor must not come back after a crash once its sidecars are gone.
+        deleted = np.flatnonzero(statuses == Status.OK).tolist()
+        if deleted:
+            self._synced(partial(sync_directory, self._directory), deleted, statuses, errors)
+        return Result(statuses, errors)
+
+    def flush(self) -> None:
+        """Sync the file system: other writers, and runs that were killed, have synced nothing."""
+        try:
+            if not sync_file_system(self._directory):
+                os.sync()
+            sync_directory(self._directory)
+        except OSError as error:
+            raise self._unavailable(error) from error
+
+    def own_temporaries(self, owner: str, *, sweep: bool) -> None:
+        """Name temporary files after `owner`; sweep: remove those that are there."""
+        # No two processes give the same name, even where an owner is two at once.
+        self._token = owner.encode() + os.urandom(_TOKEN_BYTES - _OWNER_BYTES).hex().encode()
+        if not sweep:
+            return
+        prefix = os.fsdecode(OWN_PREFIX) + f"-{owner}"
+        try:
+            for names in names_in(self._directory, LeftOut()):
+                for name in names:
+                    if name.startswith(prefix):
+                        with suppress(FileNotFoundError):
+                            os.unlink(name, dir_fd=self._directory)
+        except OSError as error:
+            raise self._unavailable(error) from error
+
+    def exists(self, rows: Rows) -> BoolArray:
+        """Say which keys are regular files, one stat each."""
+        keys = keys_of(rows)
+        return np.fromiter(map(self._is_there, keys), dtype=np.bool_, count=len(keys))
+
+    def touch(self, rows: Rows) -> BoolArray:
+        """Set modification times to now: the order of eviction that a server begins with.
+
+        A server that runs keeps an order of its own, which files do not show.
+        """
+        now = time.time_ns()
+        touched = np.zeros(len(rows), dtype=np.bool_)
+        for index, key in enumerate(keys_of(rows)):
+            try:
+                check_key(key)
+                times = now + index, now + index
+                os.utime(key, ns=times, dir_fd=self._directory, follow_symlinks=False)
+                touched[index] = True
+            except OSError as error:
+                self._failed(index, error, {})
+        return touched
+
+    def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
+        """List a few files again, one stat each."""
+        names = [os.fsdecode(key) for key in keys_of(rows) if is_file_name(key)]
+        try:
+            batch = ask_each(self._directory, scan_schema(columns), names)
+        except OSError as error:
+            raise self._unavailable(error) from error
+        return pa.Table.from_batches([batch])
+
+    def mover(self, directory: Directory) -> FileMover | None:
+        """Open what renames files into a directory of the same file system and mount."""
+        target = os.dup(directory.descriptor)
+        try:
+            # Sub-volumes of one mount differ in their device; mounts are told apart before names
+            # are looked up, so that none needs to be there.
+            name = OWN_PREFIX + b"-" + os.urandom(16).hex().encode()
+            crosses = os.fstat(target).st_dev != os.fstat(self._directory).st_dev
+            try:
+                os.rename(name, name, src_dir_fd=target, dst_dir_fd=self._directory)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise self._unavailable(error) from error
+                crosses = True
+            if crosses:
+                os.close(target)
+                return None
+        except BaseException:
+            os.close(target)
+            raise
+        return FileMover(self._directory, target, self._failed)
+
+    def free_bytes(self) -> int | None:
+        """Count what the file system leaves to users who are not root."""
+        space = os.fstatvfs(self._directory)
+        return space.f_bavail * space.f_frsize
+
+    # reading and writing one file
+
+    @staticmethod
+    def _open(key: bytes, here: int) -> int:
+        """Open a file to be read; its atime stays, where the system lets us: for the owner."""
+        try:
+            return os.open(key, _READ_FLAGS | os.O_NOATIME, dir_fd=here)
+        except PermissionError as error:
+            if error.errno != errno.EPERM:
+                raise
+            return os.open(key, _READ_FLAGS, dir_fd=here)
+
+    @classmethod
+    def _read(cls, key: bytes, here: int, target: memoryview) -> tuple[int, os.stat_result]:
+        """Give the file's size and facts; its bytes are in `target` when that is as long."""
+        descriptor = cls._open(key, here)
+        try:
+            facts = os.fstat(descriptor)
+            size = facts.st_size
+            if not stat.S_ISREG(facts.st_mode):
+                raise OSError(errno.ENXIO, "")
+            if size != len(target) or not size:
+                return size, facts
+            done = os.preadv(descriptor, (target,), 0)
+            while 0 < done < size:
+                count = os.preadv(descriptor, (target[done:],), done)
+                if not count:  # truncated since it was opened
+                    break
+                done += count
+            return done, facts
+        finally:
+            os.close(descriptor)
+
+    def _is_there(self, key: bytes) -> bool:
+        try:
+            check_key(key)
+            facts = os.stat(key, dir_fd=self._directory, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in LOST:
+                raise self._unavailable(error) from error
+            return False
+        return stat.S_ISREG(facts.st_mode)
+
+    def _write_temporary(
+        self, fill: Callable[[int], None], mtime_ns: int | None, new: _New | None = None
+    ) -> bytes:
+        """Create a file under a name that SGLang ignores, not yet synced."""
+        mode, owner = new or self._new
+        name = b"%s-%s%08x.tmp" % (OWN_PREFIX, self._token, next(self._numbers) & 0xFFFFFFFF)
+        try:
+            descriptor = os.open(name, CREATE_FILE, mode, dir_fd=self._directory)
+        except OSError as error:
+            if error.errno in _NO_NEW_FILES:
+                raise StoreUnavailable(
+                    f"{self.path}: cannot be written to: {error.strerror}"
+                ) from error
+            raise
+        try:
+            if owner is not None:
+                give_file(descriptor, *owner)
+            fill(descriptor)
+            if mtime_ns is not None:
+                os.utime(descriptor, ns=(mtime_ns, mtime_ns))
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=self._directory)
+            raise
+        finally:
+            os.close(descriptor)
+        return name
+
+    def _copy_temporary(
+        self, origin: int, size: int, mtime_ns: int | None, within: Permissions, *, preserve: bool
+    ) -> bytes | Status:
+        """Create a copy of an open file, if that has its size and keeps its bytes meanwhile.
+
+        within: permissions of the source's directory. preserve: copy owner and mode.
+        """
+        before = os.fstat(origin)
+        if not stat.S_ISREG(before.st_mode):
+            raise OSError(errno.ENXIO, "")
+        if before.st_size != size:
+            return Status.SHORT if before.st_size < size else Status.OVERSIZED
+        new = _New(0o600, None)
+        if not preserve:
+            mode, owner = self._for_new(within.both(Permissions.of_file(before)))
+            new = _New(mode & before.st_mode | 0o600, owner)
+
+        def fill(copy: int) -> None:
+            if preserve:
+                give_file(copy, before.st_uid, before.st_gid, mode=before.st_mode)
+            copy_bytes(origin, size, copy)
+
+        try:
+            name = self._write_temporary(fill, mtime_ns, new)
+        except EOFError:
+            return Status.SHORT
+        after = os.fstat(origin)
+        if (after.st_size, after.st_mtime_ns) == (size, before.st_mtime_ns):
+            return name
+        os.unlink(name, dir_fd=self._directory)
+        return Status.CHANGED
+
+    def _rename(self, temporary: bytes, key: bytes, *, if_absent: bool) -> None:
+        """Give a temporary file its name. Raises FileExistsError when that is taken."""
+        here = self._directory
+        if if_absent:
+            move_noreplace(here, temporary, here, key)
+        else:
+            os.replace(temporary, key, src_dir_fd=here, dst_dir_fd=here)
+
+    def _sync_data(self, names: Collection[bytes]) -> None:
+        """Make files durable: by one syncfs, far cheaper than an fsync each where there is one."""
+        if sync_file_system(self._directory):
+            return
+        for name in names:
+            descriptor = os.open(name, _READ_FLAGS, dir_fd=self._directory)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    # what went wrong
+
+    def _each(
+        self,
+        indices: Collection[int],
+        act: Callable[[int], Status],
+        statuses: np.ndarray[Any, np.dtype[np.uint8]],
+        errors: dict[int, str],
+    ) -> None:
+        for index in indices:
+            try:
+                statuses[index] = act(index)
+            except OSError as error:
+                statuses[index] = self._failed(index, error, errors)
+
+    def _synced(
+        self,
+        sync: Callable[[], None],
+        indices: Collection[int],
+        statuses: np.ndarray[Any, np.dtype[np.uint8]],
+        errors: dict[int, str],
+    ) -> bool:
+        """Whether a sync worked; if not, none of the rows that were ok so far is certain."""
+        try:
+            sync()
+        except OSError as error:
+            for index in indices:
+                if statuses[index] == Status.OK:
+                    statuses[index] = self._failed(index, error, errors)
+            return False
+        return True
+
+    def _failed(self, index: int, error: OSError, errors: dict[int, str]) -> Status:
+        """Give the status of a system call that failed for one row."""
+        if error.errno in LOST or self._removed(error):
+            raise self._unavailable(error) from error
+        if error.errno == errno.ENOENT:
+            return Status.GONE
+        if error.errno == errno.EEXIST:
+            return Status.EXISTS
+        errors[index] = _WORDS.get(error.errno or 0) or error.strerror or str(error)
+        return Status.FULL if error.errno in NO_ROOM else Status.ERROR
+
+    def _removed(self, error: OSError) -> bool:
+        if error.errno == errno.EBADF and self._directory < 0:
+            raise ValueError("the store is closed")
+        return error.errno == errno.ENOENT and not os.fstat(self._directory).st_nlink
+
+    def _unavailable(self, error: OSError) -> StoreUnavailable:
+        remedies = {
+            errno.ENOENT: "no such directory; check the path, or create it",
+            errno.ENOTDIR: "not a directory; give the directory that holds the objects",
+            errno.EACCES: "permission denied; run as the user of the server, or as its group",
+        }
+        reason = remedies.get(error.errno or 0) or f"{error.strerror}; is the file system mounted?"
+        return StoreUnavailable(f"{self.path}: {reason}")

@@ -1,0 +1,126 @@
+"""What only a profile tells of a 3FS store: how long its pages are, and which keys are its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from hicachectl.backends.hf3fs.keys import Affix, TableName, affix_of, prefix_of, shown, table_of
+from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from hicachectl.backends.base import IntArray
+    from hicachectl.backends.hf3fs.snapshot import PageTable
+    from hicachectl.formats.profile import Profile
+
+_LONGEST = 1 << 20  # of a key; binary_slice wants an end
+
+
+@dataclass(frozen=True, slots=True)
+class PageSizes:
+    """The bytes of a page by table, and the affixes that keys of the deployment have."""
+
+    nbytes: Mapping[TableName, int]
+    affixes: frozenset[Affix]
+
+    @classmethod
+    def of(cls, profile: Profile) -> Self:
+        """Learn them. Raises ProfileError, UnsupportedByBackend for what 3FS cannot hold."""
+        from hicachectl.formats.keys.base import codec_for
+        from hicachectl.formats.spec import object_specs
+
+        codec = codec_for("hf3fs")
+        nbytes: dict[TableName, int] = {}
+        affixes = set()
+        for expected in object_specs(profile, "hf3fs"):
+            before, after = (text.encode() for text in codec.affix(expected.coordinate))
+            size = nbytes.setdefault(table_of(before), expected.nbytes)
+            if size != expected.nbytes:
+                raise ProfileError(
+                    f"pools[{table_of(before)[1]}]: objects of {size} and {expected.nbytes} bytes "
+                    "cannot share a 3FS file, whose pages are of one size"
+                )
+            affixes.add((before, after))
+        return cls(nbytes, frozenset(affixes))
+
+    def check_page_counts(
+        self,
+        url: str,
+        tables: Iterable[PageTable],
+        file_size: int,
+        own_sizes: Mapping[str, int] | None = None,
+    ) -> str | None:
+        """Compare the pages of tables with those that fit into their files.
+
+        file_size: of a file that was not cut off. own_sizes: bytes of each table's file, by name,
+        where `file_size` is only the largest of them. Returns why the page size is in doubt, None
+        where it is not. Where some tables of a namespace agree, the others are damaged: a finding.
+        Raises ProfileError where none does, and a file that was cut off does not explain it.
+        """
+        disagreeing: list[tuple[PageTable, int]] = []
+        agreeing = set()
+        for table in tables:
+            nbytes = self.nbytes.get((table.rank, table.namespace))
+            if nbytes is None:
+                continue
+            if table.num_pages == file_size // nbytes:
+                agreeing.add(table.namespace)
+            else:
+                disagreeing.append((table, nbytes))
+        own = own_sizes or {}
+        # Files that were cut off have lengths of their own.
+        lengths = Counter(own.get(table.name) for table, _ in disagreeing)
+        doubt = None
+        for table, nbytes in disagreeing:
+            if table.namespace in agreeing:
+                continue
+            length = own.get(table.name)
+            if length is None or lengths[length] > 1 or table.num_pages * nbytes <= length:
+                raise ProfileError(
+                    f"{url}: table {table.name} has {table.num_pages} pages, but "
+                    f"{file_size // nbytes} of {nbytes} bytes fit into a file of {file_size}: the "
+                    "profile is another deployment's, the file was cut off, or the table was made "
+                    "for another file size (then give file_size=)"
+                )
+            doubt = doubt or (
+                f"table {table.name} has {table.num_pages} pages of {nbytes} bytes by the profile, "
+                f"but its file ends after {length} bytes: the file was cut off, or the profile is "
+                "another deployment's; SGLang's file size tells, as file_size= in the URL"
+            )
+        return doubt
+
+    def refuse_strangers(self, url: str, keys: Sequence[bytes], sizes: IntArray) -> None:
+        """Raise UnsupportedByBackend for objects that the deployment does not have."""
+        for key, size in zip(keys, sizes.tolist(), strict=True):
+            affix = affix_of(key)
+            if affix not in self.affixes:
+                raise UnsupportedByBackend(
+                    f"{url}: {shown(key)} is no object of the profile's deployment on 3FS"
+                )
+            nbytes = self.nbytes[table_of(affix[0])]
+            if size != nbytes:
+                raise UnsupportedByBackend(
+                    f"{url}: {shown(key)} has {size} bytes; its file has pages of {nbytes}"
+                )
+
+    def refuse_other_models(self, url: str, tables: Iterable[PageTable]) -> None:
+        """Raise UnsupportedByBackend where tables have keys that the deployment never writes.
+
+        Keys name no model: what another one writes there would be taken for our own.
+        """
+        import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+
+        for table in tables:
+            prefix = prefix_of((table.rank, table.namespace))
+            ours = {after for before, after in self.affixes if before == prefix}
+            if not ours:
+                continue
+            ends = pc.unique(pc.binary_slice(table.keys, len(prefix) + 64, _LONGEST)).to_pylist()
+            if strange := sorted(set(ends) - ours):
+                raise UnsupportedByBackend(
+                    f"{url}: {table.name} has keys such as PAGE{shown(strange[0])}, which the "
+                    "profile's deployment does not write: another model or layout uses this server"
+                )

@@ -1,0 +1,550 @@
+"""SGLang's 3FS store: pages in preallocated files, and a metadata server that knows their keys.
+
+The server lists nothing, so what is listed comes from the snapshot that it saves, and is as old;
+of what it is asked while looking, only `exists` leaves its eviction order alone. Nothing on disk
+says which key a page belongs to, or how long pages are: the first the server's table tells, the
+second the profile. Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS,
+mini_3fs_metadata_server.py :: RankMetadata.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.base import (
+    BoolArray,
+    IntArray,
+    Limits,
+    ReadResult,
+    Result,
+    Rows,
+    Status,
+    StatusArray,
+    Traits,
+    keys_of,
+    scan_schema,
+)
+from hicachectl.backends.capabilities import Announces, FilePermissions, Profiled, Touch
+from hicachectl.backends.disk.permissions import Permissions
+from hicachectl.backends.hf3fs.creating import TableMaker
+from hicachectl.backends.hf3fs.files import DataFiles, PageReader, Pages
+from hicachectl.backends.hf3fs.keys import (
+    Share,
+    TableName,
+    names_of,
+    shares_of,
+    table_of_key,
+)
+from hicachectl.backends.hf3fs.metadata import MetadataClient
+from hicachectl.backends.hf3fs.page_tables import DataFile, PageTables, TableState
+from hicachectl.backends.hf3fs.rows import batch_of
+from hicachectl.backends.hf3fs.settings import Hf3fsSettings, settings_from
+from hicachectl.backends.hf3fs.sizes import PageSizes
+from hicachectl.backends.hf3fs.tables import UNKNOWN, Tables, locators
+from hicachectl.backends.hf3fs.usrbio import UsrbioReader, find_usrbio
+from hicachectl.backends.hf3fs.writing import PageWriter
+from hicachectl.formats.errors import ProfileError, StoreUnavailable, UnsupportedByBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Generator
+
+    from hicachectl.backends.arena import Arena
+    from hicachectl.backends.hf3fs.snapshot import PageTable
+    from hicachectl.backends.urls import StoreUrl
+    from hicachectl.formats.profile import Profile
+
+_HIGHEST = np.iinfo(np.int64).max
+
+
+class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
+    """Tables of a metadata server, or of its snapshot alone, and the files of their pages.
+
+    Objects have no sizes before `use_profile`: how long a page is only a profile tells.
+    """
+
+    limits: Limits = Limits(
+        batch_objects=256,
+        batch_bytes=256 << 20,
+        parallel_reads=8,
+        parallel_writes=2,
+    )
+    grammar = "hf3fs"
+    announced_bytes: ClassVar[int] = 1
+    traits: ClassVar[Traits] = Traits(
+        columns=frozenset({"locator", "version"}),
+        version_fields=("page_index",),
+        writes=True,
+        deletes=True,
+        lists_late=True,
+        evicts=True,
+        evicts_pools_apart=True,
+        versions_recur=True,  # freed pages are handed out at once
+        identifies_by_exists=True,
+    )
+
+    def __init__(
+        self, settings: Hf3fsSettings, *, direct: bool | None = None, create: bool = False
+    ) -> None:
+        """Open a store. direct: whether to read past the page cache (see DataFiles).
+
+        create: make the files and tables of a deployment that has not started, when written to.
+        """
+        self.settings = settings
+        self.url = str(settings)
+        self._files = DataFiles(direct=direct)
+        self._reader: PageReader = self._files
+        self._readable: dict[str, Permissions] = {}  # of the files that were read
+        self._sizes = PageSizes({}, frozenset())
+        self._doubt: str | None = None  # why the pages may have another size
+        self._server: MetadataClient | None = None
+        directory = Path(settings.prefix).parent
+        if not directory.is_dir():
+            raise StoreUnavailable(
+                f"{directory}: no such directory; check the prefix, and whether 3FS is mounted"
+            )
+        self._usrbio = find_usrbio(settings.prefix)
+        self.limits = replace(self.limits, named_arena=self._usrbio is not None)
+        if settings.server is not None:
+            self._server = MetadataClient(settings.server)
+        self._tables = Tables(settings, self._server)
+        self._maker = TableMaker(self._server, settings) if self._server and create else None
+
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> Self:
+        """Open the store that a URL, SGLang's config or its environment names."""
+        return cls(settings_from(url, os.environ))
+
+    @classmethod
+    def create(cls, url: StoreUrl) -> Self:
+        """Open it to write to; tables that the server does not know are made with the first write.
+
+        How large their files are `file_size` says, unless they are there. The directory, being on
+        a mount, is not made.
+        """
+        return cls(settings_from(url, os.environ), create=True)
+
+    def readable_by(self, *, listing: bool = False) -> Permissions:
+        """Return who may read the data files that were read."""
+        directory = Permissions.within(Path(self.settings.prefix).parent.stat())
+        return (
+            directory if listing else reduce(Permissions.both, self._readable.values(), directory)
+        )
+
+    def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
+        """Narrow the modes of new data files; those that are there keep theirs."""
+        if self._maker is not None:
+            self._maker.permissions = self._maker.permissions.both(permissions)
+
+    def close(self) -> None:
+        """Close the data files and the connections to the server."""
+        self.detach()
+        self._files.close()
+        if self._server is not None:
+            self._server.close()
+
+    # what the profile tells
+
+    def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
+        """Learn the bytes of pages, and check them against the tables' page counts.
+
+        An inferred profile tells nothing. Raises ProfileError when no table of a namespace has as
+        many pages as fit into its file, unless it only looks and its file may have been
+        cut off; UnsupportedByBackend for what 3FS cannot hold.
+        """
+        if profile.inferred:
+            return
+        sizes = PageSizes.of(profile)
+        if self.settings.snapshot is not None:
+            stated, lengths = self.settings.file_size, {}
+            if stated is None:
+                lengths = self._lengths(sizes.nbytes)
+            if (file_size := stated or max(lengths.values(), default=None)) is not None:
+                tables = self.page_tables()
+                self._doubt = sizes.check_page_counts(self.url, tables, file_size, lengths)
+                if self._doubt is not None and not looks_only:
+                    raise ProfileError(f"{self.url}: {self._doubt}")
+        self._sizes = sizes
+
+    def _lengths(self, tables: Collection[TableName]) -> dict[str, int]:
+        sizes = {
+            f"{rank}:{name}": self._files.size(self.settings.data_file(rank, name))
+            for rank, name in tables
+        }
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    # listing
+
+    def page_tables(self) -> tuple[PageTable, ...]:
+        """Give the tables of the ranks looked at, as the snapshot last saved has them.
+
+        Raises UsageError where no snapshot is named.
+        """
+        return self._tables.looked_at(self._tables.saved())
+
+    def table_state(self) -> TableState | None:
+        """Give the tables of the ranks looked at with the facts of their files."""
+        if self.settings.snapshot is None:
+            return None
+        saved = self._tables.saved()
+        tables = self._tables.looked_at(saved)
+        files = {}
+        for table in tables:
+            path = self.settings.data_file(table.rank, table.namespace)
+            with suppress(OSError):
+                facts = Path(path).stat()
+                files[table.name] = DataFile(path, facts.st_size, facts.st_mtime_ns)
+        return TableState(
+            path=self.settings.snapshot,
+            tables=tables,
+            saved_at_ns=saved.snapshot.saved_at_ns,
+            files=files,
+            page_bytes={f"{rank}:{name}": n for (rank, name), n in self._sizes.nbytes.items()},
+            live=self._server is not None,
+        )
+
+    def table_server(self) -> MetadataClient | None:
+        """Give the metadata server that the URL names."""
+        return self._server
+
+    @property
+    def touched_keys(self) -> int:
+        """How many keys were asked for in a way that makes them the most recent."""
+        return self._tables.touched_keys
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """How old the listing is, and what looking has moved in the order of eviction."""
+        texts = []
+        if (listed := self._tables.remark()) is not None:
+            texts.append(listed)
+        if self._doubt is not None:
+            texts.append(self._doubt)
+        if self.touched_keys:
+            texts.append(
+                f"keys that looked damaged were asked for {self.touched_keys} times, which the "
+                "server counts as use: they are evicted later"
+            )
+        return tuple(texts)
+
+    def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
+        """List the snapshot's keys, the locator being the page index; least recent first.
+
+        With a server, those that it no longer has are left out. What was written since the
+        snapshot was saved is not listed. Raises UsageError where no snapshot is named.
+        """
+        schema = scan_schema(columns)
+        for table in self.page_tables():
+            name, start = (table.rank, table.namespace), 0
+            for chunk in table.keys.chunks:
+                keys, indices = chunk, table.indices[start : start + len(chunk)]
+                start += len(chunk)
+                if self._server is not None:
+                    there = self._tables.has_keys(name, names_of(keys, name))
+                    if not there.all():
+                        keys, indices = keys.filter(pa.array(there)), indices[there]
+                yield batch_of(schema, keys, indices, self._sizes.nbytes.get(name))
+
+    def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
+        """List a few keys again; one that is newer than the snapshot has no locator, no version."""
+        schema = scan_schema(columns)
+        found = []
+        for share in shares_of(rows):
+            _, first = np.unique(share.names, return_index=True)
+            once = share.only(np.sort(first))
+            kept = once.only(self._tables.there(once))
+            indices = self._tables.indices_of(kept)
+            keys = pa.array(kept.keys, pa.binary())
+            nbytes = self._sizes.nbytes.get(share.table)
+            found.append(batch_of(schema, keys, indices, nbytes))
+        return pa.Table.from_batches(found, schema=schema)
+
+    def exists(self, rows: Rows) -> BoolArray:
+        """Say which keys the server has, or the snapshot where there is no server."""
+        found = np.zeros(len(rows), dtype=np.bool_)
+        for share in shares_of(rows):
+            found[share.at] = self._tables.there(share)
+        return found
+
+    def free_bytes(self) -> int | None:
+        """Count the bytes of free pages, as of the snapshot, and of tables yet to be made.
+
+        None where no profile tells how long pages are, or where that of one table is not known.
+        """
+        saved = {}
+        if self.settings.snapshot is not None:
+            saved = {(table.rank, table.namespace): table for table in self.page_tables()}
+        total = 0
+        for name, nbytes in self._sizes.nbytes.items():
+            if name in saved:
+                total += len(saved[name].free) * nbytes
+            elif self._maker is not None and not self._tables.may_have(name):
+                size = self._maker.file_size(name)
+                if size is None:
+                    return None
+                total += size // nbytes * nbytes
+            elif self.settings.snapshot is None or self._maker is not None:
+                return None  # the server has it, and says nothing of it
+        return total if self._sizes.nbytes else None
+
+    # reading
+
+    def attach(self, arena: Arena) -> None:
+        """Make `arena` the memory of reads; those are by USRBIO where it has a name for that."""
+        self.detach()
+        super().attach(arena)
+        if self._usrbio is not None and arena.name is not None:
+            self._reader = UsrbioReader(self._usrbio, arena)
+
+    def detach(self) -> None:
+        """Let go of the arena."""
+        reader, self._reader = self._reader, self._files
+        if reader is not self._files:
+            reader.close()
+        super().detach()
+
+    def expect(self, rows: Rows, capacities: IntArray) -> None:
+        """Let the system begin to read pages, unless the last one is in memory: then all are."""
+        if "locator" not in rows.schema.names or self._reader is not self._files or not len(rows):
+            return
+        if self._is_in_memory(rows.column("key")[-1].as_py(), rows.column("locator")[-1].as_py()):
+            return
+        located = locators(rows)
+        for share in shares_of(rows):
+            nbytes = self._sizes.nbytes.get(share.table)
+            if nbytes is not None:
+                path = self.settings.data_file(*share.table)
+                known = located[share.at][located[share.at] != UNKNOWN]
+                self._files.expect(path, _positions(known, nbytes), nbytes)
+
+    def _is_in_memory(self, key: bytes, index: int | None) -> bool:
+        """Tell whether the end of one page is; True where nothing is known of it."""
+        table = table_of_key(key)
+        nbytes = None if table is None else self._sizes.nbytes.get(table)
+        if table is None or nbytes is None or index is None:
+            return True
+        end = min(index, _HIGHEST // nbytes - 1) * nbytes + nbytes - 1
+        return self._files.is_in_memory(self.settings.data_file(*table), end)
+
+    def read_into(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
+        """Read pages; to identify them, a key that the server has no more afterwards is GONE.
+
+        A page whose key was evicted and stored again meanwhile is read as OK, with other bytes:
+        see `read_confirmed`. SHORT: the data file ends within the page.
+        """
+        return self._read(rows, offsets, capacities, self._tables.located(rows), check=identify)
+
+    def read_confirmed(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
+        """Read pages that no writer can have reused: asked where they are before and after.
+
+        For few: the server counts such a question as use, and evicts others first. A key that is
+        gone, or on another page than the row says, is GONE; one whose row says none is read where
+        the server has it.
+        """
+        before = self._tables.current(rows)
+        located = self._tables.located(rows) if "locator" in rows.schema.names else before
+        located = np.where(located == UNKNOWN, before, located)
+        result = self._read(rows, offsets, capacities, located, check=False)
+        moved = (before != located) | (self._tables.current(rows) != located)
+        result.statuses[moved] = Status.GONE
+        result.nbytes[moved] = -1
+        for at in np.flatnonzero(moved).tolist():
+            result.errors.pop(at, None)
+        return result
+
+    def confirm(self, rows: Rows) -> StatusArray:
+        """Ask where pages are: OK on the page listed, CHANGED on another, GONE.
+
+        For suspects only: the server counts the question as use, and evicts others first.
+        """
+        current = self._tables.current(rows)
+        statuses = np.full(len(rows), Status.CHANGED, dtype=np.uint8)
+        statuses[current == self._tables.located(rows)] = Status.OK
+        statuses[current == UNKNOWN] = Status.GONE
+        return statuses
+
+    def touch(self, rows: Rows) -> BoolArray:
+        """Ask the server where pages are, which makes them the last to be evicted."""
+        return self._tables.touch(rows)
+
+    def holes(self, rows: Rows) -> BoolArray:
+        """Say which pages were never written, wholly or in part: [n] bool.
+
+        Only a file system that keeps holes, and says so, can tell.
+        """
+        found = np.zeros(len(rows), dtype=np.bool_)
+        located = self._tables.located(rows)
+        for share in shares_of(rows):
+            nbytes = self._sizes.nbytes.get(share.table)
+            known = located[share.at] != UNKNOWN
+            if nbytes is not None and known.any():
+                positions = _positions(located[share.at[known]], nbytes)
+                path = self.settings.data_file(*share.table)
+                found[share.at[known]] = self._files.holes(path, positions, nbytes)
+        return found
+
+    def _read(
+        self,
+        rows: Rows,
+        offsets: IntArray,
+        capacities: IntArray,
+        located: IntArray,
+        *,
+        check: bool,
+    ) -> ReadResult:
+        memory = self.memory(offsets, capacities, len(rows))
+        result = ReadResult(
+            np.full(len(rows), Status.GONE, dtype=np.uint8),
+            {},
+            nbytes=np.full(len(rows), -1, dtype=np.int64),
+            versions=located.astype(np.uint64).reshape(-1, 1),
+        )
+        for share in shares_of(rows):
+            there = np.ones(len(share.at), dtype=np.bool_)
+            if (located[share.at] == UNKNOWN).any():
+                there = self._tables.there(share)
+            self._read_share(share.only(there), offsets, capacities, located, memory, result)
+            if check and self._server is not None:
+                gone = share.at[there & ~self._tables.has_keys(share.table, share.names)]
+                result.statuses[gone] = Status.GONE
+                result.nbytes[gone] = -1
+                for at in gone.tolist():
+                    result.errors.pop(at, None)
+        return result
+
+    def _read_share(
+        self,
+        share: Share,
+        offsets: IntArray,
+        capacities: IntArray,
+        located: IntArray,
+        memory: memoryview,
+        result: ReadResult,
+    ) -> None:
+        """Read the pages of one table."""
+        at, nbytes = share.at, self._sizes.nbytes.get(share.table)
+        rank, namespace = share.table
+        if nbytes is None:
+            reason = f"only a profile tells how long the pages of {rank}:{namespace} are"
+            return _fail(result, at, f"{reason}; give --profile")
+        wanted = capacities[at]
+        if (wanted != nbytes).any():
+            result.nbytes[at] = nbytes
+            result.statuses[at] = np.where(wanted > nbytes, Status.SHORT, Status.OVERSIZED)
+            at = at[wanted == nbytes]
+        if (unknown := located[at] == UNKNOWN).any():
+            _fail(result, at[unknown], "newer than the snapshot, which alone tells where it is")
+            at = at[~unknown]
+        if not len(at):
+            return None
+        path = self.settings.data_file(rank, namespace)
+        pages = Pages(_positions(located[at], nbytes), offsets[at], nbytes)
+        if path not in self._readable:
+            with suppress(OSError):  # the read will say what is wrong
+                self._readable[path] = Permissions.of_file(Path(path).stat())
+        counts = self._reader.read(path, pages, memory)
+        result.statuses[at] = np.where(counts == nbytes, Status.OK, Status.SHORT)
+        result.nbytes[at] = counts
+        for code in set(counts[counts < 0].tolist()):
+            _fail(result, at[counts == code], f"{path}: {os.strerror(-code)}")
+        return None
+
+    # writing
+
+    def write_from(
+        self,
+        rows: Rows,
+        offsets: IntArray,
+        sizes: IntArray,
+        *,
+        if_absent: bool,
+    ) -> Result:
+        """Write pages as SGLang does: reserve, write, confirm.
+
+        A full table makes room by dropping its least recently used keys. An object that is replaced
+        gets another page, and its old one is freed. Raises UnsupportedByBackend, before anything
+        is written, for objects that the profile does not have.
+        """
+        memory = self.memory(offsets, sizes, len(rows))
+        server = self._needed_server()
+        if not self._sizes.nbytes:
+            raise UnsupportedByBackend(f"{self.url}: to write pages a profile is needed")
+        self._sizes.refuse_strangers(self.url, keys_of(rows), sizes)
+        if self.settings.snapshot is not None and not (saved := self._tables.saved()).checked:
+            self._sizes.refuse_other_models(self.url, self._tables.looked_at(saved))
+            saved.checked = True
+        writer = PageWriter(server, self._files)
+        statuses = np.full(len(rows), Status.ERROR, dtype=np.uint8)
+        errors: dict[int, str] = {}
+        for share in shares_of(rows):
+            path = self.settings.data_file(*share.table)
+            nbytes = self._sizes.nbytes[share.table]
+            self._make(share.table, nbytes)
+            num_pages = (self._files.size(path) or 0) // nbytes
+            spans = zip(offsets[share.at].tolist(), sizes[share.at].tolist(), strict=True)
+            outcome = writer.write(
+                share.table,
+                path,
+                share.names,
+                [memory[offset : offset + size] for offset, size in spans],
+                num_pages=num_pages,
+                table_pages=max(num_pages, self._tables.num_pages(share.table)),
+                if_absent=if_absent,
+            )
+            statuses[share.at] = outcome.statuses
+            errors |= {int(share.at[n]): why for n, why in outcome.errors.items()}
+        return Result(statuses, errors)
+
+    def _make(self, table: TableName, nbytes: int) -> None:
+        """Make a table that is to be written to, where that is wanted and there is none."""
+        if self._maker is not None and not self._tables.may_have(table):
+            self._maker.ensure(table, nbytes)
+
+    def _needed_server(self) -> MetadataClient:
+        if self._server is None:
+            raise UnsupportedByBackend(
+                f"{self.url}: only the metadata server can store and delete; give server="
+            )
+        return self._server
+
+    def delete(self, rows: Rows) -> Result:
+        """Delete keys through the server, which frees their pages; readers can see them reused.
+
+        Keys that share a page go in one call, since after the first of them the page would be free
+        while the other still means it; one that is named without the others stays, an ERROR.
+        """
+        server = self._needed_server()
+        statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)
+        errors: dict[int, str] = {}
+        for share in shares_of(rows):
+            found = share.only(self._tables.there(share))
+            for at, mate in self._tables.sharers(found):
+                statuses[at] = Status.ERROR
+                errors[at] = f"shares its page with {mate}, which would be left on a free page"
+            doomed = found.only(statuses[found.at] != Status.ERROR)
+            if len(doomed.at):
+                server.delete(*doomed.table, doomed.names)
+                statuses[doomed.at] = Status.OK
+        return Result(statuses, errors)
+
+
+def _positions(indices: IntArray, nbytes: int) -> IntArray:
+    """Where pages begin in their file; an index that no file can have is at the end of all."""
+    return np.where(indices <= _HIGHEST // nbytes - 1, indices, _HIGHEST // nbytes - 1) * nbytes
+
+
+def _fail(result: ReadResult, at: IntArray, message: str) -> None:
+    result.statuses[at] = Status.ERROR
+    result.nbytes[at] = -1
+    result.errors.update(dict.fromkeys(at.tolist(), message))

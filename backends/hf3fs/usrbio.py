@@ -1,0 +1,157 @@
+"""3FS's own way of reading, USRBIO: the FUSE daemon moves pages right into shared memory.
+
+Used where the `hf3fs_fuse` package is installed and the prefix lies on a 3FS mount. Written after
+3FS's sources and run against a stand-in that moves real bytes; not tested against a real 3FS.
+Source: 3FS hf3fs_fuse/io.py, src/lib/py/usrbio_binding.cc, src/lib/api/UsrbIo.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import os
+import queue
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hicachectl.backends.hf3fs.files import open_data_file
+from hicachectl.formats.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from hicachectl.backends.arena import Arena
+    from hicachectl.backends.hf3fs.files import Pages
+
+    IntArray = npt.NDArray[np.int64]
+
+RING_ENTRIES = 64
+WAIT_SECONDS = 5.0  # without any page; SGLang's client_timeout
+_RING_CHECK_MS = 1  # SGLang's
+
+
+@dataclass(frozen=True, slots=True)
+class Usrbio:
+    """The `hf3fs_fuse.io` module, and the 3FS mount that a store lies on."""
+
+    module: Any
+    mount: str
+
+
+def find_usrbio(prefix: str) -> Usrbio | None:
+    """Find out whether USRBIO serves a store; None without the package or off a 3FS mount."""
+    try:
+        io = import_module("hf3fs_fuse.io")
+    except ImportError:  # also where its native part cannot be loaded
+        return None
+    mount = io.extract_mount_point(str(Path(prefix).parent))
+    return Usrbio(io, mount) if mount else None
+
+
+class UsrbioReader:
+    """Reads pages into one arena, which has a name; a ring for every thread that reads.
+
+    The arena's name is taken away as soon as the daemon has the memory open.
+    """
+
+    def __init__(self, usrbio: Usrbio, arena: Arena) -> None:
+        self._module, self._mount = usrbio.module, usrbio.mount
+        memory = SimpleNamespace(name=arena.name, buf=arena.memory)  # as a SharedMemory has them
+        try:
+            self._iovec: Any = self._module.make_iovec(memory, self._mount)
+        except OSError as error:
+            raise self._unavailable(f"cannot register a buffer: {error.strerror}") from error
+        arena.forget_name()
+        self._lock = threading.Lock()
+        self._idle: queue.LifoQueue[Any] = queue.LifoQueue()
+        self._files: dict[str, int] = {}
+
+    def close(self) -> None:
+        """Let go of the rings, the buffer and the files; what is read has been waited for."""
+        with suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait()
+        self._iovec = None
+        files, self._files = self._files, {}
+        for descriptor in files.values():
+            self._module.deregister_fd(descriptor)  # else a later file of that number is misread
+            os.close(descriptor)
+
+    def read(self, path: str, pages: Pages, memory: memoryview) -> IntArray:
+        """Read pages in the order of the file: bytes that were there, or -errno, of each."""
+        counts = np.full(len(pages.positions), -errno.EIO, dtype=np.int64)
+        try:
+            descriptor = self._descriptor(path)
+            ring = self._ring()
+        except OSError as error:
+            counts[:] = -(error.errno or errno.EIO)
+            return counts
+        order = np.argsort(pages.positions, kind="stable")
+        for start in range(0, len(order), RING_ENTRIES):
+            self._read_some(ring, descriptor, pages, order[start : start + RING_ENTRIES], counts)
+        self._idle.put(ring)  # one that raised may still be at work, and is not used again
+        return counts
+
+    def _read_some(
+        self, ring: Any, descriptor: int, pages: Pages, places: IntArray, counts: IntArray
+    ) -> None:
+        """Read as many pages as a ring holds."""
+        numbers = places.tolist()  # alive until all have come: the ring holds them as userdata
+        prepared = 0
+        try:
+            for at in numbers:
+                target = int(pages.targets[at])
+                ring.prepare(
+                    self._iovec[target : target + pages.nbytes],
+                    True,
+                    descriptor,
+                    int(pages.positions[at]),
+                    userdata=at,
+                )
+                prepared += 1
+        except OSError as error:
+            counts[numbers[prepared:]] = -(error.errno or errno.EIO)
+        while prepared:
+            if not (finished := self._wait(ring, prepared)):
+                raise self._unavailable(f"no answer within {WAIT_SECONDS:g} s")
+            for piece in finished:
+                counts[piece.userdata] = piece.result
+            prepared -= len(finished)
+
+    def _wait(self, ring: Any, count: int) -> list[Any]:
+        try:
+            ring.submit()
+            timeout = datetime.timedelta(seconds=WAIT_SECONDS)
+            finished: list[Any] = ring.wait(max_results=count, min_results=1, timeout=timeout)
+        except OSError as error:
+            raise self._unavailable(str(error.strerror)) from error
+        return finished
+
+    def _ring(self) -> Any:
+        with suppress(queue.Empty):
+            return self._idle.get_nowait()
+        return self._module.make_ioring(
+            self._mount, RING_ENTRIES, for_read=True, timeout=_RING_CHECK_MS, numa=-1
+        )
+
+    def _descriptor(self, path: str) -> int:
+        with self._lock:
+            if path not in self._files:
+                descriptor = open_data_file(path, os.O_RDONLY)
+                try:
+                    self._module.register_fd(descriptor)
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+                self._files[path] = descriptor
+            return self._files[path]
+
+    def _unavailable(self, reason: str) -> StoreUnavailable:
+        return StoreUnavailable(f"{self._mount}: USRBIO: {reason}; is the 3FS daemon running?")

@@ -1,0 +1,255 @@
+"""Writing pages to 3FS as SGLang does: reserve at the metadata server, write in place, confirm.
+
+A reserved page that nobody confirms or releases is in no list ever after, so each reservation is
+seen to its end: in a thread, which an interrupt of the program does not reach. The server does not
+check who confirms or releases what: a page is let go once at most, and not where it may be mapped.
+Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.backends.base import Result, Status
+from hicachectl.backends.hf3fs.files import LOST
+from hicachectl.formats.errors import HicacheError, StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Sequence
+
+    from hicachectl.backends.hf3fs.files import DataFiles
+    from hicachectl.backends.hf3fs.metadata import MetadataClient
+
+MOST_RESERVED = 128  # at once; SGLang's STORAGE_BATCH_SIZE
+
+_NO_ROOM = "the data file ends before the page that the server gave; was it truncated?"
+_NO_PAGE = "the server gave a page that its table does not have"
+_OTHERS = "another writer stored the key meanwhile; it was left as it is"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Pages for one table: the data file, distinct keys, and the bytes of each.
+
+    table_pages: that the server can have of it.
+    """
+
+    table: tuple[int, str]
+    path: str
+    table_pages: int
+    names: Sequence[str]
+    pages: Sequence[memoryview]
+    if_absent: bool
+
+
+class PageWriter:
+    """Writes pages of any table; safe to use from threads."""
+
+    def __init__(self, server: MetadataClient, files: DataFiles) -> None:
+        self._server = server
+        self._files = files
+
+    def write(
+        self,
+        table: tuple[int, str],
+        path: str,
+        names: Sequence[str],
+        pages: Sequence[memoryview],
+        *,
+        num_pages: int,
+        table_pages: int,
+        if_absent: bool,
+    ) -> Result:
+        """Write pages: OK, EXISTS or ERROR each. Raises StoreUnavailable.
+
+        num_pages: that fit into the file; asked for more than it has, a server fails and forgets
+        the pages that it had taken. table_pages: that the server can have, as of its snapshot; a
+        page beyond them is not given back to it.
+        """
+        statuses = np.full(len(names), Status.ERROR, dtype=np.uint8)
+        errors: dict[int, str] = {}
+        if not num_pages:
+            return Result(statuses, dict.fromkeys(range(len(names)), f"{path}: no room for a page"))
+        for places in _distinct_batches(names, min(MOST_RESERVED, num_pages)):
+            keys, bytes_ = [names[n] for n in places], [pages[n] for n in places]
+            batch = Batch(table, path, table_pages, keys, bytes_, if_absent)
+            outcome = _seen_to_its_end(_Reservation(self._server, self._files, batch))
+            statuses[places] = outcome.statuses
+            errors |= {places[n]: why for n, why in outcome.errors.items()}
+        return Result(statuses, errors)
+
+
+def _distinct_batches(names: Sequence[str], most: int) -> list[list[int]]:
+    """Cut into batches without a key twice: the server would give it two pages."""
+    batches: list[list[int]] = []
+    seen: set[str] = set()
+    for place, name in enumerate(names):
+        if not batches or len(batches[-1]) == most or name in seen:
+            batches.append([])
+            seen.clear()
+        batches[-1].append(place)
+        seen.add(name)
+    return batches
+
+
+def _seen_to_its_end(reservation: _Reservation) -> Result:
+    """Run a reservation in a thread; an interrupt stops its writing, and waits for its release."""
+    with ThreadPoolExecutor(1, thread_name_prefix="hicachectl-write") as pool:
+        try:
+            return pool.submit(reservation.run).result()
+        except BaseException:
+            reservation.stop.set()
+            raise
+
+
+class _StoppedError(Exception):
+    """The program was interrupted."""
+
+
+@dataclass(slots=True)
+class _Reservation:
+    """One batch, from its reservation to its end.
+
+    held: the pages that the server gave us, by place in the batch, neither confirmed nor released.
+    """
+
+    server: MetadataClient
+    files: DataFiles
+    batch: Batch
+    stop: threading.Event = field(default_factory=threading.Event)
+    held: dict[int, int] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def run(self) -> Result:
+        names, if_absent = self.batch.names, self.batch.if_absent
+        statuses = np.full(len(names), Status.EXISTS, dtype=np.uint8)
+        there = self._there(range(len(names)))
+        asked = [n for n in range(len(names)) if not (if_absent and n in there)]
+        try:
+            self._reserve(asked, there)
+            written = self._write()
+            arrived = self._there(written) if if_absent else set()
+            ours = [n for n in written if n not in arrived]
+            self._confirm(ours, [names[n] for n in ours if n in there])
+            statuses[ours] = Status.OK
+        except _StoppedError:
+            pass  # the interrupt is raised where it came
+        finally:
+            if self.held:
+                self._release()
+        statuses[list(self.errors)] = Status.ERROR
+        return Result(statuses, self.errors)
+
+    def _there(self, places: Iterable[int]) -> set[int]:
+        """Find the places whose keys the server has."""
+        asked = list(places)
+        if not asked:
+            return set()
+        names = [self.batch.names[n] for n in asked]
+        answer = self.server.exists(*self.batch.table, names)
+        return {n for n, there in zip(asked, answer, strict=True) if there}
+
+    def _reserve(self, places: Sequence[int], there: Container[int]) -> None:
+        """Take a page for each place.
+
+        A key that is to be replaced gets one under a name that nobody has: under its own the old
+        page would come back, and the server keeps no names of reserved pages.
+        """
+        if not places:
+            return
+        names = self.batch.names
+        asked = [f"{names[n]}.{os.urandom(8).hex()}" if n in there else names[n] for n in places]
+        try:
+            answer = self.server.reserve(*self.batch.table, asked)
+        except HicacheError as error:
+            raise self._stranded(str(error), len(places)) from error
+        taken = {n: i for n, (existed, i) in zip(places, answer, strict=True) if not existed}
+        if len(set(taken.values())) < len(taken):  # each would be written over by the next
+            raise self._stranded(
+                f"{self.server.url}: the 3FS metadata server gives one page to several keys",
+                len(taken),
+            )
+        self.held = {n: index for n, index in taken.items() if index < self.batch.table_pages}
+        self.errors = dict.fromkeys(set(taken) - set(self.held), f"{self.batch.path}: {_NO_PAGE}")
+        if not self.batch.if_absent:
+            self.errors |= dict.fromkeys(set(places) - set(taken), _OTHERS)
+
+    def _write(self) -> list[int]:
+        """Write every page held; the places of those that are on disk."""
+        written = []
+        for n, index in self.held.items():
+            if self.stop.is_set():
+                raise _StoppedError
+            page = self.batch.pages[n]
+            try:
+                self.files.write(self.batch.path, index * len(page), page)
+                written.append(n)
+            except OSError as error:
+                self.errors[n] = self._message(error)
+        if written:
+            try:
+                self.files.sync(self.batch.path)
+            except OSError as error:
+                self.errors |= dict.fromkeys(written, self._message(error))
+                return []
+        return written
+
+    def _message(self, error: OSError) -> str:
+        if error.errno in LOST:
+            raise StoreUnavailable(
+                f"{self.batch.path}: {error.strerror}; is 3FS still mounted?"
+            ) from error
+        words = {errno.EFBIG: _NO_ROOM, errno.ENOENT: "there is no such data file"}
+        return f"{self.batch.path}: {words.get(error.errno or 0, error.strerror)}"
+
+    def _confirm(self, written: Sequence[int], replaced: Sequence[str]) -> None:
+        """Confirm what was written and release the rest, which is one call: all of it, or nothing.
+
+        Where the answer does not come, the server is asked which it was.
+        """
+        table, held = self.batch.table, self.held
+        if replaced:
+            # Frees the old pages, whichever they are by now; for a moment the keys are misses.
+            self.server.delete(*table, replaced)
+        if not held:
+            return
+        pairs = [(self.batch.names[n], held[n]) for n in written]
+        rest = [index for n, index in held.items() if n not in set(written)]
+        self.held = {}  # from here on, releasing a page could free one that is mapped
+        try:
+            self.server.confirm(*table, pairs, rest)
+        except BaseException:
+            if pairs:
+                current = self._looked_up([name for name, _ in pairs], len(held))
+                if not any(now == index for now, (_, index) in zip(current, pairs, strict=True)):
+                    self.held = held
+            raise
+
+    def _looked_up(self, names: Sequence[str], held: int) -> list[int | None]:
+        """Ask for the pages of keys, after a confirmation that was not answered."""
+        try:
+            return self.server.page_indices(*self.batch.table, names)
+        except HicacheError as error:
+            raise self._stranded(str(error), held) from error
+
+    def _release(self) -> None:
+        held, self.held = list(self.held.values()), {}
+        try:
+            self.server.confirm(*self.batch.table, [], held)
+        except HicacheError as error:
+            raise self._stranded(str(error), len(held)) from error
+
+    def _stranded(self, reason: str, count: int) -> StoreUnavailable:
+        """Make the error that says what becomes of pages that nobody can let go."""
+        rank, namespace = self.batch.table
+        return StoreUnavailable(
+            f"{reason}; {count} pages of {rank}:{namespace} may stay reserved: until the server is "
+            "started from a snapshot that is older, or the table is cleared"
+        )

@@ -1,0 +1,521 @@
+"""SGLang's Mooncake store: objects in the memory of a cluster, listed by its master.
+
+What is listed and asked about goes over the master's HTTP endpoints, which grant no lease and
+change no eviction order; the data client is set up when objects are first read or written.
+Source: sglang srt/mem_cache/storage/mooncake_store/mooncake_store.py :: MooncakeStore.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.arena import Arena, place
+from hicachectl.backends.base import (
+    BoolArray,
+    IntArray,
+    Limits,
+    ReadResult,
+    Result,
+    Rows,
+    Status,
+    Traits,
+    as_table,
+    keys_of,
+    scan_batch,
+    scan_schema,
+)
+from hicachectl.backends.capabilities import Leases, Pins, RacyWrites, Touch
+from hicachectl.backends.mooncake.client import (
+    EXISTS,
+    HAS_LEASE,
+    INVALID,
+    LEASE_EXPIRED,
+    NO_SPACE,
+    NOT_FOUND,
+    NOT_READY,
+    NOT_TRANSFERRED,
+    MooncakeClient,
+    message_of,
+)
+from hicachectl.backends.mooncake.master import VERSION_BYTES, MasterAdmin
+from hicachectl.backends.mooncake.settings import MooncakeSettings, settings_from
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Generator, Sequence
+
+    import numpy.typing as npt
+
+    from hicachectl.backends.urls import StoreUrl
+
+    Codes = npt.NDArray[np.int64]
+
+SCAN_ROWS = 16384
+LEASE_SECONDS = 10.0  # of Mooncake 0.3.13; --default_kv_lease_ttl of the master
+_LEASE_POLL_SECONDS = 0.5
+_LEASE_RETRIES = 3  # of a read that was too slow for its lease: the machine may have been busy
+_TCP = "tcp"
+_CARD_READERS = 4  # not measured: no RDMA network was at hand
+_WITH_MESSAGE = (Status.ERROR, Status.UNREACHABLE)
+_NOT_TEXT = "the key is not UTF-8: Mooncake has no such keys"
+_PIN_TOO_LONG = "refused: --pin-ttl is longer than the --max_kv_soft_pin_ttl of the master"
+_READ_BACK_BYTES = 64 << 20  # at once
+
+
+class MooncakeStore(Leases, Pins, RacyWrites, Touch):
+    """The default tenant's objects, used as a guest that contributes no segment."""
+
+    limits: Limits = Limits(
+        batch_objects=128,  # SGLang's own batches are of 128 pages
+        batch_bytes=256 << 20,
+        parallel_reads=2,  # one is begun while the other ends
+        parallel_writes=2,
+    )
+    grammar = "mooncake"
+    traits: ClassVar[Traits] = Traits(
+        columns=frozenset({"nbytes", "version", "replicas"}),
+        version_fields=("size", "segment", "address"),
+        writes=True,
+        deletes=True,
+        evicts=True,
+        versions_recur=True,  # freed memory is used again
+        logs_natively=True,
+    )
+    lease_wait_seconds: float = 2 * LEASE_SECONDS
+
+    def __init__(self, settings: MooncakeSettings) -> None:
+        self._settings = settings
+        if settings.protocol != _TCP:
+            # The network card copies, so that threads are free to work on what came before.
+            self.limits = replace(self.limits, parallel_reads=_CARD_READERS)
+        self.url = str(settings)
+        self._admin = MasterAdmin(settings.admin)
+        self._client: MooncakeClient | None = None
+        self._closed = False
+        self._kept: list[Any] = []
+        self._registered: int | None = None  # address of the arena
+        self._opening = threading.Lock()
+        self._pins = False
+        self._pin_seconds: float | None = None
+        try:
+            self._admin.check()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> Self:
+        """Reach the master that a URL, the environment or SGLang's config names."""
+        return cls(settings_from(url, os.environ))
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        self.detach()
+        self._closed = True
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        self._admin.close()
+
+    def attach(self, arena: Arena) -> None:
+        """Register the arena for transfers."""
+        self.detach()
+        self._data().register(arena.address, arena.nbytes)
+        self._registered = arena.address
+        super().attach(arena)
+
+    def detach(self) -> None:
+        """Undo the registration."""
+        if self._registered is not None and self._client is not None:
+            if self._client.abandoned and self.arena is not None:
+                self._kept.append(self.arena.array)  # mapped as long as it is looked at
+            else:
+                self._client.unregister(self._registered)
+        self._registered = None
+        super().detach()
+
+    # listing
+
+    def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
+        """List the default tenant's objects; those without a readable replica are not listed.
+
+        An object that is gone, or not yet whole, when its size is asked for is left out. A key
+        with a comma cannot be asked about: it has no size, unless `allow_leases` is set.
+        """
+        schema = scan_schema(columns)
+        for keys in self._admin.key_batches(SCAN_ROWS):
+            yield self._described(schema, keys)
+
+    def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
+        """Ask for a few objects again; for those with commas in their keys, in a listing of all."""
+        keys = _key_array(rows)
+        answer = self._admin.query(keys)
+        unaskable = _unaskable(answer)
+        if unaskable.any():
+            listed = self._listed(keys.filter(pa.array(unaskable)))
+            known = pa.array(~unaskable | _is_in(keys, listed))
+            keys, answer = keys.filter(known), answer.filter(known)
+        return pa.Table.from_batches([self._batch(scan_schema(columns), keys, answer)])
+
+    def exists(self, rows: Rows) -> BoolArray:
+        """Say which objects are there and readable."""
+        return self._found(rows)[0]
+
+    def unfinished(self, rows: Rows) -> BoolArray:
+        """Say which keys a writer has begun and not finished, where the master can tell."""
+        return self._found(rows)[1]
+
+    def _found(self, rows: Rows) -> tuple[BoolArray, BoolArray]:
+        """Say which objects are readable, and which somebody has begun to write."""
+        keys = _key_array(rows)
+        answer = self._admin.query(keys)
+        unaskable = _unaskable(answer)
+        there: BoolArray = _codes(answer) == 0
+        if unaskable.any():
+            there |= unaskable & _is_in(keys, self._listed(keys.filter(pa.array(unaskable))))
+        return there, _codes(answer) == NOT_READY
+
+    def free_bytes(self) -> int | None:
+        """Count what the cluster's segments have room for."""
+        return self._admin.free_bytes()
+
+    def _described(self, schema: Any, keys: Any) -> Any:
+        """Make a batch of listed keys; asks the master only for columns that need it."""
+        if not set(schema.names) & {"nbytes", "version", "replicas"}:
+            return scan_batch(schema, {"key": keys}, len(keys))
+        return self._batch(schema, keys, self._admin.query(keys))
+
+    def _batch(self, schema: Any, keys: Any, answer: Any) -> Any:
+        """Make a batch of what the master said of keys that are there."""
+        unaskable = _unaskable(answer)
+        sizes = answer.column("nbytes")
+        if self.allow_leases and unaskable.any():
+            sizes = self._leased_sizes(keys, sizes, np.flatnonzero(unaskable))
+        kept = pa.array((_codes(answer) == 0) | unaskable)
+        columns = {
+            "key": keys.filter(kept),
+            "nbytes": sizes.filter(kept),
+            "version": answer.column("version").filter(kept).cast(pa.binary()),
+            "replicas": answer.column("replicas").filter(kept),
+        }
+        return scan_batch(schema, columns, len(columns["key"]))
+
+    def _leased_sizes(self, keys: Any, sizes: Any, places: IntArray) -> Any:
+        """Ask for sizes in the way that grants leases, one call each."""
+        found = sizes.to_pylist()
+        for place_ in places.tolist():
+            key = _text(keys[place_].as_py())
+            size = NOT_FOUND if key is None else self._data().size(key)
+            found[place_] = size if size > 0 else None
+        return pa.array(found, pa.int64())
+
+    def _listed(self, wanted: Any) -> Any:
+        """Find which of some keys the master lists."""
+        found = [
+            keys.filter(pa.array(_is_in(keys, wanted)))
+            for keys in self._admin.key_batches(SCAN_ROWS)
+        ]
+        return pa.concat_arrays(found or [pa.array([], pa.binary())])
+
+    # data
+
+    def read_into(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
+        """Read whole objects; each is leased, so that what is identified is what was read."""
+        self.memory(offsets, capacities, len(rows))
+        keys = _texts(rows)
+        codes = np.full(len(rows), INVALID, dtype=np.int64)
+        chosen = np.array([key is not None for key in keys], dtype=np.bool_) & (capacities > 0)
+        places = np.flatnonzero(chosen)
+        if len(places):
+            names = [keys[at] or "" for at in places.tolist()]
+            addresses = self._addresses(offsets[places])
+            codes[places] = self._transferred(names, addresses, capacities[places].tolist())
+        nbytes = np.where(codes > 0, codes, -1)
+        statuses = np.full(len(rows), Status.ERROR, dtype=np.uint8)
+        statuses[codes == capacities] = Status.OK
+        statuses[(codes > 0) & (codes < capacities)] = Status.SHORT
+        statuses[(codes == NOT_FOUND) | (codes == NOT_READY)] = Status.GONE
+        versions = np.zeros((len(rows), len(self.traits.version_fields)), dtype=np.uint64)
+        unclear = (statuses == Status.ERROR) | (identify & (statuses == Status.OK))
+        if unclear.any():
+            self._clear_up(keys, rows, np.flatnonzero(unclear), statuses, nbytes, versions)
+            statuses[(statuses == Status.ERROR) & (nbytes > capacities)] = Status.OVERSIZED
+        statuses[(statuses == Status.ERROR) & np.isin(codes, NOT_TRANSFERRED)] = Status.UNREACHABLE
+        errors = {
+            at: _NOT_TEXT if keys[at] is None else message_of(int(codes[at]))
+            for at in np.flatnonzero(np.isin(statuses, _WITH_MESSAGE)).tolist()
+        }
+        return ReadResult(statuses, errors, nbytes=nbytes, versions=versions)
+
+    def _transferred(
+        self, keys: Sequence[str], addresses: list[int], capacities: list[int]
+    ) -> Codes:
+        """Read objects; those whose leases ended before the batch did, again and one by one."""
+        codes = self._data().get_into(keys, addresses, capacities)
+        for at in np.flatnonzero(codes == LEASE_EXPIRED).tolist() * _LEASE_RETRIES:
+            if codes[at] == LEASE_EXPIRED:
+                codes[at] = self._data().get_into([keys[at]], [addresses[at]], [capacities[at]])[0]
+        return codes
+
+    def _clear_up(
+        self,
+        keys: Sequence[str | None],
+        rows: Rows,
+        places: IntArray,
+        statuses: npt.NDArray[np.uint8],
+        nbytes: IntArray,
+        versions: npt.NDArray[np.uint64],
+    ) -> None:
+        """Ask which object each was that was read, and whether the others are there, of what size.
+
+        Those whose keys have commas are asked in the way that grants a lease: the read tried to.
+        """
+        answer = self._admin.query(_key_array(rows).take(pa.array(places)))
+        codes, sizes = _codes(answer), answer.column("nbytes").fill_null(-1).to_numpy()
+        known = codes == 0
+        versions[places[known]] = _version_rows(answer.column("version").filter(pa.array(known)))
+        failed = statuses[places] == Status.ERROR
+        statuses[places[failed & ((codes == NOT_FOUND) | (codes == NOT_READY))]] = Status.GONE
+        nbytes[places[failed & known]] = sizes[failed & known]
+        for at in places[failed & _unaskable(answer)].tolist():
+            key = keys[at]
+            nbytes[at] = max(-1, self._data().size(key)) if key is not None else -1
+
+    def write_from(
+        self,
+        rows: Rows,
+        offsets: IntArray,
+        sizes: IntArray,
+        *,
+        if_absent: bool,
+    ) -> Result:
+        """Put objects, and read them back: a put of a key that exists is answered like any other.
+
+        Without `confirms_writes` nothing is read back, and an object that another writer has put
+        since this one asked for its key is called OK.
+
+        Without if_absent, an object that is there is removed first, once no reader has a lease.
+        A cluster evicts what has no lease or pin to make room; FULL means that it could not.
+        """
+        self.memory(offsets, sizes, len(rows))
+        keys = _texts(rows)
+        statuses = np.zeros(len(rows), dtype=np.uint8)
+        errors: dict[int, str] = {}
+        for at, key in enumerate(keys):
+            if key is None or not sizes[at]:
+                statuses[at] = Status.ERROR
+                errors[at] = _NOT_TEXT if key is None else "Mooncake stores no empty objects"
+        begun = self._make_room(rows, statuses, errors, if_absent=if_absent)
+        places = np.flatnonzero(statuses == Status.OK)
+        if len(places):
+            codes = self._data().put_from(
+                [keys[at] or "" for at in places],
+                self._addresses(offsets[places]),
+                sizes[places].tolist(),
+                pin=self._pins,
+                pin_seconds=self._pin_seconds,
+            )
+            statuses[places[codes == EXISTS]] = Status.EXISTS
+            _note_errors(statuses, errors, places, codes, (0, EXISTS))
+            if self._pins and self._pin_seconds is not None:
+                errors |= dict.fromkeys(places[codes == INVALID].tolist(), _PIN_TOO_LONG)
+            self._settle_begun(rows, places[(codes == 0) & begun[places]], statuses)
+            if self.confirms_writes:
+                put = places[(codes == 0) & (statuses[places] == Status.OK)]
+                self._read_back(keys, put, offsets[put], sizes[put], statuses, errors)
+        return Result(statuses, errors)
+
+    def _make_room(
+        self,
+        rows: Rows,
+        statuses: npt.NDArray[np.uint8],
+        errors: dict[int, str],
+        *,
+        if_absent: bool,
+    ) -> BoolArray:
+        """Mark what is there as existing, or remove it; which others somebody has begun: [rows]."""
+        fine = np.flatnonzero(statuses == Status.OK)
+        chosen = as_table(rows).take(pa.array(fine))
+        begun = np.zeros(len(rows), dtype=np.bool_)
+        if if_absent:
+            there, begun[fine] = self._found(chosen)
+            statuses[fine[there]] = Status.EXISTS
+            return begun
+        removed = self.delete(chosen)
+        for index, why in removed.errors.items():
+            statuses[fine[index]] = Status.ERROR
+            errors[int(fine[index])] = why
+        return begun
+
+    def _settle_begun(self, rows: Rows, places: IntArray, statuses: npt.NDArray[np.uint8]) -> None:
+        """Mark as existing what another writer is still at.
+
+        A put of it is answered with success, and is none. It stays so where that writer was
+        killed, until the master's --put_start_discard_timeout_sec.
+        """
+        if len(places):
+            readable = self.exists(as_table(rows).take(pa.array(places)))
+            statuses[places[~readable]] = Status.EXISTS
+
+    def _read_back(
+        self,
+        keys: Sequence[str | None],
+        places: IntArray,
+        offsets: IntArray,
+        sizes: IntArray,
+        statuses: npt.NDArray[np.uint8],
+        errors: dict[int, str],
+    ) -> None:
+        """Compare what the cluster has with what was put; other bytes are another writer's."""
+        assert self.arena is not None
+        for chunk in _chunks(sizes, _READ_BACK_BYTES):
+            where, total = place(sizes[chunk])
+            with Arena(total) as copy:
+                names = [keys[at] or "" for at in places[chunk].tolist()]
+                codes = self._read_copy(names, copy, where, sizes[chunk])
+                for index, (at, code) in enumerate(zip(places[chunk], codes.tolist(), strict=True)):
+                    size = int(sizes[chunk][index])
+                    mine = self.arena.view(int(offsets[chunk][index]), size)
+                    if code == NOT_FOUND:
+                        statuses[at] = Status.ERROR
+                        errors[int(at)] = "evicted as soon as it was put; the cluster is full"
+                    elif code < 0 and code != INVALID:
+                        statuses[at] = Status.ERROR
+                        errors[int(at)] = f"cannot be read back: {message_of(code)}"
+                    elif code != size or not np.array_equal(
+                        copy.view(int(where[index]), size), mine
+                    ):
+                        statuses[at] = Status.EXISTS
+
+    def _read_copy(
+        self, keys: Sequence[str], copy: Arena, offsets: IntArray, sizes: IntArray
+    ) -> Codes:
+        """Read objects into memory of their own."""
+        client = self._data()
+        client.register(copy.address, copy.nbytes)
+        try:
+            return self._transferred(keys, (copy.address + offsets).tolist(), sizes.tolist())
+        finally:
+            client.unregister(copy.address)
+
+    def pin_writes(self, seconds: float | None) -> None:
+        """Pin objects by soft pins, for so long or the --default_kv_soft_pin_ttl of the master."""
+        self._pins, self._pin_seconds = True, seconds
+
+    def delete(self, rows: Rows) -> Result:
+        """Remove objects, waiting for the leases of readers to end; never by force."""
+        keys = _texts(rows)
+        codes = np.full(len(rows), NOT_FOUND, dtype=np.int64)
+        pending = np.flatnonzero([key is not None for key in keys])
+        deadline = time.monotonic() + self.lease_wait_seconds
+        while len(pending):
+            codes[pending] = self._data().remove([keys[at] or "" for at in pending])
+            pending = pending[codes[pending] == HAS_LEASE]
+            if time.monotonic() >= deadline:
+                break
+            if len(pending):
+                time.sleep(_LEASE_POLL_SECONDS)
+        statuses = np.zeros(len(rows), dtype=np.uint8)
+        errors: dict[int, str] = {}
+        statuses[codes == NOT_FOUND] = Status.GONE
+        _note_errors(statuses, errors, np.arange(len(rows)), codes, (0, NOT_FOUND))
+        return Result(statuses, errors)
+
+    def touch(self, rows: Rows) -> BoolArray:
+        """Lease objects, batch by batch: those whose leases end first are evicted first."""
+        keys = _texts(rows)
+        codes = np.zeros(len(rows), dtype=np.int64)
+        for start in range(0, len(rows), self.limits.batch_objects):
+            some = slice(start, start + self.limits.batch_objects)
+            codes[some] = self._data().lease([key or "" for key in keys[some]])
+        touched: BoolArray = codes == 1
+        return touched
+
+    def _data(self) -> MooncakeClient:
+        with self._opening:
+            if self._closed:
+                raise ValueError("the store is closed")
+            if self._client is None:
+                self._client = MooncakeClient(self._settings)
+            return self._client
+
+    def _addresses(self, offsets: IntArray) -> list[int]:
+        if self.arena is None:
+            raise ValueError("attach an arena first")
+        addresses: list[int] = (self.arena.address + offsets).tolist()
+        return addresses
+
+
+def _note_errors(
+    statuses: npt.NDArray[np.uint8],
+    errors: dict[int, str],
+    places: IntArray,
+    codes: Codes,
+    fine: tuple[int, ...],
+) -> None:
+    """Mark the rows at `places` whose code is none of the `fine` ones."""
+    for at, code in zip(places.tolist(), codes.tolist(), strict=True):
+        if code not in fine:
+            statuses[at] = Status.FULL if code == NO_SPACE else Status.ERROR
+            errors[at] = message_of(code)
+
+
+def _chunks(sizes: IntArray, most_bytes: int) -> list[slice]:
+    """Cut objects into runs of at most so many bytes, or of one object."""
+    ends = np.cumsum(sizes)
+    chunks, start = [], 0
+    while start < len(sizes):
+        before = ends[start - 1] if start else 0
+        end = max(start + 1, int(np.searchsorted(ends, before + most_bytes, side="right")))
+        chunks.append(slice(start, end))
+        start = end
+    return chunks
+
+
+def _text(key: bytes) -> str | None:
+    try:
+        return key.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _texts(rows: Rows) -> list[str | None]:
+    return list(map(_text, keys_of(rows)))
+
+
+def _key_array(rows: Rows) -> Any:
+    """Give the keys of rows as one binary array."""
+    keys = rows.column("key")
+    return keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
+
+
+def _codes(answer: Any) -> Codes:
+    """Codes of the master's answer; what could not be asked is 1."""
+    codes: Codes = answer.column("code").fill_null(1).to_numpy().astype(np.int64)
+    return codes
+
+
+def _unaskable(answer: Any) -> BoolArray:
+    found: BoolArray = answer.column("code").is_null().to_numpy(zero_copy_only=False)
+    return found
+
+
+def _is_in(keys: Any, some: Any) -> BoolArray:
+    import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+
+    found: BoolArray = pc.is_in(keys, value_set=some).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _version_rows(versions: Any) -> npt.NDArray[np.uint64]:
+    """Spell versions as numbers: [n, fields]; 0 for objects on disk, which have none."""
+    joined = b"".join(versions.fill_null(b"\0" * VERSION_BYTES).to_pylist())
+    return np.frombuffer(joined, dtype="<u8").reshape(len(versions), VERSION_BYTES // 8)

@@ -1,0 +1,1 @@
+"""Packs as stores."""

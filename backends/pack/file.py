@@ -1,0 +1,372 @@
+"""A pack file by its descriptor: reading its index, walking its records, appending to it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from array import array
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+from blake3 import blake3
+
+from hicachectl.backends.disk.durable import is_named, lock
+from hicachectl.formats.errors import FormatError, StoreUnavailable
+from hicachectl.formats.pack.index import ENTRIES, read_index, write_index
+from hicachectl.formats.pack.planes import Decoder
+from hicachectl.formats.pack.records import (
+    DIGEST_BYTES,
+    HEADER_BYTES,
+    MOST_METADATA_BYTES,
+    RECORD_BYTES,
+    TRAILER_BYTES,
+    Kind,
+    Metadata,
+    Record,
+    build_record,
+    build_trailer,
+    key_length,
+    parse_header,
+    parse_metadata,
+    parse_record,
+    parse_trailer,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hicachectl.formats.pack.planes import Plane
+
+_HEAD_BYTES = RECORD_BYTES + 256  # of a record and most keys, in one read
+
+
+class UnfinishedPackError(FormatError):
+    """A pack without its last bytes: it is being written, or was cut off."""
+
+
+class OtherContentError(FormatError):
+    """The content of a record is not what its digest says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A valid pack. entries: ENTRIES. end: where its last byte is."""
+
+    pack_id: bytes
+    metadata: Metadata
+    entries: pa.Table
+    end: int
+
+
+@dataclass(slots=True)
+class Entries:
+    """The objects of a pack as columns that grow; a key that comes again replaces the earlier.
+
+    rows: the place of each key in the columns. Threads may add and look at the same time.
+    """
+
+    rows: dict[bytes, int] = field(default_factory=dict)
+    _keys: list[bytes] = field(default_factory=list)
+    _numbers: dict[str, array[int]] = field(
+        default_factory=lambda: {name: array("q") for name in ("nbytes", "offset", "length")}
+    )
+    _times: list[int | None] = field(default_factory=list)
+    _planes: bytearray = field(default_factory=bytearray)
+    _digests: bytearray = field(default_factory=bytearray)
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, table: pa.Table) -> Entries:
+        """Copy what a table of ENTRIES has."""
+        made = cls()
+        made._keys = table.column("key").to_pylist()
+        made.rows = dict(zip(made._keys, range(len(table)), strict=True))
+        for name, values in made._numbers.items():
+            values.frombytes(table.column(name).to_numpy().tobytes())
+        made._times = table.column("mtime_ns").to_pylist()
+        made._planes += table.column("planes").to_numpy().tobytes()
+        made._digests += b"".join(table.column("digest").to_pylist())
+        return made
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def add(self, record: Record, offset: int) -> None:
+        """Note an object and where its record is."""
+        with self._turn:
+            for name, value in (
+                ("nbytes", record.nbytes),
+                ("offset", offset),
+                ("length", record.length),
+            ):
+                self._numbers[name].append(value)
+            self._times.append(record.mtime_ns)
+            self._planes.append(len(record.stored))
+            self._digests += record.digest
+            self._keys.append(record.key)
+            self.rows[record.key] = len(self._keys) - 1
+
+    def place(self, row: int) -> Place:
+        """Say where an object lies, by its value in `rows`."""
+        return Place(
+            self._numbers["offset"][row],
+            self._numbers["length"][row],
+            self._numbers["nbytes"][row],
+            self._planes[row],
+            bytes(self._digests[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]),
+        )
+
+    def table(self) -> pa.Table:
+        """Give what is there now as a table of ENTRIES, in the order of the file."""
+        with self._turn:
+            digests = pa.py_buffer(bytes(self._digests))
+            columns = {
+                "key": pa.array(self._keys, pa.binary()),
+                "mtime_ns": pa.array(self._times, pa.int64()),
+                "planes": np.frombuffer(bytes(self._planes), dtype=np.uint8),
+                "digest": pa.Array.from_buffers(
+                    pa.binary(DIGEST_BYTES), len(self._keys), [None, digests]
+                ),
+                **{name: np.array(values, np.int64) for name, values in self._numbers.items()},
+            }
+            alive = None if len(self.rows) == len(self._keys) else sorted(self.rows.values())
+        table = pa.table([columns[name] for name in ENTRIES.names], schema=ENTRIES)
+        return table if alive is None else table.take(pa.array(alive, pa.int64()))
+
+    def picked(self, rows: Sequence[int]) -> pa.Table:
+        """Give some objects as a table of ENTRIES, by their values in `rows`."""
+        places = [self.place(row) for row in rows]
+        columns = {
+            "key": [self._keys[row] for row in rows],
+            "mtime_ns": [self._times[row] for row in rows],
+            **{f.name: [getattr(place, f.name) for place in places] for f in fields(Place)},
+        }
+        return pa.table(columns).select(ENTRIES.names).cast(ENTRIES)
+
+
+def open_pack(path: str, flags: int) -> int:
+    """Open a pack file; a new one is only for its owner. Raises StoreUnavailable."""
+    try:
+        # A FIFO must not block.
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        remedies = {
+            errno.ENOENT: "no such pack; check the path",
+            errno.EISDIR: "is no regular file; give the pack file",
+        }
+        reason = remedies.get(error.errno or 0) or error.strerror or str(error)
+        raise StoreUnavailable(f"{path}: {reason}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise StoreUnavailable(f"{path}: is no regular file; give the pack file")
+    return descriptor
+
+
+def lock_pack(descriptor: int, path: str) -> None:
+    """Become the only writer of the pack at a path, until the descriptor is closed.
+
+    Raises StoreUnavailable, also where the file was removed or replaced since it was opened: the
+    writer before may have done so, and what is written to it would be nowhere.
+    """
+    try:
+        is_ours = lock(descriptor)
+    except OSError as error:
+        raise StoreUnavailable(f"{path}: cannot be locked: {error.strerror}") from error
+    if not is_ours:
+        raise StoreUnavailable(
+            f"{path}: another process is writing to this pack; wait until it has ended"
+        )
+    if not is_named(descriptor, path, follow=True):
+        raise StoreUnavailable(f"{path}: was removed or replaced while it was opened; try again")
+
+
+def read_exactly(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Fill buffers from one place of the file. Raises OSError, FormatError where it ends early."""
+    left = [buffer for buffer in buffers if len(buffer)]
+    while left:
+        count = os.preadv(descriptor, left, offset)
+        if not count:
+            raise FormatError("the file ends within a record")
+        offset += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if left:
+            left[0] = left[0][count:]
+
+
+def load_finished(descriptor: int, path: str) -> Finished:
+    """Read and check the index of a valid pack.
+
+    Raises UnfinishedPackError where there is none at the end, FormatError for what is no pack or
+    damaged. Memory: a few times the index, which is never larger than the file.
+    """
+    size = os.fstat(descriptor).st_size
+    pack_id = read_header(descriptor, path)
+    trailer = parse_trailer(
+        os.pread(descriptor, TRAILER_BYTES, max(0, size - TRAILER_BYTES)), pack_id
+    )
+    remedy = f"run: hicachectl pack repair {path}"
+    if trailer is None:
+        raise UnfinishedPackError(
+            f"{path}: the pack is not finished: it is being written, or was cut off; "
+            f"if nobody writes to it, {remedy}"
+        )
+    offset, length = trailer
+    if offset < HEADER_BYTES or offset + length + TRAILER_BYTES != size:
+        raise FormatError(
+            f"{path}: its index is not where its end says (offset {offset}); {remedy}"
+        )
+    try:
+        record = read_record(descriptor, offset, pack_id)
+        content = read_content(descriptor, record, offset)
+        if record.kind is not Kind.INDEX or record.length != length:
+            raise FormatError("is of another kind or length than its end says")
+    except FormatError as error:
+        raise FormatError(
+            f"{path}: its index (offset {offset}) is damaged: {error}; {remedy}"
+        ) from error
+    entries, metadata = read_index(content, end=offset, source=path)
+    return Finished(pack_id, metadata, entries, size)
+
+
+def read_header(descriptor: int, path: str) -> bytes:
+    """Read the id of a pack. Raises FormatError."""
+    try:
+        return parse_header(os.pread(descriptor, HEADER_BYTES, 0))
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+
+
+def read_record(descriptor: int, offset: int, pack_id: bytes) -> Record:
+    """Read the head of a record. Raises FormatError."""
+    data = os.pread(descriptor, _HEAD_BYTES, offset)
+    if len(data) == _HEAD_BYTES and (more := RECORD_BYTES + key_length(data) - len(data)) > 0:
+        data += os.pread(descriptor, more, offset + len(data))
+    return parse_record(data, pack_id)
+
+
+def read_content(descriptor: int, record: Record, offset: int) -> memoryview:
+    """Read the content of a record that is one raw plane, no index larger than the file.
+
+    Raises FormatError where its digest is another.
+    """
+    if record.stored != (record.nbytes,):
+        raise FormatError("it is compressed, which none is")
+    if record.length > os.fstat(descriptor).st_size - offset:
+        raise FormatError("the file ends within it")
+    content = memoryview(bytearray(record.nbytes))
+    read_exactly(descriptor, [content], offset + record.content_offset)
+    if blake3(content).digest() != record.digest:
+        raise FormatError("it is not what its digest says")
+    return content
+
+
+def read_metadata(descriptor: int, record: Record, offset: int) -> Metadata:
+    """Read a metadata record's content. Raises FormatError."""
+    if record.nbytes > MOST_METADATA_BYTES:
+        raise FormatError(f"metadata of {record.nbytes} bytes")
+    return parse_metadata(read_content(descriptor, record, offset))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an object's record is and what it must hold: a row of the index."""
+
+    offset: int
+    length: int
+    nbytes: int
+    planes: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, record: Record, offset: int) -> Place:
+        """Take it from the record itself."""
+        return cls(offset, record.length, record.nbytes, len(record.stored), record.digest)
+
+
+class ObjectReader:
+    """Reads objects out of records. One for each thread; keeps memory for the largest so far."""
+
+    def __init__(self, descriptor: int, pack_id: bytes) -> None:
+        self._descriptor = descriptor
+        self._pack_id = pack_id
+        self._decoder = Decoder()
+        self._scratch = bytearray()
+
+    def read(self, key: bytes, place: Place, out: memoryview) -> None:
+        """Fill `out`, of `place.nbytes` bytes, with an object; what is not compressed comes there
+        directly. Raises OSError, FormatError where the record is damaged, and OtherContentError
+        where its content is.
+        """
+        head_bytes = RECORD_BYTES + len(key)
+        stored = place.length - head_bytes
+        direct = place.planes == 1 and stored == place.nbytes
+        needed = head_bytes + (0 if direct else stored)
+        if len(self._scratch) < needed:
+            self._scratch = bytearray(needed)
+        scratch = memoryview(self._scratch)
+        head, content = scratch[:head_bytes], out if direct else scratch[head_bytes:needed]
+        read_exactly(self._descriptor, [head, content], place.offset)
+        record = parse_record(head, self._pack_id)
+        if record.kind is not Kind.OBJECT or record.key != key or self._differs(record, place):
+            raise FormatError("its record is not the one that the index names")
+        if not direct:
+            self._decoder.decode(list(_cut(content, record.stored)), out)
+        if blake3(out).digest() != place.digest:
+            raise OtherContentError("its content is not what its digest says")
+
+    @staticmethod
+    def _differs(record: Record, place: Place) -> bool:
+        return Place.of(record, place.offset) != place
+
+
+def _cut(content: memoryview, lengths: Sequence[int]) -> Iterator[memoryview]:
+    start = 0
+    for length in lengths:
+        yield content[start : start + length]
+        start += length
+
+
+def write_fully(descriptor: int, buffers: Sequence[Plane], offset: int) -> int:
+    """Write buffers one after another at one place, and say where that ends. Raises OSError."""
+    left = [memoryview(buffer) for buffer in buffers if len(buffer)]
+    while left:
+        count = os.pwritev(descriptor, left, offset)
+        offset += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if left:
+            left[0] = left[0][count:]
+    return offset
+
+
+def plain_record(kind: Kind, content: bytes) -> Record:
+    """Make the record of an index or of metadata."""
+    return Record(
+        kind=kind,
+        key=b"",
+        nbytes=len(content),
+        stored=(len(content),),
+        digest=blake3(content).digest(),
+    )
+
+
+def append_index(
+    descriptor: int, pack_id: bytes, entries: pa.Table, metadata: Metadata, at: int
+) -> int:
+    """Finish a pack: write its index and trailer at `at`, durably, and nothing after them.
+
+    The records are durable before the trailer is there to name them. Raises OSError.
+    """
+    content = write_index(entries, metadata)
+    record = plain_record(Kind.INDEX, content)
+    end = write_fully(descriptor, [build_record(record, pack_id), content], at)
+    os.ftruncate(descriptor, end)
+    os.fdatasync(descriptor)
+    end = write_fully(descriptor, [build_trailer(at, record.length, pack_id)], end)
+    os.fdatasync(descriptor)
+    return end

@@ -1,0 +1,307 @@
+"""Packs without a usable index: what their records say, and how an index is made of that."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hicachectl.backends.disk.durable import move_noreplace, sync_name
+from hicachectl.backends.disk.permissions import Permissions, as_umask_says
+from hicachectl.backends.pack.file import (
+    Entries,
+    ObjectReader,
+    Place,
+    append_index,
+    load_finished,
+    lock_pack,
+    open_pack,
+    plain_record,
+    read_content,
+    read_header,
+    read_metadata,
+    read_record,
+    write_fully,
+)
+from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
+from hicachectl.formats.pack.index import column_of, read_index
+from hicachectl.formats.pack.records import (
+    HEADER_BYTES,
+    RECORD_MAGIC,
+    TRAILER_BYTES,
+    Kind,
+    Metadata,
+    Record,
+    build_header,
+    build_metadata,
+    build_record,
+    parse_trailer,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pyarrow as pa
+
+# Only what was written since the last sync can be torn, however well its head reads: at most what
+# a few calls write. The content of earlier records is checked when it is read.
+CHECKED_TAIL_BYTES = 1 << 30
+_MOST_CHECKED_BYTES = 256 << 20  # of one object, which has to be in memory
+_SEARCH_BYTES = 4 << 20
+_COPY_BYTES = 8 << 20
+
+
+@dataclass(slots=True)
+class Walked:
+    """What the records of a file say, without its index.
+
+    end: where the last whole record ends. cut_bytes: what follows that; unfinished: whether that
+    begins with the head of an object. damaged_bytes: stretches between records that are none;
+    damaged: objects among the checked whose content is not what its digest says.
+    """
+
+    pack_id: bytes
+    metadata: Metadata | None = None
+    entries: Entries = field(default_factory=Entries)
+    end: int = HEADER_BYTES
+    cut_bytes: int = 0
+    unfinished: bool = False
+    damaged_bytes: int = 0
+    damaged: int = 0
+
+
+def walk(
+    descriptor: int, path: str, *, on_bytes: Callable[[int, int], None] = lambda nbytes, total: None
+) -> Walked:
+    """Read the heads of all records, and the content of the last ones.
+
+    on_bytes is told bytes as they are passed, and how many there are. Where something between
+    records is damaged, the next record is looked for. Memory: about 500 bytes an object. Raises
+    FormatError for what is no pack.
+    """
+    size = os.fstat(descriptor).st_size
+    found = Walked(read_header(descriptor, path))
+    reader = ObjectReader(descriptor, found.pack_id)
+    at, indexes = HEADER_BYTES, []
+    while at < size:
+        record = _record_at(descriptor, at, size, found.pack_id)
+        if record is None:
+            after = _after_damage(descriptor, at, size, found.pack_id)
+            if after is None:
+                break
+            next_at, is_trailer = after
+            found.damaged_bytes += 0 if is_trailer else next_at - at
+        else:
+            next_at = at + record.length
+            if record.kind is Kind.INDEX:
+                indexes.append((at, record))
+            _note(found, record, at, reader, descriptor, check=size - at <= CHECKED_TAIL_BYTES)
+        on_bytes(next_at - at, size)
+        at = next_at
+    found.end = at
+    found.cut_bytes = size - at
+    with suppress(FormatError):
+        found.unfinished = read_record(descriptor, at, found.pack_id).kind is Kind.OBJECT
+    while found.metadata is None and indexes:
+        found.metadata = _metadata_of_index(descriptor, *indexes.pop(), path)
+    return found
+
+
+def _record_at(descriptor: int, at: int, size: int, pack_id: bytes) -> Record | None:
+    """Read the head of a record that is whole; None where there is none."""
+    try:
+        record = read_record(descriptor, at, pack_id)
+    except FormatError:
+        return None
+    return record if record.length <= size - at else None
+
+
+def _after_damage(descriptor: int, at: int, size: int, pack_id: bytes) -> tuple[int, bool] | None:
+    """Find where records go on, and whether a trailer alone is skipped; None where nowhere."""
+    if parse_trailer(os.pread(descriptor, TRAILER_BYTES, at), pack_id) is not None:
+        return at + TRAILER_BYTES, True
+    start = at + 1
+    while start < size:
+        data = os.pread(descriptor, _SEARCH_BYTES, start)
+        place = data.find(RECORD_MAGIC)
+        while place >= 0:
+            if _record_at(descriptor, start + place, size, pack_id) is not None:
+                return start + place, False
+            place = data.find(RECORD_MAGIC, place + 1)
+        if len(data) < len(RECORD_MAGIC):
+            break
+        start += len(data) - len(RECORD_MAGIC) + 1
+    return None
+
+
+def _note(
+    found: Walked, record: Record, at: int, reader: ObjectReader, descriptor: int, *, check: bool
+) -> None:
+    if record.kind is Kind.METADATA:
+        with suppress(FormatError):
+            found.metadata = read_metadata(descriptor, record, at)
+    elif record.kind is Kind.WITHDRAWN:
+        found.entries.rows.pop(record.key, None)
+    elif record.kind is Kind.OBJECT:
+        if check and record.nbytes <= _MOST_CHECKED_BYTES:
+            try:
+                reader.read(record.key, Place.of(record, at), memoryview(bytearray(record.nbytes)))
+            except FormatError:
+                found.damaged += 1
+                return
+        found.entries.add(record, at)
+
+
+def _metadata_of_index(descriptor: int, at: int, record: Record, path: str) -> Metadata | None:
+    """Read the copy that an index keeps."""
+    try:
+        return read_index(read_content(descriptor, record, at), end=at, source=path)[1]
+    except FormatError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """What a repair saved, or would have.
+
+    objects, nbytes: in the pack now, and the bytes of their contents. damaged, damaged_bytes,
+    cut_bytes, unfinished: as `Walked`. was_valid: there was nothing to repair.
+    """
+
+    objects: int
+    nbytes: int
+    damaged: int = 0
+    unfinished: bool = False
+    damaged_bytes: int = 0
+    cut_bytes: int = 0
+    was_valid: bool = False
+
+
+def repair(
+    path: str,
+    *,
+    output: str | None = None,
+    dry_run: bool = False,
+    on_bytes: Callable[[int, int], None] = lambda nbytes, total: None,
+) -> Repaired:
+    """Make a pack valid with every record that is whole: in place, or as a new file.
+
+    In place only a tail that holds no whole record is cut away. output: a file that is not there
+    yet; the pack is then left alone. Raises UsageError where it is, FormatError where nothing can
+    be saved, StoreUnavailable while a writer is at work and on failures of the system.
+    """
+    if output is not None and Path(output).exists():
+        raise _taken(output)
+    writes_here = output is None and not dry_run
+    descriptor = open_pack(path, os.O_RDWR if writes_here else os.O_RDONLY)
+    try:
+        lock_pack(descriptor, path)
+        with suppress(FormatError):
+            whole = load_finished(descriptor, path)
+            if output is None:
+                return _summary(whole.entries)
+        found = walk(descriptor, path, on_bytes=on_bytes)
+        if found.metadata is None:
+            raise FormatError(f"{path}: nothing says what its keys are; no object can be saved")
+        entries = found.entries.table()
+        if writes_here:
+            append_index(descriptor, found.pack_id, entries, found.metadata, found.end)
+        elif output is not None and not dry_run:
+            _copy(descriptor, found, entries, output)
+        return _summary(entries, found)
+    except OSError as error:
+        raise StoreUnavailable(f"{path}: cannot be repaired: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _taken(output: str) -> UsageError:
+    return UsageError(f"{output}: there is such a file; give a name for a new one")
+
+
+def _summary(entries: pa.Table, walked: Walked | None = None) -> Repaired:
+    nbytes = int(column_of(entries, "nbytes").sum())
+    if walked is None:
+        return Repaired(len(entries), nbytes, was_valid=True)
+    return Repaired(
+        len(entries),
+        nbytes,
+        damaged=walked.damaged,
+        unfinished=walked.unfinished,
+        damaged_bytes=walked.damaged_bytes,
+        cut_bytes=walked.cut_bytes,
+    )
+
+
+def _copy(descriptor: int, found: Walked, entries: pa.Table, output: str) -> None:
+    """Write a new pack of some records of another, all or nothing.
+
+    Its passing file, unlike that of `new_file`, is locked, and a later run replaces it: a killed
+    run leaves at most one file as large as the pack.
+    """
+    import pyarrow as pa
+
+    assert found.metadata is not None  # or there would be nothing to copy
+    partial = Path(output).with_name(f".{Path(output).name}.tmp")
+    target = _created(partial)
+    try:
+        content = build_metadata(found.metadata)
+        record = plain_record(Kind.METADATA, content)
+        head = [build_header(found.pack_id), build_record(record, found.pack_id), content]
+        at = write_fully(target, head, 0)
+        moved = []
+        for offset, length in zip(
+            column_of(entries, "offset").tolist(),
+            column_of(entries, "length").tolist(),
+            strict=True,
+        ):
+            moved.append(at)
+            at = _copy_bytes(descriptor, offset, length, target, at)
+        place = entries.schema.get_field_index("offset")
+        entries = entries.set_column(
+            place, entries.schema.field(place), pa.array(moved, pa.int64())
+        )
+        append_index(target, found.pack_id, entries, found.metadata, at)
+        source = Permissions.of_file(os.fstat(descriptor))
+        os.fchmod(target, as_umask_says(source, os.fstat(target).st_gid))
+        move_noreplace(None, os.fsencode(partial), None, os.fsencode(output))
+    except FileExistsError as error:
+        raise _taken(output) from error
+    finally:
+        os.close(target)
+        partial.unlink(missing_ok=True)
+    sync_name(output)
+
+
+def _created(partial: Path) -> int:
+    """Create and lock the passing file of a new pack, in the place of one that a killed run left.
+
+    Raises StoreUnavailable while another process writes to it, OSError.
+    """
+    with suppress(FileNotFoundError):
+        abandoned = os.open(partial, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            lock_pack(abandoned, str(partial))
+            partial.unlink()
+        finally:
+            os.close(abandoned)
+    target = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        lock_pack(target, str(partial))
+    except BaseException:
+        os.close(target)
+        raise
+    return target
+
+
+def _copy_bytes(source: int, offset: int, length: int, target: int, at: int) -> int:
+    end = offset + length
+    while offset < end:
+        data = os.pread(source, min(_COPY_BYTES, end - offset), offset)
+        if not data:
+            raise FormatError("the file ends within a record")
+        at = write_fully(target, [data], at)
+        offset += len(data)
+    return at

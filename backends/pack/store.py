@@ -1,0 +1,416 @@
+"""Packs as stores: one file with the objects of another store, their keys and its profile.
+
+A pack is read by its index and written by appending; `formats.pack` has its form. While it is
+written it has no valid end, and only its writer, which holds a lock, sees what is in it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.backends.base import (
+    BoolArray,
+    IntArray,
+    Limits,
+    ReadResult,
+    Result,
+    Rows,
+    Status,
+    Traits,
+    as_table,
+    keys_of,
+    mtimes_of,
+    scan_schema,
+)
+from hicachectl.backends.capabilities import Announces, Archive, FilePermissions, Resumable
+from hicachectl.backends.disk.permissions import Permissions
+from hicachectl.backends.pack.file import (
+    ObjectReader,
+    OtherContentError,
+    Place,
+    load_finished,
+    open_pack,
+)
+from hicachectl.backends.pack.writer import PackWriter, free_bytes
+from hicachectl.backends.urls import StoreUrl
+from hicachectl.formats.errors import (
+    FormatError,
+    StoreUnavailable,
+    UnsupportedByBackend,
+    UsageError,
+)
+from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.pack.index import column_of
+from hicachectl.formats.pack.records import DIGEST_BYTES, RECORD_BYTES
+from hicachectl.formats.profile import dump_profile, parse_profile
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Generator
+
+    from hicachectl.backends.pack.file import Entries, Finished
+    from hicachectl.formats.pack.records import Metadata
+    from hicachectl.formats.profile import Profile
+
+SCAN_ROWS = 16384
+# The file system itself is gone: no answer about one object means anything.
+_LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
+
+
+class _Listed:
+    """The objects of a valid pack, found by where they lie or by key."""
+
+    def __init__(self, finished: Finished) -> None:
+        self._entries = finished.entries
+        self._offsets = column_of(finished.entries, "offset")
+        self._rows: dict[bytes, int] | None = None
+
+    def table(self) -> pa.Table:
+        return self._entries
+
+    def find(self, rows: Rows) -> IntArray:
+        """Give the row of each key, -1 where it is not there: [n] int64."""
+        found = np.full(len(rows), -1, dtype=np.int64)
+        if "locator" in rows.schema.names and len(self._offsets) and len(rows):
+            found = self._located(as_table(rows).select(["key", "locator"]).combine_chunks())
+        rest = np.flatnonzero(found < 0)
+        if len(rest):
+            known = self._by_key()
+            keys = rows.column("key").take(pa.array(rest)).to_pylist()
+            found[rest] = [known.get(key, -1) for key in keys]
+        return found
+
+    def places(self, rows: IntArray) -> list[Place]:
+        """Say where some objects lie."""
+        picked = self._entries.take(pa.array(rows)).select(
+            ["offset", "length", "nbytes", "planes", "digest"]
+        )
+        columns = [column.to_pylist() for column in picked.columns]
+        return [Place(*values) for values in zip(*columns, strict=True)]
+
+    def picked(self, rows: IntArray) -> pa.Table:
+        return self._entries.take(pa.array(rows))
+
+    def _located(self, rows: pa.Table) -> IntArray:
+        """Find rows of this pack by their offset; the key must be the one that is there."""
+        locators = rows.column("locator").fill_null(-1).to_numpy()
+        near = np.searchsorted(self._offsets, locators)
+        near = np.minimum(near, len(self._offsets) - 1)
+        same = self._offsets[near] == locators
+        keys = self._entries.column("key").take(pa.array(near))
+        same &= pc.equal(keys, rows.column("key")).to_numpy()
+        return np.where(same, near, -1).astype(np.int64)
+
+    def _by_key(self) -> dict[bytes, int]:
+        if self._rows is None:
+            keys = self._entries.column("key").to_pylist()
+            self._rows = dict(zip(keys, range(len(keys)), strict=True))
+        return self._rows
+
+
+class _Growing:
+    """The same for a pack that is being written."""
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+
+    def table(self) -> pa.Table:
+        return self._entries.table()
+
+    def find(self, rows: Rows) -> IntArray:
+        known = self._entries.rows
+        keys = keys_of(rows)
+        return np.fromiter((known.get(key, -1) for key in keys), dtype=np.int64, count=len(keys))
+
+    def places(self, rows: IntArray) -> list[Place]:
+        return [self._entries.place(row) for row in rows.tolist()]
+
+    def picked(self, rows: IntArray) -> pa.Table:
+        return self._entries.picked(rows.tolist())
+
+
+class PackStore(Announces, Archive, FilePermissions, Resumable):
+    """One pack file, open to be read, or by `create` to be written to.
+
+    Its objects have the keys of the store they came from: `grammar` names their form.
+    """
+
+    limits: Limits = Limits(
+        batch_objects=256,
+        batch_bytes=64 << 20,  # one fdatasync each
+        parallel_reads=4,
+        parallel_writes=2,  # so that one compresses while the other waits for the disk
+        forkable=True,  # all that reading needs is the file's descriptor
+    )
+    traits: ClassVar[Traits] = Traits(
+        columns=frozenset({"nbytes", "mtime_ns", "locator", "version"}),
+        version_fields=("digest_0", "digest_1", "digest_2", "digest_3"),
+        writes=True,
+        live=False,
+        append_only=True,
+        keeps_digests=True,
+    )
+
+    def __init__(self, path: str, *, writable: bool = False) -> None:
+        """Open a pack. Raises StoreUnavailable; FormatError for a pack that is not valid."""
+        self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
+        self.url = str(StoreUrl("pack", self.path))
+        self._of_thread = threading.local()
+        self._writer = PackWriter(self.path) if writable else None
+        self._listed: _Listed | _Growing
+        if self._writer is not None:
+            self._descriptor = self._writer.descriptor
+            self._pack_id = self._writer.pack_id
+            self._listed = _Growing(self._writer.entries)
+            return
+        self._descriptor = open_pack(self.path, os.O_RDONLY)
+        try:
+            finished = load_finished(self._descriptor, self.path)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._pack_id, self._finished = finished.pack_id, finished
+        self._listed = _Listed(finished)
+
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> Self:
+        """Open a valid pack to be read."""
+        store = cls(url.path)
+        store._check_keys_parameter(url)
+        return store
+
+    @classmethod
+    def create(cls, url: StoreUrl) -> Self:
+        """Open a pack to be written to: a new one, one that was cut off, or a valid one."""
+        store = cls(url.path, writable=True)
+        try:
+            if "keys" in url.params:
+                store.use_grammar(url.params["keys"])
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def readable_by(self, *, listing: bool = False) -> Permissions:
+        """Return who may read the pack file."""
+        return Permissions.of_file(os.fstat(self._descriptor))
+
+    def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
+        """Narrow the mode of the pack file."""
+        if self._writer is not None:
+            self._writer.keep_private(permissions)
+
+    def close(self) -> None:
+        """Let go of the pack; one that was written to is finished first."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if self._writer is not None:
+            self._writer.close()
+        elif descriptor >= 0:
+            os.close(descriptor)
+
+    def flush(self) -> None:
+        """Sync the pack: a killed writer may not have synced what it has appended."""
+        if self._writer is not None:
+            self._writer.sync()
+
+    @property
+    def grammar(self) -> str:
+        """Name of the grammar of its keys; of a new pack, "file" until something else is said."""
+        return self._metadata.grammar or "file"
+
+    @property
+    def open_grammar(self) -> bool:
+        """Whether nothing has said yet what keys will be written."""
+        return self._writer is not None and not self._metadata.grammar
+
+    def use_grammar(self, name: str) -> None:
+        """Say what keys will be written; a pack with objects takes no others than it has."""
+        codec_for(name)
+        if self._writer is not None:
+            self._writer.use_metadata(grammar=name)
+        elif name != self.grammar:
+            raise UnsupportedByBackend(
+                f"{self.url}: holds {self.grammar} keys, not {name} keys; a new pack holds any"
+            )
+
+    def recorded_profile(self) -> Profile | None:
+        """Return the profile recorded when the pack was written. Raises ProfileError.
+
+        Profiles no longer describe objects of the unified key scheme: None for such a pack.
+        """
+        text = "" if self.grammar == "unified" else self._metadata.profile
+        return parse_profile(text, source=f"{self.path}: profile") if text else None
+
+    def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
+        """Record the profile of what is written next; an inferred one says too little."""
+        if self._writer is None or profile.inferred:
+            return
+        if profile != self.recorded_profile():
+            self._writer.use_metadata(profile=dump_profile(profile))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Say what was found when an unfinished pack was opened to be continued."""
+        return () if self._writer is None else self._writer.remarks
+
+    def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
+        """List the index; the version is the digest of the object."""
+        schema = scan_schema(columns)
+        for batch in self._listed.table().to_batches(max_chunksize=SCAN_ROWS):
+            yield _scanned(batch, schema)
+
+    def read_into(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
+        """Restore objects; nothing is read of one that has not the size expected.
+
+        A record that is not what the index says is an ERROR; content that is not what its digest
+        says is DAMAGED.
+        """
+        memory = self.memory(offsets, capacities, len(rows))
+        found = self._listed.find(rows)
+        statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)
+        nbytes = np.full(len(rows), -1, dtype=np.int64)
+        digests = np.zeros((len(rows), DIGEST_BYTES), dtype=np.uint8)
+        errors: dict[int, str] = {}
+        present = np.flatnonzero(found >= 0)
+        places = self._listed.places(found[present])
+        joined = b"".join(place.digest for place in places)
+        digests[present] = np.frombuffer(joined, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        nbytes[present] = [place.nbytes for place in places]
+        statuses[present] = np.where(nbytes[present] < capacities[present], Status.SHORT, Status.OK)
+        statuses[nbytes > capacities] = Status.OVERSIZED
+        keys, starts, fits = keys_of(rows), offsets.tolist(), (statuses == Status.OK).tolist()
+        reader = self._reader()
+        for index, place in zip(present.tolist(), places, strict=True):
+            if not fits[index]:
+                continue
+            start = starts[index]
+            try:
+                reader.read(keys[index], place, memory[start : start + place.nbytes])
+            except (OSError, FormatError) as error:
+                damaged = isinstance(error, OtherContentError)
+                statuses[index] = Status.DAMAGED if damaged else Status.ERROR
+                errors[index] = self._failed(error, place)
+        return ReadResult(statuses, errors, nbytes=nbytes, versions=digests.view("<u8"))
+
+    def expect(self, rows: Rows, capacities: IntArray) -> None:
+        """Let the system begin to read records."""
+        found = self._listed.find(rows)
+        for place in self._listed.places(found[found >= 0]):
+            os.posix_fadvise(self._descriptor, place.offset, place.length, os.POSIX_FADV_WILLNEED)
+
+    def write_from(
+        self,
+        rows: Rows,
+        offsets: IntArray,
+        sizes: IntArray,
+        *,
+        if_absent: bool,
+    ) -> Result:
+        """Append objects, compressed where that pays, with one sync at the end."""
+        if self._writer is None:
+            raise UnsupportedByBackend(f"{self.url}: the pack was opened to be read")
+        memory = self.memory(offsets, sizes, len(rows))
+        starts, ends = offsets.tolist(), (offsets + sizes).tolist()
+        objects = [memory[start:end] for start, end in zip(starts, ends, strict=True)]
+        return Result(
+            *self._writer.write(keys_of(rows), mtimes_of(rows), objects, if_absent=if_absent)
+        )
+
+    def own_temporaries(self, owner: str, *, sweep: bool) -> None:
+        """Take over a pack that a killed run has left: it is finished when it is closed."""
+        if self._writer is not None:
+            self._writer.may_finish = True
+
+    def undo_writes(self, rows: Rows) -> Result:
+        """Leave objects out of the index that will be written; their bytes stay in the file."""
+        if self._writer is None:
+            return super().undo_writes(rows)
+        there = self._writer.withdraw(keys_of(rows))
+        return Result(np.where(there, Status.OK, Status.GONE).astype(np.uint8))
+
+    def exists(self, rows: Rows) -> BoolArray:
+        """Say which keys the index has."""
+        there: BoolArray = self._listed.find(rows) >= 0
+        return there
+
+    def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
+        """List a few objects again."""
+        schema = scan_schema(columns)
+        found = self._listed.find(rows)
+        chosen = self._listed.picked(np.unique(found[found >= 0]))
+        return pa.Table.from_batches(
+            [_scanned(batch, schema) for batch in chosen.to_batches()], schema=schema
+        )
+
+    def free_bytes(self) -> int | None:
+        """Count what the file system leaves to objects and users who are not root."""
+        objects = 0 if self._writer is None else len(self._writer.entries)
+        return max(0, free_bytes(self._descriptor, objects))
+
+    def summary(self) -> dict[str, Any]:
+        """Say in JSON's types what the pack holds and how it is stored."""
+        listed = self._listed.table()
+        head = RECORD_BYTES * len(listed) + (
+            pc.sum(pc.binary_length(listed.column("key"))).as_py() or 0
+        )
+        planes = pc.value_counts(listed.column("planes").combine_chunks()).to_pylist()
+        profile = self.recorded_profile()
+        return {
+            "grammar": self.grammar,
+            "model": None if profile is None else profile.model,
+            "written_by": self._metadata.version,
+            "objects": len(listed),
+            "bytes": int(column_of(listed, "nbytes").sum()),
+            "stored_bytes": int(column_of(listed, "length").sum()) - head,
+            "file_bytes": os.fstat(self._descriptor).st_size,
+            "planes": {str(p["values"]): p["counts"] for p in sorted(planes, key=_by_value)},
+        }
+
+    @property
+    def _metadata(self) -> Metadata:
+        return self._finished.metadata if self._writer is None else self._writer.metadata
+
+    def _reader(self) -> ObjectReader:
+        reader: ObjectReader | None = getattr(self._of_thread, "reader", None)
+        if reader is None:
+            reader = self._of_thread.reader = ObjectReader(self._descriptor, self._pack_id)
+        return reader
+
+    def _failed(self, error: OSError | FormatError, place: Place) -> str:
+        """Say what became of one object, unless all of the store is lost."""
+        if isinstance(error, FormatError):
+            return f"damaged: {error} (offset {place.offset})"
+        if error.errno in _LOST:
+            raise StoreUnavailable(f"{self.path}: {error.strerror}") from error
+        return error.strerror or str(error)
+
+    def _check_keys_parameter(self, url: StoreUrl) -> None:
+        keys = url.params.get("keys", self.grammar)
+        if keys != self.grammar:
+            self.close()
+            raise UsageError(f"{url}: the pack has {self.grammar} keys, not {keys}")
+
+
+def _by_value(counted: dict[str, int]) -> int:
+    return counted["values"]
+
+
+def _scanned(batch: Any, schema: Any) -> Any:
+    """Name the columns of a batch of entries as a scan does; null where the pack knows nothing."""
+    names = {"locator": "offset", "version": "digest"}
+    arrays = []
+    for field in schema:
+        name = names.get(field.name, field.name)
+        known = name in batch.schema.names
+        arrays.append(
+            batch.column(name).cast(field.type) if known else pa.nulls(len(batch), field.type)
+        )
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -1,0 +1,433 @@
+"""The one writer of a pack: objects are compressed in threads and appended in order."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from blake3 import blake3
+from msgspec.structs import replace
+
+from hicachectl import __version__
+from hicachectl.backends.base import Status, StatusArray
+from hicachectl.backends.disk.durable import NO_ROOM, sync_name
+from hicachectl.backends.disk.permissions import Permissions, as_umask_says
+from hicachectl.backends.pack.file import (
+    Entries,
+    UnfinishedPackError,
+    append_index,
+    load_finished,
+    lock_pack,
+    open_pack,
+    plain_record,
+    write_fully,
+)
+from hicachectl.backends.pack.recovery import walk
+from hicachectl.formats.errors import (
+    FormatError,
+    ProfileError,
+    StoreUnavailable,
+    UnsupportedByBackend,
+)
+from hicachectl.formats.pack.planes import Encoder, PlanMemory
+from hicachectl.formats.pack.records import (
+    HEADER_BYTES,
+    ID_BYTES,
+    MAGIC,
+    MOST_KEY_BYTES,
+    Kind,
+    Metadata,
+    Record,
+    build_header,
+    build_metadata,
+    build_record,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
+
+    from hicachectl.backends.pack.recovery import Walked
+    from hicachectl.formats.pack.planes import Plane
+
+_MOST_ENCODERS = 4
+# What the index will take is kept free, so that a pack on a full disk can still be finished: for
+# its head and the profile, so much, but no more than this share of a small file system.
+_INDEX_BYTES = 1 << 20
+_INDEX_SHARE = 8
+_INDEX_ROW_BYTES = 512
+
+# What a thread encodes at once, and what goes to the system in one call.
+_HANDFUL_BYTES = 1 << 20
+_HANDFUL_OBJECTS = 64
+_AHEAD_BYTES = 32 << 20  # of objects in a call that are encoded and not yet appended; or one
+
+_Work = tuple[bytes, "int | None", memoryview]  # key, mtime_ns, content
+_Encoded = tuple[Record, bytes, "list[Plane]"]  # with its head as bytes
+
+
+class PackWriter:
+    """Appends objects to a pack file whose lock it holds; threads may share it.
+
+    metadata: what the pack will say of itself; changed by `use_metadata`, at the first write if
+    not before. remarks: what was found when it was opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Open a pack to continue it, or begin one. Raises StoreUnavailable, FormatError."""
+        self.path = path
+        # One that somebody made beforehand keeps the permissions that it was given.
+        self._is_new = not os.path.lexists(path)
+        self.descriptor = open_pack(path, os.O_RDWR | os.O_CREAT)
+        self.pack_id = os.urandom(ID_BYTES)
+        self.metadata = Metadata(grammar="")
+        self.entries = Entries()
+        self.remarks: tuple[str, ...] = ()
+        self._end = 0
+        self._is_valid = False  # what is in the file ends with an index of all of it
+        self._written: Metadata | None = None  # as the file has it
+        self._has_tail = False  # bytes behind the last whole record
+        self.may_finish = False  # whether `close` ends the file: it was written to, or is to be
+        self._failed: OSError | None = None
+        self._turn = threading.Lock()
+        self._plans = PlanMemory()
+        self._of_thread = threading.local()
+        self._encoders: ThreadPoolExecutor | None = None
+        self._limit = Permissions()
+        self._ahead = min(_MOST_ENCODERS, len(os.sched_getaffinity(0)))
+        try:
+            lock_pack(self.descriptor, path)
+            self._continue()
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def _continue(self) -> None:
+        """Find where to go on, in a file that may have been cut off anywhere."""
+        begun = os.pread(self.descriptor, HEADER_BYTES, 0)
+        is_cut = len(begun) < HEADER_BYTES and begun[: len(MAGIC)] == MAGIC[: len(begun)]
+        # The header is durable before more is written: a power failure leaves no more than that.
+        is_lost = os.fstat(self.descriptor).st_size <= HEADER_BYTES and not any(begun)
+        if is_cut or is_lost:
+            self._has_tail = bool(begun)
+            return
+        try:
+            found = load_finished(self.descriptor, self.path)
+        except UnfinishedPackError:
+            walked = walk(self.descriptor, self.path)
+            if walked.metadata is None and walked.entries:
+                raise FormatError(
+                    f"{self.path}: nothing says what keys its objects have; write to a new pack"
+                ) from None
+            self.pack_id, self.entries, self._end = walked.pack_id, walked.entries, walked.end
+            self._written, self._has_tail = walked.metadata, bool(walked.cut_bytes)
+            self.remarks = (_continued(self.path, walked),)
+        else:
+            self.pack_id, self.entries = found.pack_id, Entries.of(found.entries)
+            self._written, self._end, self._is_valid = found.metadata, found.end, True
+        self.metadata = self._written or self.metadata
+
+    def keep_private(self, permissions: Permissions) -> None:
+        """Make the pack no more readable than this; a new pack is its owner's until it is whole.
+
+        Raises StoreUnavailable.
+        """
+        with self._turn:
+            self._limit = self._limit.both(permissions)
+            facts = os.fstat(self.descriptor)
+            mode = stat.S_IMODE(facts.st_mode)
+            narrowed = mode & (self._limit.for_group(facts.st_gid) | ~0o777)
+            if narrowed != mode:
+                try:
+                    os.fchmod(self.descriptor, narrowed)
+                except OSError as error:
+                    raise StoreUnavailable(
+                        f"{self.path}: more users may read the pack (mode {mode:04o}) than the "
+                        f"source; chmod it to {narrowed:04o}"
+                    ) from error
+
+    def use_metadata(self, *, grammar: str | None = None, profile: str | None = None) -> None:
+        """Say what keys the objects to come have, or their profile as TOML.
+
+        A pack with objects keeps what it says. Raises UnsupportedByBackend, ProfileError.
+        """
+        if grammar is not None and grammar != self.metadata.grammar:
+            if self.entries:
+                raise UnsupportedByBackend(
+                    f"{self.path}: the pack has {self.metadata.grammar} keys, and takes no others; "
+                    f"write {grammar} keys to a new one"
+                )
+            self.metadata = replace(self.metadata, grammar=grammar)
+        if profile is not None and profile != self.metadata.profile:
+            if self.entries and self.metadata.profile:
+                raise ProfileError(
+                    f"{self.path}: the pack has objects of another deployment, as its profile says "
+                    "(hicachectl profile prints it); write to a new one"
+                )
+            self.metadata = replace(self.metadata, profile=profile)
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        times: Sequence[int | None],
+        objects: Sequence[memoryview],
+        *,
+        if_absent: bool,
+    ) -> tuple[StatusArray, dict[int, str]]:
+        """Append objects durably. Raises StoreUnavailable when the pack cannot be written to."""
+        statuses = np.zeros(len(keys), dtype=np.uint8)
+        errors: dict[int, str] = {}
+        self._begin()
+        pending: deque[tuple[list[int], Future[list[_Encoded]]]] = deque()
+        ahead_bytes = 0
+
+        def append_first() -> None:
+            nonlocal ahead_bytes
+            indices, encoding = pending.popleft()
+            ahead_bytes -= sum(len(objects[index]) for index in indices)
+            encoded = encoding.result()
+            try:
+                answers = self._append(encoded, if_absent=if_absent)
+            except OSError as error:
+                answers = [error] * len(indices)
+            for index, answer in zip(indices, answers, strict=True):
+                if isinstance(answer, OSError):
+                    full = answer.errno in NO_ROOM
+                    statuses[index] = Status.FULL if full else Status.ERROR
+                    errors[index] = answer.strerror or str(answer)
+                else:
+                    statuses[index] = answer
+
+        wanted = self._wanted(keys, statuses, errors, if_absent=if_absent)
+        try:
+            for indices in _handfuls(wanted, objects):
+                work = [(keys[index], times[index], objects[index]) for index in indices]
+                pending.append((indices, self._pool().submit(self._encode_all, work)))
+                ahead_bytes += sum(len(objects[index]) for index in indices)
+                while len(pending) > 2 * self._ahead or ahead_bytes > _AHEAD_BYTES:
+                    append_first()
+            while pending:
+                append_first()
+        finally:  # the memory may have another use after this call
+            wait([encoding for _, encoding in pending])
+        self.sync()
+        return statuses, errors
+
+    def _wanted(
+        self,
+        keys: Sequence[bytes],
+        statuses: StatusArray,
+        errors: dict[int, str],
+        *,
+        if_absent: bool,
+    ) -> Iterator[int]:
+        """Give the objects to append, and answer for the others."""
+        for index, key in enumerate(keys):
+            if not 0 < len(key) <= MOST_KEY_BYTES:
+                statuses[index] = Status.ERROR
+                errors[index] = f"a key of {len(key)} bytes; packs have 1 to {MOST_KEY_BYTES}"
+            elif if_absent and key in self.entries.rows:
+                statuses[index] = Status.EXISTS
+            else:
+                yield index
+
+    def close(self) -> None:
+        """Finish the pack, unless it is as it was found; a pack that nothing came into goes.
+
+        Raises StoreUnavailable where the index cannot be written: the objects are safe then.
+        """
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor < 0:
+            return
+        if self._encoders is not None:
+            self._encoders.shutdown()
+        try:
+            unended = self._written is not None and not self._is_valid
+            if self._written is not None and unended and self.may_finish and not self._failed:
+                table = self.entries.table()
+                append_index(descriptor, self.pack_id, table, self._written, self._end)
+                if self._is_new:
+                    group = os.fstat(descriptor).st_gid
+                    os.fchmod(descriptor, as_umask_says(self._limit, group))
+            elif self._written is None and os.fstat(descriptor).st_size <= HEADER_BYTES:
+                Path(self.path).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreUnavailable(
+                f"{self.path}: the pack cannot be finished: {error.strerror}; its objects "
+                f"are safe; once that is mended, run: hicachectl pack repair {self.path}"
+            ) from error
+        finally:
+            os.close(descriptor)
+
+    def _begin(self) -> None:
+        """Write what comes before objects, where it is not there yet."""
+        self.may_finish = True
+        with self._turn:
+            if self.descriptor < 0:
+                raise ValueError("the pack is closed")
+            if self._failed is not None:
+                raise self._unavailable(self._failed)
+            if not self.metadata.grammar:
+                raise UnsupportedByBackend(
+                    f"{self.path}: nothing says what keys the new pack has; "
+                    f"write pack://{self.path}?keys=file (or mooncake, hf3fs)"
+                )
+            try:
+                if self._has_tail:
+                    os.ftruncate(self.descriptor, self._end)
+                    self._has_tail = False
+                if self._written != self.metadata:
+                    self._write_metadata()
+            except OSError as error:
+                raise self._unavailable(error) from error
+
+    def _write_metadata(self) -> None:
+        self.metadata = replace(self.metadata, version=__version__)
+        content = build_metadata(self.metadata)
+        record = plain_record(Kind.METADATA, content)
+        if not self._end:
+            self._put([build_header(self.pack_id)])
+            os.fsync(self.descriptor)
+            sync_name(self.path)
+        self._put([build_record(record, self.pack_id), content])
+        os.fdatasync(self.descriptor)  # without it, objects could not be continued or saved
+        self._written = self.metadata
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._turn:
+            if self._encoders is None:
+                self._encoders = ThreadPoolExecutor(self._ahead, thread_name_prefix="pack-encoder")
+            return self._encoders
+
+    def _encode_all(self, work: list[_Work]) -> list[_Encoded]:
+        encoder: Encoder | None = getattr(self._of_thread, "encoder", None)
+        if encoder is None:
+            encoder = self._of_thread.encoder = Encoder()
+        return [self._encode(encoder, *one) for one in work]
+
+    def _encode(
+        self, encoder: Encoder, key: bytes, mtime_ns: int | None, data: memoryview
+    ) -> _Encoded:
+        array = np.frombuffer(data, dtype=np.uint8)
+        planes = encoder.encode(array, self._plans.plan(key, array, encoder))
+        record = Record(
+            kind=Kind.OBJECT,
+            key=key,
+            nbytes=len(data),
+            stored=tuple(map(len, planes)),
+            digest=blake3(data).digest(),
+            mtime_ns=mtime_ns,
+        )
+        return record, build_record(record, self.pack_id), planes
+
+    def withdraw(self, keys: Sequence[bytes]) -> list[bool]:
+        """Forget objects that were appended; which of them were there.
+
+        Records say so, for who reads the pack without an index. Where they find no room, only the
+        index that is to come leaves the objects out.
+        """
+        with self._turn:
+            there = [self.entries.rows.pop(key, None) is not None for key in keys]
+            gone = [key for key, was_there in zip(keys, there, strict=True) if was_there]
+            if gone:
+                self.may_finish = True
+                with suppress(OSError):
+                    self._put([self._withdrawal(key) for key in gone])
+            return there
+
+    def _withdrawal(self, key: bytes) -> bytes:
+        nothing = blake3(b"").digest()
+        record = Record(kind=Kind.WITHDRAWN, key=key, nbytes=0, stored=(0,), digest=nothing)
+        return build_record(record, self.pack_id)
+
+    def _append(self, encoded: list[_Encoded], *, if_absent: bool) -> list[Status | OSError]:
+        """Append what there is room for, in one call of the system."""
+        answers: list[Status | OSError] = []
+        buffers: list[Plane] = []
+        added: dict[bytes, tuple[Record, int]] = {}
+        with self._turn:
+            at = self._end
+            room = free_bytes(self.descriptor, len(self.entries))
+            for record, head, planes in encoded:
+                # Another thread, or the same call with the same key, was faster.
+                is_there = record.key in self.entries.rows or record.key in added
+                if if_absent and is_there:
+                    answers.append(Status.EXISTS)
+                elif record.length + _INDEX_ROW_BYTES > room:
+                    answers.append(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+                else:
+                    answers.append(Status.OK)
+                    added[record.key] = record, at
+                    buffers += [head, *planes]
+                    at += record.length
+                    room -= record.length + _INDEX_ROW_BYTES
+            if buffers:
+                self._put(buffers)
+            for record, offset in added.values():
+                self.entries.add(record, offset)
+            return answers
+
+    def _put(self, buffers: Sequence[Plane]) -> None:
+        """Append, or leave the file as it was."""
+        self._is_valid = False
+        try:
+            self._end = write_fully(self.descriptor, buffers, self._end)
+        except OSError:
+            with suppress(OSError):  # what is written next goes to the same place
+                os.ftruncate(self.descriptor, self._end)
+            raise
+
+    def sync(self) -> None:
+        """Make what is in the file durable. Raises StoreUnavailable."""
+        try:
+            os.fdatasync(self.descriptor)
+        except OSError as error:
+            # What had been written is lost or not: only reading the file again would tell.
+            self._failed = error
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: OSError) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{self.path}: cannot be written to: {error.strerror}; once that is mended, run: "
+            f"hicachectl pack repair {self.path}"
+        )
+
+
+def free_bytes(descriptor: int, objects: int) -> int:
+    """Count what a pack's file system has for objects, beside the index of those in the pack.
+
+    Negative where not even that has room.
+    """
+    space = os.fstatvfs(descriptor)
+    head = min(_INDEX_BYTES, space.f_blocks * space.f_frsize // _INDEX_SHARE)
+    return space.f_bavail * space.f_frsize - head - _INDEX_ROW_BYTES * objects
+
+
+def _handfuls(indices: Iterator[int], objects: Sequence[memoryview]) -> Iterator[list[int]]:
+    """Put small objects together, in order."""
+    handful: list[int] = []
+    nbytes = 0
+    for index in indices:
+        handful.append(index)
+        nbytes += len(objects[index])
+        if nbytes >= _HANDFUL_BYTES or len(handful) == _HANDFUL_OBJECTS:
+            yield handful
+            handful, nbytes = [], 0
+    if handful:
+        yield handful
+
+
+def _continued(path: str, walked: Walked) -> str:
+    damaged = f", {walked.damaged} damaged objects left out" if walked.damaged else ""
+    return (
+        f"{path}: an unfinished pack of {len(walked.entries)} objects is continued; "
+        f"{walked.cut_bytes} bytes behind the last whole one are cut off{damaged}"
+    )

@@ -1,0 +1,60 @@
+"""What changed in SGLang's keys, by the release that brought it.
+
+Read in the published wheels, hicache_storage.py :: HiCacheFile and mooncake_store.py ::
+MooncakeStore: of 0.5.7 to 0.5.17 and 0.5.19 to 0.5.23.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.errors import UnsupportedByBackend
+from hicachectl.formats.models.flags import sglang_version
+
+if TYPE_CHECKING:
+    from hicachectl.formats.profile import Profile
+
+_FILE_STAGE_SINCE = (0, 5, 10)
+_FILE_CP_SINCE = (0, 5, 14)
+_MAMBA_TP_PAIR_SINCE = (0, 5, 23)  # file and 3FS, beside an MLA target
+_MOONCAKE_STAGE_SINCE = (0, 5, 8)  # and with it the place of a rank in MLA keys, empty or not
+_MOONCAKE_MODEL_SINCE = (0, 5, 17)
+
+
+def mamba_keys_name_rank(profile: Profile) -> bool:
+    """Tell whether file and 3FS keys of Mamba states name the TP rank beside an MLA target."""
+    return _is_since(profile, _MAMBA_TP_PAIR_SINCE)
+
+
+def mooncake_keys_name_model(profile: Profile) -> bool:
+    """Tell whether Mooncake keys begin with the model's name, after any tag."""
+    return _is_since(profile, _MOONCAKE_MODEL_SINCE)
+
+
+def mooncake_keys_place_rank(profile: Profile) -> bool:
+    """Tell whether Mooncake keys of MLA have a place for a stage: `__k`, not `_k`."""
+    return _is_since(profile, _MOONCAKE_STAGE_SINCE)
+
+
+def check_file_ranks(profile: Profile) -> None:
+    """Refuse stages and CP ranks that the file keys of a release do not tell apart."""
+    _check(profile, "pp", _FILE_STAGE_SINCE, "file")
+    _check(profile, "cp", _FILE_CP_SINCE, "file")
+
+
+def check_mooncake_ranks(profile: Profile) -> None:
+    """Refuse stages that the Mooncake keys of a release do not tell apart."""
+    _check(profile, "pp", _MOONCAKE_STAGE_SINCE, "Mooncake")
+
+
+def _is_since(profile: Profile, version: tuple[int, ...]) -> bool:
+    return sglang_version(profile.sglang) >= version
+
+
+def _check(profile: Profile, axis: str, since: tuple[int, ...], backend: str) -> None:
+    size = getattr(profile, axis)
+    if size > 1 and not _is_since(profile, since):
+        raise UnsupportedByBackend(
+            f"{axis} {size}: {backend} keys of SGLang before {'.'.join(map(str, since))} do not "
+            f"tell its ranks apart, so their objects overwrite one another"
+        )

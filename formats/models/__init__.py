@@ -1,0 +1,1 @@
+"""Models and server flags, and the profiles that they make."""

@@ -1,0 +1,230 @@
+"""Build a profile from a Hugging Face config and the flags of the server that serves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.models.families import (
+    Context,
+    Family,
+    dsa_page_size,
+    family_of,
+    is_dsa,
+)
+from hicachectl.formats.models.flags import (
+    DeploymentFlags,
+    attention_tp,
+    canonical_algorithm,
+    hash_unit,
+    normalised_layout,
+)
+from hicachectl.formats.models.hf_config import HfConfig, open_config
+from hicachectl.formats.profile import Pool, Profile, validate_profile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# BaseSpecWorker._draft_model_runners: these have no draft model whose KV could be stored.
+_DRAFTLESS_ALGORITHMS = ("", "NGRAM", "FROZEN_KV_MTP", "UNO")
+_ROW_FIELDS = ("kind", "kv_heads", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim",
+               "row", "dtype")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    model: HfConfig
+    family: Family
+    flags: DeploymentFlags
+    page_size: int
+    pools: tuple[Pool, ...]
+
+
+def profile_from_config(
+    config: Mapping[str, Any], flags: DeploymentFlags, *, source: str = "config.json"
+) -> Profile:
+    """Derive the profile of a deployment.
+
+    source: name of the config, for messages. Raises ProfileError for an architecture we do not
+    know, a missing field, flags that contradict each other or the model, and where the outcome
+    depends on what neither config nor flags say (the GPU, say).
+    """
+    model = open_config(config, source=source)
+    family = family_of(model)
+    if family.draft_only:
+        raise model.error("architectures", "a draft model, which cannot be served alone")
+    tp = attention_tp(flags)
+    layout = normalised_layout(flags)
+    algorithm = canonical_algorithm(flags)
+    page_size = _page_size(model, flags) * flags.dcp
+    pools = family.pools(model, Context(flags, page_size))
+    _check_parallelism(model, flags, pools)
+    _check_layout(model, layout, pools)
+    target = _Target(model, family, flags, page_size, pools)
+    profile = Profile(
+        model=_served_name(model, flags),
+        sglang=flags.sglang,
+        page_size=page_size,
+        layout=layout,
+        tp=tp,
+        pp=flags.pp,
+        pp_partition=_pp_partition(model, flags),
+        cp=flags.cp,
+        cp_layer_split=flags.enable_dsa_cache_layer_split and flags.cp > 1 and is_dsa(model),
+        dcp=flags.dcp,
+        tp_lcm_size=_split_heads(flags, tp, layout, pools),
+        tag=flags.tag,
+        hash_unit=hash_unit(algorithm),
+        speculative_algorithm=algorithm,
+        pools=_with_draft(target, algorithm),
+    )
+    problems = validate_profile(profile)
+    if problems:
+        raise ProfileError(f"{source}: " + "; ".join(problems))
+    return profile
+
+
+def _served_name(model: HfConfig, flags: DeploymentFlags) -> str:
+    name = flags.model or model.outer.get("_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ProfileError(
+            f"model: the flags name none, nor does {model.source}; give the served model name"
+        )
+    return name
+
+
+def _page_size(model: HfConfig, flags: DeploymentFlags) -> int:
+    """--page-size after SGLang's own changes to it."""
+    if flags.page_size is not None and flags.page_size < 1:
+        raise ProfileError(f"page_size: must be at least 1, is {flags.page_size}")
+    if flags.resolved and flags.page_size is not None:
+        return flags.page_size
+    if not is_dsa(model):
+        if flags.page_size is None:
+            raise ProfileError(
+                "page_size: not given, and SGLang's own choice depends on the GPU and the "
+                "attention backend; give the server's page_size"
+            )
+        return flags.page_size
+    forced = dsa_page_size(model)
+    if flags.page_size not in (None, forced):
+        raise ProfileError(
+            f"page_size: SGLang sets {forced} for this DSA model on CUDA, whatever is asked for "
+            f"({flags.page_size}); leave it out, or write a profile file for another platform"
+        )
+    return forced
+
+
+def _check_parallelism(model: HfConfig, flags: DeploymentFlags, pools: tuple[Pool, ...]) -> None:
+    """Refuse what SGLang refuses, and what keys then say that a profile cannot."""
+    names = [pool.name for pool in pools]
+    latent = pools[0].kind == "mla"
+    if flags.dcp > 1 and (not latent or "indexer" in names):
+        # resolve_hicache_dcp_compatibility, _dsa_dcp_overrides
+        raise model.error("dcp", "SGLang's HiCache has it for MLA models without indexer only")
+    has_dp = flags.enable_dp_attention and flags.dp > 1
+    if flags.cp > 1 and not has_dp and (not latent or "mamba" in names):
+        # CacheController._generate_storage_config: the whole TP rank then, not the attention TP
+        raise model.error("cp", "keys then carry another TP size than the one heads are split by")
+
+
+def _check_layout(model: HfConfig, layout: str, pools: tuple[Pool, ...]) -> None:
+    asymmetric = any(pool.v_head_dim for pool in pools)
+    states = any(pool.kind == "mamba" for pool in pools)
+    # MambaPoolHost, AsymmetricMHATokenToKVPoolHost
+    if (asymmetric or states) and layout not in ("page_first", "page_first_direct"):
+        raise model.error(
+            "layout",
+            f"SGLang has no {layout} for this model; page_first and page_first_direct are left",
+        )
+
+
+def _pp_partition(model: HfConfig, flags: DeploymentFlags) -> tuple[int, ...]:
+    layers = model.integer("num_hidden_layers")
+    if flags.pp == 1:  # get_pp_indices ignores it then
+        return ()
+    if flags.pp > layers:
+        raise ProfileError(f"pp: {layers} layers cannot fill {flags.pp} stages")
+    if flags.pp_partition and sum(flags.pp_partition) != layers:
+        raise ProfileError(
+            f"pp_partition: {list(flags.pp_partition)} sums to {sum(flags.pp_partition)}, "
+            f"the model has {layers} layers"
+        )
+    return flags.pp_partition
+
+
+def _split_heads(flags: DeploymentFlags, tp: int, layout: str, pools: tuple[Pool, ...]) -> int:
+    """tp_lcm_size where it has an effect (CacheController._generate_storage_config), else 0."""
+    if flags.tp_lcm_size % tp:
+        raise ProfileError(f"tp_lcm_size: {flags.tp_lcm_size} is no multiple of tp {tp}")
+    splits = layout == "page_head" and flags.tp_lcm_size > tp and pools[0].kind == "mha"
+    return flags.tp_lcm_size if splits else 0
+
+
+def _with_draft(target: _Target, algorithm: str) -> tuple[Pool, ...]:
+    """Add what a speculative draft stores (BaseSpecWorker._build_hicache_draft_plan)."""
+    if algorithm in _DRAFTLESS_ALGORITHMS:
+        return target.pools
+    draft = _draft_config(target, algorithm)
+    family = family_of(draft)
+    draft_kv, *others = family.pools(draft, Context(target.flags, target.page_size, draft=True))
+    nextn_layers = _nextn_layers(draft, family)
+    if algorithm == "EAGLE" and nextn_layers:
+        _check_packed(target, draft, draft_kv, nextn_layers)
+        return _packed(target)
+    if others:
+        raise draft.error("architectures", f"a draft with a {others[0].name} pool is not supported")
+    layers = draft.optional_integer("num_nextn_predict_layers")  # _compute_model_num_layers
+    return (*target.pools, replace(draft_kv, name="draft", layers=layers or draft_kv.layers))
+
+
+def _draft_config(target: _Target, algorithm: str) -> HfConfig:
+    if target.flags.draft_model_config is not None:
+        return open_config(target.flags.draft_model_config, source="draft config")
+    if algorithm != "EAGLE" or not _nextn_layers(target.model, target.family):
+        raise ProfileError(
+            f"draft_model_config: {algorithm} needs one, {target.model.source} describes no draft"
+        )
+    return target.model
+
+
+def _nextn_layers(config: HfConfig, family: Family) -> int:
+    """MTP layers of a checkpoint as SGLang counts them for a draft."""
+    return 1 if family.own_mtp else config.optional_integer("num_nextn_predict_layers")
+
+
+def _check_packed(target: _Target, draft: HfConfig, draft_kv: Pool, nextn_layers: int) -> None:
+    """Refuse drafts that SGLang cannot append, and those whose place we have not derived."""
+    if any(pool.name == "swa" for pool in target.pools):
+        raise target.model.error(
+            "speculative_algorithm", "packed drafts of sliding-window models are not supported"
+        )
+    if target.flags.enable_multi_layer_eagle and target.flags.speculative_num_steps < 1:
+        raise ProfileError("speculative_num_steps: needed with enable_multi_layer_eagle")
+    if not target.flags.enable_multi_layer_eagle and nextn_layers != 1:
+        raise draft.error(
+            "num_nextn_predict_layers",
+            f"{nextn_layers} layers in one draft cannot be packed, SGLang takes one",
+        )
+    for name in _ROW_FIELDS:
+        ours, theirs = getattr(target.pools[0], name), getattr(draft_kv, name)
+        if ours != theirs:  # check_packed_kv_rows
+            raise draft.error(name, f"{theirs!r}, but the target's rows have {ours!r}")
+
+
+def _packed(target: _Target) -> tuple[Pool, ...]:
+    """Append the draft's layers to the target's KV and indexer objects.
+
+    Linear states need no tail: an MTP layer has full attention and shares the target's state
+    pool (KVCacheConfigurator._build_hybrid_linear_kv_pool). A multi-layer draft has a runner,
+    and so a layer, for each speculative step.
+    """
+    flags = target.flags
+    layers = flags.speculative_num_steps if flags.enable_multi_layer_eagle else 1
+    return tuple(
+        replace(pool, packed_draft_layers=layers) if pool.name in ("kv", "indexer") else pool
+        for pool in target.pools
+    )

@@ -1,0 +1,172 @@
+"""Element types of KV rows and recurrent states, from a model's config and the server's flags.
+
+Source: SGLang srt/mem_cache/kv_cache_dtype.py :: configure_kv_cache_dtype,
+srt/arg_groups/overrides.py :: _dsa_kv_cache_dtype_default, srt/configs/mamba_utils.py ::
+mamba2_state_dtype, srt/mem_cache/kv_cache_configurator.py :: calculate_mla_kv_cache_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.formats.errors import ProfileError
+
+if TYPE_CHECKING:
+    from hicachectl.formats.models.flags import DeploymentFlags
+    from hicachectl.formats.models.hf_config import HfConfig
+
+_KV_DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+_DSA_KV_DTYPES = ("bfloat16", "float8_e4m3fn")
+# _STR_DTYPE_TO_TORCH_DTYPE (srt/configs/model_config.py)
+_MODEL_DTYPES = {
+    "half": "float16",
+    "float16": "float16",
+    "float": "float32",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+}
+_STATE_DTYPES = ("float32", "bfloat16", "float16")
+_ROCM_DSA_BACKENDS = {"triton", "aiter"}
+# Quantisation methods whose SGLang config has a kv_cache_quant_algo; of the others, such as
+# compressed-tensors, SGLang ignores the KV scheme for "auto".
+_FP8_METHODS = ("fp8", "mxfp8")
+_MODELOPT_METHODS = ("modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mixed")
+
+
+def stated_kv_dtype(name: str) -> str | None:
+    """Return the element type that --kv-cache-dtype names; None for auto and unknown names."""
+    return _KV_DTYPES.get(name)
+
+
+def kv_dtype(config: HfConfig, flags: DeploymentFlags, *, dsa: bool, draft: bool = False) -> str:
+    """Resolve --kv-cache-dtype for a model. Raises ProfileError where it cannot be known."""
+    name = flags.kv_cache_dtype
+    if draft and flags.speculative_draft_kv_cache_dtype:
+        name = flags.speculative_draft_kv_cache_dtype
+    if name == "auto" and dsa:
+        raise ProfileError(
+            "kv_cache_dtype: for a DSA model auto means bfloat16 or fp8_e4m3, by the GPU "
+            "(fp8_e4m3 on Blackwell); give the one that the server logs at start"
+        )
+    if name == "auto":
+        quantised = (_kv_quant_algo(config) or "").upper() == "FP8"
+        return "float8_e4m3fn" if quantised else model_dtype(config, flags)
+    if name not in _KV_DTYPES:
+        raise ProfileError(
+            f"kv_cache_dtype: {name!r} has no known object form; "
+            f"known are auto, {', '.join(_KV_DTYPES)}"
+        )
+    resolved = _KV_DTYPES[name]
+    if dsa and resolved not in _DSA_KV_DTYPES:
+        raise ProfileError(f"kv_cache_dtype: {name!r} is not supported by SGLang for DSA models")
+    return resolved
+
+
+def model_dtype(config: HfConfig, flags: DeploymentFlags) -> str:
+    """Resolve --dtype for a model: its config's dtype, but never float32 by itself.
+
+    Source: srt/configs/model_config.py :: _get_and_verify_dtype, model_overrides/gpt_oss.py.
+    """
+    if config.architecture == "GptOssForCausalLM" and _quant_method(config) == "mxfp4":
+        return "bfloat16"
+    if flags.dtype != "auto":
+        return _known_dtype(flags.dtype, "dtype")
+    stated = _stated_dtype(config)
+    if stated != "float32":
+        return stated
+    gemma = str(config.text.get("model_type", "")).startswith("gemma")
+    return "bfloat16" if gemma else "float16"
+
+
+def mla_row(dtype: str, flags: DeploymentFlags, *, dsa: bool) -> str:
+    """Name the row form of an MLA pool of an element type.
+
+    Scaled rows are what DSA writes with fp8, unless a backend that reads raw rows is named.
+    """
+    if not dtype.startswith("float8"):
+        return "bf16"
+    return "fp8" if not dsa or _reads_raw_rows(flags) else "fp8_scaled"
+
+
+def state_dtypes(config: HfConfig | None, flags: DeploymentFlags) -> tuple[str, str]:
+    """Give the dtypes of a Mamba-like layer's temporal and convolution states.
+
+    config: None for models whose SGLang config does not look for `mamba_ssm_dtype`.
+    """
+    stated = config.text.get("mamba_ssm_dtype") if config else None
+    temporal = "float32"
+    for name in (stated, flags.mamba_ssm_dtype):  # SGLang keeps what it has for a name it lacks
+        temporal = name if name in _STATE_DTYPES else temporal
+    conv = flags.mamba_conv_dtype
+    return temporal, conv if conv in _STATE_DTYPES else "bfloat16"
+
+
+def _reads_raw_rows(flags: DeploymentFlags) -> bool:
+    prefill, decode = flags.dsa_prefill_backend, flags.dsa_decode_backend
+    by_role = {"prefill": (prefill,), "decode": (decode,)}
+    if "trtllm" in by_role.get(flags.disaggregation_mode, (prefill, decode)):
+        return True
+    return prefill == decode == "tilelang" or bool({prefill, decode} & _ROCM_DSA_BACKENDS)
+
+
+def _stated_dtype(config: HfConfig) -> str:
+    for source in (config.text, config.outer):
+        name = source.get("dtype") or source.get("torch_dtype")
+        if name:
+            return _known_dtype(str(name).removeprefix("torch."), f"{config.source}: dtype")
+    return "float32"
+
+
+def _known_dtype(name: str, field: str) -> str:
+    if name.lower() not in _MODEL_DTYPES:
+        raise ProfileError(f"{field}: {name!r} is none of auto, {', '.join(_MODEL_DTYPES)}")
+    return _MODEL_DTYPES[name.lower()]
+
+
+def _quantisation(config: HfConfig) -> Mapping[str, Any]:
+    """Find the section, where SGLang looks first (resolve_checkpoint_quant_spec)."""
+    for source in (config.outer, config.text):
+        section = source.get("quantization_config")
+        if isinstance(section, Mapping):
+            return section
+    return {}
+
+
+def _quant_method(config: HfConfig) -> str | None:
+    method = _quantisation(config).get("quant_method")
+    return method if isinstance(method, str) else None
+
+
+def _kv_quant_algo(config: HfConfig) -> str | None:
+    """Read the KV quantisation a checkpoint asks for, where SGLang listens to it."""
+    section = _quantisation(config)
+    nested = section.get("quantization")  # the form of hf_quant_config.json
+    section = nested if isinstance(nested, Mapping) else section
+    method = _quant_method(config) or ("modelopt" if section.get("quant_algo") else None)
+    scheme = section.get("kv_cache_scheme")
+    algo = section.get("kv_cache_quant_algo")
+    algo = algo if isinstance(algo, str) else None
+    if method in _FP8_METHODS:
+        return algo
+    if method not in _MODELOPT_METHODS or not _is_modelopt_kv(section):
+        return None
+    if isinstance(scheme, Mapping):
+        return "FP8" if (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) else None
+    return algo
+
+
+def _is_modelopt_kv(section: Mapping[str, Any]) -> bool:
+    """Whether a ModelOpt section is read as ModelOpt: mixed precision without NVFP4 is W4AFP8."""
+    if section.get("quant_algo") != "MIXED_PRECISION":
+        return True
+    layers = section.get("quantized_layers")
+    if not isinstance(layers, Mapping):
+        return False
+    algos = [str(v.get("quant_algo")).upper() for v in layers.values() if isinstance(v, Mapping)]
+    return bool({"NVFP4", "W4A16_NVFP4"} & set(algos))

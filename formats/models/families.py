@@ -1,0 +1,374 @@
+"""Which pools a model has and what they hold, by architecture, as SGLang derives them.
+
+Source: SGLang srt/configs/model_config.py, srt/mem_cache/kv_cache_configurator.py and
+srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py; each rule names its symbol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.models.dtypes import kv_dtype, mla_row, state_dtypes
+from hicachectl.formats.models.flags import DeploymentFlags, sglang_version
+from hicachectl.formats.profile import Pool, StateTensor
+
+if TYPE_CHECKING:
+    from hicachectl.formats.models.hf_config import HfConfig
+
+# Up to this version HiCache kept indexer pages of layers that reuse another layer's top-k.
+_ALL_INDEXER_LAYERS_UNTIL = (0, 5, 18)
+_DSA_PAGE_TOKENS = 64  # physical index page of CUDA (DSATokenToKVPool)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a family needs besides the config. page_size: tokens a hash page covers."""
+
+    flags: DeploymentFlags
+    page_size: int
+    draft: bool = False
+
+    def kv_dtype(self, config: HfConfig, *, dsa: bool = False) -> str:
+        """Resolve the element type of the KV pool."""
+        return kv_dtype(config, self.flags, dsa=dsa, draft=self.draft)
+
+
+PoolBuilder = Callable[["HfConfig", Context], tuple[Pool, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How an architecture's pools follow from its config.
+
+    own_mtp: the checkpoint holds an MTP layer that SGLang counts as one NextN layer, whatever
+        the config says (ModelConfig._config_draft_model).
+    draft_only: served as a draft, never as a target.
+    """
+
+    pools: PoolBuilder
+    own_mtp: bool = False
+    draft_only: bool = False
+
+
+def family_of(config: HfConfig) -> Family:
+    """Find the family of a config's architecture. Raises ProfileError for one we do not know."""
+    family = FAMILIES.get(config.architecture)
+    if family is None:
+        raise ProfileError(
+            f"{config.source}: architectures: {config.architecture!r} is not supported; "
+            "write a profile file; see hicachectl-profile(1)"
+        )
+    return family
+
+
+def is_dsa(config: HfConfig) -> bool:
+    """Tell whether attention is DeepSeek Sparse Attention (is_deepseek_dsa)."""
+    return config.architecture in _DSA_ARCHITECTURES and config.outer.get("index_topk") is not None
+
+
+def dsa_page_size(config: HfConfig) -> int:
+    """Give the page size that SGLang sets for a DSA model on CUDA (_deepseek_family_overrides)."""
+    return _DSA_PAGE_TOKENS * (config.optional_integer("index_kpool") or 1)
+
+
+def dsa_indexer_layers(config: HfConfig, version: tuple[int, ...]) -> tuple[int, ...]:
+    """List the layers whose index keys are stored.
+
+    Source: srt/configs/model_config.py :: dsa_layer_skips_topk; the first field that is there
+    decides.
+    """
+    count = config.integer("num_hidden_layers")
+    layers = range(count)
+    if version <= _ALL_INDEXER_LAYERS_UNTIL:
+        return tuple(layers)
+    if config.text.get("indexer_types") is not None:
+        kinds = config.strings("indexer_types", count)
+        return tuple(i for i in layers if kinds[i] != "shared")
+    factor = config.optional_integer("cli_factor")
+    if factor > 1:
+        return tuple(i for i in layers if i % factor == 0)
+    pattern = config.text.get("index_topk_pattern")
+    if pattern is not None:
+        return tuple(i for i in layers if i >= len(pattern) or pattern[i] != "S")
+    frequency = config.optional_integer("index_topk_freq") or 1
+    # Without an offset the first group starts after layer 0, as if the offset were 2.
+    offset = config.optional_integer("index_skip_topk_offset") or 2
+    return tuple(i for i in layers if max(i - offset + 1, 0) % frequency == 0)
+
+
+def _mha(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """One pool over all layers (MHATokenToKVPool)."""
+    return (_mha_pool("kv", config, context, range(config.integer("num_hidden_layers"))),)
+
+
+def _mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Latent rows, with index keys where the model is DSA (MLATokenToKVPool, DSATokenToKVPool)."""
+    dsa = is_dsa(config)
+    kv = _mla_pool(config, context, range(config.integer("num_hidden_layers")), dsa=dsa)
+    if not dsa:
+        return (kv,)
+    if config.optional_integer("index_kpool") > 1:
+        raise config.error("index_kpool", "pooled index keys have no known object form")
+    layers = dsa_indexer_layers(config, sglang_version(context.flags.sglang))
+    indexer = Pool(
+        name="indexer",
+        kind="dsa_indexer",
+        layers=_count_or_numbers(config, layers),
+        index_head_dim=config.integer("index_head_dim"),
+    )
+    return (kv, indexer)
+
+
+def _gdn(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Full attention on some layers, gated delta net on the others (Qwen3NextConfig)."""
+    full, linear = _split(config, _is_full_attention_layer(config))
+    key_heads, value_heads = (config.integer(f"linear_num_{x}_heads") for x in ("key", "value"))
+    key_dim, value_dim = (config.integer(f"linear_{x}_head_dim") for x in ("key", "value"))
+    groups = (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim)
+    temporal_dtype, conv_dtype = state_dtypes(config, context.flags)
+    mamba = Pool(
+        name="mamba",
+        kind="mamba",
+        layers=linear,
+        temporal=StateTensor(shape=(value_heads, value_dim, key_dim), dtype=temporal_dtype),
+        conv=(
+            StateTensor(
+                shape=(sum(groups), config.integer("linear_conv_kernel_dim") - 1),
+                dtype=conv_dtype,
+                groups=groups,
+            ),
+        ),
+    )
+    return (_mha_pool("kv", config, context, full), mamba)
+
+
+def _kimi_linear(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Latent rows on some layers, Kimi delta attention on the others (KimiLinearConfig)."""
+    linear_config = config.section("linear_attn_config")
+    delta_layers = linear_config.integers("kda_layers")  # counted from 1
+    full, linear = _split(config, lambda layer: layer + 1 not in delta_layers)
+    heads, head_dim = (linear_config.integer(name) for name in ("num_heads", "head_dim"))
+    temporal_dtype, conv_dtype = state_dtypes(None, context.flags)
+    mamba = Pool(
+        name="mamba",
+        kind="mamba",
+        layers=linear,
+        temporal=StateTensor(shape=(heads, head_dim, head_dim), dtype=temporal_dtype),
+        conv=(
+            StateTensor(  # the window axis comes first: KimiLinearStateShape.create
+                shape=(linear_config.integer("short_conv_kernel_size") - 1, 3 * heads * head_dim),
+                dtype=conv_dtype,
+                shard_axis=1,
+                groups=(heads * head_dim,) * 3,
+            ),
+        ),
+    )
+    return (_mla_pool(config, context, full, dsa=False), mamba)
+
+
+def _gpt_oss(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Full and sliding-window layers of one geometry (SWAKVPool)."""
+    if context.flags.disable_hybrid_swa_memory:
+        return _mha(config, context)
+    kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
+    full, window = _split(config, lambda layer: kinds[layer] == "full_attention")
+    # The token itself is not counted: models/gpt_oss.py :: get_attention_sliding_window_size.
+    retained = config.integer("sliding_window") - 1
+    return (
+        _mha_pool("kv", config, context, full),
+        _mha_pool("swa", config, context, window, trailing_pages=_pages(retained, context)),
+    )
+
+
+def _mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Full and sliding-window layers, each with its own heads; K is wider than V."""
+    if context.flags.disable_hybrid_swa_memory:
+        raise config.error("architectures", "SGLang cannot disable its hybrid SWA memory")
+    pattern = config.integers("hybrid_layer_pattern", config.integer("num_hidden_layers"))
+    full, window = _split(config, lambda layer: pattern[layer] == 0)
+    head_dim = config.optional_integer("swa_head_dim") or config.integer("head_dim")
+    kv = _mha_pool("kv", config, context, full)
+    swa = Pool(
+        name="swa",
+        kind="mha",
+        dtype=kv.dtype,
+        layers=window,
+        kv_heads=config.integer("swa_num_key_value_heads"),
+        head_dim=head_dim,
+        v_head_dim=_other(config.optional_integer("swa_v_head_dim"), head_dim),
+        trailing_pages=_pages(_window_size(config), context),
+    )
+    return (kv, swa)
+
+
+def _mha_pool(
+    name: str,
+    config: HfConfig,
+    context: Context,
+    layers: Iterable[int],
+    *,
+    trailing_pages: int = 1,
+) -> Pool:
+    head_dim = _head_dim(config)
+    return Pool(
+        name=name,
+        kind="mha",
+        dtype=context.kv_dtype(config),
+        layers=_count_or_numbers(config, tuple(layers)),
+        kv_heads=_kv_heads(config),
+        head_dim=head_dim,
+        v_head_dim=_other(config.optional_integer("v_head_dim"), head_dim),
+        trailing_pages=trailing_pages,
+    )
+
+
+def _mla_pool(config: HfConfig, context: Context, layers: Iterable[int], *, dsa: bool) -> Pool:
+    dtype = context.kv_dtype(config, dsa=dsa)
+    return Pool(
+        name="kv",
+        kind="mla",
+        dtype=dtype,
+        layers=_count_or_numbers(config, tuple(layers)),
+        kv_lora_rank=config.integer("kv_lora_rank"),
+        qk_rope_head_dim=config.integer("qk_rope_head_dim"),
+        row=mla_row(dtype, context.flags, dsa=dsa),
+    )
+
+
+def _head_dim(config: HfConfig) -> int:
+    """Read the width of a K row; where a config may leave it out, it is a quotient.
+
+    Source: ModelConfig._derive_model_shapes. Other classes of transformers have defaults of
+    their own, on which we do not rely.
+    """
+    stated = config.optional_integer("head_dim")
+    if stated or config.architecture not in _HEAD_DIM_IS_QUOTIENT:
+        return stated or config.integer("head_dim")
+    return config.integer("hidden_size") // config.integer("num_attention_heads")
+
+
+def _kv_heads(config: HfConfig) -> int:
+    """Count the KV heads of the whole model; null means one for each attention head."""
+    null = "num_key_value_heads" in config.text and config.text["num_key_value_heads"] is None
+    if null or (
+        config.architecture in _KV_HEADS_DEFAULT_TO_HEADS
+        and "num_key_value_heads" not in config.text
+    ):
+        return config.integer("num_attention_heads")
+    return config.integer("num_key_value_heads")
+
+
+def _other(value: int, usual: int) -> int:
+    """Leave out a width that is the usual one."""
+    return 0 if value == usual else value
+
+
+def _is_full_attention_layer(config: HfConfig) -> Callable[[int], bool]:
+    interval = config.optional_integer("full_attention_interval")
+    if interval:
+        return lambda layer: (layer + 1) % interval == 0
+    if config.text.get("layer_types") is None:
+        raise config.error("full_attention_interval", "missing")
+    kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
+    return lambda layer: kinds[layer] == "full_attention"
+
+
+def _window_size(config: HfConfig) -> int:
+    """Read the first of SGLang's names that is there (ModelConfig._get_sliding_window_size)."""
+    names = ("sliding_window_size", "sliding_window", "window_size")
+    found = [name for name in names if config.text.get(name) is not None]
+    return config.integer(found[0] if found else names[0])
+
+
+def _pages(tokens: int, context: Context) -> int:
+    """Count the pages of a retained window (SWAComponent.full_window_pages)."""
+    return max(1, -(-tokens // context.page_size))
+
+
+def _split(
+    config: HfConfig, is_full: Callable[[int], bool]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """List the layers with full attention, and the others; a hybrid has some of both."""
+    layers = range(config.integer("num_hidden_layers"))
+    full = tuple(layer for layer in layers if is_full(layer))
+    others = tuple(layer for layer in layers if not is_full(layer))
+    if not full or not others:
+        missing = "window or linear" if full else "full-attention"
+        raise config.error("num_hidden_layers", f"a hybrid model without {missing} layers")
+    return full, others
+
+
+def _count_or_numbers(config: HfConfig, layers: tuple[int, ...]) -> int | tuple[int, ...]:
+    count = config.integer("num_hidden_layers")
+    return count if layers == tuple(range(count)) else layers
+
+
+_DSA_ARCHITECTURES = frozenset(
+    {"DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}
+)
+_HEAD_DIM_IS_QUOTIENT = frozenset(
+    {
+        "LlamaForCausalLM",
+        "LlamaForCausalLMEagle",
+        "LlamaForCausalLMEagle3",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "OlmoeForCausalLM",
+        "Olmo2ForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Qwen2_5_VLForConditionalGeneration",
+    }
+)
+_KV_HEADS_DEFAULT_TO_HEADS = frozenset(
+    {"LlamaForCausalLM", "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"}
+)
+
+# Gemma 2 and 3 have window layers, but only architectures that is_hybrid_swa_model lists keep
+# them in a pool of their own.
+FAMILIES: dict[str, Family] = {
+    "Gemma2ForCausalLM": Family(_mha),
+    "Gemma3ForCausalLM": Family(_mha),
+    "Gemma3ForConditionalGeneration": Family(_mha),
+    "GemmaForCausalLM": Family(_mha),
+    "Glm4ForCausalLM": Family(_mha),
+    "Glm4MoeForCausalLM": Family(_mha),
+    "LlamaForCausalLM": Family(_mha),
+    "MiniMaxM2ForCausalLM": Family(_mha),
+    "Mistral3ForConditionalGeneration": Family(_mha),
+    "MistralForCausalLM": Family(_mha),
+    "MixtralForCausalLM": Family(_mha),
+    "Olmo2ForCausalLM": Family(_mha),
+    "OlmoeForCausalLM": Family(_mha),
+    "Phi3ForCausalLM": Family(_mha),
+    "Qwen2ForCausalLM": Family(_mha),
+    "Qwen2MoeForCausalLM": Family(_mha),
+    "Qwen2_5_VLForConditionalGeneration": Family(_mha),
+    "Qwen3ForCausalLM": Family(_mha),
+    "Qwen3MoeForCausalLM": Family(_mha),
+    "Qwen3VLForConditionalGeneration": Family(_mha),
+    "Qwen3VLMoeForConditionalGeneration": Family(_mha),
+    "DeepseekV2ForCausalLM": Family(_mla),
+    "DeepseekV32ForCausalLM": Family(_mla),
+    "DeepseekV3ForCausalLM": Family(_mla),
+    "Glm4MoeLiteForCausalLM": Family(_mla),
+    "GlmMoeDsaForCausalLM": Family(_mla),
+    "KimiK25ForConditionalGeneration": Family(_mla),
+    "Qwen3NextForCausalLM": Family(_gdn, own_mtp=True),
+    "Qwen3_5ForCausalLM": Family(_gdn, own_mtp=True),
+    "Qwen3_5ForConditionalGeneration": Family(_gdn, own_mtp=True),
+    "Qwen3_5MoeForCausalLM": Family(_gdn, own_mtp=True),
+    "Qwen3_5MoeForConditionalGeneration": Family(_gdn, own_mtp=True),
+    "KimiLinearForCausalLM": Family(_kimi_linear),
+    "GptOssForCausalLM": Family(_gpt_oss),
+    "MiMoV2FlashForCausalLM": Family(_mimo_v2),
+    "MiMoV2ForCausalLM": Family(_mimo_v2),
+    "Eagle3DeepseekV2ForCausalLM": Family(_mla, draft_only=True),
+    "LlamaForCausalLMEagle": Family(_mha, draft_only=True),
+    "LlamaForCausalLMEagle3": Family(_mha, draft_only=True),
+}

@@ -1,0 +1,285 @@
+"""What a live SGLang server says of its deployment, as flags, and checks against a profile.
+
+Source: SGLang srt/entrypoints/http_server.py :: server_info (`/server_info`) and
+get_hicache_l3_cache_layout (`/get_hicache_l3_cache_layout`); srt/server_args.py ::
+ServerArgs.resolved_dict; storage/mooncake_store/mooncake_store.py ::
+MooncakeStore.describe_l3_object_layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from hicachectl.formats.documents import parse_json, shown, storable
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.models.dtypes import stated_kv_dtype
+from hicachectl.formats.models.flags import (
+    DeploymentFlags,
+    attention_tp,
+    normalised_layout,
+)
+from hicachectl.formats.profile import MAX_RANKS, NEWEST_SGLANG, Pool, Profile
+from hicachectl.formats.transfer import retargeted
+
+_SOURCE = "server_info"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerDeployment:
+    """A server's flags and where its models lie.
+
+    model_path: a path on the server's machine, or a Hub name.
+    draft_model_path: "" without a draft model of its own.
+    notes: what the server does not say, in words for the operator.
+    """
+
+    flags: DeploymentFlags
+    model_path: str
+    draft_model_path: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """The server's arguments, the scheduler's view over the one at start."""
+
+    values: Mapping[str, Any]
+
+    def text(self, name: str, default: str = "") -> str:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise ProfileError(f"{_SOURCE}: {name}: expected text, found {type(value).__name__}")
+        return storable(value)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self.values.get(name)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int:
+            raise ProfileError(
+                f"{_SOURCE}: {name}: "
+                + ("missing" if value is None else f"expected a whole number, found {shown(value)}")
+            )
+        return value
+
+    def flag(self, name: str) -> bool:
+        return self.values.get(name) is True
+
+
+def flags_from_server_info(reply: Mapping[str, Any]) -> ServerDeployment:
+    """Read a `/server_info` reply. Raises ProfileError naming the field at fault."""
+    if not isinstance(reply, Mapping):
+        raise ProfileError(f"{_SOURCE}: expected a JSON object, found {type(reply).__name__}")
+    states = reply.get("internal_states")
+    scheduler = states[0] if isinstance(states, list) and states else {}
+    values = _Reply({**reply, **(scheduler if isinstance(scheduler, Mapping) else {})})
+    if values.flag("enable_hisparse"):
+        raise ProfileError(f"{_SOURCE}: enable_hisparse: not supported; write a profile file")
+    model_path = values.text("model_path")
+    if not model_path:
+        raise ProfileError(f"{_SOURCE}: model_path: missing")
+    draft_path = values.text("speculative_draft_model_path")
+    return ServerDeployment(
+        flags=_flags(values, model_path, str(reply.get("version") or NEWEST_SGLANG)),
+        model_path=model_path,
+        draft_model_path="" if draft_path == model_path else draft_path,
+        notes=_notes(values),
+    )
+
+
+def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
+    """Return a profile with the names and the topology of the server that a reply describes.
+
+    For a server of the same model. What the reply does not state stays as in the profile; a reply
+    without model_path, tp_size and page_size states nothing. Raises ProfileError naming the field
+    at fault.
+    """
+    if any(reply.get(name) is None for name in ("model_path", "tp_size", "page_size")):
+        return profile
+    flags = flags_from_server_info(reply).flags
+    changes: dict[str, Any] = {
+        "model": flags.model if flags.model != profile.key_model else None,
+        "tp": attention_tp(flags),
+        "pp": flags.pp,
+        "pp_partition": flags.pp_partition or None,
+        "layout": normalised_layout(flags) if flags.layout else None,
+    }
+    extra = reply.get("hicache_storage_backend_extra_config")
+    if flags.storage_backend == "mooncake" and not str(extra).startswith("@"):
+        changes["tag"] = flags.tag
+    served = retargeted(profile, **changes)
+    return replace(
+        served,
+        page_size=(flags.page_size or 0) * flags.dcp,
+        cp=flags.cp,
+        dcp=flags.dcp,
+        pools=(_of_dtype(profile.pools[0], flags.kv_cache_dtype), *profile.pools[1:]),
+    )
+
+
+def _of_dtype(pool: Pool, kv_cache_dtype: str) -> Pool:
+    """Return the kv pool with the dtype that a server states; as it is for auto."""
+    stated = stated_kv_dtype(kv_cache_dtype)
+    is_fp8 = stated is not None and stated.startswith("float8")
+    if stated is None or pool.kind not in ("mha", "mla"):
+        return pool
+    if pool.kind == "mla":
+        same = is_fp8 == (pool.row != "bf16")
+        return pool if same else replace(pool, row="fp8" if is_fp8 else "bf16")
+    # ROCm names its own form of e4m3 like the other.
+    return pool if pool.dtype.startswith(stated) else replace(pool, dtype=stated)
+
+
+def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> list[str]:
+    """Compare a profile with the key layout that a server reports; one sentence a difference.
+
+    An empty list proves little where the server reports no pools, as it does for MHA models and
+    for stores other than Mooncake. Raises ProfileError for a reply of another form.
+    """
+    layout = reply.get("hicache_object_layout") if isinstance(reply, Mapping) else None
+    if not isinstance(layout, Mapping) or not isinstance(layout.get("pools", []), list):
+        raise ProfileError("cache layout: hicache_object_layout: expected an object with pools")
+    expected = {
+        "page_size": (profile.page_size // profile.dcp, reply.get("page_size")),
+        "is_mla_backend": (profile.rank_replicated, layout.get("is_mla_backend")),
+        "pp_size": (profile.pp, layout.get("pp_size")),
+        "key_prefix": (_key_prefix(profile), layout.get("key_prefix")),
+    }
+    found = [
+        f"{name}: the server has {shown(theirs)}, the profile means {ours!r}"
+        for name, (ours, theirs) in expected.items()
+        if theirs is not None and theirs != ours
+    ]
+    return found + _pool_contradictions(profile, layout.get("pools", []))
+
+
+def _flags(reply: _Reply, model_path: str, version: str) -> DeploymentFlags:
+    # Since attn_dp_size is a field, dp_size counts replicas, which share keys and so do not
+    # matter; enable_dp_attention is then only an echo of it.
+    attn_dp = reply.count("attn_dp_size", 0)
+    dp = attn_dp or reply.count("dp_size", 1)
+    extra = _extra_config(reply)
+    environment = _environment(reply)
+    lcm = extra.get("tp_lcm_size")
+    return DeploymentFlags(
+        model=reply.text("served_model_name", model_path),
+        page_size=reply.count("page_size"),
+        dtype=reply.text("dtype", "auto"),
+        kv_cache_dtype=reply.text("kv_cache_dtype", "auto"),
+        layout=reply.text("hicache_mem_layout") or None,
+        storage_backend=reply.text("hicache_storage_backend") or None,
+        io_backend=reply.text("hicache_io_backend", "kernel"),
+        tp=reply.count("tp_size"),
+        dp=dp,
+        enable_dp_attention=attn_dp > 1 or (not attn_dp and reply.flag("enable_dp_attention")),
+        pp=reply.count("pp_size", 1),
+        pp_partition=_partition(environment.get("SGLANG_PP_LAYER_PARTITION")),
+        cp=reply.count("attn_cp_size", 1),
+        enable_dsa_cache_layer_split=reply.flag("enable_dsa_cache_layer_split"),
+        dcp=reply.count("dcp_size", 1),
+        tp_lcm_size=lcm if type(lcm) is int else 0,
+        tag=storable(str(extra.get("extra_backend_tag") or "")),
+        speculative_algorithm=reply.text("speculative_algorithm"),
+        speculative_num_steps=reply.count("speculative_num_steps", 0),
+        enable_multi_layer_eagle=reply.flag("enable_multi_layer_eagle"),
+        speculative_draft_kv_cache_dtype=reply.text("speculative_draft_kv_cache_dtype"),
+        dsa_prefill_backend=reply.text("dsa_prefill_backend"),
+        dsa_decode_backend=reply.text("dsa_decode_backend"),
+        disaggregation_mode=reply.text("disaggregation_mode", "null"),
+        mamba_ssm_dtype=environment.get("SGLANG_MAMBA_SSM_DTYPE", reply.text("mamba_ssm_dtype")),
+        mamba_conv_dtype=environment.get("SGLANG_MAMBA_CONV_DTYPE", ""),
+        disable_hybrid_swa_memory=reply.flag("disable_hybrid_swa_memory"),
+        sglang=version,
+        resolved=True,
+    )
+
+
+def _extra_config(reply: _Reply) -> Mapping[str, Any]:
+    """Parse --hicache-storage-backend-extra-config, where it is not the name of a file."""
+    stated = reply.values.get("hicache_storage_backend_extra_config")
+    if isinstance(stated, str) and not stated.startswith("@"):
+        where = f"{_SOURCE}: hicache_storage_backend_extra_config"
+        stated = parse_json(stated or "{}", where, refusal=ProfileError)
+    return stated if isinstance(stated, Mapping) else {}
+
+
+def _environment(reply: _Reply) -> Mapping[str, str]:
+    """Environment of the scheduler, which servers tell with SGLANG_EXPOSE_OWN_ENV_VARS only."""
+    stated = reply.values.get("env_vars")
+    if not isinstance(stated, Mapping):
+        return {}
+    return {name: value for name, value in stated.items() if isinstance(value, str)}
+
+
+def _partition(text: str | None) -> tuple[int, ...]:
+    if not text:
+        return ()
+    try:
+        return tuple(int(layers) for layers in text.split(",", MAX_RANKS + 1))
+    except ValueError:
+        raise ProfileError(f"{_SOURCE}: SGLANG_PP_LAYER_PARTITION: {text!r:.60}") from None
+
+
+def _notes(reply: _Reply) -> tuple[str, ...]:
+    notes = []
+    if not reply.flag("enable_hierarchical_cache"):
+        notes.append("the server runs without --enable-hierarchical-cache")
+    elif not reply.text("hicache_storage_backend"):
+        notes.append("the server was started without an L3 store")
+    stated = reply.values.get("hicache_storage_backend_extra_config")
+    if isinstance(stated, str) and stated.startswith("@"):
+        notes.append(
+            "the server reads its store options from a file: its tag and tp_lcm_size are not "
+            "known; give --tag and --tp-lcm-size where it has them"
+        )
+    if not isinstance(reply.values.get("env_vars"), Mapping):
+        notes += _environment_notes(reply)
+    return tuple(notes)
+
+
+def _environment_notes(reply: _Reply) -> list[str]:
+    if reply.count("pp_size", 1) == 1:
+        return []
+    return [
+        "the server does not tell SGLANG_PP_LAYER_PARTITION; give --pp-partition where it is set"
+    ]
+
+
+def _key_prefix(profile: Profile) -> str:
+    """Mooncake's key prefix (MooncakeStore.config_prefix)."""
+    parts = [profile.tag, profile.key_model]
+    if profile.dcp > 1:
+        parts.append(
+            f"tp{profile.tp}_dcp{profile.dcp}_page{profile.page_size}_pp{profile.pp}_cp{profile.cp}"
+        )
+    return "_".join(part for part in parts if part)
+
+
+def _pool_contradictions(profile: Profile, pools: list[Any]) -> list[str]:
+    if not pools:
+        return []
+    reported: dict[str, Mapping[str, Any]] = {}
+    for pool in pools:  # one entry a stage under PP; stages do not differ in policy
+        if not isinstance(pool, Mapping) or not isinstance(pool.get("pool"), str):
+            raise ProfileError("cache layout: pools: expected objects with a pool name")
+        reported[pool["pool"]] = pool
+    ours = {pool.name: pool for pool in profile.pools if pool.kind != "logical"}
+    found = [f"pools: the server has {name}, the profile not" for name in reported.keys() - ours]
+    found += [f"pools: the profile has {name}, the server not" for name in ours.keys() - reported]
+    for name in ours.keys() & reported:
+        stated = {"hit_policy": ours[name].hit_policy}
+        if ours[name].trailing:
+            stated |= {"trailing_pages": str(ours[name].trailing_pages)}
+        for field, value in stated.items():
+            theirs = reported[name].get(field)
+            if theirs is not None and str(theirs) != value:
+                found.append(
+                    f"pools[{name}].{field}: the server has {shown(theirs)}, the profile {value}"
+                )
+    return sorted(found)

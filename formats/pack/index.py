@@ -1,0 +1,261 @@
+"""The index of a pack: an Arrow IPC stream with a row for each object, in the order of the file.
+
+Its schema's metadata says what the pack's metadata record says, so that other programs can read
+the index alone. Bodies are not compressed: nothing larger than the stream is allocated for it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.formats.errors import FormatError, HicacheError
+from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys.columns import (
+    RANK_COLUMNS,
+    SPAN_COLUMNS,
+    TEXT_COLUMNS,
+    coordinate_columns,
+)
+from hicachectl.formats.keys.resolve import resolve_affixes
+from hicachectl.formats.keys.table import KeySplitter
+from hicachectl.formats.pack.planes import PLANE_COUNTS
+from hicachectl.formats.pack.records import (
+    DIGEST_BYTES,
+    FORM,
+    HEADER_BYTES,
+    MOST_KEY_BYTES,
+    MOST_METADATA_BYTES,
+    MOST_OBJECT_BYTES,
+    RECORD_BYTES,
+    Metadata,
+    checked_metadata,
+)
+from hicachectl.formats.profile import parse_profile
+from hicachectl.formats.spec import object_specs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicachectl.formats.keys.base import Affix
+    from hicachectl.formats.objects import Coordinate
+
+IntArray = npt.NDArray[np.int64]
+
+# What a record holds, and where it lies.
+ENTRY_FIELDS = (
+    pa.field("key", pa.binary(), nullable=False),
+    pa.field("nbytes", pa.int64(), nullable=False),
+    pa.field("mtime_ns", pa.int64()),
+    pa.field("offset", pa.int64(), nullable=False),  # of the record in the file
+    pa.field("length", pa.int64(), nullable=False),  # of the whole record
+    pa.field("planes", pa.uint8(), nullable=False),
+    pa.field("digest", pa.binary(DIGEST_BYTES), nullable=False),
+)
+ENTRIES = pa.schema(ENTRY_FIELDS)
+# What the key says, for readers without its grammar.
+SCHEMA = pa.schema(
+    [
+        *ENTRY_FIELDS,
+        pa.field("page", pa.string()),
+        *(pa.field(name, pa.string()) for name in TEXT_COLUMNS),
+        *(pa.field(name, pa.int32()) for name in RANK_COLUMNS),
+        *(pa.field(name, pa.string()) for name in SPAN_COLUMNS),
+    ]
+)
+_BATCH_ROWS = 1 << 16
+_METADATA = {
+    "form": "hicachectl.pack",
+    "grammar": "hicachectl.grammar",
+    "profile": "hicachectl.profile",
+    "version": "hicachectl.version",
+}
+# Source: Arrow format/Message.fbs, the field RecordBatch.compression; Schema.fbs.
+_MESSAGE_HEADER_SLOT = 2
+_COMPRESSION_SLOT = 3
+
+
+def write_index(entries: pa.Table, metadata: Metadata) -> bytes:
+    """Serialise the index. entries: ENTRIES, sorted by offset, no key twice."""
+    splitter = KeySplitter()
+    pages, ids = [], [np.empty(0, dtype=np.int32)]
+    for chunk in entries.column("key").chunks:
+        chunk_pages, chunk_ids = splitter.split(chunk)
+        pages.append(chunk_pages)
+        ids.append(chunk_ids)
+    known = _profiled_affixes(metadata)
+    resolved = resolve_affixes(splitter.affixes, codec_for(metadata.grammar), known)
+    columns = {
+        **{name: entries.column(name) for name in ENTRIES.names},
+        "page": pa.chunked_array(pages, pa.string()),
+        **coordinate_columns([resolved[affix] for affix in splitter.affixes], np.concatenate(ids)),
+    }
+    schema = SCHEMA.with_metadata(
+        {
+            _METADATA["form"]: str(FORM),
+            _METADATA["grammar"]: metadata.grammar,
+            _METADATA["profile"]: metadata.profile,
+            _METADATA["version"]: metadata.version,
+        }
+    )
+    table = pa.table([columns[f.name].cast(f.type) for f in SCHEMA], schema=schema)
+    stream = pa.BufferOutputStream()
+    with pa.ipc.new_stream(stream, schema) as writer:
+        writer.write_table(table, max_chunksize=_BATCH_ROWS)
+    written: bytes = stream.getvalue().to_pybytes()
+    return written
+
+
+def _profiled_affixes(metadata: Metadata) -> dict[Affix, Coordinate]:
+    """Spell the keys that the pack's profile accounts for; none where it is of no use."""
+    if not metadata.profile:
+        return {}
+    codec = codec_for(metadata.grammar)
+    try:
+        expected = object_specs(parse_profile(metadata.profile), metadata.grammar)
+        return {codec.affix(one.coordinate): one.coordinate for one in expected}
+    except HicacheError:  # a profile for another kind of store
+        return {}
+
+
+def read_index(data: bytes | memoryview, *, end: int, source: str) -> tuple[pa.Table, Metadata]:
+    """Parse an index and check every row of it: a table of ENTRIES, and the pack's metadata.
+
+    end: where the records that it may point to end in the file. Raises FormatError on anything
+    that is no index of such a file; allocates no more than a few times `data`.
+    """
+    try:
+        table = _read_stream(data)
+        table.validate(full=True)
+    # ValueError: pyarrow decodes names of a damaged schema as UTF-8.
+    except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise FormatError(f"{source}: its index cannot be read: {reason}") from error
+    except HicacheError as error:
+        raise FormatError(f"{source}: its index {error}") from error
+    texts = _texts(table.schema.metadata or {}, source)
+    entries = table.select(ENTRIES.names).replace_schema_metadata(None)
+    _check_nulls(entries, source)
+    _check_values(entries, end, source)
+    return entries, texts
+
+
+def _read_stream(data: bytes | memoryview) -> pa.Table:
+    reader = pa.ipc.MessageReader.open_stream(pa.BufferReader(data))
+    message = _next_message(reader)
+    if message is None or message.type != "schema":
+        raise FormatError("does not begin with a schema")
+    schema = pa.ipc.read_schema(message)
+    if not schema.equals(SCHEMA):
+        raise FormatError("has other columns than those of a pack")
+    batches = []
+    while (message := _next_message(reader)) is not None:
+        if message.type != "record batch" or _is_compressed(message.metadata):
+            raise FormatError(f"has a {message.type} that no pack has")
+        batches.append(pa.ipc.read_record_batch(message, schema))
+    return pa.Table.from_batches(batches, schema=schema)
+
+
+def _next_message(reader: Any) -> Any:
+    try:
+        return reader.read_next_message()
+    except StopIteration:
+        return None
+
+
+def _is_compressed(metadata: Any) -> bool:
+    """Look into the flatbuffer of a record batch message for body compression.
+
+    A compressed body says itself how much memory it takes, and Arrow believes it.
+    """
+    data = memoryview(metadata)
+    try:
+        (message,) = struct.unpack_from("<I", data, 0)
+        header = _field(data, message, _MESSAGE_HEADER_SLOT)
+        if header is None:
+            raise FormatError("has a message without a header")
+        batch = header + int(struct.unpack_from("<I", data, header)[0])
+        return _field(data, batch, _COMPRESSION_SLOT) is not None
+    except struct.error as error:
+        raise FormatError("has a damaged message") from error
+
+
+def _field(data: memoryview, table: int, slot: int) -> int | None:
+    """Find a field of a flatbuffer table by its slot in the vtable; None where it is left out."""
+    (back,) = struct.unpack_from("<i", data, table)
+    vtable = table - back
+    if vtable < 0:
+        raise FormatError("has a damaged message")
+    (vtable_bytes,) = struct.unpack_from("<H", data, vtable)
+    place = 4 + 2 * slot
+    if place + 2 > vtable_bytes:
+        return None
+    (offset,) = struct.unpack_from("<H", data, vtable + place)
+    return table + int(offset) if offset else None
+
+
+def _texts(found: Mapping[bytes, bytes], source: str) -> Metadata:
+    try:
+        texts = {name: found[key.encode()].decode() for name, key in _METADATA.items()}
+    except KeyError as error:
+        raise FormatError(f"{source}: its index lacks the metadata {error}") from error
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{source}: the metadata of its index is no text") from error
+    if texts.pop("form") != str(FORM):
+        raise FormatError(f"{source}: its index is of another form than {FORM}")
+    if sum(map(len, found.values())) > MOST_METADATA_BYTES:
+        raise FormatError(f"{source}: the metadata of its index is larger than any pack's")
+    try:
+        return checked_metadata(Metadata(**texts))
+    except FormatError as error:
+        raise FormatError(f"{source}: {error}") from error
+
+
+def _check_nulls(entries: pa.Table, source: str) -> None:
+    for field in ENTRIES:
+        if not field.nullable and entries.column(field.name).null_count:
+            raise FormatError(f"{source}: its index has nulls in {field.name}")
+
+
+def _check_values(entries: pa.Table, end: int, source: str) -> None:
+    """Check that every row can be the record of an object of its own within the file."""
+    if not len(entries):
+        return
+    nbytes, offset, length = (column_of(entries, n) for n in ("nbytes", "offset", "length"))
+    planes = entries.column("planes").to_numpy().astype(np.int64)
+    key_bytes = pc.binary_length(entries.column("key")).to_numpy().astype(np.int64)
+    head = RECORD_BYTES + key_bytes
+    problems = (
+        ("a key of no or too many bytes", (key_bytes < 1) | (key_bytes > MOST_KEY_BYTES)),
+        ("an object of impossible size", (nbytes < 0) | (nbytes >= MOST_OBJECT_BYTES)),
+        ("planes that no pack has", ~np.isin(planes, PLANE_COUNTS)),
+        ("planes of unequal size", nbytes % np.maximum(planes, 1) != 0),
+        ("a record outside of the file", (offset < HEADER_BYTES) | (offset > end)),
+        ("a record that ends outside of the file", (length < head) | (length > end - offset)),
+        ("a record larger than its object", length - head > nbytes),
+    )
+    for text, wrong in problems:
+        if wrong.any():
+            _refuse_row(source, text, int(np.argmax(wrong)), offset)
+    overlaps = offset[1:] < (offset + length)[:-1]
+    if overlaps.any():
+        _refuse_row(
+            source, "a record that overlaps its neighbour", int(np.argmax(overlaps)), offset
+        )
+    if pc.count_distinct(entries.column("key")).as_py() != len(entries):
+        raise FormatError(f"{source}: its index has some key twice")
+
+
+def _refuse_row(source: str, text: str, row: int, offset: IntArray) -> None:
+    raise FormatError(f"{source}: its index has {text}: row {row}, offset {offset[row]}")
+
+
+def column_of(entries: pa.Table, name: str) -> IntArray:
+    """Give an int64 column without nulls as one array."""
+    column: IntArray = entries.column(name).to_numpy()
+    return column

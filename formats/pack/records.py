@@ -1,0 +1,206 @@
+"""The records of a pack file, byte by byte; documented in hcpack(5).
+
+    header | record | record | ... | index record | trailer
+
+All numbers are little-endian. A record is a fixed head, a key and the planes of its content
+(`formats.pack.planes`); its checksum covers head and key, its digest the content, so that records
+can be told from anything else without the index. Nothing here touches a file.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+from msgspec import Struct, to_builtins
+
+from hicachectl.formats.documents import parse_json_object
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.forms import convert
+from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.pack.planes import PLANE_COUNTS
+
+MAGIC = b"\x89HCPACK\n"
+FORM = 1
+ID_BYTES = 8
+DIGEST_BYTES = 32
+MOST_KEY_BYTES = 0xFFFF
+MOST_METADATA_BYTES = 4 << 20
+MOST_OBJECT_BYTES = 1 << 62
+RECORD_MAGIC = b"HCPR"
+TRAILER_MAGIC = b"HCPE"
+
+_HEADER = struct.Struct("<8sI4x8s")  # magic, form, id; then the checksum
+_RECORD = struct.Struct("<4sBBH8sQq4Q32s")  # then the checksum
+_TRAILER = struct.Struct("<QQ8s")  # offset and length of the index record, id; then the checksum
+_SUM = struct.Struct("<I4x")
+_TRAILER_END = struct.Struct("<I4s")
+
+HEADER_BYTES = _HEADER.size + _SUM.size
+RECORD_BYTES = _RECORD.size + _SUM.size
+TRAILER_BYTES = _TRAILER.size + _TRAILER_END.size
+
+_NO_TIME = -(1 << 63)
+
+
+class Kind(IntEnum):
+    """What a record holds."""
+
+    METADATA = 1
+    OBJECT = 2
+    INDEX = 3
+    WITHDRAWN = 4  # the object of this key, written before, counts no more
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """The head of a record.
+
+    nbytes: of the content. stored: bytes of each of its planes; one of nbytes / len(stored) bytes
+    is raw, a shorter one a zstd frame. digest: BLAKE3 of the content. mtime_ns: None when unknown.
+    """
+
+    kind: Kind
+    key: bytes
+    nbytes: int
+    stored: tuple[int, ...]
+    digest: bytes
+    mtime_ns: int | None = None
+
+    @property
+    def content_offset(self) -> int:
+        """Where the planes begin, counted from the record's start."""
+        return RECORD_BYTES + len(self.key)
+
+    @property
+    def length(self) -> int:
+        """Bytes of the whole record."""
+        return self.content_offset + sum(self.stored)
+
+
+class Metadata(Struct, frozen=True, kw_only=True, rename={"version": "hicachectl"}):
+    """What a pack says of itself.
+
+    grammar: of its keys, a name of formats.keys. profile: TOML text, "" without one.
+    """
+
+    grammar: str
+    profile: str = ""
+    version: str = ""  # of the hicachectl that wrote it
+
+
+def build_header(pack_id: bytes) -> bytes:
+    """Write the first bytes of a file."""
+    head = _HEADER.pack(MAGIC, FORM, pack_id)
+    return head + _SUM.pack(zlib.crc32(head))
+
+
+def parse_header(data: bytes) -> bytes:
+    """Read the first bytes of a file, and give its id. Raises FormatError."""
+    if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
+        raise FormatError("is not a pack")
+    _, form, pack_id = _HEADER.unpack_from(data)
+    if _SUM.unpack_from(data, _HEADER.size)[0] != zlib.crc32(data[: _HEADER.size]):
+        raise FormatError("its header is damaged")
+    if form != FORM:
+        raise FormatError(f"is a pack of form {form}, this version reads {FORM}")
+    return bytes(pack_id)
+
+
+def build_record(record: Record, pack_id: bytes) -> bytes:
+    """Write a record's head and key; the planes follow."""
+    stored = record.stored + (0,) * (max(PLANE_COUNTS) - len(record.stored))
+    head = _RECORD.pack(
+        RECORD_MAGIC,
+        record.kind,
+        len(record.stored),
+        len(record.key),
+        pack_id,
+        record.nbytes,
+        _NO_TIME if record.mtime_ns is None else record.mtime_ns,
+        *stored,
+        record.digest,
+    )
+    return b"".join([head, _SUM.pack(zlib.crc32(record.key, zlib.crc32(head))), record.key])
+
+
+def key_length(head: bytes | memoryview) -> int:
+    """Say how long the key is that follows RECORD_BYTES bytes, whatever they are."""
+    return int(_RECORD.unpack_from(head)[3])
+
+
+def parse_record(data: bytes | memoryview, pack_id: bytes) -> Record:
+    """Read a record's head and key, and what follows is not looked at. Raises FormatError."""
+    if len(data) < RECORD_BYTES:
+        raise FormatError("a record is cut off")
+    magic, kind, count, key_bytes, owner, nbytes, mtime_ns, *stored, digest = _RECORD.unpack_from(
+        data
+    )
+    if magic != RECORD_MAGIC or owner != pack_id:
+        raise FormatError("no record of this pack begins here")
+    key = bytes(data[RECORD_BYTES : RECORD_BYTES + key_bytes])
+    if len(key) != key_bytes:
+        raise FormatError("a record is cut off")
+    checksum = zlib.crc32(key, zlib.crc32(data[: _RECORD.size]))
+    if _SUM.unpack_from(data, _RECORD.size)[0] != checksum:
+        raise FormatError("the head of a record is damaged")
+    if kind not in _KINDS or count not in PLANE_COUNTS or any(stored[count:]):
+        raise FormatError(f"a record of unknown form (kind {kind}, {count} planes)")
+    _check_sizes(nbytes, stored[:count])
+    return Record(
+        kind=_KINDS[kind],
+        key=key,
+        nbytes=nbytes,
+        stored=tuple(stored[:count]),
+        digest=digest,
+        mtime_ns=None if mtime_ns == _NO_TIME else mtime_ns,
+    )
+
+
+def _check_sizes(nbytes: int, stored: list[int]) -> None:
+    if nbytes >= MOST_OBJECT_BYTES or nbytes % len(stored):
+        raise FormatError(f"a record of {nbytes} bytes in {len(stored)} planes")
+    if max(stored) > nbytes // len(stored):
+        raise FormatError(f"a record of {nbytes} bytes with a plane of {max(stored)}")
+
+
+def build_trailer(index_offset: int, index_length: int, pack_id: bytes) -> bytes:
+    """Write the last bytes of a file, which make it valid."""
+    head = _TRAILER.pack(index_offset, index_length, pack_id)
+    return head + _TRAILER_END.pack(zlib.crc32(head), TRAILER_MAGIC)
+
+
+def parse_trailer(data: bytes, pack_id: bytes) -> tuple[int, int] | None:
+    """Give offset and length of the index record; None where these bytes are no trailer."""
+    if len(data) != TRAILER_BYTES or not data.endswith(TRAILER_MAGIC):
+        return None
+    offset, length, owner = _TRAILER.unpack_from(data)
+    if _TRAILER_END.unpack_from(data, _TRAILER.size)[0] != zlib.crc32(data[: _TRAILER.size]):
+        return None
+    return (offset, length) if owner == pack_id else None
+
+
+def build_metadata(metadata: Metadata) -> bytes:
+    """Write the content of a metadata record: JSON."""
+    return json.dumps(to_builtins(metadata)).encode()
+
+
+def parse_metadata(data: bytes | memoryview) -> Metadata:
+    """Read the content of a metadata record. Raises FormatError."""
+    source = "its metadata"
+    return checked_metadata(convert(parse_json_object(bytes(data), source), Metadata, source))
+
+
+def checked_metadata(metadata: Metadata) -> Metadata:
+    """Return what a file says of itself. Raises FormatError on keys of an unknown grammar."""
+    try:
+        codec_for(metadata.grammar)
+    except UsageError as error:
+        raise FormatError(f"its keys are of no form that this version knows: {error}") from error
+    return metadata

@@ -1,0 +1,183 @@
+"""Catalog files, and what a run makes of them: compare, then carry forward."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.backends.disk.durable import whole_file
+from hicachectl.formats.catalog import SCHEMA, Catalog, read_catalog, write_catalog
+from hicachectl.formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hicachectl.backends.disk.permissions import Permissions
+    from hicachectl.pages.inventory import IntArray
+
+UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)  # what became of an object since it was recorded
+
+DigestArray = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """Objects that were digested in a run, [n] each.
+
+    identities: [n, len(identity_fields)] uint64. digests: [n, 32] uint8.
+    """
+
+    keys: pa.BinaryArray
+    pages: pa.StringArray
+    pools: pa.StringArray
+    nbytes: IntArray
+    identities: npt.NDArray[np.uint64]
+    identity_fields: tuple[str, ...]
+    digests: DigestArray
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+
+def load_catalog(path: Path) -> Catalog:
+    """Read a catalog file. Raises UsageError when it cannot be read, FormatError on its content."""
+    try:
+        # To map a FIFO would wait for a writer, where no signal is taken.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(0, "not a regular file")
+        with pa.memory_map(str(path)) as mapped:
+            return read_catalog(mapped.read_buffer(), source=str(path))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def save_catalog(catalog: Catalog, path: Path, readable_by: Permissions | None = None) -> None:
+    """Replace a catalog file, whole or not at all. Raises UsageError.
+
+    readable_by: who may list the store; a new catalog is no more readable.
+    """
+    with whole_file(path, durable=True, readable_by=readable_by) as stream:
+        stream.write(write_catalog(catalog))
+
+
+def compare(catalog: Catalog, digested: Digested, fields: tuple[str, ...]) -> npt.NDArray[np.int8]:
+    """Say what became of each object: UNKNOWN to the catalog, SAME, REWRITTEN or a MISMATCH.
+
+    fields: the identity fields that must be equal for an object to be the one recorded. Without
+    any in common with the catalog, nothing shows that an object was rewritten.
+    """
+    if not len(catalog.entries):  # nothing to take the place of what is unknown
+        return np.full(len(digested), UNKNOWN, dtype=np.int8)
+    places = _places(catalog, digested.keys)
+    known = places >= 0
+    recorded = catalog.entries.take(pa.array(np.maximum(places, 0)))
+    outcome = np.full(len(digested), UNKNOWN, dtype=np.int8)
+    equal = _rows(recorded.column("digest"), 32) == digested.digests
+    same_bytes = equal.all(axis=1)
+    same_object = _same_object(catalog, recorded, digested, fields)
+    outcome[known & same_bytes] = SAME
+    outcome[known & ~same_bytes] = REWRITTEN
+    outcome[known & ~same_bytes & same_object] = MISMATCH
+    return outcome
+
+
+def carry_forward(
+    catalog: Catalog | None,
+    digested: Digested,
+    outcome: npt.NDArray[np.int8],
+    *,
+    store: str,
+    present: pa.BinaryArray,
+    now_ns: int,
+) -> Catalog:
+    """Make the catalog after a run: what was digested, and what was recorded and is still there.
+
+    A mismatch keeps its old entry, so that the next run reports it too. present: every key the
+    store has.
+    """
+    kept = SCHEMA.empty_table() if catalog is None else catalog.entries
+    recorded = np.flatnonzero(outcome != MISMATCH)
+    first_seen = np.full(len(digested), now_ns, dtype=np.int64)
+    if catalog is not None:
+        places = _places(catalog, digested.keys)
+        seen = kept.column("first_seen_ns").to_numpy()
+        known = (places >= 0) & (outcome != REWRITTEN)
+        first_seen[known] = seen[places[known]]
+    identities = _identity_column(digested)
+    fresh = pa.table(
+        {
+            "key": digested.keys,
+            "page": digested.pages,
+            "pool": digested.pools,
+            "nbytes": digested.nbytes,
+            "identity": identities,
+            "digest": _fixed(digested.digests),
+            "first_seen_ns": first_seen,
+            "last_verified_ns": np.full(len(digested), now_ns, dtype=np.int64),
+        },
+        schema=SCHEMA,
+    )
+    if len(recorded) < len(fresh):
+        fresh = fresh.take(pa.array(recorded))
+    if not len(kept):
+        return Catalog(fresh, store, digested.identity_fields)
+    still_there = pc.is_in(kept.column("key"), value_set=present)
+    replaced = pc.is_in(kept.column("key"), value_set=fresh.column("key").combine_chunks())
+    kept = kept.filter(pc.and_(still_there, pc.invert(replaced)))
+    return Catalog(pa.concat_tables([kept, fresh]), store, digested.identity_fields)
+
+
+def _places(catalog: Catalog, keys: pa.BinaryArray) -> IntArray:
+    found = pc.index_in(keys, value_set=catalog.entries.column("key").combine_chunks())
+    places: IntArray = found.fill_null(-1).to_numpy().astype(np.int64)
+    return places
+
+
+def _same_object(
+    catalog: Catalog, recorded: pa.Table, digested: Digested, fields: tuple[str, ...]
+) -> npt.NDArray[np.bool_]:
+    """Say whether the identity that was recorded is still the object's, in the given fields."""
+    used = [f for f in fields if f in catalog.identity_fields and f in digested.identity_fields]
+    if not used:
+        return np.ones(len(digested), dtype=np.bool_)
+    width = 8 * len(catalog.identity_fields)
+    column = recorded.column("identity").combine_chunks()
+    whole = pc.equal(pc.binary_length(column), width).fill_null(False)
+    padded = pc.if_else(whole, column, b"\0" * width)
+    before = _rows(padded, width).view("<u8")
+    positions = [catalog.identity_fields.index(field) for field in used]
+    now = digested.identities[:, [digested.identity_fields.index(field) for field in used]]
+    same: npt.NDArray[np.bool_] = (before[:, positions] == now).all(axis=1)
+    same &= whole.to_numpy(zero_copy_only=False)
+    return same
+
+
+def _rows(column: pa.Array | pa.ChunkedArray, width: int) -> npt.NDArray[np.uint8]:
+    """Binary values of one width as [n, width] uint8."""
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    fixed = pc.cast(column, pa.binary(width))
+    data = np.frombuffer(fixed.buffers()[1] or b"", dtype=np.uint8)
+    start = fixed.offset * width
+    return data[start : start + len(fixed) * width].reshape(len(fixed), width)
+
+
+def _fixed(values: npt.NDArray[np.uint8]) -> pa.Array:
+    """[n, width] uint8 as fixed-size binary, not copied."""
+    width = values.shape[1]
+    flat = pa.py_buffer(np.ascontiguousarray(values).reshape(-1))
+    return pa.Array.from_buffers(pa.binary(width), len(values), [None, flat])
+
+
+def _identity_column(digested: Digested) -> pa.Array:
+    if not digested.identity_fields:
+        return pa.nulls(len(digested), pa.binary())
+    width = 8 * len(digested.identity_fields)
+    raw = np.ascontiguousarray(digested.identities).view(np.uint8).reshape(len(digested), width)
+    return pc.cast(_fixed(raw), pa.binary())

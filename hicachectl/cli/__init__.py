@@ -1,0 +1,1 @@
+"""The command line: commands, options, output, exit codes, man pages."""

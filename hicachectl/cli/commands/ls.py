@@ -1,0 +1,121 @@
+"""`hicachectl ls`: what a store holds."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.cli.options import (
+    NameList,
+    allow_leases_option,
+    filter_options,
+    output_options,
+    profile_options,
+    store_argument,
+)
+from hicachectl.cli.session import opened, progress, remark
+from hicachectl.text.vocabulary import STATES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hicachectl.pages.inventory import Inventory
+
+
+@click.command(
+    "ls",
+    epilog="""\b
+Examples:
+  hicachectl ls /tmp/hicache
+  hicachectl ls prod: --state partial,orphan --format json
+  hicachectl ls /tmp/hicache --summary
+  hicachectl ls /tmp/hicache --objects --format parquet -o objects.parquet
+""",
+)
+@store_argument
+@click.option("--objects", is_flag=True, help="A line per object instead of per page.")
+@click.option("--summary", is_flag=True, help="Totals per model and pool.")
+@click.option("--state", type=NameList(STATES), help="Only pages in these states.")
+@allow_leases_option
+@filter_options
+@output_options
+@profile_options
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    store: str,
+    objects: bool,
+    summary: bool,
+    state: tuple[str, ...] | None,
+    output_format: str,
+    output: Path | None,
+    **options: Any,
+) -> None:
+    """List the pages of STORE: hash, model, pools present of expected, bytes, age and state.
+
+    Without a profile a page is compared with what was seen of its model, so that a pool that is
+    absent everywhere cannot be noticed. Nothing in the store is changed, and no page is read.
+    """
+    if objects and summary:
+        raise click.UsageError("--objects and --summary exclude one another")
+    from hicachectl.cli import text_tables
+    from hicachectl.cli.output import write_rows
+    from hicachectl.pages import listing
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import take_inventory
+    from hicachectl.pages.selection import Selection, select
+    from hicachectl.pages.unmatched import explain_selection
+    from hicachectl.profiles.sources import profile_from_options
+
+    selection = Selection(
+        model=options["model"] or "",
+        pool=options["pool"] or "",
+        page=options["page"] or "",
+        since=options["since"],
+        states=state or (),
+    )
+    with (
+        opened(ctx, store, allow_leases=options["allow_leases"]) as source,
+        progress(ctx, "listing", " objects") as advance,
+    ):
+        profile = profile_from_options(options, source, looks_only=True, warn=partial(remark, ctx))
+        columns = [
+            name for name in ("replicas", "locator") if objects and name in source.traits.columns
+        ]
+        listed = take_inventory(source, profile, columns=columns, on_batch=advance)
+        inventory = select(listed, selection)
+        for text in source.remarks:
+            remark(ctx, text)
+        if inventory.is_foreign.all():
+            remark(ctx, explain_selection(source, listed, selection))
+    if objects:
+        rows, human = (
+            listing.object_rows(inventory, pool=selection.pool),
+            text_tables.objects_for_people,
+        )
+    elif summary:
+        rows, human = (
+            listing.summary_rows(inventory, pool=selection.pool),
+            text_tables.summary_for_people,
+        )
+    else:
+        rows, human = listing.page_rows(PageGroups(inventory)), text_tables.pages_for_people
+    name = "objects" if objects else "summary" if summary else "pages"
+    _say_what_is_odd(ctx, inventory, judged=name != "pages" or profile is not None)
+    write_rows(rows, name=name, human=human, output_format=output_format, output=output)
+
+
+def _say_what_is_odd(ctx: click.Context, inventory: Inventory, *, judged: bool) -> None:
+    """Remark on what the rows alone do not show."""
+    if inventory.is_foreign.all():
+        return
+    from hicachectl.pages.ambiguity import ambiguity_remark, split_remarks
+
+    said = [*split_remarks(inventory), *filter(None, [ambiguity_remark(inventory)])]
+    for text in said:
+        remark(ctx, text)
+    if not said and not judged:
+        remark(ctx, "no profile given: expectations are what was seen in the store")

@@ -1,0 +1,159 @@
+"""`hicachectl pack`: what only packs need, to be looked into and to be repaired."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.options import FILE
+from hicachectl.cli.session import bytes_progress, remark
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_format_option = click.option(
+    "--format",
+    "output_format",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    show_default=True,
+    help="How to write the result.",
+)
+
+
+@click.group(
+    "pack",
+    epilog="""\b
+Examples:
+  hicachectl pack info archive.hcpack
+  hicachectl pack repair archive.hcpack --dry-run
+  hicachectl pack repair archive.hcpack
+  hicachectl pack repair damaged.hcpack -o saved.hcpack
+""",
+)
+def command() -> None:
+    """Look into packs, and repair those that were cut off.
+
+    A pack is one file with the objects of a store, see hcpack(5). All other commands take it as a
+    store: pack:///path/archive.hcpack.
+    """
+
+
+@command.command("info")
+@click.argument("pack", metavar="FILE")
+@_format_option
+@click.pass_context
+def info(ctx: click.Context, /, pack: str, output_format: str) -> None:
+    """Say what FILE holds: objects, bytes before and after compression, keys, profile."""
+    from hicachectl.backends.pack.store import PackStore
+
+    with PackStore(_path(ctx, pack)) as store:
+        document = {"pack": store.path, **store.summary()}
+    _write(document, output_format, _described(document))
+
+
+@command.command("repair")
+@click.argument("pack", metavar="FILE")
+@click.option(
+    "-o",
+    "--output",
+    type=FILE,
+    metavar="NEW",
+    help="Write what can be saved to a new pack, and leave FILE alone.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what can be saved, and change nothing.")
+@_format_option
+@click.pass_context
+def repair(
+    ctx: click.Context,
+    /,
+    pack: str,
+    output: Path | None,
+    dry_run: bool,
+    output_format: str,
+) -> None:
+    """Make FILE valid again with every object that is whole.
+
+    A writer that was killed leaves a pack without an end. Its records are read one by one, what
+    follows the last whole one is cut away, and an index of them is written. Where the middle of
+    the file is damaged, the records behind that are found too; the exit status is then 4. While
+    another process writes to the pack, nothing is done.
+    """
+    from hicachectl.backends.pack import recovery
+
+    path = _path(ctx, pack)
+    with bytes_progress(ctx, "reading") as advance:
+        found = recovery.repair(
+            path, output=None if output is None else str(output), dry_run=dry_run, on_bytes=advance
+        )
+    document = {
+        "pack": path,
+        "objects": found.objects,
+        "bytes": found.nbytes,
+        "damaged": found.damaged,
+        "unfinished": int(found.unfinished),
+        "damaged_bytes": found.damaged_bytes,
+        "cut_bytes": found.cut_bytes,
+        "was_valid": found.was_valid,
+        "dry_run": dry_run,
+    }
+    _write(document, output_format, _repaired(document))
+    if dry_run and not found.was_valid:
+        remark(ctx, "dry run: nothing was changed")
+    if found.damaged or found.damaged_bytes:
+        ctx.exit(FINDINGS)
+
+
+def _path(ctx: click.Context, pack: str) -> str:
+    """Take a path, or a URL of a pack."""
+    from hicachectl.backends.urls import load_config, parse_url
+
+    config = ctx.obj.config
+    url = parse_url(pack, load_config(None if config is None else str(config)))
+    if url.scheme not in ("file", "pack"):
+        raise click.UsageError(f"{pack}: is a {url.scheme} store; give the file of a pack")
+    return url.path
+
+
+def _write(document: dict[str, Any], output_format: str, lines: Iterator[str]) -> None:
+    from hicachectl.cli.output import document_text, write_text
+
+    text = document_text(document) if output_format == "json" else "\n".join(lines) + "\n"
+    write_text(text, None)
+
+
+def _described(document: dict[str, Any]) -> Iterator[str]:
+    from hicachectl.cli.output import human_size
+    from hicachectl.text.terminal import escape_controls
+
+    stored = document["stored_bytes"]
+    ratio = f" ({document['bytes'] / stored:.2f}x)" if stored else ""
+    yield f"objects   {document['objects']}, {human_size(document['bytes'])}"
+    yield f"stored    {human_size(stored)}{ratio}, the file {human_size(document['file_bytes'])}"
+    for planes, count in document["planes"].items():
+        yield f"          {count} as {planes} byte plane{'' if planes == '1' else 's'}"
+    yield f"keys      {document['grammar']}"
+    yield f"profile   {escape_controls(document['model'] or 'none')}"
+    yield f"version   hicachectl {escape_controls(document['written_by'])}"
+
+
+def _repaired(document: dict[str, Any]) -> Iterator[str]:
+    from hicachectl.cli.output import human_size
+
+    saved = f"{document['objects']} objects, {human_size(document['bytes'])}"
+    if document["was_valid"]:
+        yield f"{saved}: the pack is valid, nothing to repair"
+        return
+    lost = []
+    if document["damaged"]:
+        lost.append(f"{document['damaged']} damaged objects left out")
+    if document["damaged_bytes"]:
+        lost.append(f"{human_size(document['damaged_bytes'])} of damage passed over")
+    if document["unfinished"]:
+        lost.append("1 unfinished object lost")
+    if document["cut_bytes"]:
+        lost.append(f"{human_size(document['cut_bytes'])} behind the last whole object cut off")
+    yield f"{saved} saved" + "".join(f", {text}" for text in lost)

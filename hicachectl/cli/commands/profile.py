@@ -1,0 +1,99 @@
+"""`hicachectl profile`: the profile that the other commands would use."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.cli.options import FILE, profile_options
+from hicachectl.cli.session import opened, progress, remark
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hicachectl.formats.profile import Profile
+
+
+@click.command(
+    "profile",
+    epilog="""\b
+Examples:
+  hicachectl profile --model-config config.json --tp 2 --page-size 64 -o prod.toml
+  hicachectl profile --server http://127.0.0.1:30000 -o prod.toml
+  hicachectl profile /tmp/hicache --model Qwen/Qwen3-32B --tp 2
+""",
+)
+@click.argument("store", metavar="[STORE]", required=False)
+@click.option("--model", metavar="NAME", help="Which model of STORE, where it has several.")
+@click.option(
+    "--format",
+    "output_format",
+    type=click.Choice(["toml", "json"]),
+    default="toml",
+    show_default=True,
+    help="How to write the profile.",
+)
+@click.option("-o", "--output", type=FILE, help="Write the profile to FILE instead of stdout.")
+@profile_options
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    store: str | None,
+    model: str | None,
+    output_format: str,
+    output: Path | None,
+    **options: Any,
+) -> None:
+    """Print the profile of a deployment: what was served, how it was sharded, its pools.
+
+    From --profile, --model-config with flags, or --server; else the one that STORE, a pack, keeps;
+    else inferred from STORE, where --model, --tp, --pp, --cp and --dcp choose one of several
+    deployments. An inferred profile
+    states only shards, pools and sizes that were seen: it serves ls and the checks names, groups
+    and sizes, and is refused where bytes must be understood.
+    """
+    from hicachectl.cli.output import write_text
+    from hicachectl.formats.profile import dump_profile, profile_to_mapping
+    from hicachectl.profiles.sources import profile_from_options, states_source
+
+    warn = partial(remark, ctx)
+    if store is None or states_source(options):
+        if model is not None:
+            raise click.UsageError("--model chooses from what STORE shows, and is for that alone")
+        with nullcontext() if store is None else opened(ctx, store) as source:
+            profile = profile_from_options(options, source, warn=warn)
+    else:
+        profile = _inferred(ctx, store, model, options)
+    if profile is None:
+        raise click.UsageError("give --profile, --model-config, --server or a STORE to look at")
+    text = (
+        dump_profile(profile)
+        if output_format == "toml"
+        else json.dumps(profile_to_mapping(profile), indent=2) + "\n"
+    )
+    write_text(text, output)
+
+
+def _inferred(
+    ctx: click.Context, store: str, model: str | None, options: dict[str, Any]
+) -> Profile:
+    from hicachectl.backends.capabilities import Archive
+    from hicachectl.pages.inventory import take_inventory
+    from hicachectl.profiles.inference import Choice, infer_profile
+    from hicachectl.profiles.sources import profile_from_options
+
+    sizes = {axis: options.pop(axis) for axis in ("tp", "pp", "cp", "dcp")}
+    profile_from_options(options)  # refuses the flags that choose nothing
+    with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
+        recorded = source.recorded_profile() if isinstance(source, Archive) else None
+        if recorded is not None and model is None and not any(sizes.values()):
+            return recorded
+        inventory = take_inventory(source, on_batch=advance)
+        profile = infer_profile(inventory, source.grammar, Choice(model=model, **sizes))
+    remark(ctx, f"inferred from {store}: only shards, pools and sizes that were seen")
+    return profile

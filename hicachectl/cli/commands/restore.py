@@ -1,0 +1,172 @@
+"""`hicachectl restore`: put quarantined pages back."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.cli.consent import agreed, locked, require_consent
+from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.options import lock_option, output_options, store_argument
+from hicachectl.cli.session import opened, progress, remark, remark_unrecorded, store_name
+from hicachectl.text.vocabulary import LOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from hicachectl.move.records import TakenGroup
+    from hicachectl.move.restoring import RestoreOutcome
+
+
+@click.command(
+    "restore",
+    epilog="""\b
+Examples:
+  hicachectl restore /tmp/hicache/.hicachectl/quarantine /tmp/hicache --dry-run
+  hicachectl restore /var/quarantine prod: --pages 4ebfa8a1f3c3 --yes
+""",
+)
+@click.argument("quarantine", metavar="QUARANTINE")
+@store_argument
+@click.option(
+    "--pages",
+    metavar="FILE|PREFIX",
+    help="Only pages listed in FILE (a line is a page hash, or a row of ls --format jsonl, of "
+    "which only its group is restored), or whose hash starts with PREFIX.",
+)
+@click.option("--dry-run", is_flag=True, help="List what would be restored, and change nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@lock_option
+@output_options
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    quarantine: str,
+    store: str,
+    pages: str | None,
+    dry_run: bool,
+    yes: bool,
+    lock: Path | None,
+    output_format: str,
+    output: Path | None,
+) -> None:
+    """Put the pages of QUARANTINE, a directory that verify --repair filled, back into STORE.
+
+    Each page comes back with all its objects and their times, the kv objects last, and leaves the
+    quarantine. A page of which any object is in the store again is a conflict: it stays where it
+    is, and the exit status is 4. What was wrong with a page is wrong with it again.
+    """
+    from hicachectl.cli.output import write_document
+    from hicachectl.move.restoring import RestoreOutcome, restore_groups
+
+    require_consent(yes=yes, dry_run=dry_run)
+    wanted = _wanted(pages)
+    directory = _directory(ctx, quarantine)
+    with locked(lock) as is_ours:
+        if not is_ours:
+            remark(ctx, f"another process holds {lock}; nothing was done")
+            outcome, name, seconds = RestoreOutcome(), store_name(ctx, store), 0.0
+        else:
+            with opened(ctx, store) as source:
+                started, name = time.monotonic(), source.url
+                if not (yes or dry_run):
+                    found = restore_groups(source, directory, wanted=wanted, dry_run=True)
+                    asks = len(found.rows) > 0
+                    if asks and not agreed(_question(found, name), yes=yes, dry_run=dry_run):
+                        remark(ctx, "nothing was restored")
+                        return
+                with progress(ctx, "restoring", " pages") as advance:
+                    outcome = restore_groups(
+                        source, directory, wanted=wanted, dry_run=dry_run, on_progress=advance
+                    )
+                seconds = time.monotonic() - started
+    blocked = not is_ours or outcome.busy > 0
+    document = {
+        "store": name,
+        "quarantine": str(directory),
+        "pages": outcome.restored,
+        "objects": outcome.objects,
+        "bytes": outcome.nbytes,
+        "gone": outcome.gone,
+        "conflicts": outcome.conflicts,
+        "failed": outcome.failed,
+        "seconds": round(seconds, 3),
+        "complete": not blocked,
+        "stopped_by": LOCK if blocked else None,
+        "dry_run": dry_run,
+        "groups": None,
+    }
+    write_document(
+        document,
+        rows=outcome.rows,
+        name="groups",
+        output_format=output_format,
+        output=output,
+        text=lambda colour: _lines(document, outcome, colour),
+    )
+    if not len(outcome.rows) and not outcome.busy:
+        what = "no quarantined page" if pages is None else f"nothing that matches --pages {pages}"
+        remark(ctx, f"{directory} holds {what}")
+    if outcome.busy:
+        remark(ctx, f"{outcome.busy} runs in {directory} belong to a process that is at work")
+    remark_unrecorded(ctx, outcome.unrecorded)
+    if dry_run:
+        remark(ctx, "dry run: nothing was restored")
+    if outcome.conflicts or outcome.failed:
+        ctx.exit(FINDINGS)
+
+
+def _wanted(pages: str | None) -> Callable[[TakenGroup, str], bool]:
+    from hicachectl.requests.files import read_page_list
+
+    if pages is None:
+        return lambda group, scheme: True
+    if re.fullmatch(r"[0-9a-fA-F]{1,64}", pages) and not Path(pages).exists():
+        return lambda group, scheme: group.page.startswith(pages.lower())
+    listed = read_page_list(Path(pages))
+    named: dict[str, set[str | None]] = {}
+    for page, label in zip(listed.pages, listed.groups, strict=True):
+        named.setdefault(page, set()).add(label)
+
+    def wanted(group: TakenGroup, scheme: str) -> bool:
+        labels = named.get(group.page, ())
+        return None in labels or (bool(labels) and group.label(scheme) in labels)
+
+    return wanted
+
+
+def _directory(ctx: click.Context, quarantine: str) -> Path:
+    from hicachectl.backends.urls import load_config, parse_url
+
+    config = ctx.obj.config
+    url = parse_url(quarantine, load_config(None if config is None else str(config)))
+    if url.scheme != "file":
+        raise click.UsageError(f"{quarantine}: a quarantine is a directory")
+    return Path(url.path)
+
+
+def _question(found: RestoreOutcome, store: str) -> str:
+    from hicachectl.cli.output import human_size
+
+    return f"Put {found.restored} pages ({human_size(found.nbytes)}) back into {store}?"
+
+
+def _lines(document: dict[str, Any], outcome: RestoreOutcome, colour: bool) -> Iterator[str]:
+    from hicachectl.cli.output import human_size, table_lines
+    from hicachectl.cli.text_tables import restored_for_people
+
+    if len(outcome.rows):
+        yield from table_lines(restored_for_people(outcome.rows), colour=colour)
+    conflicts = f", {document['conflicts']} conflicts" if document["conflicts"] else ""
+    failed = f", {document['failed']} failed" if document["failed"] else ""
+    would = "would be " if document["dry_run"] else ""
+    stopped = f"; stopped: {document['stopped_by']}" if document["stopped_by"] else ""
+    yield (
+        f"{document['pages']} pages, {document['objects']} objects, "
+        f"{human_size(document['bytes'])} {would}restored{conflicts}{failed}{stopped}"
+    )

@@ -1,0 +1,378 @@
+"""`hicachectl rm`: take pages out of a store for good."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.cli.commands.earlier_runs import EarlierRuns
+from hicachectl.cli.consent import locked, require_consent
+from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.options import (
+    FILE,
+    NameList,
+    PointInTime,
+    lease_wait_option,
+    lock_option,
+    output_options,
+    store_argument,
+)
+from hicachectl.cli.session import opened, progress, remark, store_name
+from hicachectl.text.vocabulary import LOCK, STATES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from hicachectl.backends.base import Store
+    from hicachectl.move.planning import Criteria, RepairPlan
+    from hicachectl.move.repair import RepairOutcome
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import Inventory
+
+    # The question before a removal, None where there is nothing to remove, and the removal itself;
+    # that takes whether it is a dry run.
+    Removal = tuple[str | None, Callable[[bool], RepairOutcome]]
+
+_SELECTORS = ("model", "tag", "tp", "pp", "cp", "pages", "before", "state")
+
+
+@click.command(
+    "rm",
+    epilog="""\b
+Examples:
+  hicachectl rm /tmp/hicache --model Qwen/Qwen3-32B --dry-run
+  hicachectl rm prod: --before 7d --yes --lock /run/hicachectl.lock
+  hicachectl rm prod: --state orphan
+  hicachectl rm prod: --temporaries --before 1d
+  hicachectl rm prod: --pages bad-pages.txt --profile prod.toml --token-ids prompts.jsonl
+""",
+)
+@store_argument
+@click.option("--model", metavar="NAME", help="Pages of this model; a / may be written as such.")
+@click.option("--tag", metavar="TAG", help="Pages under this Mooncake extra_backend_tag.")
+@click.option("--tp", type=click.IntRange(1), help="Pages of this TP size, as ls shows it.")
+@click.option("--pp", type=click.IntRange(1), help="Pages of this PP size, as ls shows it.")
+@click.option("--cp", type=click.IntRange(1), help="Pages of this CP size, as ls shows it.")
+@click.option(
+    "--pages",
+    type=FILE,
+    help="Pages listed in FILE: a line is a row of ls --format jsonl, of which its group is "
+    "removed, or a page hash.",
+)
+@click.option(
+    "--all-deployments",
+    is_flag=True,
+    help="With --pages: remove a page that is listed without a group from every deployment.",
+)
+@click.option(
+    "--before",
+    type=PointInTime(),
+    help="Pages last written to before (ISO 8601, or a duration ago such as 7d).",
+)
+@click.option("--state", type=NameList(STATES), help="Pages in these states.")
+@click.option(
+    "--temporaries",
+    is_flag=True,
+    help="Remove the temporary files that unfinished writes left, if older than a minute.",
+)
+@click.option(
+    "--token-ids",
+    type=FILE,
+    help="Prompts, a JSON list of token ids a line: also take the pages that stand after a "
+    "removed one, which nothing can reach any more. Needs --profile.",
+)
+@click.option(
+    "--profile",
+    "profile_file",
+    type=FILE,
+    help="Profile of the deployment (TOML or JSON); see hicachectl-profile(1).",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be removed, and change nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@lock_option
+@lease_wait_option
+@output_options
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    store: str,
+    dry_run: bool,
+    yes: bool,
+    lock: Path | None,
+    output_format: str,
+    output: Path | None,
+    **options: Any,
+) -> None:
+    """Remove pages from STORE for good, each with all its objects, the kv objects first.
+
+    Pages are removed that meet all of --model, --tag, --tp, --pp, --cp, --pages, --before and
+    --state; at least one is needed. One page can have objects of several deployments; --pages
+    removes the group that a row of ls names, and refuses a bare page hash that several
+    deployments have. What a server writes anew meanwhile stays. The exit status is 4 when
+    something could not be removed.
+
+    --temporaries removes no page, but the temporary files of writes that did not finish, which
+    verify reports as stale-temporary: those not written to for a minute, or since --before.
+    """
+    _refuse_contradictions(options)
+    require_consent(yes=yes, dry_run=dry_run)
+    with locked(lock) as is_ours:
+        if not is_ours:
+            remark(ctx, f"another process holds {lock}; nothing was done")
+            _write_lock_held(store_name(ctx, store), dry_run, output_format, output)
+            return
+        with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
+            earlier = EarlierRuns(ctx, source, None, yes=yes, dry_run=dry_run)
+            earlier.begin()
+            plan = _plan_temporaries if options["temporaries"] else _plan_pages
+            question, remove = plan(ctx, source, options)
+            started = time.monotonic()
+            if not earlier.agreed(question):
+                remark(ctx, "nothing was removed")
+                return
+            outcome = remove(dry_run)
+        _write(
+            _document(source.url, outcome, time.monotonic() - started, dry_run),
+            outcome,
+            output_format=output_format,
+            output=output,
+        )
+    if dry_run:
+        remark(ctx, "dry run: nothing was removed")
+    if outcome.failed or outcome.remaining:
+        ctx.exit(FINDINGS)
+
+
+def _refuse_contradictions(options: dict[str, Any]) -> None:
+    """Fail on options that make no sense together, before the store is opened."""
+    given = [name for name in _SELECTORS if options[name] is not None]
+    if options["temporaries"]:
+        others = [
+            *given,
+            *(n for n in ("all_deployments", "token_ids", "profile_file") if options[n]),
+        ]
+        if set(others) - {"before"}:
+            name = next(n for n in others if n != "before").removesuffix("_file").replace("_", "-")
+            raise click.UsageError(
+                f"--temporaries removes files that are of no page; leave out --{name}"
+            )
+        return
+    if not given:
+        raise click.UsageError(
+            "name what to remove: --model, --tag, --tp, --pp, --cp, --pages, --before, --state or "
+            "--temporaries; to wipe the whole store, use SGLang's clear_hicache_storage_backend"
+        )
+    if options["all_deployments"] and options["pages"] is None:
+        raise click.UsageError("--all-deployments is for --pages")
+    if options["token_ids"] and not options["profile_file"]:
+        raise click.UsageError("--token-ids needs --profile, for the page size")
+
+
+def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> Removal:
+    from hicachectl.cli.output import human_size
+    from hicachectl.move.records import total_bytes
+    from hicachectl.move.temporaries import find_temporaries, remove_temporaries
+
+    _refuse_without_times(store, options)
+    with progress(ctx, "listing", " objects") as advance:
+        stale = find_temporaries(store, before=options["before"], on_batch=advance)
+    if not store.traits.lists_temporaries:
+        remark(ctx, f"{store.url} has no temporary files: only file stores have some")
+    elif not len(stale):
+        remark(ctx, f"no temporary file in {store.url} is old enough to be a leftover")
+
+    def remove(dry_run: bool) -> RepairOutcome:
+        with progress(ctx, "removing", " files") as advance:
+            return remove_temporaries(store, stale, dry_run=dry_run, on_progress=advance)
+
+    nbytes = human_size(total_bytes(stale.column("nbytes").to_pylist()))
+    question = f"remove {len(stale)} temporary files ({nbytes}) from {store.url}"
+    return question if len(stale) else None, remove
+
+
+def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> Removal:
+    from hicachectl.move.repair import run_repair
+
+    inventory, groups, plan = _plan(ctx, store, options)
+
+    def remove(dry_run: bool) -> RepairOutcome:
+        with progress(ctx, "removing", " pages") as advance:
+            return run_repair(
+                store,
+                inventory,
+                groups,
+                plan,
+                mode="delete",
+                dry_run=dry_run,
+                on_progress=advance,
+            )
+
+    return _question(store, groups, plan) if len(plan.groups) else None, remove
+
+
+def _plan(
+    ctx: click.Context, store: Store, options: dict[str, Any]
+) -> tuple[Inventory, PageGroups, RepairPlan]:
+    from hicachectl.move.planning import plan_removal, with_descendants
+    from hicachectl.pages.ambiguity import ambiguity_remark
+    from hicachectl.pages.group_table import UNKNOWN
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import take_inventory
+    from hicachectl.pages.unmatched import explain_nothing
+    from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.requests.chains import Hashing, hex_chains
+    from hicachectl.requests.files import read_token_ids
+    from hicachectl.requests.page_lists import NamedGroups
+
+    criteria = _criteria(store, options)
+    profile = profile_from_options({"profile_file": options["profile_file"]}, store)
+    columns = ("version",) if "version" in store.traits.columns else ()
+    with progress(ctx, "listing", " objects") as advance:
+        inventory = take_inventory(store, profile, columns=columns, on_batch=advance)
+    for text in store.remarks:
+        remark(ctx, text)
+    groups = PageGroups(inventory)
+    plan = plan_removal(groups, criteria.chosen(groups, store.url), _why(options))
+    ambiguous = int((groups.states == UNKNOWN).sum())
+    chosen = int((groups.states[plan.groups] == UNKNOWN).sum())
+    if chosen or (ambiguous and criteria.filters):
+        verb, count = ("removes", chosen) if chosen else ("leaves", ambiguous)
+        noun = "page group" if count == 1 else "page groups"
+        text = ambiguity_remark(inventory)
+        remark(ctx, f"{verb} {count} {noun} with ambiguous keys: {text}")
+    if criteria.pages is not None:
+        unmatched = NamedGroups(criteria.pages, groups).unmatched
+        if unmatched:
+            remark(ctx, f"{unmatched} rows of {options['pages']} name groups that are not there")
+    if not len(plan.groups):
+        remark(ctx, explain_nothing(store, inventory, _alone(criteria, groups)))
+    if options["token_ids"] and profile is not None:
+        chains = hex_chains(read_token_ids(options["token_ids"]), Hashing.of(profile))
+        plan = with_descendants(plan, groups, chains)
+    return inventory, groups, plan
+
+
+def _alone(criteria: Criteria, groups: PageGroups) -> dict[str, bool]:
+    """Say of each filter whether it matches anything by itself; a list of pages may."""
+    from dataclasses import fields, replace
+
+    from hicachectl.pages.unmatched import option_text
+
+    given: dict[str, Any] = {
+        field.name: field.default
+        for field in fields(criteria)
+        if getattr(criteria, field.name) != field.default and field.name != "all_deployments"
+    }
+    texts = {}
+    for name in given:
+        if name == "pages":
+            texts["--pages"] = len(given) > 1
+            continue
+        others = {other: default for other, default in given.items() if other != name}
+        alone = replace(criteria, **others)
+        texts[option_text(name, getattr(criteria, name))] = len(alone.chosen(groups)) > 0
+    return texts
+
+
+def _criteria(store: Store, options: dict[str, Any]) -> Criteria:
+    from hicachectl.move.planning import Criteria
+    from hicachectl.requests.files import read_page_list
+
+    _refuse_without_times(store, options)
+    return Criteria(
+        model=options["model"],
+        tag=options["tag"],
+        tp=options["tp"],
+        pp=options["pp"],
+        cp=options["cp"],
+        pages=None if options["pages"] is None else read_page_list(options["pages"]),
+        all_deployments=options["all_deployments"],
+        before=options["before"],
+        states=options["state"],
+    )
+
+
+def _refuse_without_times(store: Store, options: dict[str, Any]) -> None:
+    from hicachectl.formats.errors import UnsupportedByBackend
+
+    if options["before"] is not None and "mtime_ns" not in store.traits.columns:
+        raise UnsupportedByBackend(f"{store.url}: keeps no times; --before means nothing there")
+
+
+def _why(options: dict[str, Any]) -> str:
+    given = (f"--{name}" for name in _SELECTORS if options[name] is not None)
+    return f"rm {' '.join(given)}"
+
+
+def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
+    from hicachectl.cli.output import human_size
+
+    nbytes = human_size(groups.total_bytes(plan.groups))
+    return f"remove {len(plan.groups)} pages ({nbytes}) from {store.url}"
+
+
+def _write_lock_held(store: str, dry_run: bool, output_format: str, output: Path | None) -> None:
+    """Write the document of a run that did nothing because another process held the lock."""
+    from hicachectl.move.repair import RepairOutcome
+
+    outcome = RepairOutcome()
+    document = _document(store, outcome, 0.0, dry_run) | {"complete": False, "stopped_by": LOCK}
+    _write(document, outcome, output_format=output_format, output=output)
+
+
+def _document(store: str, outcome: RepairOutcome, seconds: float, dry_run: bool) -> dict[str, Any]:
+    return {
+        "store": store,
+        "pages": outcome.repaired,
+        "objects": outcome.deleted,
+        "bytes": outcome.nbytes,
+        "gone": outcome.gone,
+        "kept": outcome.kept,
+        "failed": len(outcome.failed),
+        "remaining": outcome.remaining,
+        "seconds": round(seconds, 3),
+        "complete": True,
+        "stopped_by": None,
+        "dry_run": dry_run,
+        "failures": [{"key": key, "detail": detail} for key, detail in outcome.failed],
+        "groups": None,
+    }
+
+
+def _write(
+    document: dict[str, Any], outcome: RepairOutcome, *, output_format: str, output: Path | None
+) -> None:
+    from hicachectl.cli.output import write_document
+
+    write_document(
+        document,
+        rows=outcome.rows,
+        name="groups",
+        output_format=output_format,
+        output=output,
+        text=lambda colour: _lines(document, outcome, colour),
+    )
+
+
+def _lines(document: dict[str, Any], outcome: RepairOutcome, colour: bool) -> Iterator[str]:
+    from hicachectl.cli.output import human_size, table_lines
+    from hicachectl.cli.text_tables import removals_for_people
+
+    if len(outcome.rows):
+        yield from table_lines(removals_for_people(outcome.rows), colour=colour)
+    yield from (f"{failure['key']}: {failure['detail']}" for failure in document["failures"])
+    files = "key" in outcome.rows.column_names  # temporary ones, which are of no page
+    what = "temporary files" if files else "pages"
+    remaining = f", {document['remaining']} {what} remain" if document["remaining"] else ""
+    count = (
+        f"{document['objects']} temporary files"
+        if files
+        else f"{document['pages']} pages, {document['objects']} objects"
+    )
+    would = "would be " if document["dry_run"] else ""
+    stopped = f"; stopped: {document['stopped_by']}" if document["stopped_by"] else ""
+    yield f"{count}, {human_size(document['bytes'])} {would}removed{remaining}{stopped}"

@@ -1,0 +1,102 @@
+"""`hicachectl show`: one page, for an incident."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.cli.options import (
+    Duration,
+    allow_leases_option,
+    output_options,
+    profile_options,
+    store_argument,
+)
+from hicachectl.cli.session import opened, progress, remark
+from hicachectl.text.terminal import escape_controls
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from hicachectl.verify.inspection import PageReport
+
+
+@click.command(
+    "show",
+    epilog="""\b
+Examples:
+  hicachectl show /tmp/hicache 4ebfa8a1f3c3
+  hicachectl show prod: 4ebfa8a1f3c3 --profile prod.toml --format json
+""",
+)
+@store_argument
+@click.argument("page", metavar="PAGE")
+@click.option(
+    "--grace",
+    type=Duration(),
+    default="60s",
+    show_default=True,
+    help="A younger page group is being written and is not judged.",
+)
+@allow_leases_option
+@output_options
+@profile_options
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    store: str,
+    page: str,
+    grace: float,
+    output_format: str,
+    output: Path | None,
+    **options: Any,
+) -> None:
+    """Show one page of STORE: every object of it, what is missing, and what is wrong.
+
+    PAGE is a page hash, or a prefix of one that no other page shares.
+    """
+    from hicachectl.cli.output import write_document
+    from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.verify.inspection import inspect_page
+
+    with (
+        opened(ctx, store, allow_leases=options["allow_leases"]) as source,
+        progress(ctx, "listing", " objects") as advance,
+    ):
+        profile = profile_from_options(options, source, looks_only=True, warn=partial(remark, ctx))
+        report = inspect_page(source, profile, page, grace_seconds=grace, on_batch=advance)
+    if profile is None:
+        remark(ctx, "no profile given: expectations are what was seen in the store")
+    write_document(
+        report.document,
+        rows=report.objects,
+        name="objects",
+        output_format=output_format,
+        output=output,
+        text=lambda colour: _lines(report, colour),
+    )
+
+
+def _lines(report: PageReport, colour: bool) -> Iterator[str]:
+    from hicachectl.cli.output import table_lines
+    from hicachectl.cli.text_tables import contents_for_people, objects_for_people
+
+    yield f"page {report.document['page']}"
+    for group in report.document["groups"]:
+        pools = " ".join(f"{p} {n['present']}/{n['expected']}" for p, n in group["pools"].items())
+        model = escape_controls(group["model"] or "-")
+        yield f"model {model}: {group['state']}, {pools}"
+        yield from (f"  missing {escape_controls(key)}" for key in group["missing"])
+    yield ""
+    yield from table_lines(objects_for_people(report.objects), colour=colour)
+    if report.contents:
+        yield ""
+        yield from table_lines(contents_for_people(report.contents), colour=colour)
+    if len(report.findings):
+        yield ""
+        columns = report.findings.select(["severity", "code", "key", "detail"])
+        yield from table_lines(columns, colour=colour)

@@ -1,0 +1,189 @@
+"""The `--repair` part of `verify`: its options, and what becomes of a report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.cli.commands.earlier_runs import EarlierRuns
+from hicachectl.cli.commands.verify_repair_tables import (
+    release_leaked,
+    repair_tables,
+    write_repaired_snapshot,
+    writers_stopped_option,
+)
+from hicachectl.cli.consent import require_consent
+from hicachectl.cli.options import FILE, RepairCode
+from hicachectl.cli.session import progress, remark
+from hicachectl.formats.errors import UsageError
+from hicachectl.text.vocabulary import STORE_CODES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicachectl.backends.base import Store
+    from hicachectl.move.planning import RepairPlan
+    from hicachectl.move.repair import RepairOutcome
+    from hicachectl.verify.verify import Report, Request
+
+_OPTIONS = (
+    click.option(
+        "--repair",
+        type=click.Choice(["none", "quarantine", "delete"]),
+        default="none",
+        show_default=True,
+        help="Take page groups with an error out of the store.",
+    ),
+    click.option(
+        "--repair-code",
+        "repair_codes",
+        type=RepairCode(),
+        multiple=True,
+        help="Also repair findings of this code, such as a warning. Can be repeated.",
+    ),
+    click.option(
+        "--quarantine",
+        metavar="URL",
+        help="Where quarantined objects go.  [default: .hicachectl/quarantine/ in a file store]",
+    ),
+    click.option(
+        "--token-ids",
+        type=FILE,
+        help="Prompts, a JSON list of token ids a line: repair also takes the pages that stand "
+        "after a removed one.",
+    ),
+    writers_stopped_option,
+    click.option("--yes", is_flag=True, help="Do not ask before a repair."),
+    click.option("--dry-run", is_flag=True, help="Say what a repair would do, and change nothing."),
+)
+
+
+def repair_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a repair to a command."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def refuse_early(options: dict[str, Any]) -> None:
+    """Fail on options that make no sense together, before the store is opened."""
+    names = ("repair_codes", "quarantine", "token_ids", "writers_stopped", "dry_run", "yes")
+    given = [name for name in names if options[name]]
+    if options["repair"] == "none":
+        if given:
+            name = given[0].replace("repair_codes", "repair_code").replace("_", "-")
+            raise click.UsageError(f"--{name} needs --repair")
+        return
+    if options["repair"] == "delete" and options["quarantine"]:
+        raise click.UsageError("--repair delete keeps nothing; leave out --quarantine")
+    require_consent(yes=options["yes"], dry_run=options["dry_run"])
+
+
+def refuse_without_profile(request: Request) -> None:
+    """Refuse to repair by expectations that come from the store itself."""
+    if request.repairs and (request.profile is None or request.profile.inferred):
+        raise UsageError(
+            "--repair needs a real profile: --profile, --model-config or --server; what the store "
+            "shows of itself is not enough to take pages away"
+        )
+
+
+def earlier_runs(ctx: click.Context, store: Store, options: dict[str, Any]) -> EarlierRuns | None:
+    """Give what killed runs began, completed already with --yes; None without --repair."""
+    if options["repair"] == "none":
+        return None
+    earlier = EarlierRuns(
+        ctx, store, options["quarantine"], yes=options["yes"], dry_run=options["dry_run"]
+    )
+    earlier.begin()
+    return earlier
+
+
+def repaired(
+    ctx: click.Context,
+    store: Store,
+    request: Request,
+    report: Report,
+    options: dict[str, Any],
+    earlier: EarlierRuns | None,
+) -> tuple[Report, bool]:
+    """Repair what a report asks for; the report with its counts, and whether all went well.
+
+    earlier: as `earlier_runs` gave it.
+    """
+    from hicachectl.move.planning import plan_repair
+    from hicachectl.move.repair import run_repair
+
+    if earlier is None:
+        return report, True
+    plan = plan_repair(report.groups, report.findings, codes=options["repair_codes"])
+    for code in sorted(plan.unplaced.keys() & STORE_CODES):
+        remark(ctx, f"not repaired: {plan.unplaced[code]} {code}; {STORE_CODES[code]}")
+    plan = _with_descendants(plan, request, report, options)
+    question = _question(store, report, plan, options) if len(plan.groups) else None
+    if not earlier.agreed(question):
+        remark(ctx, "nothing was repaired")
+        return report, True
+    if not len(plan.groups):
+        release_leaked(ctx, store, options)
+        return report, True
+    if write_repaired_snapshot(ctx, store, report, plan, options):
+        return report, True
+    repair_tables(ctx, store, report, dry_run=options["dry_run"])
+    with progress(ctx, "repairing", " pages") as advance:
+        outcome = run_repair(
+            store,
+            report.inventory,
+            report.groups,
+            plan,
+            mode=options["repair"],
+            quarantine=options["quarantine"],
+            dry_run=options["dry_run"],
+            on_progress=advance,
+        )
+    release_leaked(ctx, store, options)
+    _say(ctx, outcome, options)
+    counts = {"repaired": outcome.repaired, "quarantined": outcome.quarantined}
+    if options["dry_run"]:
+        counts = {"repaired": 0, "quarantined": 0}
+    document = {**report.document, **counts, "dry_run": options["dry_run"]}
+    return replace(report, document=document), not (outcome.failed or outcome.remaining)
+
+
+def _with_descendants(
+    plan: RepairPlan, request: Request, report: Report, options: dict[str, Any]
+) -> RepairPlan:
+    from hicachectl.move.planning import with_descendants
+    from hicachectl.requests.chains import Hashing, hex_chains
+    from hicachectl.requests.files import read_token_ids
+
+    if not options["token_ids"] or request.profile is None:
+        return plan
+    chains = hex_chains(read_token_ids(options["token_ids"]), Hashing.of(request.profile))
+    return with_descendants(plan, report.groups, chains)
+
+
+def _question(store: Store, report: Report, plan: RepairPlan, options: dict[str, Any]) -> str:
+    from hicachectl.cli.output import human_size
+
+    nbytes = human_size(report.groups.total_bytes(plan.groups))
+    return f"{options['repair']} {len(plan.groups)} pages ({nbytes}) of {store.url}"
+
+
+def _say(ctx: click.Context, outcome: RepairOutcome, options: dict[str, Any]) -> None:
+    would = "would be " if options["dry_run"] else ""
+    where = f" to {outcome.quarantine}" if outcome.quarantine else ""
+    verb = "quarantined" if options["repair"] == "quarantine" else "deleted"
+    remark(ctx, f"{outcome.repaired} pages {would}{verb}{where}")
+    if outcome.kept:
+        remark(ctx, f"{outcome.kept} pages were rewritten meanwhile, and stay")
+    if outcome.remaining:
+        remark(ctx, f"{outcome.remaining} pages could not be taken away; run it again")
+    _say_failures(ctx, outcome)
+
+
+def _say_failures(ctx: click.Context, outcome: RepairOutcome) -> None:
+    for key, message in outcome.failed:
+        remark(ctx, f"{key}: {message}")

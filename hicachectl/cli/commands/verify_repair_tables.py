@@ -1,0 +1,140 @@
+"""The part of `verify --repair` that only 3FS has: tables of keys and pages."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.cli.session import remark
+from hicachectl.formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from hicachectl.backends.base import Store
+    from hicachectl.backends.hf3fs.page_tables import PageTables, TableState
+    from hicachectl.move.planning import RepairPlan
+    from hicachectl.verify.verify import Report
+
+_SAVES_S = 150.0  # the metadata server saves every 60 s by default; two saves, and some
+_POLL_S = 0.5
+
+writers_stopped_option = click.option(
+    "--writers-stopped",
+    is_flag=True,
+    help="3FS: no engine writes, so that --repair may release leaked pages.",
+)
+
+
+def repair_tables(ctx: click.Context, store: Store, report: Report, *, dry_run: bool) -> None:
+    """Delete keys whose entries in a table are wrong, all keys of a page at once."""
+    from hicachectl.backends.hf3fs.page_tables import PageTables
+    from hicachectl.move.page_table_repair import bad_rows, delete_keys, plan_repair
+    from hicachectl.verify.live_tables import suspicious_keys
+
+    if not isinstance(store, PageTables):
+        return
+    state, keys = store.table_state(), suspicious_keys(report.findings)
+    server = store.table_server()
+    if state is None or server is None or not keys:
+        return
+    deleted, changed, left = 0, 0, 0
+    for table in state.tables:
+        plan = plan_repair(table, bad_rows(table, keys))
+        left += len(plan.left)
+        if dry_run:
+            deleted += sum(len(page.keys) for page in plan.pages)
+            continue
+        for done in delete_keys(server, plan, stopped=threading.Event()):
+            deleted += len(done.deleted)
+            changed += len(done.changed)
+    would = "would be " if dry_run else ""
+    remark(ctx, f"{deleted} keys with wrong entries in their tables {would}deleted")
+    if changed:
+        remark(ctx, f"{changed} of them had moved or gone meanwhile, and stay")
+    if left:
+        remark(
+            ctx,
+            f"{left} keys are of pages that their table does not have: to delete them would hand "
+            "those pages out; stop the metadata server and repair its snapshot (leave out server=)",
+        )
+
+
+def write_repaired_snapshot(
+    ctx: click.Context, store: Store, report: Report, plan: RepairPlan, options: dict[str, Any]
+) -> bool:
+    """Write tables without the bad groups beside the snapshot, where no server answers for them.
+
+    False where the store has a server, or no tables.
+    """
+    import numpy as np
+    import pyarrow as pa
+
+    from hicachectl.backends.hf3fs.page_tables import PageTables
+    from hicachectl.backends.hf3fs.snapshot import Snapshot, write_repaired
+    from hicachectl.move.page_table_repair import bad_rows, repaired_table
+
+    state = store.table_state() if isinstance(store, PageTables) else None
+    if state is None or state.live:
+        return False
+    doomed = np.isin(report.groups.of_object, plan.groups)
+    keys = report.inventory.objects.column("key").filter(pa.array(doomed)).to_pylist()
+    tables = tuple(
+        repaired_table(
+            table, bad_rows(table, keys), release_leaked=bool(options["writers_stopped"])
+        )
+        for table in state.tables
+    )
+    path = Path(f"{state.path}.repaired")
+    if not options["dry_run"]:
+        write_repaired(Snapshot(state.saved_at_ns, tables), path, like=state.path)
+    would = "would be " if options["dry_run"] else ""
+    remark(
+        ctx,
+        f"no server= is given: {path} {would}written without {len(plan.groups)} pages; have the "
+        "metadata server start from it (--persistence-path)",
+    )
+    return True
+
+
+def release_leaked(ctx: click.Context, store: Store, options: dict[str, Any]) -> None:
+    """Free pages that are in no list, by two snapshots of a server that nobody writes to."""
+    from hicachectl.backends.hf3fs.page_tables import PageTables
+    from hicachectl.backends.hf3fs.snapshot import Snapshot
+    from hicachectl.move.page_table_repair import releasable, release_pages
+
+    if not isinstance(store, PageTables):
+        return
+    server, state = store.table_server(), store.table_state()
+    if state is None or server is None or not options["writers_stopped"]:
+        return
+    stopped_at_ns = time.time_ns()
+    remark(ctx, "waiting for the metadata server to save twice, to release leaked pages")
+    earlier = _saved_after(store, stopped_at_ns)
+    later = _saved_after(store, earlier.saved_at_ns)
+    pair = [Snapshot(each.saved_at_ns, each.tables) for each in (earlier, later)]
+    released = 0
+    for table in later.tables:
+        pages = releasable(table.name, *pair, stopped_at_ns=stopped_at_ns)
+        released += (
+            len(pages)
+            if options["dry_run"]
+            else sum(release_pages(server, table, pages, stopped=threading.Event()))
+        )
+    would = "would be " if options["dry_run"] else ""
+    remark(ctx, f"{released} leaked pages {would}released")
+
+
+def _saved_after(store: PageTables, moment_ns: int) -> TableState:
+    deadline = time.monotonic() + _SAVES_S
+    while time.monotonic() < deadline:
+        state = store.table_state()
+        if state is not None and state.saved_at_ns > moment_ns:
+            return state
+        time.sleep(_POLL_S)
+    raise UsageError(
+        f"{store.url}: the metadata server saved no snapshot within {_SAVES_S:.0f} s; has it a "
+        "--persistence-path, and a --save-interval below that?"
+    )

@@ -1,0 +1,301 @@
+"""Options that several commands share, and the values they parse to."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from datetime import datetime
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from hicachectl.text.vocabulary import PAGE_CODES, STORE_CODES
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FORMATS = ("table", "json", "jsonl", "csv", "parquet", "arrow")
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)},
+}
+_LONGEST_S = 100 * 365.25 * 86400
+_LATEST_S = 2**63 // 10**9 - 1  # stores count nanoseconds in 64 bits
+_TOO_LARGE = 2**63
+
+
+def _shown(value: str) -> str:
+    return repr(value) if len(value) <= 40 else f"{value[:37]!r}..."
+
+
+class Duration(click.ParamType[Any]):
+    """`90s 10m 2h 7d`, to seconds."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Parse the text; a number is passed through."""
+        if isinstance(value, (int, float)):
+            return float(value)
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", value)
+        if match is None:
+            self.fail(f"{_shown(value)} is no duration; write 90s, 10m, 2h or 7d", param, ctx)
+        seconds = float(match[1]) * _SECONDS[match[2]]
+        if seconds > _LONGEST_S:
+            self.fail(f"{_shown(value)} is longer than 100 years", param, ctx)
+        return seconds
+
+
+class PointInTime(click.ParamType[Any]):
+    """ISO 8601, or a duration ago; to Unix seconds."""
+
+    name = "time"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Parse the text; a number is passed through."""
+        if isinstance(value, float):
+            return value
+        if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?[smhd]", value):
+            return time.time() - Duration().convert(value, param, ctx)
+        try:
+            seconds = datetime.fromisoformat(value).timestamp()
+        except (ValueError, OverflowError):
+            self.fail(f"{_shown(value)} is neither ISO 8601 nor a duration ago (7d)", param, ctx)
+        if abs(seconds) > _LATEST_S:
+            self.fail(f"{_shown(value)} is not between the years 1678 and 2262", param, ctx)
+        return seconds
+
+
+class Size(click.ParamType[Any]):
+    """`200GiB 1.5TB` or bytes, to bytes."""
+
+    name = "size"
+
+    def __init__(self, least: int = 0) -> None:
+        self.least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse the text; a number is passed through."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([KMGTP]?i?B?)", value)
+        if match is None or match[2] not in _UNITS:
+            self.fail(f"{_shown(value)} is no size; write 200GiB, 1.5TB or bytes", param, ctx)
+        nbytes = int(Fraction(match[1]) * _UNITS[match[2]])
+        if nbytes < self.least:
+            self.fail(f"{_shown(value)} is less than {self.least} bytes", param, ctx)
+        if nbytes >= _TOO_LARGE:
+            self.fail(f"{_shown(value)} is 8 EiB or more", param, ctx)
+        return nbytes
+
+
+class NameList(click.ParamType[Any]):
+    """A comma-separated list of names; each out of a fixed set, where one is given."""
+
+    name = "list"
+
+    def __init__(self, choices: tuple[str, ...] = ()) -> None:
+        self.choices = choices
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Show the choices."""
+        return ",".join(self.choices) or "NAME,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        """Split and check the text; a tuple is passed through."""
+        names = value if isinstance(value, tuple) else tuple(value.split(","))
+        for name in names:
+            if self.choices and name not in self.choices:
+                self.fail(f"{name!r} is none of {', '.join(self.choices)}", param, ctx)
+        return names
+
+
+class RepairCode(click.Choice[str]):
+    """A finding code that `verify --repair` can act on."""
+
+    def __init__(self) -> None:
+        super().__init__(PAGE_CODES)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Name the value instead of listing the choices."""
+        return "CODE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the code; one that is about no page is refused with what to do instead."""
+        if value in STORE_CODES:
+            self.fail(f"{value} is about no page, so --repair cannot act on it: "
+                      f"{STORE_CODES[value]}", param, ctx)  # fmt: skip
+        return super().convert(value, param, ctx)
+
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+store_argument = click.argument("store", metavar="STORE")
+
+
+def _stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    def apply(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+output_options = _stack(
+    click.option(
+        "--format",
+        "output_format",
+        type=click.Choice(FORMATS),
+        default="table",
+        show_default=True,
+        help="How to write the result. In table and csv, characters that a terminal would obey or "
+        "hide are written \\xNN or \\uNNNN; in csv, ' is put before text that begins as a formula.",
+    ),
+    click.option("-o", "--output", type=FILE, help="Write the result to FILE instead of stdout."),
+)
+
+allow_leases_option = click.option(
+    "--allow-leases",
+    is_flag=True,
+    help="Mooncake: ask also in ways that keep objects from being evicted for a while.",
+)
+lease_wait_option = click.option(
+    "--lease-wait",
+    type=Duration(),
+    help="Mooncake: how long to wait for readers before a removal fails.  [default: 20s]",
+)
+
+profile_options = _stack(
+    click.option(
+        "--profile",
+        "profile_file",
+        type=FILE,
+        help="Profile of the deployment (TOML or JSON); see hicachectl-profile(1).",
+    ),
+    click.option(
+        "--model-config",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Hugging Face config.json of the model, or its folder; with the options below.",
+    ),
+    click.option("--server", metavar="URL", help="Ask a live SGLang server for its deployment."),
+    click.option(
+        "--served-model-name",
+        metavar="NAME",
+        help="Model name as given to SGLang.  [default: _name_or_path of the config]",
+    ),
+    click.option(
+        "--sglang",
+        metavar="VERSION",
+        help="SGLang release that wrote the store; decides the form of keys.  [default: newest]",
+    ),
+    click.option("--page-size", type=click.IntRange(1), help="Tokens a page."),
+    click.option("--kv-cache-dtype", metavar="DTYPE", help="As given to SGLang.  [default: auto]"),
+    click.option("--layout", metavar="LAYOUT", help="As --hicache-mem-layout."),
+    click.option("--tp", type=click.IntRange(1), help="Tensor parallel size, as --tp-size."),
+    click.option("--dp", type=click.IntRange(1), help="Data parallel size, as --dp-size."),
+    click.option(
+        "--enable-dp-attention", is_flag=True, help="As in SGLang: attention TP is tp / dp."
+    ),
+    click.option("--pp", type=click.IntRange(1), help="Pipeline parallel size."),
+    click.option("--pp-partition", metavar="N,N,…", help="Layers of each pipeline stage."),
+    click.option("--cp", type=click.IntRange(1), help="Attention context parallel size."),
+    click.option(
+        "--enable-dsa-cache-layer-split",
+        is_flag=True,
+        help="As in SGLang: context-parallel ranks hold different layers.",
+    ),
+    click.option("--dcp", type=click.IntRange(1), help="Decode context parallel size."),
+    click.option("--tp-lcm-size", type=click.IntRange(1), help="Mooncake split heads."),
+    click.option("--tag", metavar="TAG", help="Mooncake extra_backend_tag."),
+    click.option("--speculative-algorithm", metavar="NAME", help="As in SGLang: EAGLE, EAGLE3, …"),
+    click.option(
+        "--dsa-prefill-backend",
+        metavar="NAME",
+        help="As in SGLang; decides the rows of fp8 DSA models.",
+    ),
+    click.option("--dsa-decode-backend", metavar="NAME", help="As --dsa-prefill-backend."),
+    click.option(
+        "--draft-model-config",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="config.json of the draft model, or its folder.",
+    ),
+)
+
+transform_options = _stack(
+    click.option(
+        "--to-profile", type=FILE, help="Profile of the deployment that the pages become pages of."
+    ),
+    click.option("--to-model", metavar="NAME", help="Served model name to write."),
+    click.option("--to-tag", metavar="TAG", help="Mooncake extra_backend_tag to write."),
+    click.option("--to-tp", type=click.IntRange(1), help="Attention TP size to write."),
+    click.option("--to-pp", type=click.IntRange(1), help="Pipeline stages to write."),
+    click.option("--to-pp-partition", metavar="N,N,…", help="Layers of each of these stages."),
+    click.option("--to-tp-lcm-size", type=click.IntRange(1), help="Mooncake split heads to write."),
+    click.option("--to-layout", metavar="LAYOUT", help="Memory layout to write."),
+    click.option("--to-sglang", metavar="VERSION", help="SGLang release whose keys to write."),
+)
+
+lock_option = click.option(
+    "--lock",
+    type=FILE,
+    help="Do nothing while another process holds the lock (flock) of FILE; see LOCKS in "
+    "hicachectl(1).",
+)
+jobs_option = click.option(
+    "--jobs", type=click.IntRange(1, 256), metavar="N", help="How many threads read and write."
+)
+buffer_option = click.option(
+    "--buffer-bytes",
+    type=Size(least=1),
+    default="1GiB",
+    show_default=True,
+    help="Memory that objects are read into.",
+)
+bwlimit_option = click.option("--bwlimit", type=Size(), help="Read at most so many bytes a second.")
+
+request_options = _stack(
+    click.option(
+        "--prompts",
+        type=FILE,
+        help="Requests as text or chat messages, in JSON, one a line; needs a tokenizer.",
+    ),
+    click.option("--token-ids", type=FILE, help="Requests as JSON lists of token ids, one a line."),
+    click.option(
+        "--pages",
+        type=FILE,
+        help="Page hashes: a line is one, or a JSON list of them, a chain, or a row of "
+        "ls --format jsonl.",
+    ),
+    click.option(
+        "--tokenizer",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Directory with tokenizer.json.  [default: that of the model config or profile]",
+    ),
+)
+
+filter_options = _stack(
+    click.option("--model", metavar="NAME", help="Only this model; a / may be written as such."),
+    click.option("--pool", metavar="POOL", help="Only pages, or objects, of this pool."),
+    click.option("--page", metavar="PREFIX", help="Only pages whose hash starts like this."),
+    click.option(
+        "--since",
+        type=PointInTime(),
+        help="Only what was written since (ISO 8601, or a duration ago such as 2h).",
+    ),
+)

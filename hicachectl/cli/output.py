@@ -1,0 +1,277 @@
+"""Write a result as table, json, jsonl, csv, parquet or arrow: stdout is data, stderr the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl import __version__
+from hicachectl.backends.disk.durable import whole_file
+from hicachectl.formats.errors import UsageError
+from hicachectl.text.jsontext import json_rows, json_text, json_values
+from hicachectl.text.terminal import UNUSUAL_PATTERN, escape_controls
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SCHEMA_VERSION = 1
+_BINARY_FORMATS = ("parquet", "arrow")
+_ROWS_AT_ONCE = 65_536
+_FORMULA_PATTERN = "^[=+@\uff1d\uff0b\uff0d\uff20-]"  # full-width ones are taken for them too
+_STYLES = {"error": "31", "warning": "33", "orphan": "33", "partial": "33", "whole": "32"}
+
+Human = Callable[[pa.Table], pa.Table]
+
+
+def write_rows(
+    rows: pa.Table,
+    *,
+    name: str,
+    human: Human,
+    output_format: str,
+    output: Path | None,
+) -> None:
+    """Write rows in the chosen format.
+
+    name: the member of the `json` document that holds the rows.
+    human: makes of a slice of the rows the text columns of the `table` format.
+    """
+    with _destination(output, output_format) as stream:
+        if output_format == "table":
+            _write_lines(stream, table_lines(human(rows), colour=_colours(stream)))
+        elif output_format == "jsonl":
+            _write_lines(stream, _joined(rows, "\n"))
+        elif output_format == "json":
+            stream.write(_document_head() + f', "{name}": [')
+            for number, text in enumerate(_joined(rows, ",\n")):
+                stream.write((",\n" if number else "\n") + text)
+            stream.write("\n]}\n")
+        else:
+            _write_columnar(rows, output_format, stream)
+
+
+def write_json_lines(tables: Iterable[pa.Table], output: Path | None) -> None:
+    """Write the rows of several tables as JSON lines, a table at a time."""
+    with _destination(output, "jsonl") as stream:
+        for rows in tables:
+            _write_lines(stream, _joined(rows, "\n"))
+
+
+def write_document(
+    document: Mapping[str, Any],
+    *,
+    rows: pa.Table,
+    name: str,
+    output_format: str,
+    output: Path | None,
+    text: Callable[[bool], Iterator[str]],
+) -> None:
+    """Write a report that has rows: `json` is the whole document, the other formats its rows.
+
+    name: the member of the document that holds the rows.
+    text: the lines of the `table` format, told whether colours are wanted.
+    """
+    if output_format not in ("table", "json"):
+        write_rows(rows, name=name, human=lambda r: r, output_format=output_format, output=output)
+        return
+    if output_format == "table":
+        with _destination(output, output_format) as stream:
+            _write_lines(stream, text(_colours(stream)))
+        return
+    # Whole before the first byte is written: half a document is worse than none.
+    members = [
+        f"{json.dumps(key)}: {_joined_list(rows) if key == name else json_text(value)}"
+        for key, value in document.items()
+    ]
+    with _destination(output, output_format) as stream:
+        stream.write(",\n".join([_document_head(), *members]) + "\n}\n")
+
+
+def document_text(document: Mapping[str, Any]) -> str:
+    """Write a report without rows as a `json` document."""
+    members = [f"{json.dumps(k)}: {json_text(v)}" for k, v in document.items()]
+    return ",\n".join([_document_head(), *members]) + "\n}\n"
+
+
+def write_text(text: str, output: Path | None) -> None:
+    """Write text to stdout or, whole or not at all, to a file."""
+    with _destination(output, "json") as stream:
+        stream.write(text)
+
+
+def table_lines(rows: pa.Table, *, colour: bool) -> Iterator[str]:
+    r"""Align text columns under their names; numbers, named with a leading ">", to the right.
+
+    Characters that a terminal would obey or hide, which names in a store can hold, are
+    escaped (`escape_controls`).
+    """
+    names = [name.lstrip(">").upper() for name in rows.column_names]
+    cells = [_printable(pc.fill_null(column.combine_chunks(), "-")) for column in rows.columns]
+    widths = [
+        max(len(name), pc.max(pc.utf8_length(cell)).as_py() or 0)
+        for name, cell in zip(names, cells, strict=True)
+    ]
+    padded = []
+    for column, width, cell in zip(rows.column_names, widths, cells, strict=True):
+        pad = pc.utf8_lpad if column.startswith(">") else pc.utf8_rpad
+        padded.append(_coloured(pad(cell, width), cell) if colour else pad(cell, width))
+    heads = [
+        name.rjust(width) if column.startswith(">") else name.ljust(width)
+        for column, name, width in zip(rows.column_names, names, widths, strict=True)
+    ]
+    yield "  ".join(heads).rstrip()
+    for line in pc.binary_join_element_wise(*padded, "  ").to_pylist():
+        yield line.rstrip()
+
+
+def human_size(nbytes: int | None) -> str:
+    """Write bytes for people: 1536 is `1.5 KiB`, an unknown size `? B`."""
+    if nbytes is None:
+        return "? B"
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def human_sizes(nbytes: pa.Array) -> pa.Array:
+    """Write a column of bytes for people, as `human_size` does."""
+    return pc.fill_null(human_column(nbytes, human_size), human_size(None))
+
+
+def human_age(seconds: float) -> str:
+    """Write an age for people, in its largest whole unit: 7260 is `2h`."""
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= length:
+            return f"{int(seconds // length)}{unit}"
+    return f"{max(0, int(seconds))}s"
+
+
+def human_column(values: pa.Array, text: Callable[[Any], str]) -> pa.StringArray:
+    """Apply a text function to each distinct value of a column; null stays null."""
+    if isinstance(values, pa.ChunkedArray):
+        values = values.combine_chunks()
+    distinct = pc.dictionary_encode(values)
+    return pa.array([text(v) for v in distinct.dictionary.to_pylist()], pa.string()).take(
+        distinct.indices
+    )
+
+
+def _printable(cells: pa.StringArray) -> pa.StringArray:
+    bad = pc.match_substring_regex(cells, UNUSUAL_PATTERN)
+    if not pc.any(bad).as_py():
+        return cells
+    escaped = pa.array(map(escape_controls, cells.filter(bad).to_pylist()), cells.type)
+    return pc.replace_with_mask(cells, bad, escaped)
+
+
+def _coloured(padded: pa.StringArray, plain: pa.StringArray) -> pa.StringArray:
+    for word, style in _STYLES.items():
+        painted = pc.binary_join_element_wise(f"\x1b[{style}m", padded, "\x1b[0m", "")
+        padded = pc.if_else(pc.equal(plain, word), painted, padded)
+    return padded
+
+
+def _colours(stream: IO[str]) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _document_head() -> str:
+    return f'{{"schema": {SCHEMA_VERSION}, "version": {json.dumps(__version__)}'
+
+
+def _joined(rows: pa.Table, separator: str) -> Iterator[str]:
+    """JSON rows, many a piece."""
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        text = json_rows(rows.slice(start, _ROWS_AT_ONCE))
+        yield separator.join(text.to_pylist())
+
+
+def _joined_list(rows: pa.Table) -> str:
+    return "[" + ",\n".join(_joined(rows, ",\n")) + "]"
+
+
+def _write_lines(stream: IO[str], lines: Iterator[str]) -> None:
+    for line in lines:
+        stream.write(line + "\n")
+
+
+def _write_columnar(rows: pa.Table, output_format: str, stream: IO[Any]) -> None:
+    if output_format == "parquet":
+        import pyarrow.parquet as pq
+
+        pq.write_table(rows.combine_chunks(), stream, compression="lz4", write_statistics=False)
+    elif output_format == "arrow":
+        with pa.ipc.new_file(stream, rows.schema) as writer:
+            writer.write_table(rows)
+    else:
+        import pyarrow.csv
+
+        target = stream.buffer if hasattr(stream, "buffer") else stream
+        pyarrow.csv.write_csv(_inert(_flat(rows)), target)
+
+
+def _inert(rows: pa.Table) -> pa.Table:
+    """Escape text as in tables, and put ' before what a spreadsheet would take for a formula."""
+    for index, field in enumerate(rows.schema):
+        if pa.types.is_string(field.type):
+            cells = _printable(rows.column(index).combine_chunks())
+            formulas = pc.match_substring_regex(cells, _FORMULA_PATTERN)
+            cells = pc.if_else(formulas, pc.binary_join_element_wise("'", cells, ""), cells)
+            rows = rows.set_column(index, field.name, cells)
+    return rows
+
+
+def _flat(rows: pa.Table) -> pa.Table:
+    """Nested columns as JSON text, for CSV."""
+    for index, field in enumerate(rows.schema):
+        if pa.types.is_nested(field.type):
+            rows = rows.set_column(index, field.name, json_values(rows.column(index)))
+        elif pa.types.is_dictionary(field.type):
+            rows = rows.set_column(
+                index, field.name, rows.column(index).cast(field.type.value_type)
+            )
+    return rows
+
+
+@contextmanager
+def _destination(output: Path | None, output_format: str) -> Iterator[IO[Any]]:
+    """Give stdout, or a file that appears whole or not at all. Raises UsageError.
+
+    What programs read is UTF-8 in any locale. A table is in the locale's encoding, and characters
+    that this lacks are escaped.
+    """
+    binary = output_format in _BINARY_FORMATS
+    if output is not None:
+        with whole_file(output, "wb" if binary else "w") as stream:
+            yield stream
+        return
+    if binary and sys.stdout.isatty():
+        raise UsageError("binary output to a terminal; add -o FILE or a redirection")
+    try:
+        if binary:
+            yield sys.stdout.buffer
+        elif output_format == "table" or not hasattr(sys.stdout, "reconfigure"):
+            yield sys.stdout
+        else:
+            before = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
+            sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+            try:
+                yield sys.stdout
+                sys.stdout.flush()
+            finally:
+                sys.stdout.reconfigure(**before)
+        sys.stdout.flush()  # what cannot be written is to be known before the command ends well
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(f"cannot write to stdout: {error.strerror or error}") from error

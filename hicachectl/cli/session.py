@@ -1,0 +1,122 @@
+"""What every command does around its work: open the store, show progress, say remarks."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from hicachectl.io.interrupts import deferred
+from hicachectl.text.terminal import message_text, mute_native_logs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    from hicachectl.backends.base import Store
+
+PROGRESS_DELAY_S = 1.0
+
+
+class Settings(NamedTuple):
+    """What the group's options said; the context object of every command."""
+
+    config: Path | None
+    quiet: bool
+    verbose: bool = False
+
+
+@contextmanager
+def opened(
+    ctx: click.Context,
+    text: str,
+    *,
+    allow_leases: bool = False,
+    lease_wait: float | None = None,
+    create: bool = False,
+) -> Iterator[Store]:
+    """Open the store that a STORE argument names, with the config of the command line.
+
+    allow_leases, lease_wait (seconds; None: the store's own): see `Leases`. create: see `Store`.
+    """
+    from hicachectl.backends.base import open_store
+    from hicachectl.backends.capabilities import Leases
+    from hicachectl.backends.urls import load_config
+
+    settings: Settings = ctx.obj
+    config = load_config(None if settings.config is None else str(settings.config))
+    store = open_store(text, config=config, create=create)
+    try:
+        if store.traits.logs_natively and not settings.verbose:
+            mute_native_logs()
+        if isinstance(store, Leases):
+            store.allow_leases = allow_leases
+            if lease_wait is not None:
+                store.lease_wait_seconds = lease_wait
+        yield store
+    finally:
+        with deferred():  # a pack is finished now
+            store.close()
+
+
+def store_name(ctx: click.Context, text: str) -> str:
+    """Name the store of a STORE argument without opening it, and without a possible password."""
+    from hicachectl.backends.urls import load_config, parse_url
+
+    settings: Settings = ctx.obj
+    url = parse_url(text, load_config(None if settings.config is None else str(settings.config)))
+    params = {name: value for name, value in url.params.items() if name != "metadata"}
+    return str(replace(url, params=params))
+
+
+@contextmanager
+def progress(ctx: click.Context, what: str, unit: str) -> Iterator[Callable[[int], None]]:
+    """Show progress on stderr, on a terminal only, for what takes longer than a second."""
+    settings: Settings = ctx.obj
+    if settings.quiet or not sys.stderr.isatty():
+        yield lambda amount: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=what, unit=unit, unit_scale=True, delay=PROGRESS_DELAY_S, leave=False) as bar:
+        yield bar.update
+
+
+@contextmanager
+def bytes_progress(ctx: click.Context, what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show bytes done of bytes in all, throughput and time left, as `progress` does."""
+    settings: Settings = ctx.obj
+    if settings.quiet or not sys.stderr.isatty():
+        yield lambda amount, total: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(
+        desc=what, unit="B", unit_scale=True, unit_divisor=1024, delay=PROGRESS_DELAY_S, leave=False
+    ) as bar:
+
+        def advance(amount: int, total: int) -> None:
+            bar.total = total
+            bar.update(amount)
+
+        yield advance
+
+
+def remark(ctx: click.Context, text: str) -> None:
+    """Say something on stderr that is not the result."""
+    settings: Settings = ctx.obj
+    if not settings.quiet:
+        click.echo(f"hicachectl: {message_text(text)}", err=True)
+
+
+def remark_unrecorded(ctx: click.Context, folders: Iterable[str]) -> None:
+    """Name folders of a quarantine whose objects no record names."""
+    for folder in folders:
+        remark(
+            ctx,
+            f"{folder}: objects without a record, perhaps the only copies; left alone. Put "
+            f"{folder}.json back to restore them, or delete the folder",
+        )

@@ -1,0 +1,193 @@
+"""The rows of `listing` as text columns for people: what the `table` format shows."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.cli.output import human_age, human_column, human_sizes
+from hicachectl.text.jsontext import join_present
+
+
+def pages_for_people(rows: pa.Table) -> pa.Table:
+    """Make the text columns of `ls`; ">" marks what is aligned to the right."""
+    return pa.table(
+        {
+            "page": pc.utf8_slice_codeunits(rows.column("page"), 0, 16),
+            "model": rows.column("model"),
+            "sizes": _sizes_text(rows),
+            "pools": _pools_text(rows.column("pools")),
+            ">size": human_sizes(rows.column("nbytes")),
+            ">age": _ages(rows.column("mtime")),
+            "state": rows.column("state"),
+        }
+    )
+
+
+def _sizes_text(rows: pa.Table) -> pa.StringArray:
+    """`tp 4 pp 2`: what tells the deployments of one model apart."""
+    texts = [
+        pc.binary_join_element_wise(
+            f"{axis} ", pc.cast(rows.column(f"{axis}_size"), pa.string()), ""
+        )
+        for axis in ("tp", "pp", "cp", "dcp")
+    ]
+    joined = join_present(texts, " ")
+    return pc.if_else(pc.equal(joined, ""), None, joined)
+
+
+def objects_for_people(rows: pa.Table) -> pa.Table:
+    """Make the text columns of `ls --objects`."""
+    return pa.table(
+        {
+            "key": rows.column("key"),
+            "model": pc.cast(rows.column("model"), pa.string()),
+            "pool": pc.cast(rows.column("pool"), pa.string()),
+            "part": pc.cast(rows.column("part"), pa.string()),
+            "ranks": _ranks_text(rows),
+            ">size": human_sizes(rows.column("nbytes")),
+            ">age": _ages(rows.column("mtime")),
+            **({"digest": _short(rows.column("digest"))} if "digest" in rows.column_names else {}),
+        }
+    )
+
+
+def contents_for_people(rows: list[dict[str, Any]]) -> pa.Table:
+    """Make the text columns of the statistics of `show`."""
+
+    def column(name: str, form: str) -> pa.Array:
+        values = [row[name] for row in rows]
+        return pa.array([None if v is None else format(v, form) for v in values], pa.string())
+
+    return pa.table(
+        {
+            "object": _object_ends([row["key"] for row in rows]),
+            "tensor": column("tensor", ""),
+            ">layer": column("layer", "d"),
+            ">min": column("minimum", ".4g"),
+            ">max": column("maximum", ".4g"),
+            ">mean |x|": column("mean_magnitude", ".4g"),
+            ">nan": column("nan", "d"),
+            ">inf": column("inf", "d"),
+            ">zero": column("zero", "d"),
+        }
+    )
+
+
+def _object_ends(keys: list[str]) -> pa.Array:
+    """Shorten keys to what tells the objects of one page apart: all but the page hash."""
+    return pa.array([re.sub("[0-9a-f]{64}", "…", key) for key in keys], pa.string())
+
+
+def _short(digests: pa.Array) -> pa.Array:
+    return pc.utf8_slice_codeunits(digests, 0, 16)
+
+
+def summary_for_people(rows: pa.Table) -> pa.Table:
+    """Make the text columns of `ls --summary`."""
+    return pa.table(
+        {
+            "model": rows.column("model"),
+            "tag": rows.column("tag"),
+            "pool": rows.column("pool"),
+            ">pages": pc.cast(rows.column("pages"), pa.string()),
+            ">objects": pc.cast(rows.column("objects"), pa.string()),
+            ">size": human_sizes(rows.column("nbytes")),
+        }
+    )
+
+
+def removals_for_people(rows: pa.Table) -> pa.Table:
+    """Make the text columns of `rm`: totals per model, tag and state."""
+    keys = ["model", "tag", "state"]
+    totals = rows.group_by(keys).aggregate(
+        [
+            ("page", "count"),
+            ("objects", "sum"),
+            ("nbytes", "sum", pc.ScalarAggregateOptions(skip_nulls=False)),
+        ]
+    )
+    totals = totals.sort_by([(key, "ascending") for key in keys])
+    return pa.table(
+        {
+            "model": totals.column("model"),
+            "tag": totals.column("tag"),
+            ">pages": pc.cast(totals.column("page_count"), pa.string()),
+            ">objects": pc.cast(totals.column("objects_sum"), pa.string()),
+            ">size": human_sizes(totals.column("nbytes_sum")),
+            "state": totals.column("state"),
+        }
+    )
+
+
+def hits_for_people(rows: pa.Table) -> pa.Table:
+    """Make the text columns of `hits`."""
+    stops = rows.column("stopped_by").combine_chunks()
+    page, pool, part, shard, _ = stops.flatten()
+    ranks = _ranks_text(pa.Table.from_struct_array(shard))
+    page = pc.binary_join_element_wise("page ", pc.utf8_slice_codeunits(page, 0, 16), "")
+    stopped = join_present([pool, part, pc.if_else(pc.equal(ranks, ""), None, ranks), page], " ")
+    counts = ("tokens", "kv_pages", "usable_pages", "usable_tokens")
+    return pa.table(
+        {
+            ">chain": pc.cast(rows.column("chain"), pa.string()),
+            **{
+                f">{name.replace('_', ' ')}": pc.cast(rows.column(name), pa.string())
+                for name in counts
+            },
+            "stopped by": pc.if_else(stops.is_valid(), stopped, None),
+        }
+    )
+
+
+def restored_for_people(rows: pa.Table) -> pa.Table:
+    """Make the text columns of `restore`."""
+    return pa.table(
+        {
+            "page": pc.utf8_slice_codeunits(rows.column("page"), 0, 16),
+            "model": rows.column("model"),
+            ">objects": pc.cast(rows.column("objects"), pa.string()),
+            ">size": human_sizes(rows.column("nbytes")),
+            "found": pc.binary_join(rows.column("codes"), ","),
+            "state": rows.column("state"),
+            "detail": rows.column("detail"),
+        }
+    )
+
+
+def _ages(mtimes: pa.Array) -> pa.StringArray:
+    """Unix seconds as ages for people."""
+    elapsed = pc.floor(pc.subtract(time.time(), mtimes))  # few distinct values, unlike mtimes
+    return human_column(elapsed, human_age)
+
+
+def _pools_text(pools: pa.Array) -> pa.StringArray:
+    """`kv 2/2 mamba 1/2`: present of expected objects of each pool of a page."""
+    if isinstance(pools, pa.ChunkedArray):
+        pools = pools.combine_chunks()
+    texts = []
+    for field, counts in zip(pools.type, pools.flatten(), strict=True):
+        present, expected = (pc.cast(values, pa.string()) for values in counts.flatten())
+        text = pc.binary_join_element_wise(f"{field.name} ", present, "/", expected, "")
+        texts.append(pc.if_else(counts.is_valid(), text, None))
+    if not texts:
+        return pa.nulls(len(pools), pa.string())
+    return join_present(texts, " ")
+
+
+def _ranks_text(rows: pa.Table) -> pa.StringArray:
+    """`tp 0/2 pp 1/4`: the rank coordinates that each object's key says."""
+    texts = []
+    for axis in ("tp", "pp", "cp", "dcp"):
+        rank, size = (
+            pc.cast(rows.column(f"{axis}_{end}"), pa.string()) for end in ("rank", "size")
+        )
+        texts.append(
+            pc.binary_join_element_wise(f"{axis} ", rank, "/", pc.fill_null(size, "?"), "")
+        )
+    joined = join_present(texts, " ")
+    return pc.if_else(pc.equal(joined, ""), None, joined)

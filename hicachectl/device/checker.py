@@ -1,0 +1,296 @@
+"""Check objects on devices, in the place of the processor: what `verify --device` puts in.
+
+The reading thread calls `examine` with objects that are in the arena, and has the results when it
+returns; several threads keep several lanes busy.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from subprocess import CalledProcessError
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import torch
+from triton.errors import TritonError
+
+from hicachectl.device.arena import HostArenas
+from hicachectl.device.kinds import Kind, Passage, form_of
+from hicachectl.device.lanes import MOST_OBJECTS, allocate_lanes, slab_size
+from hicachectl.device.providers import best_provider
+from hicachectl.formats.errors import DeviceError
+from hicachectl.kernels.blake3_triton import digest_ranges, ranges_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from hicachectl.backends.base import BoolArray
+    from hicachectl.checks.values import ValueChecker, ValueIssue
+    from hicachectl.device.lanes import Lane
+    from hicachectl.device.providers import Provider
+    from hicachectl.formats.spec import ObjectSpec
+    from hicachectl.io.pipeline import Loaded
+
+    Digests = npt.NDArray[np.uint8]
+
+DIGEST_BYTES = 32
+_ABANDONED: list[Lane] = []  # of devices that have failed: giving graphs back ends the process
+
+
+class DeviceChecker:
+    """Digests and checks objects on one or several devices.
+
+    slab_bytes, most_objects: what a task may have, as the arena places it. failure: what went
+    wrong, once `examine` has begun to answer None.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        *,
+        device_bytes: int,
+        buffer_bytes: int,
+        largest: int,
+        largest_name: str = "an object",
+        falls_back: bool = False,
+        provider: Provider | None = None,
+    ) -> None:
+        """Allocate all device memory of the run.
+
+        device_bytes: of each device. largest: bytes of the largest object. falls_back: after a
+        device has failed, `examine` answers None instead of raising. Raises UsageError where one
+        object does not fit.
+        """
+        slab = slab_size(devices, device_bytes, buffer_bytes, largest, largest_name)
+        lanes = allocate_lanes(devices, device_bytes, slab, max(1, largest))
+        self.names = tuple(dict.fromkeys(str(lane.device) for lane in lanes))
+        self.slab_bytes = len(lanes[0].staging)
+        self.most_objects = MOST_OBJECTS
+        self.lanes = len(lanes)
+        self.failure: str | None = None
+        self._falls_back = falls_back
+        self._provider = provider or best_provider(devices[0])
+        self._free: queue.Queue[Lane] = queue.Queue()
+        for lane in lanes:
+            self._free.put(lane)
+        self._arenas = HostArenas()
+        self._preparing = threading.Lock()
+        self._kinds: dict[Hashable, Kind] = {}
+        self._prepared: set[tuple[int, bool]] = set()
+
+    def examine(
+        self,
+        loaded: Loaded,
+        wanted: BoolArray,
+        expected: ObjectSpec | None,
+        checker: ValueChecker | None,
+    ) -> tuple[Digests, list[ValueIssue]] | None:
+        """Send the objects of a task through a device: digests [n, 32] and issues.
+
+        wanted:   which objects to digest.
+        expected: what they all are: digested as gathered back from the pools. None where the form
+                  of their bytes is not known: digested as they came into device memory.
+        checker:  of such objects; None where no values are to be checked. Objects that could not
+                  be read are left out.
+        None: the processor has to look at them, in the arena, where they still are; so it is once
+        the device has failed, if that is wanted, else DeviceError is raised.
+        """
+        if self.failure is not None or not loaded.task.capacities[0]:
+            return None
+        kind = None if expected is None else self._kind(expected, checker, _step(loaded))
+        if kind is not None and not kind.supported:
+            return None
+        digests = np.zeros((len(wanted), DIGEST_BYTES), dtype=np.uint8)
+        try:
+            flags = self._part(loaded, 0, len(wanted), wanted, kind, digests)
+            issues = [] if checker is None else _judged(loaded, checker, flags)
+        except DeviceError as error:
+            if not self._falls_back:
+                raise
+            if self.failure is None:
+                self.failure = str(error)
+            return None
+        return digests, issues
+
+    def _part(
+        self,
+        loaded: Loaded,
+        start: int,
+        stop: int,
+        wanted: BoolArray,
+        kind: Kind | None,
+        digests: Digests,
+    ) -> BoolArray:
+        """Run a slab, in halves where memory is short; fills in digests, and gives flags [n, 2]."""
+        try:
+            return self._on_device(loaded, start, stop, wanted, kind, digests)
+        except torch.OutOfMemoryError as error:
+            if stop - start < 2:
+                raise DeviceError(
+                    "CUDA is out of memory for one page; free some, give a smaller "
+                    "--device-bytes, or run with --device cpu"
+                ) from error
+            middle = (start + stop) // 2
+            halves = ((start, middle), (middle, stop))
+            return np.concatenate(
+                [self._part(loaded, *half, wanted, kind, digests) for half in halves]
+            )
+
+    def _on_device(
+        self,
+        loaded: Loaded,
+        start: int,
+        stop: int,
+        wanted: BoolArray,
+        kind: Kind | None,
+        digests: Digests,
+    ) -> BoolArray:
+        """Run one slab through a lane."""
+        step, count = _step(loaded), stop - start
+        chosen = np.flatnonzero(wanted[start:stop])
+        if kind is not None:
+            self._prepare(kind, digests=len(chosen) > 0)
+        with self._lane() as lane, lane.in_use():
+            first = int(loaded.offsets[start])
+            nbytes = (count - 1) * step + int(loaded.task.capacities[stop - 1])
+            passage = None if kind is None else lane.passages[id(kind)]
+            host = self._arenas.tensor(loaded.arena)[first : first + nbytes]
+            lane.staging[:nbytes].copy_(host, non_blocking=True)
+            launched = None if passage is None else passage.start_checks(count)
+            made = None
+            if len(chosen) and passage is not None:
+                made = passage.start_digests(count)
+            elif len(chosen):
+                sizes = loaded.task.capacities[start:stop]
+                offsets = np.arange(count) * step
+                ranges = ranges_of(lane.staging, offsets, sizes, upload=lane.to_device)
+                made = lane.to_host("digests", digest_ranges(lane.staging, ranges))
+            lane.wait()
+            if made is not None:
+                digests[start + chosen] = made.numpy()[chosen]
+            if passage is None or launched is None:
+                return np.zeros((count, 2), np.bool_)
+            return passage.suspects(launched, count)
+
+    def _prepare(self, kind: Kind, *, digests: bool) -> None:
+        """Have every lane ready for objects of a kind: compile, upload, capture.
+
+        Captures are for one thread at a time that has the devices to itself: it waits for all
+        lanes, and whoever needs one waits for it.
+        """
+        if (id(kind), digests) in self._prepared:
+            return
+        with self._preparing:
+            if (id(kind), digests) in self._prepared:
+                return
+            lanes = [self._free.get() for _ in range(self.lanes)]
+            try:
+                for lane in lanes:
+                    with _named_errors(lane), lane.in_use():
+                        passage = lane.passages.get(id(kind))
+                        if passage is None:
+                            passage = lane.passages[id(kind)] = Passage(kind, lane, self._provider)
+                        if digests:
+                            passage.prepare_digests()
+                        lane.wait()
+            finally:
+                for lane in lanes:
+                    self._free.put(lane)
+            self._prepared |= {(id(kind), False), (id(kind), digests)}
+
+    def _kind(self, expected: ObjectSpec, checker: ValueChecker | None, step: int) -> Kind:
+        key = (form_of(expected, checker), step)
+        if key not in self._kinds:  # of two threads that come here at once, the first one's stays
+            self._kinds.setdefault(key, Kind(expected, checker, step))
+        return self._kinds[key]
+
+    @contextmanager
+    def _lane(self) -> Iterator[Lane]:
+        """Wait for a free lane."""
+        lane = self._free.get()
+        try:
+            with _named_errors(lane):
+                yield lane
+        except BaseException:
+            with suppress(RuntimeError):  # a device that has failed does not read any more, either
+                lane.wait()  # until its copy is done the objects have to stay in the arena
+            raise
+        finally:
+            self._free.put(lane)
+
+    def close(self) -> None:
+        """Give the device memory back; a device that has failed has nothing to give back."""
+        while not self._free.empty():
+            lane = self._free.get_nowait()
+            try:
+                lane.wait()
+                lane.close()
+            except RuntimeError:
+                _ABANDONED.append(lane)
+        self._kinds.clear()
+        if torch.cuda.is_available() and not _ABANDONED:
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# In what torch, CUDA and Triton say of a device and its tools.
+_DEVICE_SIGNS = ("CUDA", "C compiler", "ptxas", "libcuda")
+
+
+@contextmanager
+def _named_errors(lane: Lane) -> Iterator[None]:
+    """Raise DeviceError for what goes wrong on a lane's device, but for lack of memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (TritonError, CalledProcessError, OSError) as error:  # of its compilers, and of ptxas
+        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+        raise DeviceError(
+            f"{lane.device}: kernels cannot be built: {reason}; a C compiler and Python's headers "
+            "are needed, and a triton that knows the device, or --device cpu"
+        ) from error
+    except (RuntimeError, AssertionError) as error:
+        if not any(sign in str(error) for sign in _DEVICE_SIGNS):
+            raise  # a bug of ours
+        reason = str(error).partition("\n")[0]
+        raise DeviceError(
+            f"{lane.device} failed: {reason}; run again, or with --device cpu"
+        ) from error
+
+
+def _step(loaded: Loaded) -> int:
+    """Give the distance of a task's objects, which are of equal size."""
+    offsets = loaded.offsets
+    if len(offsets) > 1:
+        return int(offsets[1] - offsets[0])
+    return -(-max(1, int(loaded.task.capacities[0])) // 4096) * 4096
+
+
+def _judged(loaded: Loaded, checker: ValueChecker, flags: BoolArray) -> list[ValueIssue]:
+    """Have the host look at suspects, in the bytes that are still in the arena.
+
+    flags: [n, 2], which objects to look at, and where the host must find something, too.
+    """
+    suspects = np.flatnonzero(flags[:, 0] & loaded.read.ok)
+    if not len(suspects):
+        return []
+    issues = checker.check(loaded.block()[suspects])
+    found = {issue.index for issue in issues}
+    for number in np.flatnonzero(flags[suspects, 1]).tolist():
+        if number not in found:
+            raise DeviceError(
+                f"object {suspects[number]} of a task is healthy in host memory and not on the "
+                "device: the device, or the way to it, damages data; run with --device cpu"
+            )
+    return [replace(issue, index=int(suspects[issue.index])) for issue in issues]

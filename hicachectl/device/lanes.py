@@ -1,0 +1,179 @@
+"""The device memory of a run: a fixed number of lanes, each one slab on its way."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from hicachectl.backends.arena import ALIGNMENT
+from hicachectl.device.arena import HostBuffer
+from hicachectl.formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.cuda import _POOL_HANDLE
+
+    from hicachectl.device.kinds import Passage
+
+# Large enough that launches cost less than the copy, small enough that several lanes overlap.
+SLAB_BYTES = 64 << 20
+MOST_LANES = 8  # of a device: reads, copies and kernels overlap with fewer
+_FEWEST_LANES = 4  # slabs get smaller before there are fewer
+MOST_OBJECTS = 4096  # of a task: small objects are worked on together
+# Beside staging and pools, a third of a slab: digests keep 32 bytes for each KiB, statistics 32
+# for each field of a block, which comes to 0.28 for 128 bytes of fp8 where a page is one token.
+_EXTRA_SHARE = 3
+# What torch takes at the least for passing results: a segment for small ones, one for others.
+_SEGMENTS_BYTES = 22 << 20
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One stream with the memory of one slab: staging, as read, and layer-first pools."""
+
+    device: torch.device
+    staging: torch.Tensor
+    pools: torch.Tensor
+    stream: torch.cuda.Stream | None
+    # Of all captured launches: they are replayed one after another, so passing results share it.
+    graph_memory: _POOL_HANDLE | None = None
+    passages: dict[int, Passage] = field(default_factory=dict)  # by the kind's identity
+    graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    _results: dict[str, HostBuffer] = field(default_factory=dict)
+    _tables: HostBuffer = field(default_factory=HostBuffer)
+    _uploaded: torch.cuda.Event | None = None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Launch on this lane's stream."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
+
+    def wait(self) -> None:
+        """Wait for what was launched, without keeping a processor busy."""
+        if self.stream is not None:
+            # Another event, one that blocks: spinning would take the readers' processors.
+            event = torch.cuda.Event(blocking=True)
+            event.record(self.stream)
+            event.synchronize()
+
+    def to_host(self, name: str, result: torch.Tensor) -> torch.Tensor:
+        """Begin to copy a result to page-locked memory, behind what has been launched.
+
+        It stays there until the next result of that name.
+        """
+        if result.device.type == "cpu":
+            return result
+        buffer = self._results.setdefault(name, HostBuffer())
+        return buffer.room(result.shape, result.dtype).copy_(result, non_blocking=True)
+
+    def to_device(self, table: torch.Tensor) -> torch.Tensor:
+        """Begin to copy what the host has computed, behind what has been launched."""
+        if self.device.type == "cpu":
+            return table
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+        room = self._tables.room(table.shape, table.dtype)
+        uploaded = room.copy_(table).to(self.device, non_blocking=True)
+        self._uploaded = torch.cuda.Event(blocking=True)
+        self._uploaded.record(self.stream)
+        return uploaded
+
+    def close(self) -> None:
+        """Give the memory back, when nothing is under way."""
+        self.passages.clear()
+        self.graphs.clear()
+        for buffer in (*self._results.values(), self._tables):
+            buffer.close()
+
+
+def lane_bytes(slab_bytes: int) -> int:
+    """Bytes of device memory that a lane for such slabs needs, passing results included."""
+    return 2 * slab_bytes + slab_bytes // _EXTRA_SHARE
+
+
+def slab_size(
+    devices: Sequence[torch.device], device_bytes: int, buffer_bytes: int, largest: int, name: str
+) -> int:
+    """Choose the bytes of a slab: the largest object at least, SLAB_BYTES at most beyond that.
+
+    buffer_bytes: of the host's arena, of which the lanes of all devices hold slabs. Raises
+    UsageError where not even one object fits.
+    """
+    least = _aligned(max(largest, 1))
+    if lane_bytes(least) > device_bytes:
+        raise UsageError(
+            f"--device-bytes {device_bytes} is too small for one page: {name} of {largest} bytes "
+            f"needs {lane_bytes(least)}"
+        )
+    ample = min(SLAB_BYTES, buffer_bytes // (2 * MOST_LANES * len(devices)))
+    share = device_bytes // _FEWEST_LANES - _segments_bytes(devices)
+    share = share * _EXTRA_SHARE // (2 * _EXTRA_SHARE + 1)
+    return max(least, min(ample, share) // ALIGNMENT * ALIGNMENT)
+
+
+def _segments_bytes(devices: Sequence[torch.device]) -> int:
+    return _SEGMENTS_BYTES if any(device.type == "cuda" for device in devices) else 0
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def allocate_lanes(
+    devices: Sequence[torch.device], device_bytes: int, slab_bytes: int, least: int
+) -> list[Lane]:
+    """Allocate up to MOST_LANES lanes on each device, within `device_bytes` of each.
+
+    One lane in any case: what torch's segments take beyond it may be more than a small budget.
+    Where a device has less memory left, fewer lanes; where it has not even one, smaller slabs
+    down to `least` bytes, in whole ALIGNMENTs, as objects lie in them. Raises UsageError where that
+    does not fit either.
+    """
+    least = _aligned(least)
+    while True:
+        taken = lane_bytes(slab_bytes) + _segments_bytes(devices)
+        count = min(MOST_LANES, max(1, device_bytes // taken))
+        by_device = [_lanes(device, count, slab_bytes) for device in devices]
+        if all(by_device):
+            # Devices take turns, so that they share the work from the first slab on.
+            turns = (lanes[turn : turn + 1] for turn in range(count) for lanes in by_device)
+            return [lane for turn in turns for lane in turn]
+        if slab_bytes <= least:
+            full = devices[by_device.index([])]
+            raise UsageError(
+                f"{full} is out of memory: {lane_bytes(slab_bytes)} bytes for one page cannot be "
+                "allocated; free some, or run with --device cpu"
+            )
+        by_device.clear()
+        slab_bytes = max(least, slab_bytes // 2 // ALIGNMENT * ALIGNMENT)
+
+
+def _lanes(device: torch.device, count: int, slab_bytes: int) -> list[Lane]:
+    lanes: list[Lane] = []
+    guard = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with guard:
+        for _ in range(count):
+            try:
+                lanes.append(_lane(device, slab_bytes))
+            except torch.OutOfMemoryError:
+                break
+        if len(lanes) < count and device.type == "cuda":
+            if lanes:
+                lanes.pop()  # results and digests need a little, too
+            torch.cuda.empty_cache()
+    return lanes
+
+
+def _lane(device: torch.device, slab_bytes: int) -> Lane:
+    staging, pools = (torch.empty(slab_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    if device.type != "cuda":
+        return Lane(device, staging, pools, None)
+    return Lane(device, staging, pools, torch.cuda.Stream(device), torch.cuda.graph_pool_handle())

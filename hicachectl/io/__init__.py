@@ -1,0 +1,1 @@
+"""Read, work on and release objects: threads, processes, rates, signals."""

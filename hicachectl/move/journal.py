@@ -1,0 +1,345 @@
+"""What a migration has done, a line for each batch: read by `--resume`.
+
+Lines are JSON. The first says which migration it is, and is durable before any other. A line that
+was cut off by a crash is the last, and one that a power failure has torn has zero bytes: these are
+dropped, and what they would have said is found out again from the destination. Each line has a
+digest of its text, its place and the journal's owner: a journal that was altered, or has lines of
+another one, is refused, since a move deletes what a journal calls copied. Form 1, of earlier
+releases, has no digests.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+import tempfile
+import threading
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.backends.disk.copying import write_bytes
+from hicachectl.backends.disk.durable import is_named, lock, make_directories, sync_name
+from hicachectl.formats.errors import FormatError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import BinaryIO, Self
+
+    import pyarrow as pa
+
+    from hicachectl.formats.profile import Profile
+
+FORM = 2
+_UNDIGESTED = 1  # the form of earlier releases, whose lines have no digests; it is still resumed
+_HASH_DIGITS = 64
+_OWNER_BYTES = 8
+_OWNER = re.compile(f"[0-9a-f]{{{2 * _OWNER_BYTES}}}")
+_DIGEST_DIGITS = 32
+_MOST_LINE_BYTES = 64 << 20  # a batch of a million pages
+
+
+class JournalHeld(UsageError):
+    """Another process is doing the same migration."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What earlier runs have done: pages of each route, by its name.
+
+    owner: what they marked unfinished writes with; "" where not even that was written.
+    copied: whole at the destination. verified: of these, those that were compared there.
+    removed: taken from the source since.
+    """
+
+    owner: str = ""
+    copied: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    verified: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    removed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    @property
+    def pages(self) -> int:
+        """How many pages were copied."""
+        return sum(map(len, self.copied.values()))
+
+    def unremoved(self, route: str) -> set[str]:
+        """Pages that were copied and are still to be taken from the source."""
+        return self.copied[route] - self.removed[route]
+
+
+def profile_text(profile: Profile) -> str:
+    """Spell a profile for the identity of a journal, as all releases have spelled it.
+
+    The identity names the journal, so the text keeps two fields that profiles no longer have.
+    """
+    texts = []
+    for name in profile.__struct_fields__:
+        if name == "tag":
+            texts += ["unified_head_group=0", "unified_layer_partition=0"]
+        texts.append(f"{name}={getattr(profile, name)!r}")
+    return f"Profile({', '.join(texts)})"
+
+
+def journal_path(
+    identity: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> tuple[Path, str]:
+    """Name the journal of a migration, in the user's state directory (XDG base directories).
+
+    Return a remark too, "" as a rule: where no home can be written to, the journal lies in a
+    directory of the user's below TMPDIR. Raises UsageError where somebody else could write there.
+    """
+    text = json.dumps(identity, sort_keys=True)
+    name = Path("migrations", hashlib.sha256(text.encode()).hexdigest()[:32] + ".jsonl")
+    base = Path(environ.get("XDG_STATE_HOME") or "")
+    if base.is_absolute():
+        return base / "hicachectl" / name, ""
+    try:
+        home = Path(environ.get("HOME") or Path.home())
+    except RuntimeError:  # a user without a home
+        home = Path()
+    state = home / ".local" / "state" / "hicachectl"
+    if home.is_absolute() and _can_be_written_to(state):
+        return state / name, ""
+    own = Path(tempfile.gettempdir(), f"hicachectl-{os.geteuid()}")
+    try:
+        with suppress(FileExistsError):
+            own.mkdir(0o700)
+        found = own.lstat()
+    except OSError as error:
+        raise UsageError(f"{own}: {error.strerror}; set XDG_STATE_HOME") from error
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UsageError(f"{own}: not a directory of yours alone; set XDG_STATE_HOME")
+    remark = f"{state} cannot be written to: the journal is in {own}; XDG_STATE_HOME changes that"
+    return own / name, remark
+
+
+def _can_be_written_to(directory: Path) -> bool:
+    """Say whether a directory, or the nearest of its parents that exists, can be written to."""
+    while not os.path.lexists(directory):
+        directory = directory.parent
+    return os.access(directory, os.W_OK | os.X_OK) and directory.is_dir()
+
+
+def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
+    """Read what earlier runs of a migration have done; None where there is no journal.
+
+    Raises FormatError for a journal of something else, UsageError where it cannot be read.
+    """
+    try:
+        descriptor = _opened(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    progress, form = Progress(), None
+    with os.fdopen(descriptor, "rb") as stream:
+        for number, (start, line) in enumerate(_whole_lines(stream, path), 1):
+            if b"\0" in line:  # torn by a power failure, and perhaps joined to the next one
+                if number == 1:
+                    return progress
+                continue
+            entry = _parsed(line, path, number)
+            if number == 1:
+                form = entry.get("migration")
+                progress.owner = _owner(entry, identity, path)
+            digest = entry.pop("digest", None)
+            undigested = form == _UNDIGESTED and digest is None
+            if not undigested and digest != _digest(entry, progress.owner, start):
+                raise FormatError(
+                    f"{path}: line {number} was altered; move the file away, and what it said is "
+                    "found out again"
+                )
+            if number > 1:
+                _add(progress, entry, path, number)
+    return progress
+
+
+def _opened(path: Path, flags: int) -> int:
+    """Open a journal; what is no regular file is refused, and never waited for. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file; move it out of the way")
+
+
+def _whole_lines(stream: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    """Give where each line begins, and the line; one that was cut off is left out."""
+    start = 0
+    while line := stream.readline(_MOST_LINE_BYTES):
+        if not line.endswith(b"\n"):
+            if len(line) == _MOST_LINE_BYTES:
+                raise FormatError(f"{path}: not a journal; move it out of the way")
+            return
+        yield start, line[:-1]
+        start += len(line)
+
+
+def _owner(head: Mapping[str, Any], identity: Mapping[str, Any], path: Path) -> str:
+    """Return the owner that the first line names. Raises FormatError for another migration's."""
+    owner = head.get("owner")
+    is_ours = head.get("migration") in (FORM, _UNDIGESTED) and head.get("identity") == identity
+    if not is_ours or not isinstance(owner, str) or not _OWNER.fullmatch(owner):
+        raise FormatError(f"{path}: not the journal of this migration; move it out of the way")
+    return owner
+
+
+def _digest(entry: Mapping[str, Any], owner: str, start: int) -> str:
+    """Digest what a line says, where it begins, and whose journal it is in."""
+    text = json.dumps([owner, start, entry])
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
+
+
+def _add(progress: Progress, entry: Mapping[str, Any], path: Path, number: int) -> None:
+    pages, route, what = _pages(entry, path, number), str(entry.get("route")), entry.get("what")
+    if what == "removed":
+        progress.removed[route].update(pages)
+        return
+    progress.copied[route].update(pages)
+    if what == "verified":
+        progress.verified[route].update(pages)
+
+
+def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: line {number}: not JSON; move the file away") from error
+    if not isinstance(entry, dict):
+        raise FormatError(f"{path}: line {number}: not an object")
+    return entry
+
+
+def _pages(entry: Mapping[str, Any], path: Path, number: int) -> list[str]:
+    text = entry.get("pages")
+    if not isinstance(text, str) or len(text) % _HASH_DIGITS:
+        raise FormatError(f"{path}: line {number}: no page hashes")
+    return [text[at : at + _HASH_DIGITS] for at in range(0, len(text), _HASH_DIGITS)]
+
+
+class Journal:
+    """A journal that is written to, from several threads; a killed process loses no line.
+
+    It is held by one process at a time. One that nothing was noted in is removed at the end.
+    owner: 16 hex digits, the same for all runs that write to it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        identity: Mapping[str, Any],
+        *,
+        earlier: Progress | None,
+        fresh: bool,
+        durable: bool,
+    ) -> None:
+        """Open a journal; fresh: empty it.
+
+        earlier: what `read_journal` found. durable: each line is on the disk before anything
+        follows from it; else a power failure may lose some lines but the first: what they say is
+        found out again, at the cost of reading. Raises UsageError where it cannot be written,
+        JournalHeld where another process has it.
+        """
+        self.path = path
+        self.owner = (earlier and earlier.owner) or os.urandom(_OWNER_BYTES).hex()
+        self._durable = durable
+        self._lock = threading.Lock()
+        self._noted = earlier is not None and not fresh
+        try:
+            make_directories(path.parent)
+            self._file = _held(path)
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}") from error
+        try:
+            if fresh or (earlier is not None and not earlier.owner):
+                os.ftruncate(self._file, 0)
+            self._cut_torn_line()
+            if not os.lseek(self._file, 0, os.SEEK_END):
+                head = {"migration": FORM, "identity": identity, "owner": self.owner}
+                self._append(head, durable=True)
+                sync_name(path)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def copied(self, route: str, pages: pa.StringArray, *, verified: bool) -> None:
+        """Note pages that are at the destination; verified: and were compared there."""
+        self._note(route, pages.to_pylist(), "verified" if verified else "copied")
+
+    def removed(self, route: str, pages: Sequence[str]) -> None:
+        """Note pages that were taken from the source."""
+        self._note(route, pages, "removed")
+
+    def _note(self, route: str, pages: Sequence[str], what: str) -> None:
+        if pages:
+            entry = {"route": route, "what": what, "pages": "".join(pages)}
+            self._append(entry, durable=self._durable)
+            self._noted = True
+
+    def _append(self, entry: Mapping[str, Any], *, durable: bool) -> None:
+        with self._lock:
+            end = os.lseek(self._file, 0, os.SEEK_END)
+            digest = _digest(entry, self.owner, end)
+            line = json.dumps({**entry, "digest": digest}).encode() + b"\n"
+            try:
+                write_bytes(memoryview(line), self._file)
+                if durable:
+                    os.fdatasync(self._file)
+            except OSError as error:
+                with suppress(OSError):  # what comes next must not join a torn line
+                    os.ftruncate(self._file, end)
+                raise UsageError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def _cut_torn_line(self) -> None:
+        """Drop a last line that a crash has cut off, so that the next does not join it."""
+        size = os.lseek(self._file, 0, os.SEEK_END)
+        end = size
+        while end:
+            step = min(end, 1 << 16)
+            found = os.pread(self._file, step, end - step).rfind(b"\n")
+            if found >= 0:
+                end = end - step + found + 1
+                break
+            end -= step
+        if end != size:
+            os.ftruncate(self._file, end)
+
+    def end(self) -> None:
+        """Say that it has served its purpose: it is removed when it is closed."""
+        self._noted = False
+
+    def close(self) -> None:
+        """Close it."""
+        if not self._noted:
+            self.path.unlink(missing_ok=True)
+        os.close(self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _held(path: Path) -> int:
+    """Open a file for this process alone. Raises OSError, JournalHeld where another has it."""
+    while True:
+        descriptor = _opened(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if not lock(descriptor, optional=True):
+                raise JournalHeld(
+                    f"another process is doing this migration and holds {path}; nothing was done"
+                )
+            if is_named(descriptor, str(path)):  # else whoever held it has removed it
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)

@@ -1,0 +1,462 @@
+"""Decide object by object between two models whose keys are spelled alike.
+
+`<hash>_m_0_2.bin` is TP rank 0 of 2 of a model m, or the whole page of a model m_0_2. Where a
+store has both, the affix cannot tell, but the object can: under the wide reading (ranks of m) its
+page has fellow ranks, which the narrow reading (m_0_2) does not explain, and its size is that of
+the one model or of the other. What neither tells stays open.
+
+Lost ranks are far more common than such names. So a lone object of the size of the wide reading is
+one whose fellows were lost, unless there are very many of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import nlargest
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hicachectl.formats.keys.resolve import (
+    ANCHOR_POOL,
+    Resolved,
+    explained,
+    rank_count,
+    rank_set,
+)
+from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.pages.deployments import UNRESOLVED, make_table
+from hicachectl.pages.page_order import page_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from hicachectl.formats.objects import Coordinate
+    from hicachectl.pages.deployments import AffixTable
+    from hicachectl.pages.page_order import PageWords
+
+    class Understood(PageWords, Protocol):
+        """An inventory."""
+
+        @property
+        def table(self) -> AffixTable:
+            """What each affix stands for."""
+
+    IntArray = npt.NDArray[np.int64]
+    BoolArray = npt.NDArray[np.bool_]
+    Ids = npt.NDArray[np.int32]
+
+SizeCounts = dict[int, dict[int, int]]  # affix id to size to the number of objects
+
+_WIDE, _NARROW, _OPEN, _NONE = range(4)
+
+_MANY = 3  # objects of a size that are no damage
+# An affix that has so many objects without fellow ranks, and so many more than its fellows have,
+# may be another model's too.
+_MANY_LONE = 20
+_SHARE = 0.05
+_TIMES_FELLOWS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Contest:
+    """An affix of anchors that two kinds of readings fit.
+
+    narrow: those that explain less of the text than the wide one, the most first; with a profile
+    that names the affix, that reading alone. taken: which of _WIDE and _NARROW the table takes.
+    """
+
+    affix: int
+    wide: Coordinate
+    narrow: tuple[Coordinate, ...]
+    taken: int
+
+
+def decide_objects(
+    inventory: Understood, affix_ids: Ids, nbytes: IntArray
+) -> tuple[AffixTable, Ids]:
+    """Return a table and affix ids by which each object of a contested affix has its own reading.
+
+    nbytes: [objects], negative where the store lists none. Where no affix is contested, the table
+    and the ids are those given, and nothing per object is kept.
+    """
+    table = inventory.table
+    readings = _Readings(table)
+    if not readings.has_choice:
+        return table, affix_ids
+    sizes = _count_sizes(affix_ids, nbytes)
+    contests: dict[object, list[_Contest]] = defaultdict(list)
+    for contest in readings.contests(sizes):
+        contests[rank_set(contest.wide)].append(contest)
+    if not contests:
+        return table, affix_ids
+    decided = _Decided(table, affix_ids)
+    listing = _Listing(inventory, readings, affix_ids, nbytes, contests)
+    for among in contests.values():
+        pages = _Pages(listing, readings, sizes, among)
+        for contest in among:
+            pages.decide(contest, decided)
+    return decided.table(), decided.affix_ids
+
+
+def _count_sizes(affix_ids: Ids, nbytes: IntArray) -> SizeCounts:
+    known = affix_ids >= 0
+    ids, own = (affix_ids, nbytes) if known.all() else (affix_ids[known], nbytes[known])
+    one = np.zeros(int(ids.max(initial=-1)) + 1, dtype=np.int64)
+    one[ids] = own
+    if (one[ids] == own).all():  # one size for each, as in most stores, needs no grouping
+        counts = np.bincount(ids, minlength=len(one)).tolist()
+        return {n: {size: counts[n]} for n, size in enumerate(one.tolist()) if counts[n]}
+    counted = (
+        pa.table({"affix": ids, "size": own})
+        .group_by(["affix", "size"])
+        .aggregate([([], "count_all")])
+    )
+    sizes: SizeCounts = {}
+    columns = (counted.column(name).to_pylist() for name in ("affix", "size", "count_all"))
+    for affix, size, count in zip(*columns, strict=True):
+        sizes.setdefault(affix, {})[size] = count
+    return sizes
+
+
+@dataclass(slots=True)
+class _Alike:
+    """Affixes whose objects have the same size.
+
+    objects: how many have each size. having: how many of the affixes do.
+    """
+
+    affixes: list[int] = field(default_factory=list)
+    objects: Counter[int] = field(default_factory=Counter)
+    having: Counter[int] = field(default_factory=Counter)
+
+    def add(self, affix: int, sizes: Mapping[int, int]) -> None:
+        """Add an affix, given how many of its objects have each size."""
+        self.affixes.append(affix)
+        self.objects.update(sizes)
+        self.having.update(sizes.keys())
+
+
+class _Readings:
+    """What the affixes of a table can stand for, whatever a profile takes them as."""
+
+    def __init__(self, table: AffixTable) -> None:
+        self.table = table
+        self.anchors: list[list[Coordinate]] = []  # by affix id, those that explain most first
+        self.fellows: dict[object, list[int]] = defaultdict(list)  # affix ids by rank set
+        self._sidecars: dict[object, dict[int, Coordinate]] = defaultdict(dict)
+        self._sizes: SizeCounts = {}
+        self._alike: dict[object, _Alike] = defaultdict(_Alike)
+        self._largest: dict[object, list[tuple[int, int]]] = {}
+        for number, (affix, resolved) in enumerate(zip(table.affixes, table.resolved, strict=True)):
+            found = resolved.readings
+            if len(found) == 1:  # a profile may have named this one of several
+                found = table.codec.readings(*affix)
+            kv = [reading for reading in found if reading.pool == ANCHOR_POOL]
+            self.anchors.append(sorted(kv, key=explained, reverse=True))
+            for reading in found:
+                if reading.pool == ANCHOR_POOL:
+                    self.fellows[rank_set(reading)].append(number)
+                else:
+                    place = reading.model, reading.tag, reading.shard
+                    self._sidecars[place].setdefault(number, reading)
+
+    def sidecars(
+        self, wide: Coordinate, narrow: Coordinate
+    ) -> dict[int, tuple[Coordinate, Coordinate]]:
+        """Find the affixes that stand beside an anchor under both of its readings."""
+        ours, theirs = (self._sidecars.get((r.model, r.tag, r.shard), {}) for r in (wide, narrow))
+        return {number: (ours[number], theirs[number]) for number in ours.keys() & theirs.keys()}
+
+    def concerned(self, contests: list[_Contest]) -> list[int]:
+        """List the affixes of the anchors of a rank set, and of the sidecars beside them."""
+        found = set(self.fellows[rank_set(contests[0].wide)])
+        for contest in contests:
+            for narrow in contest.narrow:
+                found |= self.sidecars(contest.wide, narrow).keys()
+        return sorted(found)
+
+    def _wide(self, readings: list[Coordinate]) -> Coordinate | None:
+        """Return the reading that explains most, of those that have fellow ranks in the store."""
+        shared = (r for r in readings if rank_count(r) > 1)
+        return next((r for r in shared if len(self.fellows[rank_set(r)]) > 1), None)
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether any affix of an anchor has both kinds of readings."""
+        return any(len(readings) > 1 and self._wide(readings) for readings in self.anchors)
+
+    def contests(self, sizes: SizeCounts) -> Iterator[_Contest]:
+        """Find the affixes of anchors that may be two models'."""
+        self._sizes = sizes
+        for number, readings in enumerate(self.anchors):
+            taken, wide = self.table.resolved[number].coordinate, self._wide(readings)
+            if wide is None or taken not in readings or len(readings) < 2:
+                continue
+            if taken == wide:
+                narrow = tuple(r for r in readings if explained(r) < explained(wide))
+                if narrow and self._looks_shared(number, wide, sizes):
+                    yield _Contest(number, wide, narrow, _WIDE)
+            elif explained(taken) < explained(wide):
+                yield _Contest(number, wide, (taken,), _NARROW)
+
+    def _looks_shared(self, affix: int, wide: Coordinate, sizes: SizeCounts) -> bool:
+        """Tell from counts alone whether another model may write an affix's objects too."""
+        own, stated, alike = sizes.get(affix, {}), self.stated_size(affix), self.alike(wide)
+        if stated != UNKNOWN_SIZE:
+            fits = own.keys() <= {stated}
+        else:  # a size that no other TP rank has
+            fits = len(alike.affixes) < 2 or all(alike.having[size] > 1 for size in own)
+        if len(own) > 1 or not fits:
+            return True
+        count, most = sum(own.values()), self._most(wide, affix)
+        return count - most >= max(_MANY_LONE, _SHARE * count)
+
+    def _most(self, wide: Coordinate, affix: int) -> int:
+        """Return how many objects the fellow rank has that has the most."""
+        key = rank_set(wide)
+        if key not in self._largest:
+            totals = ((sum(self._sizes.get(f, {}).values()), f) for f in self.fellows[key])
+            self._largest[key] = nlargest(2, totals)
+        return next((count for count, fellow in self._largest[key] if fellow != affix), 0)
+
+    def alike(self, wide: Coordinate) -> _Alike:
+        """Return the affixes of the other TP ranks, whose objects have the same size."""
+        key = rank_set(wide), wide.shard.pp_rank, wide.shard.cp_rank
+        if not self._alike:
+            for affix, readings in enumerate(self.anchors):
+                for reading in readings:
+                    place = rank_set(reading), reading.shard.pp_rank, reading.shard.cp_rank
+                    self._alike[place].add(affix, self._sizes.get(affix, {}))
+        return self._alike[key]
+
+    def stated_size(self, affix: int) -> int:
+        """Return the size that the table states for an affix, or UNKNOWN_SIZE."""
+        spec = self.table.spec(affix)
+        return UNKNOWN_SIZE if spec is None else spec.nbytes
+
+
+class _Decided:
+    """Gathers what objects are decided to be, as further ids of their affixes."""
+
+    def __init__(self, table: AffixTable, affix_ids: Ids) -> None:
+        self.affix_ids = affix_ids
+        self._table = table
+        self._numbers: dict[tuple[int, Resolved], int] = {}
+
+    def set(self, affix: int, rows: IntArray, resolved: Resolved) -> None:
+        """Let some objects of an affix be what they are decided to be."""
+        if not len(rows):
+            return
+        if not self._numbers:
+            self.affix_ids = self.affix_ids.copy()
+        first = len(self._table.affixes)
+        number = self._numbers.setdefault((affix, resolved), first + len(self._numbers))
+        self.affix_ids[rows] = number
+
+    def table(self) -> AffixTable:
+        """Return the table with the further ids."""
+        old = self._table
+        if not self._numbers:
+            return old
+        resolved = [*old.resolved, *(resolved for _, resolved in self._numbers)]
+        left = np.bincount(self.affix_ids[self.affix_ids >= 0], minlength=len(resolved))
+        for affix, decided in self._numbers:
+            if not left[affix]:  # nothing is what the affix alone was taken as
+                resolved[affix] = decided
+        affixes = [*old.affixes, *(old.affixes[affix] for affix, _ in self._numbers)]
+        return make_table(affixes, resolved, old.codec, old.profile)
+
+
+class _Listing:
+    """The objects of all contested rank sets and of the sidecars beside them, by affix."""
+
+    def __init__(
+        self,
+        inventory: PageWords,
+        readings: _Readings,
+        affix_ids: Ids,
+        nbytes: IntArray,
+        contests: Mapping[object, list[_Contest]],
+    ) -> None:
+        chosen = np.zeros(len(readings.anchors) + 1, dtype=np.bool_)
+        for among in contests.values():
+            chosen[readings.concerned(among)] = True
+        of_objects = chosen[affix_ids]
+        pages, _ = page_ranks(inventory, of_objects)
+        rows = np.flatnonzero(of_objects)
+        order = np.argsort(affix_ids[rows], kind="stable")
+        self.rows, self.pages = rows[order], pages[order]
+        self.sizes = nbytes[self.rows]
+        affixes = np.arange(len(readings.anchors) + 1)
+        self._starts = np.searchsorted(affix_ids[self.rows], affixes)
+
+    def places(self, affix: int) -> IntArray:
+        """Say where the objects of an affix are."""
+        return np.arange(self._starts[affix], self._starts[affix + 1])
+
+
+class _Pages:
+    """The objects of one contested rank set and of the sidecars beside them, by page."""
+
+    def __init__(
+        self,
+        listing: _Listing,
+        readings: _Readings,
+        sizes: SizeCounts,
+        contests: list[_Contest],
+    ) -> None:
+        self._readings = readings
+        self._counts = sizes
+        self._anchors = readings.fellows[rank_set(contests[0].wide)]
+        affixes = readings.concerned(contests)
+        pieces = [listing.places(affix) for affix in affixes]
+        ends = np.cumsum([0, *map(len, pieces)]).tolist()
+        self._spans = dict(zip(affixes, map(slice, ends, ends[1:]), strict=True))
+        places = np.concatenate(pieces)
+        self._rows, self._sizes = listing.rows[places], listing.sizes[places]
+        distinct, self._pages = np.unique(listing.pages[places], return_inverse=True)
+        self._count = len(distinct)
+        self._wide = self._on_page(self._anchors)
+
+    def decide(self, contest: _Contest, decided: _Decided) -> None:
+        """Decide the objects of a contested affix, and the sidecars of their pages."""
+        narrow = self._narrow(contest)
+        explains = set(self._readings.fellows[rank_set(narrow)])
+        fellows = [affix for affix in self._anchors if affix not in explains]
+        explained_here = [affix for affix in self._anchors if affix in explains]
+        beyond = self._wide > self._on_page(explained_here)  # [pages] which leave ranks over
+        mine = self._of_affix(contest.affix)
+        choice = self._choose(contest, fellows, mine, beyond)
+        self._note(decided, contest.affix, mine, choice, (contest.wide, narrow))
+        if (choice == contest.taken).all():
+            return
+        of_page = np.full(self._count, _NONE, dtype=np.int8)
+        of_page[self._pages[mine]] = choice
+        for affix, readings in self._readings.sidecars(contest.wide, narrow).items():
+            beside = self._of_affix(affix)
+            pages = self._pages[beside]
+            choice, has_fellows = of_page[pages], beyond[pages]
+            # Beside another model's anchor, fellow ranks may have sidecars of their own.
+            choice[(choice == _NARROW) & has_fellows] = _OPEN
+            orphaned = choice == _NONE
+            choice[orphaned] = np.where(has_fellows[orphaned], _WIDE, _OPEN)
+            self._note(decided, affix, beside, choice, readings)
+
+    def _note(
+        self,
+        decided: _Decided,
+        affix: int,
+        places: slice,
+        choice: npt.NDArray[np.int8],
+        readings: tuple[Coordinate, Coordinate],
+    ) -> None:
+        taken = self._readings.table.resolved[affix].coordinate
+        for which, resolved in (
+            (_WIDE, Resolved(readings[0], readings[:1])),
+            (_NARROW, Resolved(readings[1], readings[1:])),
+            (_OPEN, Resolved(None, readings)),
+        ):
+            if resolved.coordinate is None or resolved.coordinate != taken:
+                decided.set(affix, self._rows[places][choice == which], resolved)
+
+    def _of_affix(self, affix: int) -> slice:
+        """Say where the objects of an affix are; nowhere if it is of another rank set."""
+        return self._spans.get(affix, slice(0, 0))
+
+    def _on_page(self, affixes: list[int]) -> IntArray:
+        """Count the objects of some affixes on each page."""
+        pages = [self._pages[self._of_affix(affix)] for affix in affixes]
+        counts: IntArray = np.bincount(
+            np.concatenate([np.zeros(0, dtype=np.int64), *pages]), minlength=self._count
+        )
+        return counts
+
+    @cached_property
+    def _lone(self) -> dict[int, int]:
+        """Count for each anchor's affix its objects on pages without any fellow rank."""
+        alone = self._wide[self._pages] == 1
+        return {
+            affix: int(np.count_nonzero(alone[self._of_affix(affix)])) for affix in self._anchors
+        }
+
+    def _narrow(self, contest: _Contest) -> Coordinate:
+        """Choose the narrow reading: one with ranks of its own if a page has just these."""
+        for reading in contest.narrow[:-1]:
+            own = self._on_page(self._readings.fellows[rank_set(reading)])
+            if ((own == rank_count(reading)) & (own == self._wide)).any():
+                return reading
+        return contest.narrow[-1]
+
+    def _choose(
+        self, contest: _Contest, fellows: list[int], mine: slice, beyond: BoolArray
+    ) -> npt.NDArray[np.int8]:
+        """Decide the objects of an affix. beyond: [pages] which have fellows, other ranks."""
+        sizes, has_fellows = self._sizes[mine], beyond[self._pages[mine]]
+        wide_sizes = self._wide_sizes(contest, fellows, sizes[has_fellows])
+        fits_wide = np.isin(sizes, wide_sizes) | (sizes < 0)
+        narrow_size = self._narrow_size(contest, sizes[~has_fellows & ~fits_wide])
+        fits_narrow = sizes == (UNRESOLVED if narrow_size is None else narrow_size)
+        choice = np.full(len(sizes), _OPEN, dtype=np.int8)
+        choice[has_fellows | (fits_wide & ~fits_narrow)] = _WIDE
+        choice[fits_narrow & ~fits_wide] = _NARROW
+        tie = ~has_fellows & fits_wide & (fits_narrow | (narrow_size is None))
+        choice[tie] = contest.taken
+        if (
+            contest.taken == _WIDE
+            # On a live store one rank is ahead of the others: only a profile tells that from
+            # another model's pages.
+            and not self._is_profiled(contest)
+            and has_fellows.any()
+            and self._is_much(int(tie.sum()), len(sizes), fellows)
+        ):
+            choice[tie] = _OPEN
+        return choice
+
+    def _is_much(self, lone: int, count: int, fellows: list[int]) -> bool:
+        """Tell whether so many lone objects of an affix may be another model's.
+
+        Evictions and failures of a rank make some: of its fellows they make about as many.
+        """
+        if lone < max(_MANY_LONE, _SHARE * count):
+            return False
+        most = max((self._lone[fellow] for fellow in fellows), default=0)
+        return lone >= _TIMES_FELLOWS * most
+
+    def _wide_sizes(self, contest: _Contest, fellows: list[int], own_sizes: IntArray) -> list[int]:
+        """List the sizes that objects have under the wide reading.
+
+        own_sizes: of the objects that have fellow ranks, which tell where no fellow is alike.
+        """
+        alike = self._readings.alike(contest.wide)
+        counts = alike.objects.copy()
+        for affix in set(alike.affixes).difference(fellows):
+            counts.subtract(self._counts.get(affix, {}))
+        if not any(counts.values()):
+            values, numbers = np.unique(own_sizes, return_counts=True)
+            counts = Counter(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
+        total = counts.total()
+        common = [size for size, n in counts.items() if n >= _MANY or 2 * n > total]
+        stated = self._readings.stated_size(contest.affix)
+        if contest.taken == _WIDE and self._is_profiled(contest) and stated != UNKNOWN_SIZE:
+            common.append(stated)
+        return common
+
+    def _is_profiled(self, contest: _Contest) -> bool:
+        """Tell whether a profile names the affix."""
+        table = self._readings.table
+        return table.profile is not None and table.deployment_ids[contest.affix] == 0
+
+    def _narrow_size(self, contest: _Contest, sizes: IntArray) -> int | None:
+        """Find the size under the narrow reading. sizes: of lone objects that are not wide."""
+        stated = self._readings.stated_size(contest.affix)
+        if contest.taken == _NARROW and stated != UNKNOWN_SIZE:
+            return stated
+        values, counts = np.unique(sizes, return_counts=True)
+        if not len(values) or counts.max() < _MANY or 2 * counts.max() <= len(sizes):
+            return None
+        return int(values[counts.argmax()])

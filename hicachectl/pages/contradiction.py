@@ -1,0 +1,70 @@
+"""A profile that cannot be the one that wrote a store, told apart from damage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.formats.errors import ProfileError
+from hicachectl.pages.deployments import UNRESOLVED, AffixTable, Deployment
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from hicachectl.formats.spec import ObjectSpec
+
+    IntArray = npt.NDArray[np.int64]
+
+# Objects of a wrong size on fewer pages may be damage; on more they are another deployment's,
+# if none has the right size and nearly all share one.
+_PAGES = 3
+_NEARLY_ALL = 0.9
+
+
+def refuse_contradiction(
+    table: AffixTable, affix_ids: npt.NDArray[np.int32], nbytes: IntArray
+) -> None:
+    """Raise ProfileError when a profile contradicts the store, with both numbers.
+
+    That is when nothing of the store is the profile's, or when the objects of one of its pools
+    have another size throughout. affix_ids, nbytes: [objects].
+    """
+    profiled = table.deployments[:1] if table.deployments else ()
+    if not profiled or profiled[0].profile is None:
+        return
+    deployments = np.array([*table.deployment_ids, UNRESOLVED])[affix_ids]
+    specs = np.array([*table.spec_ids, UNRESOLVED])[affix_ids]
+    own = deployments == 0
+    if own.any():
+        for pool in dict.fromkeys(spec.pool for spec in profiled[0].specs):
+            _refuse_sizes(profiled[0], pool, specs[own], nbytes[own])
+    elif len(table.deployments) > 1:
+        wanted = _describe(profiled[0].specs[0])
+        found = "; ".join(sorted({_describe(d.specs[0]) for d in table.deployments[1:]}))
+        raise ProfileError(
+            f"the profile contradicts the store: it expects {wanted}, the store has {found}"
+        )
+
+
+def _refuse_sizes(deployment: Deployment, pool: str, specs: IntArray, nbytes: IntArray) -> None:
+    of_pool = np.array([spec.pool == pool and spec.listed for spec in deployment.specs])
+    expected = np.array([spec.nbytes for spec in deployment.specs], dtype=np.int64)
+    chosen = of_pool[specs] & (nbytes >= 0)
+    wanted, found = expected[specs[chosen]], nbytes[chosen]
+    if not len(found) or len(found) < _PAGES * of_pool.sum() or (wanted == found).any():
+        return
+    pairs, counts = np.unique(np.stack([wanted, found]), axis=1, return_counts=True)
+    # Stages and CP ranks have sizes of their own: as many pairs as distinct expectations.
+    common = np.sort(counts)[::-1][: len(np.unique(wanted))].sum()
+    if common >= _NEARLY_ALL * len(found):
+        want, has = pairs[:, counts.argmax()].tolist()
+        raise ProfileError(
+            f"the profile contradicts the store: {pool} objects should have {want} bytes, "
+            f"those in the store have {has} ({common} of {len(found)}); check dtype, page size, "
+            "layers and TP size"
+        )
+
+
+def _describe(spec: ObjectSpec) -> str:
+    return f"model {spec.coordinate.model!r} {spec.coordinate.shard.sizes_text()}"

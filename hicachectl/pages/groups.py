@@ -1,0 +1,271 @@
+"""Page groups: the objects of a store by page and deployment, and what each page lacks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.formats.keys.labels import AMBIGUOUS
+from hicachectl.formats.keys.table import join_keys
+from hicachectl.pages.deployments import UNRESOLVED
+from hicachectl.pages.group_table import UNKNOWN, GroupTable, fill_table
+from hicachectl.pages.page_order import page_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.pages.deployments import Deployment
+    from hicachectl.pages.inventory import IntArray, Inventory
+
+UNKNOWN_BYTES = -1
+
+_MOST_UNUSED = 4  # codes for each that is there
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Objects that groups of one deployment lack: group `groups[i]` lacks spec `specs[i]`."""
+
+    deployment_id: int
+    deployment: Deployment
+    groups: IntArray
+    specs: IntArray
+
+
+class PageGroups:
+    """The objects of an inventory, grouped by page and deployment.
+
+    A group is a row number 0..len-1, ordered by deployment and then page; all arrays are indexed
+    by it unless they say otherwise. Objects whose key is ambiguous form groups of their own per
+    page, in state unknown; foreign objects are in no group (-1).
+    """
+
+    def __init__(self, inventory: Inventory) -> None:
+        table = inventory.table
+        self._inventory = inventory
+        self.deployments = table.deployments
+        in_group = ~inventory.is_foreign
+        ranks, distinct = page_ranks(inventory, in_group)
+        # In place: with millions of objects every further array would be felt.
+        codes = self._deployments_of(np.flatnonzero(in_group))
+        codes -= UNRESOLVED
+        codes *= distinct
+        codes += ranks
+        numbers, first = _numbered(codes, (len(table.deployments) - UNRESOLVED) * distinct)
+        del codes
+        self.of_object: IntArray = np.full(len(in_group), -1, dtype=np.int64)
+        self.of_object[in_group] = numbers
+        self.page_ids: IntArray = ranks[first]
+        self._rows: IntArray = np.flatnonzero(in_group)[first]  # the first object of each
+        del numbers, ranks, in_group
+        self.deployment_ids: IntArray = self._deployments_of(self._rows)
+        self._starts: IntArray = np.searchsorted(
+            self.deployment_ids, np.arange(len(table.deployments) + 1)
+        )
+
+    def __len__(self) -> int:
+        return len(self.page_ids)
+
+    @property
+    def pages(self) -> pa.StringArray:
+        """The page hash of each group."""
+        return self.pages_at(slice(None))
+
+    def pages_at(self, groups: IntArray | slice) -> pa.StringArray:
+        """Give the page hash of some groups."""
+        return self._inventory.pages(self._rows[groups]).combine_chunks()
+
+    def find(self, deployment_id: int, pages: pa.StringArray) -> IntArray:
+        """Return a deployment's group of each page; -1 where it has none, or the page is null."""
+        span = self.span(deployment_id)
+        at = pc.index_in(pages, value_set=self.pages_at(span), skip_nulls=True)
+        known = at.is_valid().to_numpy(zero_copy_only=False)
+        return np.where(known, at.fill_null(0).to_numpy() + span.start, -1)
+
+    def rows_in(self, chosen: BoolArray) -> IntArray:
+        """Return the rows of the objects of chosen groups, in the listing's order.
+
+        chosen: [groups].
+        """
+        return np.flatnonzero(np.append(chosen, False)[self.of_object])
+
+    def objects_of(self, groups: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the rows of the objects of some groups, one group after the other.
+
+        Also returns where each group's rows begin, and where the last one's end: [groups + 1].
+        """
+        order, starts = self._by_group
+        lengths = starts[groups + 1] - starts[groups]
+        offsets = np.append(0, np.cumsum(lengths))
+        places = np.arange(offsets[-1]) + np.repeat(starts[groups] - offsets[:-1], lengths)
+        return order[places], offsets
+
+    @cached_property
+    def _by_group(self) -> tuple[IntArray, IntArray]:
+        """Rows by group, in the listing's order within each, and where each group begins."""
+        order = np.argsort(self.of_object, kind="stable")
+        starts = np.searchsorted(self.of_object[order], np.arange(len(self) + 1))
+        return order, starts
+
+    def owners(self, keys: pa.BinaryArray) -> IntArray:
+        """Return the group of the object with each key if two models have such keys, else -1."""
+        of_group = np.full(len(keys), -1, dtype=np.int64)
+        rows = self._inventory.split_rows
+        if len(rows):
+            there = self._inventory.take(rows, ["key"]).column("key").combine_chunks()
+            at = pc.index_in(keys, value_set=there)
+            known = at.is_valid().to_numpy(zero_copy_only=False)
+            of_group[known] = self.of_object[rows[at.drop_null().to_numpy()]]
+        return of_group
+
+    def _deployments_of(self, objects: IntArray) -> IntArray:
+        """Return the deployment of some objects."""
+        table = self._inventory.table
+        of_affix = np.array([*table.deployment_ids, UNRESOLVED], dtype=np.int64)
+        deployments: IntArray = of_affix[self._inventory.affix_ids[objects]]
+        return deployments
+
+    def span(self, deployment_id: int) -> slice:
+        """Return the groups of a deployment, which follow one another."""
+        return slice(int(self._starts[deployment_id]), int(self._starts[deployment_id + 1]))
+
+    @cached_property
+    def tables(self) -> list[GroupTable]:
+        """The table of each deployment, whose slots hold rows of the inventory as int32.
+
+        Group g of a deployment's table is the group span(deployment).start + g.
+        """
+        rows = np.flatnonzero(self.of_object >= self._starts[0]).astype(np.int32)
+        deployments = self.deployment_ids[self.of_object[rows]]
+        if len(self.deployments) > 1:
+            narrow = np.int16 if len(self.deployments) <= np.iinfo(np.int16).max else np.int32
+            rows = rows[np.argsort(deployments.astype(narrow), kind="stable")]
+        ends = np.cumsum(np.bincount(deployments, minlength=len(self.deployments)))
+        table = self._inventory.table
+        spec_of = np.array([*table.spec_ids, UNRESOLVED], dtype=np.int32)
+        tables = []
+        for number, deployment in enumerate(self.deployments):
+            own = rows[ends[number - 1] if number else 0 : ends[number]]
+            span = self.span(number)
+            tables.append(
+                fill_table(
+                    deployment.specs,
+                    span.stop - span.start,
+                    self.of_object[own] - span.start,
+                    spec_of[self._inventory.affix_ids[own]],
+                    own,
+                )
+            )
+        return tables
+
+    @cached_property
+    def object_counts(self) -> IntArray:
+        """How many objects each group has."""
+        return np.bincount(self.of_object[self.of_object >= 0], minlength=len(self))
+
+    @cached_property
+    def nbytes(self) -> IntArray:
+        """Bytes of each group's objects; UNKNOWN_BYTES where the size of one is not known."""
+        nbytes = self._reduce(np.add, "nbytes")
+        sizes = self._inventory.objects.column("nbytes")
+        if sizes.null_count:
+            owners = self.of_object[sizes.is_null().to_numpy()]
+            nbytes[owners[owners >= 0]] = UNKNOWN_BYTES
+        return nbytes
+
+    def total_bytes(self, groups: IntArray) -> int | None:
+        """Sum the bytes of some groups; None where that of one is not known."""
+        nbytes = self.nbytes[groups]
+        return None if (nbytes == UNKNOWN_BYTES).any() else int(nbytes.sum())
+
+    @cached_property
+    def newest_ns(self) -> IntArray:
+        """Mtime of each group's newest object, Unix nanoseconds; 0 where the store keeps none."""
+        if not self.has_times:
+            return np.zeros(len(self), dtype=np.int64)
+        return self._reduce(np.maximum, "mtime_ns")
+
+    @property
+    def has_times(self) -> bool:
+        """Whether the store says when objects were written."""
+        times = self._inventory.objects.column("mtime_ns")
+        return bool(times.null_count < len(times))
+
+    def _reduce(self, function: np.ufunc, column: str) -> IntArray:
+        reduced = np.zeros(len(self), dtype=np.int64)
+        values = self._inventory.objects.column(column).fill_null(0).to_numpy()
+        grouped = self.of_object >= 0
+        function.at(reduced, self.of_object[grouped], values[grouped])
+        return reduced
+
+    @property
+    def labels(self) -> list[str]:
+        """The distinct labels that `label_ids` count; the first is that of ambiguous keys."""
+        return self._labelled[0]
+
+    @property
+    def label_ids(self) -> IntArray:
+        """The label of each group: what its keys show of its deployment, as in `ls`."""
+        return self._labelled[1]
+
+    @cached_property
+    def _labelled(self) -> tuple[list[str], IntArray]:
+        codec = self._inventory.table.codec
+        numbers = {AMBIGUOUS: 0}
+        label_ids: IntArray = np.zeros(len(self), dtype=np.int64)
+        for number, deployment in enumerate(self.deployments):
+            table = self.tables[number]
+            own = deployment.label(codec)
+            labels = [deployment.label(codec, [block.spec]) for block in table.blocks]
+            ids = {label: numbers.setdefault(label, len(numbers)) for label in (own, *labels)}
+            # Objects with the deployment's own label name the group, else its first object.
+            order = sorted(range(len(labels)), key=lambda at: (labels[at] == own, -at))
+            of_groups = label_ids[self.span(number)]
+            for at in order:
+                of_groups[table.blocks[at].groups] = ids[labels[at]]
+        return list(numbers), label_ids
+
+    @cached_property
+    def states(self) -> npt.NDArray[np.int8]:
+        """WHOLE, PARTIAL, ORPHAN or UNKNOWN for each group."""
+        states = np.full(len(self), UNKNOWN, dtype=np.int8)
+        for number, table in enumerate(self.tables):
+            states[self.span(number)] = table.states
+        return states
+
+    def missing(self) -> Iterator[Missing]:
+        """List what groups that are not whole lack, a deployment at a time."""
+        for number, table in enumerate(self.tables):
+            groups, specs = table.missing()
+            if len(groups):
+                start = self.span(number).start
+                yield Missing(number, self.deployments[number], start + groups, specs)
+
+    def keys_of(self, missing: Missing) -> pa.BinaryArray:
+        """Spell the missing keys, exactly as the server would have written them."""
+        affixes = [spec.affix for spec in missing.deployment.specs]
+        return join_keys(affixes, pa.array(missing.specs), self.pages_at(missing.groups))
+
+
+def _numbered(codes: IntArray, limit: int) -> tuple[IntArray, IntArray]:
+    """Give each row the number of its code, in the order of codes, and each code its first row.
+
+    limit: above all codes, none of which is negative.
+    """
+    if limit > _MOST_UNUSED * len(codes):
+        _, first, numbers = np.unique(codes, return_index=True, return_inverse=True)
+        return numbers, first
+    used = np.zeros(limit, dtype=np.bool_)  # this many codes need no sort
+    used[codes] = True
+    numbers = (np.cumsum(used) - 1)[codes]
+    first = np.zeros(np.count_nonzero(used), dtype=np.int64)
+    first[numbers[::-1]] = np.arange(len(codes))[::-1]  # of equal ones the last stays
+    return numbers, first

@@ -1,0 +1,201 @@
+"""The rows that `ls` prints, as Arrow tables: objects, pages, totals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.backends.base import SCAN_FIELDS
+from hicachectl.checks.findings import findings
+from hicachectl.formats.keys.columns import coordinate_columns
+from hicachectl.pages.deployments import UNRESOLVED
+from hicachectl.pages.groups import UNKNOWN_BYTES
+from hicachectl.pages.page_order import page_ranks
+from hicachectl.text.vocabulary import STATES
+
+if TYPE_CHECKING:
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import Inventory
+
+_KIND = ("model", "tag", "pool")
+_COUNTS = pa.struct([("present", pa.int32()), ("expected", pa.int32())])
+
+Rows = npt.NDArray[np.int64]
+
+
+def key_text(keys: pa.Array) -> pa.StringArray:
+    r"""Keys as text; bytes that are not UTF-8 are written \xNN."""
+    try:
+        return pc.cast(keys, pa.string())
+    except pa.ArrowInvalid:
+        texts = [key.decode("utf-8", "backslashreplace") for key in keys.to_pylist()]
+        return pa.array(texts, pa.string())
+
+
+def seconds(times_ns: pa.Array) -> pa.Array:
+    """Unix nanoseconds as float seconds."""
+    return pc.divide(pc.cast(times_ns, pa.float64(), safe=False), 1e9)
+
+
+def object_rows(inventory: Inventory, rows: Rows | None = None, *, pool: str = "") -> pa.Table:
+    """Make a row per object, in the columns of `ls --objects`; `rows` and `pool` pick some."""
+    if pool:
+        rows = np.flatnonzero(inventory.of_pool(pool))
+    objects = inventory.objects if rows is None else inventory.take(rows)
+    ids = inventory.affix_ids if rows is None else inventory.affix_ids[rows]
+    columns = {
+        "key": pa.chunked_array([key_text(c) for c in objects.column("key").chunks], pa.string()),
+        "page": inventory.pages(rows),
+        **coordinate_columns(inventory.table.resolved, ids),
+        "nbytes": objects.column("nbytes"),
+        "mtime": seconds(objects.column("mtime_ns")),
+        "replicas": _column(objects, "replicas"),
+        "offset": _column(objects, "locator"),
+    }
+    return pa.table(columns)
+
+
+def object_findings(
+    inventory: Inventory, rows: Rows, code: str, severity: str, detail: str | pa.Array
+) -> pa.Table:
+    """Make a finding for each of some objects. detail: of all of them, or [rows] of each.
+
+    Raises ValueError on a code that `vocabulary.CODES` does not list.
+    """
+    objects = object_rows(inventory, rows)
+    return findings(
+        code,
+        severity,
+        keys=objects.column("key").combine_chunks(),
+        pages=objects.column("page"),
+        pools=pc.cast(objects.column("pool"), pa.string()),
+        parts=pc.cast(objects.column("part"), pa.string()),
+        detail=detail,
+    )
+
+
+def _column(objects: pa.Table, name: str) -> pa.Array | pa.ChunkedArray:
+    """Give a column that not every scan has."""
+    if name in objects.column_names:
+        return objects.column(name)
+    return pa.nulls(len(objects), SCAN_FIELDS[name].type)
+
+
+def page_rows(groups: PageGroups) -> pa.Table:
+    """Make a row per page group, in the columns of `ls`."""
+    ids = pa.array(groups.deployment_ids, mask=groups.deployment_ids == UNRESOLVED)
+    models = pa.array([d.model or None for d in groups.deployments], pa.string())
+    tags = pa.array([d.tag or None for d in groups.deployments], pa.string())
+    shards = [deployment.shard for deployment in groups.deployments]
+    newest = pa.array(groups.newest_ns, mask=np.full(len(groups), not groups.has_times))
+    return pa.table(
+        {
+            "page": groups.pages,
+            "group": pa.array(groups.labels, pa.string()).take(pa.array(groups.label_ids)),
+            "model": models.take(ids),
+            "tag": tags.take(ids),
+            **{
+                name: pa.array([getattr(shard, name) for shard in shards], pa.int32()).take(ids)
+                for name in ("tp_size", "pp_size", "cp_size", "dcp_size")
+            },
+            "state": pa.array(STATES).take(pa.array(groups.states)),
+            "nbytes": pa.array(groups.nbytes, mask=groups.nbytes == UNKNOWN_BYTES),
+            "mtime": seconds(newest),
+            "pools": _pool_counts(groups),
+            "missing": _missing_keys(groups),
+        }
+    )
+
+
+def _pool_counts(groups: PageGroups) -> pa.StructArray:
+    """{pool: {present, expected}} of each group; a pool its deployment does not have is null."""
+    pools = sorted({s.pool for d in groups.deployments for s in d.specs}, key=_pool_order) or ["kv"]
+    counts = {pool: np.zeros((2, len(groups)), dtype=np.int32) for pool in pools}
+    lacks = {pool: np.ones(len(groups), dtype=np.bool_) for pool in pools}
+    for number, table in enumerate(groups.tables):
+        span = groups.span(number)
+        for block in table.blocks:
+            pool = block.spec.pool
+            present, expected = counts[pool][:, span]
+            present[block.groups] += block.counts
+            expected[block.groups if block.spec.trailing else slice(None)] += (
+                len(block.columns) if block.spec.listed else 0
+            )
+            lacks[pool][span] = False
+    fields = [
+        pa.StructArray.from_arrays(
+            list(map(pa.array, counts[pool])), fields=list(_COUNTS), mask=pa.array(lacks[pool])
+        )
+        for pool in pools
+    ]
+    return pa.StructArray.from_arrays(fields, names=pools)
+
+
+def _pool_order(pool: str) -> tuple[bool, str]:
+    return pool != "kv", pool
+
+
+def _missing_keys(groups: PageGroups) -> pa.ListArray:
+    found = list(groups.missing())
+    keys = pa.concat_arrays([groups.keys_of(m) for m in found] or [pa.array([], pa.binary())])
+    of_group = np.concatenate([m.groups for m in found] or [np.zeros(0, np.int64)])
+    order = np.argsort(of_group, kind="stable")
+    offsets = np.searchsorted(of_group[order], np.arange(len(groups) + 1))
+    texts = key_text(keys.take(pa.array(order)))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), texts)
+
+
+def summary_rows(inventory: Inventory, *, pool: str = "") -> pa.Table:
+    """Total by model, tag and pool: pages, objects, bytes. Foreign objects are a row of nulls.
+
+    Bytes are null where the size of an object is not known.
+    """
+    if pool:
+        inventory = inventory.only(np.flatnonzero(inventory.of_pool(pool)))
+    kinds, kind_ids = _kinds(inventory)
+    sums = (
+        pa.table({"kind": kind_ids, "nbytes": inventory.objects.column("nbytes")})
+        .group_by("kind")
+        .aggregate(
+            [
+                ("nbytes", "count", pc.CountOptions("all")),
+                ("nbytes", "sum", pc.ScalarAggregateOptions(skip_nulls=False)),
+            ]
+        )
+    )
+    there = sums.column("kind")
+    totals = kinds.take(there)
+    for name, values in (
+        ("pages", pa.array(_page_counts(inventory, kind_ids, len(kinds))).take(there)),
+        ("objects", sums.column("nbytes_count")),
+        ("nbytes", sums.column("nbytes_sum")),
+    ):
+        totals = totals.append_column(name, values)
+    return totals.sort_by([(name, "ascending") for name in _KIND])
+
+
+def _kinds(inventory: Inventory) -> tuple[pa.Table, npt.NDArray[np.int32]]:
+    """Give the distinct kinds of objects, in the columns _KIND, and the number of each row's."""
+    resolved = inventory.table.resolved
+    ids = np.arange(-1, len(resolved), dtype=np.int32)  # the first stands for foreign keys
+    said = coordinate_columns(resolved, ids)
+    texts = zip(*(said[name].to_pylist() for name in _KIND), strict=True)
+    numbers: dict[tuple[str | None, ...], int] = {}
+    of_affix = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int32)
+    columns = zip(_KIND, zip(*numbers, strict=True), strict=True)
+    kinds = pa.table({name: pa.array(values, pa.string()) for name, values in columns})
+    return kinds, of_affix[inventory.affix_ids + 1]
+
+
+def _page_counts(inventory: Inventory, kind_ids: npt.NDArray[np.int32], kinds: int) -> Rows:
+    """Count the distinct pages of each kind of objects; foreign objects have none."""
+    known = ~inventory.is_foreign
+    pairs, distinct = page_ranks(inventory, known)
+    pairs += kind_ids[known].astype(np.int64) * distinct
+    pairs.sort()
+    first = np.diff(pairs, prepend=-1) != 0
+    return np.bincount(pairs[first] // max(distinct, 1), minlength=kinds)

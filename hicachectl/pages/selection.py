@@ -1,0 +1,76 @@
+"""Filters on what a store holds, shared by the commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow.compute as pc
+
+from hicachectl.formats.errors import UsageError
+from hicachectl.pages.groups import BoolArray, PageGroups
+from hicachectl.text.vocabulary import STATES
+
+if TYPE_CHECKING:
+    from hicachectl.pages.inventory import Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What to look at; None and "" select everything.
+
+    model: served name, "/" or "-" alike. page: a prefix of page hashes. since: Unix seconds,
+    against the newest object of a group. pool: whole groups that have an object of it. states:
+    names out of `vocabulary.STATES`.
+    """
+
+    model: str = ""
+    pool: str = ""
+    page: str = ""
+    since: float | None = None
+    states: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self != EVERYTHING
+
+
+EVERYTHING = Selection()
+
+
+def select(inventory: Inventory, selection: Selection) -> Inventory:
+    """Return the inventory without the groups that the selection leaves out.
+
+    Raises UsageError on a page prefix that is no hexadecimal, and where `since` asks for times
+    that the store does not keep.
+    """
+    if not selection:
+        return inventory
+    groups = PageGroups(inventory)
+    return inventory.only(groups.rows_in(_chosen(groups, inventory, selection)))
+
+
+def _chosen(groups: PageGroups, inventory: Inventory, selection: Selection) -> BoolArray:
+    chosen = np.ones(len(groups), dtype=np.bool_)
+    if selection.model:
+        model = selection.model.replace("/", "-")
+        named = [deployment.model == model for deployment in groups.deployments]
+        chosen &= np.array([*named, False])[groups.deployment_ids]
+    if selection.page:
+        prefix = selection.page.lower()
+        if not set(prefix) <= set("0123456789abcdef"):
+            raise UsageError(f"{selection.page!r} is no prefix of a page hash (hexadecimal)")
+        chosen &= pc.starts_with(groups.pages, prefix).to_numpy(zero_copy_only=False)
+    if selection.since is not None:
+        if len(groups) and not groups.has_times:
+            raise UsageError("--since: the store does not say when objects were written")
+        chosen &= groups.newest_ns >= int(selection.since * 1e9)
+    if selection.states:
+        wanted = [STATES.index(state) for state in selection.states]
+        chosen &= np.isin(groups.states, wanted)
+    if selection.pool:
+        rows = np.flatnonzero(inventory.of_pool(selection.pool))
+        has_pool = np.zeros(len(groups) + 1, dtype=np.bool_)
+        has_pool[groups.of_object[rows]] = True
+        chosen &= has_pool[:-1]
+    return chosen

@@ -1,0 +1,188 @@
+"""Explain why a command found no page: the place holds something else, or no page matches."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.file.store import FileStore
+from hicachectl.cli.output import human_age
+from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.move.quarantine import is_quarantine
+from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.listing import key_text
+from hicachectl.pages.selection import Selection, select
+from hicachectl.text.vocabulary import STATES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from hicachectl.backends.base import Store
+    from hicachectl.pages.inventory import Inventory
+
+_NAMED = 8
+_OPTIONS = {"states": "state"}  # of filters, where the option has another name
+_EMPTY = "the store is empty"
+
+
+def explain_nothing(store: Store, listed: Inventory, filters: Mapping[str, bool]) -> str:
+    """Explain why nothing of a store was chosen, in one line.
+
+    listed: the whole store. filters: the options given, such as "--model a/b", and whether each
+    matches anything by itself.
+    """
+    groups = PageGroups(listed)
+    if not len(groups):
+        return _describe_place(store, listed)
+    if not filters:
+        return ""
+    alone = [text for text, matches in filters.items() if not matches]
+    if not alone and len(filters) > 1:
+        return f"no page matches all of {', '.join(filters)}"
+    alone = alone or list(filters)
+    known = [_what_is_there(store, groups, listed, text.split(" ", 1)[0]) for text in alone]
+    return "; ".join([f"nothing matches {' or '.join(alone)}", *filter(None, dict.fromkeys(known))])
+
+
+def explain_selection(store: Store, listed: Inventory, selection: Selection) -> str:
+    """Explain why a selection left nothing of a store, in one line."""
+    parts = {
+        field.name: value
+        for field in fields(selection)
+        if (value := getattr(selection, field.name)) != getattr(Selection(), field.name)
+    }
+    return explain_nothing(
+        store,
+        listed,
+        {
+            option_text(name, value): bool(
+                len(parts) > 1 and len(select(listed, Selection(**{name: value})).objects)
+            )
+            for name, value in parts.items()
+        },
+    )
+
+
+def option_text(name: str, value: Any) -> str:
+    """Write a filter as on the command line; a point in time as an age."""
+    option = f"--{_OPTIONS.get(name, name).replace('_', '-')}"
+    if name in ("since", "before"):
+        return option
+    return f"{option} {','.join(value) if isinstance(value, tuple) else value}"
+
+
+def _what_is_there(store: Store, groups: PageGroups, listed: Inventory, option: str) -> str:
+    """Say what a store has of what an option names."""
+    used = np.bincount(groups.deployment_ids[groups.deployment_ids >= 0])
+    counted = list(zip(groups.deployments, used.tolist(), strict=False))
+    said = ""
+    match option:
+        case "--model":
+            said = _listed("models", ((d.model, pages) for d, pages in counted))
+        case "--tag":
+            tags = _listed("tags", ((d.tag, pages) for d, pages in counted))
+            said = tags or _no_tags(store, groups)
+        case "--tp" | "--pp" | "--cp":
+            name = f"{option[2:]}_size"
+            sizes = ((getattr(d.shard, name), n) for d, n in counted)
+            said = _listed(f"{option[2:]} sizes", sizes)
+        case "--pool":
+            present = np.unique(listed.affix_ids[listed.affix_ids >= 0]).tolist()
+            resolved = [listed.table.resolved[affix].coordinate for affix in present]
+            said = _listed("pools", ((r.pool, 0) for r in resolved if r is not None))
+        case "--state":
+            states = np.bincount(groups.states, minlength=len(STATES)).tolist()
+            said = _listed("states", ((s, n) for s, n in zip(STATES, states, strict=True) if n))
+        case "--since" | "--before":
+            said = _ages(groups)
+    return said
+
+
+def _listed(what: str, found: Iterable[tuple[Any, int]]) -> str:
+    """Name what is there, with the number of pages of each where that is known."""
+    pages: Counter[Any] = Counter()
+    for name, count in found:
+        if name or name == 0:
+            pages[name] += count
+    if not pages:
+        return ""
+    named = [
+        f"{name} ({count} pages)" if count else str(name)
+        for name, count in sorted(pages.items(), key=lambda item: str(item[0]))
+    ]
+    more = [f"{len(named) - _NAMED} more"] if len(named) > _NAMED else []
+    return f"{what} in the store: {', '.join([*named[:_NAMED], *more])}"
+
+
+def _no_tags(store: Store, groups: PageGroups) -> str:
+    if store.grammar != "mooncake":
+        return f"keys of {store.grammar} stores carry no tag"
+    if any(deployment.profile is not None for deployment in groups.deployments):
+        return "no key has a tag"
+    return "a tag cannot be told from a model name without a profile: give --profile"
+
+
+def _ages(groups: PageGroups) -> str:
+    times = groups.newest_ns[groups.newest_ns > 0]
+    if not len(times):
+        return ""
+    now = time.time()
+    oldest, newest = (human_age(max(now - ns / 1e9, 0)) for ns in (times.min(), times.max()))
+    return f"pages in the store were written {oldest} to {newest} ago"
+
+
+# a place that holds no pages
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """Names in a directory: sub-directories, and all the rest."""
+
+    directories: list[str]
+    others: list[str]
+
+
+def _describe_place(store: Store, listed: Inventory) -> str:
+    if not isinstance(store, FileStore):
+        count = len(listed.objects)
+        if not count:
+            return _EMPTY
+        first = key_text(listed.objects.column("key").slice(0, 1).combine_chunks())[0].as_py()
+        return f"the store has no pages, but {count} other objects, first: {first}"
+    entries = _entries(store.path)
+    if is_quarantine(store.path, [*entries.directories, *entries.others]):
+        return (
+            f"{store.path} is a quarantine, not a store; its pages are put back with "
+            f"hicachectl restore {store.path} STORE"
+        )
+    first = sorted(entries.directories)[:1] or sorted(entries.others)[:1]
+    if not first:
+        return _EMPTY
+    kinds = (
+        (len(entries.directories), "sub-directory", "sub-directories"),
+        (len(entries.others), "other file", "other files"),
+    )
+    said = " and ".join(f"{n} {one if n == 1 else many}" for n, one, many in kinds if n)
+    name = os.fsencode(first[0]).decode("utf-8", "backslashreplace")  # as keys are written
+    return f"no HiCacheFile objects in {store.path}; it has {said}, first: {name}"
+
+
+def _entries(path: str) -> _Entries:
+    """Read the names in a directory, but for our own sub-directory."""
+    found = _Entries([], [])
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.name == os.fsdecode(OWN_PREFIX):
+                    continue
+                is_directory = entry.is_dir(follow_symlinks=False)
+                (found.directories if is_directory else found.others).append(entry.name)
+    except OSError as error:
+        raise StoreUnavailable(f"cannot read {path}: {error.strerror}") from error
+    return found

@@ -1,0 +1,118 @@
+"""Which pages of chains are copied, and what of each: no more than prefixes need, best first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow.compute as pc
+
+from hicachectl.formats.restorable import leading_runs
+from hicachectl.move.decisions import Action, decide
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import pyarrow as pa
+
+    from hicachectl.move.routes import Route
+    from hicachectl.move.survey import Survey
+    from hicachectl.pages.groups import BoolArray
+    from hicachectl.pages.inventory import IntArray
+    from hicachectl.requests.hits import Hits
+
+WRITING = (Action.COPY, Action.COMPLETE)
+
+
+class Choice:
+    """What of a survey is wanted, so that the prefixes of chains can be restored.
+
+    hits: what the source has of the chains. names: pages that can be restored, rank: the place of
+    each in the order of value. `fit` narrows the choice, and with it what the survey wants.
+    """
+
+    def __init__(self, survey: Survey, hits: Hits, names: pa.StringArray, rank: IntArray) -> None:
+        self.actions: npt.NDArray[np.int8] = np.zeros(len(survey.pages), dtype=np.int8)
+        self.survey = survey
+        self._hits = hits
+        self._count = len(names)
+        self._all = survey.wanted
+        self._sets_of_target = _sets_of_targets(survey.route, hits)
+        self._name_of_item = _places(survey.pages, names)
+        self._hit_of_item = _places(survey.pages, hits.page_names)
+        worst = np.append(rank, len(names))  # also of what cannot be restored
+        self._rank_of_item = worst[self._name_of_item]
+        self._rank_of_position = worst[_places(hits.page_names, names)][hits.page_of]
+        self._take(hits.usable_pages)
+
+    def fit(self, budget_bytes: int | None, budget_pages: int | None) -> bool:
+        """Leave out the least valuable pages until budgets hold the rest; whether any were.
+
+        Fewer pages mean shorter prefixes, and those need states at other ends.
+        """
+
+        def held(count: int) -> bool:
+            kept = self._rank_of_position < count
+            runs = leading_runs(kept, self._hits.chains.offsets)
+            self._take(self._hits.usable_within(runs))
+            cost = self.costs(np.flatnonzero(np.isin(self.actions, WRITING)))
+            over = budget_bytes is not None and int(cost.sum()) > budget_bytes
+            many = budget_pages is not None and len(cost) > budget_pages
+            return not (over or many)
+
+        if held(self._count):
+            return False
+        low, high = 0, self._count
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if held(middle) else (low, middle)
+        held(low)
+        return True
+
+    def wanted(self) -> IntArray:
+        """List the rows of the survey that are wanted, best first."""
+        items = np.flatnonzero(self.actions != Action.NOTHING)
+        return items[np.argsort(self._rank_of_item[items], kind="stable")]
+
+    def names_of(self, items: IntArray) -> IntArray:
+        """Say which of the names rows of the survey are of."""
+        return self._name_of_item[items]
+
+    def costs(self, items: IntArray) -> IntArray:
+        """Count the bytes that each of some rows brings to the destination."""
+        return self.survey.lacking.sums[items]
+
+    def _take(self, prefix_pages: IntArray) -> None:
+        """Want what restoring prefixes of these lengths takes, and no more."""
+        none = np.zeros((1, len(self._hits.needs)), dtype=np.bool_)
+        needed: Any = np.vstack([self._hits.needed(prefix_pages), none])[self._hit_of_item]
+        chosen = needed.any(axis=1)
+        kept = (
+            chosen[block.owners]
+            & ~(~needed[block.owners] & self._sets_of_target.T[block.positions]).any(axis=1)
+            for block in self._all.blocks
+        )
+        self.survey = replace(self.survey, wanted=self._all.where(kept))
+        self.actions = decide(self.survey, chosen, "skip")
+
+
+def _sets_of_targets(route: Route, hits: Hits) -> BoolArray:
+    """Say of which object sets that servers need each target is made: [needs, targets].
+
+    Replicas, and objects that no page needs to have, are of none of these.
+    """
+    of_source = np.zeros((len(hits.needs), len(route.deployment.specs)), dtype=np.bool_)
+    for number, block in enumerate(hits.needs):
+        of_source[number, block.columns] = True
+    of_target = np.zeros((len(hits.needs), len(route.targets)), dtype=np.bool_)
+    for unit in route.units:
+        of_unit = of_source[:, list(unit.sources)].any(axis=1, keepdims=True)
+        of_target[:, list(unit.destinations)] = of_unit
+    return of_target
+
+
+def _places(pages: pa.StringArray, among: pa.StringArray) -> IntArray:
+    """Say where pages stand among others; -1 where they do not."""
+    found = pc.index_in(pages, value_set=among.cast(pages.type))
+    places: IntArray = found.fill_null(-1).to_numpy().astype(np.int64)
+    return places

@@ -1,0 +1,128 @@
+"""What the options of `prewarm` ask to be warmed, and its requests once more for servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.requests.chain_options import asked_chains, asked_hashing, asked_requests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow as pa
+
+    from hicachectl.formats.profile import Profile
+    from hicachectl.prewarm.ranking import Rank
+    from hicachectl.requests.chains import Chains
+    from hicachectl.requests.files import Request
+
+    IntArray = npt.NDArray[np.int64]
+    Numbered = Callable[[], Iterable[tuple[int, Request]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """What is to be warmed; `prewarm_plan.Request` says what the first four are.
+
+    starts: [chains] where in the trace's file the line of each begins; None: of no trace.
+    """
+
+    chains: Chains | None = None
+    rank: Rank | None = None
+    pages: pa.StringArray | None = None
+    in_others: pa.StringArray | None = None
+    starts: IntArray | None = None
+
+
+def read_wanted(profile: Profile, grammar: str, options: Mapping[str, Any]) -> Wanted:
+    """Read what is asked for. Raises UsageError and FormatError from the files.
+
+    grammar: of the keys of the store that is copied from.
+    """
+    from hicachectl.requests.chains import hex_pages
+
+    if options["all_"]:
+        return Wanted()
+    if options["pages"]:
+        return _listed_pages(profile, grammar, options)
+    wanted = _read_chains(profile, options)
+    assert wanted.chains is not None
+    lone = bool((wanted.chains.offsets[1:] - wanted.chains.offsets[:-1] < 2).all())
+    if lone and options["plan"]:
+        return Wanted(pages=hex_pages(wanted.chains.pages))  # nothing says what precedes them
+    return wanted
+
+
+def _listed_pages(profile: Profile, grammar: str, options: Mapping[str, Any]) -> Wanted:
+    """Read --pages: chains, or pages of which nothing says what precedes them."""
+    import pyarrow as pa
+
+    from hicachectl.formats.errors import UsageError
+    from hicachectl.formats.keys.base import codec_for
+    from hicachectl.pages.deployments import profiled_deployment
+    from hicachectl.prewarm.ranking import Ranker
+    from hicachectl.requests.chains import chains_of_pages
+    from hicachectl.requests.files import read_page_list
+
+    listed = read_page_list(options["pages"])
+    label = profiled_deployment(profile, codec_for(grammar)).label(codec_for(grammar))
+    in_others = listed.only_in_others(label)
+    if not listed.is_chained:
+        pages, others = (pa.array(names, pa.string()) for names in (listed.pages, in_others))
+        return Wanted(pages=pages, in_others=others)
+    if in_others:
+        raise UsageError(
+            f"{listed.source}: {len(in_others)} rows name groups of other deployments than the "
+            f"profile's ({label}); leave them out of a file with chains"
+        )
+    return Wanted(chains_of_pages(listed.chains(), profile.page_size), Ranker())
+
+
+def _read_chains(profile: Profile, options: Mapping[str, Any]) -> Wanted:
+    from hicachectl.prewarm.plan_file import read_plan
+    from hicachectl.prewarm.ranking import Ranker, chains_of_plan, chains_of_trace
+    from hicachectl.prewarm.trace import read_trace
+
+    hashing = asked_hashing(profile, options)
+    assert hashing is not None  # of a profile that is not inferred
+    if options["plan"]:
+        return Wanted(*chains_of_plan(read_plan(options["plan"]), profile.page_size))
+    if not options["trace"]:
+        return Wanted(asked_chains(options, hashing), Ranker())
+    trace = read_trace(options["trace"], profile)
+    if not trace.forest.hashed:
+        raise click.UsageError(
+            f"{options['trace']}: a trace of block ids cannot be executed, since nothing makes "
+            "them into keys; record token ids, or use --dry-run without stores"
+        )
+    ranker = Ranker(trace.times, trace.output_tokens)
+    return Wanted(chains_of_trace(trace, hashing), ranker, starts=trace.starts)
+
+
+def requests_for_servers(
+    wanted: Wanted, usable_pages: IntArray, profile: Profile, options: Mapping[str, Any]
+) -> Numbered:
+    """Give what yields the requests with their numbers, as often as it is called.
+
+    Of a trace each usable prefix once, the most valuable first; else all requests, in their order.
+    """
+    if wanted.starts is None:
+        listed = list(enumerate(asked_requests(options)))
+        return lambda: listed
+    from hicachectl.prewarm.ranking import prefixes_worth_asking
+    from hicachectl.prewarm.trace import read_requests
+
+    assert wanted.chains is not None
+    assert wanted.rank is not None
+    # Beside the pages, a trailing pool has states that only the request that ends there restores.
+    longest_only = not any(pool.trailing for pool in profile.pools)
+    chosen = prefixes_worth_asking(
+        wanted.chains, usable_pages, wanted.rank, longest_only=longest_only
+    )
+    path, starts = options["trace"], wanted.starts[chosen]
+    return lambda: zip(chosen.tolist(), read_requests(path, starts), strict=True)

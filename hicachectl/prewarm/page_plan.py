@@ -1,0 +1,220 @@
+"""What to put into a store: chosen from what is asked for, the best first, within a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.formats.errors import UsageError
+from hicachectl.move.carrying import Manner, Order
+from hicachectl.move.decisions import Action, decide
+from hicachectl.pages.group_table import WHOLE
+from hicachectl.prewarm.choice import WRITING, Choice
+from hicachectl.prewarm.forest import grow_forest
+from hicachectl.requests.chains import raw_pages
+from hicachectl.requests.hits import find_hits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import numpy.typing as npt
+
+    from hicachectl.formats.profile import Profile
+    from hicachectl.move.survey import Survey
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.requests.chains import Chains
+
+
+_MINUTE_NS = 60 * 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to warm a store with.
+
+    profile: of the source. destination_profile: of the servers of the destination, None: the same.
+    chains: what is asked for. Without chains, nothing is known of prefixes, and whole pages are
+    taken: pages in their order, the best first; without pages either all of them, the newest first.
+    served: the deployment of each live server of the destination, by URL; usable pages are counted
+    for these.
+    in_others: those of the pages that are asked for in groups of other deployments only.
+    rank: given chains, their distinct pages and which of them each page is, gives
+    the place of each distinct page in the order of value, 0 the best; a page never before one that
+    precedes it in a chain.
+    """
+
+    profile: Profile
+    chains: Chains | None
+    pages: pa.StringArray | None = None
+    in_others: pa.StringArray | None = None
+    rank: Callable[[Chains, pa.StringArray, IntArray], IntArray] | None = None
+    destination_profile: Profile | None = None
+    served: Mapping[str, Profile] = field(default_factory=dict)
+    budget_bytes: int | None = None
+    budget_pages: int | None = None
+    deadline_seconds: float | None = None
+    dry_run: bool = False
+    manner: Manner = field(default_factory=Manner)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether anything limits how much is copied."""
+        return self.budget_bytes is not None or self.budget_pages is not None
+
+    @property
+    def target(self) -> Profile:
+        """The profile of the destination."""
+        return self.destination_profile or self.profile
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is to be copied.
+
+    wanted: rows of the survey, best first. items: those of them that are to be copied. cost: bytes
+    that each of these brings to the destination. actions: for every row of the survey. parents,
+    depths: of each item in its chain; null and 0 where unknown.
+    names: pages that servers could restore from the source. there: pages that the destination has
+    of these. missing: pages asked for that are not among them.
+    """
+
+    survey: Survey
+    wanted: IntArray
+    items: IntArray
+    cost: IntArray
+    actions: npt.NDArray[np.int8]
+    parents: pa.StringArray
+    depths: IntArray
+    names: pa.StringArray
+    requested: int
+    there: int
+    missing: int
+    cut: bool
+
+    @property
+    def conflicts(self) -> IntArray:
+        """Wanted pages of which the destination has another object: rows of the survey."""
+        found: IntArray = self.wanted[self.actions[self.wanted] == Action.CONFLICT]
+        return found
+
+    def orders(self) -> Iterator[Order]:
+        """Give the pages their turns, the best first.
+
+        A page of which the destination has nothing is completed as it would be copied.
+        """
+        partly = (self.actions[self.items] == Action.COMPLETE).any()
+        yield Order(self.survey, self.items, Action.COMPLETE if partly else Action.COPY)
+
+    def rows(self) -> pa.Table:
+        """List what is to be copied, best first."""
+        return pa.table(
+            {
+                "page": self.survey.pages.take(pa.array(self.items)),
+                "parent": self.parents,
+                "depth": pa.array(self.depths),
+                "bytes": pa.array(self.cost),
+            }
+        )
+
+
+def plan_chains(inventory: Inventory, survey: Survey, chains: Chains, request: Request) -> Plan:
+    """Choose what to copy: as much as can be restored, best first, within the budget."""
+    assert request.rank is not None  # as there are chains
+    hits = find_hits(inventory, 0, chains, own=True)
+    requested = len(hits.page_names)
+    usable = replace(hits.chains, reach=hits.usable_pages).within_reach()
+    names, page_of = usable.distinct_pages()
+    choice = Choice(survey, hits, names, request.rank(usable, names, page_of))
+    there = int((choice.actions == Action.SKIP).sum())
+    cut = False
+    if request.has_budget:
+        cut = choice.fit(request.budget_bytes, request.budget_pages)
+    wanted = choice.wanted()
+    items = wanted[np.isin(choice.actions[wanted], WRITING)]
+    forest = grow_forest(raw_pages(names), page_of.astype(np.int32), usable.offsets)
+    places = choice.names_of(items)
+    parents = forest.parents[places]
+    return Plan(
+        survey=choice.survey,
+        wanted=wanted,
+        items=items,
+        cost=choice.costs(items),
+        actions=choice.actions,
+        parents=names.take(pa.array(parents, mask=parents < 0)),
+        depths=forest.depths[places].astype(np.int64),
+        names=names,
+        requested=requested,
+        there=there,
+        missing=requested - len(names),
+        cut=cut,
+    )
+
+
+def plan_pages(groups: PageGroups, survey: Survey, request: Request) -> Plan:
+    """Choose whole pages, of whose prefixes nothing is known.
+
+    Those of a list in its order. Else all of them: the newest first, but those of a minute in the
+    order of their age, since what precedes a page in its chain is as old or older.
+    """
+    whole = groups.states[survey.groups] == WHOLE
+    asked = int(whole.sum())
+    if request.pages is not None:
+        rank = pc.index_in(survey.pages, value_set=request.pages.cast(survey.pages.type))
+        whole &= rank.is_valid().to_numpy(zero_copy_only=False)
+        if request.in_others is not None:
+            whole &= ~pc.is_in(survey.pages, value_set=request.in_others).to_numpy(
+                zero_copy_only=False
+            )
+        turn, asked = rank.fill_null(-1).to_numpy(), len(pc.unique(request.pages))
+    else:
+        if not groups.has_times and request.has_budget:
+            raise UsageError(
+                "--all within a budget takes the newest pages, and the source keeps no times; name "
+                "pages, or give no budget"
+            )
+        turn = _newest_minute_first(groups.newest_ns[survey.groups])
+    actions = decide(survey, whole, "skip")
+    wanted = np.flatnonzero(actions != Action.NOTHING)
+    wanted = wanted[np.argsort(turn[wanted], kind="stable")]
+    items = wanted[np.isin(actions[wanted], WRITING)]
+    cost = survey.lacking.sums[items]
+    fits = _within_budget(cost, request)
+    kept = items[fits]
+    names = survey.pages.filter(pa.array(whole))
+    return Plan(
+        survey=survey,
+        wanted=wanted[~np.isin(wanted, items[~fits])],
+        items=kept,
+        cost=cost[fits],
+        actions=actions,
+        parents=pa.nulls(len(kept), pa.string()),
+        depths=np.zeros(len(kept), dtype=np.int64),
+        names=names,
+        requested=asked,
+        there=int((actions == Action.SKIP).sum()),
+        missing=asked - len(names),
+        cut=not fits.all(),
+    )
+
+
+def _newest_minute_first(times_ns: IntArray) -> IntArray:
+    """Give pages their turns by when they were written."""
+    order = np.lexsort((times_ns, -(times_ns // _MINUTE_NS)))
+    turn = np.empty(len(order), dtype=np.int64)
+    turn[order] = np.arange(len(order))
+    return turn
+
+
+def _within_budget(cost: IntArray, request: Request) -> npt.NDArray[np.bool_]:
+    """Say which of some pages, best first, the budget holds: a run of the first ones."""
+    fits = np.ones(len(cost), dtype=np.bool_)
+    if request.budget_bytes is not None:
+        fits &= np.cumsum(cost) <= request.budget_bytes
+    if request.budget_pages is not None:
+        fits[request.budget_pages :] = False
+    return fits

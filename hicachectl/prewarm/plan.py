@@ -1,0 +1,76 @@
+"""Put the blocks of a trace into the order in which they are worth warming."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.prewarm.forest import Forest, prefix_closed
+from hicachectl.prewarm.uses import Uses, walk_uses
+from hicachectl.prewarm.value import reuse_values
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from hicachectl.prewarm.trace import Trace
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """Blocks to warm, best first; none stands before a block of its prefix.
+
+    order:     [planned] int64, indices into the forest.
+    values:    [planned] float64, not increasing: expected share of the block's bytes that a
+               request asks for; in a trace without times, requests that used it.
+    requests:  [planned] int32, requests of the trace that used it.
+    last_seen: [planned] float64, in the trace's time; None where it has none.
+    """
+
+    forest: Forest
+    order: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+    requests: npt.NDArray[np.int32]
+    last_seen: npt.NDArray[np.float64] | None
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+def plan_order(trace: Trace, *, budget: int | None = None) -> Plan:
+    """Order all blocks of a trace by what warming them is expected to save.
+
+    The plan is for as long after the trace's last request as requests are apart on average.
+    budget: blocks at most. A trace without times is taken for a set of prompts, and ordered by how
+    many of them share a block.
+    """
+    uses = walk_uses(trace)
+    values = _values(trace, uses)
+    order, ranked = _best_first(trace.forest, values)
+    order, ranked = order[:budget], ranked[:budget]
+    seen = None if trace.times is None else trace.times[uses.last[order]]
+    return Plan(trace.forest, order, ranked, uses.counts[order], seen)
+
+
+def _values(trace: Trace, uses: Uses) -> npt.NDArray[np.float64]:
+    times = trace.times
+    if times is None or not len(trace):
+        return uses.counts.astype(np.float64)
+    if times[-1] <= times[0]:  # all at once: only the order tells
+        times = np.arange(len(trace), dtype=np.float64)
+    now = float(times[-1] + (times[-1] - times[0]) / len(times))
+    values = reuse_values(trace, times, now, uses)
+    return values if values.any() else times[uses.last]
+
+
+def _best_first(
+    forest: Forest, values: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Sort by prefix-closed value, and blocks of one value by depth."""
+    distinct, ranks = np.unique(values, return_inverse=True)
+    closed = prefix_closed(forest, ranks.astype(np.int32))
+    behind = (len(distinct) - 1 - closed).astype(np.int64)
+    deepest = int(forest.depths.max(initial=0))
+    order = np.argsort(behind * (deepest + 1) + forest.depths, kind="stable")
+    return order, distinct[closed[order]]

@@ -1,0 +1,145 @@
+"""Plans as files: JSON lines, best first.
+
+A row is {"page", "parent", "depth", "value", "requests", "last_seen"}: the page's hash and that of
+the page before it in its chain (null: none), or block ids of the trace where it has only those.
+Of these only "page" is needed to execute a plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.backends.disk.bounded import read_lines
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.forms import decode
+from hicachectl.formats.hashing import HASH_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from hicachectl.prewarm.forest import Forest
+    from hicachectl.prewarm.plan import Plan
+
+_HEX = 2 * HASH_BYTES
+_ROWS_AT_ONCE = 1 << 18
+_LONGEST_ROW = 1 << 16
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PlannedPages:
+    """What a plan file lists.
+
+    hashes:  [pages, 32] uint8, best first, distinct.
+    parents: [pages] int64, where in the plan the page before it in its chain stands; -1: none,
+        or the file does not tell.
+    """
+
+    hashes: npt.NDArray[np.uint8]
+    parents: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+
+class _Row(msgspec.Struct):
+    page: str | int
+    parent: str | int | None = None
+
+
+def plan_rows(plan: Plan) -> Iterator[pa.Table]:
+    """Make the rows of a plan's file, some at a time."""
+    forest = plan.forest
+    for start in range(0, len(plan), _ROWS_AT_ONCE):
+        piece = slice(start, start + _ROWS_AT_ONCE)
+        order = plan.order[piece]
+        seen = None if plan.last_seen is None else plan.last_seen[piece]
+        yield pa.table(
+            {
+                "page": _names(forest, order),
+                "parent": _names(forest, forest.parents[order].astype(np.int64)),
+                "depth": pa.array(forest.depths[order]),
+                "value": pa.array(plan.values[piece].astype(np.float32)),
+                "requests": pa.array(plan.requests[piece]),
+                "last_seen": pa.nulls(len(order)) if seen is None else _times(seen),
+            }
+        )
+
+
+def read_plan(path: Path) -> PlannedPages:
+    """Read the pages of a plan that can be executed.
+
+    A parent that the file does not list is one that the destination had when it was written.
+    Raises FormatError naming the line: no plan, a page twice, or a page before its parent.
+    Raises UsageError for a plan of block ids and a file that cannot be read.
+    """
+    position: dict[str, int] = {}
+    outside: set[str] = set()
+    parents: list[int] = []
+    for number, line in read_lines(path, _LONGEST_ROW):
+        if line.isspace():
+            continue
+        try:
+            parents.append(_take(line, position, outside))
+        except FormatError as error:
+            raise FormatError(f"{path}: line {number}: {error}") from error
+    blob = bytes.fromhex("".join(position))
+    hashes = np.frombuffer(blob, np.uint8).reshape(-1, HASH_BYTES)
+    return PlannedPages(hashes, np.array(parents, np.int64))
+
+
+_ROW = msgspec.json.Decoder(_Row)
+
+
+def _take(line: bytes, position: dict[str, int], outside: set[str]) -> int:
+    """Note a row's page; return its parent's place, -1 without one in the file.
+
+    outside: parents that no row has named yet.
+    """
+    row = decode(_ROW, line)
+    if isinstance(row.page, int):
+        raise UsageError(
+            f"the plan names block {row.page} of a trace, no page: a trace of block ids alone "
+            "can be planned from but not executed; record token ids"
+        )
+    if len(row.page) != _HEX or row.page.strip("0123456789abcdef"):
+        raise FormatError(f"page: {row.page!a:.80} is no page hash (64 hexadecimal digits)")
+    if row.page in position:
+        raise FormatError(f"page {row.page} stands twice")
+    if row.page in outside:
+        raise FormatError(f"page {row.page} stands behind a page that it is the parent of")
+    position[row.page] = len(position)
+    if row.parent is None:
+        return -1
+    parent = str(row.parent)
+    if parent not in position:
+        outside.add(parent)
+    return position.get(parent, -1)
+
+
+def _names(forest: Forest, blocks: npt.NDArray[np.int64]) -> pa.Array:
+    """Spell blocks as ids or hexadecimal hashes; null for -1."""
+    none = blocks < 0
+    names = forest.names[np.where(none, 0, blocks)]
+    if not forest.hashed:
+        return pa.array(names, mask=none)
+    text = np.frombuffer(names.tobytes().hex().encode(), np.uint8)
+    offsets = np.arange(len(blocks) + 1, dtype=np.int32) * _HEX
+    spelt = pa.StringArray.from_buffers(len(blocks), pa.py_buffer(offsets), pa.py_buffer(text))
+    return pc.if_else(pa.array(~none), spelt, None)
+
+
+def _times(seen: npt.NDArray[np.float64]) -> pa.Array:
+    """Write whole numbers as such."""
+    whole = np.abs(seen) < 2**53
+    if whole.all() and (seen == np.trunc(seen)).all():
+        return pa.array(seen.astype(np.int64))
+    return pa.array(seen)

@@ -1,0 +1,347 @@
+"""Put the pages that are worth having into a store, the most valuable first."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.backends.capabilities import Pins, Profiled, Resumable
+from hicachectl.formats.errors import UnsupportedByBackend, UsageError
+from hicachectl.io.interrupts import persistent
+from hicachectl.move.carrying import Carrier
+from hicachectl.move.decisions import Action, Problem, decide
+from hicachectl.move.parcels import leave_misfits, leave_too_large
+from hicachectl.move.preparing import find_router, settle_grammar
+from hicachectl.move.survey import survey_destination, survey_source
+from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.selection import EVERYTHING
+from hicachectl.pages.unmatched import explain_selection
+from hicachectl.prewarm.page_plan import Plan, Request, plan_chains, plan_pages
+from hicachectl.prewarm.watching import Touching, Watch
+from hicachectl.requests.hits import inventory_of_chains
+from hicachectl.requests.restorable import count_usable, deployment_document, stamp_remarks
+from hicachectl.text.vocabulary import LOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.profile import Profile
+    from hicachectl.move.delivery import Delivered
+    from hicachectl.pages.inventory import IntArray
+
+BUDGET = "budget"
+DEADLINE = "deadline"
+FULL = "destination full"
+EVICTS = "destination evicts"
+ENDING_SECONDS = 10.0  # for the touches after a deadline or a signal; then again for the last look
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What was done, or would be.
+
+    document: the members of the JSON contract. problems: pages that failed or are in conflict.
+    plan: what was to be copied, best first: page, its parent in a chain, depth, bytes.
+    usable_pages: [chains] how far servers can restore each from the destination; for all pages, [1]
+    how many are whole there. interruption: what ended the copying early, SIGTERM or Ctrl-C say, to
+    be raised when the rest is said.
+    """
+
+    document: dict[str, Any]
+    problems: list[Problem]
+    remarks: list[str]
+    usable_pages: IntArray
+    plan: pa.Table | None = None
+    interruption: BaseException | None = None
+
+    def interrupt(self, by: BaseException) -> None:
+        """Say that the work was ended early."""
+        self.interruption = by
+        reason = "interrupted" if isinstance(by, KeyboardInterrupt) else "terminated"
+        self.document |= {"complete": False, "stopped_by": reason}
+
+
+def not_begun(source: str | None, destination: str) -> Outcome:
+    """Return the outcome of a prewarm between two URLs that another run's lock stopped."""
+    document: dict[str, Any] = {"destination": destination, "source": source}
+    counts = ("requested_pages", "already_there", "copied_pages", "bytes", "missing_pages")
+    document |= dict.fromkeys((*counts, "usable_tokens", "requested_tokens"), 0)
+    document |= {"deployment": None} | dict.fromkeys(("not_pinned", "gone", "failed"), 0)
+    document |= {"seconds": 0.0, "complete": False, "stopped_by": LOCK}
+    return Outcome(document, [], [], np.zeros(0, dtype=np.int64))
+
+
+def prewarm(
+    source: Store,
+    destination: Store,
+    request: Request,
+    *,
+    on_listed: Callable[[int], None] = lambda objects: None,
+    on_copied: Callable[[int, int], None] = lambda nbytes, total: None,
+) -> Outcome:
+    """Copy what is asked for and the destination lacks, as far as servers could restore it.
+
+    on_listed is told objects as they are listed, on_copied bytes as pages are done and how many
+    there are in all. Raises UsageError, ProfileError and UnsupportedByBackend before anything is
+    written, StoreUnavailable.
+    """
+    started = time.monotonic()
+    if request.manner.pin:
+        if not isinstance(destination, Pins):
+            raise UnsupportedByBackend(f"{destination.url}: --pin: its objects cannot be pinned")
+        destination.pin_writes(request.manner.pin_seconds)
+    grammar = settle_grammar(source, destination)
+    routes_of = find_router(source, destination, grammar, request.profile, request.target)
+    if isinstance(destination, Profiled):
+        destination.use_profile(request.target)
+    inventory = (
+        take_inventory(source, request.profile, on_batch=on_listed)
+        if request.chains is None
+        else inventory_of_chains(source, request.profile, request.chains, on_batch=on_listed)
+    )
+    groups = PageGroups(inventory)
+    surveys = survey_source(inventory, groups, routes_of(inventory)[:1])
+    (survey,) = survey_destination(destination, surveys, grammar, on_batch=on_listed)
+    manner = request.manner
+    survey, misfits = leave_misfits(survey, whole_groups=request.chains is None)
+    survey, large = leave_too_large(
+        survey, reads_back=manner.verify, buffer_bytes=manner.buffer_bytes
+    )
+    plan = (
+        plan_pages(groups, survey, request)
+        if request.chains is None
+        else plan_chains(inventory, survey, request.chains, request)
+    )
+    left = [*_asked_for(misfits, _pages_to_fit(plan, request)), *_asked_for(large, plan.names)]
+    run = _Run(plan, source, destination, request, started)
+    if request.dry_run:
+        outcome = _finished(run)
+        outcome.document |= {"copied_pages": len(plan.items), "bytes": int(plan.cost.sum())}
+        outcome.document["failed"] = len(plan.conflicts)
+        outcome.problems = _conflicts(plan)
+    else:
+        # A pack that a killed run has left is finished, also where it lacks nothing else.
+        if isinstance(destination, Resumable):
+            destination.own_temporaries(os.urandom(8).hex(), sweep=False)
+        carrier = Carrier(
+            source, inventory, groups, destination, replace(request.manner, deadline=run.deadline)
+        )
+        outcome = _executed(run, carrier, on_copied)
+    outcome.document["failed"] += len(left)
+    outcome.problems += left
+    outcome.plan = plan.rows()
+    if request.chains is None and not len(groups):
+        outcome.remarks.append(explain_selection(source, inventory, EVERYTHING))
+    return outcome
+
+
+class _Run(NamedTuple):
+    """A plan, and between which stores and since when it is carried out."""
+
+    plan: Plan
+    source: Store
+    destination: Store
+    request: Request
+    started: float
+
+    @property
+    def deadline(self) -> float | None:
+        seconds = self.request.deadline_seconds
+        return None if seconds is None else self.started + seconds
+
+
+def _executed(run: _Run, carrier: Carrier, on_copied: Callable[[int, int], None]) -> Outcome:
+    """Copy, put into the order of eviction, and look; shortened when it is interrupted."""
+    plan = run.plan
+    total = max(int(plan.cost.sum()), 1)
+    watch = Watch(run.destination, plan.survey)
+    touching = Touching(run.destination, plan.survey)
+    partly = int((plan.actions[plan.items] == Action.COMPLETE).sum())
+
+    def on_done(delivered: Delivered) -> None:
+        on_copied(delivered.nbytes, total)
+        watch.add(delivered)
+        if watch.lost():
+            carrier.stop()
+
+    interruption = None
+    try:
+        with persistent():
+            carrier.carry(plan.orders(), on_done=on_done)
+            if plan.there:
+                run.destination.flush()  # what was there already is reported as well
+            touching.touch(plan.wanted, until=_after(run.deadline))
+            outcome = _finished(run)
+    except BaseException as error:
+        if isinstance(error, Exception):
+            raise
+        interruption = error
+        touching.touch(plan.wanted, until=_after(time.monotonic()))
+        outcome = _finished(run, until=_after(time.monotonic()))
+    tally = carrier.tally
+    reason = _reason(tally.full, watch, tally.complete, plan)
+    outcome.problems = [*_conflicts(plan), *tally.problems]
+    outcome.document |= {
+        "copied_pages": tally.pages,
+        "bytes": tally.nbytes,
+        "not_pinned": plan.there + partly if run.request.manner.pin else 0,
+        "gone": tally.gone,
+        "failed": tally.failed + tally.conflicts + len(plan.conflicts),
+        "complete": reason is None,
+        "stopped_by": reason,
+    }
+    if interruption is not None:
+        outcome.interrupt(interruption)
+    if watch.lost():
+        outcome.remarks.append(watch.remark())
+    return outcome
+
+
+def usable_from(store: Store, request: Request) -> Outcome:
+    """Say what servers can restore from a store as it is; nothing is copied."""
+    if request.chains is None:
+        raise UsageError("--all needs a store to copy from: --from SRC")
+    started = time.monotonic()
+    found = count_usable(store, request.target, request.served, request.chains)
+    requested = len(found.target.page_names)
+    held = int(found.target.needed().any(axis=1).sum())
+    document = _document(None, store, requested, held, requested - held)
+    outcome = _outcome(document, found.pages, found.deployment, request, started, cut=False)
+    outcome.remarks += [*found.remarks, *stamp_remarks(store, request.target)]
+    return outcome
+
+
+def _after(moment: float | None) -> float | None:
+    """Say until when a run may go on with what ends it; None: as long as that takes."""
+    return None if moment is None else max(moment, time.monotonic()) + ENDING_SECONDS
+
+
+def _reason(full: bool, watch: Watch, complete: bool, plan: Plan) -> str | None:
+    if full:
+        return FULL
+    if watch.lost():
+        return EVICTS
+    if not complete:
+        return DEADLINE
+    return BUDGET if plan.cut else None
+
+
+def _finished(run: _Run, *, until: float | None = None) -> Outcome:
+    """Say what servers can restore from the destination in the end.
+
+    What they can of pages that the source could not give was there already. A listing that takes
+    longer than `until` is given up: then nothing is known to be usable.
+    """
+    plan, source, destination, request, started = run
+    there, missing = plan.there, plan.missing
+    usable = np.zeros(1 if request.chains is None else len(request.chains), dtype=np.int64)
+    unseen = False
+    deployment, remarks = request.target, stamp_remarks(destination, request.target)
+
+    def on_batch(_objects: int) -> None:
+        if until is not None and time.monotonic() > until:
+            raise TimeoutError
+
+    try:
+        if request.chains is None:
+            usable[0] = _whole_pages(plan, destination, on_batch)
+        else:
+            found = count_usable(
+                destination, request.target, request.served, request.chains, on_batch=on_batch
+            )
+            usable, deployment, hits = found.pages, found.deployment, found.target
+            remarks += found.remarks
+            held = hits.page_names.filter(pa.array(hits.needed().any(axis=1)))
+            more = int(pc.invert(pc.is_in(held, value_set=plan.names)).true_count)
+            there, missing = there + more, missing - more
+    except TimeoutError:
+        unseen = True
+    document = _document(source, destination, plan.requested, there, missing)
+    outcome = _outcome(document, usable, deployment, request, started, cut=plan.cut)
+    outcome.remarks += remarks
+    if unseen:
+        outcome.remarks.append(f"{destination.url}: too long to list; what is usable is not known")
+    return outcome
+
+
+def _whole_pages(plan: Plan, destination: Store, on_batch: Callable[[int], None]) -> int:
+    """Count the pages asked for that the destination has whole by now."""
+    (survey,) = survey_destination(
+        destination, [plan.survey], destination.grammar, on_batch=on_batch
+    )
+    wanted = np.zeros(len(survey.groups), dtype=np.bool_)
+    wanted[plan.wanted] = True
+    return int((decide(survey, wanted, "skip") == Action.SKIP).sum())
+
+
+def _pages_to_fit(plan: Plan, request: Request) -> pa.StringArray:
+    """Return the pages that were asked for and that an object of a wrong size may keep back.
+
+    A chain of which servers can restore a page from SRC needs none of its misfits.
+    """
+    if request.chains is None:
+        return plan.names
+    asked, _ = request.chains.within_reach().distinct_pages()
+    return asked.filter(pc.invert(pc.is_in(asked, value_set=plan.names)))
+
+
+def _asked_for(left: list[Problem], names: pa.StringArray) -> list[Problem]:
+    """Return the problems of some pages."""
+    wanted = set(names.to_pylist()) if left else set()
+    return [problem for problem in left if problem.page in wanted]
+
+
+def _conflicts(plan: Plan) -> list[Problem]:
+    """Name the pages of which the destination has another object."""
+    pages = plan.survey.pages.take(pa.array(plan.conflicts)).to_pylist()
+    why = "the destination has an object of another size under one of its keys"
+    return [Problem(page, None, why) for page in pages]
+
+
+def _document(
+    source: Store | None, destination: Store, requested: int, there: int, missing: int
+) -> dict[str, Any]:
+    return {
+        "destination": destination.url,
+        "source": source and source.url,
+        "requested_pages": requested,
+        "already_there": there,
+        "copied_pages": 0,
+        "bytes": 0,
+        "missing_pages": missing,
+    }
+
+
+def _outcome(
+    document: dict[str, Any],
+    usable_pages: IntArray,
+    deployment: Profile,
+    request: Request,
+    started: float,
+    *,
+    cut: bool,
+) -> Outcome:
+    page_size = request.target.page_size
+    asked = document["requested_pages"]
+    if request.chains is not None:
+        asked = int(request.chains.reach.sum())
+    document |= {
+        "usable_tokens": int(usable_pages.sum()) * page_size,
+        "requested_tokens": asked * page_size,
+        "deployment": deployment_document(deployment),
+        "not_pinned": 0,
+        "gone": 0,
+        "failed": 0,
+        "seconds": round(time.monotonic() - started, 3),
+        "complete": not cut,
+        "stopped_by": BUDGET if cut else None,
+    }
+    return Outcome(document, [], [], usable_pages)

@@ -1,0 +1,358 @@
+"""Have a live SGLang server pull prefixes out of its store into its own memory.
+
+Each prefix is a request to /generate for one new token: the server then looks the prefix up,
+fetches from L3 what L1 and L2 lack, and says how much it took from where. Source: SGLang
+srt/entrypoints/http_server.py :: generate_request; managers/io_struct.py :: GenerateReqInput;
+managers/scheduler_components/output_streamer.py :: get_cached_tokens_details.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.backends.http import fit
+from hicachectl.formats.documents import parse_json_object, shown
+from hicachectl.formats.errors import FormatError, ProfileError, StoreUnavailable
+from hicachectl.formats.hashing import tokens_to_restore
+from hicachectl.formats.profile import MAX_ALL_RANKS, MAX_RANKS, above
+from hicachectl.io.interrupts import deferred, persistent
+from hicachectl.profiles.server import API_KEY_VARIABLE, server_service
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from hicachectl.backends.http import Reply
+    from hicachectl.requests.chains import Hashing
+    from hicachectl.requests.files import Request
+
+REQUEST_TIMEOUT_S = 120.0
+BUSY_PATIENCE_S = 300.0  # how long a server may only answer that it has no room for requests
+
+_TRIES = 3  # of one request
+_GIVE_UP_AFTER = 3  # requests in a row that came to nothing
+_PAUSE_S = 1.0
+_MAX_PAUSE_S = 60.0
+_BUSY = (http.client.TOO_MANY_REQUESTS, http.client.SERVICE_UNAVAILABLE)
+_SAID_CHARS = 200  # of what a server says went wrong
+_SOURCES = ("device", "host", "storage")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A prefix to ask for.
+
+    number: the caller's own. pages: that it has. token_ids: theirs, and those that a server
+    computes beyond them.
+    """
+
+    number: int
+    pages: int
+    token_ids: Sequence[int]
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What became of a prefix at one DP rank; None where there is but one.
+
+    cached_tokens: that the server did not compute. sources: of these, from the device, the host
+    and the storage; empty where it does not say. error: why there was no answer, "" with one.
+    """
+
+    number: int
+    dp_rank: int | None
+    pages: int
+    cached_tokens: int = 0
+    sources: Mapping[str, int] | None = None
+    error: str = ""
+
+
+def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Prefix:
+    """Cut a request to what makes a server restore its first pages.
+
+    The token that is computed beyond them may be any: where the request ends, its last one does.
+    Raises FormatError for a request that is shorter, as one of a file that has changed meanwhile.
+    """
+    wanted = tokens_to_restore(pages, hashing.page_size, bigram=hashing.bigram)
+    token_ids = request.token_ids[:wanted]
+    if len(token_ids) < wanted - 1:
+        raise FormatError(f"{request.where}: {len(token_ids)} tokens are no {pages} pages")
+    token_ids += token_ids[-1:] * (wanted - len(token_ids))
+    return Prefix(number, pages, token_ids, request.extra_key, request.cache_salt)
+
+
+def dp_ranks(server_info: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """List the DP ranks that hold caches of their own: (None,) where there is one.
+
+    Source: srt/runtime_context.py :: num_dp_ranks_of, of a reply of /server_info. Raises
+    ProfileError for more than a server can have.
+    """
+    ranks = 1
+    for name in ("dp_size", "attn_dp_size"):
+        size = server_info.get(name)
+        if type(size) is int and size > 0:
+            for problem in above(name, size, MAX_RANKS):
+                raise ProfileError(f"server_info: {problem}")
+            ranks *= size
+    for problem in above("dp_size x attn_dp_size", ranks, MAX_ALL_RANKS):
+        raise ProfileError(f"server_info: {problem}")
+    return tuple(range(ranks)) if ranks > 1 else (None,)
+
+
+def generate_body(prefix: Prefix, dp_rank: int | None) -> dict[str, Any]:
+    """Write the body of a request to /generate."""
+    body: dict[str, Any] = {
+        "input_ids": list(prefix.token_ids),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "stream": False,
+    }
+    optional = {
+        "extra_key": prefix.extra_key,
+        "cache_salt": prefix.cache_salt,
+        "routed_dp_rank": dp_rank,
+    }
+    return body | {name: value for name, value in optional.items() if value is not None}
+
+
+# Of each thread: its results, what made it fail, and at its end None.
+_Done = queue.SimpleQueue[Pulled | BaseException | None]
+
+
+class ThroughServer:
+    """One live server; `pull` is called once. Every request has a bound, and so has the whole.
+
+    pulled: what became of prefixes, in the order in which it became known; filled by the threads
+    that ask, so that it is whole whenever `pull` is interrupted. complete: whether nothing was
+    left out for the deadline.
+
+    api_key: default from HICACHECTL_API_KEY. jobs: requests at once. Raises UsageError on a URL
+    or a key that cannot be one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        jobs: int = 8,
+        ranks: Sequence[int | None] = (None,),
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+        busy_patience_s: float = BUSY_PATIENCE_S,
+        pause_s: float = _PAUSE_S,
+    ) -> None:
+        self._service, base = server_service(
+            url, "--through-server", api_key=api_key, timeout_s=request_timeout_s
+        )
+        self._path = f"{base}/generate"
+        self._jobs, self._ranks = jobs, tuple(ranks)
+        self._pauses = _Pauses(pause_s, busy_patience_s)
+        self._lock = threading.Lock()
+        self._failed_in_a_row = 0
+        self.complete = True
+        self.pulled: list[Pulled] = []
+
+    def pull(
+        self,
+        prefixes: Iterable[Prefix],
+        deadline: float | None = None,
+        on_done: Callable[[int], None] = lambda requests: None,
+    ) -> None:
+        """Ask for prefixes, at every rank, in their order.
+
+        prefixes: taken one after another, by other threads. deadline: in terms of
+        time.monotonic(); what is then under way is given up. on_done: told of each result, in
+        this thread. Raises StoreUnavailable where the server refuses the key, has no such
+        endpoint, or has come to be of no use.
+        """
+        work = ((prefix, rank) for prefix in prefixes for rank in self._ranks)
+        done: _Done = queue.SimpleQueue()
+        threads = [
+            threading.Thread(target=self._work, args=(work, done), name=f"pull-{number}")
+            for number in range(self._jobs)
+        ]
+        try:
+            with deferred():  # a thread that is being started is one to wait for
+                for thread in threads:
+                    thread.start()
+            with persistent() as check:
+                self._wait(done, deadline, on_done, check)
+        finally:
+            with deferred():
+                self._pauses.stop()
+                self._service.close()
+                for thread in threads:
+                    if thread.ident is not None:
+                        thread.join()
+
+    def _wait(
+        self,
+        done: _Done,
+        deadline: float | None,
+        on_done: Callable[[int], None],
+        check: Callable[[], None],
+    ) -> None:
+        """Wait until all threads have ended, or the deadline is past."""
+        running = self._jobs
+        while running:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0)
+            try:
+                result = done.get(timeout=left)
+            except queue.Empty:
+                self.complete = False
+                return
+            if result is None:
+                running -= 1
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                on_done(1)
+                check()
+
+    def _work(self, work: Iterator[tuple[Prefix, int | None]], done: _Done) -> None:
+        try:
+            while not self._pauses.stopped:
+                with self._lock:
+                    prefix, rank = next(work, (None, None))
+                if prefix is None:
+                    break
+                pulled = self._pull(prefix, rank)
+                if pulled.error and self._pauses.stopped:
+                    break  # a request that was broken off is none that failed
+                self.pulled.append(pulled)
+                done.put(pulled)
+        except BaseException as error:  # raised by `pull` in the caller's thread
+            done.put(error)
+        finally:
+            done.put(None)
+
+    def _pull(self, prefix: Prefix, rank: int | None) -> Pulled:
+        body = json.dumps(generate_body(prefix, rank)).encode()
+        try:
+            reply = self._asked(body)
+        except _RefusedForAllError:
+            raise
+        except StoreUnavailable as error:
+            with self._lock:
+                self._failed_in_a_row += 1
+                if self._failed_in_a_row >= _GIVE_UP_AFTER:
+                    raise
+            return Pulled(prefix.number, rank, prefix.pages, error=str(error))
+        with self._lock:
+            self._failed_in_a_row = 0
+        if reply.status != http.client.OK:
+            return Pulled(prefix.number, rank, prefix.pages, error=self._service.said(reply))
+        return self._read(prefix, rank, reply)
+
+    def _asked(self, body: bytes) -> Reply:
+        """Send one request until it is answered: 200, or the server blames the request itself."""
+        tries = _TRIES
+        while True:
+            self._pauses.wait()
+            try:
+                reply = self._service.post(self._path, body, repeatable=True)
+                self._refuse_for_all(reply)
+                if reply.status in _BUSY:
+                    if not self._pauses.busy(reply.retry_after):
+                        raise _RefusedForAllError(str(self._service.refused(self._path, reply)))
+                    continue
+                if reply.status < http.client.INTERNAL_SERVER_ERROR:
+                    self._pauses.answered()
+                    return reply
+                raise self._service.refused(self._path, reply)
+            except StoreUnavailable as error:
+                tries -= 1
+                hung = isinstance(error.__cause__, TimeoutError)
+                if isinstance(error, _RefusedForAllError) or hung or not tries:
+                    raise
+                self._pauses.failed()
+
+    def _refuse_for_all(self, reply: Reply) -> None:
+        """Raise where no other request would fare better."""
+        if reply.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
+            what = f"HTTP {reply.status}: the server wants its API key"
+            raise _RefusedForAllError(str(self._service.lost(what, f"set {API_KEY_VARIABLE}")))
+        if reply.status == http.client.NOT_FOUND or 300 <= reply.status < 400:
+            raise _RefusedForAllError(str(self._service.refused(self._path, reply)))
+
+    def _read(self, prefix: Prefix, rank: int | None, reply: Reply) -> Pulled:
+        try:
+            meta = parse_json_object(reply.body, "answer")["meta_info"]
+            cached = meta["cached_tokens"]
+            details = meta.get("cached_tokens_details") or {}
+            reason = meta.get("finish_reason") or {}
+            sources = {name: details[name] for name in _SOURCES if details.get(name) is not None}
+            aborted = reason.get("type") == "abort"
+        except (FormatError, KeyError, TypeError, AttributeError):
+            what = "an answer is not that of an SGLang server"
+            raise _RefusedForAllError(str(self._service.lost(what, self._service.hint))) from None
+        if aborted:
+            said = fit(str(reason.get("message") or "aborted"), _SAID_CHARS)
+            return Pulled(prefix.number, rank, prefix.pages, error=said)
+        asked = len(prefix.token_ids)
+        for name, count in {"cached_tokens": cached, **sources}.items():
+            if type(count) is not int or not 0 <= count <= asked:
+                what = f"{name}: the server states {shown(count)} for a request of {asked} tokens"
+                return Pulled(prefix.number, rank, prefix.pages, error=what)
+        return Pulled(prefix.number, rank, prefix.pages, cached, sources)
+
+
+class _RefusedForAllError(StoreUnavailable):
+    """A refusal that no other request would escape."""
+
+
+class _Pauses:
+    """How long requests wait while a server is busy or fails; shared by all threads."""
+
+    def __init__(self, pause_s: float, patience_s: float) -> None:
+        self._pause_s, self._patience_s = pause_s, patience_s
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._next_s = pause_s
+        self._until = 0.0  # when requests go on
+        self._answered = time.monotonic()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        """Let nobody wait any longer."""
+        self._stop.set()
+
+    def wait(self) -> None:
+        """Wait until requests go on. Raises StoreUnavailable once they never will."""
+        while (left := self._until - time.monotonic()) > 0 and not self.stopped:
+            self._stop.wait(left)
+        if self.stopped:
+            raise StoreUnavailable("stopped")
+
+    def answered(self) -> None:
+        """Note that the server takes requests."""
+        with self._lock:
+            self._answered = time.monotonic()
+            self._next_s = self._pause_s
+
+    def busy(self, retry_after: str) -> bool:
+        """Make all requests wait, as long as the server says; False when it was busy too long."""
+        now = time.monotonic()
+        with self._lock:
+            asked = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
+            self._extend(now, max(asked, self._next_s))
+            return now - self._answered < self._patience_s
+
+    def failed(self) -> None:
+        """Make all requests wait a little."""
+        with self._lock:
+            self._extend(time.monotonic(), self._next_s)
+
+    def _extend(self, now: float, seconds: float) -> None:
+        if self._until <= now:  # the first of those that were under way together
+            self._until = now + min(seconds, _MAX_PAUSE_S)
+            self._next_s = min(2 * self._next_s, _MAX_PAUSE_S)

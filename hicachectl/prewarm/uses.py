@@ -1,0 +1,94 @@
+"""Who used each block before, and which request each request continues."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from hicachectl.prewarm.trace import Trace
+
+MOST_COUNTED = 255  # uses a reference tells apart
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Uses:
+    """The uses of blocks, as one walk through the trace finds them.
+
+    previous: [references] int32, the request that used the block before this one; -1: none.
+    earlier:  [references] uint8, how often it was used before, `MOST_COUNTED` at most.
+    last:     [blocks] int32, the last request that used the block.
+    counts:   [blocks] int32, requests that used it.
+    """
+
+    previous: npt.NDArray[np.int32]
+    earlier: npt.NDArray[np.uint8]
+    last: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Links:
+    """Which requests carry on which, as the turns of a conversation do; all [requests].
+
+    known:  int64, leading blocks that were used before.
+    source: int32, the request that this one carries on; -1: none.
+    turns:  int32, requests before this one in its conversation.
+    first:  int32, the request that began its conversation.
+    left:   int32, the first request that carries this one on. What it does not use of this one's
+            blocks, the conversation has left behind. The number of requests: none.
+    """
+
+    known: npt.NDArray[np.int64]
+    source: npt.NDArray[np.int32]
+    turns: npt.NDArray[np.int32]
+    first: npt.NDArray[np.int32]
+    left: npt.NDArray[np.int32]
+
+
+def walk_uses(trace: Trace) -> Uses:
+    """Walk through the requests once, in their order."""
+    blocks = trace.blocks
+    last = np.full(len(trace.forest), -1, np.int32)
+    counts = np.zeros(len(trace.forest), np.int32)
+    previous = np.empty(len(blocks), np.int32)
+    earlier = np.empty(len(blocks), np.uint8)
+    start = 0
+    for request, end in enumerate(trace.offsets[1:].tolist()):
+        chain = blocks[start:end]  # distinct, for a block stands at one depth
+        previous[start:end] = last[chain]
+        used = counts[chain]
+        earlier[start:end] = np.minimum(used, MOST_COUNTED)
+        counts[chain] = used + 1
+        last[chain] = request
+        start = end
+    return Uses(previous, earlier, last, counts)
+
+
+def link_requests(trace: Trace, uses: Uses) -> Links:
+    """Link each request to the one that last used the deepest block it shares.
+
+    A block that more requests used than that one's conversation has had is a prompt that
+    conversations share, and links nothing.
+    """
+    requests = len(trace)
+    fresh = np.zeros(len(trace.blocks) + 1, np.int64)
+    np.cumsum(uses.previous < 0, out=fresh[1:])
+    known = np.diff(trace.offsets) - np.diff(fresh[trace.offsets])
+    some = np.flatnonzero(known)
+    deepest = trace.offsets[some] + known[some] - 1
+    source, turns, left = [-1] * requests, [0] * requests, [requests] * requests
+    first = list(range(requests))
+    for request, user, used in zip(
+        some.tolist(), uses.previous[deepest].tolist(), uses.earlier[deepest].tolist(), strict=True
+    ):
+        if used <= turns[user] + 1:
+            source[request] = user
+            turns[request] = turns[user] + 1
+            first[request] = first[user]
+            left[user] = min(left[user], request)
+    return Links(known, *(np.array(column, np.int32) for column in (source, turns, first, left)))

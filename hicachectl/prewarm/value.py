@@ -1,0 +1,169 @@
+"""What warming a block is worth: the chance that it is used before a cache gives it up.
+
+Only the first use counts. A block that is not warmed is computed then, and is in the cache
+afterwards like any other; that is why a count of uses orders badly. How long a cache keeps a block
+depends on its size, which one order has to serve whatever it is: the chance is averaged over
+horizons from 1/32 of the trace's span to all of it.
+
+Chances come from the trace itself: how often blocks that were as old and as often used, of
+requests with as long an output and so on, were used again in it (`hazard`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.prewarm.hazard import Hazards, Waits, age_edges, fit_hazards
+from hicachectl.prewarm.traits import Traits, take_traits
+from hicachectl.prewarm.uses import Links, Uses, link_requests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from hicachectl.prewarm.trace import Trace
+
+    Floats = npt.NDArray[np.float64]
+    Index = npt.NDArray[np.int64]
+
+HORIZONS = tuple(0.5**halvings for halvings in range(6))  # of the trace's span
+
+_SAMPLED_REQUESTS = 20_000  # whose blocks' waits are fitted: enough, and bounds the time
+_PRIOR_EVENTS = 4.0
+_REFERENCES_AT_ONCE = 1 << 20
+_GROUPS_AT_ONCE = 1 << 17
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reuse:
+    """When the blocks of a trace may be used again, as it looks from its end.
+
+    groups: keys of blocks that have the same chances. group_of: [blocks] the group of each.
+    ages: [requests] float64, time since each. span: time since the first one.
+    """
+
+    hazards: Hazards
+    traits: Traits
+    groups: Index
+    group_of: Index
+    ages: Floats
+    span: float
+
+    def chances(self, horizons: Sequence[float]) -> Iterator[tuple[slice, Floats]]:
+        """Give the chances of a use within each horizon, of some groups at a time.
+
+        Yields which groups, and their chances [horizons, these groups].
+        """
+        for start in range(0, len(self.groups), _GROUPS_AT_ONCE):
+            piece = slice(start, start + _GROUPS_AT_ONCE)
+            requests, block_codes = np.divmod(self.groups[piece], self.traits.block_levels)
+            codes = self.traits.codes(requests, block_codes)
+            yield piece, self.hazards.chances(codes, self.ages[requests], horizons)
+
+
+def reuse_values(trace: Trace, times: Floats, now: float, uses: Uses) -> Floats:
+    """Estimate for every block the expected share of its tokens that warming saves.
+
+    times: [requests], not decreasing, `now` no earlier. Returns [blocks], not prefix-closed; all 0
+    where no block was ever used twice.
+    """
+    reuse = fit_reuse(trace, times, now, uses)
+    if reuse is None:
+        return np.zeros(len(trace.forest))
+    means = np.empty(len(reuse.groups))
+    for piece, chances in reuse.chances([share * reuse.span for share in HORIZONS]):
+        means[piece] = chances.mean(0)
+    return means[reuse.group_of]
+
+
+def fit_reuse(trace: Trace, times: Floats, now: float, uses: Uses) -> Reuse | None:
+    """Measure on the trace itself when blocks are used again; None where none ever was."""
+    links = link_requests(trace, uses)
+    traits = take_traits(trace, links, times)
+    waits, codes = _waits(trace, times, now, uses, links, traits)
+    if not waits.durations[waits.used].any():
+        return None
+    span = now - times[0]
+    hazards = fit_hazards(
+        waits,
+        codes,
+        traits.factors,
+        age_edges(waits.durations[waits.used]),
+        longest=span,
+        prior=_PRIOR_EVENTS,
+    )
+    groups, group_of = _alike(trace, uses, links, traits)
+    return Reuse(hazards, traits, groups, group_of, now - times, span)
+
+
+def _waits(
+    trace: Trace, times: Floats, now: float, uses: Uses, links: Links, traits: Traits
+) -> tuple[Waits, Index]:
+    """Collect the waits that began at a sample of the requests, and the codes of their cells."""
+    stride = -(-len(trace) // _SAMPLED_REQUESTS)
+    sampled = np.arange(len(trace)) % stride == 0
+    begins, ends, depths, counts = [], [], [], []
+    for start in range(0, len(trace.blocks), _REFERENCES_AT_ONCE):
+        piece = slice(start, start + _REFERENCES_AT_ONCE)
+        previous = uses.previous[piece]
+        at = np.flatnonzero((previous >= 0) & sampled[previous])
+        begins.append(previous[at])
+        ends.append(np.searchsorted(trace.offsets, start + at, side="right") - 1)
+        depths.append(trace.forest.depths[trace.blocks[piece][at]])
+        counts.append(uses.earlier[piece][at])
+    waiting = np.flatnonzero(sampled[uses.last])
+    begin = np.concatenate([*begins, uses.last[waiting]]).astype(np.int64)
+    end = np.concatenate([*ends, np.full(len(waiting), len(trace))])
+    depth = np.concatenate([*depths, trace.forest.depths[waiting]])
+    count = np.concatenate([*counts, uses.counts[waiting]])
+    return _cells(trace, np.append(times, now), links, traits, (begin, end, depth, count))
+
+
+def _cells(
+    trace: Trace,
+    times: Floats,
+    links: Links,
+    traits: Traits,
+    waits: tuple[Index, Index, Index, Index],
+) -> tuple[Waits, Index]:
+    """Code waits, a wait that is left behind as one that ends and one that takes over.
+
+    times: with the trace's end as that of one more request. waits: the requests that began and
+    ended each, and depth and number of uses of its block.
+    """
+    begin, end, depth, count = waits
+    weight = 1 / np.sqrt(np.diff(trace.offsets)[begin])  # a chain's blocks wait together
+    middle = links.left[begin]
+    left = np.less(middle, end)
+    at = np.flatnonzero(left)
+    every = np.concatenate((np.arange(len(begin)), at, at))
+    whole = len(begin)
+    # Left-behind time is all of the wait's less that before it was left.
+    behind = np.concatenate((left, np.zeros(len(at), np.bool_), np.ones(len(at), np.bool_)))
+    stop = np.concatenate((end, middle[at], middle[at]))
+    sign = np.concatenate((np.ones(whole + len(at)), -np.ones(len(at))))
+    begin = begin[every]
+    key = begin * traits.block_levels
+    key += traits.block_codes(begin, depth[every], count[every], behind)
+    distinct, cells = np.unique(key, return_inverse=True)
+    used = np.less(stop, len(trace)) & (np.arange(len(every)) < whole)
+    found = Waits(cells, times[stop] - times[begin], used, sign * weight[every])
+    return found, traits.codes(*np.divmod(distinct, traits.block_levels))
+
+
+def _alike(trace: Trace, uses: Uses, links: Links, traits: Traits) -> tuple[Index, Index]:
+    """Group blocks that have the same chances: of one last request, and of one code in it.
+
+    Returns the groups' keys and each block's group.
+    """
+    last = uses.last.astype(np.int64)
+    left = np.less(links.left[last], len(trace))
+    key = last * traits.block_levels
+    key += traits.block_codes(last, trace.forest.depths, uses.counts, left)
+    present = np.zeros(len(trace) * traits.block_levels, np.bool_)
+    present[key] = True
+    return np.flatnonzero(present), (np.cumsum(present) - 1)[key]

@@ -1,0 +1,1 @@
+"""The profile of a deployment, from options, servers, stamps and stores."""

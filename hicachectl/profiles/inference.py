@@ -1,0 +1,228 @@
+"""A profile of a store's deployment, as far as the store itself shows it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from shlex import quote
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.pools import DRAFT_POOLS
+from hicachectl.formats.profile import Profile, profile_from_mapping
+from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hicachectl.formats.spec import ObjectSpec
+    from hicachectl.pages.deployments import Deployment
+    from hicachectl.pages.inventory import Inventory
+
+_AXES = ("tp", "pp", "cp", "dcp")
+_OTHER_SOURCES = "give --model-config with the server's flags, --server, or write a profile file"
+# The last release whose Mamba keys name no TP rank beside a KV object that all ranks share.
+_UNRANKED_MAMBA_SGLANG = "0.5.18"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which deployment of a store is meant; what is None is left open."""
+
+    model: str | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    dcp: int | None = None
+
+    def fits(self, deployment: Deployment) -> bool:
+        """Tell whether a deployment is one of those that are meant."""
+        if self.model is not None and deployment.model != self.model.replace("/", "-"):
+            return False
+        specs = deployment.specs
+        return all(getattr(self, axis) in (None, _size(specs, axis)) for axis in _AXES)
+
+
+def infer_profile(inventory: Inventory, scheme: str, choice: Choice | None = None) -> Profile:
+    """State the shards, pools and object sizes that were seen of the one deployment of a store.
+
+    scheme: of the store's keys. Raises ProfileError when there is no deployment or the choice is
+    open, and where a profile cannot say what was seen.
+    """
+    chosen = choose_deployment(inventory, choice or Choice())
+    deployment = _seen(inventory, inventory.table.deployments[chosen])
+    profile = _profile(deployment)
+    _check_says_all(profile, deployment, scheme)
+    return profile
+
+
+def choose_deployment(inventory: Inventory, choice: Choice) -> int:
+    """Find the one deployment of a store that is meant: its number in the inventory.
+
+    Raises ProfileError when there is none or the choice is open.
+    """
+    deployments = inventory.table.deployments
+    if not deployments:
+        raise ProfileError(_nothing_seen(inventory))
+    # Sidecars whose kv is gone are no deployment to speak of beside one that has it.
+    fitting = [number for number, d in enumerate(deployments) if choice.fits(d)]
+    found = [number for number in fitting if _anchors(deployments[number])] or fitting
+    if not found:
+        raise ProfileError(f"the store has no such deployment, but: {_listed(deployments)}")
+    if len(found) > 1:
+        several = [deployments[number] for number in found]
+        remedy = (
+            "choose one" if len(set(map(_options, several))) > 1 else "no option tells them apart"
+        )
+        raise ProfileError(f"the store has several deployments, {remedy}: {_listed(several)}")
+    _check_one_mamba_size(deployments[found[0]])
+    return found[0]
+
+
+def _seen(inventory: Inventory, deployment: Deployment) -> Deployment:
+    """Leave only specs that a key of the store names: others stand for ranks that must be."""
+    listed = set(inventory.table.affixes)
+    return replace(deployment, specs=tuple(s for s in deployment.specs if s.affix in listed))
+
+
+def _nothing_seen(inventory: Inventory) -> str:
+    if not len(inventory.objects):
+        return "the store has no pages"
+    ambiguous = [
+        "<hash>".join(affix)
+        for affix, found in zip(inventory.table.affixes, inventory.table.resolved, strict=True)
+        if found.ambiguous
+    ]
+    if ambiguous:
+        return (
+            f"the keys of the store can be read in several ways ({ambiguous[0]}, "
+            f"{len(ambiguous)} forms in all), so that they show no deployment; {_OTHER_SOURCES}"
+        )
+    return f"none of the {len(inventory.objects)} keys of the store is one that SGLang writes"
+
+
+def _listed(deployments: Iterable[Deployment]) -> str:
+    return "; ".join(sorted(map(_described, deployments)))
+
+
+def _described(deployment: Deployment) -> str:
+    """Write a deployment as the options that choose it, and what they do not say."""
+    ranks = {spec.coordinate.shard.tp_rank for spec in deployment.specs}
+    notes = [] if ranks != {None} else ["no TP ranks in its keys"]
+    if not _anchors(deployment):
+        pools = sorted({spec.pool for spec in deployment.specs})
+        notes.append(f"only {', '.join(pools)}")
+    return _options(deployment) + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _options(deployment: Deployment) -> str:
+    sizes = {axis: _size(deployment.specs, axis) for axis in _AXES}
+    stated = [f"--{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "tp"]
+    return " ".join([f"--model {quote(deployment.model)}", *stated])
+
+
+def _anchors(deployment: Deployment) -> list[ObjectSpec]:
+    return [spec for spec in deployment.specs if spec.pool == "kv"]
+
+
+def _check_one_mamba_size(deployment: Deployment) -> None:
+    sizes = {spec.coordinate.shard.tp_size for spec in deployment.specs if spec.pool == "mamba"}
+    if len(sizes) > 1:
+        texts = ", ".join(str(size or "none") for size in sorted(sizes, key=lambda s: s or 0))
+        raise ProfileError(
+            f"model {deployment.model!r} has mamba objects of several TP sizes ({texts}) beside "
+            "the same kv, as servers that share a store leave them; a profile states one size: "
+            f"{_OTHER_SOURCES}"
+        )
+
+
+def _profile(deployment: Deployment) -> Profile:
+    pools: dict[str, list[ObjectSpec]] = defaultdict(list)
+    anchors = _anchors(deployment)
+    if not anchors:
+        raise ProfileError(f"no kv objects of model {deployment.model!r} are in the store")
+    for spec in sorted(deployment.specs, key=lambda spec: spec.pool != "kv"):
+        pools[spec.pool].append(spec)
+    mapping = {
+        "model": deployment.model,
+        "inferred": True,
+        **{axis: _size(anchors, axis) for axis in ("pp", "cp", "dcp")},
+        "tp": _size(deployment.specs, "tp"),
+        "tag": deployment.tag,
+        "pools": [_pool(name, specs) for name, specs in pools.items()],
+    }
+    page_size = anchors[0].coordinate.shard.dcp_page_size
+    if page_size is not None:
+        mapping["page_size"] = page_size
+    if "mamba" in pools and not _ranked(pools["mamba"]):
+        mapping["sglang"] = _UNRANKED_MAMBA_SGLANG
+    return profile_from_mapping(mapping, source="what the store shows")
+
+
+def _pool(name: str, specs: list[ObjectSpec]) -> dict[str, object]:
+    nbytes = _common_size(name, specs)
+    ranked = _ranked(specs)
+    if nbytes:
+        return {"name": name, "kind": "opaque", "nbytes": nbytes, "replicated": not ranked}
+    if name == "kv" and not ranked:  # DeepSeek-V4: empty files stand for the page
+        return {"name": name, "kind": "logical"}
+    raise ProfileError(f"the {name} objects of this store are empty; see hicachectl verify")
+
+
+def _common_size(name: str, specs: list[ObjectSpec]) -> int:
+    """Give the one size of a pool's objects."""
+    by_size: dict[int, list[ObjectSpec]] = defaultdict(list)
+    for spec in specs:
+        by_size[spec.nbytes].append(spec)
+    if len(by_size) == 1 and UNKNOWN_SIZE not in by_size:
+        return next(iter(by_size))
+    if UNKNOWN_SIZE in by_size:
+        raise ProfileError(
+            f"{name} objects of one rank have several sizes in this store, none of them usual; "
+            f"see hicachectl ls --objects, and {_OTHER_SOURCES}"
+        )
+    shown = ", ".join(f"{size} bytes at {_place(found[0])}" for size, found in by_size.items())
+    raise ProfileError(
+        f"{name} objects have no single size in this store ({shown}): pipeline stages or "
+        "context-parallel ranks with unequal numbers of layers, which an inferred profile cannot "
+        f"state; {_OTHER_SOURCES}"
+    )
+
+
+def _place(spec: ObjectSpec) -> str:
+    shard = spec.coordinate.shard
+    ranks = {axis: getattr(shard, f"{axis}_rank") for axis in ("pp", "cp", "dcp")}
+    texts = [f"{axis} rank {rank}" for axis, rank in ranks.items() if rank is not None]
+    return " ".join(texts) or (spec.coordinate.part or "every rank")
+
+
+def _check_says_all(profile: Profile, deployment: Deployment, scheme: str) -> None:
+    """Refuse a profile that does not expect just what was seen, rank by rank."""
+    expected = {e.coordinate for e in object_specs(profile, scheme)}
+    for spec in deployment.specs:
+        if spec.coordinate not in expected:
+            raise ProfileError(
+                f"a profile cannot state keys like {'<hash>'.join(spec.affix)} beside the "
+                f"others of model {deployment.model!r}; {_OTHER_SOURCES}"
+            )
+    anchored = {_stage(spec) for spec in _anchors(deployment)}
+    for pool in profile.pools:
+        own = {_stage(spec) for spec in deployment.specs if spec.pool == pool.name}
+        if pool.name not in DRAFT_POOLS and own != anchored:  # a draft is on the last stage alone
+            raise ProfileError(
+                f"{pool.name} objects are on some pipeline or context-parallel ranks only, which "
+                f"an inferred profile cannot state; {_OTHER_SOURCES}"
+            )
+
+
+def _stage(spec: ObjectSpec) -> tuple[int | None, ...]:
+    shard = spec.coordinate.shard
+    return shard.pp_rank, shard.cp_rank
+
+
+def _ranked(specs: Iterable[ObjectSpec]) -> bool:
+    return any(spec.coordinate.shard.tp_rank is not None for spec in specs)
+
+
+def _size(specs: Iterable[ObjectSpec], axis: str) -> int:
+    return max(getattr(spec.coordinate.shard, f"{axis}_size") or 1 for spec in specs)

@@ -1,0 +1,203 @@
+"""Ask a live SGLang server for its deployment, over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+from hicachectl.backends.disk.bounded import read_bounded
+from hicachectl.backends.http import HttpService
+from hicachectl.formats.documents import parse_json_object
+from hicachectl.formats.errors import FormatError, ProfileError, UsageError
+from hicachectl.formats.models.config import profile_from_config
+from hicachectl.formats.models.server_info import contradictions_with_layout, flags_from_server_info
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicachectl.formats.models.server_info import ServerDeployment
+    from hicachectl.formats.profile import Profile
+
+API_KEY_VARIABLE = "HICACHECTL_API_KEY"
+MAX_REPLY_BYTES = 32 << 20  # a real reply has some 50 KB for each attention-DP rank
+MAX_CONFIG_BYTES = 32 << 20
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReplies:
+    """Parsed `/server_info` and, where the server has it, `/get_hicache_l3_cache_layout`."""
+
+    info: Mapping[str, Any]
+    layout: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProfile:
+    """The profile of a live server, and what the operator should know of it."""
+
+    profile: Profile
+    warnings: tuple[str, ...]
+
+
+def fetch_server(url: str, *, api_key: str | None = None, timeout_s: float = 10.0) -> ServerReplies:
+    """Ask a server for its deployment and its key layout.
+
+    url: `http://host:port`, or https. api_key: default from HICACHECTL_API_KEY. timeout_s: for
+    each request as a whole. Raises UsageError for a bad URL and StoreUnavailable where no usable
+    answer comes.
+    """
+    service, base = server_service(url, "--server", api_key=api_key, timeout_s=timeout_s)
+    try:
+        info = _get_json(service, f"{base}/server_info")
+        if info is None:
+            info = _get_json(service, f"{base}/get_server_info")  # its older name
+        if info is None:
+            what = "has neither /server_info nor /get_server_info: no SGLang server?"
+            raise service.lost(what)
+        return ServerReplies(info, _get_json(service, f"{base}/get_hicache_l3_cache_layout"))
+    finally:
+        service.close()
+
+
+def server_service(
+    url: str, option: str, *, api_key: str | None = None, timeout_s: float
+) -> tuple[HttpService, str]:
+    """Make the client of an SGLang server; returns it and the path of the server's endpoints.
+
+    option: gave the URL. api_key: default from HICACHECTL_API_KEY. timeout_s: for each request as
+    a whole. Raises UsageError on a URL or a key that cannot be one.
+    """
+    parts = urlsplit(checked_url(url, option))
+    key = checked_key(api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE, ""))
+    tls = parts.scheme == "https"
+    service = HttpService(
+        str(parts.hostname),
+        parts.port or (443 if tls else 80),
+        who="SGLang server",
+        hint="is this the URL of an SGLang server?",
+        timeout_s=timeout_s,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        tls=tls,
+        max_reply_bytes=MAX_REPLY_BYTES,
+    )
+    return service, quote(parts.path, safe="/%:@!$&'()*+,;=~")
+
+
+def profile_from_server(
+    url: str,
+    *,
+    model_config: Path | None = None,
+    draft_model_config: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    timeout_s: float = 10.0,
+) -> ServerProfile:
+    """Derive the profile of a live server.
+
+    model_config: the model's config.json or its folder; default: the server's `model_path`, where
+    that is a folder on this machine. overrides: fields of DeploymentFlags that win over what the
+    server says. Raises ProfileError where the sizes cannot be told, else as fetch_server.
+    """
+    replies = fetch_server(url, timeout_s=timeout_s)
+    server = flags_from_server_info(replies.info)
+    flags = replace(server.flags, draft_model_config=_draft_config(server, draft_model_config))
+    flags = replace(flags, **(overrides or {}))
+    path = model_config or _local_model(server.model_path, "--model-config")
+    profile = profile_from_config(read_model_config(path), flags, source=str(path))
+    warnings = list(server.notes)
+    if replies.layout is not None:
+        warnings += contradictions_with_layout(profile, replies.layout)
+    return ServerProfile(profile, tuple(warnings))
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Read a config.json, or the one in a folder. Raises ProfileError.
+
+    A ModelOpt `hf_quant_config.json` beside it is put in as `quantization_config` where the config
+    has none, as SGLang does.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    config = _read_json(file)
+    beside = file.with_name("hf_quant_config.json")
+    own = file.name == "config.json" and "quantization_config" not in config
+    if own and beside.is_file():
+        config["quantization_config"] = {"quant_method": "modelopt", **_read_json(beside)}
+    return config
+
+
+def _draft_config(server: ServerDeployment, given: Path | None) -> dict[str, Any] | None:
+    if given is not None:
+        return read_model_config(given)
+    if not server.draft_model_path:
+        return None
+    return read_model_config(_local_model(server.draft_model_path, "--draft-model-config"))
+
+
+def _local_model(model_path: str, option: str) -> Path:
+    path = Path(model_path)
+    # A relative path is one of the server's working directory, or a name on the Hub.
+    if not path.is_absolute() or not (path / "config.json").is_file():
+        raise ProfileError(
+            f"the server's {model_path!r} is no folder with a config.json on this machine; "
+            f"pass {option}"
+        )
+    return path
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    data = read_bounded(file, MAX_CONFIG_BYTES, what="a model config", refusal=ProfileError)
+    return parse_json_object(data, str(file), refusal=ProfileError)
+
+
+def checked_url(url: str, option: str = "--server") -> str:
+    """Check the server's address, which an option gave; the result is fit to be shown.
+
+    Raises UsageError.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise UsageError(f"{option}: not a URL; write http://host:port") from None
+    if parts.username is not None or parts.password is not None:
+        raise UsageError(f"{option}: no credentials in the URL; set {API_KEY_VARIABLE}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"{option}: {url!r} is no http or https URL; write http://host:port")
+    if parts.query or parts.fragment:
+        raise UsageError(f"{option}: a URL without ? and # is needed; write http://host:port")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path.rstrip('/')}"
+
+
+def checked_key(key: str) -> str:
+    """Strip the key and refuse what no header can hold: http.client would quote it in its error."""
+    key = key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError(f"{API_KEY_VARIABLE}: holds characters that an API key cannot have")
+    return key
+
+
+def _get_json(service: HttpService, path: str) -> dict[str, Any] | None:
+    """Get a JSON object; None where the server has no such endpoint. Raises StoreUnavailable."""
+    _log.debug("GET %s", path)
+    reply = service.get(path)
+    if reply.status == http.client.NOT_FOUND:
+        return None
+    if reply.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
+        what = f"HTTP {reply.status}: the server wants its API key"
+        raise service.lost(what, f"set {API_KEY_VARIABLE}")
+    if 300 <= reply.status < 400:
+        what = f"HTTP {reply.status}: redirects are not followed"
+        raise service.lost(what, "give the server's own URL")
+    if reply.status != http.client.OK:
+        raise service.refused(path, reply)
+    try:
+        return parse_json_object(reply.body, path)
+    except FormatError as error:
+        raise service.lost(str(error), service.hint) from None

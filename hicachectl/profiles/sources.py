@@ -1,0 +1,164 @@
+"""The profile that a command works with: from its options, in design's order of sources."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.backends.disk.bounded import read_bounded
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.profile import Profile, parse_profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from hicachectl.backends.base import Store
+
+# Options that describe a deployment, to the fields of DeploymentFlags.
+_FLAG_OPTIONS = {
+    "served_model_name": "model",
+    **{
+        name: name
+        for name in (
+            "page_size", "kv_cache_dtype", "layout", "tp", "dp", "enable_dp_attention", "pp",
+            "cp", "enable_dsa_cache_layer_split", "dcp", "tp_lcm_size", "tag",
+            "speculative_algorithm", "dsa_prefill_backend", "dsa_decode_backend", "sglang",
+        )
+    },
+}  # fmt: skip
+_SOURCES = ("profile_file", "model_config", "server")
+_MAX_PROFILE_BYTES = 16 << 20  # a profile is kilobytes
+
+
+def profile_from_options(
+    options: Mapping[str, Any],
+    store: Store | None = None,
+    *,
+    looks_only: bool = False,
+    warn: Callable[[str], None] = lambda text: None,
+) -> Profile | None:
+    """Build the profile that the profile options ask for, else give the one the store keeps.
+
+    None when there is neither. store: asked for its model name where nothing else gives one, and
+    told the profile. looks_only: see `Profiled.use_profile`. warn: told what the operator should
+    know of a server's answer. Raises UsageError on options that contradict one another,
+    ProfileError and StoreUnavailable from the source or the store.
+    """
+    profile = _asked_for(options, store, warn)
+    return profile if store is None else _agreed(store, profile, looks_only)
+
+
+def _agreed(store: Store, profile: Profile | None, looks_only: bool) -> Profile | None:
+    """Tell a store the profile; without one, ask the store."""
+    from hicachectl.backends.capabilities import Archive, Profiled
+
+    if profile is None and isinstance(store, Archive):
+        profile = store.recorded_profile()
+    if profile is not None and isinstance(store, Profiled):
+        store.use_profile(profile, looks_only=looks_only)
+    return profile
+
+
+def states_source(options: Mapping[str, Any]) -> bool:
+    """Tell whether the profile options name something to build a profile from."""
+    return any(options.get(name) for name in _SOURCES)
+
+
+def _asked_for(
+    options: Mapping[str, Any], store: Store | None, warn: Callable[[str], None]
+) -> Profile | None:
+    given = sorted(
+        name for name in (*_FLAG_OPTIONS, "pp_partition", "draft_model_config") if options.get(name)
+    )
+    sources = [name for name in _SOURCES if options.get(name)]
+    if options.get("profile_file"):
+        others = [*sources[1:], *given]
+        if others:
+            raise UsageError(f"--profile says everything; leave out {_option(others[0])}")
+        return read_profile(options["profile_file"])
+    if not sources:
+        if given:
+            raise UsageError(f"{_option(given[0])} needs --model-config or --server")
+        return None
+    if options.get("server"):
+        return _from_server(options, warn)
+    return _from_config(options, store)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a profile file. Raises UsageError, FormatError and ProfileError."""
+    data = read_bounded(path, _MAX_PROFILE_BYTES, what="a profile")
+    try:
+        return parse_profile(data.decode("utf-8-sig"), source=str(path))
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: not UTF-8 text") from error
+
+
+def _from_server(options: Mapping[str, Any], warn: Callable[[str], None]) -> Profile:
+    from hicachectl.profiles.server import profile_from_server
+
+    found = profile_from_server(
+        options["server"],
+        model_config=options.get("model_config"),
+        draft_model_config=options.get("draft_model_config"),
+        overrides=_flags(options),
+    )
+    for text in found.warnings:
+        warn(f"{options['server']}: {text}")
+    return found.profile
+
+
+def _from_config(options: Mapping[str, Any], store: Store | None) -> Profile:
+    from hicachectl.formats.models.config import profile_from_config
+    from hicachectl.formats.models.flags import DeploymentFlags
+    from hicachectl.profiles.server import read_model_config
+
+    path = options["model_config"]
+    config = read_model_config(path)
+    flags = _flags(options)
+    if options.get("draft_model_config"):
+        flags["draft_model_config"] = read_model_config(options["draft_model_config"])
+    if "model" not in flags:
+        flags["model"] = config.get("_name_or_path") or _only_model(store)
+    if store is not None:
+        flags["storage_backend"] = store.grammar
+    return profile_from_config(config, DeploymentFlags(**flags), source=str(path))
+
+
+def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
+    flags = {
+        field: options[option] for option, field in _FLAG_OPTIONS.items() if options.get(option)
+    }
+    if options.get("pp_partition"):
+        try:
+            flags["pp_partition"] = tuple(int(n) for n in options["pp_partition"].split(","))
+        except ValueError:
+            raise UsageError(
+                f"--pp-partition {options['pp_partition']!r}: write layers a stage, as in 30,31"
+            ) from None
+        flags.setdefault("pp", len(flags["pp_partition"]))
+    return flags
+
+
+def _only_model(store: Store | None) -> str:
+    """Return the model that the first keys of a store name, when it is one."""
+    from hicachectl.formats.keys.base import codec_for
+    from hicachectl.formats.keys.table import KeySplitter
+    from hicachectl.pages.deployments import assign_affixes
+
+    models: set[str] = set()
+    if store is not None:
+        splitter = KeySplitter()
+        for batch in islice(store.scan(("key",)), 4):
+            splitter.split(batch.column("key"))
+        table = assign_affixes(splitter.affixes, codec_for(store.grammar), None)
+        models = {deployment.model for deployment in table.deployments}
+    if len(models) != 1:
+        seen = f"; the store has {', '.join(sorted(models))}" if models else ""
+        raise UsageError(f"name the model as served: --served-model-name NAME{seen}")
+    return models.pop()

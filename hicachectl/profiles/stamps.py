@@ -1,0 +1,188 @@
+"""The stamp: the profile and weights version that a store was filled with, kept beside it."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from msgspec import Struct, to_builtins
+
+from hicachectl.backends.capabilities import SideFiles
+from hicachectl.checks.findings import SCHEMA, findings
+from hicachectl.formats.documents import parse_json
+from hicachectl.formats.errors import (
+    FormatError,
+    StoreUnavailable,
+    UnsupportedByBackend,
+)
+from hicachectl.formats.forms import convert
+from hicachectl.formats.profile import Profile, profile_from_mapping, profile_to_mapping
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from hicachectl.backends.base import Store
+    from hicachectl.backends.disk.directory import Directory
+
+_FORM = 1
+_FOLDER = "stamps"
+_MAX_BYTES = 1 << 20  # a stamp is kilobytes
+_KEYLESS = ("sglang",)  # may differ between servers that share a store
+
+
+class _NoStampError(FormatError):
+    """Text that is not JSON, or not of a stamp."""
+
+
+class _StampForm(Struct):
+    """A stamp as JSON has it."""
+
+    form: int
+    weights_version: str
+    profile: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Who filled a store. weights_version is "" where it was not said."""
+
+    profile: Profile
+    weights_version: str = ""
+
+
+def read_stamp(store: Store, key_model: str) -> Stamp | None:
+    """Read the stamp of a model, by its name in keys; None where there is none.
+
+    Raises FormatError on a damaged stamp, UntrustedError on a link, a special file or a file of
+    an owner who is not trusted, StoreUnavailable.
+    """
+    name = _file_name(key_model)
+    with _opened(store, writes=False) as directory:
+        if directory is None or not directory.has(name):
+            return None
+        return _parse(directory.read(name, _MAX_BYTES + 1), f"{directory.path}/{name}")
+
+
+def check_stamp_place(store: Store, key_model: str) -> None:
+    """Raise what `write_stamp` would, before anything is changed."""
+    with _opened(store, writes=True) as directory:
+        _check_place(directory, _file_name(key_model))
+
+
+def write_stamp(store: Store, stamp: Stamp) -> Path:
+    """Write the stamp of the profile's model beside a store, whole or not at all.
+
+    Raises UnsupportedByBackend where the store has no place for it, UntrustedError as
+    `read_stamp` does, StoreUnavailable.
+    """
+    if not isinstance(store, SideFiles):
+        raise UnsupportedByBackend(f"{store.url}: there is no place beside this store for a stamp")
+    name = _file_name(stamp.profile.key_model)
+    document = _StampForm(_FORM, stamp.weights_version, profile_to_mapping(stamp.profile))
+    with _opened(store, writes=True, makes=True) as directory:
+        _check_place(directory, name)
+        if directory is not None:
+            directory.write(name, json.dumps(to_builtins(document), indent=2).encode())
+    return store.side_directory() / _FOLDER / name
+
+
+def check_stamp(
+    store: Store,
+    profile: Profile | None,
+    weights_version: str,
+    remark: Callable[[str], None] = lambda text: None,
+) -> pa.Table:
+    """Find where the profile, or the weights version, is not the one a store was stamped with.
+
+    remark is told of a stamp that is not read, since it is a link, its owner is not trusted, or
+    the user may not read it.
+    """
+    if profile is None or profile.inferred:
+        return SCHEMA.empty_table()
+    try:
+        stamp = read_stamp(store, profile.key_model)
+    except StoreUnavailable as error:
+        remark(f"the stamp is not compared: {error}")
+        stamp = None
+    differences = [] if stamp is None else _differences(stamp, Stamp(profile, weights_version))
+    return findings(
+        "stamp-mismatch",
+        "error",
+        keys=pa.nulls(len(differences), pa.string()),
+        detail=pa.array(differences, pa.string()),
+    )
+
+
+@contextmanager
+def _opened(store: Store, *, writes: bool, makes: bool = False) -> Iterator[Directory | None]:
+    """Open the folder of a store's stamps; None where there is none."""
+    if not isinstance(store, SideFiles):
+        yield None
+        return
+    try:
+        with ExitStack() as exits:
+            directory = store.open_side_directory(writes=writes, makes=makes)
+            if directory is not None:
+                side = exits.enter_context(directory)
+                directory = None
+                if makes:
+                    directory = exits.enter_context(side.make_directory(_FOLDER, exist_ok=True))
+                elif side.has(_FOLDER):
+                    directory = exits.enter_context(side.directory(_FOLDER))
+            yield directory
+    except OSError as error:
+        verb = "write" if writes else "read"
+        path = f"{store.side_directory()}/{_FOLDER}"
+        raise StoreUnavailable(f"cannot {verb} {path}: {error.strerror}") from error
+
+
+def _check_place(directory: Directory | None, name: str) -> None:
+    """Refuse to replace what is no regular file of a trusted owner."""
+    if directory is not None and directory.has(name):
+        directory.read(name, 0)
+
+
+def _differences(old: Stamp, new: Stamp) -> list[str]:
+    before, after = profile_to_mapping(old.profile), profile_to_mapping(new.profile)
+    if new.weights_version:
+        before["weights_version"] = old.weights_version
+        after["weights_version"] = new.weights_version
+    names = [n for n in {**before, **after} if n not in (*_KEYLESS, "pools")]
+    found = [
+        f"{name}: stamped {before.get(name)!r}, now {after.get(name)!r}"
+        for name in names
+        if before.get(name) != after.get(name)
+    ]
+    return found + _pool_differences(before["pools"], after["pools"])
+
+
+def _pool_differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
+    old = {pool["name"]: pool for pool in before}
+    new = {pool["name"]: pool for pool in after}
+    return [
+        f"pools[{name}]: stamped {old.get(name)}, now {new.get(name)}"
+        for name in {**old, **new}
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _file_name(key_model: str) -> str:
+    """Spell a model name as a file name: without "/" already, it may be anything else."""
+    plain = "".join(c if c.isalnum() or c in "-_." else f"%{ord(c):x}" for c in key_model)
+    return f"{plain[:200]}.json"
+
+
+def _parse(data: bytes, path: str) -> Stamp:
+    try:
+        document = parse_json(data[:_MAX_BYTES], path, refusal=_NoStampError)
+        stamp = convert(document, _StampForm, path, refusal=_NoStampError)
+    except _NoStampError as error:
+        raise FormatError(f"{path}: not a stamp, or damaged; remove it to go on") from error
+    if stamp.form != _FORM:
+        raise FormatError(f"{path}: not a stamp of this version")
+    profile = profile_from_mapping(stamp.profile, source=f"{path}: profile")
+    return Stamp(profile, stamp.weights_version)

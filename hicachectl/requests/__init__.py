@@ -1,0 +1,1 @@
+"""Requests as page chains, and how far a store can serve them."""

@@ -1,0 +1,67 @@
+"""Which page chains the options of a command ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from hicachectl.formats.profile import Profile
+    from hicachectl.requests.chains import Chains, Hashing
+    from hicachectl.requests.files import Request
+
+
+def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashing | None:
+    """Say how tokens become pages; None where nothing says it."""
+    from hicachectl.formats.models.flags import DeploymentFlags, canonical_algorithm, hash_unit
+    from hicachectl.requests.chains import Hashing
+
+    if profile is not None and not profile.inferred:
+        return Hashing.of(profile)
+    if options["page_size"] is None:
+        return None
+    flags = DeploymentFlags(model="", speculative_algorithm=options["speculative_algorithm"] or "")
+    return Hashing(options["page_size"], hash_unit(canonical_algorithm(flags)) == "bigram")
+
+
+def asked_chains(options: Mapping[str, Any], hashing: Hashing | None) -> Chains:
+    """Read the chains of --pages, or hash the requests of --token-ids or --prompts.
+
+    Raises click.UsageError where nothing says how, UsageError and FormatError from the files.
+    """
+    from hicachectl.requests.chains import chains_of, chains_of_pages
+    from hicachectl.requests.files import read_page_chains
+
+    if options["pages"]:
+        page_size = None if hashing is None else hashing.page_size
+        return chains_of_pages(read_page_chains(options["pages"]), page_size)
+    if hashing is None:
+        raise click.UsageError(
+            "token ids are hashed by pages: give --profile, --model-config, --server or --page-size"
+        )
+    return chains_of(asked_requests(options), hashing)
+
+
+def asked_requests(options: Mapping[str, Any]) -> Iterator[Request]:
+    """Read the requests of --token-ids, or of --prompts through a tokenizer."""
+    from hicachectl.requests.files import read_prompts, read_token_ids
+
+    if options["token_ids"]:
+        return read_token_ids(options["token_ids"])
+    from hicachectl.requests.tokenizing import find_tokenizer
+
+    places = (options["model_config"], options["profile_file"])
+    return read_prompts(options["prompts"], find_tokenizer(options["tokenizer"], places))
+
+
+def refuse_other_sources(options: Mapping[str, Any], sources: Iterable[str]) -> None:
+    """Fail unless exactly one of the options that name requests is given."""
+    names = list(sources)
+    if sum(bool(options[name]) for name in names) != 1:
+        shown = [f"--{name.rstrip('_').replace('_', '-')}" for name in names]
+        raise click.UsageError(f"give the requests: one of {', '.join(shown[:-1])} and {shown[-1]}")
+    if options["tokenizer"] and not options["prompts"]:
+        raise click.UsageError("--tokenizer is for --prompts")

@@ -1,0 +1,150 @@
+"""Page chains of many requests, in flat arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hicachectl.formats.errors import FormatError
+from hicachectl.formats.hashing import (
+    HASH_BYTES,
+    namespace_seed,
+    page_hashes,
+    restorable_pages,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from hicachectl.formats.profile import Profile
+    from hicachectl.requests.files import Request
+
+    IntArray = npt.NDArray[np.int64]
+
+_HEX = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), "<u2")
+_DIGITS = np.zeros(256, np.uint8)
+_DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
+
+
+@dataclass(frozen=True, slots=True)
+class Hashing:
+    """What makes tokens into pages: their number a page, and whether pairs of them are hashed."""
+
+    page_size: int
+    bigram: bool = False
+
+    @classmethod
+    def of(cls, profile: Profile) -> Hashing:
+        """Take it from a profile, which must not be an inferred one."""
+        return cls(profile.page_size, profile.hash_unit == "bigram")
+
+    def hashes(self, request: Request) -> npt.NDArray[np.uint8]:
+        """Hash the full pages of a request: [pages, 32]. Raises FormatError naming its place."""
+        try:
+            seed = namespace_seed(request.extra_key, request.cache_salt)
+            return page_hashes(request.token_ids, self.page_size, bigram=self.bigram, prior=seed)
+        except FormatError as error:
+            raise FormatError(f"{request.where}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """Page chains, one after another.
+
+    pages:   [all pages, 32] uint8, raw page hashes
+    offsets: [chains + 1] int64: chain i has pages[offsets[i]:offsets[i + 1]]
+    tokens:  [chains] int64, of each request; -1 where only hashes are known
+    reach:   [chains] int64, how many pages a server takes from a store at most for the request
+        itself, whose last token is always computed; all of them where only hashes are known
+    """
+
+    pages: npt.NDArray[np.uint8]
+    offsets: IntArray
+    tokens: IntArray
+    reach: IntArray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def within_reach(self) -> Chains:
+        """Cut each chain to its reach."""
+        lengths = np.diff(self.offsets)
+        if np.array_equal(lengths, self.reach):
+            return self
+        offsets = np.concatenate([[0], np.cumsum(self.reach)])
+        shift = np.repeat(self.offsets[:-1] - offsets[:-1], self.reach)
+        taken = self.pages[np.arange(offsets[-1]) + shift]
+        return Chains(taken, offsets, self.tokens, self.reach)
+
+    def distinct_pages(self) -> tuple[pa.StringArray, IntArray]:
+        """Name each distinct page once, in hex: [distinct], and which of them each page is."""
+        fixed = pa.FixedSizeBinaryArray.from_buffers(
+            pa.binary(HASH_BYTES), len(self.pages), [None, pa.py_buffer(self.pages)]
+        )
+        coded = fixed.dictionary_encode()
+        distinct = np.frombuffer(coded.dictionary.buffers()[1], np.uint8)
+        distinct = distinct[: len(coded.dictionary) * HASH_BYTES].reshape(-1, HASH_BYTES)
+        return hex_pages(distinct), coded.indices.to_numpy().astype(np.int64)
+
+
+def chains_of(requests: Iterable[Request], hashing: Hashing) -> Chains:
+    """Hash requests. Raises FormatError naming the place of a bad one; keeps no tokens."""
+    hashed: list[npt.NDArray[np.uint8]] = []
+    tokens: list[int] = []
+    for request in requests:
+        hashed.append(hashing.hashes(request))
+        tokens.append(len(request.token_ids))
+    reach = [restorable_pages(n, hashing.page_size, bigram=hashing.bigram) for n in tokens]
+    return _chains(hashed, tokens, reach)
+
+
+def chains_of_pages(chains: Iterable[list[str]], page_size: int | None) -> Chains:
+    """Take chains of page hashes; page_size: None where nothing says it."""
+    hashed = [
+        np.frombuffer(bytes.fromhex("".join(chain)), np.uint8).reshape(-1, HASH_BYTES)
+        for chain in chains
+    ]
+    pages = [len(chain) for chain in hashed]
+    tokens = [-1 if page_size is None else n * page_size for n in pages]
+    return _chains(hashed, tokens, pages)
+
+
+def hex_chains(requests: Iterable[Request], hashing: Hashing) -> Iterator[list[str]]:
+    """Hash requests one at a time, spelling the hashes as keys do."""
+    for request in requests:
+        yield hex_pages(hashing.hashes(request)).to_pylist()
+
+
+def hex_pages(pages: npt.NDArray[np.uint8]) -> pa.StringArray:
+    """Spell raw page hashes [n, 32] as keys do."""
+    width = 2 * HASH_BYTES
+    text = _HEX[pages]
+    # Arrow's 32-bit offsets hold 2 GiB of text.
+    kind, step = (pa.string(), np.int32) if text.nbytes < 1 << 31 else (pa.large_string(), np.int64)
+    ends = np.arange(len(pages) + 1, dtype=step) * width
+    return pa.Array.from_buffers(kind, len(pages), [None, pa.py_buffer(ends), pa.py_buffer(text)])
+
+
+def raw_pages(names: pa.StringArray) -> npt.NDArray[np.uint8]:
+    """Read page hashes as keys spell them, without nulls: [n, 32] uint8, raw."""
+    if not len(names):
+        return np.zeros((0, HASH_BYTES), np.uint8)
+    start, width = names.offset, 2 * HASH_BYTES
+    text = np.frombuffer(names.buffers()[2], np.uint8)[start * width : (start + len(names)) * width]
+    digits: npt.NDArray[np.uint8] = _DIGITS[text].reshape(-1, HASH_BYTES, 2)
+    pages: npt.NDArray[np.uint8] = digits[:, :, 0] * np.uint8(16) + digits[:, :, 1]
+    return pages
+
+
+def _chains(hashed: list[npt.NDArray[np.uint8]], tokens: list[int], reach: list[int]) -> Chains:
+    lengths = [len(chain) for chain in hashed]
+    return Chains(
+        pages=np.concatenate([np.zeros((0, HASH_BYTES), np.uint8), *hashed]),
+        offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+        tokens=np.array(tokens, np.int64),
+        reach=np.array(reach, np.int64),
+    )

@@ -1,0 +1,277 @@
+"""Requests that files name, a line each: token ids, text, chats, or the hashes of pages."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
+
+from hicachectl.backends.disk.bounded import MAX_LINE_BYTES, read_lines
+from hicachectl.formats.errors import FormatError
+from hicachectl.formats.forms import decode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    T = TypeVar("T")
+
+_PROMPTS_AT_ONCE = 64  # a tokenizer works on several at a time
+_HASH = re.compile(r"[0-9a-f]{64}")
+_UNHASHABLE = "whose page hashes a prompt alone does not tell; give the token ids that were served"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a server is asked, as far as its page hashes follow from it.
+
+    where: "FILE: line N", for messages. An empty extra_key or cache_salt is None, as in SGLang
+    (managers/io_struct.py).
+    """
+
+    where: str
+    token_ids: list[int]
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages, and what the request hands to the chat template beside them.
+
+    tool_choice: "auto", "required" or "none", or which of the tools, as in a request.
+    """
+
+    messages: list[dict[str, Any]]
+    template_arguments: dict[str, Any]
+    tools: Sequence[dict[str, Any]] = ()
+    tool_choice: str | dict[str, Any] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class PageList:
+    """Pages that a file names, in its order.
+
+    source: the file, for messages. groups: for each page the label of the one group that is
+    meant (`ls` shows it as "group"); None: all groups of the page. lengths: how many pages each
+    line has, a chain where there are several.
+    """
+
+    source: str
+    pages: list[str]
+    groups: list[str | None]
+    lengths: list[int]
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether any line says which pages follow one another."""
+        return any(length > 1 for length in self.lengths)
+
+    def chains(self) -> Iterator[list[str]]:
+        """Yield the pages of each line."""
+        pages = iter(self.pages)
+        return (list(islice(pages, length)) for length in self.lengths)
+
+    def only_in_others(self, label: str) -> list[str]:
+        """List the pages that rows name in other groups than this one, and in no other way."""
+        rows = list(zip(self.pages, self.groups, strict=True))
+        named = {page for page, group in rows if group in (None, label)}
+        return [page for page, _ in rows if page not in named]
+
+
+Prompt = str | Chat
+
+
+class PromptTokenizer(Protocol):
+    """Makes prompts into the token ids that a server makes of them."""
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Give the token ids of each prompt. Raises FormatError, naming none of them."""
+
+
+class _Unhashed(msgspec.Struct, forbid_unknown_fields=True):
+    """Members of a request that do not touch its page hashes, so that bodies can be given whole.
+
+    Any other member is refused: mistyped or not understood, it would give another chain.
+    """
+
+    rid: msgspec.Raw = msgspec.Raw()
+    model: msgspec.Raw = msgspec.Raw()
+    user: msgspec.Raw = msgspec.Raw()
+    stream: msgspec.Raw = msgspec.Raw()
+    sampling_params: msgspec.Raw = msgspec.Raw()
+    max_tokens: msgspec.Raw = msgspec.Raw()
+    max_completion_tokens: msgspec.Raw = msgspec.Raw()
+    temperature: msgspec.Raw = msgspec.Raw()
+    top_p: msgspec.Raw = msgspec.Raw()
+    timestamp: msgspec.Raw = msgspec.Raw()
+    input_length: msgspec.Raw = msgspec.Raw()
+    output_length: msgspec.Raw = msgspec.Raw()
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+class _TokenLine(_Unhashed):
+    token_ids: list[int] | None = None
+    input_ids: list[int] | None = None
+
+
+class _PromptLine(_Unhashed):
+    text: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: msgspec.Raw = msgspec.Raw()
+
+
+class _PageLine(msgspec.Struct):
+    page: str
+    group: str | None = None
+
+
+_TOKEN_LINE = msgspec.json.Decoder(list[int] | _TokenLine)
+_PROMPT_LINE = msgspec.json.Decoder(str | list[dict[str, Any]] | _PromptLine)
+_PAGE_LINE = msgspec.json.Decoder(list[str] | _PageLine)
+
+
+def read_token_ids(path: Path) -> Iterator[Request]:
+    """Read requests as token ids: a JSON list, or {"token_ids" or "input_ids": [...]}, a line.
+
+    The latter with "extra_key" and "cache_salt" where the request had them. Raises UsageError when
+    the file cannot be read, FormatError naming the line.
+    """
+    for where, line in _lines(path):
+        found: list[int] | _TokenLine = _decoded(_TOKEN_LINE, line, where)
+        if isinstance(found, list):
+            yield Request(where, found)
+            continue
+        ids = [value for value in (found.token_ids, found.input_ids) if value is not None]
+        if len(ids) != 1:
+            raise FormatError(f'{where}: one of "token_ids" and "input_ids" is needed')
+        yield Request(where, ids[0], found.extra_key or None, found.cache_salt or None)
+
+
+def read_prompts(path: Path, tokenizer: PromptTokenizer) -> Iterator[Request]:
+    """Read requests as text or chats.
+
+    A line is a JSON string, {"text" or "prompt": "…"}, a list of messages or {"messages": [...]};
+    the objects with "extra_key" and "cache_salt", chats with "chat_template_kwargs", "tools" and
+    "tool_choice". Raises UsageError when the file cannot be read, FormatError naming the line, or
+    the lines of a batch.
+    """
+    batch: list[tuple[str, Prompt, _PromptLine]] = []
+    for where, line in _lines(path):
+        found: str | list[dict[str, Any]] | _PromptLine = _decoded(_PROMPT_LINE, line, where)
+        if isinstance(found, str):
+            found = _PromptLine(text=found)
+        elif isinstance(found, list):
+            found = _PromptLine(messages=found)
+        batch.append((where, _prompt(found, where), found))
+        if len(batch) == _PROMPTS_AT_ONCE:
+            yield from _tokenized(batch, tokenizer)
+            batch = []
+    yield from _tokenized(batch, tokenizer)
+
+
+def read_page_chains(path: Path) -> Iterator[list[str]]:
+    """Read page hashes: a line is one, bare or as "page" of a JSON row, or a JSON list, a chain.
+
+    JSON rows are such as `ls --format jsonl` prints. Raises UsageError when the file cannot be
+    read, FormatError naming the line.
+    """
+    for chain, _ in _page_lines(path):
+        yield chain
+
+
+def read_page_list(path: Path) -> PageList:
+    """Read page hashes as `read_page_chains` does, with the "group" of rows that have one."""
+    pages: list[str] = []
+    groups: list[str | None] = []
+    lengths: list[int] = []
+    for chain, group in _page_lines(path):
+        pages += chain
+        groups += [group] * len(chain)
+        lengths.append(len(chain))
+    return PageList(str(path), pages, groups, lengths)
+
+
+def _page_lines(path: Path) -> Iterator[tuple[list[str], str | None]]:
+    """Yield the pages of each line, and the group that the line names."""
+    for where, line in _lines(path):
+        chain, group = [line.decode(errors="replace")], None
+        if line.startswith((b"{", b"[")):
+            found: list[str] | _PageLine = _decoded(_PAGE_LINE, line, where)
+            if isinstance(found, _PageLine):
+                chain, group = [found.page], found.group
+            else:
+                chain = found
+        for page in chain:
+            if not _HASH.fullmatch(page):
+                raise FormatError(
+                    f"{where}: {page!r:.80} is no page hash (64 hexadecimal digits), nor a row of "
+                    "hicachectl ls --format jsonl"
+                )
+        yield chain, group
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Give each line that is not blank, stripped, and the name of its place."""
+    for number, line in read_lines(path, MAX_LINE_BYTES):
+        if text := line.strip():
+            yield f"{path}: line {number}", text
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], line: bytes, where: str) -> T:
+    try:
+        return decode(decoder, line)
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from error
+
+
+def _prompt(line: _PromptLine, where: str) -> Prompt:
+    given = [value for value in (line.text, line.prompt, line.messages) if value is not None]
+    if len(given) != 1:
+        raise FormatError(f'{where}: one of "text", "prompt" and "messages" is needed')
+    if isinstance(given[0], str):
+        if line.chat_template_kwargs or line.tools:
+            raise FormatError(f"{where}: chat_template_kwargs and tools belong to messages")
+        return given[0]
+    for number, message in enumerate(given[0]):
+        if not isinstance(message.get("role"), str):
+            raise FormatError(f"{where}: messages[{number}]: no role")
+        _check_content(message.get("content"), f"{where}: messages[{number}]")
+    choice = line.tool_choice or "auto"
+    return Chat(given[0], line.chat_template_kwargs, line.tools or (), choice)
+
+
+def _check_content(content: object, where: str) -> None:
+    """Refuse what is hashed by its bytes, not by its text (schedule_batch.py, pad values)."""
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise FormatError(f"{where}.content: neither a text nor a list of parts")
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or part.get("type") not in ("text", "input_text"):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise FormatError(f"{where}.content: a part of type {kind!r:.40}, {_UNHASHABLE}")
+
+
+def _tokenized(
+    batch: list[tuple[str, Prompt, _PromptLine]], tokenizer: PromptTokenizer
+) -> Iterator[Request]:
+    try:
+        encoded = tokenizer.encode([prompt for _, prompt, _ in batch]) if batch else []
+    except FormatError as error:
+        if len(batch) > 1:  # find the one at fault
+            for one in batch:
+                yield from _tokenized([one], tokenizer)
+            return
+        raise FormatError(f"{batch[0][0]}: {error}") from error
+    for (where, _, line), token_ids in zip(batch, encoded, strict=True):
+        yield Request(where, token_ids, line.extra_key or None, line.cache_salt or None)

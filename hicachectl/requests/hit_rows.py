@@ -1,0 +1,71 @@
+"""The rows that `hits` prints, as an Arrow table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.formats.keys.columns import RANK_COLUMNS, SPAN_COLUMNS, shard_fields
+from hicachectl.formats.keys.table import join_keys
+from hicachectl.pages.listing import key_text
+from hicachectl.text.jsontext import WRITE_NULL
+
+if TYPE_CHECKING:
+    from hicachectl.requests.hits import Hits
+
+_SHARD = pa.struct(
+    [
+        *((name, pa.int32()) for name in RANK_COLUMNS),
+        *((name, pa.string()) for name in SPAN_COLUMNS),
+    ]
+)
+_STOP_FIELDS = [
+    pa.field(name, kind, metadata=WRITE_NULL)
+    for name, kind in (
+        ("page", pa.string()),
+        ("pool", pa.string()),
+        ("part", pa.string()),
+        ("shard", _SHARD),
+        ("key", pa.string()),
+    )
+]
+
+
+def hit_rows(hits: Hits, page_size: int | None) -> pa.Table:
+    """Make a row per chain, in the columns of `hits`. page_size: None where nothing says it."""
+    tokens = hits.chains.tokens
+    usable = hits.usable_pages * (page_size or 0)
+    unknown = np.full(len(usable), page_size is None)
+    return pa.table(
+        {
+            "chain": pa.array(np.arange(len(hits.chains))),
+            "tokens": pa.array(tokens, mask=tokens < 0),
+            "kv_pages": pa.array(hits.kv_pages),
+            "usable_pages": pa.array(hits.usable_pages),
+            "usable_tokens": pa.array(usable, mask=unknown),
+            "stopped_by": _stopped_by(hits),
+        }
+    )
+
+
+def _stopped_by(hits: Hits) -> pa.StructArray:
+    """Name the object that stops each chain; null where nothing does."""
+    stopped = hits.stop_pages >= 0
+    positions = (hits.chains.offsets[:-1] + hits.stop_pages)[stopped]
+    spread = np.full(len(stopped), -1, dtype=np.int64)
+    spread[stopped] = hits.page_of[positions]
+    pages = hits.page_names.take(pa.array(spread, mask=~stopped)).cast(pa.string())
+    which = pa.array(hits.stop_specs, mask=hits.stop_specs < 0)
+    specs = () if hits.deployment is None else hits.deployment.specs
+    coordinates = [spec.coordinate for spec in specs]
+    keys = join_keys([spec.affix for spec in specs], which, pages)
+    # Where nothing is known of a deployment, its kv would be the first to be missed.
+    pools = pc.fill_null(pa.array([c.pool for c in coordinates], pa.string()).take(which), "kv")
+    parts = pa.array([c.part for c in coordinates], pa.string()).take(which)
+    shards = pa.array([shard_fields(c.shard) for c in coordinates], _SHARD).take(which)
+    return pa.StructArray.from_arrays(
+        [pages, pools, parts, shards, key_text(keys)], fields=_STOP_FIELDS, mask=pa.array(~stopped)
+    )

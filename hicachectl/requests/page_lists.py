@@ -1,0 +1,104 @@
+"""Find the page groups that the rows of a page list name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from hicachectl.pages.groups import BoolArray, PageGroups
+    from hicachectl.pages.inventory import IntArray
+    from hicachectl.requests.files import PageList
+
+_SHOWN_LABELS = 4
+
+
+@dataclass(frozen=True)
+class NamedGroups:
+    """The groups of a store that a page list names.
+
+    A row with a group label names that group of its page; a bare page names all of its groups.
+    """
+
+    listed: PageList
+    groups: PageGroups
+
+    @cached_property
+    def _distinct(self) -> pa.StringArray:
+        return pc.unique(pa.array(self.listed.pages, pa.string()))
+
+    @cached_property
+    def _at(self) -> IntArray:
+        """Place of each group's page among the distinct pages, -1 if it is not listed: [groups]."""
+        at: IntArray = pc.index_in(self.groups.pages, value_set=self._distinct).fill_null(-1)
+        return np.asarray(at, dtype=np.int64)
+
+    @cached_property
+    def _rows(self) -> tuple[IntArray, IntArray]:
+        """Place of each row's page among the distinct pages, and its label: -1 bare, -2 unknown."""
+        numbers: dict[str | None, int] = {t: n for n, t in enumerate(self.groups.labels)}
+        numbers[None] = -1
+        labels = [numbers.get(group, -2) for group in self.listed.groups]
+        pages = pa.array(self.listed.pages, pa.string())
+        at = pc.index_in(pages, value_set=self._distinct).to_numpy(zero_copy_only=False)
+        return at.astype(np.int64), np.array(labels, dtype=np.int64)
+
+    @cached_property
+    def by_page(self) -> BoolArray:
+        """Say which groups are named by their page alone: [groups]."""
+        at, labels = self._rows
+        is_bare = np.zeros(len(self._distinct) + 1, dtype=np.bool_)
+        is_bare[at[labels == -1]] = True
+        named: BoolArray = is_bare[self._at]
+        return named
+
+    @cached_property
+    def chosen(self) -> BoolArray:
+        """Say which groups are named: [groups]."""
+        at, labels = self._rows
+        known = labels >= 0
+        wanted = at[known] * len(self.groups.labels) + labels[known]
+        named: BoolArray = np.isin(self._codes, wanted) | self.by_page
+        return named
+
+    @property
+    def unmatched(self) -> int:
+        """Count the rows that name a group which the store does not show."""
+        at, labels = self._rows
+        codes = at * len(self.groups.labels) + labels
+        return int(((labels == -2) | ((labels >= 0) & ~np.isin(codes, self._codes))).sum())
+
+    @cached_property
+    def _codes(self) -> IntArray:
+        """Number each group by its page and its label; negative if its page is not listed."""
+        codes = self._at * len(self.groups.labels) + self.groups.label_ids
+        return np.where(self._at >= 0, codes, -1)
+
+    def refuse_several(self, among: BoolArray, store: str) -> None:
+        """Raise UsageError if a bare page names groups of several deployments.
+
+        among: [groups] those that other options leave.
+        """
+        count = len(self.groups.labels)
+        codes = np.unique(self._codes[self.by_page & among])
+        pages, first, groups = np.unique(codes // count, return_index=True, return_counts=True)
+        several = np.flatnonzero(groups > 1)
+        if not len(several):
+            return
+        one, number = first[several[0]], groups[several[0]]
+        labels = [self.groups.labels[c % count] for c in codes[one : one + number].tolist()]
+        shown = ", ".join(labels[:_SHOWN_LABELS]) + (", …" if number > _SHOWN_LABELS else "")
+        page = self._distinct[int(pages[several[0]])].as_py()
+        more = f" ({len(several) - 1} more pages like it)" if len(several) > 1 else ""
+        raise UsageError(
+            f"{self.listed.source}: page {page} has groups of {number} deployments: {shown}{more}. "
+            f"List rows that name the group (hicachectl ls {store} --format jsonl), choose one "
+            "with --model, --tag, --tp, --pp or --cp, or give --all-deployments to remove all"
+        )

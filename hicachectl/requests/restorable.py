@@ -1,0 +1,162 @@
+"""Count what servers can restore of requests, for the deployment that serves a store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hicachectl.formats.errors import FormatError, ProfileError, StoreUnavailable
+from hicachectl.profiles.stamps import check_stamp
+from hicachectl.requests.hits import find_hits, inventory_of_chains
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.profile import Profile
+    from hicachectl.pages.inventory import IntArray
+    from hicachectl.requests.chains import Chains
+    from hicachectl.requests.hits import Hits
+
+# What decides which objects a server asks for and how it reads them, and the option that sets it;
+# "" where pages cannot be converted.
+_OPTIONS = {
+    "model": "--to-model {}",
+    "tag": "--to-tag {}",
+    "tp": "--to-tp {}",
+    "pp": "--to-pp {}",
+    "layout": "--to-layout {}",
+    "cp": "--to-profile FILE",
+    "dcp": "--to-profile FILE",
+    "page_size": "",
+    "kv_cache_dtype": "",
+}
+# Keys do not show these: objects of another are there under the server's keys all the same.
+_NOT_IN_KEYS = {"layout", "page_size", "kv_cache_dtype"}
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """What a store can give to servers.
+
+    pages: [chains] int64, leading pages that servers of `deployment` restore. target: the same in
+    full for the deployment that the pages were written for. remarks: servers that differ from it.
+    """
+
+    pages: IntArray
+    deployment: Profile
+    target: Hits
+    remarks: tuple[str, ...] = ()
+
+
+def count_usable(
+    store: Store,
+    target: Profile,
+    served: Mapping[str, Profile],
+    chains: Chains,
+    *,
+    on_batch: Callable[[int], None] = lambda objects: None,
+) -> Usable:
+    """Count the leading pages of each chain that servers can restore from a store.
+
+    target: the deployment that pages are written for; counted for where no server is known.
+    served: the deployment of each live server, by URL; of several the one that can use the least
+    counts. Raises StoreUnavailable, and ProfileError where the target contradicts the store.
+    """
+    hits = find_hits(inventory_of_chains(store, target, chains, on_batch=on_batch), 0, chains)
+    counted = [] if served else [(hits.usable_pages, target)]
+    remarks = []
+    for url, profile in served.items():
+        differing = _differences(target, profile)
+        usable = hits.usable_pages
+        if differing:
+            remarks.append(_described(url, differing))
+            usable = (
+                np.zeros(len(chains), dtype=np.int64)
+                if _NOT_IN_KEYS.intersection(differing)
+                else _restorable(store, profile, chains, on_batch)
+            )
+        counted.append((usable, profile if differing else target))
+    pages, deployment = min(counted, key=lambda one: int(one[0].sum()))
+    return Usable(pages, deployment, hits, tuple(remarks))
+
+
+def deployment_document(profile: Profile) -> dict[str, Any]:
+    """Describe the deployment of a profile in JSON's types."""
+    return {
+        "model": profile.model,
+        "tag": profile.tag,
+        "tp_size": profile.tp,
+        "pp_size": profile.pp,
+        "cp_size": profile.cp,
+        "dcp_size": profile.dcp,
+        "page_size": profile.page_size,
+        "layout": profile.layout,
+    }
+
+
+def deployment_text(document: Mapping[str, Any]) -> str:
+    """Write a described deployment for people: `org/model tp 8`."""
+    sizes = [
+        f"{axis} {document[f'{axis}_size']}"
+        for axis in ("tp", "pp", "cp", "dcp")
+        if axis == "tp" or document[f"{axis}_size"] > 1
+    ]
+    return " ".join([document["model"], *sizes])
+
+
+def stamp_remarks(store: Store, target: Profile) -> list[str]:
+    """Say where the stamp of a store names another deployment of the model than the target."""
+    try:
+        found = check_stamp(store, target, "").column("detail").to_pylist()
+    except (FormatError, StoreUnavailable) as error:
+        return [str(error)]
+    if not found:
+        return []
+    return [
+        f"{store.url} is stamped for another deployment ({'; '.join(found)}): usable tokens are "
+        f"counted for {deployment_text(deployment_document(target))}; if the servers of the store "
+        "run as stamped, give --to-profile"
+    ]
+
+
+def _restorable(
+    store: Store, profile: Profile, chains: Chains, on_batch: Callable[[int], None]
+) -> IntArray:
+    try:
+        found = inventory_of_chains(store, profile, chains, on_batch=on_batch)
+    except ProfileError:  # the store has pages of other deployments alone
+        return np.zeros(len(chains), dtype=np.int64)
+    usable: IntArray = find_hits(found, 0, chains).usable_pages
+    return usable
+
+
+def _differences(target: Profile, served: Profile) -> dict[str, tuple[Any, Any]]:
+    """Return what a server's deployment and the target differ in: the server's value, and ours."""
+    theirs, ours = _features(served), _features(target)
+    if all(pool.kind in ("mla", "logical", "dsa_indexer") for pool in target.pools):
+        theirs["tp"] = ours["tp"]  # all TP ranks share each object
+    return {name: (theirs[name], ours[name]) for name in ours if theirs[name] != ours[name]}
+
+
+def _features(profile: Profile) -> dict[str, Any]:
+    pool = profile.pools[0]
+    dtype = pool.row if pool.kind == "mla" else pool.dtype
+    features = {name: getattr(profile, name, None) for name in _OPTIONS}
+    return features | {"model": profile.key_model, "kv_cache_dtype": dtype}
+
+
+def _described(url: str, differing: Mapping[str, tuple[Any, Any]]) -> str:
+    found = ", ".join(
+        f"{name} {theirs!r} instead of {ours!r}" for name, (theirs, ours) in differing.items()
+    )
+    options = {name: _OPTIONS[name].format(theirs) for name, (theirs, _) in differing.items()}
+    fixed = [name for name, option in options.items() if not option]
+    remedy = (
+        f"pages of another {fixed[0]} cannot be converted"
+        if fixed
+        else f"give {' '.join(dict.fromkeys(options.values()))} to write pages for it"
+    )
+    return f"{url} serves {found}: usable tokens are counted for this server; {remedy}"

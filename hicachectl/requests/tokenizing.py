@@ -1,0 +1,249 @@
+"""Prompts to the token ids that an SGLang server makes of them, with a tokenizer on this machine.
+
+Text is encoded with the special tokens of the tokenizer, as /generate and /v1/completions do;
+chats through the model's own chat template with a generation prompt, as /v1/chat/completions does.
+Source: SGLang srt/managers/tokenizer_manager.py :: _tokenize_texts; srt/utils/hf_transformers/
+tokenizer.py :: get_tokenizer; srt/entrypoints/openai/serving_chat.py :: _apply_jinja_template.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.backends.disk.bounded import read_bounded
+from hicachectl.formats.documents import parse_json, parse_json_object
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.requests.chat_tools import template_tools
+from hicachectl.requests.files import Chat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from hicachectl.requests.files import Prompt
+
+_TOKENIZER_FILE = "tokenizer.json"
+_MAX_TOKENIZER_BYTES = 256 << 20  # the largest known ones have some 40 MB
+_MAX_CONFIG_BYTES = 64 << 20
+_INSTALL = "pip install 'hicachectl[tokenizers]'"
+# Classes whose add_bos_token decides instead of the post-processor in tokenizer.json, by default
+# true; add_eos_token does not, for fast ones (_fix_v5_add_bos_eos_token).
+_BOS_BY_FLAG = frozenset(
+    {
+        "LlamaTokenizer",
+        "LlamaTokenizerFast",
+        "CodeLlamaTokenizer",
+        "CodeLlamaTokenizerFast",
+        "GemmaTokenizer",
+        "GemmaTokenizerFast",
+        "CohereTokenizerFast",
+    }
+)
+# Whose chats SGLang renders by code of its own (openai/chat_encoding.py).
+_OWN_RENDERERS = ("DeepseekV4", "KimiK3", "InklingForConditionalGeneration")
+
+
+def find_tokenizer(given: Path | None, places: Iterable[Path | None] = ()) -> DirectoryTokenizer:
+    """Open the tokenizer of a directory; without one, of the first place that has one.
+
+    places: files or directories beside which a tokenizer may lie. Raises UsageError.
+    """
+    if given is not None:
+        return DirectoryTokenizer(given)
+    for place in places:
+        if place is not None:
+            directory = place if place.is_dir() else place.parent
+            if (directory / _TOKENIZER_FILE).is_file():
+                return DirectoryTokenizer(directory)
+    raise UsageError("--prompts needs a tokenizer: give --tokenizer DIR")
+
+
+class DirectoryTokenizer:
+    """The tokenizer of a model's directory. Nothing is fetched, and no code of the model is run."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open it. Raises UsageError without a tokenizer.json, or the package tokenizers."""
+        self._directory = directory
+        file = directory / _TOKENIZER_FILE
+        if not file.is_file():
+            raise UsageError(f"{directory}: no {_TOKENIZER_FILE} there, so no tokenizer for us")
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise UsageError(f"prompts need the package tokenizers: {_INSTALL}") from error
+        data = read_bounded(file, _MAX_TOKENIZER_BYTES, what="a tokenizer", regular=True)
+        try:
+            self._fast: Any = Tokenizer.from_buffer(data)
+        except Exception as error:  # tokenizers raises Exception itself
+            raise FormatError(f"{file}: {error}") from error
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._config = _read_json(directory / "tokenizer_config.json")
+        self._prefix = self._flagged_prefix()
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Give the token ids of each prompt. Raises FormatError naming none of them."""
+        chats = [isinstance(prompt, Chat) for prompt in prompts]
+        texts = [self._rendered(p) if isinstance(p, Chat) else p for p in prompts]
+        # A chat template writes special tokens itself.
+        own = self._prefix is None
+        prefix = self._prefix or []
+        plain = self._encoded([t for t, chat in zip(texts, chats, strict=True) if not chat], own)
+        rendered = self._encoded([t for t, chat in zip(texts, chats, strict=True) if chat], False)
+        of_text, of_chat = iter(plain), iter(rendered)
+        return [next(of_chat) if chat else prefix + next(of_text) for chat in chats]
+
+    def _encoded(self, texts: list[str], special: bool) -> list[list[int]]:
+        try:
+            found = self._fast.encode_batch(texts, add_special_tokens=special)
+        except Exception as error:  # tokenizers raises Exception itself
+            raise FormatError(f"the tokenizer refuses it: {error}") from error
+        return [encoding.ids for encoding in found]
+
+    def _flagged_prefix(self) -> list[int] | None:
+        """Give what stands before each text; None where tokenizer.json itself says it."""
+        if self._config.get("tokenizer_class") not in _BOS_BY_FLAG:
+            return None
+        if self._config.get("add_bos_token") is False:
+            return []
+        stated = self._config.get("bos_token")
+        text = stated.get("content") if isinstance(stated, dict) else stated
+        token = self._fast.token_to_id(text) if isinstance(text, str) else None
+        if token is None:
+            raise FormatError(
+                f"{self._directory}: tokenizer_config.json asks for a bos_token, "
+                f"{text!r:.40}, that {_TOKENIZER_FILE} does not have"
+            )
+        return [token]
+
+    def _rendered(self, chat: Chat) -> str:
+        messages = _template_messages(chat.messages, takes_parts=self._takes_parts)
+        tools = template_tools(chat)
+        ways = [tools]
+        if tools:  # some templates want them without what wraps them; SGLang tries that as well
+            ways.append([tool["function"] for tool in tools])
+        for given in ways:
+            try:
+                text = self._templated.apply_chat_template(
+                    messages,
+                    tools=given,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **chat.template_arguments,
+                )
+            except Exception as error:  # templates raise what they like
+                refusal = error
+            else:
+                return str(text)
+        raise FormatError(f"the chat template refuses it: {refusal}") from refusal
+
+    @cached_property
+    def _templated(self) -> Any:
+        """The tokenizer with its chat template."""
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise UsageError(f"chats need the package transformers: {_INSTALL}") from error
+        architectures = _read_json(self._directory / "config.json").get("architectures") or [""]
+        if str(architectures[0]).startswith(_OWN_RENDERERS):
+            raise UsageError(
+                f"SGLang renders chats of {architectures[0]} by code of its own: give token ids"
+            )
+        try:
+            found = AutoTokenizer.from_pretrained(
+                str(self._directory), local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"{self._directory}: {error}") from error
+        if not found.chat_template:
+            raise UsageError(f"{self._directory}: the tokenizer has no chat template")
+        return found
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether SGLang hands content to the template in parts, instead of as one text.
+
+        Source: parser/jinja_template_utils.py :: detect_jinja_template_content_format.
+        """
+        template = self._templated.chat_template
+        if not isinstance(template, str):
+            raise UsageError(f"{self._directory}: several chat templates: give token ids")
+        if any(word in template for word in ("image", "audio", "video", "vision")):
+            return True
+        return _iterates_content(template)
+
+
+def _iterates_content(template: str) -> bool:
+    """Tell whether a template has a loop over the content of a message."""
+    from jinja2 import Environment, TemplateSyntaxError, nodes
+
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(template)
+    except TemplateSyntaxError:  # what only transformers' own extensions parse
+        return False
+    for loop in tree.find_all(nodes.For):
+        source = loop.iter
+        while isinstance(source, nodes.Filter | nodes.Test) or (
+            isinstance(source, nodes.Getitem) and isinstance(source.arg, nodes.Slice)
+        ):
+            if source.node is None:
+                break
+            source = source.node
+        name, member = _member(source)
+        if name in ("message", "msg", "m") and member == "content":
+            return True
+    return False
+
+
+def _member(node: Any) -> tuple[object, object]:
+    """Read `name.member` and `name["member"]`."""
+    owner = getattr(getattr(node, "node", None), "name", None)
+    argument = getattr(node, "arg", None)
+    return owner, getattr(node, "attr", None) or getattr(argument, "value", None)
+
+
+def _template_messages(
+    messages: Sequence[dict[str, Any]], *, takes_parts: bool
+) -> list[dict[str, Any]]:
+    """Make messages into what SGLang hands to a chat template."""
+    found = []
+    for message in messages:
+        given = {name: value for name, value in message.items() if value is not None}
+        given["content"] = _content(given, takes_parts=takes_parts)
+        if given["role"] == "assistant" and given.get("tool_calls"):
+            given["tool_calls"] = [_parsed_call(call) for call in given["tool_calls"]]
+        found.append(given)
+    # A last word of the assistant's is taken for the user's (_handle_last_assistant_message).
+    if found and found[-1]["role"] == "assistant" and isinstance(found[-1]["content"], str):
+        found[-1] = {"role": "user", "content": found[-1]["content"]}
+    return found
+
+
+def _content(message: dict[str, Any], *, takes_parts: bool) -> object:
+    content = message.get("content", "")
+    if isinstance(content, str):
+        return content
+    texts = [part["text"] for part in content]
+    if takes_parts and message["role"] != "tool":
+        return [{"type": "text", "text": text} for text in texts]
+    return " ".join(texts)
+
+
+def _parsed_call(call: Any) -> Any:
+    """Parse a tool call's arguments, which requests hold as JSON text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = parse_json(function["arguments"], "tool call arguments")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object; an empty one where there is no such file."""
+    if not file.exists():
+        return {}
+    data = read_bounded(file, _MAX_CONFIG_BYTES, what="the config of a tokenizer", regular=True)
+    return parse_json_object(data, str(file))

@@ -1,0 +1,1 @@
+"""Text for terminals and programs; imports no store."""

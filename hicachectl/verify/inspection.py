@@ -1,0 +1,165 @@
+"""One page of a store, in full: what is there, what it holds, what is wrong."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.checks.findings import combine
+from hicachectl.checks.group import check_groups
+from hicachectl.checks.sizes import check_sizes, expected_sizes
+from hicachectl.formats.errors import UsageError
+from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES, Loaded, Pipeline, Task
+from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.inventory import Inventory, take_inventory
+from hicachectl.pages.listing import object_rows, page_rows
+from hicachectl.pages.selection import EVERYTHING, Selection, select
+from hicachectl.pages.unmatched import explain_selection
+from hicachectl.verify.reading import known_specs, read_objects, readable_sizes, value_checkers
+from hicachectl.verify.reading_plan import ReadingPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from hicachectl.backends.base import Store
+    from hicachectl.checks.values import ValueChecker
+    from hicachectl.formats.profile import Profile
+    from hicachectl.verify.reading import ReadingResult
+
+_NAMED_CANDIDATES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PageReport:
+    """A page: its document for JSON, its objects as in `ls --objects` with their digests, findings.
+
+    contents: {"key", "tensor", "layer", "values", "minimum", …} for each tensor and layer of the
+    objects that a profile describes.
+    """
+
+    document: dict[str, Any]
+    objects: pa.Table
+    findings: pa.Table
+    contents: list[dict[str, Any]]
+
+
+def inspect_page(
+    store: Store,
+    profile: Profile | None,
+    prefix: str,
+    *,
+    grace_seconds: float = 60.0,
+    on_batch: Callable[[int], None] = lambda objects: None,
+) -> PageReport:
+    """Gather all about the one page whose hash starts with the prefix; reads its objects.
+
+    Raises UsageError when there is none, or several; StoreUnavailable.
+    """
+    listed = take_inventory(store, profile, on_batch=on_batch)
+    inventory = select(listed, Selection(page=prefix))
+    groups = PageGroups(inventory)
+    pages = pc.unique(groups.pages).to_pylist()
+    if not pages:
+        reason = explain_selection(store, listed, EVERYTHING) or f"no page starts with {prefix!r}"
+        raise UsageError(f"{store.url}: {reason}")
+    if len(pages) > 1:
+        raise UsageError(_several_pages(store.url, prefix, pages))
+    in_flight = groups.newest_ns > time.time_ns() - int(grace_seconds * 1e9)
+    checkers: dict[int, ValueChecker] = {}
+    if profile is not None:
+        known = known_specs(inventory.table)
+        checkers = value_checkers(known, profile)
+    reading = _read(store, inventory, checkers)
+    found = combine(
+        [
+            *check_groups(
+                inventory, groups, in_flight, pools_apart=store.traits.evicts_pools_apart
+            ),
+            *check_sizes(inventory, groups, in_flight, store.grammar),
+            *reading.findings(inventory),
+        ]
+    )
+    objects = _with_digests(object_rows(inventory), reading)
+    contents = list(_contents(store, inventory, checkers))
+    states = page_rows(groups).drop_columns(["page"]).to_pylist()
+    for state in states:
+        state["pools"] = {pool: counts for pool, counts in state["pools"].items() if counts}
+    document = {
+        "store": store.url,
+        "page": pages[0],
+        "groups": states,
+        "objects": None,
+        "contents": contents,
+        "findings": found.to_pylist(),
+    }
+    return PageReport(document, objects, found, contents)
+
+
+def _read(
+    store: Store, inventory: Inventory, checkers: Mapping[int, ValueChecker]
+) -> ReadingResult:
+
+    expected = expected_sizes(inventory.table)
+    sizes = readable_sizes(inventory, expected)
+    huge = sizes > DEFAULT_BUFFER_BYTES
+    rows = np.flatnonzero((sizes != UNKNOWN_SIZE) & ~huge)
+    plan = ReadingPlan(
+        rows=rows,
+        capacities=sizes[rows],
+        digest=np.ones(len(rows), dtype=np.bool_),
+        expected={},  # no device has a use for it
+        checkers=checkers,
+        sizes=expected,
+    )
+    reading = read_objects(store, inventory, plan)
+    of_each = expected[inventory.affix_ids]
+    unjudged = (of_each == UNKNOWN_SIZE) | (of_each == sizes)  # check_sizes reports the others
+    for row in np.flatnonzero(huge & unjudged).tolist():
+        why = f"{sizes[row]} bytes, more than the {DEFAULT_BUFFER_BYTES} that are read at once"
+        reading.report("unreadable", "error", row, why)
+    return reading
+
+
+def _with_digests(objects: pa.Table, reading: ReadingResult) -> pa.Table:
+    digests = [
+        digest.tobytes().hex() if known else None
+        for digest, known in zip(reading.digests, reading.digested, strict=True)
+    ]
+    return objects.append_column("digest", pa.array(digests, pa.string()))
+
+
+def _contents(
+    store: Store, inventory: Inventory, checkers: Mapping[int, ValueChecker]
+) -> Iterator[dict[str, Any]]:
+    """Statistics of each tensor and layer of the objects that have their expected size."""
+
+    sizes = expected_sizes(inventory.table)[inventory.affix_ids]
+    listed = inventory.objects.column("nbytes").fill_null(-1).to_numpy()
+    described = np.isin(inventory.affix_ids, list(checkers)) & (sizes == listed)
+    described &= sizes <= DEFAULT_BUFFER_BYTES
+    keys = object_rows(inventory).column("key")
+
+    def work(loaded: Loaded) -> list[dict[str, Any]]:
+        row = int(loaded.task.rows[0])
+        if not loaded.read.all_ok:
+            return []
+        checker = checkers[int(inventory.affix_ids[row])]
+        return [
+            {"key": keys[row].as_py(), **asdict(stats)} for stats in checker.stats(loaded.view(0))
+        ]
+
+    tasks = [Task(np.array([row]), sizes[row : row + 1]) for row in np.flatnonzero(described)]
+    for rows in Pipeline(store, inventory.objects, tasks, work, jobs=1):
+        yield from rows
+
+
+def _several_pages(store: str, prefix: str, pages: list[str]) -> str:
+    shown = ", ".join(sorted(pages)[:_NAMED_CANDIDATES])
+    more = ", …" if len(pages) > _NAMED_CANDIDATES else ""
+    return f"{store}: {len(pages)} pages start with {prefix!r}: {shown}{more}; give more digits"

@@ -1,0 +1,416 @@
+"""The reading checks: every object's bytes once through the pipeline, digested and looked at."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.arena import ALIGNMENT
+from hicachectl.backends.base import Status
+from hicachectl.checks.sizes import oversized_severity
+from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.io.forking import Children, Tickets
+from hicachectl.io.pacing import Pace
+from hicachectl.io.pipeline import Pipeline
+from hicachectl.verify.reading_plan import TASK_BYTES, places_of, tasks_of, windows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import numpy.typing as npt
+
+    from hicachectl.backends.base import Store
+    from hicachectl.checks.values import ValueChecker, ValueIssue
+    from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
+    from hicachectl.io.pipeline import Loaded
+    from hicachectl.pages.deployments import AffixTable
+    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.verify.reading_plan import ReadingPlan, Window
+
+DIGEST_BYTES = 32
+
+# Of how many objects a store is asked at once whether they are still there.
+_ASKED_OBJECTS = 4096
+# From how many objects on, and up to which size of them, forked processes read faster than
+# threads: below, the forks cost more than they bring; above, threads wait for copies and BLAKE3,
+# which are done without the GIL.
+_FORK_OBJECTS = 4096
+_FORK_MEAN_BYTES = 256 << 10
+_MOST_PROCESSES = 8
+_TELL_SECONDS = 0.05
+
+_SEVERITIES = {"all-zero": "warning"}
+
+
+@dataclass(slots=True)
+class ReadingResult:
+    """What reading found.
+
+    digests: [objects, 32] uint8 of the whole inventory, and versions: [objects, fields] uint64 of
+    what was digested, valid where `digested`. gone: objects that vanished since they were listed.
+    objects: how many were reached, also in vain; bytes_read: of whole objects. complete: whether
+    all were reached before the deadline.
+    """
+
+    digests: npt.NDArray[np.uint8]
+    versions: npt.NDArray[np.uint64]
+    digested: npt.NDArray[np.bool_]
+    gone: int = 0
+    objects: int = 0
+    bytes_read: int = 0
+    complete: bool = True
+    _issues: dict[tuple[str, str], list[tuple[int, str]]] = field(default_factory=dict)
+
+    def report(self, code: str, severity: str, row: int, detail: str) -> None:
+        """Note one finding about an object."""
+        self._issues.setdefault((code, severity), []).append((row, detail))
+
+    @property
+    def has_issues(self) -> bool:
+        """Whether anything was reported."""
+        return bool(self._issues)
+
+    def take_notes(self) -> list[Any]:
+        """Give all but the arrays, in JSON's types, and forget it: for `add_notes` elsewhere."""
+        issues = [[code, severity, noted] for (code, severity), noted in self._issues.items()]
+        notes = [self.objects, self.bytes_read, self.gone, self.complete, issues]
+        self.objects, self.bytes_read, self.gone, self._issues = 0, 0, 0, {}
+        return notes
+
+    def add_notes(
+        self, objects: int, bytes_read: int, gone: int, complete: bool, issues: list[Any]
+    ) -> None:
+        """Add what another reader of the same objects noted."""
+        self.objects += objects
+        self.bytes_read += bytes_read
+        self.gone += gone
+        self.complete &= complete
+        for code, severity, noted in issues:
+            for row, detail in noted:
+                self.report(code, severity, row, detail)
+
+    def suspects(self) -> IntArray:
+        """List the rows that something was reported of, rising."""
+        rows = {row for noted in self._issues.values() for row, _ in noted}
+        return np.array(sorted(rows), dtype=np.int64)
+
+    def replace(self, rows: IntArray, again: ReadingResult) -> None:
+        """Let what a second reading of some rows found stand in the place of the first."""
+        redone = set(rows.tolist())
+        for kind, noted in self._issues.items():
+            self._issues[kind] = [note for note in noted if note[0] not in redone]
+        self._issues = {kind: noted for kind, noted in self._issues.items() if noted}
+        self.gone += again.gone
+        for kind, noted in again._issues.items():
+            self._issues.setdefault(kind, []).extend(noted)
+        for name in ("digests", "versions", "digested"):
+            getattr(self, name)[rows] = getattr(again, name)[rows]
+
+    def findings(self, inventory: Inventory) -> Iterator[pa.Table]:
+        """Give the noted findings, each kind in the order of the objects."""
+        from hicachectl.pages.listing import object_findings
+
+        for (code, severity), noted in self._issues.items():
+            noted.sort()
+            rows = np.array([row for row, _ in noted], dtype=np.int64)
+            detail = pa.array([detail for _, detail in noted])
+            yield object_findings(inventory, rows, code, severity, detail)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Done:
+    loaded: Loaded
+    digests: npt.NDArray[np.uint8]
+    issues: list[ValueIssue]
+
+    def without(self, gone: npt.NDArray[np.bool_]) -> _Done:
+        """Give the same, but for objects that were gone, [n] bool."""
+        if not gone.any():
+            return self
+        self.loaded.read.statuses[gone] = Status.GONE
+        return replace(self, issues=[issue for issue in self.issues if not gone[issue.index]])
+
+
+def known_specs(table: AffixTable) -> dict[int, ObjectSpec]:
+    """Return the specs, by affix id, of the objects whose form a profile tells."""
+    specs = enumerate(table.specs)
+    return {affix: spec for affix, spec in specs if spec is not None and spec.tensors}
+
+
+def value_checkers(known: dict[int, ObjectSpec], profile: Profile) -> dict[int, ValueChecker]:
+    """Make a checker for each of the known objects that is not all padding."""
+    from hicachectl.checks.values import ValueChecker
+
+    checkers = {affix: ValueChecker(spec, profile) for affix, spec in known.items()}
+    return {affix: checker for affix, checker in checkers.items() if checker.applies}
+
+
+def read_objects(
+    store: Store,
+    inventory: Inventory,
+    plan: ReadingPlan,
+    *,
+    on_read: Callable[[int], None] = lambda nbytes: None,
+) -> ReadingResult:
+    """Read the planned objects, digest and check them.
+
+    Many small objects are read in forked processes, where the store allows it. on_read is told
+    bytes as they are done. Raises StoreUnavailable, and UsageError when one object is larger than
+    the buffer.
+    """
+    count = len(inventory.objects)
+    result = ReadingResult(
+        digests=_shared_zeros((count, DIGEST_BYTES), np.dtype(np.uint8)),
+        versions=_shared_zeros((count, len(store.traits.version_fields)), np.dtype(np.uint64)),
+        digested=_shared_zeros((count,), np.dtype(np.bool_)),
+    )
+    if not len(plan.rows):
+        return result
+    reader = _Reader(store, inventory, plan, result)
+    processes = reader.processes
+    if processes == 1 or not reader.read_forked(processes, on_read):
+        reader.read(on_read)
+    return result
+
+
+def readable_sizes(inventory: Inventory, expected: IntArray) -> IntArray:
+    """Say what to read of each object: the listed size, else the one expected of its affix.
+
+    UNKNOWN_SIZE where there is neither: such an object cannot be read.
+    """
+    listed = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
+    sizes: IntArray = np.where(
+        listed == UNKNOWN_SIZE, expected[inventory.affix_ids], listed
+    ).astype(np.int64)
+    return sizes
+
+
+def _shared_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Make an array that forked processes share: what they write to it is seen here."""
+    count = int(np.prod(shape))
+    memory = mmap.mmap(-1, max(1, count * dtype.itemsize))
+    return np.frombuffer(memory, dtype=dtype, count=count).reshape(shape)
+
+
+class _Reader:
+    """One reading: in threads of this process, or in forked ones that share its result."""
+
+    def __init__(
+        self, store: Store, inventory: Inventory, plan: ReadingPlan, result: ReadingResult
+    ) -> None:
+        self._store = store
+        self._inventory = inventory
+        self._plan = plan = plan.ordered(places_of(inventory))
+        self._result = result
+        self._sizes = plan.capacities
+        self._wants_digest = np.zeros(len(inventory.objects), dtype=np.bool_)
+        self._wants_digest[plan.rows] = plan.digest
+
+    @property
+    def processes(self) -> int:
+        """How many processes to read in; 1 where threads of this one do as well.
+
+        Small objects cost more Python than copying, and threads take turns at Python.
+        """
+        count, nbytes = len(self._sizes), int(self._sizes.sum())
+        if not self._store.limits.forkable or count < _FORK_OBJECTS:
+            return 1
+        if self._plan.device is not None:  # CUDA does not outlive a fork
+            return 1
+        if nbytes > count * _FORK_MEAN_BYTES:
+            return 1
+        wanted = self._plan.jobs or min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+        # Each has its share of the buffer, which must hold any task.
+        fit = self._plan.buffer_bytes // max(int(self._sizes.max()) + ALIGNMENT, 2 * TASK_BYTES)
+        return max(1, min(wanted, fit))
+
+    def read(self, on_read: Callable[[int], None]) -> None:
+        """Read in threads of this process."""
+        windows = windows_of(len(self._plan.rows))
+        jobs, device = self._plan.jobs, self._plan.device
+        if jobs is None and device is not None:  # threads that wait for it do not read meanwhile
+            jobs = self._store.limits.parallel_reads + device.lanes
+        for nbytes in self._read(self._pipeline(windows, jobs)):
+            on_read(nbytes)
+
+    def read_forked(self, processes: int, on_read: Callable[[int], None]) -> bool:
+        """Read in forked processes; False when the system has none for us."""
+        windows = windows_of(len(self._plan.rows), readers=processes)
+        try:
+            tickets = Tickets()
+        except OSError:
+            return False
+        # Made before the fork, so that its table of keys is one for all.
+        pipeline = self._pipeline(tickets.deal(windows), 1, share=processes)
+
+        def work(send: Callable[[Any], None]) -> None:
+            unsent, sent_at = 0, time.monotonic()
+            for nbytes in self._read(pipeline):
+                unsent += nbytes
+                now = time.monotonic()
+                if self._result.has_issues or now - sent_at > _TELL_SECONDS:
+                    send([unsent, *self._result.take_notes()])
+                    unsent, sent_at = 0, now
+            send([unsent, *self._result.take_notes()])
+
+        try:
+            children = Children(processes, work)
+        except OSError:
+            return False
+        finally:
+            tickets.close()
+        with children:
+            for nbytes, *notes in children:
+                self._result.add_notes(*notes)
+                on_read(nbytes)
+        return True
+
+    def _pipeline(
+        self, windows: Iterable[Window], jobs: int | None, *, share: int = 1
+    ) -> Pipeline[_Done]:
+        inventory, plan, wants_digest = self._inventory, self._plan, self._wants_digest
+        return Pipeline(
+            self._store,
+            inventory.objects,
+            tasks_of(plan, inventory, windows),
+            lambda loaded: _work(loaded, inventory, plan, wants_digest),
+            buffer_bytes=plan.buffer_bytes // share,
+            jobs=jobs,
+            deadline=plan.deadline,
+            pace=None if plan.bytes_per_second is None else Pace(plan.bytes_per_second // share),
+            identify=self._identify and not self._store.traits.identifies_by_exists,
+            confirm=plan.confirm,
+        )
+
+    @property
+    def _identify(self) -> bool:
+        return bool(self._plan.digest.any())
+
+    def _read(self, pipeline: Pipeline[_Done]) -> Iterator[int]:
+        """Gather the results of the tasks, and give the bytes of each."""
+        asks = self._identify and self._store.traits.identifies_by_exists
+        for done in self._still_there(pipeline) if asks else pipeline:
+            _gather(self._result, done, self._wants_digest, self._store.grammar)
+            yield int(done.loaded.task.capacities.sum())
+        self._result.complete = pipeline.complete
+
+    def _still_there(self, tasks: Iterable[_Done]) -> Iterator[_Done]:
+        """Ask the store about the objects of many tasks at once, while others are read."""
+        waiting: list[_Done] = []
+        count = 0
+        for done in tasks:
+            waiting.append(done)
+            count += len(done.loaded.task.rows)
+            if count >= _ASKED_OBJECTS:
+                yield from self._without_gone(waiting)
+                waiting, count = [], 0
+        yield from self._without_gone(waiting)
+
+    def _without_gone(self, tasks: list[_Done]) -> Iterator[_Done]:
+        """Let objects that are gone by now be so in the results of tasks."""
+        if not tasks:
+            return
+        rows = np.concatenate([done.loaded.task.rows for done in tasks])
+        there = self._store.exists(self._inventory.take(rows, ["key"]))
+        start = 0
+        for done in tasks:
+            end = start + len(done.loaded.task.rows)
+            yield done.without(~there[start:end])
+            start = end
+
+
+def _work(
+    loaded: Loaded, inventory: Inventory, plan: ReadingPlan, wants_digest: npt.NDArray[np.bool_]
+) -> _Done:
+    """Digest and check one task's objects; runs in a reader thread."""
+    rows = loaded.task.rows
+    wanted = loaded.read.ok & wants_digest[rows]
+    if plan.device is not None:  # its tasks are of one affix
+        affix = _known_affix(loaded, inventory, plan, 0)
+        expected, checker = plan.expected.get(affix), plan.checkers.get(affix)
+        if checker is not None or wanted.any():
+            examined = plan.device.examine(loaded, wanted, expected, checker)
+            if examined is not None:
+                return _Done(loaded, *examined)
+    issues: list[ValueIssue] = []
+    if plan.checkers:
+        edges = np.flatnonzero(np.diff(inventory.affix_ids[rows])) + 1
+        for start, stop in pairwise([0, *edges.tolist(), len(rows)]):
+            checker = plan.checkers.get(_known_affix(loaded, inventory, plan, start))
+            issues += _issues(loaded, checker, start, stop)
+    return _Done(loaded, _digests(loaded, np.flatnonzero(wanted)), issues)
+
+
+def _known_affix(loaded: Loaded, inventory: Inventory, plan: ReadingPlan, index: int) -> int:
+    """Give the affix id of an object of a task; -1 where it is not of the size expected of that."""
+    affix = int(inventory.affix_ids[loaded.task.rows[index]])
+    return affix if loaded.task.capacities[index] == plan.sizes[affix] else -1
+
+
+def _digests(loaded: Loaded, wanted: IntArray) -> npt.NDArray[np.uint8]:
+    """Digest some objects of a task: [n, 32], zeros for the others."""
+    from blake3 import blake3
+
+    digests = np.zeros((len(loaded.task.rows), DIGEST_BYTES), dtype=np.uint8)
+    if not len(wanted):
+        return digests
+    joined = b"".join([blake3(content).digest() for content in loaded.contents(wanted)])
+    digests[wanted] = np.frombuffer(joined, dtype=np.uint8).reshape(len(wanted), DIGEST_BYTES)
+    return digests
+
+
+def _issues(
+    loaded: Loaded, checker: ValueChecker | None, start: int, stop: int
+) -> list[ValueIssue]:
+    """Check the values of objects from `start` to `stop` of a task, as far as they were read."""
+    places = start + np.flatnonzero(loaded.read.ok[start:stop])
+    if checker is None or not len(places):
+        return []
+    block = loaded.block()
+    whole = len(places) == stop - start
+    issues = checker.check(block[start:stop] if whole else block[places])
+    return [replace(issue, index=int(places[issue.index])) for issue in issues]
+
+
+def _gather(
+    result: ReadingResult, done: _Done, wants_digest: npt.NDArray[np.bool_], scheme: str
+) -> None:
+    rows, read = done.loaded.task.rows, done.loaded.read
+    ok = read.ok
+    result.objects += len(rows)
+    result.bytes_read += int(read.nbytes[ok].sum())
+    wanted = ok & wants_digest[rows]
+    result.digests[rows[wanted]] = done.digests[wanted]
+    result.versions[rows[wanted]] = read.versions[wanted]
+    result.digested[rows[wanted]] = True
+    result.gone += int((read.statuses == Status.GONE).sum())
+    for issue in done.issues:
+        severity = _SEVERITIES.get(issue.code, "error")
+        result.report(issue.code, severity, int(rows[issue.index]), issue.detail)
+    for index in np.flatnonzero(~ok & (read.statuses != Status.GONE)).tolist():
+        _report_unread(result, done.loaded, index, scheme)
+
+
+def _report_unread(result: ReadingResult, loaded: Loaded, index: int, scheme: str) -> None:
+    """Say why an object could not be read whole."""
+    row, status = int(loaded.task.rows[index]), Status(loaded.read.statuses[index])
+    now, listed = int(loaded.read.nbytes[index]), int(loaded.task.capacities[index])
+    if status is Status.ERROR:
+        result.report("unreadable", "error", row, loaded.read.errors.get(index, "cannot be read"))
+    elif status is Status.DAMAGED:
+        result.report("digest-mismatch", "error", row, loaded.read.errors.get(index, "damaged"))
+    elif status is Status.UNREACHABLE:  # a miss for servers too
+        result.report("no-replica", "warning", row, loaded.read.errors.get(index, "out of reach"))
+    elif status is Status.SHORT:
+        result.report("truncated", "error", row, f"{now} bytes when read, {listed} when listed")
+    else:
+        severity = oversized_severity(scheme)
+        result.report("oversized", severity, row, f"{now} bytes when read, {listed} when listed")

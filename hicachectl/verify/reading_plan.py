@@ -1,0 +1,183 @@
+"""What is to be read, in which order, and in which tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from hicachectl.backends.arena import place
+from hicachectl.backends.base import Status
+from hicachectl.backends.hf3fs.page_tables import PageTables
+from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES, batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    import numpy.typing as npt
+
+    from hicachectl.backends.base import Store
+    from hicachectl.checks.values import ValueChecker, ValueIssue
+    from hicachectl.formats.spec import ObjectSpec
+    from hicachectl.io.pipeline import Loaded, Task
+    from hicachectl.pages.inventory import IntArray, Inventory
+
+    Window = tuple[int, int]
+
+# Tasks are small enough that the bytes are still in the processor's cache when they are worked
+# on, and large enough that what a task costs beside them is little: with half of it two threads
+# read 20% less, with a quarter 40%.
+TASK_BYTES = 16 << 20
+_TASK_OBJECTS = 256
+# Objects of one kind are read together within a window of the listing, so that a run that is cut
+# short has seen whole pages and not one rank's objects alone. Where the store says how they lie,
+# windows follow that: a window is a stretch of each file.
+_WINDOW_OBJECTS = 8192
+_LEAST_WINDOW_OBJECTS = 1024
+_HOLES_AT_ONCE = 8192
+
+
+class Device(Protocol):
+    """Digests and checks objects somewhere else than in the processor."""
+
+    names: tuple[str, ...]
+    slab_bytes: int  # of objects that it takes at once, as the arena places them
+    most_objects: int
+    lanes: int  # threads that it keeps busy besides those that read
+
+    def examine(
+        self,
+        loaded: Loaded,
+        wanted: npt.NDArray[np.bool_],
+        expected: ObjectSpec | None,
+        checker: ValueChecker | None,
+    ) -> tuple[npt.NDArray[np.uint8], list[ValueIssue]] | None:
+        """Give digests [n, 32] of the wanted objects and issues of all; None: it cannot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingPlan:
+    """What to read and what to do with it.
+
+    rows: [n] int64, the objects to read. capacities: [n] int64, how many bytes of each. digest:
+    [n] bool, which of them to digest. expected: by affix id, what objects of `sizes[affix]` bytes
+    are made of, where that is known; checkers: for those whose values are to be checked. The last
+    of sizes is of foreign keys. jobs: how many threads, or processes, read. confirm: so that no
+    writer can have interfered, see `Confirm.read_confirmed`. device: what digests and checks
+    in place of the processor.
+    """
+
+    rows: IntArray
+    capacities: IntArray
+    digest: npt.NDArray[np.bool_]
+    expected: Mapping[int, ObjectSpec]
+    checkers: Mapping[int, ValueChecker]
+    sizes: IntArray
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    bytes_per_second: int | None = None
+    jobs: int | None = None
+    deadline: float | None = None
+    confirm: bool = False
+    device: Device | None = None
+
+    def without(self, left_out: npt.NDArray[np.bool_]) -> ReadingPlan:
+        """Plan the same but for some of the rows, [n] bool."""
+        return self._picked(~left_out) if left_out.any() else self
+
+    def only(self, chosen: npt.NDArray[np.bool_]) -> ReadingPlan:
+        """Plan some of the rows, [n] bool, to be confirmed."""
+        return replace(self._picked(chosen), confirm=True)
+
+    def ordered(self, places: IntArray | None) -> ReadingPlan:
+        """Plan the same in the order of places, [objects]; as it is where there are none."""
+        if places is None:
+            return self
+        return self._picked(np.argsort(places[self.rows], kind="stable"))
+
+    def _picked(self, chosen: npt.NDArray[np.bool_] | IntArray) -> ReadingPlan:
+        return replace(
+            self,
+            rows=self.rows[chosen],
+            capacities=self.capacities[chosen],
+            digest=self.digest[chosen],
+        )
+
+
+def unwritten(store: Store, inventory: Inventory, plan: ReadingPlan) -> npt.NDArray[np.bool_]:
+    """Say which of the planned objects have bytes that were never written: [rows of the plan]."""
+    hollow = np.zeros(len(plan.rows), dtype=np.bool_)
+    if not isinstance(store, PageTables):
+        return hollow
+    for start in range(0, len(plan.rows), _HOLES_AT_ONCE):
+        rows = inventory.take(plan.rows[start : start + _HOLES_AT_ONCE])
+        found = np.flatnonzero(store.holes(rows))
+        if len(found):
+            where = store.confirm(rows.take(found))
+            hollow[start + found[where == Status.OK]] = True
+    return hollow
+
+
+def windows_of(count: int, *, readers: int = 1) -> list[Window]:
+    """Cut the listing into windows; for several readers smaller ones to the end.
+
+    These are then done together.
+    """
+    least = _WINDOW_OBJECTS if readers == 1 else _LEAST_WINDOW_OBJECTS
+    windows = []
+    start = 0
+    while start < count:
+        size = min(_WINDOW_OBJECTS, max(least, (count - start) // (2 * readers)))
+        windows.append((start, min(start + size, count)))
+        start += size
+    return windows
+
+
+def places_of(inventory: Inventory) -> IntArray | None:
+    """Say where objects lie, each in its file: [objects]; None where the store does not say."""
+    if "locator" not in inventory.objects.column_names:
+        return None
+    places: IntArray = inventory.objects.column("locator").fill_null(0).to_numpy()
+    return places
+
+
+def tasks_of(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window]) -> Iterator[Task]:
+    """Cut the rows of each window into tasks of objects of one size, and of one affix or file.
+
+    Where the store says how objects lie, those that do so next to each other are read together,
+    such as the K and V of a page on 3FS; in memory those of each affix follow one another.
+    """
+    affix_ids, places = inventory.affix_ids, places_of(inventory)
+    most_objects, most_bytes = _TASK_OBJECTS, min(TASK_BYTES, plan.buffer_bytes // 2)
+    kinds = np.arange(len(inventory.table.affixes) + 1)
+    if plan.device is not None:
+        most_bytes = plan.device.slab_bytes
+    elif places is not None:
+        kinds = _prefix_ids(inventory)
+    for start, stop in windows:
+        window, window_sizes = plan.rows[start:stop], plan.capacities[start:stop]
+        kind = kinds[affix_ids[window]]
+        order = np.lexsort((window if places is None else places[window], window_sizes, kind))
+        window, kind, window_sizes = window[order], kind[order], window_sizes[order]
+        changes = np.flatnonzero((np.diff(kind) != 0) | (np.diff(window_sizes) != 0)) + 1
+        for part, part_sizes in zip(
+            np.split(window, changes), np.split(window_sizes, changes), strict=True
+        ):
+            if plan.device is not None:
+                most_objects = _in_slab(plan.device, int(part_sizes.max(initial=1)))
+            for task in batches(part, part_sizes, most_objects=most_objects, most_bytes=most_bytes):
+                by_affix = np.argsort(affix_ids[task.rows], kind="stable")
+                yield replace(task, rows=task.rows[by_affix])
+
+
+def _in_slab(device: Device, nbytes: int) -> int:
+    """Say how many objects of a size a slab of a device holds, as the arena places them."""
+    _, step = place(np.array([max(1, nbytes)]))
+    return max(1, min(device.most_objects, device.slab_bytes // step))
+
+
+def _prefix_ids(inventory: Inventory) -> IntArray:
+    """Give a number to what keys begin with, by affix id: on 3FS, which file they mean."""
+    prefixes = [prefix for prefix, _ in inventory.table.affixes]
+    ids = {prefix: number for number, prefix in enumerate(dict.fromkeys(prefixes))}
+    return np.array([*(ids[prefix] for prefix in prefixes), len(ids)], dtype=np.int64)

@@ -1,0 +1,47 @@
+"""A stable slice of a store's pages, so that nightly runs cover all of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow.compute as pc
+
+from hicachectl.formats.errors import UsageError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from hicachectl.pages.groups import BoolArray
+
+_SECONDS_A_DAY = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One of `slices` equal shares of all pages; which one is up to the page hash."""
+
+    slices: int
+    number: int
+
+    @classmethod
+    def of(cls, percent: float, number: int | None = None) -> Sample:
+        """Make the slice for a share in percent; number defaults to the day: slices take turns.
+
+        Raises UsageError unless 0 < percent <= 100.
+        """
+        if not 0 < percent <= 100:
+            raise UsageError(f"--sample {percent:g}%: a share above 0% and up to 100%")
+        slices = max(1, round(100 / percent))
+        day = int(time.time() // _SECONDS_A_DAY)
+        return cls(slices, (day if number is None else number) % slices)
+
+    def contains(self, pages: pa.StringArray) -> BoolArray:
+        """Say of each page hash whether it is in the slice."""
+        # Eight hex digits of a SHA-256 are as good as random; Arrow parses "0x..." vectorised.
+        digits = pc.binary_join_element_wise("0x", pc.utf8_slice_codeunits(pages, 0, 8), "")
+        numbers = pc.cast(digits, "uint32").to_numpy(zero_copy_only=False)
+        chosen: BoolArray = numbers % self.slices == np.uint32(self.number)
+        return chosen

@@ -1,0 +1,540 @@
+"""Check a store against what its deployment should have written, and report."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.backends.base import take_rows
+from hicachectl.backends.capabilities import Confirm
+from hicachectl.checks.catalogs import MISMATCH, Digested, carry_forward, compare
+from hicachectl.checks.digests import check_digests
+from hicachectl.checks.findings import combine, severity_ranks, without_repeats
+from hicachectl.checks.group import check_groups
+from hicachectl.checks.names import check_names
+from hicachectl.checks.placement import check_placement
+from hicachectl.checks.replicas import NO_REPLICAS, check_replicas, replica_sets
+from hicachectl.checks.sizes import (
+    check_mixed_sizes,
+    check_sizes,
+    expected_sizes,
+)
+from hicachectl.device.devices import DEFAULT_DEVICE_BYTES, open_checker, refuse_missing
+from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
+from hicachectl.pages.group_table import ORPHAN, PARTIAL
+from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.inventory import Inventory, take_inventory
+from hicachectl.pages.selection import EVERYTHING, Selection, select
+from hicachectl.pages.unmatched import explain_selection
+from hicachectl.profiles.stamps import check_stamp
+from hicachectl.text.vocabulary import CHECKS, LOCK, SEVERITIES
+from hicachectl.verify.coverage import Coverage, impossible_checks, indistinct_dtypes, unjudged
+from hicachectl.verify.in_flight import changed_groups, groups_in_flight
+from hicachectl.verify.live_tables import check_tables, saved_tables
+from hicachectl.verify.reading import (
+    ReadingResult,
+    known_specs,
+    read_objects,
+    readable_sizes,
+    value_checkers,
+)
+from hicachectl.verify.reading_plan import ReadingPlan, unwritten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import numpy.typing as npt
+
+    from hicachectl.backends.base import Store
+    from hicachectl.checks.values import ValueChecker
+    from hicachectl.device.checker import DeviceChecker
+    from hicachectl.formats.catalog import Catalog
+    from hicachectl.formats.profile import Profile
+    from hicachectl.pages.groups import BoolArray
+    from hicachectl.verify.sampling import Sample
+
+INFERRED = "inferred"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to verify, and how.
+
+    identity: fields in which an object must be as recorded to count as the same object; empty:
+    all that the store has. time_limit_seconds: no object is begun to be read after it. repairs:
+    the report is to be acted on, so that each object's version is noted. devices: as
+    `hicachectl.device.devices.parse_devices` gives them; device_bytes: of memory on each.
+    """
+
+    profile: Profile | None = None
+    checks: tuple[str, ...] = CHECKS
+    selection: Selection = EVERYTHING
+    grace_seconds: float = 60.0
+    sample: Sample | None = None
+    time_limit_seconds: float | None = None
+    catalog: Catalog | None = None
+    update_catalog: bool = False
+    identity: tuple[str, ...] = ()
+    weights_version: str = ""
+    repairs: bool = False
+    devices: tuple[str, ...] = ("cpu",)
+    device_bytes: int = DEFAULT_DEVICE_BYTES
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    bytes_per_second: int | None = None
+    jobs: int | None = None
+
+    @property
+    def has_catalog(self) -> bool:
+        """Whether digests are compared with a catalog, or recorded in one."""
+        return self.catalog is not None or self.update_catalog
+
+    def impossible(self, store: Store) -> dict[str, str]:
+        """Return the reason for each of the checks that cannot run on a store."""
+        return impossible_checks(self.checks, store, self.profile, has_catalog=self.has_catalog)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The result of a verification; `document` has the members of the JSON contract.
+
+    inventory, groups: what was judged, for a repair. catalog: the one to keep, where asked for.
+    """
+
+    document: dict[str, Any]
+    findings: pa.Table
+    remarks: tuple[str, ...]
+    inventory: Inventory
+    groups: PageGroups
+    catalog: Catalog | None
+
+    def reaches(self, severity: str) -> bool:
+        """Whether any finding is at least this severe."""
+        return bool((severity_ranks(self.findings) >= SEVERITIES.index(severity)).any())
+
+
+def profile_name(profile: Profile | None) -> str:
+    """Name a profile in reports: its model, or that it was inferred."""
+    return INFERRED if profile is None or profile.inferred else profile.model
+
+
+def not_begun(store: str) -> dict[str, Any]:
+    """Return the document of a verification that did nothing, since another run had the lock."""
+    return {
+        "store": store,
+        "profile": None,
+        "objects": 0,
+        "pages": 0,
+        "bytes": 0,
+        "seconds": 0.0,
+        "complete": False,
+        "stopped_by": LOCK,
+        "gone": 0,
+        "in_flight": 0,
+        "sampled": 0,
+        "objects_read": 0,
+        "bytes_read": 0,
+        "device": None,
+        "repaired": 0,
+        "quarantined": 0,
+        "checks": [],
+        "skipped_checks": [],
+        "findings": None,
+        "counts": {},
+    }
+
+
+def verify_store(
+    store: Store,
+    request: Request,
+    *,
+    on_listed: Callable[[int], None] = lambda objects: None,
+    on_read: Callable[[int, int], None] = lambda nbytes, total: None,
+    on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
+) -> Report:
+    """Scan a store, run the checks, and gather what they find.
+
+    Groups younger than the grace are in flight: no check judges them. on_listed is told objects
+    as they are listed; on_read bytes as they are read, and how many there are in all. Where the
+    store keeps no times, what is not whole is looked at again once the grace is over: on_wait is
+    told for how long, and for how many groups. Raises StoreUnavailable, and ProfileError where
+    the profile cannot be the one that wrote the store.
+    """
+    return _Run(store, request).report(on_listed, on_read, on_wait)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One verification: the store, what was asked, and what has been seen of it so far."""
+
+    store: Store
+    request: Request
+    started: float = field(default_factory=time.monotonic)
+    now_ns: int = field(default_factory=time.time_ns)
+    planned: dict[str, int] = field(default_factory=dict)  # objects to read, by check
+    unread: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def report(
+        self,
+        on_listed: Callable[[int], None],
+        on_read: Callable[[int, int], None],
+        on_wait: Callable[[float, int], None],
+    ) -> Report:
+        request = self.request
+        if self._reads:  # said before a long listing, and of an empty store too
+            refuse_missing(request.devices)
+        tables = saved_tables(self.store) if "groups" in request.checks else None
+        listed = take_inventory(
+            self.store, request.profile, columns=self._columns(), on_batch=on_listed
+        )
+        inventory = select(listed, replace(request.selection, pool=""))
+        groups = PageGroups(inventory)
+        in_flight = groups_in_flight(
+            self.store,
+            groups,
+            now_ns=self.now_ns,
+            listing_ns=int((time.monotonic() - self.started) * 1e9),
+            grace_ns=self._grace_ns,
+        )
+        gone = 0
+        if "mtime_ns" in self.store.traits.columns:
+            moved, gone = changed_groups(self.store, inventory, groups, ~in_flight)
+            in_flight |= moved
+        plan = self._plan(inventory, groups, in_flight)
+        remarks: list[str] = []
+        with self._device(inventory, plan, remarks) as device:
+            plan = replace(plan, device=device)
+            reading = self._read(inventory, plan, on_read)
+        if "mtime_ns" not in self.store.traits.columns:
+            in_flight, gone = self._look_again(inventory, groups, on_wait)
+        reading.gone += gone
+        outcome, digested = self._compared(inventory, reading)
+        of_tables, unsure = check_tables(self.store, tables, grace_seconds=request.grace_seconds)
+        found = combine(
+            [
+                *self._structure(inventory, groups, in_flight, remarks.append),
+                *of_tables,
+                *(without_repeats(table, of_tables) for table in reading.findings(inventory)),
+                *self._bytes(inventory, reading, outcome, digested),
+            ]
+        )
+        if request.selection.pool:
+            found = found.filter(pc.equal(found.column("pool"), request.selection.pool))
+        catalog = None
+        if request.update_catalog:
+            catalog = carry_forward(
+                request.catalog,
+                self._records(inventory, digested, reading),
+                outcome,
+                store=self.store.url,
+                present=listed.objects.column("key").combine_chunks(),
+                now_ns=self.now_ns,
+            )
+        skipped = self._skipped(listed, inventory, groups, in_flight, plan, reading)
+        if unsure is not None:
+            skipped["page-leaked"] = unsure
+        return Report(
+            document=self._document(inventory, groups, in_flight, plan, reading, found, skipped),
+            findings=found,
+            remarks=(
+                *remarks,
+                *(f"{check}: {why}" for check, why in skipped.items()),
+                *self.store.remarks,
+            ),
+            inventory=inventory,
+            groups=groups,
+            catalog=catalog,
+        )
+
+    def _columns(self) -> list[str]:
+        """Name the columns of the scan that checks and repairs need."""
+        wanted = {"version": self.request.repairs, "replicas": "sizes" in self.request.checks}
+        return [
+            name for name, needed in wanted.items() if needed and name in self.store.traits.columns
+        ]
+
+    @property
+    def _grace_ns(self) -> int:
+        return int(self.request.grace_seconds * 1e9)
+
+    def _look_again(
+        self, inventory: Inventory, groups: PageGroups, on_wait: Callable[[float, int], None]
+    ) -> tuple[BoolArray, int]:
+        """Say which groups have changed within the grace, and how many listed objects are gone."""
+        suspects = int(np.isin(groups.states, (PARTIAL, ORPHAN)).sum())
+        left = self.started + self.request.grace_seconds - time.monotonic()
+        if suspects and left > 0:
+            on_wait(left, suspects)
+            time.sleep(left)
+        settled = np.ones(len(groups), dtype=np.bool_)
+        return changed_groups(self.store, inventory, groups, settled)
+
+    @property
+    def _digests(self) -> bool:
+        """Whether objects are digested for a catalog."""
+        return self.request.has_catalog and "digests" in self.request.checks
+
+    @property
+    def _own_digests(self) -> bool:
+        """Whether objects are read so that the store compares them with its own digests."""
+        return self.store.traits.keeps_digests and "digests" in self.request.checks
+
+    @property
+    def _reads(self) -> bool:
+        return self._values or self._digests or self._own_digests
+
+    @property
+    def _values(self) -> bool:
+        profile = self.request.profile
+        known = profile is not None and not profile.inferred
+        return known and "values" in self.request.checks
+
+    def _structure(
+        self,
+        inventory: Inventory,
+        groups: PageGroups,
+        in_flight: BoolArray,
+        remark: Callable[[str], None],
+    ) -> Iterator[pa.Table]:
+        """Run the checks that read no object."""
+        checks = self.request.checks
+        yield check_stamp(self.store, self.request.profile, self.request.weights_version, remark)
+        if "names" in checks:
+            yield from check_names(inventory, now_ns=self.now_ns, grace_ns=self._grace_ns)
+        if "groups" in checks:
+            yield from check_groups(
+                inventory, groups, in_flight, pools_apart=self.store.traits.evicts_pools_apart
+            )
+        if "sizes" in checks:
+            yield from check_sizes(inventory, groups, in_flight, self.store.grammar)
+            yield check_mixed_sizes(inventory)
+            if "replicas" in self.store.traits.columns:
+                yield from check_placement(inventory)
+
+    def _plan(self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray) -> ReadingPlan:
+        """Choose the objects to read: settled, in the sample, and of use to a check."""
+        profile = self.request.profile
+        known = known_specs(inventory.table)
+        checkers: dict[int, ValueChecker] = {}
+        if self._values and profile is not None:
+            checkers = value_checkers(known, profile)
+        replicated = replica_sets(inventory.table) != NO_REPLICAS
+        has_checker = np.zeros(len(inventory.table.affixes) + 1, dtype=np.bool_)
+        has_checker[list(checkers)] = True
+        ids = inventory.affix_ids
+        of_group = groups.of_object
+        chosen = np.append(~in_flight, self._own_digests)[of_group]  # foreign objects have no group
+        if self.request.selection.pool:
+            chosen &= inventory.of_pool(self.request.selection.pool)
+        if self.request.sample is not None:
+            chosen &= np.append(self.request.sample.contains(groups.pages), False)[of_group]
+        expected = expected_sizes(inventory.table)
+        sizes = readable_sizes(inventory, expected)
+        chosen &= sizes != UNKNOWN_SIZE
+        # An object that claims more than memory holds must not end the run. The check of sizes
+        # reports it where a size is expected.
+        huge = chosen & (sizes > self.request.buffer_bytes) & (sizes != expected[ids])
+        chosen &= ~huge
+        self.unread = np.flatnonzero(huge & (expected[ids] == UNKNOWN_SIZE))
+        digest = chosen & (of_group >= 0) & (self._digests | (self._values & replicated[ids]))
+        valued = chosen & has_checker[ids]
+        compared = chosen & (self._digests | self._own_digests)
+        for check, runs, objects in (
+            ("values", self._values, valued),
+            ("digests", self._digests or self._own_digests, compared),
+        ):
+            if runs:
+                self.planned[check] = int(objects.sum())
+        rows = np.flatnonzero(digest | valued | compared)
+        limit = self.request.time_limit_seconds
+        return ReadingPlan(
+            rows=rows,
+            capacities=sizes[rows],
+            digest=digest[rows],
+            expected=known,
+            checkers=checkers,
+            sizes=expected,
+            buffer_bytes=self.request.buffer_bytes,
+            bytes_per_second=self.request.bytes_per_second,
+            jobs=self.request.jobs,
+            deadline=None if limit is None else self.started + limit,
+        )
+
+    def _read(
+        self, inventory: Inventory, plan: ReadingPlan, on_read: Callable[[int, int], None]
+    ) -> ReadingResult:
+        """Read what is planned; what looks damaged once more, where that can be a race."""
+        total = int(plan.capacities.sum())
+        hollow = unwritten(self.store, inventory, plan)
+        reading = read_objects(
+            self.store, inventory, plan.without(hollow), on_read=lambda n: on_read(n, total)
+        )
+        if isinstance(self.store, Confirm):
+            outcome, digested = self._compared(inventory, reading)
+            suspects = np.union1d(reading.suspects(), digested[outcome == MISMATCH])
+            again = plan.only(np.isin(plan.rows, suspects))
+            reading.replace(again.rows, read_objects(self.store, inventory, again))
+        reading.objects += int(hollow.sum())
+        for row in plan.rows[hollow].tolist():
+            reading.report("unwritten-page", "error", row, "its page was never written")
+        for row in self.unread.tolist():
+            why = f"larger than --buffer-bytes {self.request.buffer_bytes}; it was not read"
+            reading.report("unreadable", "error", row, why)
+        return reading
+
+    @contextmanager
+    def _device(
+        self, inventory: Inventory, plan: ReadingPlan, remarks: list[str]
+    ) -> Iterator[DeviceChecker | None]:
+        """Open what reading hands its objects to, where that is not the processor."""
+        if not len(plan.rows) or not (plan.checkers or plan.digest.any()):
+            yield None
+            return
+        largest = int(plan.capacities.argmax())
+        key = inventory.objects.column("key")[int(plan.rows[largest])].as_py()
+        with open_checker(
+            self.request.devices,
+            device_bytes=self.request.device_bytes,
+            buffer_bytes=self.request.buffer_bytes,
+            largest=int(plan.capacities[largest]),
+            largest_name=key.decode(errors="backslashreplace"),
+            remark=remarks.append,
+        ) as device:
+            yield device
+            if device is not None and device.failure is not None:
+                remarks.append(f"{device.failure}; the CPU did what was left")
+
+    def _compared(
+        self, inventory: Inventory, reading: ReadingResult
+    ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int64]]:
+        """Say what became of each digested object since the catalog; and which those are."""
+        rows = np.flatnonzero(reading.digested) if self._digests else np.zeros(0, dtype=np.int64)
+        if self.request.catalog is None:
+            return np.zeros(len(rows), dtype=np.int8), rows
+        fields = self.request.identity or self.store.traits.version_fields
+        records = self._records(inventory, rows, reading)
+        return compare(self.request.catalog, records, fields), rows
+
+    def _records(
+        self, inventory: Inventory, rows: npt.NDArray[np.int64], reading: ReadingResult
+    ) -> Digested:
+        some = rows if len(rows) < len(inventory.objects) else None
+        objects = inventory.objects.select(["key", "nbytes"])
+        if some is not None:
+            objects = take_rows(objects, some)
+        pools = [r.coordinate.pool if r.coordinate else None for r in inventory.table.resolved]
+        ids = pa.array(inventory.affix_ids[rows], mask=inventory.affix_ids[rows] < 0)
+        return Digested(
+            keys=objects.column("key").combine_chunks(),
+            pages=inventory.pages(some).combine_chunks(),
+            pools=pa.array(pools, pa.string()).take(ids),
+            nbytes=objects.column("nbytes").fill_null(0).to_numpy(),
+            identities=reading.versions[rows],
+            identity_fields=self.store.traits.version_fields,
+            digests=reading.digests[rows],
+        )
+
+    def _bytes(
+        self,
+        inventory: Inventory,
+        reading: ReadingResult,
+        outcome: npt.NDArray[np.int8],
+        digested: npt.NDArray[np.int64],
+    ) -> Iterator[pa.Table]:
+        """Run the checks on digests."""
+        if self._values:
+            yield check_replicas(inventory, reading.digests, reading.digested)
+        yield from check_digests(
+            inventory, digested, outcome, identities_recur=self.store.traits.versions_recur
+        )
+
+    def _skipped(
+        self,
+        listed: Inventory,
+        inventory: Inventory,
+        groups: PageGroups,
+        in_flight: BoolArray,
+        plan: ReadingPlan,
+        reading: ReadingResult,
+    ) -> dict[str, str]:
+        """List what no check has looked at, and why; said on stderr."""
+        request = self.request
+        pool = request.selection.pool
+        has_pool = not pool or inventory.of_pool(pool).any()
+        if not has_pool or not (len(groups) or reading.objects):
+            return {"everything": explain_selection(self.store, listed, request.selection)}
+        impossible = request.impossible(self.store)
+        coverage = Coverage(
+            planned={check: n for check, n in self.planned.items() if check not in impossible},
+            rows=len(plan.rows),
+            reached=reading.objects,
+            groups=len(groups),
+            in_flight=int(in_flight.sum()),
+            sampled=request.sample is not None,
+        )
+        inferred = profile_name(request.profile) == INFERRED
+        skipped: dict[str, str] = {}
+        for name, why in (
+            *impossible.items(),
+            *coverage.gaps(),
+            *(
+                indistinct_dtypes(plan.checkers.values()) if self.planned.get("values") else {}
+            ).items(),
+            *unjudged(inventory, groups, request.checks, inferred=inferred).items(),
+        ):
+            skipped[name] = f"{skipped[name]}; {why}" if name in skipped else why
+        return skipped
+
+    def _document(
+        self,
+        inventory: Inventory,
+        groups: PageGroups,
+        in_flight: BoolArray,
+        plan: ReadingPlan,
+        reading: ReadingResult,
+        found: pa.Table,
+        skipped: dict[str, str],
+    ) -> dict[str, Any]:
+        codes, counts = np.unique(found.column("code").to_pylist(), return_counts=True)
+        read_groups = groups.of_object[plan.rows]
+        return {
+            "store": self.store.url,
+            "profile": profile_name(self.request.profile),
+            "objects": len(inventory.objects),
+            "pages": _distinct(groups.page_ids),
+            "bytes": pc.sum(
+                inventory.objects.column("nbytes"), skip_nulls=False, min_count=0
+            ).as_py(),
+            "seconds": round(time.monotonic() - self.started, 3),
+            "complete": reading.complete,
+            "stopped_by": None if reading.complete else "deadline",
+            "gone": reading.gone,
+            "in_flight": int(in_flight.sum()),
+            "sampled": _distinct(groups.page_ids[read_groups[read_groups >= 0]]),
+            "objects_read": reading.objects,
+            "bytes_read": reading.bytes_read,
+            "device": "cpu" if plan.device is None else ",".join(plan.device.names),
+            "repaired": 0,
+            "quarantined": 0,
+            "checks": [check for check in self.request.checks if self._ran(check, skipped)],
+            "skipped_checks": list(skipped),
+            "findings": None,
+            "counts": dict(zip(codes.tolist(), counts.tolist(), strict=True)),
+        }
+
+    def _ran(self, check: str, skipped: dict[str, str]) -> bool:
+        """Say whether a check judged anything: one that reads no object, in part is enough."""
+        if check in ("values", "digests"):
+            return bool(self.planned.get(check)) and check not in skipped
+        return check not in self.request.impossible(self.store)
+
+
+def _distinct(ids: npt.NDArray[np.int64]) -> int:
+    """Count the different ones of small numbers, without a sort."""
+    return int(np.count_nonzero(np.bincount(ids)))

@@ -1,0 +1,109 @@
+"""Tests of backends.disk.copying: bytes from one file to another, by the system or through us."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from hicachectl.backends.disk.copying import WRITE_BYTES, copy_bytes
+from tests.skips import missing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SIZES = (0, 1, 4096, WRITE_BYTES - 1, WRITE_BYTES, 3 * WRITE_BYTES + 7)
+WAYS = ("whole", "in pieces", "nothing", "EXDEV", "EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM")
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the system answers to a request to copy."""
+    system = os.copy_file_range
+    answer: str = request.param
+
+    def copy(source: int, target: int, count: int, *offsets: int) -> int:
+        if answer == "whole":
+            return system(source, target, count, *offsets)
+        if answer == "in pieces":
+            return system(source, target, min(count, 10_000), *offsets)
+        if answer == "nothing":
+            return 0
+        raise OSError(getattr(errno, answer), answer)
+
+    monkeypatch.setattr(os, "copy_file_range", copy)
+    return answer
+
+
+@pytest.fixture
+def another_device(tmp_path: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hicachectl-test-") as folder:
+        if Path(folder).stat().st_dev == tmp_path.stat().st_dev:
+            missing("a second file system", "set TMPDIR to a directory outside /dev/shm")
+        yield Path(folder)
+
+
+def copied(source: Path, target: Path, nbytes: int) -> bytes:
+    with source.open("rb") as one, target.open("xb") as other:
+        copy_bytes(one.fileno(), nbytes, other.fileno())
+    return target.read_bytes()
+
+
+def noise(nbytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(nbytes)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_all_bytes_arrive_however_the_system_copies(tmp_path: Path, way: str, nbytes: int) -> None:
+    (tmp_path / "a").write_bytes(noise(nbytes))
+    assert copied(tmp_path / "a", tmp_path / "b", nbytes) == noise(nbytes)
+
+
+def test_no_more_is_copied_than_asked_for(tmp_path: Path, way: str) -> None:
+    (tmp_path / "a").write_bytes(noise(2 * WRITE_BYTES))
+    assert copied(tmp_path / "a", tmp_path / "b", WRITE_BYTES + 1) == noise(2 * WRITE_BYTES)[
+        : WRITE_BYTES + 1
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("held", [0, 100, WRITE_BYTES, 2 * WRITE_BYTES])
+def test_a_file_that_ends_early_is_noticed(tmp_path: Path, way: str, held: int) -> None:
+    (tmp_path / "a").write_bytes(noise(held))
+    with pytest.raises(EOFError):
+        copied(tmp_path / "a", tmp_path / "b", 2 * WRITE_BYTES + 1)
+
+
+def test_a_copy_goes_to_another_file_system(tmp_path: Path, another_device: Path) -> None:
+    (another_device / "a").write_bytes(noise(SIZES[-1]))
+    assert copied(another_device / "a", tmp_path / "b", SIZES[-1]) == noise(SIZES[-1])
+
+
+def test_what_goes_wrong_is_not_tried_in_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "copy_file_range", full)
+    (tmp_path / "a").write_bytes(b"abc")
+    with pytest.raises(OSError, match="full"):
+        copied(tmp_path / "a", tmp_path / "b", 3)
+    assert (tmp_path / "b").read_bytes() == b""
+
+
+def test_threads_do_not_share_memory(tmp_path: Path, another_device: Path) -> None:
+    count, nbytes = 32, 2 * WRITE_BYTES + 5
+    for n in range(count):
+        (another_device / str(n)).write_bytes(noise(nbytes, n))
+
+    def one(n: int) -> bool:
+        return copied(another_device / str(n), tmp_path / str(n), nbytes) == noise(nbytes, n)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(one, range(count)))

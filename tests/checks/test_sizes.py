@@ -1,0 +1,135 @@
+"""Check `sizes` without a profile: several sizes of one kind of object, and rarer ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hicachectl.backends.arena import Arena
+from hicachectl.backends.base import open_store
+from tests.stores import OLD, page, put, put_pages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+RANKS = ("_m_0_2", "_m_1_2")
+DAY = 86_400
+
+
+def verify(invoke: Invoke, store: object, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
+    return invoke("verify", store, *arguments, "--format", "json", exit_code=exit_code).document
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Twelve old pages of 16 KiB a rank, and eight new ones of 8 KiB."""
+    directory = tmp_path / "store"
+    directory.mkdir()
+    put_pages(directory, range(12), *RANKS, nbytes=16384)
+    put_pages(directory, range(12, 20), *RANKS, nbytes=8192, mtime=OLD + 30 * DAY)
+    return directory
+
+
+def test_pages_of_two_sizes_are_one_finding_and_none_is_called_truncated(
+    invoke: Invoke, store: Path
+) -> None:
+    document = verify(invoke, store, exit_code=4)
+    (finding,) = document["findings"]
+    named = {name: finding[name] for name in ("code", "severity", "page", "pool", "part", "key")}
+    assert named == {
+        "code": "mixed-sizes", "severity": "warning", "page": None, "pool": "kv", "part": None,
+        "key": None,
+    }  # fmt: skip
+    assert "16384 bytes on 12 pages (60%), written 2023-11-14 22:13 UTC" in finding["detail"]
+    assert "8192 bytes on 8 pages (40%), written 2023-12-14 22:13 UTC" in finding["detail"]
+    assert "another KV cache dtype" in finding["detail"]
+    assert "sizes" not in document["skipped_checks"]
+    assert verify(invoke, store, "--fail-on", "error")["counts"] == {"mixed-sizes": 1}
+    assert "1 mixed-sizes" in invoke("verify", store, exit_code=4).stdout
+
+
+def test_rarer_sizes_are_judged_against_the_common_one(invoke: Invoke, store: Path) -> None:
+    small = put(store, f"{page(0)}_m_0_2.bin", 100)
+    large = put(store, f"{page(13)}_m_1_2.bin", 16385)
+    empty = [put(store, f"{page(number)}_m_0_2.bin", 0) for number in range(3, 7)]
+    found = verify(invoke, store, exit_code=4)["findings"]
+    wrong = {f["key"]: (f["code"], f["detail"]) for f in found if f["key"]}
+    assert wrong == {
+        small.name: ("truncated", "100 bytes, expected 16384"),
+        large.name: ("oversized", "16385 bytes, expected 16384"),
+        **{path.name: ("truncated", "0 bytes, expected 16384") for path in empty},
+    }
+    (mixed,) = [f for f in found if f["code"] == "mixed-sizes"]
+    assert "16384 bytes on 12 pages" in mixed["detail"]
+    assert "8192 bytes on 8 pages" in mixed["detail"]
+
+
+@pytest.mark.parametrize(("old", "new"), [(5, 2), (100, 4)])
+def test_a_size_of_few_pages_is_damage(invoke: Invoke, tmp_path: Path, old: int, new: int) -> None:
+    put_pages(tmp_path, range(old), *RANKS, nbytes=512)
+    put_pages(tmp_path, range(old, old + new), *RANKS, nbytes=256)
+    assert verify(invoke, tmp_path, exit_code=4)["counts"] == {"truncated": 2 * new}
+
+
+def test_three_pages_of_sixty_are_enough(invoke: Invoke, tmp_path: Path) -> None:
+    put_pages(tmp_path, range(57), *RANKS, nbytes=512)
+    put_pages(tmp_path, range(57, 60), *RANKS, nbytes=256)
+    assert verify(invoke, tmp_path, exit_code=4)["counts"] == {"mixed-sizes": 1}
+
+
+def test_each_kind_of_key_has_its_finding(invoke: Invoke, store: Path) -> None:
+    put_pages(store, range(4), ".draft_m_0_2", ".draft_m_1_2", nbytes=300)
+    put_pages(store, range(4, 20), ".draft_m_0_2", ".draft_m_1_2", nbytes=100)
+    put_pages(store, range(20), "_n", nbytes=40)
+    found = verify(invoke, store, exit_code=4)["findings"]
+    by_pool = {f["pool"]: f for f in found}
+    assert {f["code"] for f in found} == {"mixed-sizes"}
+    assert sorted(f["pool"] for f in found) == ["draft", "kv"]
+    assert "The ratio 3 suggests another page size" in by_pool["draft"]["detail"]
+    draft = verify(invoke, store, "--pool", "draft", exit_code=4)
+    assert draft["counts"] == {"mixed-sizes": 1}
+    assert verify(invoke, store, "--model", "n")["counts"] == {}
+
+
+def test_pipeline_stages_of_unequal_size_are_no_mix(invoke: Invoke, tmp_path: Path) -> None:
+    put_pages(tmp_path, range(9), "_m_0_1_2_0", nbytes=512)
+    put_pages(tmp_path, range(9), "_m_0_1_2_1", nbytes=256)
+    assert "mixed-sizes" not in verify(invoke, tmp_path)["counts"]
+
+
+def test_a_store_without_times_has_no_ages(invoke: Invoke, tmp_path: Path) -> None:
+    url = f"pack://{tmp_path}/x.hcpack?keys=file"
+    with open_store(url, create=True) as store, Arena(1 << 20) as arena:
+        store.attach(arena)
+        for number in range(8):
+            sizes = np.full(2, 4096 if number % 2 else 2048)
+            rows = pa.table({"key": [f"{page(number)}{rank}.bin".encode() for rank in RANKS]})
+            assert store.write_from(rows, np.array([0, 8192]), sizes, if_absent=True).all_ok
+    (finding,) = verify(invoke, url, exit_code=4)["findings"]
+    assert "2048 bytes on 4 pages (50%); 4096 bytes on 4 pages (50%). " in finding["detail"]
+
+
+def test_pages_of_a_mix_are_never_repaired(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    """Another deployment has two sizes; the profile's own damaged page alone is taken away."""
+    profile = tmp_path / "p.toml"
+    profile.write_text('model = "n"\n[[pools]]\nname = "kv"\nkind = "opaque"\nnbytes = 40\n')
+    put_pages(store, range(20), "_n_0_1", nbytes=40)
+    put(store, f"{page(7)}_n_0_1.bin", 39)
+    before = {path.name for path in store.glob("*.bin")}
+    repair = ["--profile", profile, "--repair", "quarantine", "--yes"]
+    document = verify(invoke, store, *repair, exit_code=4)
+    assert document["counts"] == {"mixed-sizes": 1, "truncated": 1}
+    assert document["quarantined"] == 1
+    assert before - {path.name for path in store.glob("*.bin")} == {f"{page(7)}_n_0_1.bin"}
+    refused = invoke("verify", store, *repair, "--repair-code", "mixed-sizes", exit_code=2)
+    assert "give --profile" in refused.stderr
+
+
+def test_no_profile_is_inferred_from_a_mix(invoke: Invoke, store: Path) -> None:
+    refused = invoke("profile", store, exit_code=2).stderr
+    assert "several sizes" in refused

@@ -1,0 +1,260 @@
+"""The command line: help, exit codes, one clear line for each bad input, closed pipes, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import click
+import pytest
+
+from hicachectl.cli.exit_codes import EXIT_CODES
+from hicachectl.cli.group import COMMANDS, cli
+from hicachectl.formats import errors
+from tests.skips import needs_root
+from tests.stores import page, put_pages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+
+def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hicachectl", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_the_table_of_commands_says_what_each_command_says(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert command.name == name
+    assert command.help
+    assert command.epilog
+    assert "Examples:" in command.epilog
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from hicachectl.__main__ import run; run(['--help']);"
+        "heavy = {'torch', 'pyarrow', 'numpy', 'mooncake', 'tqdm'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_help_of_a_command_imports_nothing_heavy(name: str) -> None:
+    code = (
+        f"import sys; from hicachectl.__main__ import run; run(['{name}', '--help']);"
+        "heavy = {'torch', 'pyarrow', 'numpy', 'mooncake', 'tqdm'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_every_exception_class_has_an_exit_code() -> None:
+    classes = [
+        v for v in vars(errors).values() if isinstance(v, type) and v is not errors.HicacheError
+    ]
+    assert set(classes) == set(EXIT_CODES)
+
+
+def one_line(invoke: Invoke, *arguments: object, exit_code: int) -> str:
+    """The single line on stderr of a call that fails, stdout empty."""
+    outcome = invoke(*arguments, exit_code=exit_code)
+    assert outcome.stdout == ""
+    assert "Traceback" not in outcome.stderr
+    lines = outcome.stderr.splitlines()
+    assert len(lines) == 1, outcome.stderr
+    return lines[0]
+
+
+def test_an_empty_store_is_no_error(invoke: Invoke, tmp_path: Path) -> None:
+    for command in (["ls"], ["ls", "--objects"], ["ls", "--summary"], ["verify"]):
+        for output_format in ("table", "json", "jsonl", "csv"):
+            invoke(*command, tmp_path, "--format", output_format)
+
+
+def test_a_directory_of_foreign_files_is_listed_and_noted(invoke: Invoke, tmp_path: Path) -> None:
+    for name in ("a.txt", "b.bin", "c"):
+        (tmp_path / name).write_text("mine")
+    assert invoke("ls", tmp_path, "--objects", "--format", "jsonl").stdout.count("\n") == 3
+    assert invoke("verify", tmp_path).stdout.count("foreign-object") == 4  # three, and the verdict
+
+
+def test_a_missing_directory(invoke: Invoke, tmp_path: Path) -> None:
+    assert str(tmp_path / "no") in one_line(invoke, "ls", tmp_path / "no", exit_code=3)
+
+
+def test_an_unknown_scheme_names_the_known_ones(invoke: Invoke) -> None:
+    assert "file" in one_line(invoke, "ls", "s3://bucket", exit_code=2)
+
+
+def test_a_config_that_is_not_json(invoke: Invoke, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{")
+    line = one_line(invoke, "profile", "--model-config", config, exit_code=2)
+    assert "not JSON" in line
+    assert str(config) in line
+
+
+def test_a_config_that_lacks_fields(invoke: Invoke, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"architectures": ["LlamaForCausalLM"], "_name_or_path": "m"}')
+    line = one_line(invoke, "profile", "--model-config", config, "--page-size", 64, exit_code=2)
+    assert "num_hidden_layers" in line
+
+
+def test_a_profile_that_is_no_profile(invoke: Invoke, tmp_path: Path) -> None:
+    profile = tmp_path / "p.toml"
+    profile.write_text("model = 3")
+    assert "model" in one_line(invoke, "verify", tmp_path, "--profile", profile, exit_code=2)
+    profile.write_bytes(b"\xff\xfe")
+    assert "UTF-8" in one_line(invoke, "verify", tmp_path, "--profile", profile, exit_code=2)
+    assert "No such file" in one_line(
+        invoke, "verify", tmp_path, "--profile", tmp_path / "none", exit_code=2
+    )
+
+
+def test_options_that_need_another_say_so(invoke: Invoke, tmp_path: Path) -> None:
+    assert "--model-config" in one_line(invoke, "ls", tmp_path, "--tp", 2, exit_code=2)
+    profile = tmp_path / "p.toml"
+    profile.write_text("")
+    line = one_line(invoke, "ls", tmp_path, "--tp", 2, "--profile", profile, exit_code=2)
+    assert "--tp" in line
+
+
+def test_a_prefix_of_several_pages_names_some(invoke: Invoke, tmp_path: Path) -> None:
+    put_pages(tmp_path, range(64), "_m_0_1")
+    same = [page(n) for n in range(64) if page(n).startswith(page(0)[0])]
+    assert len(same) > 1
+    line = one_line(invoke, "show", tmp_path, page(0)[0], exit_code=2)
+    assert f"{len(same)} pages" in line
+    assert min(same) in line
+
+
+def test_a_page_that_is_not_there(invoke: Invoke, tmp_path: Path) -> None:
+    put_pages(tmp_path, range(1), "_m_0_1")
+    assert "no page" in one_line(invoke, "show", tmp_path, "f" * 64, exit_code=2)
+    assert "hexadecimal" in one_line(invoke, "show", tmp_path, "xyz", exit_code=2)
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(3000), "_m_0_1", nbytes=0)
+    command = f"{sys.executable} -m hicachectl ls {tmp_path} --objects; echo $? >&2"
+    found = subprocess.run(
+        ["bash", "-c", f"({command}) | head -1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert found.stdout.startswith("KEY")
+    assert found.stderr == "0\n"
+
+
+@needs_root
+def test_no_permission_is_one_line(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    secret.chmod(0)
+    code = (
+        "import os, sys; sys.argv = ['hicachectl', 'ls', sys.argv[1]];"
+        "import click, tomllib, hicachectl.cli.group, hicachectl.backends.file.store;"
+        "import hicachectl.pages.inventory;"
+        "from hicachectl.__main__ import run; run(['ls', '/']);"
+        "os.setgid(65534); os.setuid(65534); os._exit(run(sys.argv[1:]))"
+    )
+    for parent in (tmp_path, *tmp_path.parents[:3]):
+        parent.chmod(parent.stat().st_mode | 0o055)
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(secret)], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 3, found.stderr
+    assert "ermission denied" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_an_interrupt_that_is_ignored_from_the_start_stays_ignored(tmp_path: Path) -> None:
+    """As of a shell's job in the background, and under nohup."""
+    code = (
+        "import os, signal; from hicachectl.cli import group; from hicachectl.__main__ import run;"
+        "load = group.import_module;"
+        "group.import_module = lambda name: (os.kill(os.getpid(), signal.SIGINT), load(name))[1];"
+        f"os._exit(run(['ls', {str(tmp_path)!r}]))"
+    )
+    found = subprocess.run(
+        ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", code],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert "interrupted" not in found.stderr
+
+
+def test_an_interrupt_ends_with_130_and_one_line(tmp_path: Path) -> None:
+    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        code = (
+            "import os; from hicachectl.cli import group; from hicachectl.__main__ import run;"
+            f"group.import_module = lambda name: os.kill(os.getpid(), {int(number)});"
+            f"os._exit(run(['ls', {str(tmp_path)!r}]))"
+        )
+        found = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        assert found.returncode == status, found.stderr
+        assert len(found.stderr.split("\n")) <= 3
+        assert "Traceback" not in found.stderr
+
+
+def test_a_command_ends_whatever_other_threads_still_do(tmp_path: Path) -> None:
+    """Arrow's may wait for the interpreter when it ends, which would abort the process."""
+    code = (
+        "import sys, threading, time; from hicachectl.__main__ import main;"
+        "threading.Thread(target=time.sleep, args=(600,)).start(); main(sys.argv[1:])"
+    )
+    for place, status in ((tmp_path, 0), (tmp_path / "no", 3)):
+        found = subprocess.run(
+            [sys.executable, "-c", code, "ls", str(place), "--format", "csv"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert found.returncode == status, found.stderr
+        assert bool(found.stdout) == (not status)  # what was written is out, a head at least
+
+
+def test_an_unknown_command_is_bad_usage() -> None:
+    found = run("frobnicate")
+    assert found.returncode == 2
+    assert "No such command" in found.stderr
+
+
+def test_named_stores_come_from_the_config(invoke: Invoke, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(2), "_m_0_1")
+    config = tmp_path / "config.toml"
+    config.write_text(f'[stores.prod]\nurl = "{store}"\n')
+    assert invoke("--config", config, "ls", "prod:", "--format", "jsonl").stdout.count("\n") == 2
+    assert "nope" in one_line(invoke, "--config", config, "ls", "nope:", exit_code=2)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_name_the_program(invoke: Invoke, shell: str) -> None:
+    assert "_HICACHECTL_COMPLETE" in invoke("completion", shell).stdout
+
+
+def test_completion_completes_commands_and_options() -> None:
+    environment = {
+        **os.environ,
+        "_HICACHECTL_COMPLETE": "bash_complete",
+        "COMP_WORDS": "hicachectl ver",
+        "COMP_CWORD": "1",
+    }
+    assert "verify" in run(env=environment).stdout

@@ -1,0 +1,381 @@
+"""3FS stores whose server breaks, or whose pages are reused, while the tool looks at them."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.backends.base import open_store
+from hicachectl.backends.capabilities import Profiled
+from hicachectl.cli.demo_store import PROFILE, fill
+from tests.backends.http_scripts import serving
+from tests.hf3fs_places import BFLOAT16_NAN, PAGES, Place
+from tests.hf3fs_server import MetadataServer
+from tests.paused import paused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.backends.http_scripts import Call
+    from tests.conftest import Invoke
+    from tests.paused import Ended
+
+QUICK_S = 30
+LIST = "hicachectl.backends.hf3fs.metadata:MetadataClient.exists"
+READ = "hicachectl.backends.hf3fs.store:Hf3fsStore.read_into"
+READ_AGAIN = "hicachectl.backends.hf3fs.store:Hf3fsStore.read_confirmed"
+TABLES = "hicachectl.backends.hf3fs.store:Hf3fsStore.table_state"
+CONFIRM = "hicachectl.backends.hf3fs.store:Hf3fsStore.confirm"
+DELETE = "hicachectl.backends.hf3fs.metadata:MetadataClient.delete"
+REPAIR = ("--repair", "delete", "--yes")
+
+
+@pytest.fixture
+def place(tmp_path: Path, metadata_server: MetadataServer) -> Place:
+    return Place(tmp_path, metadata_server)
+
+
+@pytest.fixture
+def mortal(tmp_path: Path, metadata_server_python: Path) -> Iterator[Place]:
+    """A place at a server of its own, that may be killed."""
+    with MetadataServer(metadata_server_python) as server:
+        yield Place(tmp_path, server)
+
+
+def met(place: Place, call: str, number: int, then: Callable[[], object], *more: object) -> Ended:
+    """Verify a store to which something happens right before a call."""
+    with paused(place.folder / "paused", call, number, *place.arguments(*more)) as run:
+        then()
+        ended = run.resumed()
+    assert "Traceback" not in ended.stderr
+    assert ended.seconds < QUICK_S
+    return ended
+
+
+def document_of(ended: Ended, exit_code: int = 0) -> dict[str, Any]:
+    assert ended.code == exit_code, ended
+    document: dict[str, Any] = json.loads(ended.stdout)
+    return document
+
+
+def found_in(document: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """Findings, but for what is so after every write: the snapshot is older than the file."""
+    found = [(each["code"], each["key"]) for each in document["findings"]]
+    return [each for each in found if each[0] != "snapshot-stale"]
+
+
+def assert_lost(ended: Ended) -> None:
+    """Exit 3, nothing on stdout, and one line that says it."""
+    assert (ended.code, ended.stdout) == (3, ""), ended
+    said = [line for line in ended.stderr.splitlines() if line.startswith("hicachectl:")]
+    assert len(said) == 1, ended.stderr
+    assert "metadata server" in said[0]
+
+
+def lines_of(text: str) -> list[str]:
+    assert "Traceback" not in text
+    return text.splitlines()
+
+
+# --- pages that are reused at the worst moment ---
+
+
+def test_a_page_reused_between_listing_and_reading_is_gone(place: Place) -> None:
+    page = place.pages()[1]
+    document = document_of(met(place, READ, 1, lambda: place.reuse(page)))
+    assert found_in(document) == []
+    assert document["gone"] == place.keys_of(page)
+
+
+def test_a_page_that_moved_is_gone_though_its_keys_are_there(place: Place) -> None:
+    """Evicted, its indices being written by another, and stored anew elsewhere."""
+    page = place.pages()[1]
+
+    def move() -> None:
+        place.reuse(page)
+        place.store_again(page)
+
+    ended = met(place, READ, 1, move)
+    document = document_of(ended)
+    assert found_in(document) == []
+    assert document["gone"] == 4  # the torn ones, which looked damaged: K and V of two ranks
+    assert "keys that looked damaged were asked for 8 times" in ended.stderr
+
+
+def test_a_page_reused_while_it_is_looked_at_again_is_gone(place: Place) -> None:
+    page = place.pages()[1]
+    (key, index), *_ = place.of_page(page)[0, "kv"].items()
+    place.write(0, "kv", index, BFLOAT16_NAN)
+    document = document_of(met(place, READ_AGAIN, 1, lambda: place.reuse(page)))
+    assert found_in(document) == []
+    assert not place.server.exists(0, [key])[0]
+
+
+def test_tables_that_were_wrong_for_a_moment_are_no_finding(place: Place) -> None:
+    """Two keys on a page in the snapshot, on two others when the server is asked."""
+    first, second = (key for key, _ in place.tables()["0:kv"]["key_to_index"][:2])
+    shared = dict(place.tables()["0:kv"]["key_to_index"])[first]
+    place.server.confirm(0, [(second, shared)])
+    place.save()
+
+    def mend() -> None:
+        indices = [index for _, index in place.server.reserve(0, ["a", "b"])]
+        place.server.confirm(0, list(zip((first, second), indices, strict=True)))
+
+    document = document_of(met(place, CONFIRM, 1, mend, "--checks", "groups"))
+    assert found_in(document) == [("page-leaked", None)]  # second's first page
+
+
+def test_a_catalog_begun_while_all_was_evicted_is_of_use_later(
+    place: Place, invoke: Invoke
+) -> None:
+    """It records nothing: what is stored then is new to it."""
+    pages = place.pages()
+    for page in pages:
+        place.evict(page)
+    invoke(*place.arguments(*place.recording))
+    with open_store(place.url()) as store:
+        assert isinstance(store, Profiled)
+        store.use_profile(PROFILE)
+        fill(store, PAGES)
+    place.save()
+    document = invoke(*place.arguments(*place.recording)).document
+    assert found_in(document) == []
+    assert document["objects"] == sum(map(place.keys_of, pages))
+
+
+def test_what_is_damaged_is_found_though_other_pages_are_reused(place: Place) -> None:
+    damaged, reused, *_ = place.pages()
+    (key, index), *_ = place.of_page(damaged)[0, "kv"].items()
+    place.write(0, "kv", index, BFLOAT16_NAN)
+    document = document_of(met(place, READ, 1, lambda: place.reuse(reused)), exit_code=4)
+    assert found_in(document) == [("nan", f"0:kv:{key}")]
+
+
+# --- the server ---
+
+
+@pytest.mark.parametrize(("call", "number"), [(LIST, 1), (LIST, 3), (READ, 1), (READ, 2)])
+def test_a_server_killed_during_verify_ends_it(mortal: Place, call: str, number: int) -> None:
+    assert_lost(met(mortal, call, number, mortal.server.kill, *mortal.recording))
+    assert not (mortal.folder / "catalog.parquet").exists()
+
+
+def test_a_server_killed_before_suspects_are_confirmed_ends_it(mortal: Place) -> None:
+    index = mortal.tables()["0:kv"]["key_to_index"][0][1]
+    mortal.write(0, "kv", index, BFLOAT16_NAN)
+    assert_lost(met(mortal, READ_AGAIN, 1, mortal.server.kill))
+
+
+def test_a_server_killed_during_a_repair_leaves_what_it_has_not_deleted(mortal: Place) -> None:
+    index = mortal.tables()["0:kv"]["key_to_index"][0][1]
+    mortal.write(0, "kv", index, BFLOAT16_NAN)
+    ended = met(mortal, DELETE, 1, mortal.server.kill, *REPAIR)
+    assert ended.code == 3, ended
+    mortal.server.start()
+    assert mortal.server.saved() == mortal.tables()
+
+
+def test_a_server_restarted_from_an_older_snapshot_makes_pages_gone_not_damaged(
+    mortal: Place,
+) -> None:
+    """Between listing and reading: the newer half of the store is forgotten, its pages free."""
+    known = mortal.tables()
+    kept = mortal.pages()[:3]
+    forgotten = 0
+    for table in known.values():
+        entries = table["key_to_index"]
+        table["key_to_index"] = [each for each in entries if each[0][:64] in kept]
+        lost = [index for key, index in entries if key[:64] not in kept]
+        table["free_pages"] += lost
+        forgotten += len(lost)
+
+    def restart() -> None:
+        mortal.server.kill()
+        mortal.server.snapshot.write_text(json.dumps(known))
+        mortal.server.start()
+        mortal.save()
+
+    document = document_of(met(mortal, READ, 1, restart, *mortal.recording))
+    assert found_in(document) == []
+    assert document["gone"] == forgotten > 0
+
+
+def test_a_server_restarted_without_its_snapshot_is_said_to_have_no_table(mortal: Place) -> None:
+    def restart() -> None:
+        mortal.server.kill()
+        mortal.server.snapshot.unlink()
+        mortal.server.start()
+
+    ended = met(mortal, READ, 1, restart, *mortal.recording)
+    assert_lost(ended)
+    assert "has no table" in ended.stderr
+
+
+def crash(call: Call) -> None:
+    call.answer(b"Internal Server Error", 500)
+
+
+def babble(call: Call) -> None:
+    call.answer(b"\xff\x00 this is no JSON {")
+
+
+def answer_for_others(call: Call) -> None:
+    call.answer(b'{"exists": [true], "indices": [1]}')
+
+
+def answer_in_words(call: Call) -> None:
+    keys = json.loads(call.body)["keys"]
+    call.answer(json.dumps({"exists": ["yes"] * len(keys)}).encode())
+
+
+def end_early(call: Call) -> None:
+    call.send(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"exists": [')
+    call.close()
+
+
+def hang_up(call: Call) -> None:
+    call.reset()
+
+
+@pytest.mark.parametrize(
+    "script", [crash, babble, answer_for_others, answer_in_words, end_early, hang_up]
+)
+def test_a_server_that_answers_wrongly_is_one_clear_line(
+    place: Place, invoke: Invoke, script: Callable[[Call], None]
+) -> None:
+    with serving(script) as address:
+        started = time.monotonic()
+        url = f"http://{address}"
+        for command in (place.arguments(server=url), ["ls", place.url(url)]):
+            out = invoke(*command, exit_code=3)
+            assert out.stdout == ""
+            (line,) = lines_of(out.stderr)
+            assert address in line
+        assert time.monotonic() - started < QUICK_S
+
+
+def test_a_server_that_is_slow_is_given_up(
+    place: Place, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends a byte now and then: what counts is the time of a whole answer."""
+    monkeypatch.setattr("hicachectl.backends.hf3fs.store.MetadataClient.__init__.__kwdefaults__", {
+        "timeout_s": 1.0
+    })  # fmt: skip
+    with serving(lambda call: call.trickle(b"HTTP/1.1 200 OK\r\n" * 99, 0.1)) as address:
+        started = time.monotonic()
+        out = invoke(*place.arguments(server=f"http://{address}"), exit_code=3)
+        assert time.monotonic() - started < 8
+    assert out.stdout == ""
+    (line,) = lines_of(out.stderr)
+    assert address in line
+
+
+# --- the snapshot ---
+
+
+def cut(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+def no_json(text: str) -> str:
+    return "Thu Nov 20 - INFO - Persisting metadata to disk...\n"
+
+
+def overflowing(text: str) -> str:
+    document = json.loads(text)
+    document["0:kv"]["key_to_index"][0][1] = 1 << 64
+    return json.dumps(document)
+
+
+def negative(text: str) -> str:
+    document = json.loads(text)
+    document["0:kv"]["free_pages"][0] = -1
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize("broken", [cut, no_json, overflowing, negative, lambda text: ""])
+@pytest.mark.parametrize("server", [None, ""], ids=["server", "alone"])
+def test_a_snapshot_that_cannot_be_read_is_bad_input(
+    place: Place, invoke: Invoke, broken: Callable[[str], str], server: str | None
+) -> None:
+    before = broken(place.snapshot.read_text())
+    place.snapshot.write_text(before)
+    for command in (place.arguments(*REPAIR, server=server), ["ls", place.url(server)]):
+        out = invoke(*command, exit_code=2)
+        assert out.stdout == ""
+        (line,) = lines_of(out.stderr)
+        assert str(place.snapshot) in line
+    assert place.snapshot.read_text() == before
+
+
+def test_a_snapshot_that_breaks_during_a_run_is_bad_input(place: Place) -> None:
+    def truncate() -> None:
+        place.snapshot.write_text(cut(place.snapshot.read_text()))
+
+    ended = met(place, TABLES, 2, truncate)
+    assert (ended.code, ended.stdout) == (2, ""), ended
+    assert "cut short" in ended.stderr
+
+
+def test_an_index_beyond_every_file_is_named_and_read_nowhere(place: Place, invoke: Invoke) -> None:
+    tables = place.tables()
+    key, _ = tables["0:kv"]["key_to_index"][0]
+    tables["0:kv"]["key_to_index"][0][1] = (1 << 63) - 1
+    place.snapshot.write_text(json.dumps(tables))
+    out = invoke(*place.arguments(server=""), exit_code=4)
+    lines_of(out.stderr)
+    codes = {(each["code"], each["key"]) for each in out.document["findings"]}
+    assert ("page-index-out-of-range", f"0:kv:{key}") in codes
+
+
+def test_an_absent_snapshot_is_out_of_reach(place: Place, invoke: Invoke) -> None:
+    place.snapshot.unlink()
+    for command in (place.arguments(), ["ls", place.url()]):
+        out = invoke(*command, exit_code=3)
+        assert out.stdout == ""
+        (line,) = lines_of(out.stderr)
+        assert str(place.snapshot) in line
+
+
+# --- the data files ---
+
+
+def test_an_absent_data_file_fails_its_objects_alone(place: Place, invoke: Invoke) -> None:
+    path = place.file(1, "kv")
+    path.unlink()
+    out = invoke(*place.arguments(), exit_code=4)
+    lines_of(out.stderr)
+    document = out.document
+    lost = {f"1:kv:{key}" for key, _ in place.tables()["1:kv"]["key_to_index"]}
+    assert {each["key"] for each in document["findings"] if each["key"]} == lost
+    assert all(str(path) in each["detail"] for each in document["findings"] if each["key"] in lost)
+    assert not path.exists()
+
+
+def test_objects_behind_the_end_of_a_file_are_found_and_no_others(
+    place: Place, invoke: Invoke
+) -> None:
+    path, nbytes = place.file(0, "kv"), place.page_bytes[0, "kv"]
+    held = place.tables()["0:kv"]["key_to_index"]
+    end = sorted(index for _, index in held)[len(held) // 2]
+    with path.open("r+b") as stream:
+        stream.truncate(end * nbytes + 1)
+    out = invoke(*place.arguments(), exit_code=4)
+    lines_of(out.stderr)
+    found = [each for each in out.document["findings"] if each["severity"] == "error"]
+    assert {each["code"] for each in found} == {"truncated"}
+    assert {each["key"] for each in found} == {f"0:kv:{key}" for key, n in held if n >= end}
+    assert path.stat().st_size == end * nbytes + 1
+
+
+def test_a_directory_that_is_gone_is_out_of_reach(place: Place, invoke: Invoke) -> None:
+    url = place.url().replace(f"{place.folder}/hicache", f"{place.folder}/unmounted/hicache")
+    out = invoke("verify", url, "--profile", place.profile, exit_code=3)
+    assert out.stdout == ""
+    (line,) = lines_of(out.stderr)
+    assert "mounted" in line

@@ -1,0 +1,60 @@
+"""The man pages are what the commands say, and are well formed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+
+from hicachectl.cli.exit_codes import BUG, DONE, EXIT_CODES, FINDINGS, INTERRUPTED, TERMINATED
+from hicachectl.cli.group import COMMANDS, cli
+from hicachectl.cli.manpages import PROFILE_EXAMPLE, build
+from hicachectl.formats.profile import parse_profile
+from tests.skips import need_tool
+
+MAN = Path(__file__).parents[2] / "man"
+
+
+def test_the_committed_pages_are_those_that_would_be_built(tmp_path: Path) -> None:
+    build(tmp_path)
+    built = {path.name: path.read_text() for path in tmp_path.glob("*.1")}
+    committed = {path.name: path.read_text() for path in MAN.glob("*.1")}
+    assert committed == built, "run `make man`"
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_option_is_documented(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    page = (MAN / f"hicachectl-{name}.1").read_text().replace("\\-", "-")
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, parameter.name
+            for option in parameter.opts:
+                assert re.search(rf"Fl {re.escape(option[1:])}\b", page), option
+
+
+def test_every_exit_code_is_documented() -> None:
+    page = (MAN / "hicachectl.1").read_text()
+    for code in {DONE, BUG, FINDINGS, INTERRUPTED, TERMINATED, *EXIT_CODES.values()}:
+        assert f"\n.It {code}\n" in page
+
+
+def test_the_example_of_a_profile_file_is_one() -> None:
+    assert [pool.name for pool in parse_profile(PROFILE_EXAMPLE).pools] == ["kv", "mamba"]
+
+
+@pytest.mark.parametrize("page", sorted(MAN.glob("*.[1-9]")), ids=lambda path: path.name)
+def test_mandoc_has_nothing_to_say(page: Path) -> None:
+    said = subprocess.run(
+        [need_tool("mandoc"), "-T", "lint", str(page)], capture_output=True, text=True, check=False
+    ).stdout
+    # mandoc looks for referenced pages on the system; ours are beside this one.
+    missing = r".*STYLE: referenced manual not found: Xr (\S+) (\d)(?: \(\d+ times\))?"
+    for line in said.splitlines():
+        reference = re.fullmatch(missing, line)
+        assert reference is not None, line
+        assert (MAN / f"{reference[1]}.{reference[2]}").is_file(), line

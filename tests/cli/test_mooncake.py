@@ -1,0 +1,286 @@
+"""The commands on a real Mooncake cluster: what an operator sees there, and only there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.backends.base import open_store
+from hicachectl.cli.demo_store import PROFILE, fill
+from hicachectl.verify import verify
+from tests.mooncake_cluster import Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+LEASE_MS = 3000
+PAGES = 6
+
+
+@pytest.fixture(scope="module")
+def brief_cluster(mooncake_package: None) -> Iterator[Cluster]:
+    """A cluster whose leases end soon: what was just read can be removed."""
+    with Cluster(lease_ms=LEASE_MS) as started:
+        yield started
+
+
+@pytest.fixture
+def cluster(brief_cluster: Cluster) -> Cluster:
+    brief_cluster.clear()
+    with open_store(brief_cluster.url) as store:
+        fill(store, PAGES)
+    return brief_cluster
+
+
+def verified(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
+    return invoke("verify", *arguments, "--format", "json", exit_code=exit_code).document
+
+
+def found(document: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(f["code"], f["severity"], f["key"]) for f in document["findings"]]
+
+
+def keys_of_page(cluster: Cluster, number: int = 0) -> list[str]:
+    pages = sorted({key.split("_")[1] for key in cluster.list_keys()})
+    return sorted(key for key in cluster.list_keys() if pages[number] in key)
+
+
+def test_objects_are_listed_with_their_replicas(invoke: Invoke, cluster: Cluster) -> None:
+    rows = invoke("ls", cluster.url, "--objects", "--format", "json").document["objects"]
+    assert {row["key"] for row in rows} == set(cluster.list_keys())
+    for row in rows:
+        (replica,) = row["replicas"]
+        assert replica["kind"] == "memory"
+        assert replica["nbytes"] == row["nbytes"] > 0
+        assert row["mtime"] is None
+
+
+def test_a_healthy_cluster_has_no_findings(invoke: Invoke, cluster: Cluster, profile: Path) -> None:
+    document = verified(invoke, cluster.url, "--profile", profile)
+    assert document["findings"] == []
+    assert document["bytes_read"] == document["bytes"] > 0
+    assert document["checks"] == ["names", "groups", "sizes", "values"]
+
+
+def test_an_empty_cluster_is_said_to_be_empty(
+    invoke: Invoke, mooncake_cluster: Cluster, profile: Path
+) -> None:
+    """As after a restart of the master, which forgets every object."""
+    out = invoke("verify", mooncake_cluster.url, "--profile", profile)
+    assert "the store is empty" in out.stderr
+    assert "nothing was checked" in out.stdout
+    for command in (["ls"], ["ls", "--objects"], ["rm", "--model", "m", "--yes"]):
+        invoke(command[0], mooncake_cluster.url, *command[1:])
+
+
+def test_a_warm_up_key_is_information(invoke: Invoke, cluster: Cluster, profile: Path) -> None:
+    key = "sglang_mooncake_store_warmup_key" + "0123456789abcdef" * 2
+    cluster.put(key, bytes(4096))
+    document = verified(invoke, cluster.url, "--profile", profile)
+    assert found(document) == [("foreign-object", "info", key)]
+    cluster.clear()
+    cluster.put(key, bytes(4096))
+    said = invoke("ls", cluster.url).stderr
+    assert f"the store has no pages, but 1 other objects, first: {key}" in said
+
+
+def test_a_short_and_a_long_object_are_told_apart_in_severity(
+    invoke: Invoke, cluster: Cluster, profile: Path
+) -> None:
+    """A server takes a short object for a hit; of a long one it gets an error, a miss."""
+    short, long = keys_of_page(cluster, 0)[0], keys_of_page(cluster, 1)[0]
+    cluster.put(short, b"x" * 100)
+    cluster.put(long, b"x" * 100_000)
+    document = verified(invoke, cluster.url, "--profile", profile, "--checks", "sizes", exit_code=4)
+    assert found(document) == [("truncated", "error", short), ("oversized", "warning", long)]
+
+
+def test_a_page_that_is_completed_within_the_grace_is_no_finding(
+    invoke: Invoke, cluster: Cluster, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = keys_of_page(cluster)[0]
+    value = cluster.client().get(key)
+    cluster.remove(key)
+    waits: list[float] = []
+
+    def complete(seconds: float) -> None:
+        waits.append(seconds)
+        cluster.put(key, value)
+
+    monkeypatch.setattr(verify, "time", SimpleNamespace(**{**vars(time), "sleep": complete}))
+    document = verified(
+        invoke, cluster.url, "--profile", profile, "--grace", "1h", "--checks", "groups"
+    )
+    assert len(waits) == 1
+    assert 0 < waits[0] <= 3600
+    assert found(document) == []
+    assert document["in_flight"] == 1
+
+
+def test_a_page_that_stays_incomplete_is_a_finding_after_the_grace(
+    invoke: Invoke, cluster: Cluster, profile: Path
+) -> None:
+    key = next(key for key in keys_of_page(cluster) if key.endswith("_1_v"))
+    cluster.remove(key)
+    began = time.monotonic()
+    document = verified(
+        invoke, cluster.url, "--profile", profile, "--grace", "1s", "--checks", "groups",
+        exit_code=4,
+    )  # fmt: skip
+    assert time.monotonic() - began >= 1
+    assert found(document) == [("missing-part", "error", key)]
+
+
+def test_a_bad_page_is_quarantined_whole_and_restored(
+    invoke: Invoke, cluster: Cluster, profile: Path, tmp_path: Path
+) -> None:
+    keys = keys_of_page(cluster)
+    before = {key: cluster.client().get(key) for key in keys}
+    nan = b"\xc0\x7f" * (len(before[keys[0]]) // 2)
+    cluster.put(keys[0], nan)
+    document = verified(
+        invoke, cluster.url, "--profile", profile, "--repair", "quarantine", "--quarantine",
+        tmp_path / "aside", "--yes", exit_code=4,
+    )  # fmt: skip
+    assert found(document) == [("nan", "error", keys[0])]
+    assert not set(keys) & set(cluster.list_keys())
+    assert document["repaired"] == 1
+    invoke("restore", tmp_path / "aside", cluster.url, "--yes")
+    after = {key: cluster.client().get(key) for key in keys}
+    assert after == before | {keys[0]: nan}
+
+
+def test_a_catalog_notices_changed_bytes(
+    invoke: Invoke, cluster: Cluster, profile: Path, tmp_path: Path
+) -> None:
+    catalog = ("--catalog", tmp_path / "catalog.parquet")
+    verified(invoke, cluster.url, "--profile", profile, *catalog, "--update-catalog")
+    assert found(verified(invoke, cluster.url, "--profile", profile, *catalog)) == []
+    key = keys_of_page(cluster)[0]
+    value = bytearray(cluster.client().get(key))
+    value[10] ^= 1
+    cluster.put(key, bytes(value))
+    document = verified(invoke, cluster.url, "--profile", profile, *catalog, "--fail-on", "never")
+    (code, severity, where) = found(document)[0]
+    # Freed memory is used again, so that a rewritten object can look like the one recorded.
+    assert (code, severity) in {("re-recorded", "info"), ("digest-mismatch", "warning")}
+    assert where == key
+
+
+def test_removal_takes_the_pages_of_a_model(invoke: Invoke, cluster: Cluster) -> None:
+    other = f"other_{'0' * 64}_0_k"
+    cluster.put(other, b"x" * 100)
+    invoke("rm", cluster.url, "--model", PROFILE.model, "--yes")
+    assert cluster.list_keys() == [other]
+
+
+def test_a_tag_that_only_a_profile_can_tell_is_not_silently_absent(
+    invoke: Invoke, cluster: Cluster, profile: Path
+) -> None:
+    before = sorted(cluster.list_keys())
+    said = invoke("rm", cluster.url, "--tag", "prod", "--yes").stderr
+    assert "nothing matches --tag prod" in said
+    assert "give --profile" in said
+    said = invoke("rm", cluster.url, "--tag", "prod", "--profile", profile, "--yes").stderr
+    assert "nothing matches --tag prod; no key has a tag" in said
+    assert sorted(cluster.list_keys()) == before
+
+
+def test_a_size_that_the_master_does_not_say_is_not_called_zero(
+    invoke: Invoke, cluster: Cluster
+) -> None:
+    """Keys with a comma cannot be asked for their size without a lease."""
+    cluster.put(f"slices_{'0a' * 32}_['4', '5']_temporal", bytes(4096))
+    for options in ((), ("--objects",), ("--summary",)):
+        rows = invoke("ls", cluster.url, *options, "--format", "jsonl").stdout.splitlines()
+        (odd,) = (row for row in map(json.loads, rows) if row["model"] == "slices")
+        assert odd["nbytes"] is None
+        assert all(row["nbytes"] for row in map(json.loads, rows) if row != odd)
+        (line,) = (
+            line
+            for line in invoke("ls", cluster.url, *options).stdout.splitlines()
+            if "slices" in line
+        )
+        assert "? B" in line
+        assert "0 B" not in line
+    removal = json.loads(
+        invoke("rm", cluster.url, "--model", "slices", "--dry-run", "--format", "json").stdout
+    )
+    assert (removal["objects"], removal["bytes"]) == (1, None)
+    assert [row["nbytes"] for row in removal["groups"]] == [None]
+
+
+def test_removal_by_age_is_refused_where_nothing_has_one(invoke: Invoke, cluster: Cluster) -> None:
+    outcome = invoke("rm", cluster.url, "--before", "1d", "--yes", exit_code=2)
+    assert "--before" in outcome.stderr
+    assert "--since" in invoke("ls", cluster.url, "--since", "1d", exit_code=2).stderr
+
+
+def test_the_limit_of_bytes_a_second_is_kept(
+    invoke: Invoke, cluster: Cluster, profile: Path
+) -> None:
+    nbytes = verified(invoke, cluster.url, "--profile", profile)["bytes"]
+    limit = nbytes // 2
+    limited = verified(invoke, cluster.url, "--profile", profile, "--bwlimit", limit)
+    assert limited["seconds"] >= 0.8 * (nbytes / limit - 1)
+    assert limited["bytes_read"] == nbytes
+
+
+def test_without_the_package_one_line_says_what_to_install(cluster: Cluster, profile: Path) -> None:
+    program = (
+        "import sys; sys.modules['mooncake'] = None; "
+        "from hicachectl.__main__ import main; main(sys.argv[1:])"
+    )
+    arguments = ["verify", cluster.url, "--profile", str(profile)]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "hicachectl[mooncake]" in line
+
+
+def test_listing_needs_no_package(cluster: Cluster) -> None:
+    program = (
+        "import sys; sys.modules['mooncake'] = None; "
+        "from hicachectl.__main__ import main; main(sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "ls", cluster.url], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_library_logs_are_kept_off_the_terminal(cluster: Cluster, profile: Path) -> None:
+    command = [sys.executable, "-m", "hicachectl", "verify", cluster.url, "--profile", str(profile)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert all(line.startswith("hicachectl: ") for line in done.stderr.splitlines()), done.stderr
+    told = subprocess.run(
+        [*command[:3], "-v", *command[3:]], capture_output=True, text=True, check=False
+    )
+    assert "client" in told.stderr
+
+
+def test_what_a_cluster_cannot_do_is_refused_before_it_is_read(
+    invoke: Invoke, cluster: Cluster, profile: Path, tmp_path: Path
+) -> None:
+    catalog = ("--catalog", tmp_path / "c", "--update-catalog")
+    for named, *arguments in (
+        ("--stamp",),
+        ("--weights-version", "v2"),
+        ("--identity", "inode", *catalog),
+        ("--buffer-bytes", "0"),
+        ("--bwlimit", "0"),
+    ):
+        given = ("--profile", profile, named, *arguments)
+        assert named in invoke("verify", cluster.url, *given, exit_code=2).stderr

@@ -1,0 +1,152 @@
+"""Output: JSON text equals the standard library's, files appear whole, tables line up."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicachectl.cli.output import human_age, human_column, human_size, table_lines, write_rows
+from hicachectl.formats.errors import UsageError
+from hicachectl.text.jsontext import json_rows, json_values
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_ROWS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "text": st.none() | st.text(),
+            "number": st.none() | st.integers(-(2**63), 2**63 - 1),
+            "real": st.none() | st.floats(allow_nan=False, allow_infinity=False),
+            "flag": st.none() | st.booleans(),
+            "list": st.none() | st.lists(st.none() | st.text(max_size=3), max_size=3),
+        }
+    ),
+    max_size=8,
+)
+_SCHEMA = pa.schema(
+    {
+        "text": pa.string(),
+        "number": pa.int64(),
+        "real": pa.float64(),
+        "flag": pa.bool_(),
+        "list": pa.list_(pa.string()),
+    }
+)
+
+
+@pytest.mark.slow
+@given(_ROWS, st.integers(0, 3))
+def test_rows_read_back_as_they_were(rows: list[dict[str, object]], start: int) -> None:
+    table = pa.Table.from_pylist(rows, schema=_SCHEMA).slice(start)
+    assert [json.loads(text) for text in json_rows(table).to_pylist()] == rows[start:]
+
+
+def test_null_members_of_a_nested_object_are_left_out() -> None:
+    nested = pa.array([{"kv": 1, "mamba": None}, {"kv": None, "mamba": 2}, None])
+    assert json_values(nested).to_pylist() == ['{"kv": 1}', '{"mamba": 2}', "null"]
+
+
+def test_dictionaries_are_written_as_their_values() -> None:
+    encoded = pa.array(["a", None, 'q"']).dictionary_encode()
+    assert json_values(encoded).to_pylist() == ['"a"', "null", '"q\\""']
+
+
+ROWS = pa.table(
+    {
+        "key": ["k1", "k2"],
+        "nbytes": [1, None],
+        "pool": pa.array(["kv", None]).dictionary_encode(),
+        "missing": [["a", "b"], []],
+    }
+)
+PLAIN = [
+    {"key": "k1", "nbytes": 1, "pool": "kv", "missing": ["a", "b"]},
+    {"key": "k2", "nbytes": None, "pool": None, "missing": []},
+]
+
+
+def written(output_format: str, path: Path) -> bytes:
+    write_rows(ROWS, name="objects", human=lambda r: r, output_format=output_format, output=path)
+    return path.read_bytes()
+
+
+def test_every_format_holds_the_same_rows(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    document = json.loads(written("json", path))
+    assert (document["schema"], document["objects"]) == (1, PLAIN)
+    assert [json.loads(line) for line in written("jsonl", path).splitlines()] == PLAIN
+    assert pq.read_table(io.BytesIO(written("parquet", path))).to_pylist() == PLAIN
+    assert pa.ipc.open_file(written("arrow", path)).read_all().to_pylist() == PLAIN
+    table = pyarrow.csv.read_csv(io.BytesIO(written("csv", path)))
+    assert table.column("key").to_pylist() == ["k1", "k2"]
+    assert table.column("missing").to_pylist() == ['["a", "b"]', "[]"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        written("json", tmp_path / "none" / "out")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text("old")
+
+    def fail(_rows: pa.Table) -> pa.Table:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_rows(ROWS, name="objects", human=fail, output_format="table", output=path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_tables_line_up() -> None:
+    rows = pa.table({"name": ["a", "long"], ">size": ["1 B", None]})
+    assert list(table_lines(rows, colour=False)) == ["NAME  SIZE", "a      1 B", "long     -"]
+
+
+def test_colours_mark_states_only() -> None:
+    lines = list(table_lines(pa.table({"state": ["whole", "x"]}), colour=True))
+    assert lines == ["STATE", "\x1b[32mwhole\x1b[0m", "x"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**50, "1024.0 TiB")],
+)
+def test_sizes_for_people(nbytes: int, text: str) -> None:
+    assert human_size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-3, "0s"), (59.9, "59s"), (60, "1m"), (7260, "2h"), (200_000, "2d")]
+)
+def test_ages_for_people(seconds: float, text: str) -> None:
+    assert human_age(seconds) == text
+
+
+def test_a_column_is_worded_once_a_distinct_value() -> None:
+    calls: list[int] = []
+
+    def word(value: int) -> str:
+        calls.append(value)
+        return str(value)
+
+    assert human_column(pa.array([1, 2, 1, None]), word).to_pylist() == ["1", "2", "1", None]
+    assert calls == [1, 2]
+
+
+def test_control_characters_of_a_table_are_escaped() -> None:
+    rows = pa.table({"name": ["a\nb\x1b", "\u009b é\xa0", None], ">n": ["1", "2", "3"]})
+    lines = list(table_lines(rows, colour=False))
+    assert lines[1:] == ["a\\x0ab\\x1b  1", "\\x9b é\xa0     2", "-           3"]

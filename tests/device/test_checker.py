@@ -1,0 +1,752 @@
+"""`verify --device`: the same report as without, through lanes, pools and back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager, nullcontext
+from subprocess import CalledProcessError
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from tests.device.devices import DEVICES, HAS_CUDA, torch
+
+from hicachectl.backends.file.store import FileStore  # isort: skip
+from hicachectl.formats.errors import DeviceError, UsageError  # isort: skip
+from hicachectl.formats.keys.file import FileCodec  # isort: skip
+from hicachectl.formats.profile import dump_profile  # isort: skip
+from hicachectl.device import devices  # isort: skip
+from hicachectl.device.checker import DeviceChecker  # isort: skip
+from hicachectl.device.devices import parse_devices  # isort: skip
+from hicachectl.device.kinds import Passage  # isort: skip
+from hicachectl.device.lanes import Lane, allocate_lanes, lane_bytes, slab_size  # isort: skip
+from hicachectl.device.providers import TorchProvider, TritonProvider  # isort: skip
+from hicachectl.formats.spec import object_specs  # isort: skip
+from triton.runtime.errors import PTXASError  # isort: skip
+from hicachectl.verify.verify import Report, Request, verify_store  # isort: skip
+from tests.stores import OLD, page  # isort: skip
+from tests.checks.value_cases import tiny  # isort: skip
+from tests.kvgen import KvGenerator  # isort: skip
+from tests.skips import NO_CUDA, ON_CUDA
+from tests.speed import slow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from hicachectl.backends.base import ReadResult
+    from hicachectl.formats.profile import Profile
+    from tests.conftest import Invoke
+
+PAGES = 3
+STREAM: Any = object()  # stands for a stream where there is none
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+JOBS = 4 if HAS_CUDA else 1  # Triton's interpreter belongs to one thread
+KINDS = ("float8_e4m3fn", "bfloat16", "fp8_scaled", "indexer", "mamba")
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let the names of CUDA devices mean a device that the kernels can run on here."""
+
+    def use(device: str) -> None:
+        def named(names: tuple[str, ...]) -> list[Any]:
+            return [torch.device(device)] * len(names)
+
+        monkeypatch.setattr(devices, "cuda_devices", named)
+        monkeypatch.setattr(
+            "hicachectl.device.checker.best_provider", lambda found: TritonProvider()
+        )
+
+    return use
+
+
+def write_store(directory: Path, kind: str) -> tuple[Path, Profile]:
+    """Write pages of a kind of pool beside those of the others of its model."""
+    profile, _ = tiny(kind)
+    return write_pages(directory, profile), profile
+
+
+def write_pages(directory: Path, profile: Profile) -> Path:
+    store = directory / "store"
+    store.mkdir()
+    for expected in object_specs(profile, "file"):
+        before, after = FileCodec().affix(expected.coordinate)
+        objects = KvGenerator(expected, profile, seed=3).objects(range(PAGES))
+        for number, content in enumerate(objects):
+            put(store / f"{before}{page(number)}{after}", content.tobytes())
+    (directory / "p.toml").write_text(dump_profile(profile))
+    return store
+
+
+def put(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    os.utime(path, (OLD, OLD))
+
+
+def verified(store: Path, profile: Profile, *names: str, **fields: Any) -> Report:
+    request = Request(profile=profile, devices=names or ("cpu",), jobs=JOBS, **fields)
+    with FileStore(store) as source:
+        return verify_store(source, request)
+
+
+def found(report: Report) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = report.findings.to_pylist()
+    return rows
+
+
+class Changing(FileStore):
+    """A store in which files are removed or cut after they have been listed."""
+
+    change: Callable[[], object] | None = None
+
+    def read_into(self, *arguments: Any, **options: Any) -> ReadResult:
+        change, self.change = self.change, None
+        if change is not None:
+            change()
+        return super().read_into(*arguments, **options)
+
+
+@pytest.mark.parametrize("names", [("cpu",), ("cuda",)], ids=["cpu", "device"])
+@DEVICES
+def test_the_bytes_of_objects_that_could_not_be_read_are_not_judged(
+    tmp_path: Path, on_device: Callable[[str], None], device: str, names: tuple[str, ...]
+) -> None:
+    """Whatever lies in their place, NaN here, is not what the store has."""
+    store, profile = write_store(tmp_path, "bfloat16")
+    paths = sorted(store.iterdir())
+    for path in paths[:2]:  # what the arena then has in place of each
+        put(path, b"\xff" * path.stat().st_size)
+    on_device(device)
+    request = Request(profile=profile, devices=names, jobs=1)
+    with Changing(store) as source:
+        source.change = paths[0].unlink
+        report = verify_store(source, request)
+    expected = [f for f in found(verified(store, profile)) if f["code"] == "nan"]
+    assert [f["key"] for f in expected] == [paths[1].name]
+    assert [f for f in found(report) if f["code"] == "nan"] == expected
+    assert all(f["key"] != paths[0].name for f in found(report))
+    assert report.document["gone"] == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@DEVICES
+def test_healthy_pages_are_healthy_on_the_device(
+    tmp_path: Path, on_device: Callable[[str], None], device: str, kind: str
+) -> None:
+    store, profile = write_store(tmp_path, kind)
+    on_device(device)
+    report = verified(store, profile, "cuda")
+    assert found(report) == []
+    assert report.document["device"] == device
+    assert report.document["bytes_read"] == report.document["bytes"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@DEVICES
+def test_findings_are_those_of_the_cpu_word_for_word(
+    tmp_path: Path, on_device: Callable[[str], None], device: str, kind: str
+) -> None:
+    store, profile = write_store(tmp_path, kind)
+    paths = sorted(store.iterdir())
+    rng = np.random.default_rng(7)
+    for path in paths[::2]:
+        content = np.fromfile(path, np.uint8)
+        first = int(rng.integers(len(content) // 16)) * 16
+        content[first : first + 16] = 0xFF
+        put(path, content.tobytes())
+    put(paths[1], bytes(paths[1].stat().st_size))
+    os.truncate(paths[-1], 100)
+    os.utime(paths[-1], (OLD, OLD))
+    expected = found(verified(store, profile))
+    assert {row["code"] for row in expected} >= {"all-zero", "truncated"}
+    on_device(device)
+    assert found(verified(store, profile, "cuda")) == expected
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@DEVICES
+def test_drafts_go_the_same_way(
+    tmp_path: Path, on_device: Callable[[str], None], device: str, packed: bool
+) -> None:
+    profile, _ = tiny("latent")
+    kv = profile.pools[0]
+    pools = (replace(kv, packed_draft_layers=1),) if packed else (kv, replace(kv, name="draft"))
+    profile = replace(profile, pools=pools)
+    store = write_pages(tmp_path, profile)
+    damaged = sorted(path for path in store.iterdir() if packed or ".draft" in path.name)[1]
+    put(damaged, damaged.read_bytes()[:-32] + b"\xff" * 32)
+    expected = found(verified(store, profile))
+    assert [row["key"] for row in expected] == [damaged.name]
+    on_device(device)
+    assert found(verified(store, profile, "cuda")) == expected
+
+
+@pytest.mark.slow
+@DEVICES
+def test_digests_are_of_the_bytes_that_came_back_from_the_pools(
+    tmp_path: Path, on_device: Callable[[str], None], device: str
+) -> None:
+    store, profile = write_store(tmp_path, "fp8_scaled")
+    foreign = store / "notes.txt"
+    foreign.write_bytes(b"x" * 1001)
+    on_host = verified(store, profile, update_catalog=True).catalog
+    on_device(device)
+    report = verified(store, profile, "cuda", catalog=on_host, update_catalog=True)
+    assert report.document["counts"].get("digest-mismatch") is None
+    assert verified(store, profile, catalog=report.catalog).document["counts"].keys() == {
+        "foreign-object"
+    }
+    foreign.unlink()
+    path = next(store.glob(f"*{page(1)}*"))
+    content = bytearray(path.read_bytes())
+    content[700] ^= 1
+    status = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    report = verified(store, profile, "cuda", catalog=on_host, identity=("mtime", "size"))
+    assert report.document["counts"]["digest-mismatch"] == 1
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], *(slow(kind) for kind in KINDS[1:])])
+@DEVICES
+def test_digests_alone_are_those_of_the_cpu_and_nothing_is_looked_at(
+    tmp_path: Path,
+    on_device: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    kind: str,
+) -> None:
+    def looked_at(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("values are looked at")
+
+    for name in ("block_statistics", "correlations"):
+        monkeypatch.setattr(f"hicachectl.device.kinds.{name}", looked_at)
+    store, profile = write_store(tmp_path, kind)
+    on_host = verified(store, profile, update_catalog=True).catalog
+    on_device(device)
+    assert found(verified(store, profile, "cuda", checks=("digests",), catalog=on_host)) == []
+
+
+@pytest.mark.slow
+def test_digests_alone_are_of_what_went_through_the_pools_where_the_form_is_known(
+    tmp_path: Path, provided: Callable[[Any], None]
+) -> None:
+    class Copyless(TorchProvider):
+        def copy(self, *arguments: Any) -> None:
+            pass
+
+    store, profile = write_store(tmp_path, "mamba")
+    known = {path.name for path in store.iterdir()}
+    (store / "notes.txt").write_bytes(b"x" * 1001)
+    on_host = verified(store, profile, update_catalog=True).catalog
+    provided(Copyless())
+    rows = found(verified(store, profile, "cuda", checks=("digests",), catalog=on_host))
+    assert {row["code"] for row in rows} == {"digest-mismatch"}
+    assert {row["key"] for row in rows} == known
+
+
+@DEVICES
+def test_objects_that_a_lane_does_not_hold_together_follow_one_another(
+    tmp_path: Path, on_device: Callable[[str], None], device: str
+) -> None:
+    store, profile = write_store(tmp_path, "bfloat16")
+    damaged = sorted(store.iterdir())[2]
+    put(damaged, b"\xff" * damaged.stat().st_size)
+    expected = found(verified(store, profile))
+    on_device(device)
+    one_object = lane_bytes(4096)
+    report = verified(store, profile, "cuda", device_bytes=one_object)
+    assert found(report) == expected
+
+
+class Replaying:
+    """A CUDA graph's stand-in: launches for all slots, into the same results each time."""
+
+    def __init__(self, launch: Callable[[int], Any], most: int) -> None:
+        self.replayed, self._launch, self._most = 0, launch, most
+        self.results = launch(most)
+
+    def replay(self) -> None:
+        self.replayed += 1
+        self.results.copy_(self._launch(self._most))
+
+
+@pytest.mark.slow  # digests, in the interpreter
+@pytest.mark.skipif(HAS_CUDA, reason=ON_CUDA)
+def test_what_lies_in_slots_without_an_object_is_not_reported(
+    tmp_path: Path, on_device: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, profile = write_store(tmp_path, "bfloat16")
+    paths = sorted(store.iterdir())
+    put(paths[0], b"\xff" * paths[0].stat().st_size)
+    expected = found(verified(store, profile))
+    graphs: list[Replaying] = []
+
+    def captured(passage: Passage, launch: Callable[[int], Any]) -> tuple[Replaying, Any]:
+        passage._lane.staging.fill_(0xFF)
+        graphs.append(Replaying(launch, passage.most))
+        return graphs[-1], graphs[-1].results
+
+    monkeypatch.setattr(Passage, "_captured", captured)
+    for name in ("MOST_LANES", "_FEWEST_LANES"):
+        monkeypatch.setattr(f"hicachectl.device.lanes.{name}", 1)
+    on_device("cpu")
+    one_lane = lane_bytes((PAGES + 1) * 4096)
+    report = verified(store, profile, "cuda", device_bytes=one_lane, update_catalog=True)
+    assert found(report) == expected
+    assert [graph.replayed for graph in graphs] == [1, 1]
+    assert found(verified(store, profile, catalog=report.catalog)) == expected
+
+
+@DEVICES
+def test_devices_share_the_work(
+    tmp_path: Path, on_device: Callable[[str], None], device: str
+) -> None:
+    store, profile = write_store(tmp_path, "bfloat16")
+    on_device(device)
+    report = verified(store, profile, "cuda:0", "cuda:1", device_bytes=lane_bytes(4096))
+    assert found(report) == []
+
+
+def test_a_budget_too_small_for_one_page_says_what_it_needs(
+    tmp_path: Path, on_device: Callable[[str], None]
+) -> None:
+    store, profile = write_store(tmp_path, "bfloat16")
+    on_device("cpu")
+    with pytest.raises(UsageError, match=r"--device-bytes 5000 is too small for one page: .*\.bin"):
+        verified(store, profile, "cuda", device_bytes=5000)
+    report = verified(store, profile, "auto", device_bytes=5000)
+    assert found(report) == []
+    assert report.document["device"] == "cpu"
+    assert "too small for one page" in report.remarks[0]
+
+
+@pytest.mark.skipif(HAS_CUDA, reason=ON_CUDA)
+def test_without_cuda_a_named_device_is_refused_and_auto_goes_on(
+    tmp_path: Path, invoke: Invoke
+) -> None:
+    store, _ = write_store(tmp_path, "bfloat16")
+    arguments = ["verify", store, "--profile", tmp_path / "p.toml", "--device"]
+    refused = invoke(*arguments, "cuda", exit_code=2).stderr
+    assert "no CUDA device" in refused
+    assert len(refused.splitlines()) == 1
+    (empty := tmp_path / "empty").mkdir()
+    assert invoke("verify", empty, *arguments[2:], "cuda", exit_code=2).stderr == refused
+    outcome = invoke(*arguments, "auto", "--format", "json")
+    assert outcome.document["device"] == "cpu"
+    said = [line for line in outcome.stderr.splitlines() if "--device auto" in line]
+    assert len(said) == 1
+    assert "no CUDA device" in said[0]
+
+
+class Failing(TorchProvider):
+    """A device that breaks after some copies, or has no memory for more than one object."""
+
+    def __init__(self, good: int = 0, at_most: int | None = None, error: Any = None) -> None:
+        self.good, self.at_most = good, at_most
+        self.error = error or RuntimeError("CUDA error: unspecified launch failure\nmore")
+
+    def copy(self, plan: Any, source: Any, places: Any, *rest: Any) -> None:
+        self.good -= 1
+        if self.good < 0 and (self.at_most is None or len(places) > self.at_most):
+            raise self.error
+        super().copy(plan, source, places, *rest)
+
+
+@pytest.fixture
+def provided(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    def use(provider: Any) -> None:
+        monkeypatch.setattr(
+            devices, "cuda_devices", lambda names: [torch.device(DEVICE)] * len(names)
+        )
+        monkeypatch.setattr("hicachectl.device.checker.best_provider", lambda found: provider)
+
+    return use
+
+
+@contextmanager
+def noted_events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Note what is done with lanes: used, failed, waited for; and that they are given back."""
+    events: list[str] = []
+
+    def noting(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            events.append(event)
+            return call(*arguments)
+
+        return noted
+
+    def copied(provider: Failing, *arguments: Any) -> None:
+        try:
+            copy(provider, *arguments)
+        except BaseException:
+            events.append("failed")
+            raise
+
+    copy = Failing.copy
+    with monkeypatch.context() as patch:
+        patch.setattr(Failing, "copy", copied)
+        patch.setattr(Lane, "wait", noting("waited", Lane.wait))
+        patch.setattr(Lane, "in_use", noting("used", Lane.in_use))
+        patch.setattr(DeviceChecker, "close", noting("closed", DeviceChecker.close))
+        yield events
+
+
+def check_each_failure_is_waited_for(events: list[str]) -> None:
+    """See that nothing comes between: the lane is used again, and the arena's bytes change."""
+    failures = [at for at, event in enumerate(events) if event == "failed"]
+    assert failures
+    assert {events[at + 1] for at in failures} == {"waited"}, events
+
+
+def test_a_device_that_fails_ends_the_run_or_leaves_the_rest_to_the_cpu(
+    tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, profile = write_store(tmp_path, "indexer")
+    damaged = sorted(store.iterdir())[3]
+    put(damaged, bytes(damaged.stat().st_size))
+    expected = found(verified(store, profile))
+    provided(Failing(good=1))
+    why = "failed: CUDA error: unspecified launch failure;"
+    with noted_events(monkeypatch) as events, pytest.raises(DeviceError, match=why):
+        verified(store, profile, "cuda")
+    check_each_failure_is_waited_for(events)
+    provided(Failing(good=1))
+    report = verified(store, profile, "auto", device_bytes=lane_bytes(16384))
+    assert found(report) == expected
+    assert any("the CPU did what was left" in remark for remark in report.remarks)
+
+
+def test_without_memory_for_many_objects_fewer_are_sent(
+    tmp_path: Path, provided: Callable[[Any], None]
+) -> None:
+    store, profile = write_store(tmp_path, "latent")
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    provided(Failing(at_most=1, error=error))
+    assert found(verified(store, profile, "cuda")) == []
+    provided(Failing(at_most=0, error=error))
+    with pytest.raises(DeviceError, match="out of memory for one page"):
+        verified(store, profile, "cuda")
+
+
+def streaming_lane(device: Any, slab_bytes: int) -> Lane:
+    staging, pools = (torch.empty(slab_bytes, dtype=torch.uint8) for _ in range(2))
+    return Lane(device, staging, pools, STREAM)
+
+
+@pytest.mark.slow  # digests, in the interpreter
+@pytest.mark.skipif(HAS_CUDA, reason=ON_CUDA)
+def test_without_memory_to_capture_launches_they_are_made_anew_for_fewer_objects(
+    tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = Failing(at_most=1, error=torch.OutOfMemoryError("CUDA out of memory"))
+    monkeypatch.setattr(provider, "capturable", True, raising=False)
+    monkeypatch.setattr(Lane, "in_use", lambda lane: nullcontext())
+    monkeypatch.setattr(Lane, "wait", lambda lane: None)
+    monkeypatch.setattr("hicachectl.device.lanes._lane", streaming_lane)
+    store, profile = write_store(tmp_path, "latent")
+    on_host = verified(store, profile, update_catalog=True).catalog
+    provided(provider)
+    assert found(verified(store, profile, "cuda", catalog=on_host, update_catalog=True)) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        CalledProcessError(1, ["gcc", "main.c"]),
+        PTXASError("ptxas fatal: Value 'sm_30' is not defined"),
+        RuntimeError("Cannot find ptxas"),
+        FileNotFoundError(2, "No such file or directory", "/sbin/ldconfig"),
+        AssertionError("libcuda.so cannot found!\nPossible files are located at []"),
+    ],
+)
+def test_where_kernels_cannot_be_built_the_run_ends_with_the_reason(
+    tmp_path: Path, provided: Callable[[Any], None], error: Exception
+) -> None:
+    store, profile = write_store(tmp_path, "latent")
+    provided(Failing(error=error))
+    with pytest.raises(DeviceError, match=r"(C compiler|gcc|ptxas|ldconfig|libcuda).*--device cpu"):
+        verified(store, profile, "cuda")
+    provided(Failing(error=error))
+    report = verified(store, profile, "auto")
+    assert found(report) == []
+    assert "the CPU did what was left" in report.remarks[0]
+
+
+class Unbuilt:
+    """A CUDA graph for which there is no memory when it is built from what was captured."""
+
+    def capture_begin(self, **_options: Any) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+
+@pytest.mark.skipif(HAS_CUDA, reason=ON_CUDA)
+def test_without_memory_to_build_a_graph_launches_are_made_anew(
+    tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = Failing(good=1000)
+    monkeypatch.setattr(provider, "capturable", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Unbuilt)
+    monkeypatch.setattr(Lane, "in_use", lambda lane: nullcontext())
+    monkeypatch.setattr(Lane, "wait", lambda lane: None)
+    monkeypatch.setattr("hicachectl.device.lanes._lane", streaming_lane)
+    store, profile = write_store(tmp_path, "latent")
+    provided(provider)
+    report = verified(store, profile, "cuda", device_bytes=lane_bytes(16384))
+    assert found(report) == []
+    assert provider.good < 1000
+
+
+def test_what_a_failed_device_has_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The destructors of graphs would end the process."""
+
+    def wait(lane: Lane) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    abandoned: list[Lane] = []
+    monkeypatch.setattr("hicachectl.device.checker._ABANDONED", abandoned)
+    cpu = torch.device("cpu")
+    with DeviceChecker(
+        [cpu], device_bytes=1 << 22, buffer_bytes=1 << 22, largest=100, provider=TorchProvider()
+    ) as checker:
+        monkeypatch.setattr(Lane, "wait", wait)
+        monkeypatch.setattr(Lane, "close", lambda lane: pytest.fail("given back"))
+    assert len(abandoned) == checker.lanes
+
+
+_BREAKING = """
+import sys
+
+import triton
+import triton.language as tl
+
+from hicachectl.__main__ import main
+from hicachectl.device import checker
+from hicachectl.device.providers import TritonProvider
+
+pytestmark = pytest.mark.slow
+
+
+@triton.jit
+def stray(memory):
+    tl.store(memory + (1 << 45), 1)
+
+
+class Breaking(TritonProvider):
+    capturable = False
+
+    def copy(self, *arguments):
+        super().copy(*arguments)
+        stray[(1,)](arguments[1])  # from then on every call of the device fails
+
+
+checker.best_provider = lambda device: Breaking()
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason=NO_CUDA)
+@pytest.mark.parametrize(
+    ("device", "status", "said"),
+    [("auto", 4, "the CPU did what was left"), ("cuda", 3, "run again, or with --device cpu")],
+)
+def test_a_device_that_really_fails_does_not_take_the_process_with_it(
+    tmp_path: Path, device: str, status: int, said: str
+) -> None:
+    program = tmp_path / "breaking.py"
+    program.write_text(_BREAKING)
+    store, _ = write_store(tmp_path, "bfloat16")
+    damaged = sorted(store.iterdir())[2]
+    put(damaged, b"\xff" * damaged.stat().st_size)
+    arguments = ("verify", store, "--profile", tmp_path / "p.toml", "--device", device)
+    done = subprocess.run(
+        [sys.executable, program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr
+
+
+def test_a_driver_s_complaint_is_the_reason_that_there_is_no_device(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def is_available() -> bool:
+        warnings.warn("CUDA initialization: the driver is too old\nmore", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    with pytest.raises(UsageError, match=r"no CUDA device is there: .* the driver is too old$"):
+        devices.cuda_devices(("auto",))
+    assert not len(recwarn)
+
+
+def test_an_old_triton_is_refused_with_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.__version__", "3.3.1")
+    with pytest.raises(UsageError, match=r"triton 3\.3\.1 does not.*install triton>=3\.4"):
+        devices.cuda_devices(("auto",))
+
+
+def test_a_device_that_damages_data_is_told_from_a_damaged_store(
+    tmp_path: Path, provided: Callable[[Any], None]
+) -> None:
+    class Damaging(TorchProvider):
+        def copy(self, *arguments: Any) -> None:
+            super().copy(*arguments)
+            arguments[3].fill_(0xFF)
+
+    store, profile = write_store(tmp_path, "bfloat16")
+    provided(Damaging())
+    with pytest.raises(DeviceError, match="healthy in host memory and not on the device"):
+        verified(store, profile, "cuda")
+
+
+def test_lanes_stay_within_the_budget_and_grow_with_the_largest_object() -> None:
+    for kind, segments in (("cpu", 0), ("cuda", 22 << 20)):
+        devices = [torch.device(kind)]
+        for budget, lanes in ((1 << 20, 1), (300 << 20, 4), (2 << 30, 8)):
+            slab = slab_size(devices, budget, 1 << 30, 50_000, "x")
+            assert lane_bytes(slab) <= budget
+            assert lanes == 1 or lanes * (lane_bytes(slab) + segments) <= budget
+        assert slab_size(devices, 4 << 30, 1 << 30, 77_000_000, "x") >= 77_000_000
+
+
+def test_lanes_of_several_devices_leave_half_of_the_buffer_to_reading() -> None:
+    devices = [torch.device("cpu")] * 3
+    slab = slab_size(devices, 2 << 30, 1 << 30, 50_000, "x")
+    lanes = allocate_lanes(devices, 24 * lane_bytes(slab), slab, slab)
+    assert len(lanes) == 24
+    assert len(lanes) * slab <= 1 << 29
+
+
+def test_a_full_device_gets_fewer_lanes_then_smaller_slabs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, largest, allowed = torch.empty, 20480, 3
+
+    def empty(nbytes: Any, **options: Any) -> Any:
+        nonlocal allowed
+        if nbytes > largest or not allowed:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        allowed -= 1
+        return real(nbytes, **options)
+
+    monkeypatch.setattr("hicachectl.device.lanes.torch.empty", empty)
+    cpu = torch.device("cpu")
+    lanes = allocate_lanes([cpu], 1 << 20, 20480, 5000)
+    assert [len(lane.staging) for lane in lanes] == [20480]
+    largest, allowed = 12288, 1000
+    lanes = allocate_lanes([cpu], 1 << 20, 20480, 5000)
+    assert {len(lane.staging) for lane in lanes} == {8192}
+    largest = 8191
+    with pytest.raises(UsageError, match="out of memory"):
+        allocate_lanes([cpu], 1 << 20, 20480, 5000)
+
+
+def test_device_names() -> None:
+    assert parse_devices("cpu") == ("cpu",)
+    assert parse_devices("cuda:0,cuda:3") == ("cuda:0", "cuda:3")
+    for wrong in ("", "gpu", "cpu,cuda", "auto,cuda:0", "cuda:x", "cuda:0,", "cuda:0,cuda:0"):
+        with pytest.raises(UsageError, match="--device"):
+            parse_devices(wrong)
+
+
+@DEVICES
+def test_an_arena_is_page_locked_until_it_is_closed(device: str) -> None:
+    from hicachectl.backends.arena import Arena
+    from hicachectl.device.arena import HostArenas
+
+    arenas = HostArenas()
+    arena = Arena(1 << 20)
+    tensor = arenas.tensor(arena)
+    assert arenas.tensor(arena) is tensor
+    assert tensor.is_pinned() == (device == "cuda")
+    arena.array[5] = 7
+    assert tensor[5] == 7
+    arena.close()
+    with Arena(1 << 20) as again:
+        assert arenas.tensor(again)[5] == 0
+
+
+@pytest.mark.parametrize(("error", "warnings_said"), [(0, 0), (2, 1), (712, 0)])
+def test_a_refusal_to_page_lock_is_said_and_does_not_come_up_later(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: int,
+    warnings_said: int,
+) -> None:
+    from hicachectl.backends.arena import Arena
+    from hicachectl.device.arena import register
+
+    kept = []
+
+    def cuda_host_register(address: int, nbytes: int, flags: int) -> int:
+        assert flags == 3
+        kept.extend([error] * (error > 0))
+        return error
+
+    def launch(*arguments: Any, **options: Any) -> None:
+        if kept:
+            raise RuntimeError(f"CUDA error: {kept.pop()}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    undone = []
+    current = [1]
+    cudart = SimpleNamespace(
+        cudaHostRegister=cuda_host_register,
+        cudaHostUnregister=lambda address: undone.append((address, current[-1])),
+    )
+
+    @contextmanager
+    def device(number: int) -> Iterator[None]:
+        current.append(number)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch, "ones", launch)
+    with Arena(4096) as arena:
+        assert register(arena) == (not error)
+        address = arena.address
+        current.append(0)  # as when the main thread closes what a lane's thread has registered
+    assert kept == []
+    assert undone == ([] if error else [(address, 1)])
+    assert len(caplog.records) == warnings_said
+
+
+def test_a_buffer_of_the_host_grows_with_what_is_put_there() -> None:
+    from hicachectl.device.arena import HostBuffer
+
+    buffer = HostBuffer()
+    for shape in ((3, 32), (0,), (5000, 32), (2,)):
+        room = buffer.room(torch.Size(shape), torch.float32)
+        assert (room.shape, room.dtype) == (shape, torch.float32)
+        room.fill_(1.5)
+        assert (room == 1.5).all()
+    buffer.close()
+
+
+def test_a_checker_gives_its_lanes_back() -> None:
+    cpu = torch.device("cpu")
+    with DeviceChecker(
+        [cpu], device_bytes=1 << 22, buffer_bytes=1 << 22, largest=100, provider=TorchProvider()
+    ) as checker:
+        assert checker.names == ("cpu",)
+        assert checker.lanes >= 1

@@ -1,0 +1,617 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.models.config import profile_from_config
+from hicachectl.formats.models.flags import DeploymentFlags, normalised_layout
+from hicachectl.formats.profile import DTYPE_BYTES, Pool, Profile, dump_profile, parse_profile
+
+CONFIGS = Path(__file__).parents[2] / "data" / "configs"
+PAGE = 64
+TARGETS = sorted(path.stem for path in CONFIGS.glob("*.json") if "eagle" not in path.stem)
+MLA_ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_scaled": 656}
+
+
+def config(name: str, **changes: Any) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text())
+    for field, value in changes.items():
+        if value is ...:
+            del document[field]
+        else:
+            document[field] = value
+    return document
+
+
+def derive(name: str, *, changes: dict[str, Any] | None = None, **flags: Any) -> Profile:
+    flags = {"model": name, "page_size": PAGE, **flags}
+    return profile_from_config(config(name, **(changes or {})), DeploymentFlags(**flags))
+
+
+def pool(profile: Profile, name: str) -> Pool:
+    found = profile.pool(name)
+    assert found is not None
+    return found
+
+
+def layer_count(of: Pool) -> int:
+    return len(of.layer_numbers) + of.packed_draft_layers
+
+
+def k_bytes(profile: Profile, name: str = "kv") -> int:
+    of = pool(profile, name)
+    heads = max(1, of.kv_heads // profile.tp)
+    return layer_count(of) * profile.page_size * heads * of.head_dim * DTYPE_BYTES[of.dtype]
+
+
+def mla_bytes(profile: Profile) -> int:
+    of = pool(profile, "kv")
+    assert (of.kv_lora_rank, of.qk_rope_head_dim) == (512, 64)
+    return layer_count(of) * profile.page_size * MLA_ROW_BYTES[of.row]
+
+
+def indexer_bytes(profile: Profile) -> int:
+    of = pool(profile, "indexer")
+    return layer_count(of) * profile.page_size * (of.index_head_dim + of.index_head_dim // 128 * 4)
+
+
+def state_bytes(profile: Profile) -> tuple[int, int]:
+    of = pool(profile, "mamba")
+    assert of.temporal is not None
+    (conv,) = of.conv
+    return (
+        layer_count(of) * math.prod(of.temporal.shape) * DTYPE_BYTES[of.temporal.dtype],
+        layer_count(of) * math.prod(conv.shape) * DTYPE_BYTES[conv.dtype],
+    )
+
+
+# Sizes of real models
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "nbytes"),
+    [
+        ("llama-3.1-8b", 1, 4_194_304),
+        ("llama-3.1-8b", 8, 524_288),
+        ("qwen3-32b", 1, 8_388_608),
+        ("qwen3-32b", 8, 1_048_576),
+        ("qwen3-next-80b-a3b", 1, 786_432),
+        ("qwen3-next-80b-a3b", 2, 393_216),
+        ("qwen3.5-9b", 1, 1_048_576),
+        ("qwen3.5-9b", 4, 262_144),
+    ],
+)
+def test_k_objects_have_the_sizes_of_the_model(name: str, tp: int, nbytes: int) -> None:
+    assert k_bytes(derive(name, tp=tp)) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "kv", "indexer"),
+    [
+        ({"kv_cache_dtype": "bfloat16"}, 4_497_408, 515_328),
+        ({"kv_cache_dtype": "fp8_e4m3"}, 2_561_024, 515_328),
+        ({"kv_cache_dtype": "fp8_e4m3", "dsa_decode_backend": "trtllm"}, 2_248_704, 515_328),
+        ({"kv_cache_dtype": "bf16", "speculative_algorithm": "EAGLE"}, 4_571_136, 523_776),
+        ({"kv_cache_dtype": "fp8_e4m3", "speculative_algorithm": "NEXTN"}, 2_603_008, 523_776),
+    ],
+)
+def test_deepseek_v32_objects_have_the_sizes_of_the_model(
+    flags: dict[str, Any], kv: int, indexer: int
+) -> None:
+    profile = derive("deepseek-v3.2", page_size=None, **flags)
+    assert profile.page_size == 64
+    assert (mla_bytes(profile), indexer_bytes(profile)) == (kv, indexer)
+
+
+def test_kimi_k2_has_latent_rows_and_no_indexer() -> None:
+    profile = derive("kimi-k2")
+    assert mla_bytes(profile) == 4_497_408
+    assert [p.name for p in profile.pools] == ["kv"]
+    assert profile.rank_replicated
+
+
+@pytest.mark.parametrize(
+    ("name", "temporal", "conv"),
+    [
+        ("qwen3-next-80b-a3b", 75_497_472, 1_769_472),
+        ("qwen3.5-9b", 50_331_648, 1_179_648),
+        ("kimi-linear-48b-a3b", 41_943_040, 1_474_560),
+    ],
+)
+def test_linear_states_have_the_sizes_of_the_model(name: str, temporal: int, conv: int) -> None:
+    assert state_bytes(derive(name)) == (temporal, conv)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_each_config_gives_a_profile_that_survives_a_profile_file(name: str) -> None:
+    profile = derive(name, kv_cache_dtype="bfloat16")
+    assert parse_profile(dump_profile(profile)) == profile
+
+
+# Layers
+
+
+def test_glm_52_keeps_index_keys_of_every_fourth_layer() -> None:
+    expected = (0, 1, *range(2, 78, 4))
+    kept = {
+        pool(derive("glm-5.2", changes=changes, kv_cache_dtype="bf16"), "indexer").layers
+        for changes in ({}, {"indexer_types": ...})
+    }
+    assert kept == {expected}
+    assert len(expected) == 21
+
+
+def test_without_an_offset_the_schedule_starts_after_layer_0() -> None:
+    changes = {"indexer_types": ..., "index_skip_topk_offset": ...}
+    profile = derive("glm-5.2", changes=changes, kv_cache_dtype="bf16")
+    assert pool(profile, "indexer").layers == (0, *range(1, 78, 4))
+
+
+def test_a_pattern_marks_skipped_layers_by_letter() -> None:
+    changes = {"index_topk_pattern": "FSF", "num_hidden_layers": 5}
+    profile = derive("deepseek-v3.2", changes=changes, kv_cache_dtype="bf16")
+    assert pool(profile, "indexer").layers == (0, 2, 3, 4)
+
+
+def test_old_servers_keep_index_keys_of_all_layers() -> None:
+    profile = derive("glm-5.2", kv_cache_dtype="bf16", sglang="0.5.18")
+    assert pool(profile, "indexer").layers == 78
+
+
+def test_qwen3_next_has_full_attention_on_every_fourth_layer() -> None:
+    profile = derive("qwen3-next-80b-a3b")
+    full = tuple(range(3, 48, 4))
+    assert pool(profile, "kv").layers == full
+    assert pool(profile, "mamba").layers == tuple(i for i in range(48) if i not in full)
+
+
+def test_layer_types_stand_in_for_a_missing_interval() -> None:
+    document = config("qwen3.5-9b")
+    del document["text_config"]["full_attention_interval"]
+    profile = profile_from_config(document, DeploymentFlags(model="m", page_size=PAGE))
+    assert pool(profile, "kv").layers == tuple(range(3, 32, 4))
+
+
+def test_kimi_linear_counts_delta_layers_from_1() -> None:
+    profile = derive("kimi-linear-48b-a3b")
+    assert pool(profile, "kv").layers == (3, 7, 11, 15, 19, 23, 26)
+    assert pool(profile, "kv").kind == "mla"
+
+
+def test_gated_delta_net_convolutions_are_sharded_by_q_k_and_v() -> None:
+    (conv,) = pool(derive("qwen3-next-80b-a3b"), "mamba").conv
+    assert (conv.shape, conv.shard_axis, conv.groups) == ((8192, 3), 0, (2048, 2048, 4096))
+
+
+def test_kimi_delta_convolutions_have_the_window_first() -> None:
+    (conv,) = pool(derive("kimi-linear-48b-a3b"), "mamba").conv
+    assert (conv.shape, conv.shard_axis, conv.groups) == ((3, 12288), 1, (4096, 4096, 4096))
+
+
+# Sliding windows
+
+
+@pytest.mark.parametrize(("page_size", "pages"), [(1, 127), (16, 8), (64, 2), (127, 1), (128, 1)])
+def test_gpt_oss_keeps_a_window_of_127_tokens(page_size: int, pages: int) -> None:
+    profile = derive("gpt-oss-20b", page_size=page_size)
+    swa = pool(profile, "swa")
+    assert (swa.hit_policy, swa.trailing_pages) == ("trailing_pages", pages)
+    assert swa.layers == tuple(range(0, 24, 2))
+    assert pool(profile, "kv").layers == tuple(range(1, 24, 2))
+
+
+def test_gpt_oss_without_hybrid_memory_is_one_pool() -> None:
+    profile = derive("gpt-oss-20b", disable_hybrid_swa_memory=True)
+    assert [(p.name, p.layers) for p in profile.pools] == [("kv", 24)]
+
+
+def test_gemma_3_keeps_window_layers_with_the_others() -> None:
+    profile = derive("gemma-3-27b")
+    assert [(p.name, p.layers, p.kv_heads, p.head_dim) for p in profile.pools] == [
+        ("kv", 62, 16, 128)
+    ]
+
+
+def test_mimo_v2_has_wider_keys_and_other_heads_in_its_window() -> None:
+    profile = derive("mimo-v2-flash")
+    kv, swa = pool(profile, "kv"), pool(profile, "swa")
+    assert (kv.kv_heads, kv.head_dim, kv.v_head_dim, len(kv.layer_numbers)) == (4, 192, 128, 9)
+    assert (swa.kv_heads, swa.head_dim, swa.v_head_dim, swa.trailing_pages) == (8, 192, 128, 2)
+
+
+# Element types
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "dtype"),
+    [
+        (None, "bfloat16"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, "float8_e4m3fn"),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": "fp8"}, "float8_e4m3fn"),
+        ({"quant_algo": "NVFP4", "kv_cache_scheme": {"type": "float", "num_bits": 8}},
+         "float8_e4m3fn"),
+        ({"quant_algo": "NVFP4", "kv_cache_scheme": {"type": "float", "num_bits": 4}}, "bfloat16"),
+        ({"quant_method": "modelopt",
+          "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, "float8_e4m3fn"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+          "kv_cache_quant_algo": "FP8"}, "bfloat16"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+          "kv_cache_quant_algo": "FP8", "quantized_layers": {"a": {"quant_algo": "NVFP4"}}},
+         "float8_e4m3fn"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "bfloat16"),
+        ({"quant_method": "fp8", "kv_cache_quant_algo": "FP8"}, "float8_e4m3fn"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "float",
+          "num_bits": 8}}, "bfloat16"),
+    ],
+)  # fmt: skip
+def test_auto_follows_the_kv_quantisation_that_sglang_reads(
+    quantisation: dict[str, Any] | None, dtype: str
+) -> None:
+    profile = derive("llama-3.1-8b", changes={"quantization_config": quantisation})
+    assert pool(profile, "kv").dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({"torch_dtype": "float32"}, "float16"),
+        ({"torch_dtype": ...}, "float16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"torch_dtype": "float32", "model_type": "gemma2"}, "bfloat16"),
+        ({"dtype": "bfloat16", "torch_dtype": ...}, "bfloat16"),
+    ],
+)
+def test_auto_is_else_the_type_of_the_model(changes: dict[str, Any], dtype: str) -> None:
+    assert pool(derive("llama-3.1-8b", changes=changes), "kv").dtype == dtype
+
+
+def test_gpt_oss_checkpoints_run_in_bfloat16() -> None:
+    assert pool(derive("gpt-oss-20b"), "kv").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp8_e4m3", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2")]
+)
+def test_the_flag_wins_over_the_config(name: str, dtype: str) -> None:
+    assert pool(derive("llama-3.1-8b", kv_cache_dtype=name), "kv").dtype == dtype
+    assert pool(derive("kimi-k2", kv_cache_dtype=name), "kv").row == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "row"),
+    [
+        ({}, "fp8_scaled"),
+        ({"dsa_prefill_backend": "flashmla_kv", "dsa_decode_backend": "flashmla_kv"}, "fp8_scaled"),
+        ({"dsa_prefill_backend": "trtllm", "dsa_decode_backend": "flashmla_kv"}, "fp8"),
+        ({"dsa_prefill_backend": "trtllm", "disaggregation_mode": "decode"}, "fp8_scaled"),
+        ({"dsa_prefill_backend": "trtllm", "disaggregation_mode": "prefill"}, "fp8"),
+        ({"dsa_prefill_backend": "tilelang", "dsa_decode_backend": "tilelang"}, "fp8"),
+        ({"dsa_decode_backend": "aiter"}, "fp8"),
+    ],
+)
+def test_the_dsa_backend_decides_the_row(flags: dict[str, Any], row: str) -> None:
+    profile = derive("deepseek-v3.2", kv_cache_dtype="fp8_e4m3", **flags)
+    assert pool(profile, "kv").row == row
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8_e5m2"])
+def test_a_dsa_type_that_depends_on_the_gpu_is_asked_for(name: str) -> None:
+    with pytest.raises(ProfileError, match="kv_cache_dtype"):
+        derive("deepseek-v3.2", kv_cache_dtype=name)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "int3"])
+def test_a_type_without_a_known_form_is_refused(name: str) -> None:
+    with pytest.raises(ProfileError, match=f"kv_cache_dtype: '{name}'"):
+        derive("llama-3.1-8b", kv_cache_dtype=name)
+
+
+def test_state_types_come_from_flag_then_config_then_default() -> None:
+    document = config("qwen3.5-9b")
+    document["text_config"]["mamba_ssm_dtype"] = "bfloat16"
+
+    def types(**flags: str) -> tuple[str, str]:
+        settings: dict[str, Any] = {"model": "m", "page_size": PAGE, **flags}
+        mamba = pool(profile_from_config(document, DeploymentFlags(**settings)), "mamba")
+        assert mamba.temporal is not None
+        return mamba.temporal.dtype, mamba.conv[0].dtype
+
+    assert types() == ("bfloat16", "bfloat16")
+    assert types(mamba_ssm_dtype="float16", mamba_conv_dtype="float32") == ("float16", "float32")
+    assert types(mamba_ssm_dtype="int8") == ("bfloat16", "bfloat16")
+
+
+# Parallelism
+
+
+@pytest.mark.parametrize(
+    ("flags", "tp"),
+    [
+        ({"tp": 8}, 8),
+        ({"tp": 8, "dp": 2}, 8),
+        ({"tp": 8, "dp": 2, "enable_dp_attention": True}, 4),
+        ({"tp": 8, "cp": 4}, 2),
+        ({"tp": 8, "cp": 2, "dp": 2}, 2),
+    ],
+)
+def test_tp_is_that_of_attention(flags: dict[str, Any], tp: int) -> None:
+    assert derive("kimi-k2", **flags).tp == tp
+
+
+def test_tp_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ProfileError, match="tp: 8 is no multiple"):
+        derive("llama-3.1-8b", tp=8, dp=3, enable_dp_attention=True)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "kimi-linear-48b-a3b"])
+def test_context_parallelism_whose_keys_a_profile_cannot_state_is_refused(name: str) -> None:
+    with pytest.raises(ProfileError, match="cp"):
+        derive(name, tp=4, cp=2)
+
+
+def test_layer_split_is_for_dsa_under_context_parallelism_only() -> None:
+    flags: dict[str, Any] = {"enable_dsa_cache_layer_split": True, "kv_cache_dtype": "bf16"}
+    assert derive("glm-5.2", tp=8, cp=8, **flags).cp_layer_split
+    assert not derive("glm-5.2", tp=8, **flags).cp_layer_split
+    assert not derive("kimi-k2", tp=8, cp=8, **flags).cp_layer_split
+
+
+def test_a_partition_is_kept_where_it_has_an_effect() -> None:
+    assert derive("llama-3.1-8b", pp=2, pp_partition=(20, 12)).pp_partition == (20, 12)
+    assert derive("llama-3.1-8b", pp=1, pp_partition=(20, 12)).pp_partition == ()
+    for partition in [(20, 13), (8, 8, 16)]:
+        with pytest.raises(ProfileError, match="pp_partition"):
+            derive("llama-3.1-8b", pp=2, pp_partition=partition)
+
+
+def test_a_page_of_decode_context_parallelism_is_the_logical_one() -> None:
+    profile = derive("kimi-k2", tp=8, dcp=4)
+    assert (profile.page_size, profile.dcp) == (256, 4)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3.2"])
+def test_decode_context_parallelism_is_for_plain_mla(name: str) -> None:
+    with pytest.raises(ProfileError, match="dcp"):
+        derive(name, tp=8, dcp=2, kv_cache_dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "tp", "split"),
+    [
+        ("qwen3-32b", "page_head", 2, 8),
+        ("qwen3-32b", "page_head", 8, 0),
+        ("qwen3-32b", "page_first", 2, 0),
+        ("kimi-k2", "page_head", 2, 0),
+    ],
+)
+def test_heads_are_split_where_sglang_splits_them(
+    name: str, layout: str, tp: int, split: int
+) -> None:
+    assert derive(name, layout=layout, tp=tp, tp_lcm_size=8).tp_lcm_size == split
+
+
+# Layout and page size
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [
+        ({}, "page_first"),
+        ({"sglang": "0.5.12"}, "layer_first"),
+        ({"layout": "page_first", "io_backend": "direct"}, "page_first_direct"),
+        ({"layout": "page_first_direct"}, "page_first_direct"),
+        ({"layout": "layer_first", "storage_backend": "file"}, "layer_first"),
+        ({"layout": "layer_first", "storage_backend": "mooncake"}, "page_first"),
+        (
+            {"layout": "layer_first", "storage_backend": "mooncake", "io_backend": "direct"},
+            "page_first_direct",
+        ),
+        ({"layout": "layer_first", "storage_backend": "mooncake", "dcp": 2}, "layer_first"),
+        ({"layout": "page_head"}, "page_head"),
+    ],
+)
+def test_layouts_are_normalised_as_sglang_does(flags: dict[str, Any], layout: str) -> None:
+    assert normalised_layout(DeploymentFlags(**flags)) == layout
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama-3.1-8b", "page_first_kv_split"),
+        ("qwen3-next-80b-a3b", "layer_first"),
+        ("mimo-v2-flash", "page_head"),
+    ],
+)
+def test_layouts_that_the_model_cannot_have_are_refused(name: str, layout: str) -> None:
+    with pytest.raises(ProfileError, match="layout"):
+        derive(name, layout=layout)
+
+
+def test_the_page_size_is_asked_for_where_sglang_decides_by_gpu() -> None:
+    with pytest.raises(ProfileError, match="page_size"):
+        derive("llama-3.1-8b", page_size=None)
+
+
+def test_the_page_size_of_dsa_is_fixed_but_a_server_knows_better() -> None:
+    with pytest.raises(ProfileError, match="page_size: SGLang sets 64"):
+        derive("deepseek-v3.2", page_size=1, kv_cache_dtype="bf16")
+    assert derive("deepseek-v3.2", page_size=1, kv_cache_dtype="bf16", resolved=True).page_size == 1
+
+
+# Speculation
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "unit"),
+    [("", "token"), ("ngram", "token"), ("FROZEN_KV_MTP", "bigram"), ("UNO", "token")],
+)
+def test_algorithms_without_a_draft_model_change_the_hash_at_most(
+    algorithm: str, unit: str
+) -> None:
+    profile = derive("llama-3.1-8b", speculative_algorithm=algorithm)
+    assert (profile.hash_unit, len(profile.pools)) == (unit, 1)
+    assert profile.speculative_algorithm == algorithm.upper()
+
+
+def test_the_nextn_layer_of_glm_47_is_packed() -> None:
+    profile = derive("glm-4.7", speculative_algorithm="NEXTN", tp=8)
+    assert (profile.speculative_algorithm, profile.hash_unit) == ("EAGLE", "bigram")
+    kv = pool(profile, "kv")
+    assert (kv.layers, kv.packed_draft_layers, kv.kv_heads, kv.head_dim) == (92, 1, 8, 128)
+
+
+def test_each_step_of_a_multi_layer_draft_is_packed() -> None:
+    flags: dict[str, Any] = {"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True}
+    profile = derive("glm-4.7", speculative_num_steps=3, **flags)
+    assert pool(profile, "kv").packed_draft_layers == 3
+    with pytest.raises(ProfileError, match="speculative_num_steps"):
+        derive("glm-4.7", **flags)
+
+
+def test_the_mtp_layer_of_a_hybrid_shares_the_target_states() -> None:
+    profile = derive("qwen3-next-80b-a3b", speculative_algorithm="EAGLE")
+    assert pool(profile, "kv").packed_draft_layers == 1
+    assert pool(profile, "mamba").packed_draft_layers == 0
+
+
+def test_dsa_packs_the_draft_indexer_too() -> None:
+    profile = derive("glm-5.2", speculative_algorithm="EAGLE", kv_cache_dtype="bf16")
+    assert [p.packed_draft_layers for p in profile.pools] == [1, 1]
+
+
+def test_an_eagle3_draft_is_a_pool_of_its_own() -> None:
+    profile = derive(
+        "kimi-k2",
+        speculative_algorithm="EAGLE3",
+        draft_model_config=config("kimi-k2-eagle3"),
+    )
+    draft = pool(profile, "draft")
+    assert (draft.kind, draft.layers, draft.kv_heads, draft.head_dim) == ("mha", 1, 8, 128)
+    assert draft.hit_policy == "all_pages"
+    assert (pool(profile, "kv").packed_draft_layers, profile.hash_unit) == (0, "bigram")
+
+
+def test_an_eagle_draft_without_nextn_layers_is_a_pool_of_its_own() -> None:
+    profile = derive(
+        "glm-4.7",
+        speculative_algorithm="EAGLE",
+        draft_model_config=config("llama-3.1-8b-eagle"),
+    )
+    assert (pool(profile, "draft").dtype, pool(profile, "kv").packed_draft_layers) == ("float16", 0)
+
+
+def test_a_standalone_draft_hashes_plain_tokens_and_has_its_own_type() -> None:
+    profile = derive(
+        "qwen3-32b",
+        speculative_algorithm="STANDALONE",
+        draft_model_config=config("llama-3.1-8b"),
+        speculative_draft_kv_cache_dtype="fp8_e4m3",
+    )
+    assert (profile.hash_unit, pool(profile, "draft").dtype) == ("token", "float8_e4m3fn")
+    assert pool(profile, "kv").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "field"),
+    [
+        ("llama-3.1-8b", {"speculative_algorithm": "EAGLE"}, "draft_model_config"),
+        ("glm-4.7", {"speculative_algorithm": "EAGLE3"}, "draft_model_config"),
+        ("llama-3.1-8b", {"speculative_algorithm": "MAGIC"}, "speculative_algorithm: 'MAGIC'"),
+        (
+            "llama-3.1-8b",
+            {
+                "speculative_algorithm": "EAGLE",
+                "draft_model_config": config("glm-4.7", head_dim=64),
+            },
+            "draft config.*head_dim: 64, but the target's rows have 128",
+        ),
+        (
+            "qwen3-32b",
+            {"speculative_algorithm": "STANDALONE", "draft_model_config": config("gpt-oss-20b")},
+            "swa",
+        ),
+        (
+            "gpt-oss-20b",
+            {"speculative_algorithm": "EAGLE", "draft_model_config": config("glm-4.7")},
+            "speculative_algorithm",
+        ),
+    ],
+)
+def test_drafts_that_cannot_be_derived_are_refused(
+    name: str, flags: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ProfileError, match=field):
+        derive(name, **flags)
+
+
+# Configs at fault
+
+
+def test_an_unknown_architecture_is_named_with_the_remedy() -> None:
+    changes = {"architectures": ["MadeUpForCausalLM"]}
+    with pytest.raises(ProfileError, match="architectures: 'MadeUpForCausalLM'") as caught:
+        derive("llama-3.1-8b", changes=changes)
+    assert "write a profile file; see hicachectl-profile(1)" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, [], "LlamaForCausalLM", [7]])
+def test_architectures_of_another_form_are_refused(value: Any) -> None:
+    with pytest.raises(ProfileError, match="architectures"):
+        derive("llama-3.1-8b", changes={"architectures": value})
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("llama-3.1-8b", "num_hidden_layers", ...),
+        ("llama-3.1-8b", "num_hidden_layers", "32"),
+        ("llama-3.1-8b", "num_hidden_layers", True),
+        ("llama-3.1-8b", "hidden_size", ...),
+        ("llama-3.1-8b", "num_key_value_heads", -8),
+        ("llama-3.1-8b", "torch_dtype", "int8"),
+        ("qwen3-32b", "head_dim", ...),
+        ("qwen3-32b", "num_key_value_heads", ...),
+        ("kimi-k2", "kv_lora_rank", ...),
+        ("glm-5.2", "indexer_types", ["full"]),
+        ("glm-5.2", "index_head_dim", ...),
+        ("deepseek-v3.2", "index_kpool", 4),
+        ("qwen3-next-80b-a3b", "full_attention_interval", ...),
+        ("qwen3-next-80b-a3b", "linear_num_key_heads", ...),
+        ("kimi-linear-48b-a3b", "linear_attn_config", ...),
+        ("gpt-oss-20b", "layer_types", ...),
+        ("gpt-oss-20b", "sliding_window", ...),
+        ("mimo-v2-flash", "hybrid_layer_pattern", [0, 1]),
+        ("mimo-v2-flash", "swa_num_key_value_heads", ...),
+    ],
+)
+def test_a_field_at_fault_is_named_with_its_config(name: str, field: str, value: Any) -> None:
+    document = config(name, **{field: value})
+    page_size = 256 if field == "index_kpool" else PAGE
+    flags = DeploymentFlags(model="m", page_size=page_size, kv_cache_dtype="bf16")
+    if field == "torch_dtype":
+        flags = DeploymentFlags(model="m", page_size=PAGE)
+    short = field.removeprefix("torch_")
+    with pytest.raises(ProfileError, match=rf"^prod\.json.*{short}"):
+        profile_from_config(document, flags, source="prod.json")
+
+
+def test_kv_heads_that_are_null_are_as_many_as_attention_heads() -> None:
+    profile = derive("llama-3.1-8b", changes={"num_key_value_heads": None})
+    assert pool(profile, "kv").kv_heads == 32
+
+
+def test_a_draft_architecture_is_no_target() -> None:
+    with pytest.raises(ProfileError, match="architectures"):
+        derive("kimi-k2-eagle3")
+
+
+def test_the_served_name_falls_back_to_the_config() -> None:
+    changes = {"_name_or_path": "meta-llama/Llama-3.1-8B"}
+    assert derive("llama-3.1-8b", changes=changes, model=None).model == "meta-llama/Llama-3.1-8B"
+    with pytest.raises(ProfileError, match="model"):
+        derive("llama-3.1-8b", model=None)

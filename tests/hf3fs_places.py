@@ -1,0 +1,119 @@
+"""3FS stores as engines make them, with the demo's pages, at SGLang's own metadata server."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.backends.base import open_store
+from hicachectl.backends.capabilities import Profiled
+from hicachectl.cli.demo_store import PROFILE, fill
+from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.profile import dump_profile
+from hicachectl.formats.spec import object_specs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.hf3fs_server import MetadataServer
+
+FILE_BYTES = 4 << 20
+PAGES = 6
+BFLOAT16_NAN = b"\xc0\x7f"
+
+
+class Place:
+    """Files as engines make them, the demo's pages in them, and a copy of what the server saved."""
+
+    def __init__(self, folder: Path, server: MetadataServer) -> None:
+        self.server = server
+        self.folder = folder
+        self.snapshot = folder / "saved.json"  # the server's own may be written at any time
+        self.page_bytes: dict[tuple[int, str], int] = {}
+        for expected in object_specs(PROFILE, "hf3fs"):
+            rank, pool, _ = codec_for("hf3fs").affix(expected.coordinate)[0].split(":")
+            self.page_bytes[int(rank), pool] = expected.nbytes
+        for (number, namespace), nbytes in self.page_bytes.items():
+            with self.file(number, namespace).open("wb") as stream:
+                stream.truncate(FILE_BYTES)
+            server.initialize(number, FILE_BYTES // nbytes, namespace)
+        self.profile = folder / "profile.toml"
+        self.profile.write_text(dump_profile(PROFILE))
+        self.save()
+        with open_store(self.url()) as store:
+            assert isinstance(store, Profiled)
+            store.use_profile(PROFILE)
+            fill(store, PAGES)
+        self.save()
+
+    def save(self) -> None:
+        self.snapshot.write_bytes(self.server.save().read_bytes())
+
+    def url(self, server: str | None = None) -> str:
+        """The store at a server, its own if none is named; "" for none."""
+        asked = f"server={self.server.url if server is None else server}&" if server != "" else ""
+        return (
+            f"hf3fs://{self.folder}/hicache?{asked}snapshot={self.snapshot}&file_size={FILE_BYTES}"
+        )
+
+    def file(self, rank: int, namespace: str) -> Path:
+        side = "" if namespace == "kv" else f".{namespace}"
+        return self.folder / f"hicache.{rank}.bin{side}"
+
+    def arguments(self, *more: object, server: str | None = None) -> list[object]:
+        """Of `verify`, one read at a time."""
+        fixed = ["--profile", self.profile, "--grace", "0s", "--jobs", "1", "--fail-on", "error"]
+        return ["verify", self.url(server), *fixed, "--format", "json", *more]
+
+    @property
+    def recording(self) -> tuple[object, ...]:
+        """Options with which the server is asked about all that was read."""
+        return "--catalog", self.folder / "catalog.parquet", "--update-catalog"
+
+    def tables(self) -> dict[str, Any]:
+        """What was saved."""
+        tables: dict[str, Any] = json.loads(self.snapshot.read_text())
+        return tables
+
+    def pages(self) -> list[str]:
+        """Page hashes, from the first to be evicted."""
+        return list(dict.fromkeys(key[:64] for key, _ in self.tables()["0:kv"]["key_to_index"]))
+
+    def of_page(self, page: str) -> dict[tuple[int, str], dict[str, int]]:
+        """The keys of a page, with their page indices, by rank and namespace."""
+        found = {}
+        for name, table in self.tables().items():
+            rank, namespace = name.split(":")
+            held = {key: index for key, index in table["key_to_index"] if key.startswith(page)}
+            found[int(rank), namespace] = held
+        return found
+
+    def write(self, rank: int, namespace: str, index: int, value: bytes) -> None:
+        with self.file(rank, namespace).open("r+b") as stream:
+            stream.seek(index * self.page_bytes[rank, namespace])
+            stream.write(value)
+
+    def evict(self, page: str) -> None:
+        for (rank, namespace), keys in self.of_page(page).items():
+            self.server.delete(rank, list(keys), namespace)
+
+    def reuse(self, page: str) -> None:
+        """Evict a page, and let a writer be in the middle of the next one on its indices."""
+        before = self.of_page(page)
+        self.evict(page)
+        for (rank, namespace), keys in before.items():
+            strangers = [f"stranger-{n}" for n in range(len(keys))]
+            indices = [index for _, index in self.server.reserve(rank, strangers, namespace)]
+            assert sorted(indices) == sorted(keys.values())
+            if namespace == "kv":
+                for index in indices:
+                    self.write(rank, namespace, index, BFLOAT16_NAN)
+
+    def store_again(self, page: str) -> None:
+        """Let engines store a page that was evicted, wherever there is room."""
+        for (rank, namespace), keys in self.of_page(page).items():
+            now = dict(zip(keys, self.server.put(rank, list(keys), namespace), strict=True))
+            assert not set(now.values()) & set(keys.values())
+
+    def keys_of(self, page: str) -> int:
+        return sum(map(len, self.of_page(page).values()))

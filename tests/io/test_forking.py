@@ -1,0 +1,184 @@
+"""Forked work: everything done once, every end noticed, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.io.forking import Children, Tickets
+from tests.waiting import PATIENCE_S, alive, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Send = Callable[[Any], None]
+
+
+def children_of(pid: int) -> list[int]:
+    """Which processes are its children, zombies among them."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(status.parent.name))
+    return found
+
+
+def test_every_ticket_is_drawn_once_by_processes_that_race() -> None:
+    tickets = Tickets()
+
+    def work(send: Send) -> None:
+        send(list(tickets.deal(range(20_000))))
+
+    with Children(8, work) as children:
+        drawn = [number for part in children for number in part]
+    tickets.close()
+    assert sorted(drawn) == list(range(20_000))
+
+
+def test_messages_of_any_size_arrive_whole_and_no_process_is_left() -> None:
+    def work(send: Send) -> None:
+        for size in (0, 1, 100_000, 3_000_000):
+            send(["é\udc80" * size, size])
+
+    before = set(children_of(os.getpid()))
+    with Children(3, work) as children:
+        messages = list(children)
+    assert sorted(size for _, size in messages) == sorted([0, 1, 100_000, 3_000_000] * 3)
+    assert all(text == "é\udc80" * size for text, size in messages)
+    assert set(children_of(os.getpid())) == before
+
+
+@pytest.mark.parametrize("kind", [StoreUnavailable, UsageError])
+def test_an_error_of_ours_in_a_child_is_raised_as_it_is(kind: type[Exception]) -> None:
+    def work(_send: Send) -> None:
+        raise kind("what, and the remedy")
+
+    with Children(2, work) as children, pytest.raises(kind, match=r"^what, and the remedy$"):
+        list(children)
+
+
+def test_a_bug_in_a_child_is_raised_with_its_traceback() -> None:
+    def divide_by_nothing(_send: Send) -> None:
+        _ = 1 // 0
+
+    with (
+        Children(2, divide_by_nothing) as children,
+        pytest.raises(RuntimeError, match=r"(?s)in divide_by_nothing.*ZeroDivisionError"),
+    ):
+        list(children)
+
+
+def test_a_child_that_is_killed_is_an_error_and_no_wait_for_ever() -> None:
+    before = set(children_of(os.getpid()))
+
+    def work(send: Send) -> None:
+        send(os.getpid())
+        time.sleep(2 * PATIENCE_S)
+
+    started = time.monotonic()
+    with Children(2, work) as children:
+        messages = iter(children)
+        os.kill(next(messages), signal.SIGKILL)
+        with pytest.raises(UsageError, match=r"signal 9 \(Killed\).*--buffer-bytes"):
+            list(messages)
+    assert time.monotonic() - started < PATIENCE_S
+    assert set(children_of(os.getpid())) == before
+
+
+def test_leaving_early_ends_children_that_would_send_for_ever() -> None:
+    before = set(children_of(os.getpid()))
+
+    def work(send: Send) -> None:
+        while True:
+            send("x" * 10_000)
+
+    with Children(2, work) as children:
+        assert next(iter(children)) == "x" * 10_000
+    assert set(children_of(os.getpid())) == before
+
+
+def test_children_leave_without_their_parents_output_and_clean_up() -> None:
+    code = """
+import atexit, sys
+from hicachectl.io.forking import Children
+atexit.register(print, "cleaned up")
+sys.stdout.write("once ")
+try:
+    with Children(3, lambda send: send(1)) as children:
+        print(len(list(children)))
+finally:
+    print("finally")
+"""
+    found = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert (found.stdout, found.stderr) == ("once 3\nfinally\ncleaned up\n", "")
+
+
+SLEEPERS = """
+import os, sys, time
+from hicachectl.io.forking import Children
+def work(send):
+    send(os.getpid())
+    time.sleep(600)
+with Children(3, work) as children:
+    for pid in children:
+        print(pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_children_end_with_their_parent_whatever_ends_it(number: signal.Signals) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", SLEEPERS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert parent.stdout is not None
+    pids = [int(parent.stdout.readline()) for _ in range(3)]
+    assert all(map(alive, pids))
+    parent.send_signal(number)
+    parent.wait(PATIENCE_S)
+    parent.stdout.close()
+    wait_until(lambda: not any(map(alive, pids)))
+
+
+def test_the_signals_of_a_terminal_or_a_service_are_the_parents_to_answer() -> None:
+    def work(send: Send) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        send("still here")
+
+    with Children(2, work) as children:
+        assert list(children) == ["still here"] * 2
+
+
+def test_no_process_to_be_had_is_told_and_fewer_are_made_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fork, left = os.fork, [2]
+
+    def limited() -> int:
+        if not left[0]:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        left[0] -= 1
+        return fork()
+
+    monkeypatch.setattr(os, "fork", limited)
+    with Children(5, lambda send: send(1)) as children:
+        assert list(children) == [1, 1]
+    with pytest.raises(BlockingIOError):
+        Children(5, lambda send: send(1))

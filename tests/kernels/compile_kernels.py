@@ -1,0 +1,106 @@
+"""Compile every kernel for a CUDA device that need not be there, through the code that launches it.
+
+    python -m tests.kernels.compile_kernels CAPABILITY     # 90: Hopper
+
+Triton's compiler and its assembler need no device. Launches end where the compiled kernel would be
+loaded; tensors are on the host and their contents mean nothing. Prints a JSON line for each
+compiled form: kernel, the bytes of stack that its PTX declares, and bytes of shared memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from hicachectl.checks.values import ValueChecker
+from hicachectl.device.kinds import Kind, Passage
+from hicachectl.device.lanes import Lane
+from hicachectl.device.providers import TritonProvider
+from hicachectl.device.sparse import SparseLoader
+from hicachectl.kernels.sparse_triton import HostRows
+from tests.bench.bench_device import cases, expected_of
+from tests.bench.stream_triton import stream
+
+ALIGNMENT = 4096
+OBJECTS = 3
+ALIKE = (
+    "bf16 K/V 8.4 MB page_head",
+    "bf16 MLA 4.5 MB page_first",
+    "656-byte rows 2.6 MB page_first_direct",
+)
+
+
+class AbsentDevice:
+    """What Triton asks of a device before it loads a kernel."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only() -> None:
+    """Have launches compile, say what came out, and go no further."""
+    run = JITFunction.run
+
+    def compiled(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kw: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **kw)
+        stack = re.findall(r"\.local .*__local_depot\d+\[(\d+)\]", kernel.asm["ptx"])
+        form = {"kernel": self.__name__, "stack": sum(map(int, stack))}
+        print(json.dumps(form | {"shared": kernel.metadata.shared}))
+
+    JITFunction.run = compiled
+
+
+def compile_passages() -> None:
+    """Scatter, look at, gather and digest every kind of page object of the measurements."""
+    for case in cases():
+        if case.name in ALIKE:  # compiled forms that others have, too
+            continue
+        expected = expected_of(case)
+        step = -(-expected.nbytes // ALIGNMENT) * ALIGNMENT
+        staging, pools = (torch.empty(OBJECTS * step, dtype=torch.uint8) for _ in range(2))
+        kind = Kind(expected, ValueChecker(expected, case.profile), step)
+        assert kind.supported, case.name
+        passage = Passage(kind, Lane(torch.device("cpu"), staging, pools, None), TritonProvider())
+        passage.start_checks(OBJECTS)
+        passage.start_digests(OBJECTS)
+
+
+def compile_sparse() -> None:
+    """One step of the sparse loader."""
+    layers, page_size, row_bytes, pages = 3, 64, 656, 4
+    memory = torch.zeros(pages * page_size * layers * row_bytes, dtype=torch.uint8)
+    rows = HostRows.of_layout(
+        memory, torch.arange(pages)[None], layout="page_first", layers=layers,
+        page_size=page_size, row_bytes=row_bytes,
+    )  # fmt: skip
+    loader = SparseLoader(rows, top_k=32)
+    loader.step(0, torch.from_numpy(np.arange(32, dtype=np.int32))[None], torch.tensor([200]).int())
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(AbsentDevice(int(sys.argv[1])))
+    compile_only()
+    compile_passages()
+    compile_sparse()
+    stream(torch.empty(1 << 14, dtype=torch.uint8), torch.empty(1 << 14, dtype=torch.uint8))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Stores that migrations are tested on, and what they hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.backends.base import keys_of
+from hicachectl.backends.file.store import FileStore
+from hicachectl.cli.demo_store import PROFILE, fill
+from hicachectl.formats.profile import dump_profile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+    from hicachectl.formats.profile import Profile
+    from tests.conftest import Invoke
+
+PAGES = 8
+MODEL = "demo-hybrid-1b"
+
+
+def demo_store(directory: Path, pages: int = PAGES) -> Path:
+    """The demo's pages: MHA of TP 2, and Mamba states on each fourth page and the last."""
+    directory.mkdir()
+    with FileStore(directory) as store:
+        fill(store, pages)
+    return directory
+
+
+def profile_file(path: Path, profile: Profile = PROFILE) -> Path:
+    path.write_text(dump_profile(profile))
+    return path
+
+
+def migrated(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
+    """Run a migration; its document, and what it said on stderr."""
+    output = invoke("migrate", *arguments, "--format", "json", exit_code=exit_code)
+    document = output.document
+    return {**document, "stderr": output.stderr}
+
+
+def journals(home: Path) -> list[Path]:
+    """The journals of migrations that are not complete."""
+    return sorted((home / ".local/state/hicachectl/migrations").glob("*.jsonl"))
+
+
+def flip_once_written(monkeypatch: pytest.MonkeyPatch, path: Path, at: int) -> None:
+    """Change a byte of an object right after a migration has written it."""
+    write_from = FileStore.write_from
+
+    def flipped(store: FileStore, rows: Any, *arguments: Any, **options: Any) -> Any:
+        result = write_from(store, rows, *arguments, **options)
+        if store.path == str(path.parent) and path.name.encode() in keys_of(rows):
+            data = bytearray(path.read_bytes())
+            data[at] ^= 1
+            path.write_bytes(data)
+        return result
+
+    monkeypatch.setattr(FileStore, "write_from", flipped)

@@ -1,0 +1,106 @@
+"""What the tests of repairs share: a hybrid store, its plan, and what lies where afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hicachectl.backends.file.store import FileStore
+from hicachectl.checks.findings import combine
+from hicachectl.checks.group import check_groups
+from hicachectl.checks.sizes import check_sizes
+from hicachectl.formats.profile import Profile, parse_profile
+from hicachectl.move.planning import RepairPlan, plan_repair
+from hicachectl.move.repair import RepairOutcome, finish_unfinished, run_repair
+from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.inventory import Inventory, take_inventory
+from tests import stores
+from tests.stores import page, put
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pyarrow as pa
+
+    from hicachectl.backends.base import Store
+    from tests.stores import Contents
+
+DSA = parse_profile(stores.DSA)
+KV_BYTES, INDEXER_BYTES = 4 * 2 * 1152, 4 * 2 * 132
+
+
+def dsa_store(directory: Path, pages: int) -> Path:
+    """A store of pages with kv and indexer; every object has bytes and a time of its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for number in range(pages):
+        for stem, nbytes in (("_x-dsa", KV_BYTES), (".indexer_x-dsa", INDEXER_BYTES)):
+            path = put(directory, f"{page(number)}{stem}.bin", nbytes)
+            with path.open("r+b") as stream:
+                stream.write(f"{number}{stem}".encode())
+            os.utime(path, ns=(0, 1_700_000_000_123_456_789 + number))
+    return directory
+
+
+def kv(number: int) -> str:
+    return f"{page(number)}_x-dsa.bin"
+
+
+def indexer(number: int) -> str:
+    return f"{page(number)}.indexer_x-dsa.bin"
+
+
+def shorten(path: Path) -> None:
+    """Damage an object, keeping its time."""
+    facts = path.stat()
+    os.truncate(path, facts.st_size - 1)
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+def scanned(store: Store, profile: Profile | None = DSA) -> tuple[Inventory, PageGroups]:
+    inventory = take_inventory(store, profile, columns=("version",))
+    return inventory, PageGroups(inventory)
+
+
+def structure_findings(inventory: Inventory, groups: PageGroups) -> pa.Table:
+    settled = np.zeros(len(groups), dtype=np.bool_)
+    return combine(
+        [
+            *check_groups(inventory, groups, settled),
+            *check_sizes(inventory, groups, settled, "file"),
+        ]
+    )
+
+
+def planned(
+    store: Store, *, codes: tuple[str, ...] = ()
+) -> tuple[Inventory, PageGroups, RepairPlan]:
+    inventory, groups = scanned(store)
+    found = structure_findings(inventory, groups)
+    return inventory, groups, plan_repair(groups, found, codes=codes)
+
+
+def repaired(directory: Path, **options: Any) -> RepairOutcome:
+    """Finish, scan, plan and repair, as `verify --repair` does."""
+    with FileStore(directory) as store:
+        finish_unfinished(store, options.get("quarantine"))
+        codes = options.pop("codes", ())
+        return run_repair(store, *planned(store, codes=codes), **{"mode": "quarantine", **options})
+
+
+def quarantined(directory: Path) -> Contents:
+    """Names, bytes and times of a quarantine's objects, as its records say."""
+    found: Contents = {}
+    for record in sorted(directory.glob("*/*.json")):
+        for group in json.loads(record.read_text())["groups"]:
+            for entry in group["objects"]:
+                path = record.with_suffix("") / str(entry["file"])
+                assert entry["key"] not in found
+                found[entry["key"]] = (path.read_bytes(), path.stat().st_mtime_ns)
+    return found
+
+
+def default_quarantine(directory: Path) -> Path:
+    return directory / ".hicachectl" / "quarantine"

@@ -1,0 +1,549 @@
+"""Migration between file stores: what arrives, what stays, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from hicachectl.backends.file.store import FileStore
+from hicachectl.cli.demo_store import PROFILE
+from hicachectl.formats.profile import Pool, Profile
+from hicachectl.formats.transfer import retargeted
+from hicachectl.move.journal import Journal, profile_text
+from tests.move.migrations import MODEL, PAGES, demo_store, journals, migrated, profile_file
+from tests.small_file_system import small_file_system
+from tests.stores import DSA, contents, page, put
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+
+def kv_names(store: Path) -> list[str]:
+    return sorted(name for name in contents(store) if ".mamba" not in name)
+
+
+def test_without_a_profile_objects_keep_keys_bytes_and_times(
+    invoke: Invoke, source: Path, target: Path, tmp_path: Path
+) -> None:
+    document = migrated(invoke, source, target)
+    assert contents(target) == contents(source)
+    assert document["pages"] == PAGES
+    assert document["objects"] == len(contents(source))
+    assert document["bytes"] == sum(len(data) for data, _ in contents(source).values())
+    assert document["complete"] is True
+    assert document["stopped_by"] is None
+    assert not journals(tmp_path / "home")
+
+
+def test_several_deployments_move_at_once(invoke: Invoke, source: Path, target: Path) -> None:
+    for number in range(3):
+        put(source, f"{page(number)}_other.bin", 100 + number)
+        put(source, f"{page(number)}.indexer_other.bin", 50)
+    migrated(invoke, source, target)
+    assert contents(target) == contents(source)
+
+
+def test_a_rerun_reads_and_writes_nothing(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    migrated(invoke, source, target)
+    before = {name: (target / name).stat().st_ino for name in contents(target)}
+    monkeypatch.setattr(FileStore, "read_into", None)
+    document = migrated(invoke, source, target)
+    assert document["pages"] == document["bytes"] == 0
+    assert document["skipped"] == PAGES
+    assert {name: (target / name).stat().st_ino for name in contents(target)} == before
+
+
+def test_pages_become_another_topology_and_come_back(
+    invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
+) -> None:
+    options = ("--to-tp", 4, "--to-layout", "page_first_direct", "--to-model", "new/model")
+    document = migrated(invoke, source, target, "--profile", profile, *options, "--verify")
+    assert document["pages"] == PAGES
+    assert {name.rpartition(".bin")[0][-4:] for name in kv_names(target)} == {
+        f"_{rank}_4" for rank in range(4)
+    }
+    there = profile_file(
+        tmp_path / "there.toml",
+        retargeted(PROFILE, tp=4, layout="page_first_direct", model="new/model"),
+    )
+    assert (
+        '"findings": []'
+        in invoke(
+            "verify",
+            target,
+            "--profile",
+            there,
+            "--checks",
+            "names,groups,sizes",
+            "--format",
+            "json",
+        ).stdout
+    )
+    back = tmp_path / "back"
+    migrated(invoke, target, back, "--profile", there, "--to-profile", profile)
+    assert contents(back) == contents(source)
+
+
+def test_a_partial_page_at_the_destination_is_completed(
+    invoke: Invoke, source: Path, target: Path
+) -> None:
+    shutil.copytree(source, target)
+    names = sorted(contents(source))
+    for name in names[::3]:
+        (target / name).unlink()
+    document = migrated(invoke, source, target)
+    assert contents(target).keys() == contents(source).keys()
+    assert {n: d for n, (d, _) in contents(target).items()} == {
+        n: d for n, (d, _) in contents(source).items()
+    }
+    assert document["objects"] == len(names[::3])
+
+
+def test_a_partial_page_of_other_bytes_is_a_conflict_and_stays(
+    invoke: Invoke, source: Path, target: Path
+) -> None:
+    shutil.copytree(source, target)
+    first, second = kv_names(source)[:2]
+    assert first[:64] == second[:64]
+    (target / first).unlink()
+    data = bytearray((target / second).read_bytes())
+    data[100] ^= 1
+    (target / second).write_bytes(data)
+    before = contents(target)
+    document = migrated(invoke, source, target, exit_code=4)
+    assert document["conflicts"] == 1
+    assert document["problems"][0]["key"] == second
+    assert contents(target) == before
+
+
+def test_an_object_of_another_size_is_a_conflict(
+    invoke: Invoke, source: Path, target: Path
+) -> None:
+    shutil.copytree(source, target)
+    name = kv_names(source)[0]
+    os.truncate(target / name, 10)
+    document = migrated(invoke, source, target, exit_code=4)
+    assert document["conflicts"] == 1
+    assert (target / name).stat().st_size == 10
+
+
+@pytest.mark.parametrize(("how", "conflicts"), [("skip", 0), ("verify", 1), ("overwrite", 0)])
+def test_a_whole_page_of_other_bytes(
+    invoke: Invoke, source: Path, target: Path, how: str, conflicts: int
+) -> None:
+    shutil.copytree(source, target)
+    name = kv_names(source)[0]
+    size = (target / name).stat().st_size
+    (target / name).write_bytes(b"z" * size)
+    document = migrated(invoke, source, target, "--if-exists", how, exit_code=4 if conflicts else 0)
+    assert document["conflicts"] == conflicts
+    written = (target / name).read_bytes() == (source / name).read_bytes()
+    assert written == (how == "overwrite")
+    if how == "verify":
+        assert document["skipped"] == PAGES - 1
+
+
+def test_what_is_not_whole_damaged_or_in_flight_stays_behind(
+    invoke: Invoke, source: Path, target: Path, profile: Path
+) -> None:
+    names = kv_names(source)
+    (source / names[0]).unlink()
+    os.truncate(source / names[2], 100)
+    (source / names[4]).unlink()
+    os.utime(source / names[5])
+    document = migrated(invoke, source, target, "--profile", profile)
+    assert document["pages"] == PAGES - 3
+    assert "1 page not whole" in document["stderr"]
+    assert "1 page with errors" in document["stderr"]
+    assert "1 page being written" in document["stderr"]
+    assert {name[:64] for name in names[:6]}.isdisjoint(name[:64] for name in contents(target))
+
+
+def test_partial_pages_move_when_asked_for(invoke: Invoke, source: Path, target: Path) -> None:
+    (source / kv_names(source)[0]).unlink()
+    document = migrated(invoke, source, target, "--include-partial")
+    assert contents(target) == contents(source)
+    assert document["pages"] == PAGES
+
+
+def test_only_the_chosen_pages_move(
+    invoke: Invoke, source: Path, target: Path, tmp_path: Path
+) -> None:
+    chosen = sorted({name[:64] for name in contents(source)})[:3]
+    (tmp_path / "pages").write_text("\n".join(chosen[:2]))
+    assert migrated(invoke, source, target, "--pages-from", tmp_path / "pages")["pages"] == 2
+    assert migrated(invoke, source, target, "--match", chosen[2][:12])["pages"] == 1
+    assert {name[:64] for name in contents(target)} == set(chosen)
+
+
+def test_rows_of_ls_name_the_group_to_copy(
+    invoke: Invoke, source: Path, target: Path, tmp_path: Path
+) -> None:
+    """Of a page that two deployments have, the one of the row; the bare hash names both."""
+    listed = tmp_path / "rows.jsonl"
+    invoke("ls", source, "--format", "jsonl", "-o", listed)
+    shared = json.loads(listed.read_text().splitlines()[0])["page"]
+    for rank in range(4):
+        put(source, f"{shared}_{MODEL}_{rank}_4.bin")
+    invoke("ls", source, "--page", shared, "--format", "jsonl", "-o", listed)
+    rows = [json.loads(line) for line in listed.read_text().splitlines()]
+    listed.write_text(json.dumps(next(row for row in rows if row["tp_size"] == 4)))
+    migrated(invoke, source, target, "--pages-from", listed)
+    assert set(contents(target)) == {f"{shared}_{MODEL}_{rank}_4.bin" for rank in range(4)}
+    listed.write_text(json.dumps({"page": shared, "group": f"{MODEL} tp16"}))
+    document = migrated(invoke, source, target, "--pages-from", listed)
+    assert document["pages"] == document["skipped"] == 0
+    assert "1 row of --pages-from name" in document["stderr"]
+    listed.write_text(shared)
+    migrated(invoke, source, target, "--pages-from", listed)
+    assert set(contents(target)) == {n for n in contents(source) if n.startswith(shared)}
+
+
+def test_a_dry_run_counts_and_writes_nothing(
+    invoke: Invoke, source: Path, target: Path, tmp_path: Path
+) -> None:
+    document = migrated(invoke, source, target, "--dry-run")
+    assert (document["pages"], document["objects"]) == (PAGES, len(contents(source)))
+    assert not target.exists()
+    assert not journals(tmp_path / "home")
+    assert 0 < document.pop("estimated_seconds") < 60
+    assert document == {**migrated(invoke, source, target), **_timed(document)}
+
+
+def _timed(document: dict[str, object]) -> dict[str, object]:
+    return {name: document[name] for name in ("seconds", "stderr") if name in document}
+
+
+def test_moved_pages_leave_the_source_once_they_are_verified(
+    invoke: Invoke, source: Path, target: Path
+) -> None:
+    before = contents(source)
+    document = migrated(invoke, source, target, "--move", "--yes")
+    assert document["moved"] == PAGES
+    assert contents(target) == before
+    assert not contents(source)
+
+
+def test_a_move_asks_first(invoke: Invoke, source: Path, target: Path) -> None:
+    output = invoke("migrate", source, target, "--move", exit_code=2)
+    assert "--yes" in output.stderr
+    assert not target.exists()
+
+
+def test_a_move_takes_along_what_was_there_already_only_when_it_is_the_same(
+    invoke: Invoke, source: Path, target: Path
+) -> None:
+    shutil.copytree(source, target)
+    name = kv_names(source)[0]
+    (target / name).write_bytes(b"z" * (target / name).stat().st_size)
+    document = migrated(invoke, source, target, "--move", "--yes", exit_code=4)
+    assert document["conflicts"] == 1
+    assert {left[:64] for left in contents(source)} == {name[:64]}
+
+
+def test_what_changes_keys_or_bytes_needs_a_profile(
+    invoke: Invoke, source: Path, target: Path
+) -> None:
+    output = invoke("migrate", source, target, "--to-tp", 4, exit_code=2)
+    assert "--to-tp needs a profile" in output.stderr
+    assert not target.exists()
+
+
+def test_what_no_server_could_read_is_refused_before_anything_is_written(
+    invoke: Invoke, source: Path, target: Path, profile: Path
+) -> None:
+    output = invoke(
+        "migrate", source, target, "--profile", profile, "--to-layout", "layer_first", exit_code=2
+    )
+    assert "layer_first" in output.stderr
+    assert not target.exists()
+
+
+def test_the_same_place_is_refused(invoke: Invoke, source: Path, profile: Path) -> None:
+    output = invoke("migrate", source, source, exit_code=2)
+    assert "are the same" in output.stderr
+    options = ("--profile", profile, "--to-layout", "page_first_direct")
+    output = invoke("migrate", source, source, *options, exit_code=2)
+    assert "keys of what is read" in output.stderr
+
+
+def test_pages_can_get_other_keys_in_the_same_place(
+    invoke: Invoke, source: Path, profile: Path
+) -> None:
+    before = contents(source)
+    migrated(invoke, source, source, "--profile", profile, "--to-model", "new/name")
+    renamed = {name.replace(MODEL, "new-name"): value for name, value in before.items()}
+    assert contents(source) == {**before, **renamed}
+
+
+def test_a_source_object_that_is_cut_short_meanwhile_fails_its_page_alone(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = kv_names(source)[0]
+    read_into = FileStore.read_into
+
+    def cut(store: FileStore, *arguments: object, **options: object) -> object:
+        os.truncate(source / name, 10)
+        return read_into(store, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FileStore, "read_into", cut)
+    document = migrated(invoke, source, target, exit_code=4)
+    assert (document["failed"], document["pages"]) == (1, PAGES - 1)
+    assert document["problems"][0]["key"] == name
+    assert name[:64] not in {written[:64] for written in contents(target)}
+
+
+def test_pages_that_leave_the_source_meanwhile_are_counted(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = kv_names(source)[0]
+    read_into = FileStore.read_into
+
+    def evict(store: FileStore, *arguments: object, **options: object) -> object:
+        (source / name).unlink(missing_ok=True)
+        return read_into(store, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FileStore, "read_into", evict)
+    document = migrated(invoke, source, target)
+    assert (document["gone"], document["pages"]) == (1, PAGES - 1)
+
+
+def test_a_destination_without_room_is_refused_before(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileStore, "free_bytes", lambda _: 1000)
+    output = invoke("migrate", source, target, exit_code=3)
+    assert "1000 B free" in output.stderr
+    assert not target.exists()
+
+
+def test_a_destination_that_fills_up_keeps_whole_pages(
+    invoke: Invoke, source: Path, tmp_path: Path
+) -> None:
+    full = tmp_path / "small"
+    size = sum(len(data) for data, _ in contents(source).values())
+    with small_file_system(full, size // 2):
+        document = migrated(
+            invoke, source, full, "--no-space-check", "--buffer-bytes", "1MiB", exit_code=4
+        )
+        assert document["stopped_by"] == "destination full"
+        assert document["complete"] is False
+        names = contents(full).keys()
+        assert 0 < document["pages"] < PAGES
+        pages = {name[:64] for name in names}
+        assert len(pages) == document["pages"]
+        assert names == {name for name in contents(source) if name[:64] in pages}
+
+
+def test_jobs_that_take_the_last_room_from_one_another_leave_it_full(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    """Without room for what three jobs are at, as much is kept as one job would have kept."""
+    source, full, pages = tmp_path / "source", tmp_path / "small", 96
+    demo_store(source, pages)
+    with small_file_system(full, "2m"):
+        parcels = ("--jobs", 3, "--buffer-bytes", "6MiB")
+        document = migrated(invoke, source, full, "--no-space-check", *parcels, exit_code=4)
+        free = shutil.disk_usage(full).free
+        held = {name[:64] for name in contents(full)}
+        assert contents(full).items() <= contents(source).items()
+    assert (document["complete"], document["stopped_by"]) == (False, "destination full")
+    assert len(held) == document["pages"]
+    assert free < 1 << 20
+
+
+def test_a_writer_that_comes_between_is_compared_with(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same, other = kv_names(source)[0], kv_names(source)[2]
+    copy_from = FileStore.copy_from
+    size = (source / other).stat().st_size
+
+    def race(store: FileStore, *arguments: object, **options: object) -> object:
+        if not (target / same).exists():
+            shutil.copy2(source / same, target / same)
+            (target / other).write_bytes(b"z" * size)
+        return copy_from(store, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FileStore, "copy_from", race)
+    document = migrated(invoke, source, target, exit_code=4)
+    assert document["conflicts"] == 1
+    assert document["problems"][0]["key"] == other
+    assert document["pages"] == PAGES - 1
+
+
+def test_a_buffer_that_is_too_small_for_a_page_names_it(
+    invoke: Invoke, source: Path, target: Path
+) -> None:
+    document = migrated(invoke, source, target, "--buffer-bytes", "8KiB", exit_code=4)
+    assert (document["pages"], document["failed"]) == (0, PAGES)
+    assert {problem["page"] for problem in document["problems"]} == {
+        name[:64] for name in contents(source)
+    }
+    assert "--buffer-bytes has 8192; not copied" in document["stderr"]
+
+
+def test_a_lock_that_is_held_ends_the_run_at_once(
+    invoke: Invoke, source: Path, target: Path, tmp_path: Path
+) -> None:
+    lock = tmp_path / "lock"
+    holder = subprocess.Popen(
+        [
+            "python3",
+            "-c",
+            "import fcntl,sys,time; f=open(sys.argv[1],'w');"
+            "fcntl.flock(f,fcntl.LOCK_EX); print(flush=True); time.sleep(60)",
+            str(lock),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        output = invoke("migrate", source, target, "--lock", lock)
+        assert "another process holds" in output.stderr
+        assert not target.exists()
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_mla_pages_with_an_indexer_change_their_layout(
+    invoke: Invoke, tmp_path: Path, target: Path
+) -> None:
+    source, profile = tmp_path / "source", tmp_path / "dsa.toml"
+    source.mkdir()
+    profile.write_text(DSA)
+    rng = np.random.default_rng(1)
+    for number in range(4):
+        put(source, f"{page(number)}_x-dsa.bin").write_bytes(rng.bytes(9216))
+        put(source, f"{page(number)}.indexer_x-dsa.bin").write_bytes(rng.bytes(1056))
+    migrated(
+        invoke, source, target, "--profile", profile, "--to-layout", "layer_first", "--grace", "0s"
+    )
+    for name, (data, _) in contents(source).items():
+        moved = (target / name).read_bytes()
+        if ".indexer" in name:
+            assert moved == data
+        else:
+            rows = [data[at : at + 1152] for at in range(0, 9216, 1152)]  # 4 tokens of 2 layers
+            assert moved == b"".join(rows[::2] + rows[1::2])
+
+
+def test_verbatim_copies_are_not_put_under_keys_of_another_size(
+    invoke: Invoke, source: Path, target: Path, profile: Path
+) -> None:
+    target.mkdir()
+    for number in range(5):
+        put(target, f"{page(number)}_{MODEL}_0_2.bin", 8192)
+    before = contents(target)
+    output = invoke("migrate", source, target, "--profile", profile, exit_code=2)
+    assert "another topology or dtype" in output.stderr
+    assert contents(target) == before
+
+
+def test_a_dry_run_of_comparing_copies_nothing(invoke: Invoke, source: Path, target: Path) -> None:
+    migrated(invoke, source, target)
+    document = migrated(invoke, source, target, "--if-exists", "verify", "--dry-run")
+    assert (document["pages"], document["skipped"]) == (0, PAGES)
+
+
+def test_a_dry_run_says_what_room_is_lacking(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileStore, "free_bytes", lambda _: 1000)
+    document = migrated(invoke, source, target, "--dry-run")
+    assert "1000 B free" in document["stderr"]
+    assert document["pages"] == PAGES
+
+
+def test_a_dry_run_leaves_no_directories(invoke: Invoke, source: Path, tmp_path: Path) -> None:
+    migrated(invoke, source, tmp_path / "a" / "b" / "c", "--dry-run")
+    assert not (tmp_path / "a").exists()
+
+
+def test_pages_that_are_too_large_for_the_buffer_are_left_behind_and_named(
+    invoke: Invoke, source: Path, target: Path
+) -> None:
+    document = migrated(invoke, source, target, "--buffer-bytes", "64KiB", exit_code=4)
+    assert (document["pages"], document["failed"]) == (PAGES - 2, 2)
+    large = {problem["page"] for problem in document["problems"]}
+    assert len(large) == 2
+    assert {name[:64] for name in contents(target)} == {
+        name[:64] for name in contents(source)
+    } - large
+    assert migrated(invoke, source, target)["pages"] == 2
+
+
+def test_objects_of_foreign_names_are_left_behind_and_counted(
+    invoke: Invoke, source: Path, target: Path
+) -> None:
+    put(source, "notes.txt")
+    document = migrated(invoke, source, target)
+    assert "left behind: 1 object whose keys are not understood" in document["stderr"]
+    assert not (target / "notes.txt").exists()
+
+
+def test_a_resumed_run_verifies_what_the_first_did_not(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = Journal.copied
+
+    def interrupt(journal: Journal, *arguments: Any, **options: Any) -> None:
+        copied(journal, *arguments, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "copied", interrupt)
+        invoke("migrate", source, target, "--jobs", 1, exit_code=130)
+    name = kv_names(target)[0]
+    data = bytearray((target / name).read_bytes())
+    data[5] ^= 1
+    (target / name).write_bytes(data)
+    document = migrated(invoke, source, target, "--resume", "--verify", exit_code=4)
+    assert document["problems"][0]["key"] == name
+
+
+def test_a_resumed_run_replaces_nothing_twice(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    migrated(invoke, source, target)
+    copied = Journal.copied
+
+    def interrupt(journal: Journal, *arguments: Any, **options: Any) -> None:
+        copied(journal, *arguments, **options)
+        raise KeyboardInterrupt
+
+    options = ("--if-exists", "overwrite", "--jobs", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "copied", interrupt)
+        invoke("migrate", source, target, *options, exit_code=130)
+    document = migrated(invoke, source, target, *options, "--resume")
+    assert document["resumed"] + document["pages"] == PAGES
+    assert document["resumed"] > 0
+
+
+def test_the_profile_in_the_name_of_a_journal_is_spelled_as_earlier_releases_did() -> None:
+    """Else a move that an earlier release began would not find its journal."""
+    pool = Pool(name="kv", kind="mha", dtype="bfloat16", layers=2, kv_heads=8, head_dim=16)
+    profile = Profile(model="a/b, tag=x", tag="t", tp=8, sglang="0.5.23", pools=(pool,))
+    assert profile_text(profile) == (
+        "Profile(model='a/b, tag=x', inferred=False, sglang='0.5.23', page_size=1, "
+        "layout='page_first', tp=8, linear_tp=0, pp=1, pp_partition=(), cp=1, "
+        "cp_layer_split=False, dcp=1, tp_lcm_size=0, unified_head_group=0, "
+        "unified_layer_partition=0, tag='t', hash_unit='token', speculative_algorithm='', "
+        "pools=(Pool(name='kv', kind='mha', dtype='bfloat16', layers=2, packed_draft_layers=0, "
+        "kv_heads=8, head_dim=16, v_head_dim=0, kv_lora_rank=0, qk_rope_head_dim=0, row='', "
+        "index_head_dim=0, temporal=None, conv=(), nbytes=0, hit_policy='all_pages', "
+        "trailing_pages=1, replicated=False),))"
+    )

@@ -1,0 +1,151 @@
+"""Migrations between two file stores, whose objects the system copies."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.backends.arena import Arena
+from hicachectl.backends.file.store import FileStore
+from hicachectl.io.pacing import Pace
+from tests.move.migrations import PAGES, migrated, profile_file
+from tests.stores import contents
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.conftest import Invoke
+
+SMALL = ("--buffer-bytes", "512KiB", "--jobs", "1")
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The keys of each call that copies."""
+    calls: list[list[str]] = []
+
+    def note(origins: list[str]) -> None:
+        calls.append(origins)
+
+    before_each_copy(monkeypatch, note)
+    return calls
+
+
+def before_each_copy(monkeypatch: pytest.MonkeyPatch, then: Callable[[list[str]], object]) -> None:
+    copy_from = FileStore.copy_from
+
+    def copy(store: FileStore, source: Any, origins: Any, *more: Any, **options: Any) -> Any:
+        then([key.decode() for key in origins.column("key").to_pylist()])
+        return copy_from(store, source, origins, *more, **options)
+
+    monkeypatch.setattr(FileStore, "copy_from", copy)
+
+
+@pytest.mark.parametrize(
+    ("options", "copied"),
+    [
+        ((), True),
+        (("--to-model", "new/name"), True),
+        (("--verify",), False),
+        (("--to-tp", "1"), False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_objects_are_copied_where_their_bytes_stay_and_are_not_compared(
+    invoke: Invoke,
+    source: Path,
+    target: Path,
+    tmp_path: Path,
+    copies: list[list[str]],
+    options: tuple[str, ...],
+    copied: bool,
+) -> None:
+    profile = profile_file(tmp_path / "profile.toml")
+    assert migrated(invoke, source, target, "--profile", profile, *options)["pages"] == PAGES
+    names = [name for call in copies for name in call]
+    assert sorted(names) == (sorted(contents(source)) if copied else [])
+
+
+def test_the_buffer_is_not_touched(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[bool] = []
+    close = Arena.close
+
+    def closing(arena: Arena) -> None:
+        touched.append(bool(arena.array.any()))
+        close(arena)
+
+    monkeypatch.setattr(Arena, "close", closing)
+    migrated(invoke, source, target, "--buffer-bytes", "4MiB")
+    assert touched == [False]
+    assert contents(target) == contents(source)
+
+
+def test_sidecars_whose_anchor_leaves_the_source_are_taken_back(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = next(name[:64] for name in contents(source) if "mamba" in name)
+    anchors = [name for name in contents(source) if name[:64] == page and "mamba" not in name]
+    seen: list[set[str]] = []
+
+    def evict(names: list[str]) -> None:
+        if set(anchors) & set(names):
+            seen.append({name for name in contents(target) if name.startswith(page)})
+            (source / anchors[0]).unlink(missing_ok=True)
+
+    before_each_copy(monkeypatch, evict)
+    document = migrated(invoke, source, target)
+    assert (document["gone"], document["failed"], document["pages"]) == (1, 0, PAGES - 1)
+    assert all("mamba" in name for name in seen[0])
+    assert seen[0]
+    assert not [name for name in contents(target) if name.startswith((page, "."))]
+
+
+def test_a_source_that_is_cut_short_while_it_is_copied_fails_its_page_alone(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = sorted(contents(source))[0]
+    copy = os.copy_file_range
+
+    def cut(one: int, other: int, count: int, *offsets: int) -> int:
+        if Path(f"/proc/self/fd/{one}").readlink().name == name:
+            count = copy(one, other, count // 2, *offsets)
+            os.truncate(source / name, count)
+            return count
+        return copy(one, other, count, *offsets)
+
+    monkeypatch.setattr(os, "copy_file_range", cut)
+    document = migrated(invoke, source, target, exit_code=4)
+    assert (document["failed"], document["pages"]) == (1, PAGES - 1)
+    (problem,) = document["problems"]
+    assert (problem["key"], problem["detail"]) == (name, "is shorter than it was listed")
+    assert not [left for left in contents(target) if left.startswith((name[:64], "."))]
+
+
+def test_a_copy_goes_to_another_file_system(
+    invoke: Invoke, source: Path, copies: list[list[str]]
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hicachectl-test-") as folder:
+        migrated(invoke, source, Path(folder) / "target")
+        assert copies
+        assert contents(Path(folder) / "target") == contents(source)
+
+
+def test_what_is_copied_counts_for_the_limit_of_bytes_a_second(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[int] = []
+
+    def wait(_: Pace, nbytes: int, *__: object, **___: object) -> bool:
+        passed.append(nbytes)
+        return True
+
+    monkeypatch.setattr(Pace, "wait", wait)
+    migrated(invoke, source, target, *SMALL, "--bwlimit", "1GiB")
+    assert sum(passed) == sum(len(data) for data, _ in contents(source).values())
+    assert len(passed) > 1

@@ -1,0 +1,163 @@
+"""Migrations that are killed at any point: what is there then, and that another run completes it.
+
+HICACHECTL_TEST_SEED repeats a run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.move.migrations import journals
+from tests.places import (
+    SOURCE_PAGES,
+    half_pages,
+    whole_pages,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.killed import Run, Unit
+    from tests.places import Held, Places
+
+pytestmark = pytest.mark.slow
+
+KILLS = 10
+KINDS = ("file", "pack", "mooncake", "hf3fs")
+MOVES = (
+    ("file", "file"),
+    ("file", "pack"),
+    ("file", "mooncake"),
+    ("file", "hf3fs"),
+    ("mooncake", "file"),
+    ("hf3fs", "file"),
+)
+# A parcel has the bytes of two pages with states, or of a dozen without.
+BUFFER_BYTES = 1 << 20
+_SHARE = 3  # a killed run gets at most so much of the way, and the next one on from there
+
+
+class Killing:
+    """One migration that is killed again and again."""
+
+    def __init__(
+        self, places: Places, home: Path, source: str, destination: str, *, move: bool = False
+    ) -> None:
+        self._places = places
+        self._home = home
+        self._move = move
+        self.source = places.source(source, fresh=move)
+        self.destination = places.destination(destination)
+        self.read_from = self.source.held()
+        self.whole = self._run()
+        document = self.whole.document
+        assert (document["pages"], document["complete"]) == (SOURCE_PAGES, True)
+        self.arrived = self._held()
+        self._restore()
+        seed = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
+        self.words = f"HICACHECTL_TEST_SEED={seed}"
+        print(self.words)
+        self._chance = random.Random(seed)
+
+    def kill(self, kills: int, *, share: int) -> None:
+        """Kill runs, each of which goes on where the one before was killed."""
+        done = 0
+        while done < kills:
+            unit: Unit = "bytes" if done % 2 and self._counts_bytes else "steps"
+            total = self.whole.written if unit == "bytes" else self.whole.steps
+            run = self._run("--resume", kill=(unit, self._chance.randint(1, total // share)))
+            if run.killed:
+                done += 1
+                self.check_between()
+                if share > 1:
+                    continue
+                run = self._run("--resume")
+            self.check_whole(run)
+            self._restore()
+        self.check_whole(self._run("--resume"))
+        self._restore()
+
+    @property
+    def _counts_bytes(self) -> bool:
+        """Whether what is written goes through calls that can be cut short."""
+        return self.destination.kind != "mooncake"
+
+    def check_between(self) -> None:
+        """See that no server could believe in half a page, and that none is lost."""
+        assert half_pages(self.destination, self.arrived) == [], self.words
+        if self._move:
+            kept = whole_pages(self.source, self.read_from)
+            moved = whole_pages(self.destination, self.arrived)
+            assert len(kept | moved) == SOURCE_PAGES, self.words
+
+    def check_whole(self, run: Run) -> None:
+        """See that all is as after a run that nothing interrupted."""
+        assert run.document["complete"], self.words
+        assert self._held() == self.arrived, self.words
+        assert self.destination.leftovers() == [], self.words
+        assert journals(self._home) == [], self.words
+        assert self.source.held() == ({} if self._move else self.read_from), self.words
+
+    def _run(self, *more: object, kill: tuple[Unit, int] | None = None) -> Run:
+        options: tuple[object, ...] = ("--move", "--yes") if self._move else ()
+        before = self._missing()
+        run = self._places.runner.run(
+            "migrate", self.source.url, self.destination.url, "--profile", self._places.profile,
+            "--buffer-bytes", BUFFER_BYTES, "--format", "json", *options, *more,
+            home=self._home, kill=kill,
+        )  # fmt: skip
+        # What a run before has copied is not read again, but for what it was at; that is read once
+        # more where the master waits for a killed writer, until it has given up what that began.
+        times = 2 if self.destination.kind == "mooncake" else 1
+        if before is not None and not self._move:
+            assert run.read <= before + times * BUFFER_BYTES, self.words
+        return run
+
+    def _held(self) -> Held:
+        """What the destination has; times only where they come from the source."""
+        timed = all(time for _, time in self.read_from.values())
+        held = self.destination.held()
+        return {key: (value, time if timed else None) for key, (value, time) in held.items()}
+
+    def _missing(self) -> int | None:
+        """Bytes that have not arrived, once it is known what is to."""
+        if not hasattr(self, "arrived"):
+            return None
+        lacking = self.arrived.keys() - set(map(str.encode, self.destination.keys()))
+        return sum(len(self.arrived[key][0]) for key in lacking)
+
+    def _restore(self) -> None:
+        self.destination.empty()
+        if self._move:
+            self._refill()
+
+    def _refill(self) -> None:
+        self.source.fill(SOURCE_PAGES)
+        self.source.set_times(self.read_from)
+        assert self.source.held() == self.read_from
+
+
+def check_kills(
+    places: Places, home: Path, pair: tuple[str, str], kills: int, *, share: int, move: bool = False
+) -> None:
+    """Kill a migration between two kinds of places so many times."""
+    Killing(places, home, *pair, move=move).kill(kills, share=share)
+
+
+@pytest.mark.parametrize("pair", list(itertools.product(KINDS, KINDS)), ids="-".join)
+def test_a_migration_killed_anywhere_is_completed_by_the_next(
+    places: Places, tmp_path: Path, pair: tuple[str, str]
+) -> None:
+    check_kills(places, tmp_path, pair, KILLS, share=_SHARE)
+
+
+@pytest.mark.parametrize("pair", MOVES, ids="-".join)
+def test_a_move_killed_anywhere_loses_no_page(
+    places: Places, tmp_path: Path, pair: tuple[str, str]
+) -> None:
+    check_kills(places, tmp_path, pair, KILLS // 2, share=_SHARE, move=True)

@@ -1,0 +1,188 @@
+"""What --move leaves in the source: all that is not whole, and equal, at the destination."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from hicachectl.backends.base import Result, Status
+from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.mooncake.client import MooncakeClient
+from hicachectl.backends.mooncake.store import MooncakeStore
+from hicachectl.cli.demo_store import PROFILE
+from hicachectl.formats.transfer import retargeted
+from hicachectl.move import carrying
+from hicachectl.move.journal import Journal
+from tests.mooncake_cluster import Cluster
+from tests.move.migrations import MODEL, PAGES, journals, migrated, profile_file
+from tests.places import MooncakePlace
+from tests.stores import contents
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+MOVE = ("--move", "--yes")
+
+
+class KilledError(BaseException):
+    """Ends a run as a kill would, right before something is deleted from the source."""
+
+
+@pytest.fixture
+def killed(
+    invoke: Invoke, source: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A move that has copied everything, and deleted nothing."""
+    copied = Journal.copied
+
+    def kill(journal: Journal, *arguments: Any, **options: Any) -> None:
+        copied(journal, *arguments, **options)
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "copied", kill)
+        with pytest.raises(KilledError):
+            invoke("migrate", source, target, *MOVE, "--jobs", "1")
+    assert len(journals(tmp_path / "home")) == 1
+    assert contents(target) == contents(source)
+
+
+@pytest.mark.usefixtures("killed")
+def test_a_killed_move_goes_on_without_reading_what_was_compared(
+    invoke: Invoke, source: Path, target: Path
+) -> None:
+    before = contents(source)
+    document = migrated(invoke, source, target, *MOVE, "--resume")
+    assert (document["moved"], document["pages"]) == (PAGES, 0)
+    assert contents(target) == before
+    assert contents(source) == {}
+
+
+@pytest.mark.usefixtures("killed")
+def test_what_the_destination_has_lost_since_is_copied_again_and_not_deleted(
+    invoke: Invoke, source: Path, target: Path
+) -> None:
+    before = contents(source)
+    lost, gone = sorted(before)[0], sorted({name[:64] for name in before})[3]
+    (target / lost).unlink()
+    for name in before:
+        if name.startswith(gone):
+            (target / name).unlink()
+    document = migrated(invoke, source, target, *MOVE, "--resume")
+    assert document["moved"] == PAGES
+    assert contents(target) == before
+    assert contents(source) == {}
+
+
+@pytest.mark.usefixtures("killed")
+def test_a_page_half_deleted_by_a_killed_move_is_deleted_wholly(
+    invoke: Invoke, source: Path, target: Path
+) -> None:
+    before = contents(source)
+    halved = sorted({name[:64] for name in before})[:3]
+    for name in before:
+        if name[:64] in halved and "_0_2" in name:
+            (source / name).unlink()
+    document = migrated(invoke, source, target, *MOVE, "--resume")
+    assert (document["moved"], document["pages"]) == (PAGES, 0)
+    assert contents(target) == before
+    assert contents(source) == {}
+
+
+def test_objects_that_the_profile_does_not_list_keep_their_page_in_the_source(
+    invoke: Invoke, source: Path, target: Path, tmp_path: Path
+) -> None:
+    profile = profile_file(tmp_path / "profile.toml")
+    page = sorted(contents(source))[0][:64]
+    stray = source / f"{page}.swa_{MODEL}_0_2.bin"
+    stray.write_bytes(b"another pool")
+    options = ("--profile", profile, "--to-model", "new/name", *MOVE)
+    for more in ((), ("--resume",)):
+        document = migrated(invoke, source, target, *options, *more, exit_code=4)
+        assert (document["moved"], document["failed"]) == (0 if more else PAGES - 1, 1)
+        assert "has objects that were not copied" in document["problems"][0]["detail"]
+        assert {name[:64] for name in contents(source)} == {page}
+        assert stray.exists()
+    assert {name[:64] for name in contents(target)} >= {page}
+
+
+def test_shards_that_nothing_can_be_made_of_stay_in_the_source(
+    invoke: Invoke, source: Path, target: Path, tmp_path: Path
+) -> None:
+    """One rank's kv is missing: the other's cannot become that of a TP size of one."""
+    profile = profile_file(tmp_path / "profile.toml")
+    name = next(name for name in sorted(contents(source)) if ".mamba" in name)
+    page = name[:64]
+    (source / f"{page}_{MODEL}_0_2.bin").unlink()
+    left = {n for n in contents(source) if n.startswith(page)}
+    document = migrated(
+        invoke, source, target, "--profile", profile, "--to-tp", 1, "--include-partial",
+        "--include-damaged", "--grace", "0s", *MOVE, exit_code=4,
+    )  # fmt: skip
+    assert document["moved"] == PAGES - 1
+    assert set(contents(source)) == left
+    there = profile_file(tmp_path / "there.toml", retargeted(PROFILE, tp=1))
+    listed = invoke("ls", target, "--profile", there, "--format", "json").stdout
+    states = [each["state"] for each in json.loads(listed)["pages"]]
+    assert sorted(states) == sorted(["whole"] * (PAGES - 1) + ["orphan"])
+
+
+def test_a_resumed_move_deletes_nothing_that_is_damaged_at_the_destination(
+    invoke: Invoke, source: Path, target: Path, killed: None
+) -> None:
+    before = contents(source)
+    damaged = sorted(contents(target))[0]
+    os.truncate(target / damaged, 7)
+    migrated(invoke, source, target, *MOVE, "--resume", exit_code=4)
+    assert contents(source) == {n: c for n, c in before.items() if n[:64] == damaged[:64]}
+
+
+def test_a_resumed_move_says_what_it_cannot_delete(
+    invoke: Invoke, source: Path, target: Path, killed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: FileStore, rows: Any) -> Result:
+        count = len(rows)
+        statuses = np.full(count, Status.ERROR, dtype=np.uint8)
+        return Result(statuses, dict.fromkeys(range(count), "no"))
+
+    monkeypatch.setattr(FileStore, "delete", refuse)
+    document = migrated(invoke, source, target, *MOVE, "--resume", exit_code=4)
+    assert document["failed"] == PAGES
+    assert document["moved"] == 0
+
+
+def test_a_move_from_a_cluster_goes_on_while_the_leases_of_its_own_reads_last(
+    mooncake_package: None, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is asked to go before all is copied: it could only wait for its lease."""
+    profile = profile_file(tmp_path / "profile.toml")
+    calls: list[str] = []
+
+    def noting(name: str, method: Any) -> Any:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            return method(*arguments, **options)
+
+        return noted
+
+    with Cluster(lease_ms=2000) as cluster:
+        place = MooncakePlace(cluster)
+        place.fill(PAGES)
+        monkeypatch.setattr(carrying, "_LEASE_SECONDS", 600.0)  # however slow the machine is
+        with monkeypatch.context() as patch:
+            patch.setattr(MooncakeStore, "read_into", noting("read", MooncakeStore.read_into))
+            patch.setattr(MooncakeClient, "remove", noting("remove", MooncakeClient.remove))
+            document = migrated(
+                invoke, cluster.url, tmp_path / "target", "--profile", profile, *MOVE,
+                "--buffer-bytes", "1MiB", "--jobs", "1",
+            )  # fmt: skip
+        assert document["moved"] == PAGES
+        assert place.keys() == set()
+    assert calls.count("read") > 2
+    assert "remove" not in calls[: len(calls) - calls[::-1].index("read")]

@@ -1,0 +1,608 @@
+"""`rm`: what was asked for leaves, group by group; nothing else does."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.backends.file.store import FileStore
+from hicachectl.formats.hashing import namespace_seed, page_hashes_hex
+from hicachectl.formats.profile import dump_profile
+from tests.move.repairs import (
+    DSA,
+    default_quarantine,
+    dsa_store,
+    indexer,
+    kv,
+    repaired,
+    shorten,
+)
+from tests.stores import OLD, Contents, contents, page, put, put_pages
+from tests.terminals import on_a_terminal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Two models, one of them with Mamba states on its last pages."""
+    directory = tmp_path / "store"
+    directory.mkdir()
+    put_pages(directory, range(4), "_x-a_0_2", "_x-a_1_2", nbytes=100)
+    put_pages(directory, range(2, 4), ".mamba_x-a_0_2", ".mamba_x-a_1_2", nbytes=30)
+    put_pages(directory, range(6), "_b_0_1", nbytes=10)
+    (directory / "README").write_text("not ours")
+    return directory
+
+
+def removed(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
+    return invoke("rm", *arguments, "--format", "json", exit_code=exit_code).document
+
+
+def left(before: Contents, *parts: str) -> Contents:
+    return {name: value for name, value in before.items() if not any(p in name for p in parts)}
+
+
+@pytest.mark.parametrize("model", ["x/a", "x-a"])
+def test_a_model_goes_with_all_its_pools(invoke: Invoke, store: Path, model: str) -> None:
+    before = contents(store)
+    document = removed(invoke, store, "--model", model, "--yes")
+    assert contents(store) == left(before, "_x-a_")
+    assert (document["pages"], document["objects"], document["bytes"]) == (4, 12, 920)
+    assert (document["failed"], document["remaining"], document["dry_run"]) == (0, 0, False)
+    assert not list(default_quarantine(store).iterdir())
+
+
+def test_the_document_has_the_members_of_the_contract(invoke: Invoke, store: Path) -> None:
+    assert list(removed(invoke, store, "--model", "b", "--yes")) == [
+        "schema",
+        "version",
+        "store",
+        "pages",
+        "objects",
+        "bytes",
+        "gone",
+        "kept",
+        "failed",
+        "remaining",
+        "seconds",
+        "complete",
+        "stopped_by",
+        "dry_run",
+        "failures",
+        "groups",
+    ]
+
+
+def test_a_dry_run_says_the_same_and_changes_nothing(invoke: Invoke, store: Path) -> None:
+    before = contents(store)
+    rehearsed = removed(invoke, store, "--model", "b", "--dry-run")
+    assert contents(store) == before
+    assert not (store / ".hicachectl").exists()
+    done = removed(invoke, store, "--model", "b", "--yes")
+    assert rehearsed.pop("dry_run")
+    assert {row.pop("state") for row in rehearsed["groups"]} == {"would-remove"}
+    assert {row.pop("state") for row in done["groups"]} == {"removed"}
+    for document in (rehearsed, done):
+        document.pop("seconds")
+    assert rehearsed == {name: done[name] for name in rehearsed}
+    assert (
+        "dry run: nothing was removed" in invoke("rm", store, "--model", "x-a", "--dry-run").stderr
+    )
+
+
+def test_pages_come_from_a_list(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    before = contents(store)
+    listed = tmp_path / "pages"
+    listed.write_text(f"{page(1)}\n\n  {page(3)}\n{page(99)}\n")
+    arguments = [store, "--pages", listed, "--all-deployments", "--yes"]
+    assert removed(invoke, *arguments)["pages"] == 4
+    assert contents(store) == left(before, page(1), page(3))
+
+
+@pytest.fixture
+def two_sizes(tmp_path: Path) -> Path:
+    """Pages 0 to 5 at TP 4; pages 3 to 7 at TP 8."""
+    directory = tmp_path / "sizes"
+    directory.mkdir()
+    put_pages(directory, range(6), *(f"_m_{rank}_4" for rank in range(4)))
+    put_pages(directory, range(3, 8), *(f"_m_{rank}_8" for rank in range(8)))
+    return directory
+
+
+def listing(invoke: Invoke, store: Path, path: Path, *arguments: object) -> list[dict[str, Any]]:
+    """Write the rows of `ls` to a file; give them too."""
+    invoke("ls", store, *arguments, "--format", "jsonl", "-o", path)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_of_ls_name_their_group_only(invoke: Invoke, two_sizes: Path, tmp_path: Path) -> None:
+    before = contents(two_sizes)
+    path = tmp_path / "rows.jsonl"
+    rows = [r for r in listing(invoke, two_sizes, path) if r["tp_size"] == 4]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    document = removed(invoke, two_sizes, "--pages", path, "--yes")
+    assert document["pages"] == 6
+    assert contents(two_sizes) == left(before, "_4.bin")
+
+
+@pytest.mark.parametrize("form", ["hashes", "rows of an older release"])
+def test_bare_pages_of_several_deployments_are_refused(
+    invoke: Invoke, two_sizes: Path, tmp_path: Path, form: str
+) -> None:
+    before = contents(two_sizes)
+    path = tmp_path / "pages"
+    rows = listing(invoke, two_sizes, path, "--page", page(3))
+    for row in rows:
+        del row["group"]
+    path.write_text(page(3) if form == "hashes" else json.dumps(rows[0]))
+    for more in ("--yes", "--dry-run"):
+        message = invoke("rm", two_sizes, "--pages", path, more, exit_code=2).stderr
+        assert f"page {page(3)} has groups of 2 deployments: m tp4, m tp8" in message
+        assert "--all-deployments" in message
+        assert "--format jsonl" in message
+    assert contents(two_sizes) == before
+    assert removed(invoke, two_sizes, "--pages", path, "--tp", 8, "--yes")["pages"] == 1
+    assert contents(two_sizes) == {
+        name: value for name, value in before.items() if not (page(3) in name and "_8." in name)
+    }
+    path.write_text(f"{page(0)}\n{page(3)}\n{page(4)}")
+    arguments = [two_sizes, "--pages", path, "--all-deployments", "--yes"]
+    assert removed(invoke, *arguments)["pages"] == 4
+    assert contents(two_sizes) == left(before, page(0), page(3), page(4))
+
+
+def test_all_deployments_is_for_pages(invoke: Invoke, store: Path) -> None:
+    arguments = ["rm", store, "--model", "b", "--all-deployments", "--yes"]
+    assert "--pages" in invoke(*arguments, exit_code=2).stderr
+
+
+def test_sizes_are_filters(invoke: Invoke, two_sizes: Path) -> None:
+    stems = [f"_m_{rank}_4_2_{stage}" for rank in range(4) for stage in range(2)]
+    put_pages(two_sizes, range(2), *stems, *(f"_n_0_1_cp{rank}_2" for rank in range(2)))
+    before = contents(two_sizes)
+    assert removed(invoke, two_sizes, "--pp", 2, "--dry-run")["pages"] == 2
+    assert removed(invoke, two_sizes, "--cp", 2, "--dry-run")["pages"] == 2
+    assert removed(invoke, two_sizes, "--tp", 4, "--dry-run")["pages"] == 8
+    assert removed(invoke, two_sizes, "--tp", 4, "--pp", 2, "--yes")["pages"] == 2
+    assert contents(two_sizes) == left(before, "_2_0.bin", "_2_1.bin")
+    assert removed(invoke, two_sizes, "--tp", 2, "--yes")["pages"] == 0
+
+
+def test_rows_of_groups_that_are_not_there_name_nothing_else(
+    invoke: Invoke, two_sizes: Path, tmp_path: Path
+) -> None:
+    before = contents(two_sizes)
+    path = tmp_path / "rows.jsonl"
+    rows = [{"page": page(3), "group": "m tp2"}, {"page": page(0), "group": "m tp8"}]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    outcome = invoke("rm", two_sizes, "--pages", path, "--yes")
+    assert f"2 rows of {path} name groups that are not there" in outcome.stderr
+    assert contents(two_sizes) == before
+
+
+def test_an_ambiguous_group_is_named_by_its_row(
+    invoke: Invoke, two_sizes: Path, tmp_path: Path
+) -> None:
+    put_pages(two_sizes, range(2), "_open_0_2")
+    before = contents(two_sizes)
+    path = tmp_path / "rows.jsonl"
+    rows = listing(invoke, two_sizes, path, "--state", "unknown")
+    assert [row["group"] for row in rows] == ["?", "?"]
+    assert removed(invoke, two_sizes, "--pages", path, "--yes")["pages"] == 2
+    assert contents(two_sizes) == left(before, "_open_")
+
+
+def test_what_ls_prints_can_be_removed(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    (store / f"{page(3)}_x-a_0_2.bin").unlink()
+    before = contents(store)
+    listed = tmp_path / "pages.jsonl"
+    invoke("ls", store, "--state", "partial", "--format", "jsonl", "-o", listed)
+    removed(invoke, store, "--pages", listed, "--model", "x/a", "--yes")
+    assert contents(store) == left(before, f"{page(3)}_x", f"{page(3)}.m")
+
+
+def test_old_pages_go_by_their_newest_object(invoke: Invoke, store: Path) -> None:
+    os.utime(store / f"{page(2)}_x-a_1_2.bin", (time.time(), time.time()))
+    before = contents(store)
+    assert removed(invoke, store, "--model", "x-a", "--before", "1d", "--yes")["pages"] == 3
+    kept = {name for name in before if name.startswith(page(2)) and "_x-a_" in name}
+    assert set(contents(store)) == set(left(before, "_x-a_")) | kept
+    assert removed(invoke, store, "--before", "1999-01-01", "--yes")["pages"] == 0
+
+
+def test_pages_go_by_their_state(invoke: Invoke, store: Path) -> None:
+    (store / f"{page(0)}_x-a_1_2.bin").unlink()
+    (store / f"{page(3)}_x-a_0_2.bin").unlink()
+    (store / f"{page(3)}_x-a_1_2.bin").unlink()
+    before = contents(store)
+    document = removed(invoke, store, "--state", "partial,orphan", "--yes")
+    assert [(g["page"], g["model"], g["state"]) for g in document["groups"]] == sorted(
+        [(page(0), "x-a", "removed"), (page(3), "x-a", "removed")]
+    )
+    assert contents(store) == left(before, f"{page(0)}_x", f"{page(3)}.m")
+
+
+def test_conditions_are_joined(invoke: Invoke, store: Path) -> None:
+    before = contents(store)
+    assert removed(invoke, store, "--model", "b", "--state", "partial", "--yes")["pages"] == 0
+    assert removed(invoke, store, "--tag", "t", "--yes")["pages"] == 0
+    assert contents(store) == before
+
+
+def test_ambiguous_pages_stay_and_are_said(invoke: Invoke, tmp_path: Path) -> None:
+    directory = tmp_path / "store"
+    directory.mkdir()
+    put_pages(directory, range(3), "_m_0_2")
+    outcome = invoke("rm", directory, "--model", "m", "--yes")
+    assert "leaves 3 page groups with ambiguous keys: 3 keys <hash>_m_0_2.bin" in outcome.stderr
+    assert len(contents(directory)) == 3
+    assert removed(invoke, directory, "--before", "1d", "--yes")["objects"] == 0
+    outcome = invoke("rm", directory, "--state", "unknown", "--yes")
+    assert "removes 3 page groups with ambiguous keys" in outcome.stderr
+    assert contents(directory) == {}
+
+
+def test_something_must_be_selected(invoke: Invoke, store: Path) -> None:
+    message = invoke("rm", store, "--yes", exit_code=2).stderr
+    assert "--model" in message
+    assert "clear_hicache_storage_backend" in message
+
+
+def test_without_a_terminal_it_wants_yes(invoke: Invoke, tmp_path: Path) -> None:
+    """Said before the store is opened, which is not even there."""
+    message = invoke("rm", tmp_path / "none", "--model", "b", exit_code=2).stderr
+    assert "--yes" in message
+
+
+def test_a_store_that_is_not_there(invoke: Invoke, tmp_path: Path) -> None:
+    invoke("rm", tmp_path / "none", "--model", "b", "--yes", exit_code=3)
+
+
+def test_bad_lists_are_refused_with_their_line(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "pages"
+    for text in ("abc", "{", '{"page": null}', "/etc/passwd", "\udcff"):
+        listed.write_text(f"{page(0)}\n{text}\n", errors="surrogateescape")
+        message = invoke("rm", store, "--pages", listed, "--yes", exit_code=2).stderr
+        assert "line 2" in message
+    invoke("rm", store, "--pages", tmp_path / "nothing", "--yes", exit_code=2)
+
+
+def test_a_lock_that_is_held_is_no_error(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    before = contents(store)
+    lock = tmp_path / "lock"
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
+            "print(flush=True); sys.stdin.read()",
+            str(lock),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        outcome = invoke("rm", store, "--model", "b", "--yes", "--lock", lock)
+        assert "stopped: lock" in outcome.stdout
+        assert outcome.stderr.count("\n") == 1
+        assert contents(store) == before
+    finally:
+        holder.communicate()
+    assert removed(invoke, store, "--model", "b", "--yes", "--lock", lock)["pages"] == 6
+    with lock.open("w") as free:
+        fcntl.lockf(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize(("answer", "pages"), [("n", 0), ("y", 6)])
+def test_on_a_terminal_it_asks(store: Path, answer: str, pages: int) -> None:
+    before = contents(store)
+    out, err = on_a_terminal("rm", store, "--model", "b", answer=answer)
+    assert f"Remove 6 pages (60 B) from file://{store}?" in err
+    assert len(before) - len(contents(store)) == pages
+    assert ("removed" in out) == bool(pages)
+
+
+# what earlier runs began
+
+
+@pytest.fixture
+def begun(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four pages, all of which a run that was killed had begun to remove."""
+    store = dsa_store(tmp_path / "store", 4)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hicachectl.move.repair.take_away", interrupted)
+        invoke("rm", store, "--model", "x-dsa", "--yes", exit_code=130)
+    assert len(contents(store)) == 8
+    return store
+
+
+def tree(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*"))
+
+
+def test_what_an_earlier_run_began_is_completed_first(invoke: Invoke, begun: Path) -> None:
+    outcome = invoke("rm", begun, "--model", "nothing", "--yes")
+    assert "completed 4 pages that an earlier run had begun with" in outcome.stderr
+    assert contents(begun) == {}
+    assert list(default_quarantine(begun).iterdir()) == []
+
+
+ASKED = [
+    (("--model", "nothing"), "Complete the removal of 4 pages of file://{} that an earlier"),
+    (("--model", "x/dsa"), "run began, and remove 4 pages (40.1 KiB) from file://{}?"),
+    (("--temporaries",), "run began, and remove 1 temporary files (7 B) from file://{}?"),
+]
+
+
+@pytest.mark.parametrize(("options", "question"), ASKED)
+def test_nothing_is_completed_before_the_answer(
+    begun: Path, options: tuple[str, ...], question: str
+) -> None:
+    put(begun, "." + "0a" * 16 + ".tmp", 7)
+    before = tree(begun)
+    _, err = on_a_terminal("rm", begun, *options, answer="n")
+    asked = err.replace("\n", " ")
+    assert "Complete the removal of 4 pages" in asked
+    assert question.format(begun) in asked
+    assert tree(begun) == before
+    _, err = on_a_terminal("rm", begun, *options, answer="y")
+    assert "completed 4 pages" in err
+    assert set(contents(begun)) <= {"." + "0a" * 16 + ".tmp"}
+
+
+def test_a_dry_run_says_what_would_be_completed(invoke: Invoke, begun: Path) -> None:
+    before = tree(begun)
+    said = invoke("rm", begun, "--model", "nothing", "--dry-run").stderr
+    assert "4 pages of a removal that was cut short would be completed" in said
+    assert tree(begun) == before
+
+
+def test_a_repair_completes_nothing_before_the_answer(begun: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "dsa.toml"
+    profile.write_text(dump_profile(DSA))
+    before = tree(begun)
+    checks = ("--checks", "groups,sizes")
+    arguments = ("verify", begun, "--profile", profile, *checks, "--repair", "delete")
+    _, err = on_a_terminal(*arguments, answer="n")
+    assert "Complete the removal of 4 pages" in err
+    assert tree(begun) == before
+    (begun / indexer(0)).unlink()
+    _, err = on_a_terminal(*arguments, answer="n")
+    assert ", and delete 1 pages" in err
+    _, err = on_a_terminal(*arguments, answer="y")
+    assert "completed 4 pages" in err
+    assert contents(begun) == {}
+
+
+def test_a_restore_changes_nothing_before_the_answer(tmp_path: Path) -> None:
+    store = dsa_store(tmp_path / "store", 2)
+    shorten(store / kv(0))
+    repaired(store)
+    quarantine = default_quarantine(store)
+    (run,) = quarantine.iterdir()
+    (run / "000007").mkdir()  # of a run that was killed before it had a record
+    before = tree(store)
+    on_a_terminal("restore", quarantine, store, answer="n")
+    assert tree(store) == before
+
+
+# temporary files
+
+
+def temporaries(store: Path) -> dict[str, Path]:
+    """Leftovers of SGLang's and of our own writes, one of them young; and what is like them."""
+    now = time.time()
+    return {
+        "sglang": put(store, "." + "0a" * 16 + ".tmp", 5),
+        "ours": put(store, ".hicachectl-" + "0b" * 16 + ".tmp", 6),
+        "hour": put(store, "." + "0c" * 16 + ".tmp", 7, now - 3600),
+        "young": put(store, "." + "0d" * 16 + ".tmp", 8, now),
+        "other": put(store, "notes.tmp", 9),
+    }
+
+
+def test_temporaries_are_what_verify_calls_stale(invoke: Invoke, store: Path) -> None:
+    files = temporaries(store)
+    before = contents(store)
+    found = invoke("verify", store, "--format", "json", exit_code=4).document
+    stale = {f["key"] for f in found["findings"] if f["code"] == "stale-temporary"}
+    rehearsed = removed(invoke, store, "--temporaries", "--dry-run")
+    assert contents(store) == before
+    document = removed(invoke, store, "--temporaries", "--yes")
+    for outcome, state in ((rehearsed, "would-remove"), (document, "removed")):
+        assert (outcome["pages"], outcome["objects"], outcome["bytes"]) == (0, 3, 18)
+        assert {(g["key"], g["page"], g["state"]) for g in outcome["groups"]} == {
+            (key, None, state) for key in stale
+        }
+    assert contents(store) == left(before, *(files[n].name for n in ("sglang", "ours", "hour")))
+
+
+def test_temporaries_can_be_left_for_longer(invoke: Invoke, store: Path) -> None:
+    files = temporaries(store)
+    assert removed(invoke, store, "--temporaries", "--before", "1d", "--yes")["objects"] == 2
+    assert files["hour"].exists()
+    assert removed(invoke, store, "--temporaries", "--before", "1s", "--yes")["objects"] == 1
+    assert files["young"].exists()
+    said = invoke("rm", store, "--temporaries", "--yes")
+    assert "no temporary file" in said.stderr
+    assert said.stdout == "0 temporary files, 0 B removed\n"
+
+
+def test_a_temporary_that_is_still_written_stays(
+    invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written to, finished or gone after it was listed."""
+    files = temporaries(store)
+    look = FileStore.look
+
+    def meanwhile(self: FileStore, *arguments: Any) -> Any:
+        if files["sglang"].exists():
+            with files["sglang"].open("ab") as stream:
+                stream.write(b"more")
+            files["ours"].unlink()
+        return look(self, *arguments)
+
+    monkeypatch.setattr(FileStore, "look", meanwhile)
+    document = removed(invoke, store, "--temporaries", "--yes")
+    assert (document["objects"], document["kept"], document["gone"]) == (1, 1, 1)
+    assert files["sglang"].exists()
+    assert sorted(row["state"] for row in document["groups"]) == ["gone", "kept", "removed"]
+
+
+def test_temporaries_that_cannot_be_deleted_are_said(
+    invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = temporaries(store)
+
+    def stuck(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hicachectl.backends.file.store.os.unlink", stuck)
+        document = removed(invoke, store, "--temporaries", "--yes", exit_code=4)
+    assert (document["objects"], document["failed"], document["remaining"]) == (0, 3, 3)
+    assert {f["key"] for f in document["failures"]} >= {files["ours"].name}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--model", "b"), ("--tag", ""), ("--state", "whole"), ("--pages", "f"), ("--profile", "p"),
+     ("--token-ids", "f")],
+)  # fmt: skip
+def test_temporaries_go_with_no_other_filter(
+    invoke: Invoke, store: Path, options: tuple[str, str]
+) -> None:
+    before = contents(store)
+    said = invoke("rm", store, "--temporaries", *options, "--yes", exit_code=2).stderr
+    assert f"leave out {options[0]}" in said
+    assert contents(store) == before
+
+
+def test_stores_without_temporaries_say_so(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    pack = tmp_path / "x.hcpack"
+    invoke("migrate", store, f"pack://{pack}")
+    said = invoke("rm", f"pack://{pack}", "--temporaries", "--yes").stderr
+    assert "has no temporary files" in said
+
+
+def test_failures_are_listed_and_exit_with_4(
+    invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hicachectl.backends.file.mover import FileMover
+
+    def stuck(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(FileMover, "take", stuck)
+    document = removed(invoke, store, "--model", "b", "--yes", exit_code=4)
+    assert (document["pages"], document["failed"], document["remaining"]) == (0, 6, 6)
+    assert {f["detail"] for f in document["failures"]} == {"Operation not permitted"}
+    assert {group["state"] for group in document["groups"]} == {"failed"}
+
+
+def test_people_get_totals(invoke: Invoke, store: Path) -> None:
+    lines = invoke("rm", store, "--before", "1d", "--yes").stdout.splitlines()
+    assert lines[0].split() == ["MODEL", "TAG", "PAGES", "OBJECTS", "SIZE", "STATE"]
+    assert lines[1].split() == ["b", "-", "6", "6", "60", "B", "removed"]
+    assert lines[-1] == "10 pages, 18 objects, 980 B removed"
+
+
+# descendants
+
+
+@pytest.fixture
+def chained(tmp_path: Path) -> tuple[Path, Path, list[list[int]]]:
+    """A store of two prompts that share two pages, its profile, and the prompts."""
+    first = list(range(100, 118))  # four pages of 4 tokens, and two tokens more
+    second = [*first[:8], *range(300, 308)]
+    directory = tmp_path / "store"
+    directory.mkdir()
+    for prompt in (first, second):
+        for name in page_hashes_hex(prompt, 4):
+            for stem, nbytes in (("_x-dsa", 9216), (".indexer_x-dsa", 1056)):
+                (directory / f"{name}{stem}.bin").write_bytes(bytes(nbytes))
+                os.utime(directory / f"{name}{stem}.bin", (OLD, OLD))
+    profile = tmp_path / "dsa.toml"
+    profile.write_text(dump_profile(DSA))
+    return directory, profile, [first, second]
+
+
+def test_descendants_go_with_token_ids(
+    invoke: Invoke, tmp_path: Path, chained: tuple[Path, Path, list[list[int]]]
+) -> None:
+    store, profile, (first, second) = chained
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f"{json.dumps(first)}\n\n{json.dumps({'token_ids': second})}\n")
+    listed = tmp_path / "pages"
+    hashes = [page_hashes_hex(prompt, 4) for prompt in (first, second)]
+    listed.write_text(hashes[0][2])
+    arguments = [store, "--pages", listed, "--profile", profile, "--token-ids", prompts, "--yes"]
+    assert removed(invoke, *arguments)["pages"] == 2
+    assert {name[:64] for name in contents(store)} == {*hashes[1]}
+    listed.write_text(hashes[0][1])
+    assert removed(invoke, *arguments)["pages"] == 3
+    assert {name[:64] for name in contents(store)} == {hashes[1][0]}
+
+
+def test_namespaces_of_prompts_count(
+    invoke: Invoke, tmp_path: Path, chained: tuple[Path, Path, list[list[int]]]
+) -> None:
+    store, profile, (first, _) = chained
+    salted = page_hashes_hex(first, 4, prior=namespace_seed(None, "tenant"))
+    for name in salted:
+        (store / f"{name}_x-dsa.bin").write_bytes(bytes(9216))
+    listed, prompts = tmp_path / "pages", tmp_path / "prompts.jsonl"
+    listed.write_text(salted[1])
+    prompts.write_text(json.dumps({"token_ids": first, "cache_salt": "tenant", "extra_key": ""}))
+    arguments = ["--pages", listed, "--profile", profile, "--token-ids", prompts, "--yes"]
+    assert removed(invoke, store, *arguments)["pages"] == 3
+    assert {name[:64] for name in contents(store)} & set(salted) == {salted[0]}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "7", "[[]]", '{"token_ids": "x"}', '{"token_ids": [1], "salt": 2}', "[-1,1,1,1]",
+     '{"token_ids": [1], "extra_key": 5}', "[" * 100_000],
+)  # fmt: skip
+def test_bad_prompts_are_refused_with_their_line(
+    invoke: Invoke, tmp_path: Path, chained: tuple[Path, Path, list[list[int]]], line: str
+) -> None:
+    store, profile, _ = chained
+    before = contents(store)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f"[1, 2]\n{line}\n")
+    arguments = ["--model", "x/dsa", "--profile", profile, "--token-ids", prompts, "--yes"]
+    assert "line 2" in invoke("rm", store, *arguments, exit_code=2).stderr
+    assert contents(store) == before
+
+
+def test_token_ids_need_a_profile(invoke: Invoke, tmp_path: Path) -> None:
+    arguments = ["rm", tmp_path / "none", "--model", "b", "--yes", "--token-ids", tmp_path / "x"]
+    assert "--profile" in invoke(*arguments, exit_code=2).stderr
+
+
+def test_a_damaged_page_can_be_removed_without_a_profile(invoke: Invoke, tmp_path: Path) -> None:
+    store = dsa_store(tmp_path / "store", 3)
+    shorten(store / kv(1))
+    before = contents(store)
+    listed = tmp_path / "pages"
+    listed.write_text(page(1))
+    assert removed(invoke, store, "--pages", listed, "--yes")["objects"] == 2
+    assert contents(store) == left(before, kv(1), indexer(1))

@@ -1,0 +1,198 @@
+"""What every command says where it found no page: what is there instead, or which filter it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.move.repairs import default_quarantine, dsa_store, repaired, shorten
+from tests.move.repairs import kv as kv_name
+from tests.stores import DSA, page, put, put_pages
+from tests.terminals import on_a_terminal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+LOOKING = [("ls",), ("ls", "--objects"), ("ls", "--summary"), ("verify",)]
+
+
+def said(invoke: Invoke, *arguments: object, exit_code: int = 0) -> str:
+    """What a command says on stderr, once and in one line."""
+    lines = invoke(*arguments, exit_code=exit_code).stderr.splitlines()
+    told = [line for line in lines if "dry run" not in line and "left behind" not in line]
+    assert len(told) == 1, told
+    return told[0]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Pages of two models, one of them with an indexer."""
+    directory = tmp_path / "store"
+    directory.mkdir()
+    put_pages(directory, range(4), "_x-a_0_2", "_x-a_1_2")
+    put_pages(directory, range(4, 6), "_c", ".indexer_c")
+    return directory
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_an_empty_directory_is_an_empty_store(
+    invoke: Invoke, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    (tmp_path / ".hicachectl").mkdir()
+    assert "the store is empty" in said(invoke, command[0], tmp_path, *command[1:])
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_a_directory_of_another_layout_is_not_called_empty(
+    invoke: Invoke, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """As NIXL and LMCache have them: objects in sub-directories, other names beside them."""
+    for shard in ("0a", "0b", "0c"):
+        (tmp_path / shard).mkdir()
+        put(tmp_path / shard, f"{page(1)}_x-a_0_2_k")
+    put(tmp_path, "lookup.idx")
+    (tmp_path / "newest").symlink_to("0a")
+    told = said(invoke, command[0], tmp_path, *command[1:])
+    assert "empty" not in told
+    assert f"no HiCacheFile objects in {tmp_path}; it has 3 sub-directories" in told
+    assert told.endswith(" and 2 other files, first: 0a")
+
+
+def test_names_that_are_not_text_are_escaped_as_keys_are(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9\n")).mkdir()
+    assert said(invoke, "ls", tmp_path).endswith(r"first: caf\xe9\x0a")
+
+
+def test_one_sub_directory_is_enough(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    told = said(invoke, "rm", tmp_path, "--model", "x/a", "--dry-run")
+    assert told.endswith(f"{tmp_path}; it has 1 sub-directory, first: objects")
+    told = said(invoke, "migrate", tmp_path, tmp_path.with_name("new"), "--dry-run")
+    assert "1 sub-directory" in told
+    told = said(invoke, "show", tmp_path, "ab", exit_code=2)
+    assert "1 sub-directory" in told
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_a_quarantine_is_said_to_be_one_with_the_next_command(
+    invoke: Invoke, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    source = dsa_store(tmp_path / "store", 2)
+    shorten(source / kv_name(1))
+    repaired(source)
+    quarantine = default_quarantine(source)
+    (run,) = quarantine.iterdir()
+    elsewhere = tmp_path / "elsewhere"
+    quarantine.rename(elsewhere)
+    for place in (elsewhere, elsewhere / run.name, elsewhere / run.name / "000000"):
+        told = said(invoke, command[0], place, *command[1:])
+        assert f"{place} is a quarantine, not a store" in told
+        assert f"hicachectl restore {place} STORE" in told
+    quarantine.mkdir()
+    assert "is a quarantine" in said(invoke, command[0], quarantine, *command[1:])
+
+
+FILTERED = [
+    (("--model", "no/such"), "--model no/such; models in the store: c (2 pages), x-a (4 pages)"),
+    (("--pool", "mamba"), "--pool mamba; pools in the store: indexer, kv"),
+    (("--page", "0123456789"), "--page 0123456789"),
+    (("--since", "1h"), "--since; pages in the store were written "),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), FILTERED)
+@pytest.mark.parametrize("command", LOOKING)
+def test_a_filter_that_matches_nothing_is_named(
+    invoke: Invoke, store: Path, command: tuple[str, ...], options: tuple[str, ...], told: str
+) -> None:
+    assert f"nothing matches {told}" in said(invoke, command[0], store, *command[1:], *options)
+    if command == ("verify",):
+        out = invoke("verify", store, *options, "--format", "json").stdout
+        assert json.loads(out)["skipped_checks"] == ["everything"]
+
+
+def test_states_are_counted(invoke: Invoke, store: Path) -> None:
+    told = said(invoke, "ls", store, "--state", "orphan,partial")
+    assert "nothing matches --state orphan,partial; states in the store: whole (6 pages)" in told
+
+
+def test_filters_that_match_apart_but_not_together(invoke: Invoke, store: Path) -> None:
+    told = said(invoke, "ls", store, "--model", "x/a", "--pool", "indexer")
+    assert "no page matches all of --model x/a, --pool indexer" in told
+    told = said(invoke, "ls", store, "--model", "nosuch", "--pool", "indexer")
+    assert "nothing matches --model nosuch; models" in told
+    assert "indexer" not in told
+
+
+REMOVED = [
+    (("--model", "no/such"), "--model no/such; models in the store: c (2 pages), x-a (4 pages)"),
+    (("--tag", "prod"), "--tag prod; keys of file stores carry no tag"),
+    (("--before", "9000d"), "--before; pages in the store were written "),
+    (("--state", "orphan"), "--state orphan; states in the store: whole (6 pages)"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), REMOVED)
+@pytest.mark.parametrize("how", ["--dry-run", "--yes"])
+def test_rm_names_the_filter_that_matches_nothing(
+    invoke: Invoke, store: Path, options: tuple[str, ...], told: str, how: str
+) -> None:
+    assert f"nothing matches {told}" in said(invoke, "rm", store, *options, how)
+
+
+def test_rm_names_a_list_of_pages_that_are_not_there(
+    invoke: Invoke, store: Path, tmp_path: Path
+) -> None:
+    listed = tmp_path / "pages"
+    listed.write_text(page(77))
+    assert "nothing matches --pages" in said(invoke, "rm", store, "--pages", listed, "--yes")
+    listed.write_text(page(1))
+    told = said(invoke, "rm", store, "--pages", listed, "--model", "c", "--yes")
+    assert "no page matches all of" in told
+
+
+def test_migrate_names_what_matches_nothing(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    told = said(invoke, "migrate", store, new, "--model", "nosuch")
+    assert "nothing matches --model nosuch; models in the store: c (2 pages)" in told
+    assert "nothing matches --page 0123456789" in said(
+        invoke, "migrate", store, new, "--match", "0123456789"
+    )
+    listed = tmp_path / "pages"
+    listed.write_text(page(77))
+    assert "--pages-from" in said(invoke, "migrate", store, new, "--pages-from", listed)
+
+
+def test_prewarm_says_that_the_source_has_no_pages(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "profile.toml").write_text(DSA)
+    other = tmp_path / "other"
+    (other / "0a").mkdir(parents=True)
+    new = tmp_path / "new"
+    arguments = ("prewarm", new, "--from", other, "--all", "--profile", tmp_path / "profile.toml")
+    for how in ((), ("--dry-run",)):
+        said_lines = invoke(*arguments, *how).stderr
+        assert f"no HiCacheFile objects in {other}; it has 1 sub-directory" in said_lines
+
+
+def test_restore_says_that_there_is_nothing_to_restore(invoke: Invoke, tmp_path: Path) -> None:
+    source = dsa_store(tmp_path / "store", 2)
+    shorten(source / kv_name(1))
+    repaired(source)
+    quarantine = default_quarantine(source)
+    told = said(invoke, "restore", quarantine, source, "--pages", "0123456789", "--yes")
+    assert f"{quarantine} holds nothing that matches --pages 0123456789" in told
+    _, err = on_a_terminal("restore", quarantine, source, "--pages", "0123456789", answer="n")
+    assert "Put" not in err
+    invoke("restore", quarantine, source, "--yes")
+    told = said(invoke, "restore", quarantine, source, "--yes")
+    assert f"{quarantine} holds no quarantined page" in told
+
+
+def test_what_matches_gets_no_such_remark(invoke: Invoke, store: Path) -> None:
+    for arguments in (("ls", store, "--model", "c"), ("rm", store, "--model", "c", "--dry-run")):
+        assert "match" not in invoke(*arguments).stderr

@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.formats.errors import ProfileError, StoreUnavailable, UsageError
+from hicachectl.profiles import server
+from hicachectl.profiles.server import fetch_server, profile_from_server, read_model_config
+from tests.waiting import PATIENCE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+INFO: dict[str, Any] = {
+    "model_path": "/models/llama",
+    "served_model_name": "meta-llama/Llama-3.1-8B",
+    "page_size": 64,
+    "tp_size": 2,
+    "pp_size": 1,
+    "dp_size": 1,
+    "attn_dp_size": 1,
+    "kv_cache_dtype": "auto",
+    "dtype": "auto",
+    "enable_hierarchical_cache": True,
+    "hicache_storage_backend": "file",
+    "hicache_mem_layout": "layer_first",
+    "hicache_io_backend": "kernel",
+    "internal_states": [{"world_size": 2}],
+    "version": "0.5.23",
+}
+LAYOUT: dict[str, Any] = {
+    "enabled": False,
+    "backend": "file",
+    "page_size": 64,
+    "hicache_object_layout": {"pools": []},
+    "reason": "Mooncake storage is not attached",
+}
+
+
+@dataclass
+class Sglang:
+    """A server that answers as SGLang does; `answers` maps a path to status and body."""
+
+    url: str = ""
+    answers: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    requests: list[tuple[str, str | None]] = field(default_factory=list)
+    drip_s: float = 0.0
+
+    def answer(self, path: str, document: Any, status: int = 200) -> None:
+        self.answers[path] = status, json.dumps(document).encode()
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sglang]:
+    for name in (server.API_KEY_VARIABLE, "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    state = Sglang()
+    state.answer("/server_info", INFO)
+    state.answer("/get_hicache_l3_cache_layout", LAYOUT)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            state.requests.append((self.path, self.headers.get("Authorization")))
+            status, body = state.answers.get(self.path, (404, b'{"detail": "Not Found"}'))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            for name, value in state.headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            try:
+                for part in [body[i : i + 1] for i in range(len(body))] if state.drip_s else [body]:
+                    self.wfile.write(part)
+                    self.wfile.flush()
+                    time.sleep(state.drip_s)
+            except OSError:  # the client gave up
+                pass
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{httpd.server_port}"
+    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield state
+    httpd.shutdown()
+    thread.join()
+    httpd.server_close()
+
+
+def test_both_replies_are_fetched(sglang: Sglang) -> None:
+    replies = fetch_server(sglang.url + "/")
+    assert (replies.info, replies.layout) == (INFO, LAYOUT)
+    assert [path for path, _ in sglang.requests] == ["/server_info", "/get_hicache_l3_cache_layout"]
+
+
+def test_older_servers_are_asked_under_the_older_name(sglang: Sglang) -> None:
+    sglang.answers.clear()
+    sglang.answer("/get_server_info", INFO)
+    replies = fetch_server(sglang.url)
+    assert (replies.info, replies.layout) == (INFO, None)
+
+
+def test_a_server_with_neither_endpoint_is_no_sglang(sglang: Sglang) -> None:
+    sglang.answers.clear()
+    with pytest.raises(StoreUnavailable, match="no SGLang server"):
+        fetch_server(sglang.url)
+
+
+@pytest.mark.parametrize("from_environment", [True, False])
+def test_the_api_key_is_sent_and_never_shown(
+    sglang: Sglang,
+    from_environment: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    if from_environment:
+        monkeypatch.setenv(server.API_KEY_VARIABLE, "s3cret\n")
+        fetch_server(sglang.url)
+    else:
+        fetch_server(sglang.url, api_key="s3cret")
+    assert {key for _, key in sglang.requests} == {"Bearer s3cret"}
+    assert "s3cret" not in caplog.text
+
+
+def test_no_key_means_no_header(sglang: Sglang) -> None:
+    fetch_server(sglang.url)
+    assert {key for _, key in sglang.requests} == {None}
+
+
+@pytest.mark.parametrize("key", ["s3cret\r\nX: y", "s3crét"])
+def test_a_key_that_no_header_can_hold_is_not_quoted(sglang: Sglang, key: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        fetch_server(sglang.url, api_key=key)
+    assert "s3c" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_key_comes_with_the_remedy(sglang: Sglang, status: int) -> None:
+    sglang.answer("/server_info", {"error": "Unauthorized"}, status)
+    with pytest.raises(StoreUnavailable, match=f"HTTP {status}.*HICACHECTL_API_KEY"):
+        fetch_server(sglang.url, api_key="wrong")
+
+
+def test_a_redirect_is_not_followed(sglang: Sglang) -> None:
+    sglang.answers["/server_info"] = 302, b""
+    sglang.headers["Location"] = f"{sglang.url}/elsewhere"
+    with pytest.raises(StoreUnavailable, match="redirects are not followed"):
+        fetch_server(sglang.url, api_key="s3cret")
+    assert [path for path, _ in sglang.requests] == ["/server_info"]
+
+
+def test_an_error_of_the_server_is_said(sglang: Sglang) -> None:
+    sglang.answer("/server_info", {}, 503)
+    with pytest.raises(StoreUnavailable, match=r"/server_info failed with HTTP 503"):
+        fetch_server(sglang.url)
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"\xff\xfe", b"[1]", b"", b"[" * 100_000])
+def test_an_answer_that_is_no_json_object_is_refused(sglang: Sglang, body: bytes) -> None:
+    sglang.answers["/server_info"] = 200, body
+    with pytest.raises(StoreUnavailable, match=r"not (a )?JSON"):
+        fetch_server(sglang.url)
+
+
+def test_a_reply_that_is_too_large_is_not_read_on(
+    sglang: Sglang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_REPLY_BYTES", 100)
+    with pytest.raises(StoreUnavailable, match="larger than 100 bytes"):
+        fetch_server(sglang.url)
+
+
+def test_a_reply_that_drips_is_given_up(sglang: Sglang) -> None:
+    sglang.drip_s = 0.05
+    start = time.monotonic()
+    with pytest.raises(StoreUnavailable, match=r"no answer within 0\.3 s"):
+        fetch_server(sglang.url, timeout_s=0.3)
+    assert time.monotonic() - start < 15
+
+
+def test_a_silent_server_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(StoreUnavailable, match=r"no answer within 0\.2 s"):
+            fetch_server(url, timeout_s=0.2)
+
+
+def test_a_refused_connection_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(StoreUnavailable, match="connection refused"):
+        fetch_server(f"http://127.0.0.1:{port}", timeout_s=PATIENCE_S)
+
+
+def test_an_answer_that_is_not_http_is_said() -> None:
+    def speak(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=speak, args=(listener,))
+        thread.start()
+        with pytest.raises(StoreUnavailable, match="does not speak HTTP") as caught:
+            fetch_server(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=PATIENCE_S)
+        thread.join()
+    assert isinstance(caught.value.__cause__, http.client.HTTPException)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "host:30000", "file:///etc/passwd", "http://", "http://h:port", "http://h/?a=b",
+     "http://user:s3cret@host:30000"],
+)  # fmt: skip
+def test_what_is_no_server_url_is_a_usage_error(url: str) -> None:
+    with pytest.raises(UsageError, match="--server") as caught:
+        fetch_server(url)
+    assert "s3cret" not in str(caught.value)
+
+
+# From a server to a profile
+
+
+def test_a_given_config_completes_what_the_server_says(sglang: Sglang) -> None:
+    answer = profile_from_server(sglang.url, model_config=CONFIGS / "llama-3.1-8b.json")
+    profile = answer.profile
+    assert (profile.model, profile.tp, profile.page_size) == ("meta-llama/Llama-3.1-8B", 2, 64)
+    assert (profile.layout, profile.pools[0].layers) == ("layer_first", 32)
+    assert answer.warnings == ()
+
+
+def test_a_model_path_on_this_machine_is_read(sglang: Sglang, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((CONFIGS / "qwen3-32b.json").read_text())
+    sglang.answer("/server_info", {**INFO, "model_path": str(tmp_path)})
+    assert profile_from_server(sglang.url).profile.pools[0].layers == 64
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-32B", "/no/such/model"])
+def test_a_model_path_elsewhere_asks_for_the_config(sglang: Sglang, path: str) -> None:
+    sglang.answer("/server_info", {**INFO, "model_path": path})
+    with pytest.raises(ProfileError, match="pass --model-config"):
+        profile_from_server(sglang.url)
+
+
+def test_a_draft_elsewhere_asks_for_its_config(sglang: Sglang) -> None:
+    speculation = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "x/draft"}
+    sglang.answer("/server_info", {**INFO, **speculation})
+    config = CONFIGS / "llama-3.1-8b.json"
+    with pytest.raises(ProfileError, match="pass --draft-model-config"):
+        profile_from_server(sglang.url, model_config=config)
+    answer = profile_from_server(
+        sglang.url, model_config=config, draft_model_config=CONFIGS / "kimi-k2-eagle3.json"
+    )
+    assert [pool.name for pool in answer.profile.pools] == ["kv", "draft"]
+
+
+def test_options_win_over_the_server(sglang: Sglang) -> None:
+    answer = profile_from_server(
+        sglang.url, model_config=CONFIGS / "llama-3.1-8b.json", overrides={"tag": "teamA"}
+    )
+    assert answer.profile.tag == "teamA"
+
+
+def test_contradictions_are_warnings(sglang: Sglang) -> None:
+    inner = {"pools": [], "is_mla_backend": True, "pp_size": 1}
+    sglang.answer("/get_hicache_l3_cache_layout", {**LAYOUT, "hicache_object_layout": inner})
+    answer = profile_from_server(sglang.url, model_config=CONFIGS / "llama-3.1-8b.json")
+    (warning,) = answer.warnings
+    assert "is_mla_backend" in warning
+
+
+# Config files
+
+
+def test_a_folder_stands_for_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert read_model_config(tmp_path) == read_model_config(tmp_path / "config.json") == {"a": 1}
+
+
+def test_modelopt_settings_beside_the_config_are_put_in(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    assert read_model_config(tmp_path)["quantization_config"] == {
+        "quant_method": "modelopt",
+        "quantization": quantization,
+    }
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "\x00"])
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ProfileError, match=r"config\.json"):
+        read_model_config(file)
+
+
+def test_a_config_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ProfileError, match=r"config\.json: No such file"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{}" + " " * 100)
+    monkeypatch.setattr(server, "MAX_CONFIG_BYTES", 50)
+    with pytest.raises(ProfileError, match="larger than 50 bytes"):
+        read_model_config(tmp_path)

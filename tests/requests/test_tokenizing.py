@@ -1,0 +1,192 @@
+"""Prompts to token ids, with tokenizers of real kinds; SGLang's own ids are in conformance."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.requests.files import Chat
+from hicachectl.requests.tokenizing import DirectoryTokenizer, find_tokenizer
+from tests.skips import need_module
+from tests.stores import DSA
+from tests.tiny_tokenizers import make_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+need_module("tokenizers")
+need_module("transformers")
+
+USER = {"role": "user", "content": "The cat"}
+
+
+def test_special_tokens_are_the_tokenizers_own_or_by_flag(tmp_path: Path) -> None:
+    def ids(kind: str, **config: Any) -> list[int]:
+        made = make_tokenizer(tmp_path / f"{kind}{len(config)}", kind, **config)
+        return DirectoryTokenizer(made).encode(["The cat"])[0]
+
+    plain = ids("qwen")
+    assert ids("llama_without") == plain
+    assert ids("llama3") == ids("deepseek") == ids("llama_by_default") == [0, *plain]
+    # Classes that never knew the flag do not obey it.
+    assert ids("qwen", add_bos_token=True) == plain
+
+
+def test_texts_and_chats_keep_their_order(tmp_path: Path) -> None:
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "deepseek"))
+    chat = Chat([USER], {})
+    mixed = tokenizer.encode(["a", chat, "b", chat, chat])
+    assert mixed == [tokenizer.encode([prompt])[0] for prompt in ("a", chat, "b", chat, chat)]
+    assert mixed[1] != mixed[0]
+    assert mixed[1][:2] == [0, 2]  # one <s>, of the template; <|im_start|>
+
+
+def test_a_chat_that_the_template_refuses_is_said(tmp_path: Path) -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen", chat_template=template))
+    with pytest.raises(FormatError, match="roles must alternate"):
+        tokenizer.encode([Chat([USER], {})])
+
+
+def test_templates_cannot_reach_out_of_their_sandbox(tmp_path: Path) -> None:
+    template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen", chat_template=template))
+    with pytest.raises(FormatError, match="chat template refuses"):
+        tokenizer.encode([Chat([USER], {})])
+
+
+def test_tool_call_arguments_must_be_json(tmp_path: Path) -> None:
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
+    call = {"function": {"name": "f", "arguments": "{"}}
+    with pytest.raises(FormatError, match="tool call arguments: not JSON"):
+        tokenizer.encode([Chat([{"role": "assistant", "tool_calls": [call]}, USER], {})])
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def test_tools_are_written_by_the_template_and_a_choice_picks_among_them(tmp_path: Path) -> None:
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
+    other = {"function": {"name": "other"}}
+    without = tokenizer.encode([Chat([USER], {})])
+    both = tokenizer.encode([Chat([USER], {}, [TOOL, other])])
+    one = tokenizer.encode([Chat([USER], {}, [TOOL])])
+    picked = {"type": "function", "function": {"name": "weather"}}
+    assert tokenizer.encode([Chat([USER], {}, [TOOL, other], picked)]) == one
+    assert tokenizer.encode([Chat([USER], {}, [TOOL, other], "required")]) == both
+    assert tokenizer.encode([Chat([USER], {}, [TOOL], "none")]) == without
+    assert len(without[0]) < len(one[0]) < len(both[0])
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "said"),
+    [
+        ([{"type": "function"}], "auto", r"tools\[0\]: no function with a name"),
+        ([TOOL, {"function": {"name": 3}}], "auto", r"tools\[1\]: no function with a name"),
+        ([TOOL], "sometimes", "'sometimes' is none of auto"),
+        ([TOOL], {"function": {"name": "x"}}, "'x' is none of the tools"),
+        ([TOOL], {"function": 1}, "is none of the tools"),
+        (
+            [{"function": {"name": "f", "parameters": {"anyOf": [{"type": ["varchar"]}]}}}],
+            "auto",
+            "'varchar' is no type of JSON schemas",
+        ),
+    ],
+)
+def test_tools_that_sglang_would_not_take_or_would_change_are_refused(
+    tmp_path: Path, tools: list[dict[str, Any]], choice: Any, said: str
+) -> None:
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
+    with pytest.raises(FormatError, match=said):
+        tokenizer.encode([Chat([USER], {}, tools, choice)])
+
+
+@pytest.mark.parametrize(
+    "architecture", ["DeepseekV4ForCausalLM", "KimiK3ForConditionalGeneration"]
+)
+def test_chats_that_sglang_renders_itself_are_refused(tmp_path: Path, architecture: str) -> None:
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    with pytest.raises(UsageError, match="code of its own"):
+        tokenizer.encode([Chat([USER], {})])
+
+
+def test_a_tokenizer_without_a_template_takes_texts_only(tmp_path: Path) -> None:
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen", chat_template=None))
+    assert tokenizer.encode(["a"])
+    with pytest.raises(UsageError, match="no chat template"):
+        tokenizer.encode([Chat([USER], {})])
+
+
+@pytest.mark.parametrize("missing", ["tokenizers", "transformers"])
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    made = make_tokenizer(tmp_path, "qwen")
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(UsageError, match=rf"{missing}: pip install 'hicachectl\[tokenizers\]'"):
+        DirectoryTokenizer(made).encode([Chat([USER], {})])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tokenizer.json", "{"), ("tokenizer.json", "[]"), ("tokenizer_config.json", "["),
+     ("tokenizer_config.json", "[]")],
+)  # fmt: skip
+def test_damaged_tokenizers_are_refused(tmp_path: Path, name: str, text: str) -> None:
+    make_tokenizer(tmp_path, "qwen")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(FormatError, match=name):
+        DirectoryTokenizer(tmp_path)
+
+
+def test_a_flagged_token_that_is_unknown_is_refused(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, "deepseek", bos_token="<nobody>")
+    with pytest.raises(FormatError, match="<nobody>"):
+        DirectoryTokenizer(tmp_path)
+
+
+def test_the_tokenizer_lies_beside_the_config_unless_it_is_given(tmp_path: Path) -> None:
+    model = make_tokenizer(tmp_path / "model", "llama3")
+    other = make_tokenizer(tmp_path / "other", "qwen")
+    assert find_tokenizer(None, (None, tmp_path, model / "config.json")).encode(["a"])[0][0] == 0
+    assert find_tokenizer(None, (model,)).encode(["a"])[0][0] == 0
+    assert find_tokenizer(other, (model,)).encode(["a"])[0][0] != 0
+    for given in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UsageError, match=r"no tokenizer\.json"):
+            find_tokenizer(given)
+    with pytest.raises(UsageError, match="--tokenizer DIR"):
+        find_tokenizer(None, (None, tmp_path))
+
+
+def test_hits_of_prompts_are_those_of_their_tokens(invoke: Invoke, tmp_path: Path) -> None:
+    model = make_tokenizer(tmp_path / "model", "qwen")
+    (tmp_path / "store").mkdir()
+    (model / "profile.toml").write_text(DSA)
+    prompts, ids = tmp_path / "prompts.jsonl", tmp_path / "ids.jsonl"
+    text = "the cat sat on the mat, and the dog looked"
+    encoded = DirectoryTokenizer(model).encode([text, Chat([USER], {}), Chat([USER], {}, [TOOL])])
+    body = {"messages": [USER], "tools": [TOOL], "tool_choice": "auto", "model": "m"}
+    prompts.write_text("".join(f"{json.dumps(one)}\n" for one in (text, [USER], body)))
+    ids.write_text("".join(f"{json.dumps(one)}\n" for one in encoded))
+    arguments = [
+        "hits",
+        tmp_path / "store",
+        "--profile",
+        model / "profile.toml",
+        "--format",
+        "jsonl",
+    ]
+    found = [invoke(*arguments, *source).stdout for source in (
+        ["--prompts", prompts], ["--token-ids", ids], ["--prompts", prompts, "--tokenizer", model],
+    )]  # fmt: skip
+    assert found[0] == found[1] == found[2]
+    assert [json.loads(line)["tokens"] for line in found[0].splitlines()] == [
+        len(one) for one in encoded
+    ]
