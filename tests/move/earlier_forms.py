@@ -1,0 +1,154 @@
+"""What earlier code left on disk: stores with quarantines and journals, some of killed runs.
+
+Each archive of `tests/data/quarantines` and `tests/data/journals` is the state after one run of the
+code of the commit that its name ends with. `hicache` is the store, `before` the store's objects
+before that run, `quarantine` a directory of another file system, `target` the destination, `after`
+what the whole migration makes of the source, and `home` has the journal. The objects have tens to
+a thousand bytes: pages of a model with an indexer, pages of a model of TP 2 with Mamba states on
+some, and pages whose keys have two readings.
+
+No checkout keeps where a tree lies, inodes and change times. `place` therefore rewrites these in
+the documents of the tree, and nothing else: the URLs of the stores, the inode and the change time
+in each `version`, and in journals what is computed of the URLs: the digest of each line and the
+file's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.stores import Contents, contents
+
+QUARANTINES = Path(__file__).parents[1] / "data" / "quarantines"
+JOURNALS = Path(__file__).parents[1] / "data" / "journals"
+RELEASES = ("c343c6e", "e5bd0ea")
+
+_VERSION = struct.Struct("<QqqQ")  # inode, mtime and ctime in ns, size
+_ROOT = "/mnt"  # where the trees lay when they were written
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A tree that earlier code left; elsewhere: its directory of another file system."""
+
+    root: Path
+    elsewhere: Path
+    command: tuple[str, ...]
+
+    @property
+    def store(self) -> Path:
+        return self.root / "hicache"
+
+    @property
+    def target(self) -> Path:
+        return self.root / "target"
+
+    @property
+    def profile(self) -> Path:
+        return self.root / "profile.toml"
+
+    @property
+    def quarantine(self) -> Path:
+        beside = self.store / ".hicachectl" / "quarantine"
+        return beside if beside.exists() else self.elsewhere
+
+    @property
+    def before(self) -> Contents:
+        """What the store had before the run."""
+        return contents(self.root / "before")
+
+    @property
+    def after(self) -> Contents:
+        """What the whole migration makes of that."""
+        return contents(self.root / "after")
+
+
+def objects(directory: Path) -> Contents:
+    """Names, bytes and times of a store's objects, without what unfinished writes left."""
+    return {name: value for name, value in contents(directory).items() if name[0] != "."}
+
+
+def place(archive: Path, root: Path, *, elsewhere: Path | None = None) -> Earlier:
+    """Put an archive's tree at a directory, and its `quarantine` at another place below it."""
+    elsewhere = elsewhere or root / "quarantine"
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            first, *rest = Path(member.name).parts
+            path = elsewhere.joinpath(*rest) if first == "quarantine" else root / member.name
+            _put(tar, member, path)
+    about = json.loads((root / "about.json").read_text())
+    for record in [*root.rglob("00*.begun"), *root.rglob("00*.json")]:
+        _settle_record(record, root)
+    for journal in sorted(root.glob("home/.local/state/hicachectl/migrations/*.jsonl")):
+        _settle_journal(journal, root)
+    command = (word.replace(_ROOT, str(root)) for word in about.get("command", ()))
+    return Earlier(root, elsewhere, tuple(command))
+
+
+def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    if member.isdir():
+        path.mkdir(parents=True, exist_ok=True)
+    else:
+        stream = tar.extractfile(member)
+        assert stream is not None
+        path.write_bytes(stream.read())
+        seconds, _, fraction = member.pax_headers.get("mtime", "0").partition(".")
+        time_ns = int(seconds) * 10**9 + int(fraction.ljust(9, "0"))  # a float would round it
+        os.utime(path, ns=(time_ns, time_ns))
+    path.chmod(member.mode)
+
+
+def _here(text: str, root: Path) -> str:
+    """Name the stores where they lie now."""
+    return re.sub(rf"(?<=://){_ROOT}(?=/)", root.as_uri().removeprefix("file://"), text)
+
+
+def _settle_record(path: Path, root: Path) -> None:
+    """Rewrite the inodes and change times of a record's objects, wherever they lie."""
+    facts, text = path.stat(), path.read_text()
+    for group in json.loads(text)["groups"]:
+        for taken in group["objects"]:
+            places = (root / "hicache" / taken["key"], path.with_suffix("") / str(taken["file"]))
+            _, mtime_ns, _, nbytes = _VERSION.unpack(bytes.fromhex(taken["version"]))
+            assert (mtime_ns, nbytes) == (taken["mtime_ns"], taken["nbytes"])
+            for found in (each.stat() for each in places if each.exists()):
+                if (found.st_mtime_ns, found.st_size) == (mtime_ns, nbytes):
+                    now = _VERSION.pack(found.st_ino, mtime_ns, found.st_ctime_ns, nbytes)
+                    text = text.replace(taken["version"], now.hex())
+                    break
+    path.write_text(_here(text, root))
+    os.utime(path, ns=(facts.st_mtime_ns, facts.st_mtime_ns))
+
+
+def _settle_journal(path: Path, root: Path) -> None:
+    """Rewrite the URLs of a journal, and its digests where it has some; they are checked first."""
+    old_start = new_start = 0
+    made = b""
+    owner = identity = ""
+    for line in path.read_bytes().splitlines(keepends=True):
+        entry: dict[str, Any] = json.loads(line)
+        owner = owner or entry["owner"]
+        digest = entry.pop("digest", None)
+        assert digest in (None, _digest(owner, old_start, entry))
+        entry = json.loads(_here(json.dumps(entry), root))
+        identity = identity or json.dumps(entry["identity"], sort_keys=True)
+        if digest is not None:
+            entry["digest"] = _digest(owner, new_start, entry)
+        made += json.dumps(entry).encode() + b"\n"
+        old_start += len(line)
+        new_start = len(made)
+    path.write_bytes(made)
+    path.rename(path.with_stem(hashlib.sha256(identity.encode()).hexdigest()[:32]))
+
+
+def _digest(owner: str, start: int, entry: dict[str, Any]) -> str:
+    """Digest what a line says, where it begins, and whose journal it is in."""
+    return hashlib.sha256(json.dumps([owner, start, entry]).encode()).hexdigest()[:32]
