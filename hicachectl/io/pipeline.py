@@ -130,6 +130,7 @@ class Pipeline(Generic[T]):
         identify: bool = True,
         confirm: bool = False,
         destination: Store | None = None,
+        arena: Arena | None = None,
     ) -> None:
         """Prepare; nothing starts before the iteration.
 
@@ -141,6 +142,8 @@ class Pipeline(Generic[T]):
         confirm:  read by `Confirm.read_confirmed`.
         destination: a store that the work writes to, from the same memory. No task is begun while
                   one far before it is at work.
+        arena:    memory to use in place of a buffer of its own; stores that it is attached to
+                  keep it.
         """
         self.complete = True  # whether every task was begun, once the iteration is over
         self._store = store
@@ -168,14 +171,16 @@ class Pipeline(Generic[T]):
         if confirm and isinstance(store, Confirm):
             self._read_call = store.read_confirmed
         self._stores = (store,) if destination is None else (store, destination)
+        self._arena = arena
         self._stopped = threading.Event()
         self._results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_QUEUED_RESULTS)
 
     def __iter__(self) -> Generator[T, None, None]:
         named = any(store.limits.named_arena for store in self._stores)
-        arena = Arena(self._buffer_bytes, named=named)
+        arena = self._arena or Arena(self._buffer_bytes, named=named)
         allocator = SlabAllocator(arena.nbytes)
-        for store in self._stores:
+        attached = [store for store in self._stores if store.arena is not arena]
+        for store in attached:
             store.attach(arena)
         readers = [
             threading.Thread(target=self._read, args=(arena, allocator), name=f"reader-{number}")
@@ -203,9 +208,10 @@ class Pipeline(Generic[T]):
                 while any(reader.is_alive() for reader in readers):
                     with suppress(queue.Empty):  # a reader may wait for room in the queue
                         self._results.get(timeout=0.01)
-                for store in self._stores:
+                for store in attached:
                     store.detach()
-                arena.close()
+                if self._arena is None:
+                    arena.close()
 
     def _read(self, arena: Arena, allocator: SlabAllocator) -> None:
         """Take tasks until there are none, in a thread of its own."""

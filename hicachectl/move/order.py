@@ -21,7 +21,7 @@ from hicachectl.backends.base import Status
 from hicachectl.move.results import GroupStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import pyarrow as pa
 
@@ -35,11 +35,6 @@ CHANGES = {
     Status.SHORT: "is shorter than it was listed",
     Status.OVERSIZED: "is longer than it was listed",
     Status.CHANGED: "was written to while it was copied",
-}
-_STATUSES = {
-    Status.FULL: GroupStatus.NO_ROOM,
-    Status.EXISTS: GroupStatus.RACED,
-    Status.GONE: GroupStatus.GONE,
 }
 # What a group keeps although it is not done: the rest of it is written in a later attempt.
 _STAYS = (GroupStatus.DONE, GroupStatus.RACED)
@@ -72,20 +67,23 @@ def publish(
     undo: Callable[[IntArray], Result],
     flush: Callable[[], None] = lambda: None,
     raced: GroupStatus = GroupStatus.RACED,
+    full: GroupStatus = GroupStatus.NO_ROOM,
 ) -> BoolArray:
     """Write objects of open groups, sidecars first; roll back the groups that did not succeed.
 
     chosen: places of the objects to write. write, undo: called with places.
     flush: called after the sidecars and after the anchors, where writing is not durable by itself.
     raced: status of a group that has an object in the destination already.
+    full: status of a group that finds no room. NO_ROOM stops the groups behind it as well.
     Return which objects were written and stayed: [n].
     """
     written = np.zeros(len(objects), dtype=np.bool_)
+    became = {Status.FULL: full, Status.EXISTS: raced, Status.GONE: GroupStatus.GONE}
     for stage in (~objects.anchors, objects.anchors):
         some = chosen[stage[chosen] & result.open[objects.owners[chosen]]]
         found = write(some)
         written[some[found.ok]] = True
-        _settle(objects, some, found, result, raced)
+        _settle(objects, some, found, result, became)
         flush()
         _stop_behind(objects, chosen, result)
     roll_back(objects, written, result, undo=undo)
@@ -198,14 +196,18 @@ def withdraw(
 
 
 def _settle(
-    objects: GroupObjects, places: IntArray, found: Result, result: MoveResult, raced: GroupStatus
+    objects: GroupObjects,
+    places: IntArray,
+    found: Result,
+    result: MoveResult,
+    became: Mapping[Status, GroupStatus],
 ) -> None:
     """Set the status of the groups of which an object was not written."""
     for index in np.flatnonzero(~found.ok).tolist():
         place, status = int(places[index]), Status(int(found.statuses[index]))
-        became = raced if status is Status.EXISTS else _STATUSES.get(status, GroupStatus.FAILED)
+        group, key = int(objects.owners[place]), objects.keys[place].as_py()
         why = CHANGES.get(status) or found.errors.get(index, "cannot be written")
-        result.fail(int(objects.owners[place]), became, objects.keys[place].as_py(), why)
+        result.fail(group, became.get(status, GroupStatus.FAILED), key, why)
 
 
 def _stop_behind(objects: GroupObjects, chosen: IntArray, result: MoveResult) -> None:

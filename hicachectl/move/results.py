@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
-    from hicachectl.backends.base import BoolArray
+    from hicachectl.backends.base import BoolArray, IntArray
 
 
 class GroupStatus(IntEnum):
@@ -26,6 +26,7 @@ class GroupStatus(IntEnum):
     RACED = 5  # another writer wrote an object of it meanwhile: compare, then complete
     KEPT = 6  # left alone: a server has rewritten what was wrong with it
     IN_FLIGHT = 7  # a server is writing it
+    SAME = 8  # compared and found equal: nothing was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class MoveResult:
     statuses: [k] uint8 of GroupStatus. Groups that are DONE so far are open: nothing has gone
         wrong with them, and the work goes on.
     objects, nbytes: what was moved and stayed.
+    written:  [n] which objects of a batch were written and stayed.
     """
 
     pages: pa.StringArray
@@ -52,6 +54,7 @@ class MoveResult:
     problems: list[Problem] = field(default_factory=list)
     objects: int = 0
     nbytes: int = 0
+    written: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
 
     @classmethod
     def of(cls, pages: pa.StringArray) -> MoveResult:
@@ -63,6 +66,13 @@ class MoveResult:
         """Which groups nothing has gone wrong with: [k]."""
         is_open: BoolArray = self.statuses == GroupStatus.DONE
         return is_open
+
+    def include(self, groups: IntArray, part: MoveResult) -> None:
+        """Take over the result of some of the groups. groups: their places here."""
+        self.statuses[groups] = part.statuses
+        self.problems += part.problems
+        self.objects += part.objects
+        self.nbytes += part.nbytes
 
     def fail(self, group: int, status: GroupStatus, key: bytes | None, detail: str) -> None:
         """Set the status of an open group; the first reason counts."""

@@ -1,0 +1,177 @@
+"""Copy page groups as backups: to keys that must be free, each read back and compared."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.arena import ALIGNMENT, Arena, place
+from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
+from hicachectl.move.batches import Action, CopyBatch, CopyOptions, cut
+from hicachectl.move.copying import Executor
+from hicachectl.move.order import GroupObjects
+from hicachectl.move.results import GroupStatus, MoveResult
+from hicachectl.pages.group_table import ABSENT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.backends.base import BoolArray, IntArray, Store
+
+_BATCH_BYTES = 64 << 20  # in memory, with what is read back
+
+
+@contextmanager
+def copy_memory(store: Store, nbytes: int = DEFAULT_BUFFER_BYTES) -> Iterator[Arena]:
+    """Attach an arena to a store for many calls of `copy_groups`.
+
+    Stores that register memory do so once. Pages are taken when they are first touched.
+    """
+    with Arena(nbytes) as arena:
+        store.attach(arena)
+        try:
+            yield arena
+        finally:
+            store.detach()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopiedObjects:
+    """What a plain copy has written.
+
+    written: [n] whether an object was written, read back equal, and stayed.
+    full:    whether the destination had no room for one.
+    """
+
+    written: BoolArray
+    full: bool
+
+
+def copy_groups(
+    source: Store,
+    rows: pa.Table,
+    destination: Store,
+    targets: pa.Table,
+    objects: GroupObjects,
+    sizes: IntArray,
+    result: MoveResult,
+    *,
+    on_gone: str | None = None,
+    arena: Arena | None = None,
+) -> CopiedObjects:
+    """Copy objects of open groups as a backup: to keys that must be free, each read back.
+
+    rows, targets: [n] the same objects as rows of the source and of the destination. objects: their
+    keys for messages, and their groups, which are places in `result`. sizes: [n] bytes of each.
+    on_gone: why a group fails of which a source object is gone; None: it is left out.
+    arena: of `copy_memory`. A group that does not fit into the arena twice fails.
+    The groups end DONE, FAILED or CONFLICT. Raises StoreUnavailable.
+    """
+    written = np.zeros(len(objects), dtype=np.bool_)
+
+    def settle(batch: _Batch, copied: MoveResult) -> None:
+        written[batch.places[copied.written]] = True
+        result.include(batch.groups, copied)
+
+    with nullcontext(arena) if arena else Arena(DEFAULT_BUFFER_BYTES) as memory:
+        options = CopyOptions(buffer_bytes=memory.nbytes, verify=True)
+        executor = Executor(
+            source, rows, destination, options,
+            settle=settle, arena=memory, backup=True, on_gone=on_gone,
+        )  # fmt: skip
+        executor.run(_batches(targets, objects, sizes, result, executor, memory.nbytes))
+    return CopiedObjects(written, executor.full.is_set())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch(CopyBatch):
+    """A batch of a backup. groups: [k] places in the result. places: [n] of its objects."""
+
+    groups: IntArray = field(kw_only=True)
+    places: IntArray = field(kw_only=True)
+
+
+def _batches(
+    targets: pa.Table,
+    objects: GroupObjects,
+    sizes: IntArray,
+    result: MoveResult,
+    executor: Executor[_Batch],
+    buffer_bytes: int,
+) -> Iterator[_Batch]:
+    """Cut the open groups of a backup into batches; fail those that never fit."""
+    need = np.zeros(len(result.statuses), dtype=np.int64)
+    np.add.at(need, objects.owners, 2 * (-(-sizes // ALIGNMENT) * ALIGNMENT))
+    order = np.argsort(objects.owners, kind="stable")
+    for place_ in order[need[objects.owners[order]] > buffer_bytes].tolist():
+        group, key = int(objects.owners[place_]), objects.keys[place_].as_py()
+        why = f"larger than the buffer of {buffer_bytes} bytes"
+        result.fail(group, GroupStatus.FAILED, key, why)
+    order = order[result.open[objects.owners[order]]]
+    groups, starts, counts = np.unique(objects.owners[order], return_index=True, return_counts=True)
+    spans = cut(
+        need[groups],
+        counts,
+        first_bytes=_BATCH_BYTES,
+        most_bytes=min(_BATCH_BYTES, buffer_bytes),
+        most_objects=max(1, len(order)),
+    )
+    for span in spans:
+        some = order[starts[span.start] : starts[span.stop - 1] + counts[span.stop - 1]]
+        own, rows = groups[span], pa.array(some)
+        owners = np.searchsorted(own, objects.owners[some])
+        offsets, nbytes = place(sizes[some])
+        yield _Batch(
+            rows=some,
+            capacities=sizes[some],
+            room=nbytes,
+            name=f"{len(own)} pages",
+            action=Action.COPY,
+            pages=result.pages.take(pa.array(own)),
+            owners=owners,
+            objects=GroupObjects(objects.keys.take(rows), owners, objects.anchors[some]),
+            targets=targets.take(rows),
+            sizes=sizes[some],
+            offsets=offsets,
+            there=np.full(len(some), ABSENT),
+            origins=some,
+            by_system=executor.copies,
+            transforms=(),
+            back=nbytes,
+            groups=own,
+            places=some,
+        )
+
+
+def same_bytes(
+    one: Store,
+    row: pa.Table,
+    other: Store,
+    other_row: pa.Table,
+    nbytes: int,
+    *,
+    arena: Arena | None = None,
+) -> bool:
+    """Return whether an object of each of two stores has the same `nbytes` bytes.
+
+    arena: of `copy_memory`, attached to one of the stores.
+    """
+    back = place(np.array([nbytes]))[1]
+    with nullcontext(arena) if arena else Arena(DEFAULT_BUFFER_BYTES) as memory:
+        if back + nbytes > memory.nbytes:
+            return False
+        for store, found, offset in ((one, row, 0), (other, other_row, back)):
+            attached = store.arena is memory
+            if not attached:
+                store.attach(memory)
+            try:
+                if not store.read_into(found, np.array([offset]), np.array([nbytes])).all_ok:
+                    return False
+            finally:
+                if not attached:
+                    store.detach()
+        return np.array_equal(memory.view(0, nbytes), memory.view(back, nbytes))

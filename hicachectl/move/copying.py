@@ -1,0 +1,358 @@
+"""Copy page groups from one store to another: read, make, publish, read back, roll back.
+
+A batch says which objects of the source it takes, which objects of the destination it makes of
+them, and where all of them are in memory. `Executor` runs batches through the pipeline, in its
+threads, and returns the result of each. It knows no survey and no command.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.arena import place
+from hicachectl.backends.base import Result, Status, batch_spans
+from hicachectl.backends.capabilities import Confirm, RacyWrites, copier_of, keep_as_private
+from hicachectl.backends.hf3fs.page_tables import PageTables
+from hicachectl.io.pacing import Pace
+from hicachectl.io.pipeline import Loaded, Pipeline
+from hicachectl.move.batches import READS_BACK, Action, CopyBatch
+from hicachectl.move.order import CHANGES, publish, remove_once, roll_back
+from hicachectl.move.results import GroupStatus, MoveResult
+from hicachectl.pages.group_table import ABSENT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from hicachectl.backends.arena import Arena
+    from hicachectl.backends.base import BoolArray, IntArray, Store
+    from hicachectl.move.batches import CopyOptions
+
+_HEAD_BYTES = 1024  # of an object, at most as a rule: its key, and its row in an index
+_CHANGED = "it changed while it was read"  # an object of a backup
+
+B = TypeVar("B", bound=CopyBatch)
+
+
+class Executor(Generic[B]):
+    """Copies batches from one store to another.
+
+    full:   set once the destination had no room for an object.
+    copies: whether the destination copies objects of the source by itself.
+    racy:   the destination, where another writer may win a key of ours.
+    """
+
+    def __init__(
+        self,
+        source: Store,
+        objects: pa.Table,
+        destination: Store,
+        options: CopyOptions,
+        *,
+        settle: Callable[[B, MoveResult], None],
+        arena: Arena | None = None,
+        backup: bool = False,
+        on_gone: str | None = None,
+    ) -> None:
+        """Prepare; nothing is read before `run`.
+
+        objects: the rows of the source's listing that batches name.
+        settle:  called with the result of each batch, in the thread that has copied it: also for
+            batches at work when `run` is left early.
+        arena:   memory to use, of `copy_memory`.
+        backup:  copies are what their sources are, owner and mode too. An object that exists is a
+            conflict, even if it is the same page's, and no room for one group stops no other.
+            Sources and destinations of a batch are the same objects, in one order.
+        on_gone: of a backup: why a group fails of which a source object is gone; None: that object
+            is left out, and the rest of its group is copied.
+        """
+        self.destination = destination
+        self.full = threading.Event()
+        self._source = source
+        # What a store needs to read an object; a table in pieces is slow to pick from.
+        wanted = [name for name in ("key", "locator") if name in objects.column_names]
+        self._objects = objects.select(wanted).combine_chunks()
+        self._options = options
+        self._settle = settle
+        self._arena = arena
+        self._backup = backup
+        self._on_gone = on_gone
+        self._copier = copier_of(destination, source)
+        self.copies = self._copier is not None
+        self.racy = destination if isinstance(destination, RacyWrites) else None
+        if not backup:
+            keep_as_private(destination, source, listing=True)
+            if self.racy is not None:
+                # Another server's object under the same key is the same page.
+                self.racy.confirms_writes = False
+        # What is newer than the listing is found by asking where it is.
+        self._read_back = destination.read_into
+        if isinstance(destination, Confirm):
+            self._read_back = destination.read_confirmed
+        self._stopped = threading.Event()
+        self._writing = threading.BoundedSemaphore(max(1, destination.limits.parallel_writes))
+        self._counting = threading.Lock()
+        self._promised = 0  # bytes to the batches that are being written
+
+    def stop(self) -> None:
+        """Begin no further batch."""
+        self._stopped.set()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopped.is_set()
+
+    def run(
+        self,
+        batches: Iterable[B],
+        *,
+        jobs: int | None = None,
+        on_done: Callable[[B, MoveResult], None] = lambda batch, result: None,
+    ) -> bool:
+        """Copy batches, one after the other as far as threads allow; return whether all were begun.
+
+        on_done is called in the thread that calls `run`. After an exception the batches at work
+        are finished first. Raises StoreUnavailable, and UsageError for a batch that is larger than
+        the buffer.
+        """
+        options = self._options
+        pipeline = Pipeline(
+            self._source,
+            self._objects,
+            batches,
+            self._copy,
+            buffer_bytes=options.buffer_bytes,
+            jobs=jobs or options.job_count,
+            deadline=options.deadline,
+            pace=None if options.bytes_per_second is None else Pace(options.bytes_per_second),
+            identify=False,
+            confirm=isinstance(self._source, PageTables)
+            and self._source.table_server() is not None,
+            destination=self.destination,
+            arena=self._arena,
+        )
+        with closing(iter(pipeline)) as results:
+            for batch, result in results:
+                on_done(batch, result)
+        return pipeline.complete and not self.stopped
+
+    def _copy(self, loaded: Loaded) -> tuple[B, MoveResult]:
+        """Copy a batch that was read; runs in a thread of the pipeline."""
+        batch: B = loaded.task  # type: ignore[assignment]
+        result = MoveResult.of(batch.pages)
+        if (self.full.is_set() and not self._backup) or self.stopped:
+            result.statuses[:] = GroupStatus.NO_ROOM  # it would lack the prefix that had none
+        else:
+            self._publish(batch, loaded, result)
+        self._settle(batch, result)
+        return batch, result
+
+    def _publish(self, batch: B, loaded: Loaded, result: MoveResult) -> None:
+        unread = self._settle_unread(batch, loaded, result)
+        if not result.open.any():
+            return
+        base = int(loaded.offsets[0]) if len(loaded.offsets) else loaded.room
+        memory = loaded.arena.array[base : loaded.room + batch.room]
+        for transform in batch.transforms:
+            transform.apply(memory)
+        with self._room_for(batch) as has_room:
+            if has_room:
+                _BatchCopy(self, batch, loaded.arena, base, result).run(unread)
+            else:
+                self.full.set()
+                result.statuses[result.open] = GroupStatus.NO_ROOM
+
+    def _settle_unread(self, batch: B, loaded: Loaded, result: MoveResult) -> IntArray:
+        """Settle the groups of which an object could not be read; return what is left out."""
+        read, left_out = loaded.read, []
+        for index in np.flatnonzero(read.statuses).tolist():
+            status, row = Status(int(read.statuses[index])), int(batch.rows[index])
+            became = GroupStatus.FAILED
+            why = CHANGES.get(status) or read.errors.get(index, "cannot be read")
+            key = self._objects.column("key")[row].as_py()
+            if self._backup:
+                key = batch.objects.keys[index].as_py()
+                why = _CHANGED if status in CHANGES else why
+                why = self._on_gone or why if status is Status.GONE else why
+            elif status in (Status.GONE, Status.UNREACHABLE):
+                became = GroupStatus.GONE
+            if self._backup and status is Status.GONE and self._on_gone is None:
+                left_out.append(index)
+            else:
+                result.fail(int(batch.owners[index]), became, key, why)
+        return np.array(left_out, dtype=np.int64)
+
+    @contextmanager
+    def _room_for(self, batch: B) -> Iterator[bool]:
+        """Promise a batch its room while it is being written; or say that there is none.
+
+        Asked only of a store that does not get the room back when writes are rolled back.
+        """
+        new = (batch.there == ABSENT) | (batch.action is Action.REPLACE)
+        nbytes = int((batch.sizes[new] + _HEAD_BYTES).sum())
+        with self._counting:
+            appends = self.destination.traits.append_only
+            free = self.destination.free_bytes() if appends else None
+            has_room = free is None or self._promised + nbytes <= free
+            self._promised += has_room * nbytes
+        try:
+            yield has_room
+        finally:
+            with self._counting:
+                self._promised -= has_room * nbytes
+
+    def _write(self, batch: B, places: IntArray, offsets: IntArray) -> Result:
+        """Write some objects of a batch, or have them copied. offsets: [places] in the arena."""
+        rows, sizes = batch.targets.take(pa.array(places)), batch.sizes[places]
+        if_absent = batch.action is not Action.REPLACE
+        with self._writing:
+            if self._copier is None or not batch.by_system:
+                keep_as_private(self.destination, self._source)
+                written = self.destination.write_from(rows, offsets, sizes, if_absent=if_absent)
+            else:
+                origins = self._objects.take(pa.array(batch.origins[places]))
+                written = self._copier.copy_from(
+                    self._source, origins, rows, sizes, if_absent=if_absent, preserve=self._backup
+                )
+        if (written.statuses == Status.FULL).any():
+            self.full.set()
+        return written
+
+
+class _BatchCopy:
+    """One batch in memory, on its way into the destination."""
+
+    def __init__(
+        self, executor: Executor[Any], batch: CopyBatch, arena: Arena, base: int, result: MoveResult
+    ) -> None:
+        self._executor = executor
+        self._store = executor.destination
+        self._batch = batch
+        self._arena = arena
+        self._base = base
+        self._offsets = batch.offsets + base
+        self._result = result
+        self._written = np.zeros(len(batch.objects), dtype=np.bool_)  # by us, just now
+        self._equal = np.zeros(len(batch.objects), dtype=np.bool_)  # compared, and the same
+
+    def run(self, unread: IntArray) -> None:
+        """Compare what is there, write what is missing, roll back what stays half done.
+
+        unread: places of objects to leave out.
+        """
+        batch, result, executor = self._batch, self._result, self._executor
+        backup = executor._backup
+        there = np.flatnonzero(self._open() & (batch.there != ABSENT))
+        if batch.action in READS_BACK:
+            self._compare(there)
+        if batch.action is Action.REPLACE and self._store.traits.deletes:
+            remove_once(batch.objects, there, remove=self._delete, on_error=self._not_replaced)
+        missing = self._open() & ~self._equal
+        missing[unread] = False
+        self._written = publish(
+            batch.objects,
+            np.flatnonzero(missing),
+            result,
+            write=self._write,
+            undo=self._undo,
+            raced=GroupStatus.CONFLICT if backup else GroupStatus.RACED,
+            full=GroupStatus.FAILED if backup else GroupStatus.NO_ROOM,
+        )
+        if executor._options.verify:
+            self._compare(np.flatnonzero(self._written & self._open()), ours=True)
+            roll_back(batch.objects, self._written, result, undo=self._undo)
+        result.written = kept = self._written & self._open()
+        result.objects, result.nbytes = int(kept.sum()), int(batch.sizes[kept].sum())
+        if batch.action is Action.COMPARE:
+            same = result.open
+            same[batch.objects.owners[kept]] = False
+            result.statuses[same] = GroupStatus.SAME
+
+    def _open(self) -> BoolArray:
+        """Which objects are of groups that nothing has gone wrong with: [objects]."""
+        is_open: BoolArray = self._result.open[self._batch.objects.owners]
+        return is_open
+
+    def _fail(self, at: int, status: GroupStatus, detail: str) -> None:
+        objects = self._batch.objects
+        self._result.fail(int(objects.owners[at]), status, objects.keys[at].as_py(), detail)
+
+    def _not_replaced(self, at: int, why: str) -> None:
+        self._fail(at, GroupStatus.FAILED, f"cannot be replaced: {why}")
+
+    def _write(self, places: IntArray) -> Result:
+        executor, batch = self._executor, self._batch
+        written = self._each(places, lambda some: executor._write(batch, some, self._offsets[some]))
+        if executor._backup:
+            for status in CHANGES:
+                changed = np.flatnonzero(written.statuses == status)
+                written.errors.update(dict.fromkeys(changed.tolist(), _CHANGED))
+                written.statuses[changed] = Status.ERROR
+        return written
+
+    def _delete(self, places: IntArray) -> Result:
+        return self._each(places, lambda some: self._store.delete(self._targets(some)))
+
+    def _undo(self, places: IntArray) -> Result:
+        return self._each(places, lambda some: self._store.undo_writes(self._targets(some)))
+
+    def _targets(self, places: IntArray) -> pa.Table:
+        return self._batch.targets.take(pa.array(places))
+
+    def _compare(self, places: IntArray, *, ours: bool = False) -> None:
+        """Read objects of the destination and compare them with what they should be.
+
+        ours: we have just written them, so that it is no conflict when they differ.
+        """
+        sizes = self._batch.sizes
+        offsets = np.zeros(len(sizes), dtype=np.int64)
+        offsets[places] = place(sizes[places])[0] + self._base + self._batch.back
+
+        def call(some: IntArray) -> Result:
+            read = self._executor._read_back(
+                self._targets(some), offsets[some], sizes[some], identify=False
+            )
+            for index, at in enumerate(some.tolist()):
+                status = Status(int(read.statuses[index]))
+                self._judge(at, status, int(offsets[at]), read.errors.get(index, ""), ours)
+            return read
+
+        self._each(places, call)
+
+    def _judge(self, at: int, status: Status, back: int, error: str, ours: bool) -> None:
+        size, failed = int(self._batch.sizes[at]), GroupStatus.FAILED
+        mine = self._arena.view(int(self._offsets[at]), size)
+        if status is Status.OK and np.array_equal(mine, self._arena.view(back, size)):
+            self._equal[at] = True
+        elif status is Status.GONE and not ours:
+            pass  # evicted since it was listed: to be written
+        elif status is Status.GONE:
+            self._fail(at, failed, "left the destination before it could be read back")
+        elif status in (Status.ERROR, Status.UNREACHABLE, Status.DAMAGED):
+            self._fail(at, failed, f"cannot be read back: {error}")
+        elif not ours:
+            why = "the destination has other bytes under this key"
+            self._fail(at, GroupStatus.CONFLICT, why)
+        elif self._executor.racy is not None:
+            self._written[at] = False  # of another writer, whose object is not ours to remove
+            raced = GroupStatus.CONFLICT if self._executor._backup else GroupStatus.RACED
+            self._fail(at, raced, "another writer has written it")
+        elif self._executor._backup:
+            self._fail(at, failed, "the copy reads back with other bytes")
+        else:
+            self._fail(at, failed, "reads back with other bytes than were written")
+
+    def _each(self, places: IntArray, call: Callable[[IntArray], Result]) -> Result:
+        """Make calls that suit the destination; return their results as one."""
+        statuses = np.zeros(len(places), dtype=np.uint8)
+        errors: dict[int, str] = {}
+        for span in batch_spans(self._batch.sizes[places], self._store.limits):
+            found = call(places[span])
+            statuses[span] = found.statuses
+            errors |= {span.start + index: why for index, why in found.errors.items()}
+        return Result(statuses, errors)

@@ -1,0 +1,157 @@
+"""Backups of page groups: exact copies under free keys, or nothing of a group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hicachectl.backends.base import Result, Status, open_store
+from hicachectl.backends.file.store import FileStore
+from hicachectl.move.backups import CopiedObjects, copy_groups, copy_memory, same_bytes
+from hicachectl.move.order import GroupObjects
+from hicachectl.move.results import GroupStatus, MoveResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from typing import Any
+
+    from hicachectl.backends.base import Store
+
+GROUPS, SIZE = 3, 3
+MTIME_NS = 1_700_000_000 * 10**9
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[tuple[Store, Store]]:
+    """A store of three groups, of an anchor and two sidecars each, and an empty one."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    for number in range(GROUPS * SIZE):
+        (tmp_path / "one" / f"{number}.bin").write_bytes(content(number))
+    with open_store(str(tmp_path / "one")) as one, open_store(str(tmp_path / "other")) as other:
+        yield one, other
+
+
+def content(number: int) -> bytes:
+    return bytes([number]) * (5000 + number)
+
+
+def rows(template: str = "{}.bin") -> pa.Table:
+    keys = [template.format(number).encode() for number in range(GROUPS * SIZE)]
+    return pa.table(
+        {
+            "key": pa.array(keys, pa.binary()),
+            "mtime_ns": pa.array([MTIME_NS + n for n in range(GROUPS * SIZE)]),
+        }
+    )
+
+
+def copied(
+    stores: tuple[Store, Store], result: MoveResult | None = None, **options: Any
+) -> tuple[MoveResult, CopiedObjects]:
+    """Copy all groups; the owners are in no order."""
+    numbers = np.arange(GROUPS * SIZE)
+    names = pa.array([f"page {n}".encode() for n in numbers], pa.binary())
+    objects = GroupObjects(names, numbers % GROUPS, numbers < GROUPS)
+    sizes = np.array([len(content(n)) for n in range(len(numbers))])
+    result = result or MoveResult.of(pa.array([f"{n:064x}" for n in range(GROUPS)]))
+    done = copy_groups(
+        stores[0], rows(), stores[1], rows("copy-{}.bin"), objects, sizes, result, **options
+    )
+    return result, done
+
+
+def held(store: Store) -> set[int]:
+    """The numbers of the copies, each with the bytes and the time of its source."""
+    numbers = set()
+    for batch in store.scan(("mtime_ns",)):
+        for row in batch.to_pylist():
+            number = int(row["key"].decode().removesuffix(".bin").removeprefix("copy-"))
+            assert row["mtime_ns"] == MTIME_NS + number
+            numbers.add(number)
+    return numbers
+
+
+def group(number: int) -> set[int]:
+    return set(range(number, GROUPS * SIZE, GROUPS))
+
+
+def test_all_that_is_asked_for_is_copied(stores: tuple[Store, Store]) -> None:
+    with copy_memory(stores[0], 1 << 20) as memory:
+        result, done = copied(stores, arena=memory)
+        assert stores[0].arena is memory
+        assert stores[1].arena is None
+        sizes = [len(content(number)) for number in range(GROUPS * SIZE)]
+        for number in (0, 5):
+            row, copy = rows().slice(number, 1), rows("copy-{}.bin").slice(number, 1)
+            assert same_bytes(stores[0], row, stores[1], copy, sizes[number], arena=memory)
+        other = rows("copy-{}.bin").slice(1, 1)
+        assert not same_bytes(stores[0], rows().slice(0, 1), stores[1], other, sizes[1])
+    assert result.statuses.tolist() == [GroupStatus.DONE] * GROUPS
+    assert (result.objects, result.nbytes, result.problems) == (GROUPS * SIZE, sum(sizes), [])
+    assert held(stores[1]) == set(np.flatnonzero(done.written)) == set(range(GROUPS * SIZE))
+    assert not done.full
+
+
+def test_a_group_of_which_an_object_exists_is_a_conflict(
+    stores: tuple[Store, Store], tmp_path: Path
+) -> None:
+    (tmp_path / "other" / "copy-1.bin").write_bytes(content(1))
+    result, done = copied(stores)
+    (tmp_path / "other" / "copy-1.bin").unlink()
+    assert result.statuses.tolist() == [GroupStatus.DONE, GroupStatus.CONFLICT, GroupStatus.DONE]
+    assert [problem.key for problem in result.problems] == ["page 1"]
+    assert held(stores[1]) == set(np.flatnonzero(done.written)) == group(0) | group(2)
+
+
+def test_an_object_that_is_gone_is_left_out_or_fails_its_group(
+    stores: tuple[Store, Store], tmp_path: Path
+) -> None:
+    (tmp_path / "one" / "4.bin").unlink()
+    result, done = copied(stores, on_gone="is gone")
+    assert result.statuses.tolist() == [GroupStatus.DONE, GroupStatus.FAILED, GroupStatus.DONE]
+    assert [(p.key, p.detail) for p in result.problems] == [("page 4", "is gone")]
+    assert held(stores[1]) == group(0) | group(2)
+    stores[1].delete(rows("copy-{}.bin"))
+    result, done = copied(stores)
+    assert result.statuses.tolist() == [GroupStatus.DONE] * GROUPS
+    assert held(stores[1]) == set(np.flatnonzero(done.written)) == set(range(9)) - {4}
+
+
+def test_a_group_that_does_not_fit_or_is_settled_stays_behind(
+    stores: tuple[Store, Store],
+) -> None:
+    with copy_memory(stores[0], 4096) as memory:
+        result, done = copied(stores, arena=memory)
+    assert result.statuses.tolist() == [GroupStatus.FAILED] * GROUPS
+    assert {p.detail for p in result.problems} == {"larger than the buffer of 4096 bytes"}
+    result = MoveResult.of(pa.array([f"{n:064x}" for n in range(GROUPS)]))
+    result.fail(0, GroupStatus.KEPT, None, "")
+    result, done = copied(stores, result)
+    assert held(stores[1]) == set(np.flatnonzero(done.written)) == group(1) | group(2)
+
+
+def test_no_room_for_one_group_stops_no_other(
+    stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_from = FileStore.copy_from
+
+    def short_of_room(self: FileStore, source: Store, origins: Any, *args: Any, **opts: Any) -> Any:
+        done = copy_from(self, source, origins, *args, **opts)
+        for index, key in enumerate(origins.column("key").to_pylist()):
+            if key == b"3.bin":
+                self.delete(args[0].slice(index, 1))
+                done.statuses[index] = Status.FULL
+                done.errors[index] = "no space"
+        return Result(done.statuses, done.errors)
+
+    monkeypatch.setattr(FileStore, "copy_from", short_of_room)
+    result, done = copied(stores)
+    assert done.full
+    assert result.statuses.tolist() == [GroupStatus.FAILED, GroupStatus.DONE, GroupStatus.DONE]
+    assert [(p.key, p.detail) for p in result.problems] == [("page 3", "no space")]
+    assert held(stores[1]) == group(1) | group(2)
