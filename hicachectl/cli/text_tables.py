@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.cli.output import human_age, human_column, human_sizes
 from hicachectl.text.jsontext import join_present
+from hicachectl.text.units import human_age, human_column, human_sizes
 
 
 def pages_for_people(rows: pa.Table) -> pa.Table:

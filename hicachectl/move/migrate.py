@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.capabilities import Profiled, Resumable
-from hicachectl.cli.output import human_size
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.move.agenda import Agenda, Request, make_agenda
 from hicachectl.move.carrying import Carrier, Tally
@@ -23,6 +22,7 @@ from hicachectl.move.journal import (
 )
 from hicachectl.move.preparing import find_router, settle_grammar
 from hicachectl.move.resuming import left_in_source, settle_existing
+from hicachectl.text.units import human_size
 from hicachectl.text.vocabulary import LOCK
 
 if TYPE_CHECKING:

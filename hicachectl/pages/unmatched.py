@@ -12,12 +12,12 @@ import numpy as np
 
 from hicachectl.backends.disk.files import OWN_PREFIX
 from hicachectl.backends.file.store import FileStore
-from hicachectl.cli.output import human_age
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.move.quarantine import is_quarantine
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.listing import key_text
 from hicachectl.pages.selection import Selection, select
+from hicachectl.text.units import human_age
 from hicachectl.text.vocabulary import STATES
 
 if TYPE_CHECKING:

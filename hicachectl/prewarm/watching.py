@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.capabilities import Touch
-from hicachectl.cli.output import human_size
 from hicachectl.move.survey import keys_of
+from hicachectl.text.units import human_size
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.cli.output import human_age, human_column, human_size, table_lines, write_rows
+from hicachectl.cli.output import table_lines, write_rows
 from hicachectl.formats.errors import UsageError
 from hicachectl.text.jsontext import json_rows, json_values
 
@@ -118,32 +118,6 @@ def test_tables_line_up() -> None:
 def test_colours_mark_states_only() -> None:
     lines = list(table_lines(pa.table({"state": ["whole", "x"]}), colour=True))
     assert lines == ["STATE", "\x1b[32mwhole\x1b[0m", "x"]
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**50, "1024.0 TiB")],
-)
-def test_sizes_for_people(nbytes: int, text: str) -> None:
-    assert human_size(nbytes) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(-3, "0s"), (59.9, "59s"), (60, "1m"), (7260, "2h"), (200_000, "2d")]
-)
-def test_ages_for_people(seconds: float, text: str) -> None:
-    assert human_age(seconds) == text
-
-
-def test_a_column_is_worded_once_a_distinct_value() -> None:
-    calls: list[int] = []
-
-    def word(value: int) -> str:
-        calls.append(value)
-        return str(value)
-
-    assert human_column(pa.array([1, 2, 1, None]), word).to_pylist() == ["1", "2", "1", None]
-    assert calls == [1, 2]
 
 
 def test_control_characters_of_a_table_are_escaped() -> None:

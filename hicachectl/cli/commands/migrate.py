@@ -242,7 +242,7 @@ def _rows(outcome: Outcome) -> Any:
 
 
 def _lines(outcome: Outcome, *, dry_run: bool) -> Iterator[str]:
-    from hicachectl.cli.output import human_age, human_size
+    from hicachectl.text.units import human_age, human_size
 
     document = outcome.document
     verb = "to copy" if dry_run else "copied"

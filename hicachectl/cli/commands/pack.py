@@ -126,8 +126,8 @@ def _write(document: dict[str, Any], output_format: str, lines: Iterator[str]) -
 
 
 def _described(document: dict[str, Any]) -> Iterator[str]:
-    from hicachectl.cli.output import human_size
     from hicachectl.text.terminal import escape_controls
+    from hicachectl.text.units import human_size
 
     stored = document["stored_bytes"]
     ratio = f" ({document['bytes'] / stored:.2f}x)" if stored else ""
@@ -141,7 +141,7 @@ def _described(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _repaired(document: dict[str, Any]) -> Iterator[str]:
-    from hicachectl.cli.output import human_size
+    from hicachectl.text.units import human_size
 
     saved = f"{document['objects']} objects, {human_size(document['bytes'])}"
     if document["was_valid"]:

@@ -48,8 +48,8 @@ def is_failed(outcome: Outcome, options: dict[str, Any]) -> bool:
 
 
 def _summary(document: dict[str, Any], *, dry_run: bool) -> str:
-    from hicachectl.cli.output import human_size
     from hicachectl.requests.restorable import deployment_text
+    from hicachectl.text.units import human_size
 
     wanted = document["requested_tokens"]
     share = document["usable_tokens"] / wanted if wanted else 1.0

@@ -151,14 +151,15 @@ def _directory(ctx: click.Context, quarantine: str) -> Path:
 
 
 def _question(found: RestoreOutcome, store: str) -> str:
-    from hicachectl.cli.output import human_size
+    from hicachectl.text.units import human_size
 
     return f"Put {found.restored} pages ({human_size(found.nbytes)}) back into {store}?"
 
 
 def _lines(document: dict[str, Any], outcome: RestoreOutcome, colour: bool) -> Iterator[str]:
-    from hicachectl.cli.output import human_size, table_lines
+    from hicachectl.cli.output import table_lines
     from hicachectl.cli.text_tables import restored_for_people
+    from hicachectl.text.units import human_size
 
     if len(outcome.rows):
         yield from table_lines(restored_for_people(outcome.rows), colour=colour)

@@ -173,9 +173,9 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
 
 
 def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> Removal:
-    from hicachectl.cli.output import human_size
     from hicachectl.move.records import total_bytes
     from hicachectl.move.temporaries import find_temporaries, remove_temporaries
+    from hicachectl.text.units import human_size
 
     _refuse_without_times(store, options)
     with progress(ctx, "listing", " objects") as advance:
@@ -309,7 +309,7 @@ def _why(options: dict[str, Any]) -> str:
 
 
 def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
-    from hicachectl.cli.output import human_size
+    from hicachectl.text.units import human_size
 
     nbytes = human_size(groups.total_bytes(plan.groups))
     return f"remove {len(plan.groups)} pages ({nbytes}) from {store.url}"
@@ -359,8 +359,9 @@ def _write(
 
 
 def _lines(document: dict[str, Any], outcome: RepairOutcome, colour: bool) -> Iterator[str]:
-    from hicachectl.cli.output import human_size, table_lines
+    from hicachectl.cli.output import table_lines
     from hicachectl.cli.text_tables import removals_for_people
+    from hicachectl.text.units import human_size
 
     if len(outcome.rows):
         yield from table_lines(removals_for_people(outcome.rows), colour=colour)

@@ -375,7 +375,8 @@ def _keep_records(
 
 
 def _lines(report: Report, colour: bool) -> Iterator[str]:
-    from hicachectl.cli.output import human_size, table_lines
+    from hicachectl.cli.output import table_lines
+    from hicachectl.text.units import human_size
 
     document = report.document
     if len(report.findings):

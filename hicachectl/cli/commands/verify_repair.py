@@ -166,7 +166,7 @@ def _with_descendants(
 
 
 def _question(store: Store, report: Report, plan: RepairPlan, options: dict[str, Any]) -> str:
-    from hicachectl.cli.output import human_size
+    from hicachectl.text.units import human_size
 
     nbytes = human_size(report.groups.total_bytes(plan.groups))
     return f"{options['repair']} {len(plan.groups)} pages ({nbytes}) of {store.url}"
