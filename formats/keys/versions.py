@@ -6,19 +6,29 @@ MooncakeStore: of 0.5.7 to 0.5.17 and 0.5.19 to 0.5.23.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.errors import UnsupportedByBackend
-from hicachectl.formats.models.flags import sglang_version
+from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
+from hicachectl.formats.profile import NEWEST_SGLANG
 
 if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
+_VERSION = re.compile(r"v?([0-9]{1,9}(?:\.[0-9]{1,9})*)(?!\.?[0-9])")
 _FILE_STAGE_SINCE = (0, 5, 10)
 _FILE_CP_SINCE = (0, 5, 14)
 _MAMBA_TP_PAIR_SINCE = (0, 5, 23)  # file and 3FS, beside an MLA target
 _MOONCAKE_STAGE_SINCE = (0, 5, 8)  # and with it the place of a rank in MLA keys, empty or not
 _MOONCAKE_MODEL_SINCE = (0, 5, 17)
+
+
+def sglang_version(text: str) -> tuple[int, ...]:
+    """Parse the numbers that lead a version. Raises ProfileError without any."""
+    match = _VERSION.match(text)
+    if match is None:
+        raise ProfileError(f"sglang: {text!r:.60} is no version, such as {NEWEST_SGLANG}")
+    return tuple(int(number) for number in match[1].split("."))
 
 
 def mamba_keys_name_rank(profile: Profile) -> bool:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.keys.versions import sglang_version
 from hicachectl.formats.models.dtypes import kv_dtype, mla_row, state_dtypes
-from hicachectl.formats.models.flags import DeploymentFlags, sglang_version
 from hicachectl.formats.profile import Pool, StateTensor
 
 if TYPE_CHECKING:
+    from hicachectl.formats.models.flags import DeploymentFlags
     from hicachectl.formats.models.hf_config import HfConfig
 
 # Up to this version HiCache kept indexer pages of layers that reuse another layer's top-k.

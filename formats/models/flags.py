@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.keys.versions import sglang_version
 from hicachectl.formats.profile import (
     LAYOUTS,
     MAX_LAYERS,
@@ -25,7 +25,6 @@ _ALGORITHMS = (
 )  # fmt: skip
 _BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP")  # SpeculativeAlgorithm.is_eagle
 _PAGE_FIRST_BY_DEFAULT_SINCE = (0, 5, 13)
-_VERSION = re.compile(r"v?([0-9]{1,9}(?:\.[0-9]{1,9})*)(?!\.?[0-9])")
 _BOUNDS = {
     **dict.fromkeys(("tp", "dp", "cp", "pp", "dcp", "tp_lcm_size"), MAX_RANKS),
     "page_size": MAX_PAGE_SIZE,
@@ -80,14 +79,6 @@ class DeploymentFlags:
     disable_hybrid_swa_memory: bool = False
     sglang: str = NEWEST_SGLANG
     resolved: bool = False
-
-
-def sglang_version(text: str) -> tuple[int, ...]:
-    """Parse the numbers that lead a version. Raises ProfileError without any."""
-    match = _VERSION.match(text)
-    if match is None:
-        raise ProfileError(f"sglang: {text!r:.60} is no version, such as {NEWEST_SGLANG}")
-    return tuple(int(number) for number in match[1].split("."))
 
 
 def normalised_layout(flags: DeploymentFlags) -> str:
