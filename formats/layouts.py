@@ -1,51 +1,45 @@
-"""The order of the axes inside one stored object, per kind of pool and host memory layout.
+"""The order of the axes inside one stored object.
 
 Nothing in an object says how it is ordered, and every layout of a pool has the same size. An
-object is a run of tensors without gaps; a tensor is an axis order, a shape and an item type.
-Source: SGLang srt/mem_cache/pool_host/ {mha,mla,dsa,mamba,page_unified}.py, `get_data_page`
-(flat pages) and `get_page_buffer_meta` (objects of one part each).
+object is a run of tensors without gaps; a tensor is an axis order, a shape and an item type. Which
+tensors a pool has, a kind of `formats.kinds` says.
+Source: SGLang srt/mem_cache/pool_host/ {mha,mla,dsa,mamba}.py, `get_data_page` (flat pages) and
+`get_page_buffer_meta` (objects of one part each).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
-from hicachectl.formats.profile import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
+DTYPE_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+}
 # "uint8" is bytes with a form of their own: scaled MLA rows, indexer blocks.
 TENSOR_DTYPE_BYTES = {**DTYPE_BYTES, "uint8": 1}
 
-INDEX_QUANT_BLOCK = 128  # codes per fp32 scale: DSATokenToKVPool.quant_block_size
-_SCALE_BYTES = 4
-
-_MHA_AXES = {
-    "layer_first": ("layer", "token", "head", "channel"),
-    "page_first": ("token", "layer", "head", "channel"),
-    "page_first_direct": ("layer", "token", "head", "channel"),
-    "page_head": ("head", "token", "layer", "channel"),
-}
-_MLA_AXES = {
-    "layer_first": ("layer", "token", "channel"),
-    "page_first": ("token", "layer", "channel"),
-    "page_first_direct": ("layer", "token", "channel"),
-}
-_ASYMMETRIC_LAYOUTS = ("page_first", "page_first_direct")
-_INDEXER_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-_STATE_LAYOUTS = ("page_first", "page_first_direct")
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified")
+QUANT_BLOCK = 128  # codes per fp32 scale: DSATokenToKVPool.quant_block_size
+PAGE_FIRST_LAYOUTS = ("page_first", "page_first_direct")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
     """One dense tensor of an object.
 
-    axes:   byte order, outermost first: "head_group", "layer", "kv" (0 is K), "token", "head",
-            "channel", "block" (bytes), "state_0", "state_1", ...
+    axes:   byte order, outermost first: "layer", "token", "head", "channel", "block" (bytes),
+            "state_0", "state_1", ...
     dtype:  a name of TENSOR_DTYPE_BYTES.
     offset: bytes from the start of the object.
     """
@@ -67,57 +61,54 @@ class TensorLayout:
         return prod(self.shape) * self.itemsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MhaGeometry:
-    """K and V of one rank: `heads` KV heads of `head_dim` (V: `v_head_dim`) channels."""
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A run of equal items in each row of a tensor.
 
-    layers: int
-    tokens: int
-    heads: int
-    head_dim: int
-    v_head_dim: int
+    offset:      bytes from the start of the row.
+    scale_floor: for fp32 scales, the least that is legal; None for ordinary numbers.
+    scales:      the column of scales for these codes, each for an equal share of them. Where a
+                 scale of 0 is legal, the codes under it mean nothing and are not judged.
+    axes, shape: what the items count, outermost first.
+    """
+
+    name: str
+    offset: int
+    items: int
     dtype: str
+    scale_floor: float | None = None
+    scales: Column | None = None
+    axes: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
 
     @property
-    def asymmetric(self) -> bool:
-        """Whether K and V have rows of different width."""
-        return self.head_dim != self.v_head_dim
+    def nbytes(self) -> int:
+        """Bytes of the column in one row."""
+        return self.items * TENSOR_DTYPE_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlaGeometry:
-    """Latent rows: `channels` items a token and layer."""
+class Geometry:
+    """What one rank stores of a pool in one page: layers, tokens, widths. The kinds define it."""
 
-    layers: int
-    tokens: int
-    channels: int
-    dtype: str
+    __slots__ = ()
 
+    # Whether SGLang cannot store the layers of a layer_first page as parts: they lie scattered in
+    # host memory, and MooncakeStore takes those of MLA KV alone (_get_mha_buffer_meta raises).
+    scattered = True
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexerGeometry:
-    """Index keys: per layer and page one block, the fp8 keys of all tokens, then their scales."""
+    def tensors(self, layout: str) -> Iterator[TensorLayout]:
+        """Yield the tensors of a page, each at offset 0. Raises ProfileError.
 
-    layers: int
-    tokens: int
-    index_head_dim: int
+        ProfileError: SGLang does not build the pool in the layout.
+        """
+        raise NotImplementedError
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one layer's block."""
-        scales = self.index_head_dim // INDEX_QUANT_BLOCK * _SCALE_BYTES
-        return self.tokens * (self.index_head_dim + scales)
+    def check_flat(self) -> None:
+        """Raise UnsupportedByBackend if no object can hold a whole page of the pool."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateGeometry:
-    """Recurrent states of one rank: (name, shape of one layer, dtype), in stored order."""
-
-    layers: int
-    states: tuple[tuple[str, tuple[int, ...], str], ...]
-
-
-Geometry = MhaGeometry | MlaGeometry | IndexerGeometry | StateGeometry
+    def head_slice(self, slices: int) -> Self:
+        """Return one of equal slices along the heads. Raises UnsupportedByBackend."""
+        raise UnsupportedByBackend(f"this pool has no heads to split into {slices} slices")
 
 
 def flat_page(geometry: Geometry, layout: str) -> tuple[TensorLayout, ...]:
@@ -126,12 +117,12 @@ def flat_page(geometry: Geometry, layout: str) -> tuple[TensorLayout, ...]:
     Raises ProfileError for a layout SGLang does not build the pool in, UnsupportedByBackend for
     one that has no flat page.
     """
-    if isinstance(geometry, MhaGeometry) and geometry.asymmetric:
-        raise UnsupportedByBackend(
-            f"K and V of different width ({geometry.head_dim}, {geometry.v_head_dim}) have no "
-            "flat page: SGLang stores such models on Mooncake only"
-        )
-    return tuple(_placed(_tensors(geometry, layout)))
+    geometry.check_flat()
+    placed, offset = [], 0
+    for tensor in _tensors(geometry, layout):
+        placed.append(replace(tensor, offset=offset))
+        offset += tensor.nbytes
+    return tuple(placed)
 
 
 def part_objects(geometry: Geometry, layout: str) -> tuple[TensorLayout, ...]:
@@ -140,8 +131,7 @@ def part_objects(geometry: Geometry, layout: str) -> tuple[TensorLayout, ...]:
     Raises ProfileError and UnsupportedByBackend like `flat_page`.
     """
     tensors = tuple(_tensors(geometry, layout))
-    if layout == "layer_first" and not isinstance(geometry, MlaGeometry):
-        # MooncakeStore takes scattered layers for MLA KV alone (_get_mha_buffer_meta raises).
+    if layout == "layer_first" and geometry.scattered:
         raise UnsupportedByBackend(
             "layer_first pages of this pool lie scattered in host memory and cannot be stored "
             "as parts; page_first and page_first_direct can"
@@ -149,53 +139,17 @@ def part_objects(geometry: Geometry, layout: str) -> tuple[TensorLayout, ...]:
     return tensors
 
 
+def check_layout(layout: str, known: Collection[str], pool: str) -> None:
+    """Raise ProfileError if SGLang does not build a pool (`pool`: its words) in a layout."""
+    if layout not in known:
+        raise ProfileError(
+            f"layout: SGLang does not build {pool} in {layout!r}, only in {', '.join(known)}"
+        )
+
+
 def _tensors(geometry: Geometry, layout: str) -> Iterator[TensorLayout]:
     if layout == "page_unified":
         raise UnsupportedByBackend(
             "page_unified belongs to the unified key scheme; no SGLang store reads or writes it"
         )
-    if isinstance(geometry, MhaGeometry):
-        yield from _mha_tensors(geometry, layout)
-    elif isinstance(geometry, MlaGeometry):
-        yield _mla_tensor(geometry, _MLA_AXES[_known(layout, tuple(_MLA_AXES), "an MLA pool")])
-    elif isinstance(geometry, IndexerGeometry):
-        # Layer-major blocks in all three, so the layout does not show in the bytes.
-        _known(layout, _INDEXER_LAYOUTS, "a DSA indexer pool")
-        blocks = (geometry.layers, geometry.block_bytes)
-        yield TensorLayout("indexer", ("layer", "block"), blocks, "uint8")
-    else:
-        _known(layout, _STATE_LAYOUTS, "a Mamba pool")
-        for name, shape, dtype in geometry.states:
-            axes = ("layer", *(f"state_{axis}" for axis in range(len(shape))))
-            yield TensorLayout(name, axes, (geometry.layers, *shape), dtype)
-
-
-def _mha_tensors(geometry: MhaGeometry, layout: str) -> Iterator[TensorLayout]:
-    if geometry.asymmetric:
-        _known(layout, _ASYMMETRIC_LAYOUTS, "an MHA pool with K and V of different width")
-    axes = _MHA_AXES[_known(layout, tuple(_MHA_AXES), "an MHA pool")]
-    lengths = {"layer": geometry.layers, "token": geometry.tokens, "head": geometry.heads}
-    for name, width in (("k", geometry.head_dim), ("v", geometry.v_head_dim)):
-        shape = tuple(({**lengths, "channel": width})[axis] for axis in axes)
-        yield TensorLayout(name, axes, shape, geometry.dtype)
-
-
-def _mla_tensor(geometry: MlaGeometry, axes: tuple[str, ...]) -> TensorLayout:
-    lengths = {"layer": geometry.layers, "token": geometry.tokens, "channel": geometry.channels}
-    return TensorLayout("kv", axes, tuple(lengths[axis] for axis in axes), geometry.dtype)
-
-
-def _placed(tensors: Iterator[TensorLayout]) -> Iterator[TensorLayout]:
-    """Set the tensors one after another, without gaps."""
-    offset = 0
-    for tensor in tensors:
-        yield replace(tensor, offset=offset)
-        offset += tensor.nbytes
-
-
-def _known(layout: str, known: tuple[str, ...], pool: str) -> str:
-    if layout not in known:
-        raise ProfileError(
-            f"layout: SGLang does not build {pool} in {layout!r}, only in {', '.join(known)}"
-        )
-    return layout
+    return geometry.tensors(layout)

@@ -13,24 +13,15 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.layouts import (
-    Geometry,
-    IndexerGeometry,
-    MhaGeometry,
-    MlaGeometry,
-    StateGeometry,
-)
-from hicachectl.formats.profile import DTYPE_BYTES, Pool, Profile, StateTensor
+from hicachectl.formats.kinds import kind_of
+from hicachectl.formats.kinds.pool import pool_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Sidecars of a speculative draft model; their layer numbers are the draft's own.
-DRAFT_POOLS = frozenset({"draft", "draft_indexer", "draft_swa"})
-
-_QUANT_BLOCK = 128  # DSATokenToKVPool.quant_block_size
-_SCALE_BYTES = 4
-_ROPE_BYTES = 2  # DSATokenToKVPool.rope_storage_dtype is bfloat16
+    from hicachectl.formats.kinds.pool import Pool
+    from hicachectl.formats.layouts import Geometry
+    from hicachectl.formats.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +76,7 @@ def model_layer_count(profile: Profile) -> int:
     if profile.pp > 1 and profile.pp_partition:
         return sum(profile.pp_partition)
     return max(
-        (
-            max(pool.layer_numbers, default=-1) + 1
-            for pool in profile.pools
-            if pool.name not in DRAFT_POOLS
-        ),
+        (max(pool.layer_numbers, default=-1) + 1 for pool in profile.pools if not pool.is_draft),
         default=0,
     )
 
@@ -99,51 +86,6 @@ def stage_ranges(profile: Profile) -> tuple[tuple[int, int], ...]:
     return pp_ranges(model_layer_count(profile), profile.pp, profile.pp_partition)
 
 
-def local_kv_heads(kv_heads: int, tp: int) -> int:
-    """Count the KV heads of one TP rank; with fewer heads than ranks each rank holds one."""
-    return max(1, kv_heads // tp)
-
-
-def mla_row(pool: Pool) -> tuple[int, str]:
-    """Give channels and dtype of one token's row in one layer of an MLA pool.
-
-    A scaled row is bytes: fp8 codes, an fp32 scale for every 128 of them, the bf16 rope part
-    (656 bytes for 512 + 64). Source: srt/mem_cache/kv_cache_configurator.py ::
-    calculate_mla_kv_cache_dim. Raises ProfileError when row and dtype contradict each other.
-    """
-    if pool.row == "fp8_scaled":
-        if pool.kv_lora_rank % _QUANT_BLOCK:
-            raise ProfileError(
-                f"pools[{pool.name}].kv_lora_rank: {pool.kv_lora_rank} is no multiple of "
-                f"{_QUANT_BLOCK}, which scaled rows need"
-            )
-        scales = pool.kv_lora_rank // _QUANT_BLOCK * _SCALE_BYTES
-        return pool.kv_lora_rank + scales + pool.qk_rope_head_dim * _ROPE_BYTES, "uint8"
-    default, width = {"bf16": ("bfloat16", 2), "fp8": ("float8_e4m3fn", 1)}[pool.row]
-    dtype = pool.dtype or default
-    if DTYPE_BYTES[dtype] != width:
-        raise ProfileError(f"pools[{pool.name}]: dtype {dtype} contradicts row {pool.row!r}")
-    return pool.kv_lora_rank + pool.qk_rope_head_dim, dtype
-
-
-def local_state_shape(state: StateTensor, tp: int) -> tuple[int, ...]:
-    """Give the shape of one rank's shard of a recurrent state.
-
-    Each group of the sharded axis is divided on its own. Raises ProfileError when one does not
-    divide: SGLang then replicates groups, and the profile must state the widened shape.
-    """
-    groups = state.groups or (state.shape[state.shard_axis],)
-    for group in groups:
-        if group % tp:
-            raise ProfileError(
-                f"state {list(state.shape)}: {group} along axis {state.shard_axis} does not "
-                f"divide over {tp} ranks"
-            )
-    shape = list(state.shape)
-    shape[state.shard_axis] = sum(group // tp for group in groups)
-    return tuple(shape)
-
-
 def pool_piece(
     profile: Profile, pool: Pool, *, pp_rank: int = 0, cp_rank: int = 0
 ) -> PoolPiece | None:
@@ -151,17 +93,27 @@ def pool_piece(
 
     Raises ProfileError when the profile does not say enough, or contradicts itself.
     """
-    if pool.kind == "logical":
+    kind = kind_of(pool)
+    if not kind.has_bytes:
         return PoolPiece()
     layers, padding = _piece_layers(profile, pool, pp_rank, cp_rank)
-    unplaced = pool.kind == "opaque" and not pool.layer_numbers
+    unplaced = not kind.has_form and not pool.layer_numbers
     if not layers and not padding and not unplaced:
         return None
-    if unplaced and pool.name in DRAFT_POOLS and pp_rank != profile.pp - 1:
+    if unplaced and pool.is_draft and pp_rank != profile.pp - 1:
         return None
-    if pool.kind == "opaque":
+    if not kind.has_form:
         return PoolPiece(layers=layers, padding_layers=padding, nbytes=pool.nbytes)
-    geometry = _geometry(profile, pool, len(layers) + padding)
+    # Under DCP a rank holds every dcp-th token of a KV page; a draft holds the page whole.
+    tokens = profile.page_size // profile.dcp if pool.name == "kv" else profile.page_size
+    if pool.is_draft and kind.shards and profile.cp > 1:
+        # runtime_context.py :: draft_attn_parallel_group: it depends on DP attention too.
+        raise ProfileError(
+            f"pools[{pool.name}]: with cp > 1 SGLang shards draft heads over a group of ranks "
+            "that a profile does not state"
+        )
+    tp = profile.linear_tp if kind.linear and profile.linear_tp else profile.tp
+    geometry = kind.geometry(pool, len(layers) + padding, tokens, tp)
     return PoolPiece(layers=layers, padding_layers=padding, geometry=geometry)
 
 
@@ -171,7 +123,7 @@ def _piece_layers(
     """Give the layers a rank stores, and how many layers of padding."""
     # A draft runs on the last stage alone (EAGLEWorkerV2._hosts_draft), whole on each CP rank.
     hosts_draft = pp_rank == profile.pp - 1
-    if pool.name in DRAFT_POOLS:
+    if pool.is_draft:
         if not hosts_draft:
             return (), 0
         first_packed = max(pool.layer_numbers, default=-1) + 1
@@ -189,10 +141,10 @@ def _split_layers(
 ) -> tuple[tuple[int, ...], int]:
     """Give the target's layers of a stage or of a CP rank's share of it, and the padding."""
     layers = _stage_layers(profile, pool, pp_rank)
-    if not profile.cp_layer_split or profile.cp == 1 or pool.name not in ("kv", "indexer"):
+    if not profile.cp_layer_split or profile.cp == 1 or not pool_name(pool.name).cp_split:
         return layers, 0
     anchor = profile.pools[0]
-    if anchor.kind != "mla":
+    if not kind_of(anchor).splits_layers:
         raise ProfileError("cp_layer_split: only DSA models, whose kv is of kind mla, have it")
     kv_layers = _stage_layers(profile, anchor, pp_rank)
     start, end = layer_shard_range(cp_rank, profile.cp, len(kv_layers))
@@ -217,39 +169,3 @@ def _stage_layers(profile: Profile, pool: Pool, pp_rank: int) -> tuple[int, ...]
         raise ProfileError(f"pools[{pool.name}].layers: the stages hold {total} layers only")
     start, end = stage_ranges(profile)[pp_rank]
     return tuple(layer for layer in pool.layer_numbers if start <= layer < end)
-
-
-def _geometry(profile: Profile, pool: Pool, layers: int) -> Geometry:
-    # Under DCP a rank holds every dcp-th token of a KV page; a draft holds the page whole.
-    tokens = profile.page_size // profile.dcp if pool.name == "kv" else profile.page_size
-    if pool.kind == "mla":
-        channels, dtype = mla_row(pool)
-        return MlaGeometry(layers=layers, tokens=tokens, channels=channels, dtype=dtype)
-    if pool.kind == "dsa_indexer":
-        return IndexerGeometry(layers=layers, tokens=tokens, index_head_dim=pool.index_head_dim)
-    if pool.kind == "mamba":
-        return _state_geometry(pool, layers, profile.linear_tp or profile.tp)
-    if pool.name in DRAFT_POOLS and profile.cp > 1:
-        # runtime_context.py :: draft_attn_parallel_group: it depends on DP attention too.
-        raise ProfileError(
-            f"pools[{pool.name}]: with cp > 1 SGLang shards draft heads over a group of ranks "
-            "that a profile does not state"
-        )
-    return MhaGeometry(
-        layers=layers,
-        tokens=tokens,
-        heads=pool.kv_heads if pool.replicated else local_kv_heads(pool.kv_heads, profile.tp),
-        head_dim=pool.head_dim,
-        v_head_dim=pool.v_head_dim or pool.head_dim,
-        dtype=pool.dtype,
-    )
-
-
-def _state_geometry(pool: Pool, layers: int, tp: int) -> StateGeometry:
-    tp = 1 if pool.replicated else tp
-    named = [("temporal", pool.temporal)] if pool.temporal is not None else []
-    named += [(f"conv_{index}", state) for index, state in enumerate(pool.conv)]
-    states = tuple(
-        (name, local_state_shape(state, tp), state.dtype) for name, state in named if state
-    )
-    return StateGeometry(layers=layers, states=states)

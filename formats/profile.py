@@ -10,28 +10,20 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
-from msgspec.structs import fields, force_setattr
+from msgspec.structs import fields
 
 from hicachectl.formats.documents import parse_json, parse_toml, shown
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.forms import convert
+from hicachectl.formats.kinds import kind_names, kind_of, kinds
+from hicachectl.formats.kinds.pool import Pool, StateTensor, default_hit_policy
+from hicachectl.formats.layouts import DTYPE_BYTES, LAYOUTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NEWEST_SGLANG = "0.5.23"
 
-LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified")
-KINDS = ("mha", "mla", "dsa_indexer", "mamba", "logical", "opaque")
-DTYPE_BYTES = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-}
-MLA_ROWS = ("bf16", "fp8", "fp8_scaled")
 HIT_POLICIES = ("all_pages", "trailing_pages")
 
 # Bounds on what a profile may state, far above any deployment, so that a mistyped or hostile one
@@ -49,17 +41,6 @@ HASH_UNITS = ("token", "bigram")
 
 _NO_TEXT = "holds half a character (a lone surrogate)"
 
-# What every pool of a kind must state. "opaque" gives its bytes, "logical" nothing at all.
-_REQUIRED = {
-    "mha": ("dtype", "layers", "kv_heads", "head_dim"),
-    "mla": ("layers", "kv_lora_rank", "qk_rope_head_dim", "row"),
-    "dsa_indexer": ("layers", "index_head_dim"),
-    "mamba": ("layers",),
-    "logical": (),
-    "opaque": ("nbytes",),
-}
-# The kinds a kv pool can be of; only a logical one has no bytes.
-_ANCHOR_KINDS = ("mha", "mla", "logical", "opaque")
 # What a pool counts from 0 on, and how far.
 _COUNTS = {
     "packed_draft_layers": MAX_LAYERS,
@@ -71,79 +52,6 @@ _COUNTS = {
     "index_head_dim": MAX_LENGTH,
     "nbytes": MAX_OBJECT_BYTES - 1,
 }
-# SGLang gives these pools PoolHitPolicy.TRAILING_PAGES (hybrid_pool_assembler.py).
-TRAILING_POOLS = frozenset(
-    {
-        "mamba",
-        "swa",
-        "auxiliary_swa",
-        "draft_swa",
-        "deepseek_v4_c4_state",
-        "deepseek_v4_c4_indexer_state",
-        "deepseek_v4_c128_state",
-    }
-)
-
-
-def default_hit_policy(pool_name: str) -> str:
-    """Name SGLang's hit policy for a pool."""
-    return "trailing_pages" if pool_name in TRAILING_POOLS else "all_pages"
-
-
-class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One recurrent state of a Mamba-like layer, before sharding.
-
-    groups: lengths along `shard_axis` that are sharded each on its own (q, k, v of a
-    convolution); they sum to shape[shard_axis]. Empty: the axis is one block.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    shard_axis: int = 0
-    groups: tuple[int, ...] = ()
-
-
-class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One pool of the model, before sharding. Fields that do not apply keep their default.
-
-    layers: a count (model layers 0..n-1) or the model layer numbers the pool covers.
-    packed_draft_layers: layers of an EAGLE/NextN draft appended to the target's layer axis.
-    nbytes: of one object, for kind "opaque".
-    replicated: every TP rank holds, and shares, one object.
-    """
-
-    name: str
-    kind: str
-    dtype: str = ""
-    layers: int | tuple[int, ...] = 0
-    packed_draft_layers: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    v_head_dim: int = 0  # 0: as head_dim
-    kv_lora_rank: int = 0
-    qk_rope_head_dim: int = 0
-    row: str = ""
-    index_head_dim: int = 0
-    temporal: StateTensor | None = None
-    conv: tuple[StateTensor, ...] = ()
-    nbytes: int = 0
-    hit_policy: str = ""  # "" becomes the pool's default
-    trailing_pages: int = 1
-    replicated: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.hit_policy:
-            force_setattr(self, "hit_policy", default_hit_policy(self.name))
-
-    @property
-    def layer_numbers(self) -> tuple[int, ...]:
-        """Model layer numbers, without packed draft layers."""
-        return tuple(range(self.layers)) if isinstance(self.layers, int) else self.layers
-
-    @property
-    def trailing(self) -> bool:
-        """Whether only the last pages of a stored node carry the pool."""
-        return self.hit_policy == "trailing_pages"
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -180,7 +88,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def rank_replicated(self) -> bool:
         """Whether TP ranks share one KV object (SGLang's `is_mla_model`)."""
         anchor = self.pools[0]
-        return anchor.kind in ("mla", "logical") or anchor.replicated
+        return kind_of(anchor).shards is False or anchor.replicated
 
     def pool(self, name: str) -> Pool | None:
         """Find a pool by its name."""
@@ -230,8 +138,9 @@ def validate_profile(profile: Profile) -> list[str]:
     anchor = profile.pools[0]
     if anchor.name != "kv":
         problems.append(f"pools: the first must be kv, is {anchor.name!r}")
-    elif anchor.kind in KINDS and anchor.kind not in _ANCHOR_KINDS:
-        problems.append(f"pools[kv].kind: {anchor.kind!r} is none of {', '.join(_ANCHOR_KINDS)}")
+    elif anchor.kind in kind_names() and not kind_of(anchor).anchors:
+        known = ", ".join(kind.name for kind in kinds() if kind.anchors)
+        problems.append(f"pools[kv].kind: {anchor.kind!r} is none of {known}")
     names = [pool.name for pool in profile.pools]
     twice = sorted({name for name in names if names.count(name) > 1})
     problems += [f"pools: {name!r} stated twice" for name in twice]
@@ -331,20 +240,16 @@ def _parallel_problems(profile: Profile) -> Iterator[str]:
 
 
 def _pool_problems(pool: Pool) -> Iterator[str]:
-    if pool.kind not in KINDS:
-        yield from _choice("kind", pool.kind, KINDS)
+    if pool.kind not in kind_names():
+        yield from _choice("kind", pool.kind, kind_names())
         return
+    kind = kind_of(pool)
     if not _is_text(pool.name):
         yield f"name: {_NO_TEXT}"
-    yield from (f"{name}: missing" for name in _REQUIRED[pool.kind] if not getattr(pool, name))
+    yield from (f"{name}: missing" for name in kind.required if not getattr(pool, name))
     yield from (f"{name}: must not be negative" for name in _COUNTS if getattr(pool, name) < 0)
     yield from _layer_problems(pool.layers)
-    if pool.kind == "logical" and pool.name != "kv":
-        yield "kind: only kv can be logical"
-    if pool.kind == "mla" and pool.row:
-        yield from _choice("row", pool.row, MLA_ROWS)
-    if pool.kind == "mamba" and pool.temporal is None and not pool.conv:
-        yield "temporal, conv: a mamba pool needs at least one state"
+    yield from kind.problems(pool)
     if pool.trailing_pages < 1:
         yield "trailing_pages: must be at least 1"
     yield from _choice("hit_policy", pool.hit_policy, HIT_POLICIES)

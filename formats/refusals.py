@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
-from hicachectl.formats.pools import mla_row
+from hicachectl.formats.kinds import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hicachectl.formats.profile import Pool, Profile
+    from hicachectl.formats.kinds.pool import Pool
+    from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
 
 # What a profile fixes for good: other values name other pages, or mean other bytes.
@@ -76,16 +77,22 @@ def check_pools(
     objects: those of both sides. Raises UnsupportedByBackend and ProfileError.
     """
     # DeepSeek-V4 has one block of bytes a layer, in every host layout (DeepSeekV4PagedHostPool).
-    ordered = destination.pools[0].kind != "logical" and source.layout != destination.layout
+    ordered = kind_of(destination.pools[0]).has_bytes and source.layout != destination.layout
     for pool in destination.pools:
-        if pool.kind == "opaque" and ordered:
+        if ordered and not kind_of(pool).has_form:
             raise UnsupportedByBackend(
                 f"pools[{pool.name}]: its byte order is not known, so it cannot go from "
                 f"{source.layout} to {destination.layout}"
             )
     for profile in (source, destination):
         for pool in profile.pools:
-            _check_shards(profile, pool)
+            kind = kind_of(pool)
+            kind.check_shards(pool, profile.tp)
+            if kind.linear and not pool.replicated and profile.linear_tp not in (0, profile.tp):
+                raise ProfileError(
+                    f"linear_tp: {profile.linear_tp} beside tp {profile.tp}: which rank of the one "
+                    "has which state is not in the keys"
+                )
     for profile, expected in objects:
         _check_shared_shard(profile, expected)
 
@@ -101,31 +108,15 @@ def _check_pool(one: Pool, two: Pool) -> None:
 
 def _comparable(pool: Pool) -> Pool:
     """Leave out what layers a pool has, which the objects tell, and spell out its dtype."""
-    dtype = mla_row(pool)[1] if pool.kind == "mla" else pool.dtype
-    v_head_dim = pool.v_head_dim or pool.head_dim
+    dtype, v_head_dim = kind_of(pool).dtype(pool), pool.v_head_dim or pool.head_dim
     return replace(pool, layers=0, packed_draft_layers=0, dtype=dtype, v_head_dim=v_head_dim)
-
-
-def _check_shards(profile: Profile, pool: Pool) -> None:
-    if pool.kind == "mha" and not pool.replicated:
-        most, least = max(pool.kv_heads, profile.tp), min(pool.kv_heads, profile.tp)
-        if most % least:
-            raise ProfileError(
-                f"pools[{pool.name}].kv_heads: {pool.kv_heads} heads and tp {profile.tp} do not "
-                "divide one another, so SGLang does not shard them"
-            )
-    if pool.kind == "mamba" and not pool.replicated and profile.linear_tp not in (0, profile.tp):
-        raise ProfileError(
-            f"linear_tp: {profile.linear_tp} beside tp {profile.tp}: which rank of the one has "
-            "which state is not in the keys"
-        )
 
 
 def _check_shared_shard(profile: Profile, expected: ObjectSpec) -> None:
     """Refuse objects that hold the first rank's shard under a key that all ranks share."""
     coordinate = expected.coordinate
     pool = profile.pool(coordinate.pool)
-    if pool is None or pool.replicated or pool.kind not in ("mha", "mamba"):
+    if pool is None or pool.replicated or not kind_of(pool).shards:
         return
     shared = coordinate.shard.tp_rank is None and coordinate.shard.heads is None
     if profile.tp > 1 and shared:

@@ -6,25 +6,25 @@ boxes of it: its own layers, heads and state channels, each at a place that its 
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.kinds import kind_of
+from hicachectl.formats.kinds.base import holder
+from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.strided import Axis, Region
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.formats.kinds.base import Span
+    from hicachectl.formats.kinds.pool import Pool
     from hicachectl.formats.layouts import TensorLayout
-    from hicachectl.formats.objects import Shard
-    from hicachectl.formats.profile import Pool, Profile, StateTensor
+    from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
 
-Span = tuple[int, int, int]  # index in the object, logical index, length
 LayerOrder = dict[object, int]
-
-_SIDES = {"k": 0, "v": 1}
-_LAYER_SPLIT = ("kv", "indexer")  # pools whose layers CP ranks share out (cp_layer_split)
 
 
 def layer_order(pool: Pool) -> LayerOrder:
@@ -51,16 +51,6 @@ def object_regions(
     )
 
 
-def holder(shard: Shard) -> int:
-    """Tell the TP rank whose shard an object is; 0 where the ranks share it."""
-    if shard.tp_rank is not None:
-        return shard.tp_rank
-    if shard.heads is None:
-        return 0
-    first, end = shard.heads
-    return first // (end - first)
-
-
 def _tensor_regions(
     profile: Profile,
     pool: Pool,
@@ -70,9 +60,12 @@ def _tensor_regions(
 ) -> Iterator[Region]:
     """Lay out the boxes of one tensor: one for each choice of a span along every axis."""
     strides = _strides(tensor)
-    spans = _axis_spans(profile, pool, expected, tensor) | {"layer": layers}
-    state = tensor.name if pool.kind == "mamba" else ""
-    space = (*_space(profile, pool, expected), state)
+    spans: dict[str, list[Span]] = {
+        axis: [(0, 0, length)] for axis, length in zip(tensor.axes, tensor.shape, strict=True)
+    }
+    spans |= kind_of(pool).spans(pool, tensor, expected.coordinate.shard, profile.tp)
+    spans["layer"] = layers
+    space = (*_space(profile, pool, expected), tensor.name)
     names = sorted(spans)
     for chosen in product(*(spans[name] for name in names)):
         placed = list(zip(names, chosen, strict=True))
@@ -81,25 +74,6 @@ def _tensor_regions(
             Axis(name, first, length, strides.get(name, 0)) for name, (_, first, length) in placed
         )
         yield Region(space, axes, tensor.itemsize, offset)
-
-
-def _axis_spans(
-    profile: Profile, pool: Pool, expected: ObjectSpec, tensor: TensorLayout
-) -> dict[str, list[Span]]:
-    """Say which indices a tensor holds along each axis but that of layers."""
-    lengths = dict(zip(tensor.axes, tensor.shape, strict=True))
-    lengths.pop("head_group", None)  # one an object
-    spans: dict[str, list[Span]] = {name: [(0, 0, length)] for name, length in lengths.items()}
-    if pool.kind == "mha":
-        held = lengths["head"]
-        spans["head"] = [(0, _first_head(profile, pool, expected, held), held)]
-        spans.setdefault("kv", [(0, _SIDES.get(tensor.name, 0), 1)])
-    if pool.kind == "mamba":
-        state = _state(pool, tensor.name)
-        name = f"state_{state.shard_axis}"
-        rank = 0 if pool.replicated else holder(expected.coordinate.shard)
-        spans[name] = _group_spans(state, rank, lengths[name])
-    return spans
 
 
 def _strides(tensor: TensorLayout) -> dict[str, int]:
@@ -114,7 +88,7 @@ def _space(profile: Profile, pool: Pool, expected: ObjectSpec) -> tuple[object, 
     nothing says that they are equal, except where they share out the layers.
     """
     shard = expected.coordinate.shard
-    split = profile.cp_layer_split and pool.name in _LAYER_SPLIT
+    split = profile.cp_layer_split and pool_name(pool.name).cp_split
     dcp_rank = shard.dcp_rank if pool.name == "kv" else None
     return pool.name, dcp_rank or 0, 0 if split else shard.cp_rank or 0
 
@@ -150,38 +124,3 @@ def _layer_spans(pool: Pool, expected: ObjectSpec, order: LayerOrder) -> list[Sp
 
 def _layer_text(name: object) -> str:
     return f"layer {name}" if isinstance(name, int) else "packed draft layers"
-
-
-def _first_head(profile: Profile, pool: Pool, expected: ObjectSpec, held: int) -> int:
-    """Find the first of the `held` KV heads of an object, out of the whole model's.
-
-    With more ranks than heads, neighbouring ranks hold the same one (srt/layers/linear.py ::
-    QKVParallelLinear.num_kv_head_replicas).
-    """
-    shard = expected.coordinate.shard
-    if pool.replicated:
-        return 0
-    if shard.heads is not None and pool.name == "kv":
-        return shard.heads[0] * held  # a slice of the LCM grid
-    if profile.tp > pool.kv_heads:
-        return holder(shard) // (profile.tp // pool.kv_heads)
-    return holder(shard) * held
-
-
-def _state(pool: Pool, name: str) -> StateTensor:
-    state = pool.temporal if name == "temporal" else pool.conv[int(name.removeprefix("conv_"))]
-    assert state is not None  # or there was no such tensor
-    return state
-
-
-def _group_spans(state: StateTensor, rank: int, held: int) -> list[Span]:
-    """Place a rank's share of each group: q, k and v channels of a convolution."""
-    whole = state.shape[state.shard_axis]
-    groups = state.groups or (whole,)
-    ranks = whole // held
-    starts = accumulate(groups, initial=0)
-    places = accumulate((group // ranks for group in groups), initial=0)
-    return [
-        (at, start + rank * (end - start) // ranks, (end - start) // ranks)
-        for at, (start, end) in zip(places, pairwise(starts), strict=False)
-    ]

@@ -24,15 +24,12 @@ from hicachectl.formats.keys.versions import (
     mooncake_keys_name_model,
     mooncake_keys_place_rank,
 )
-from hicachectl.formats.layouts import (
-    MhaGeometry,
-    TensorLayout,
-    flat_page,
-    part_objects,
-)
+from hicachectl.formats.kinds import kind_of
+from hicachectl.formats.kinds.pool import Pool, pool_name
+from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS, TensorLayout, flat_page, part_objects
 from hicachectl.formats.objects import Coordinate, Shard
-from hicachectl.formats.pools import DRAFT_POOLS, PoolPiece, pool_piece
-from hicachectl.formats.profile import Pool, Profile, validate_profile
+from hicachectl.formats.pools import PoolPiece, pool_piece
+from hicachectl.formats.profile import Profile, validate_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,9 +38,8 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 
-_ZERO_COPY_LAYOUTS = ("page_first", "page_first_direct")  # HiCacheHF3FS.register_mem_pool_host
+_ZERO_COPY_LAYOUTS = PAGE_FIRST_LAYOUTS  # HiCacheHF3FS.register_mem_pool_host
 _HF3FS_LAYOUTS = (*_ZERO_COPY_LAYOUTS, "layer_first")  # backend_factory.py: bytes_per_page
-_DCP_POOLS = ("kv", "mamba", *sorted(DRAFT_POOLS))
 _DCP_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
@@ -108,7 +104,7 @@ class ObjectSpec:
     @property
     def costs_hits_only(self) -> bool:
         """Whether servers read no wrong data where the object alone is missing."""
-        return self.trailing or self.pool.startswith("draft")
+        return self.trailing or pool_name(self.pool).draft
 
     def shares_rank(self, other: ObjectSpec) -> bool:
         """Whether one rank writes both objects: their ranks are equal where both keys say one."""
@@ -210,7 +206,7 @@ def _pool_objects(profile: Profile, scheme: str, pool: Pool, anchor: bool) -> It
 
 def _has_objects(pool: Pool, scheme: str) -> bool:
     # A logical anchor has no bytes; only the file backend writes something for it, an empty file.
-    return pool.kind != "logical" or scheme == "file"
+    return kind_of(pool).has_bytes or scheme == "file"
 
 
 def _names_model(profile: Profile, scheme: str) -> bool:
@@ -241,12 +237,12 @@ def _check_dcp(profile: Profile) -> None:
         return
     anchor = profile.pools[0]
     # Of an inferred profile's opaque pools only the form of their keys is known.
-    if anchor.kind != "mla" and not (anchor.kind == "opaque" and anchor.replicated):
+    if not kind_of(anchor).stored_with_dcp(anchor):
         raise UnsupportedByBackend("dcp: SGLang stores DCP pages of MLA models only")
     if profile.layout not in _DCP_LAYOUTS:
         raise UnsupportedByBackend(f"dcp: SGLang has no DCP pages in {profile.layout}")
     for pool in profile.pools:
-        if pool.name not in _DCP_POOLS:
+        if not pool_name(pool.name).dcp:
             raise UnsupportedByBackend(f"dcp: SGLang stores no {pool.name} pool with DCP")
 
 
@@ -265,7 +261,7 @@ def _file_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
     first one's: an MHA draft's too, of which the other ranks then read the wrong shard.
     """
     per_rank = not profile.rank_replicated
-    if profile.rank_replicated and pool.name == "mamba":
+    if profile.rank_replicated and pool_name(pool.name).states:
         per_rank = mamba_keys_name_rank(profile)
     for pp_rank, cp_rank, shard in _stages(profile):
         if per_rank:
@@ -298,9 +294,6 @@ def _flat_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[_
 
 # --- mooncake ---
 
-_MOONCAKE_REPLICATED = ("indexer", "draft_indexer")  # and deepseek_v4_*: rank-less in any model
-_MOONCAKE_SPLIT = ("kv", "draft", "swa", "draft_swa")  # K and V apart in an MHA pool
-
 
 def _check_mooncake(profile: Profile) -> None:
     _check_dcp(profile)
@@ -318,16 +311,12 @@ def _splits_heads(profile: Profile) -> bool:
 
 def _mooncake_per_rank(profile: Profile, pool: Pool) -> bool:
     """Tell whether a pool's keys name the TP rank (_get_hybrid_page_component_keys)."""
-    if pool.name in _MOONCAKE_REPLICATED or pool.name.startswith("deepseek_v4_"):
-        return False
-    if pool.name not in (*_MOONCAKE_SPLIT, "mamba"):
+    form = pool_name(pool.name).mooncake
+    if not form:
         raise UnsupportedByBackend(f"SGLang stores no {pool.name} pool on Mooncake")
-    if pool.name == "mamba":
-        return True
-    if pool.kind == "opaque":
-        return not (pool.replicated or profile.rank_replicated)
-    # The form of a draft's key follows the draft, of every other the target.
-    return pool.kind == "mha" if pool.name in DRAFT_POOLS else not profile.rank_replicated
+    if form in ("shared", "states"):
+        return form == "states"
+    return kind_of(pool).names_rank(pool, shared_anchor=profile.rank_replicated)
 
 
 def _mooncake_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
@@ -369,51 +358,21 @@ def _mooncake_ranks(profile: Profile, pool: Pool, shard: Shard, per_rank: bool) 
 
 
 def _mooncake_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[_Content]:
-    geometry = piece.geometry
-    _check_mooncake_kind(profile, pool)
-    if geometry is None:
-        for part in _opaque_parts(profile, pool):
-            yield _Content(part, (), piece.nbytes)
-        return
-    if isinstance(geometry, MhaGeometry) and pool.name == "kv" and _splits_heads(profile):
-        geometry = _head_slice(profile, geometry)
-    for tensor in part_objects(geometry, profile.layout):
-        yield _one_object((tensor,), _mooncake_part(pool, tensor))
-
-
-def _mooncake_part(pool: Pool, tensor: TensorLayout) -> str | None:
-    if pool.kind == "mla":
-        return "k" if pool.name in ("kv", "draft") else None
-    return None if pool.kind == "dsa_indexer" else tensor.name
-
-
-def _check_mooncake_kind(profile: Profile, pool: Pool) -> None:
-    """Refuse pools for which MooncakeStore has no keys of the right number."""
+    kind, geometry = kind_of(pool), piece.geometry
     per_rank = _mooncake_per_rank(profile, pool)
-    if pool.kind in ("mha", "mla") and per_rank != (pool.kind == "mha"):
+    if kind.shards not in (None, per_rank):  # MooncakeStore has no keys of the right number
         raise UnsupportedByBackend(
             f"pools[{pool.name}]: Mooncake keys of this pool and target do not fit kind {pool.kind}"
         )
-    if pool.kind == "opaque" and pool.name == "mamba":
-        raise UnsupportedByBackend(
-            "pools[mamba]: Mooncake stores each state as an object; kind opaque does not name them"
-        )
-
-
-def _head_slice(profile: Profile, geometry: MhaGeometry) -> MhaGeometry:
-    """Cut out the share of one slice of the LCM grid: heads are outermost in page_head."""
-    factor = profile.tp_lcm_size // profile.tp
-    if geometry.heads % factor:
-        raise ProfileError(
-            f"tp_lcm_size: a rank's {geometry.heads} KV heads do not split into {factor} slices"
-        )
-    return replace(geometry, heads=geometry.heads // factor)
-
-
-def _opaque_parts(profile: Profile, pool: Pool) -> tuple[str | None, ...]:
-    if _mooncake_per_rank(profile, pool):
-        return ("k", "v")
-    return ("k",) if pool.name in ("kv", "draft") else (None,)
+    kind.check_mooncake(pool)
+    if geometry is None:
+        for part in kind.mooncake_parts(pool, per_rank):
+            yield _Content(part, (), piece.nbytes)
+        return
+    if pool.name == "kv" and _splits_heads(profile):
+        geometry = geometry.head_slice(profile.tp_lcm_size // profile.tp)
+    for tensor in part_objects(geometry, profile.layout):
+        yield _one_object((tensor,), kind.mooncake_part(pool, tensor))
 
 
 # --- 3FS ---
@@ -443,7 +402,7 @@ def _hf3fs_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
     if not profile.rank_replicated:
         for rank in range(profile.tp):
             yield _Place(0, 0, Shard(tp_rank=rank))
-    elif pool.name == "mamba" and mamba_keys_name_rank(profile):
+    elif pool_name(pool.name).states and mamba_keys_name_rank(profile):
         for rank in range(profile.tp):
             yield _Place(0, 0, Shard(tp_rank=rank, tp_size=profile.tp))
     else:
@@ -451,20 +410,20 @@ def _hf3fs_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
 
 
 def _hf3fs_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[_Content]:
-    geometry = piece.geometry
-    if isinstance(geometry, MhaGeometry) and pool.name != "kv":
-        # register_mem_host_pool_v2 takes K's size for a page; the write of K and V then fails.
+    kind, geometry = kind_of(pool), piece.geometry
+    if pool.name != "kv" and not kind.hf3fs_sidecar:
         raise UnsupportedByBackend(
-            f"pools[{pool.name}]: SGLang cannot store MHA pools beside kv on 3FS"
+            f"pools[{pool.name}]: SGLang cannot store {kind.name.upper()} pools beside kv on 3FS"
         )
     zero_copy = profile.layout in _ZERO_COPY_LAYOUTS and not profile.rank_replicated
-    if pool.name == "kv" and zero_copy and geometry is None:
+    if pool.name != "kv" or not zero_copy or not kind.hf3fs_parts:
+        yield from _flat_contents(profile, pool, piece)
+    elif geometry is None:
         yield from (_Content(part, (), piece.nbytes) for part in ("k", "v"))
-    elif zero_copy and isinstance(geometry, MhaGeometry) and not geometry.asymmetric:
+    else:
+        geometry.check_flat()  # K and V have keys of their own, but are of one size
         for tensor in part_objects(geometry, profile.layout):
             yield _one_object((tensor,), tensor.name)
-    else:
-        yield from _flat_contents(profile, pool, piece)
 
 
 _SCHEMES = {

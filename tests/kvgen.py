@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hicachectl.formats.layouts import INDEX_QUANT_BLOCK
+from hicachectl.formats.layouts import QUANT_BLOCK
 from hicachectl.kernels.values import fp8_values
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from hicachectl.formats.kinds.pool import Pool
     from hicachectl.formats.layouts import TensorLayout
-    from hicachectl.formats.profile import Pool, Profile
+    from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
 
     Floats = NDArray[np.float32]
@@ -212,7 +213,7 @@ def uniform_noise(expected: ObjectSpec, profile: Profile, count: int, seed: int)
             rows[:] = _scaled_rows(noise(*rows.shape[:2], width), pool.kv_lora_rank)
         else:
             blocks = part.reshape(count, *tensor.shape)
-            width = tensor.shape[1] * INDEX_QUANT_BLOCK // (INDEX_QUANT_BLOCK + 4)
+            width = tensor.shape[1] * QUANT_BLOCK // (QUANT_BLOCK + 4)
             codes, scales = _quantise(noise(count, tensor.shape[0], width), floor=1e-4)
             blocks[..., :width] = codes
             blocks[..., width:] = scales.view(np.uint8)
@@ -276,7 +277,7 @@ def _rotate(rows: Floats, positions: NDArray[Any]) -> None:
 
 def _quantise(rows: Floats, floor: float) -> tuple[Bytes, Floats]:
     """Quantise blocks of 128 along the last axis to e4m3fn: codes, and one scale a block."""
-    blocks = rows.reshape(*rows.shape[:-1], -1, INDEX_QUANT_BLOCK)
+    blocks = rows.reshape(*rows.shape[:-1], -1, QUANT_BLOCK)
     scales = np.maximum(np.abs(blocks).max(axis=-1), np.float32(floor)) / np.float32(_FP8_LARGEST)
     with np.errstate(all="ignore"):
         codes = encode(blocks / scales[..., None], "float8_e4m3fn")

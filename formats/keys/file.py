@@ -17,36 +17,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.keys.unified import UnifiedCodec
+from hicachectl.formats.kinds.pool import pool_name, pool_names
 from hicachectl.formats.objects import Coordinate, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-# SGLang's PoolName values that can stand after the hash; KV has no such part.
-SIDECAR_POOLS = (
-    "mamba",
-    "swa",
-    "auxiliary_swa",
-    "indexer",
-    "deepseek_v4_c1",
-    "deepseek_v4_c1_indexer",
-    "deepseek_v4_c1_indexer_scale",
-    "deepseek_v4_c2",
-    "deepseek_v4_c2_indexer",
-    "deepseek_v4_c2_indexer_scale",
-    "deepseek_v4_c4",
-    "deepseek_v4_c4_indexer",
-    "deepseek_v4_c4_indexer_scale",
-    "deepseek_v4_c128",
-    "deepseek_v4_c4_rope",
-    "deepseek_v4_c128_rope",
-    "deepseek_v4_c4_state",
-    "deepseek_v4_c4_indexer_state",
-    "deepseek_v4_c128_state",
-    "draft",
-    "draft_indexer",
-    "draft_swa",
-)
 
 _UNIFIED = UnifiedCodec()
 _NUMBER = "(0|[1-9][0-9]{0,8})"  # as Python prints an int
@@ -102,9 +77,9 @@ def _pool_readings(stem: str) -> Iterator[tuple[str, str]]:
     """(pool, text from the model on) for every pool that the start can name."""
     if stem.startswith("_"):
         yield "kv", stem[1:]
-    for pool in SIDECAR_POOLS:
-        if stem.startswith(f".{pool}_"):
-            yield pool, stem[len(pool) + 2 :]
+    for pool in pool_names():
+        if pool.name != "kv" and stem.startswith(f".{pool.name}_"):
+            yield pool.name, stem[len(pool.name) + 2 :]
 
 
 def _shard_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
@@ -119,7 +94,7 @@ def _shard_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
 
 
 def _dcp_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
-    """Read a DCP part: of MLA targets, so a tp pair only where the pool is mamba."""
+    """Read a DCP part: of MLA targets, so only pools with ranks of their own have a tp pair."""
     match = _DCP.search(text)
     if match is None:
         return
@@ -130,15 +105,16 @@ def _dcp_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
         return
     shard = Shard(tp_size=tp_size, dcp_rank=rank, dcp_size=size, dcp_page_size=page_size)
     text = text[: match.start()]
+    states = pool_name(pool).states
     bases = [(text, shard)]
     without_cp = _strip_cp(text, shard)
     if without_cp is not None:
         bases.append(without_cp)
     for base, base_shard in bases:
-        if pool != "mamba":
+        if not states:
             yield base, base_shard
         for model, ranked in _rank_readings(base, base_shard):
-            if (ranked.tp_rank is not None) == (pool == "mamba") and ranked.tp_size == tp_size:
+            if (ranked.tp_rank is not None) == states and ranked.tp_size == tp_size:
                 yield model, ranked
 
 

@@ -7,7 +7,8 @@ _get_mha_zero_copy_keys, _pool_component_key. KEY is::
     page-hash                               kv, flat page or MLA
     page-hash "-k" | page-hash "-v"         kv, MHA zero-copy
     page-hash "_" pool                      namespace = pool
-    page-hash "_mamba_" tp-rank "_" tp-size mamba beside an MLA target, all in rank 0
+    page-hash "_mamba_" tp-rank "_" tp-size mamba beside an MLA target, all in rank 0; as would
+                                            be any pool with ranks of its own
 
 Neither model nor pipeline rank is in any of them.
 """
@@ -16,18 +17,18 @@ from __future__ import annotations
 
 import re
 
-from hicachectl.formats.keys.file import SIDECAR_POOLS
+from hicachectl.formats.kinds.pool import pool_name, pool_names
 from hicachectl.formats.objects import Coordinate, Shard
 
 _PREFIX = re.compile(r"(0|[1-9][0-9]{0,8}):([a-z0-9_]+):")
-_SHARED_MAMBA = re.compile(r"_mamba_(0|[1-9][0-9]{0,8})_([1-9][0-9]{0,8})")
+_OWN_RANK = re.compile(r"_([a-z0-9_]+)_(0|[1-9][0-9]{0,8})_([1-9][0-9]{0,8})")
 
 
 class Hf3fsCodec:
     """Keys of HiCacheHF3FS, between their text and a `Coordinate`.
 
     tp_rank is the rank whose data file holds the object. tp_size is set only where the key says
-    it: mamba states beside an MLA target, which all lie in the file of rank 0.
+    it: pools with ranks of their own beside an MLA target, which all lie in the file of rank 0.
     """
 
     scheme = "hf3fs"
@@ -38,23 +39,23 @@ class Hf3fsCodec:
         if match is None:
             return ()
         rank, namespace = int(match[1]), match[2]
-        shared = _SHARED_MAMBA.fullmatch(suffix)
-        if namespace == "mamba" and shared is not None:
-            tp_rank, tp_size = int(shared[1]), int(shared[2])
+        own = _OWN_RANK.fullmatch(suffix) if pool_name(namespace).states else None
+        if own is not None and own[1] == namespace:
+            tp_rank, tp_size = int(own[2]), int(own[3])
             if rank or tp_rank >= tp_size:
                 return ()
-            return (Coordinate("", "mamba", shard=Shard(tp_rank=tp_rank, tp_size=tp_size)),)
+            return (Coordinate("", namespace, shard=Shard(tp_rank=tp_rank, tp_size=tp_size)),)
         part = suffix[1:] if namespace == "kv" and suffix in ("-k", "-v") else None
         known = namespace == "kv" if part or not suffix else suffix == f"_{namespace}"
-        if not known or (namespace != "kv" and namespace not in SIDECAR_POOLS):
+        if not known or all(pool.name != namespace for pool in pool_names()):
             return ()
         return (Coordinate("", namespace, part, shard=Shard(tp_rank=rank)),)
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
         """Spell the text before and after the page hash; inverse of `readings`."""
         shard, pool = coordinate.shard, coordinate.pool
-        if pool == "mamba" and shard.tp_size is not None:
-            return "0:mamba:", f"_mamba_{shard.tp_rank}_{shard.tp_size}"
+        if pool_name(pool).states and shard.tp_size is not None:
+            return f"0:{pool}:", f"_{pool}_{shard.tp_rank}_{shard.tp_size}"
         suffix = "" if pool == "kv" else f"_{pool}"
         if coordinate.part is not None:
             suffix += f"-{coordinate.part}"

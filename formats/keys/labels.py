@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.kinds.pool import pool_name
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -33,17 +35,17 @@ _SIZES = (
 def group_label(codec: KeyCodec, model: str, tag: str, affixes: Iterable[Affix]) -> str:
     """Return the label of a group that has objects of some affixes, all of one deployment.
 
-    Mamba states name a TP size even where their anchor has none, so any other object goes first.
+    Mamba states name a TP size even beside an anchor without one, so any other object goes first.
     """
-    mamba = ""
+    of_states = ""
     for affix in affixes:
         reading = _reading(codec, key_name(model, tag), affix)
         if reading is not None:
             label = " ".join([_spelled(key_name(model, tag)), *_sizes(reading.shard)])
-            if reading.pool != "mamba":
+            if not pool_name(reading.pool).states:
                 return label
-            mamba = mamba or label
-    return mamba or AMBIGUOUS
+            of_states = of_states or label
+    return of_states or AMBIGUOUS
 
 
 def key_name(model: str, tag: str) -> str:

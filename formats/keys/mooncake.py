@@ -20,13 +20,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.keys.file import SIDECAR_POOLS
+from hicachectl.formats.kinds.pool import pool_name, pool_names
 from hicachectl.formats.objects import Coordinate, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from hicachectl.formats.kinds.pool import PoolName
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _DCP_PREFIX = re.compile(
@@ -38,12 +41,6 @@ _DCP_RANK = re.compile(f"dcp{_NUMBER}_cp{_NUMBER}(?:_{_NUMBER})?")
 _CONV = re.compile(f"conv_{_NUMBER}")
 # The 4 KiB key that each SGLang client leaves (MooncakeStore.warmup).
 WARM_UP_PATTERN = r"^sglang_mooncake_store_warmup_key[0-9a-f]{32}$"
-
-# Pools whose objects every TP rank shares, so that the rank names at most the stage.
-_REPLICATED_POOLS = tuple(
-    pool for pool in SIDECAR_POOLS if pool.endswith("indexer") or pool.startswith("deepseek_v4_")
-)
-_SPLIT_POOLS = ("draft", "swa", "draft_swa")  # one object, or k and v
 
 Rank = tuple[bool, Shard]  # whether the rank form is the MHA one, and what it says
 
@@ -121,7 +118,7 @@ def _read_prefix(text: str) -> tuple[str, Shard | None]:
 
 def _component_readings(suffix: str) -> Iterator[tuple[str, str, str | None]]:
     """(rank text, pool, part) for every component that the end can name."""
-    for name, pool, part in _COMPONENTS:
+    for name, pool, part in _components(pool_names()):
         if suffix.startswith("_") and suffix.endswith(f"_{name}"):
             yield suffix[1 : -len(name) - 1], pool, part
     head, _, tail = suffix.rpartition("_conv_")
@@ -129,14 +126,16 @@ def _component_readings(suffix: str) -> Iterator[tuple[str, str, str | None]]:
         yield head[1:], "mamba", f"conv_{tail}"
 
 
-def _components() -> Iterator[tuple[str, str, str | None]]:
-    yield from (("k", "kv", "k"), ("v", "kv", "v"), ("temporal", "mamba", "temporal"))
-    yield from ((pool, pool, None) for pool in (*_REPLICATED_POOLS, "swa", "draft_swa"))
-    for pool in _SPLIT_POOLS:
-        yield from ((f"{pool}_{part}", pool, part) for part in ("k", "v"))
-
-
-_COMPONENTS = tuple(_components())
+@lru_cache(maxsize=1)
+def _components(pools: tuple[PoolName, ...]) -> tuple[tuple[str, str, str | None], ...]:
+    """List the components that keys can name: their text, pool and part."""
+    found: list[tuple[str, str, str | None]] = []
+    for pool in pools:
+        if pool.mooncake in ("shared", "window"):
+            found.append((pool.name, pool.name, None))
+        if pool.mooncake in ("parts", "window"):
+            found += [(f"{pool.name}_{part}", pool.name, part) for part in ("k", "v")]
+    return (("k", "kv", "k"), ("v", "kv", "v"), ("temporal", "mamba", "temporal"), *found)
 
 
 def _rank_readings(text: str, dcp: Shard | None) -> Iterator[Rank]:
@@ -179,13 +178,10 @@ def _slice_readings(text: str, sizes: Shard) -> Iterator[Rank]:
 
 def _agrees(pool: str, part: str | None, is_mha: bool, shard: Shard) -> bool:
     """Whether SGLang writes this pool with this form of rank."""
-    if pool == "mamba":
-        return is_mha
-    if pool in _REPLICATED_POOLS or (pool in ("swa", "draft_swa") and part is None):
+    form = pool_name(pool).mooncake
+    if form == "shared" or (form == "window" and part is None):
         return not is_mha or shard.heads is not None
-    if part == "v" or pool in ("swa", "draft_swa"):
-        return is_mha
-    return True
+    return is_mha or not (form in ("states", "window") or part == "v")
 
 
 def _within_sizes(shard: Shard) -> bool:
@@ -215,6 +211,6 @@ def _rank_text(coordinate: Coordinate) -> str:
 
 
 def _component_text(coordinate: Coordinate) -> str:
-    if coordinate.pool in ("kv", "mamba"):
+    if pool_name(coordinate.pool).mooncake in ("kv", "states"):
         return str(coordinate.part)
     return coordinate.pool if coordinate.part is None else f"{coordinate.pool}_{coordinate.part}"

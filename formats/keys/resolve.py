@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.kinds.pool import pool_name
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
@@ -139,8 +141,8 @@ def _has_anchor(reading: Coordinate, deployments: Collection[tuple[str, str, Top
     model, tag, own = deployment_of(reading)
     if (model, tag, own) in deployments:
         return True
-    # Mamba keeps its tp pair beside an anchor without one (HiCacheFile.tp_config_suffix).
-    return reading.pool == "mamba" and (model, tag, rankless(own)) in deployments
+    # Such pools keep their tp pair beside an anchor without one (HiCacheFile.tp_config_suffix).
+    return pool_name(reading.pool).states and (model, tag, rankless(own)) in deployments
 
 
 def topology(shard: Shard) -> Topology:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.kinds import kind_of
+from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS
 from hicachectl.formats.models.families import (
     Context,
     Family,
@@ -23,10 +25,12 @@ from hicachectl.formats.models.flags import (
     normalised_layout,
 )
 from hicachectl.formats.models.hf_config import HfConfig, open_config
-from hicachectl.formats.profile import Pool, Profile, validate_profile
+from hicachectl.formats.profile import Profile, validate_profile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from hicachectl.formats.kinds.pool import Pool
 
 # BaseSpecWorker._draft_model_runners: these have no draft model whose KV could be stored.
 _DRAFTLESS_ALGORITHMS = ("", "NGRAM", "FROZEN_KV_MTP", "UNO")
@@ -121,7 +125,7 @@ def _page_size(model: HfConfig, flags: DeploymentFlags) -> int:
 def _check_parallelism(model: HfConfig, flags: DeploymentFlags, pools: tuple[Pool, ...]) -> None:
     """Refuse what SGLang refuses, and what keys then say that a profile cannot."""
     names = [pool.name for pool in pools]
-    latent = pools[0].kind == "mla"
+    latent = kind_of(pools[0]).shards is False
     if flags.dcp > 1 and (not latent or "indexer" in names):
         # resolve_hicache_dcp_compatibility, _dsa_dcp_overrides
         raise model.error("dcp", "SGLang's HiCache has it for MLA models without indexer only")
@@ -132,10 +136,9 @@ def _check_parallelism(model: HfConfig, flags: DeploymentFlags, pools: tuple[Poo
 
 
 def _check_layout(model: HfConfig, layout: str, pools: tuple[Pool, ...]) -> None:
-    asymmetric = any(pool.v_head_dim for pool in pools)
-    states = any(pool.kind == "mamba" for pool in pools)
     # MambaPoolHost, AsymmetricMHATokenToKVPoolHost
-    if (asymmetric or states) and layout not in ("page_first", "page_first_direct"):
+    page_first = any(kind_of(pool).layouts(pool) == PAGE_FIRST_LAYOUTS for pool in pools)
+    if page_first and layout not in PAGE_FIRST_LAYOUTS:
         raise model.error(
             "layout",
             f"SGLang has no {layout} for this model; page_first and page_first_direct are left",
@@ -160,7 +163,7 @@ def _split_heads(flags: DeploymentFlags, tp: int, layout: str, pools: tuple[Pool
     """tp_lcm_size where it has an effect (CacheController._generate_storage_config), else 0."""
     if flags.tp_lcm_size % tp:
         raise ProfileError(f"tp_lcm_size: {flags.tp_lcm_size} is no multiple of tp {tp}")
-    splits = layout == "page_head" and flags.tp_lcm_size > tp and pools[0].kind == "mha"
+    splits = layout == "page_head" and flags.tp_lcm_size > tp and kind_of(pools[0]).shards
     return flags.tp_lcm_size if splits else 0
 
 

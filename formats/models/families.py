@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.keys.versions import sglang_version
+from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.models.dtypes import kv_dtype, mla_row, state_dtypes
-from hicachectl.formats.profile import Pool, StateTensor
 
 if TYPE_CHECKING:
     from hicachectl.formats.models.flags import DeploymentFlags

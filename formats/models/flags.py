@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.keys.versions import sglang_version
+from hicachectl.formats.layouts import LAYOUTS
 from hicachectl.formats.profile import (
-    LAYOUTS,
     MAX_LAYERS,
     MAX_PAGE_SIZE,
     MAX_RANKS,

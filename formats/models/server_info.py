@@ -10,20 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from hicachectl.formats.documents import parse_json, shown, storable
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.models.dtypes import stated_kv_dtype
 from hicachectl.formats.models.flags import (
     DeploymentFlags,
     attention_tp,
     normalised_layout,
 )
-from hicachectl.formats.profile import MAX_RANKS, NEWEST_SGLANG, Pool, Profile
+from hicachectl.formats.profile import MAX_RANKS, NEWEST_SGLANG, Profile
 from hicachectl.formats.transfer import retargeted
+
+if TYPE_CHECKING:
+    from hicachectl.formats.kinds.pool import Pool
 
 _SOURCE = "server_info"
 
@@ -126,14 +130,7 @@ def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
 def _of_dtype(pool: Pool, kv_cache_dtype: str) -> Pool:
     """Return the kv pool with the dtype that a server states; as it is for auto."""
     stated = stated_kv_dtype(kv_cache_dtype)
-    is_fp8 = stated is not None and stated.startswith("float8")
-    if stated is None or pool.kind not in ("mha", "mla"):
-        return pool
-    if pool.kind == "mla":
-        same = is_fp8 == (pool.row != "bf16")
-        return pool if same else replace(pool, row="fp8" if is_fp8 else "bf16")
-    # ROCm names its own form of e4m3 like the other.
-    return pool if pool.dtype.startswith(stated) else replace(pool, dtype=stated)
+    return pool if stated is None else kind_of(pool).with_cache_dtype(pool, stated)
 
 
 def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> list[str]:
@@ -269,7 +266,7 @@ def _pool_contradictions(profile: Profile, pools: list[Any]) -> list[str]:
         if not isinstance(pool, Mapping) or not isinstance(pool.get("pool"), str):
             raise ProfileError("cache layout: pools: expected objects with a pool name")
         reported[pool["pool"]] = pool
-    ours = {pool.name: pool for pool in profile.pools if pool.kind != "logical"}
+    ours = {pool.name: pool for pool in profile.pools if kind_of(pool).has_bytes}
     found = [f"pools: the server has {name}, the profile not" for name in reported.keys() - ours]
     found += [f"pools: the profile has {name}, the server not" for name in ours.keys() - reported]
     for name in ours.keys() & reported:

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hicachectl.checks.tables import stored_layers
-from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
-from hicachectl.formats.layouts import (
-    INDEX_QUANT_BLOCK,
-    Geometry,
-    MhaGeometry,
-    MlaGeometry,
-    TensorLayout,
-    flat_page,
-    part_objects,
-)
-from hicachectl.formats.profile import LAYOUTS
+from hicachectl.formats.kinds import kind_of
+from hicachectl.formats.layouts import QUANT_BLOCK
 from hicachectl.kernels.layout import (
     FIRST_CHANNELS,
     SECOND_CHANNELS,
@@ -33,7 +25,9 @@ from hicachectl.kernels.layout import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.formats.profile import Pool, Profile
+    from hicachectl.formats.kinds.pool import Pool
+    from hicachectl.formats.layouts import TensorLayout
+    from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.kernels.layout import Floats, IntArray
     from hicachectl.kernels.values import BoolArray, Bytes
@@ -82,8 +76,7 @@ class LayoutCheck:
     def _look(self, sets: IntArray, channels: int) -> OrderLook:
         layer, token, head = self.test.stored.coordinates(sets)
         tensor = self.tensors[0]
-        latent = self.pool.kind == "mla"
-        width = self.pool.kv_lora_rank if latent else tensor.shape[-1]
+        width = kind_of(self.pool).compared_channels(self.pool, tensor)
         return OrderLook(
             layer=layer,
             token=token,
@@ -113,9 +106,11 @@ class LayoutCheck:
 def layout_check(expected: ObjectSpec, profile: Profile) -> LayoutCheck | None:
     """Prepare the check for one kind of object; None where no order could be told from another."""
     pool = profile.pool(expected.coordinate.pool)
-    if pool is None or pool.kind not in ("mha", "mla") or not expected.tensors:
+    if pool is None or not expected.tensors:
         return None
     stored = expected.tensors[0]
+    if not kind_of(pool).compared_channels(pool, stored):
+        return None
     lengths = dict(zip(stored.axes, stored.shape, strict=True))
     own = _row_order(stored.axes, lengths)
     rivals: dict[tuple[str, ...], tuple[RowOrder, list[str]]] = {}
@@ -132,26 +127,12 @@ def layout_check(expected: ObjectSpec, profile: Profile) -> LayoutCheck | None:
 
 
 def _known_orders(pool: Pool) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """List the layouts that SGLang builds such a pool in, with their axes."""
-    geometry: Geometry
-    if pool.kind == "mla":
-        geometry = MlaGeometry(layers=1, tokens=1, channels=1, dtype="uint8")
-    else:
-        geometry = MhaGeometry(
-            layers=1,
-            tokens=1,
-            heads=1,
-            head_dim=pool.head_dim,
-            v_head_dim=pool.v_head_dim or pool.head_dim,
-            dtype=pool.dtype,
-        )
-    asymmetric = isinstance(geometry, MhaGeometry) and geometry.asymmetric
-    for layout in LAYOUTS:
-        try:
-            tensors = (part_objects if asymmetric else flat_page)(geometry, layout)
-        except (ProfileError, UnsupportedByBackend):
-            continue
-        yield layout, tensors[0].axes
+    """Yield the layouts that SGLang builds such a pool in, with their axes."""
+    kind = kind_of(pool)
+    geometry = kind.geometry(pool, layers=1, tokens=1, tp=1)
+    assert geometry is not None  # or the object had no tensors
+    for layout in kind.layouts(pool):
+        yield from ((layout, tensor.axes) for tensor in islice(geometry.tensors(layout), 1))
 
 
 def _row_order(axes: tuple[str, ...], lengths: dict[str, int]) -> RowOrder:
@@ -163,8 +144,7 @@ def _read_floats(
     objects: Bytes, tensor: TensorLayout, pool: Pool, places: _Places, channels: int
 ) -> Floats:
     items = _rows(objects, tensor).view(f"u{tensor.itemsize}")
-    # Of MLA rows the latents alone: the rope part has another magnitude in every layer.
-    width = pool.kv_lora_rank if pool.kind == "mla" else tensor.shape[-1]
+    width = kind_of(pool).compared_channels(pool, tensor)
     return log_magnitudes(_spread(items[..., :width], channels)[places])
 
 
@@ -172,7 +152,7 @@ def _read_codes(
     objects: Bytes, tensor: TensorLayout, pool: Pool, places: _Places, channels: int
 ) -> Floats:
     """Read codes times scales; fp8 logarithms have three mantissa bits, so take as many here."""
-    rank, tiles = pool.kv_lora_rank, pool.kv_lora_rank // INDEX_QUANT_BLOCK
+    rank, tiles = pool.kv_lora_rank, pool.kv_lora_rank // QUANT_BLOCK
     stored = _rows(objects, tensor)
     codes = log_magnitudes(_spread(stored[..., :rank], channels)[places])
     scales = stored[..., rank : rank + 4 * tiles].view(np.uint32)[places] >> 20

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicachectl.formats.kinds import kind_of
 from hicachectl.pages.listing import object_findings
 from hicachectl.pages.page_order import page_ranks
 
@@ -39,16 +40,15 @@ def replica_sets(table: AffixTable) -> npt.NDArray[np.int64]:
 
 
 def _shared_head(deployment: Deployment, spec: ObjectSpec) -> tuple[object, ...] | None:
-    """Name the head that a rank holds, with all else that tells its objects from others."""
-    profile, coordinate = deployment.profile, spec.coordinate
-    pool = None if profile is None else profile.pool(coordinate.pool)
-    if profile is None or pool is None or pool.kind != "mha" or coordinate.shard.tp_rank is None:
+    """Return the share that a rank holds with others, and what else tells its objects apart."""
+    profile, shard = deployment.profile, spec.coordinate.shard
+    pool = None if profile is None else profile.pool(spec.pool)
+    if profile is None or pool is None or shard.tp_rank is None:
         return None
-    if not pool.kv_heads or profile.tp <= pool.kv_heads or profile.tp % pool.kv_heads:
+    share = kind_of(pool).shared_shard(pool, shard.tp_rank, profile.tp)
+    if share is None:
         return None
-    head = coordinate.shard.tp_rank // (profile.tp // pool.kv_heads)
-    shard = coordinate.shard
-    return pool.name, coordinate.part, shard.pp_rank, shard.cp_rank, head
+    return pool.name, spec.coordinate.part, shard.pp_rank, shard.cp_rank, share
 
 
 def check_replicas(

@@ -1,7 +1,6 @@
 """The form of an object for value checks: tensors as tables of rows, and what each item is called.
 
-Sources: SGLang kernels/ops/quantization/dsa_quant_k_cache.py (scaled MLA rows),
-srt/mem_cache/index_key_cache.py (indexer blocks), srt/mem_cache/pool_host/ (padding layers).
+What a row holds, its kind says (`formats.kinds`). Padding layers: SGLang srt/mem_cache/pool_host/.
 """
 
 from __future__ import annotations
@@ -12,37 +11,33 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.formats.layouts import INDEX_QUANT_BLOCK
-from hicachectl.formats.pools import DRAFT_POOLS, model_layer_count
-from hicachectl.kernels.values import Column, RowTable
+from hicachectl.formats.kinds import kind_of
+from hicachectl.formats.kinds.pool import pool_name
+from hicachectl.formats.layouts import Column
+from hicachectl.formats.pools import model_layer_count
+from hicachectl.kernels.values import RowTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from hicachectl.formats.kinds.pool import Pool
     from hicachectl.formats.layouts import TensorLayout
-    from hicachectl.formats.profile import Pool, Profile
+    from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.kernels.values import IntArray
 
-# act_quant and fused_store_index_cache.cuh divide no less than 1e-4 by the largest code.
-INDEX_SCALE_FLOOR = 1e-4 / 448
-
 _ROW_BYTES = 64 << 10  # longer rows (recurrent states) are cut along their next axis
 _ROW_AXES = ("layer", "token", "kv")
-
-Axes = tuple[tuple[str, ...], tuple[int, ...]]  # names, lengths
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
     """One tensor of an object as a table of rows.
 
-    items:  what the items of each column count, by the column's name.
     layers: model layer number of each stored layer, None for padding.
     """
 
     table: RowTable
-    items: dict[str, Axes]
     layers: tuple[int | None, ...]
     dtype: str
 
@@ -85,7 +80,7 @@ def sections_of(expected: ObjectSpec, profile: Profile) -> tuple[Section, ...]:
 def stored_layers(expected: ObjectSpec, profile: Profile) -> tuple[int | None, ...]:
     """List the model layer of each stored layer: padding, as None, lies before packed drafts."""
     packed = 0
-    if expected.coordinate.pool not in DRAFT_POOLS:
+    if not pool_name(expected.pool).draft:
         total = model_layer_count(profile)
         packed = sum(layer >= total for layer in expected.layers)
     own = len(expected.layers) - packed
@@ -103,13 +98,10 @@ def _section(
     tensor: TensorLayout, layers: tuple[int | None, ...], pool: Pool, code_dtype: str
 ) -> Section:
     cut = _row_axes(tensor)
-    if pool.kind == "mla" and pool.row == "fp8_scaled":
-        columns, items = _scaled_row(pool, code_dtype)
-    elif pool.kind == "dsa_indexer":
-        columns, items = _index_block(tensor, pool, code_dtype)
-    else:
-        columns = (Column("", 0, prod(tensor.shape[cut:]), tensor.dtype),)
-        items = {"": (tensor.axes[cut:], tensor.shape[cut:])}
+    columns = kind_of(pool).columns(pool, tensor, code_dtype)
+    if columns is None:
+        row = tensor.shape[cut:]
+        columns = (Column("", 0, prod(row), tensor.dtype, axes=tensor.axes[cut:], shape=row),)
     axes, shape = tensor.axes[:cut], tensor.shape[:cut]
     table = RowTable(
         name=tensor.name,
@@ -120,7 +112,7 @@ def _section(
         columns=columns,
         runs=_runs(axes, shape, layers),
     )
-    return Section(table, items, layers, tensor.dtype)
+    return Section(table, layers, tensor.dtype)
 
 
 def _row_axes(tensor: TensorLayout) -> int:
@@ -129,37 +121,6 @@ def _row_axes(tensor: TensorLayout) -> int:
     while len(tensor.axes) - cut > 1 and prod(tensor.shape[cut:]) * tensor.itemsize > _ROW_BYTES:
         cut += 1
     return cut
-
-
-def _scaled_row(pool: Pool, code_dtype: str) -> tuple[tuple[Column, ...], dict[str, Axes]]:
-    rank, rope = pool.kv_lora_rank, pool.qk_rope_head_dim
-    tiles = rank // INDEX_QUANT_BLOCK
-    scales = Column("scales", rank, tiles, "float32", scale_floor=0.0)
-    columns = [Column("codes", 0, rank, code_dtype, scales=scales), scales]
-    if rope:  # models without positions in their latents have none
-        columns.append(Column("rope", rank + scales.nbytes, rope, "bfloat16"))
-    items: dict[str, Axes] = {
-        "codes": (("channel",), (rank,)),
-        "scales": (("tile",), (tiles,)),
-        "rope": (("channel",), (rope,)),
-    }
-    return tuple(columns), items
-
-
-def _index_block(
-    tensor: TensorLayout, pool: Pool, code_dtype: str
-) -> tuple[tuple[Column, ...], dict[str, Axes]]:
-    """Keys of all tokens, then their scales."""
-    dim = pool.index_head_dim
-    tiles = dim // INDEX_QUANT_BLOCK
-    tokens = tensor.shape[-1] // (dim + tiles * 4)
-    scales = Column("scales", tokens * dim, tokens * tiles, "float32", INDEX_SCALE_FLOOR)
-    keys = Column("keys", 0, tokens * dim, code_dtype, scales=scales)
-    items: dict[str, Axes] = {
-        "keys": (("token", "channel"), (tokens, dim)),
-        "scales": (("token", "tile"), (tokens, tiles)),
-    }
-    return (keys, scales), items
 
 
 def _runs(

@@ -32,9 +32,10 @@ from hicachectl.kernels.values import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.formats.layouts import Column
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
-    from hicachectl.kernels.values import BoolArray, Bytes, Column, IntArray
+    from hicachectl.kernels.values import BoolArray, Bytes, IntArray
 
     Floats = npt.NDArray[np.float32]
 
@@ -224,11 +225,10 @@ def _first_item(
     for column in table.columns:
         bad = np.flatnonzero(bad_items(block, table, column, code)[0, 0])
         if len(bad):
-            axes, shape = section.items[column.name]
-            place = np.unravel_index(int(bad[0]), shape)
+            place = np.unravel_index(int(bad[0]), column.shape)
             bits = item_bits(block, table, column)[0, 0, bad[:1]]
             value = float(to_float32(bits, column.dtype)[0])
-            return column.name, dict(zip(axes, map(int, place), strict=True)), value
+            return column.name, dict(zip(column.axes, map(int, place), strict=True)), value
     raise AssertionError(f"row {row} has no {code}")
 
 

@@ -14,7 +14,8 @@ from hicachectl.backends.base import open_store
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.formats.keys.base import codec_for
-from hicachectl.formats.profile import Pool, Profile, StateTensor, dump_profile
+from hicachectl.formats.kinds.pool import Pool, StateTensor
+from hicachectl.formats.profile import Profile, dump_profile
 from hicachectl.formats.spec import ObjectSpec, object_specs
 
 if TYPE_CHECKING:

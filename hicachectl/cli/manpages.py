@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hicachectl.cli.group import COMMANDS, cli
+from hicachectl.formats.kinds import kinds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -170,17 +171,6 @@ layers = [0, 1, 2, 4, 5, 6]
 temporal = { shape = [32, 128, 128], dtype = "float32" }
 conv = [{ shape = [8192, 3], dtype = "bfloat16", groups = [2048, 2048, 4096] }]
 """
-_KINDS = (
-    ("mha", "dtype, layers, kv_heads, head_dim; v_head_dim where it differs."),
-    (
-        "mla",
-        "layers, kv_lora_rank, qk_rope_head_dim, and row: bf16, fp8 or fp8_scaled (656 bytes).",
-    ),
-    ("dsa_indexer", "layers, index_head_dim."),
-    ("mamba", "layers, temporal, conv; shapes before sharding."),
-    ("logical", "An anchor without bytes (DeepSeek-V4)."),
-    ("opaque", "nbytes of one object; its bytes are not looked into."),
-)
 _STATES = (
     (
         "whole",
@@ -351,7 +341,7 @@ def _profile_file() -> list[str]:
         ".Ed",
         ".Pp",
         "What the kinds of pools need:",
-        *_list(_KINDS),
+        *_list(tuple((kind.name, kind.summary) for kind in kinds())),
         *_sentences(
             "Each pool also takes packed_draft_layers, hit_policy (all_pages or trailing_pages), "
             "trailing_pages and replicated. A profile with inferred = true states only what a "

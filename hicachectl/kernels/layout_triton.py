@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hicachectl.formats.layouts import INDEX_QUANT_BLOCK
+from hicachectl.formats.layouts import QUANT_BLOCK
 from hicachectl.kernels.layout import FLOOR_SIGMA, NOTHING_LEFT
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def correlations(
             PADDED=triton.next_power_of_2(channels),
             MAGNITUDES=(1 << (8 * item - 1)) - 1,
             SCALED=look.scaled,
-            TILE=INDEX_QUANT_BLOCK,
+            TILE=QUANT_BLOCK,
             FIRST=weights[0],
             SECOND=weights[1],
             FLOOR=FLOOR_SIGMA,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicachectl.formats.layouts import TENSOR_DTYPE_BYTES
+from hicachectl.formats.layouts import TENSOR_DTYPE_BYTES, Column
 
 Bytes = npt.NDArray[np.uint8]
 Bits = npt.NDArray[np.unsignedinteger[Any]]  # unsigned integers of an item's width
@@ -36,29 +36,6 @@ _FP8_FORM = {  # mantissa bits, exponent bias
     "float8_e4m3fnuz": (3, 8),
     "float8_e5m2": (2, 15),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A run of equal items in each row of a table.
-
-    offset:      bytes from the start of the row.
-    scale_floor: for fp32 scales, the least that is legal; None for ordinary numbers.
-    scales:      the column of scales for these codes, each for an equal share of them. Where a
-                 scale of 0 is legal, the codes under it mean nothing and are not judged.
-    """
-
-    name: str
-    offset: int
-    items: int
-    dtype: str
-    scale_floor: float | None = None
-    scales: Column | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the column in one row."""
-        return self.items * TENSOR_DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,15 @@ from hicachectl.formats.keys.resolve import (
     resolve_affixes,
 )
 from hicachectl.formats.keys.table import page_starts
+from hicachectl.formats.kinds.pool import default_hit_policy, pool_name
 from hicachectl.formats.objects import Coordinate, Shard
-from hicachectl.formats.profile import Profile, default_hit_policy
 from hicachectl.formats.spec import ObjectSpec, object_specs
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from hicachectl.formats.keys.base import Affix, KeyCodec
+    from hicachectl.formats.profile import Profile
 
 IntArray = npt.NDArray[np.int64]
 
@@ -226,14 +227,14 @@ def _owners(coordinate: Coordinate) -> set[tuple[str, str, Topology]]:
     """Identities of the anchors that a side object can belong to."""
     model, tag, own = deployment_of(coordinate)
     # Mamba states carry their TP size beside an anchor that has none (MLA on file).
-    shared = {(model, tag, rankless(own))} if coordinate.pool == "mamba" else set()
+    shared = {(model, tag, rankless(own))} if pool_name(coordinate.pool).states else set()
     return {(model, tag, own)} | shared
 
 
 def _inferred_deployments(coordinates: Collection[Coordinate], codec: KeyCodec) -> list[Deployment]:
     # Mamba states join any other object of their page, so that whether the store has anchors of
     # their deployment does not change what their group is.
-    shared = {deployment_of(c) for c in coordinates if c.pool != "mamba"}
+    shared = {deployment_of(c) for c in coordinates if not pool_name(c.pool).states}
     gathered: dict[tuple[str, str, Topology], list[Coordinate]] = defaultdict(list)
     for coordinate in coordinates:
         identity = deployment_of(coordinate)

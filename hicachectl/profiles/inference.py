@@ -8,7 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.pools import DRAFT_POOLS
+from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.profile import Profile, profile_from_mapping
 from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _AXES = ("tp", "pp", "cp", "dcp")
 _OTHER_SOURCES = "give --model-config with the server's flags, --server, or write a profile file"
-# The last release whose Mamba keys name no TP rank beside a KV object that all ranks share.
-_UNRANKED_MAMBA_SGLANG = "0.5.18"
+# The last release whose keys of states name no TP rank beside a KV object that all ranks share.
+_UNRANKED_STATES_SGLANG = "0.5.18"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def choose_deployment(inventory: Inventory, choice: Choice) -> int:
             "choose one" if len(set(map(_options, several))) > 1 else "no option tells them apart"
         )
         raise ProfileError(f"the store has several deployments, {remedy}: {_listed(several)}")
-    _check_one_mamba_size(deployments[found[0]])
+    _check_one_state_size(deployments[found[0]])
     return found[0]
 
 
@@ -125,12 +125,17 @@ def _anchors(deployment: Deployment) -> list[ObjectSpec]:
     return [spec for spec in deployment.specs if spec.pool == "kv"]
 
 
-def _check_one_mamba_size(deployment: Deployment) -> None:
-    sizes = {spec.coordinate.shard.tp_size for spec in deployment.specs if spec.pool == "mamba"}
-    if len(sizes) > 1:
-        texts = ", ".join(str(size or "none") for size in sorted(sizes, key=lambda s: s or 0))
+def _check_one_state_size(deployment: Deployment) -> None:
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for spec in deployment.specs:
+        if pool_name(spec.pool).states:
+            sizes[spec.pool].add(spec.coordinate.shard.tp_size or 0)
+    for pool, found in sizes.items():
+        if len(found) == 1:
+            continue
+        texts = ", ".join(str(size or "none") for size in sorted(found))
         raise ProfileError(
-            f"model {deployment.model!r} has mamba objects of several TP sizes ({texts}) beside "
+            f"model {deployment.model!r} has {pool} objects of several TP sizes ({texts}) beside "
             "the same kv, as servers that share a store leave them; a profile states one size: "
             f"{_OTHER_SOURCES}"
         )
@@ -154,8 +159,8 @@ def _profile(deployment: Deployment) -> Profile:
     page_size = anchors[0].coordinate.shard.dcp_page_size
     if page_size is not None:
         mapping["page_size"] = page_size
-    if "mamba" in pools and not _ranked(pools["mamba"]):
-        mapping["sglang"] = _UNRANKED_MAMBA_SGLANG
+    if any(pool_name(name).states and not _ranked(specs) for name, specs in pools.items()):
+        mapping["sglang"] = _UNRANKED_STATES_SGLANG
     return profile_from_mapping(mapping, source="what the store shows")
 
 
@@ -208,7 +213,7 @@ def _check_says_all(profile: Profile, deployment: Deployment, scheme: str) -> No
     anchored = {_stage(spec) for spec in _anchors(deployment)}
     for pool in profile.pools:
         own = {_stage(spec) for spec in deployment.specs if spec.pool == pool.name}
-        if pool.name not in DRAFT_POOLS and own != anchored:  # a draft is on the last stage alone
+        if not pool.is_draft and own != anchored:  # a draft is on the last stage alone
             raise ProfileError(
                 f"{pool.name} objects are on some pipeline or context-parallel ranks only, which "
                 f"an inferred profile cannot state; {_OTHER_SOURCES}"

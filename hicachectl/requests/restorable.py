@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hicachectl.formats.errors import FormatError, ProfileError, StoreUnavailable
+from hicachectl.formats.kinds import kind_of
 from hicachectl.profiles.stamps import check_stamp
 from hicachectl.requests.hits import find_hits, inventory_of_chains
 
@@ -136,14 +137,14 @@ def _restorable(
 def _differences(target: Profile, served: Profile) -> dict[str, tuple[Any, Any]]:
     """Return what a server's deployment and the target differ in: the server's value, and ours."""
     theirs, ours = _features(served), _features(target)
-    if all(pool.kind in ("mla", "logical", "dsa_indexer") for pool in target.pools):
+    if all(kind_of(pool).shards is False for pool in target.pools):
         theirs["tp"] = ours["tp"]  # all TP ranks share each object
     return {name: (theirs[name], ours[name]) for name in ours if theirs[name] != ours[name]}
 
 
 def _features(profile: Profile) -> dict[str, Any]:
     pool = profile.pools[0]
-    dtype = pool.row if pool.kind == "mla" else pool.dtype
+    dtype = kind_of(pool).cache_dtype(pool)
     features = {name: getattr(profile, name, None) for name in _OPTIONS}
     return features | {"model": profile.key_model, "kv_cache_dtype": dtype}
 

@@ -30,7 +30,8 @@ import pyarrow as pa
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.keys.file import FileCodec
-from hicachectl.formats.profile import Pool, Profile, StateTensor
+from hicachectl.formats.kinds.pool import Pool, StateTensor
+from hicachectl.formats.profile import Profile
 from hicachectl.formats.spec import object_specs
 from hicachectl.io.pipeline import Pipeline, batches
 from hicachectl.verify.verify import Request, verify_store

@@ -34,7 +34,8 @@ import numpy as np
 
 from hicachectl.backends.hf3fs.settings import Hf3fsSettings
 from hicachectl.backends.hf3fs.store import Hf3fsStore
-from hicachectl.formats.profile import Pool, Profile
+from hicachectl.formats.kinds.pool import Pool
+from hicachectl.formats.profile import Profile
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.verify.reading import read_objects
 from hicachectl.verify.reading_plan import ReadingPlan

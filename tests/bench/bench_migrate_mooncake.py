@@ -25,7 +25,8 @@ from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.backends.mooncake.store import MooncakeStore
 from hicachectl.backends.urls import StoreUrl, parse_url
-from hicachectl.formats.profile import Pool, Profile
+from hicachectl.formats.kinds.pool import Pool
+from hicachectl.formats.profile import Profile
 from hicachectl.move.agenda import Request
 from hicachectl.move.carrying import Carrier, Manner
 from hicachectl.move.migrate import migrate

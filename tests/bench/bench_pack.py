@@ -29,7 +29,8 @@ import zstandard
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.pack.store import PackStore
 from hicachectl.backends.testing import rows_of
-from hicachectl.formats.profile import Pool, Profile, StateTensor
+from hicachectl.formats.kinds.pool import Pool, StateTensor
+from hicachectl.formats.profile import Profile
 from hicachectl.formats.spec import object_specs
 from tests.kvgen import KvGenerator
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import replace
 
-from hicachectl.formats.profile import Pool, Profile
+from hicachectl.formats.kinds.pool import Pool
+from hicachectl.formats.profile import Profile
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.kernels.relayout import relayout
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hicachectl.checks.values import ValueChecker
-from hicachectl.formats.profile import Pool, Profile, StateTensor
+from hicachectl.formats.kinds.pool import Pool, StateTensor
+from hicachectl.formats.profile import Profile
 from hicachectl.formats.spec import object_specs
 from tests.kvgen import KvGenerator, uniform_noise
 

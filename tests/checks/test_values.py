@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hicachectl.checks.values import ValueChecker, ValueIssue
-from hicachectl.formats.profile import Pool, Profile
+from hicachectl.formats.kinds.pool import Pool
+from hicachectl.formats.profile import Profile
 from hicachectl.formats.spec import object_specs
 from hicachectl.kernels.values import to_float32
 from tests.checks.value_cases import (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hicachectl.formats.profile import Pool, Profile, StateTensor
+from hicachectl.formats.kinds.pool import Pool, StateTensor
+from hicachectl.formats.profile import Profile
 from hicachectl.formats.spec import ObjectSpec, object_specs
 
 LLAMA_8B: dict[str, Any] = {

@@ -14,11 +14,8 @@ from hypothesis import strategies as st
 from tests.checks.value_cases import expected_of, profile_of, tiny
 from tests.device.devices import DEVICES, torch
 
-from hicachectl.formats.layouts import (  # isort: skip
-    MhaGeometry,
-    TensorLayout,
-    flat_page,
-)
+from hicachectl.formats.kinds.mha import MhaGeometry  # isort: skip
+from hicachectl.formats.layouts import TensorLayout, flat_page  # isort: skip
 from hicachectl.kernels.copy_triton import strided_copy  # isort: skip
 from hicachectl.device.plans import pool_form  # isort: skip
 from hicachectl.device.providers import (  # isort: skip

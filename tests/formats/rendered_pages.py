@@ -13,8 +13,9 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from hicachectl.formats.kinds.pool import Pool, StateTensor
     from hicachectl.formats.objects import Coordinate
-    from hicachectl.formats.profile import Pool, Profile, StateTensor
+    from hicachectl.formats.profile import Profile
 
     Bytes = npt.NDArray[np.uint8]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hicachectl.formats.profile import Pool, Profile, StateTensor
+from hicachectl.formats.kinds.pool import Pool, StateTensor
+from hicachectl.formats.profile import Profile
 
 
 def mha(name: str = "kv", **fields: Any) -> Pool:

@@ -3,16 +3,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
-from hicachectl.formats.layouts import (
-    Geometry,
-    IndexerGeometry,
-    MhaGeometry,
-    MlaGeometry,
-    StateGeometry,
-    TensorLayout,
-    flat_page,
-    part_objects,
-)
+from hicachectl.formats.kinds.dsa_indexer import IndexerGeometry
+from hicachectl.formats.kinds.mamba import StateGeometry
+from hicachectl.formats.kinds.mha import MhaGeometry
+from hicachectl.formats.kinds.mla import MlaGeometry
+from hicachectl.formats.layouts import Geometry, TensorLayout, flat_page, part_objects
 
 MHA = MhaGeometry(layers=3, tokens=4, heads=2, head_dim=16, v_head_dim=16, dtype="bfloat16")
 ASYMMETRIC = MhaGeometry(layers=3, tokens=4, heads=2, head_dim=16, v_head_dim=8, dtype="bfloat16")

@@ -4,24 +4,20 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.layouts import (
-    IndexerGeometry,
-    MhaGeometry,
-    MlaGeometry,
-    StateGeometry,
-    flat_page,
-)
+from hicachectl.formats.kinds.dsa_indexer import IndexerGeometry
+from hicachectl.formats.kinds.mamba import StateGeometry, local_state_shape
+from hicachectl.formats.kinds.mha import MhaGeometry, local_kv_heads
+from hicachectl.formats.kinds.mla import MlaGeometry, mla_row
+from hicachectl.formats.kinds.pool import Pool, StateTensor
+from hicachectl.formats.layouts import flat_page
 from hicachectl.formats.pools import (
     layer_shard_range,
-    local_kv_heads,
-    local_state_shape,
-    mla_row,
     model_layer_count,
     pool_piece,
     pp_ranges,
     stage_ranges,
 )
-from hicachectl.formats.profile import Pool, Profile, StateTensor
+from hicachectl.formats.profile import Profile
 
 MHA = Pool(name="kv", kind="mha", dtype="bfloat16", layers=6, kv_heads=8, head_dim=128)
 MLA = Pool(name="kv", kind="mla", layers=5, kv_lora_rank=512, qk_rope_head_dim=64, row="bf16")

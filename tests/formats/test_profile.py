@@ -7,14 +7,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.kinds.mla import MLA_ROWS
+from hicachectl.formats.kinds.pool import Pool, StateTensor
+from hicachectl.formats.layouts import DTYPE_BYTES, LAYOUTS
 from hicachectl.formats.profile import (
-    DTYPE_BYTES,
     HASH_UNITS,
-    LAYOUTS,
-    MLA_ROWS,
-    Pool,
     Profile,
-    StateTensor,
     dump_profile,
     parse_profile,
     profile_from_mapping,

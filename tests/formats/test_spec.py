@@ -10,8 +10,9 @@ from msgspec import structs
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
 from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.objects import Coordinate, Shard
-from hicachectl.formats.profile import Pool, Profile, StateTensor
+from hicachectl.formats.profile import Profile
 from hicachectl.formats.spec import ObjectSpec, object_specs
 
 SCHEMES = ("file", "mooncake", "hf3fs")

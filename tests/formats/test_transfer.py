@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError, UsageError
-from hicachectl.formats.profile import Pool, Profile, StateTensor, validate_profile
+from hicachectl.formats.kinds.pool import Pool, StateTensor
+from hicachectl.formats.profile import Profile, validate_profile
 from hicachectl.formats.spec import ObjectSpec, object_specs
 from hicachectl.formats.transfer import TransferPlan, retargeted, transfer_plan
 from hicachectl.kernels.relayout import relayout

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.formats.profile import DTYPE_BYTES
+from hicachectl.formats.layouts import DTYPE_BYTES, Column
 from hicachectl.kernels.values import (
-    Column,
     RowTable,
     bad_items,
     count_bad,

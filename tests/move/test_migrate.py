@@ -13,7 +13,8 @@ import pytest
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.cli.demo_store import PROFILE
-from hicachectl.formats.profile import Pool, Profile
+from hicachectl.formats.kinds.pool import Pool
+from hicachectl.formats.profile import Profile
 from hicachectl.formats.transfer import retargeted
 from hicachectl.move.journal import Journal, profile_text
 from tests.move.migrations import MODEL, PAGES, demo_store, journals, migrated, profile_file

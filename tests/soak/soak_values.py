@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from hicachectl.checks.values import ValueChecker
-from hicachectl.formats.profile import LAYOUTS
+from hicachectl.formats.layouts import LAYOUTS
 from tests.checks.value_cases import (
     DEEPSEEK,
     GDN,

@@ -134,6 +134,7 @@ def _deployment(
 
 def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) -> None:
     """Remark on what the rows alone do not show."""
+    from hicachectl.formats.kinds.pool import pool_name
     from hicachectl.pages.ambiguity import ambiguity_remark
 
     if hits.deployment is None:
@@ -145,8 +146,8 @@ def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) 
             "no profile given: a prefix is taken to need what was seen in the store; a pool that "
             "is absent everywhere cannot be noticed",
         )
-        windows = {b.spec.pool for b in hits.needs if b.spec.trailing and b.spec.pool != "mamba"}
-        for pool in sorted(windows):
+        trailing = {needed.spec.pool for needed in hits.needs if needed.spec.trailing}
+        for pool in sorted(pool for pool in trailing if not pool_name(pool).states):
             remark(ctx, f"{pool}: how many pages servers need is not known; 1 is assumed")
     ambiguous = ambiguity_remark(inventory)
     if ambiguous:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from hicachectl.backends.hf3fs.settings import Hf3fsSettings
 from hicachectl.backends.hf3fs.store import Hf3fsStore
 from hicachectl.backends.hf3fs.tables import Saved, Tables
-from hicachectl.formats.profile import Pool, Profile
+from hicachectl.formats.kinds.pool import Pool
+from hicachectl.formats.profile import Profile
 
 if TYPE_CHECKING:
     from tests.hf3fs_server import MetadataServer

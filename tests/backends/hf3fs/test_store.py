@@ -39,7 +39,7 @@ from hicachectl.formats.errors import (
     UnsupportedByBackend,
     UsageError,
 )
-from hicachectl.formats.profile import Pool
+from hicachectl.formats.kinds.pool import Pool
 from tests.backends.hf3fs.place import FILE_SIZE, NUM_PAGES, PAGE_BYTES, PROFILE, FreshStore, Place
 from tests.skips import missing, need_tool
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.formats.keys.file import SIDECAR_POOLS, FileCodec
+from hicachectl.formats.keys.file import FileCodec
+from hicachectl.formats.kinds.pool import pool_names
 from hicachectl.formats.objects import Coordinate, Shard
 
 CODEC = FileCodec()
@@ -59,7 +60,7 @@ def ranks(size: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, int]]:
 def coordinates(draw: st.DrawFn) -> Coordinate:
     """Any coordinate that HiCacheFile can write, with models made to look like suffixes."""
     model = "".join(draw(st.lists(st.sampled_from(["m", "_", "0", "2", "-", ".", "cp", "é"]))))
-    pool = draw(st.sampled_from(("kv", *SIDECAR_POOLS)))
+    pool = draw(st.sampled_from([pool.name for pool in pool_names()]))
     values: dict[str, Any] = {}
     if draw(st.booleans()):
         values["tp_rank"], values["tp_size"] = draw(ranks(st.integers(1, 64)))

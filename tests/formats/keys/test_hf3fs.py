@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.formats.keys.file import SIDECAR_POOLS
 from hicachectl.formats.keys.hf3fs import Hf3fsCodec
+from hicachectl.formats.kinds.pool import pool_names
 from hicachectl.formats.objects import Coordinate, Shard
 
 CODEC = Hf3fsCodec()
@@ -47,7 +47,9 @@ def test_keys_of_others_have_no_reading(affix: tuple[str, str]) -> None:
 
 
 @given(
-    st.integers(0, 99), st.sampled_from(("kv", *SIDECAR_POOLS)), st.sampled_from([None, "k", "v"])
+    st.integers(0, 99),
+    st.sampled_from([pool.name for pool in pool_names()]),
+    st.sampled_from([None, "k", "v"]),
 )
 def test_every_coordinate_reads_back(rank: int, pool: str, part: str | None) -> None:
     coordinate = Coordinate("", pool, part if pool == "kv" else None, shard=Shard(tp_rank=rank))

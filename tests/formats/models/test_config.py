@@ -3,14 +3,18 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.layouts import DTYPE_BYTES
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flags import DeploymentFlags, normalised_layout
-from hicachectl.formats.profile import DTYPE_BYTES, Pool, Profile, dump_profile, parse_profile
+from hicachectl.formats.profile import Profile, dump_profile, parse_profile
+
+if TYPE_CHECKING:
+    from hicachectl.formats.kinds.pool import Pool
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 PAGE = 64

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.pack.index import ENTRIES, SCHEMA, read_index, write_index
 from hicachectl.formats.pack.records import Metadata
-from hicachectl.formats.profile import Pool, Profile, dump_profile
+from hicachectl.formats.profile import Profile, dump_profile
 from tests.backends.pack import pack_files
 
 END = 1 << 20

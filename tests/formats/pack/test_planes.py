@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.formats.errors import FormatError
+from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.pack.planes import PLANE_COUNTS, Coding, Decoder, Encoder, Plan, PlanMemory
-from hicachectl.formats.profile import Pool, Profile
+from hicachectl.formats.profile import Profile
 from hicachectl.formats.spec import object_specs
 from tests.kvgen import KvGenerator
 

@@ -1,0 +1,59 @@
+"""The kinds of pools: a file for each, and the list of them.
+
+A kind of one's own is a `PoolKind` that is registered, with the pool names that it brings.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.kinds.dsa_indexer import DSA_INDEXER, INDEXER_POOLS
+from hicachectl.formats.kinds.logical import LOGICAL
+from hicachectl.formats.kinds.mamba import MAMBA, MAMBA_POOLS
+from hicachectl.formats.kinds.mha import KV_POOLS, MHA
+from hicachectl.formats.kinds.mla import MLA
+from hicachectl.formats.kinds.opaque import COMPRESSED_POOLS, OPAQUE
+from hicachectl.formats.kinds.pool import add_pool_names, remove_pool_names
+
+if TYPE_CHECKING:
+    from hicachectl.formats.kinds.base import PoolKind
+    from hicachectl.formats.kinds.pool import Pool, PoolName
+
+_KINDS: dict[str, PoolKind] = {}
+
+
+def register(kind: PoolKind, names: tuple[PoolName, ...] = ()) -> None:
+    """Add a kind of pool, and pool names that keys may have. Raises ValueError on a known one."""
+    if kind.name in _KINDS:
+        raise ValueError(f"kind {kind.name!r} is registered already")
+    add_pool_names(names)
+    _KINDS[kind.name] = kind
+
+
+def unregister(kind: PoolKind, names: tuple[PoolName, ...] = ()) -> None:
+    """Take back `register`."""
+    remove_pool_names(names)
+    del _KINDS[kind.name]
+
+
+def kind_of(pool: Pool) -> PoolKind:
+    """Return the kind of a valid profile's pool."""
+    return _KINDS[pool.kind]
+
+
+def kinds() -> tuple[PoolKind, ...]:
+    """Return all kinds, in the order in which they are registered."""
+    return tuple(_KINDS.values())
+
+
+def kind_names() -> tuple[str, ...]:
+    """Return the names of all kinds."""
+    return tuple(_KINDS)
+
+
+register(MHA, KV_POOLS)
+register(MLA)
+register(DSA_INDEXER, INDEXER_POOLS)
+register(MAMBA, MAMBA_POOLS)
+register(LOGICAL)
+register(OPAQUE, COMPRESSED_POOLS)

@@ -1,0 +1,141 @@
+"""What the kinds of pools have to say, and the list of them.
+
+A kind is one class in one file. All others ask it: `kind_of(pool)`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.formats.kinds.pool import Pool
+    from hicachectl.formats.layouts import Column, Geometry, TensorLayout
+    from hicachectl.formats.objects import Shard
+
+Span = tuple[int, int, int]  # index in the object, index in the whole model, length
+
+
+class PoolKind:
+    """What depends on the kind of a pool. A kind overrides what is not so by default.
+
+    name:     `kind` of a profile's pool.
+    summary:  the fields that it needs, for the manual.
+    required: fields of `Pool` that must be stated.
+    anchors:  whether a kv pool can be of the kind.
+    shards:   True: each TP rank holds a share; False: all hold the same; None: not known.
+    linear:   whether the shards are those of linear attention (linear_tp of a profile).
+    has_bytes, has_form: whether objects have bytes, and whether their form is known.
+    splits_layers: whether CP ranks can share out the layers of such an anchor.
+    hf3fs_sidecar, hf3fs_parts: whether SGLang stores such a pool beside kv on 3FS, and a kv pool
+              of it as parts with zero-copy.
+    """
+
+    name = ""
+    summary = ""
+    required: tuple[str, ...] = ()
+    anchors = False
+    shards: bool | None = None
+    linear = False
+    has_bytes = True
+    has_form = True
+    splits_layers = False
+    hf3fs_sidecar = True
+    hf3fs_parts = False
+
+    # --- the profile ---
+
+    def problems(self, pool: Pool) -> Iterator[str]:
+        """Yield what is wrong with a pool beyond missing fields and their bounds."""
+        yield from ()
+
+    def dtype(self, pool: Pool) -> str:
+        """Return the dtype of what a pool stores. Raises ProfileError."""
+        return pool.dtype
+
+    def cache_dtype(self, pool: Pool) -> str:
+        """Return what stands in a profile for a server's --kv-cache-dtype."""
+        return pool.dtype
+
+    def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
+        """Return the pool as a server with this --kv-cache-dtype stores it."""
+        return pool
+
+    def stored_with_dcp(self, pool: Pool) -> bool:
+        """Tell whether SGLang stores pages of such an anchor under decode context parallelism."""
+        return False
+
+    # --- the bytes ---
+
+    def layouts(self, pool: Pool) -> tuple[str, ...]:
+        """Return the host layouts that SGLang builds the pool in."""
+        return PAGE_FIRST_LAYOUTS
+
+    def geometry(self, pool: Pool, layers: int, tokens: int, tp: int) -> Geometry | None:
+        """Return what a rank stores in a page; None without a known form. Raises ProfileError."""
+        return None
+
+    def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
+        """Count the leading channels of a row whose magnitudes tell one layer from another.
+
+        0 if nothing tells one layout's order of rows from another's.
+        """
+        return 0
+
+    def columns(
+        self, pool: Pool, tensor: TensorLayout, code_dtype: str
+    ) -> tuple[Column, ...] | None:
+        """Return the numbers of one row; None if the tensor is one array of its dtype.
+
+        code_dtype: of quantised codes.
+        """
+        return None
+
+    # --- the shards ---
+
+    def check_shards(self, pool: Pool, tp: int) -> None:
+        """Raise ProfileError if nothing tells which rank has which share of the pool."""
+
+    def shared_shard(self, pool: Pool, tp_rank: int, tp: int) -> int | None:
+        """Return which share a TP rank has in common with others, as a number; None if alone."""
+        return None
+
+    def spans(
+        self, pool: Pool, tensor: TensorLayout, shard: Shard, tp: int
+    ) -> dict[str, list[Span]]:
+        """Return which indices of the model an object holds, along the axes that are sharded."""
+        return {}
+
+    # --- the backends ---
+
+    def names_rank(self, pool: Pool, shared_anchor: bool) -> bool:
+        """Tell whether Mooncake keys of a pool that may have K and V name the TP rank.
+
+        shared_anchor: whether all ranks share the anchor's objects. The form of a draft's key
+        follows the draft, of every other the target.
+        """
+        return bool(self.shards) if pool.is_draft else not shared_anchor
+
+    def check_mooncake(self, pool: Pool) -> None:
+        """Raise UnsupportedByBackend if MooncakeStore has no keys of the right number."""
+
+    def mooncake_parts(self, pool: Pool, names_rank: bool) -> tuple[str | None, ...]:
+        """Return the parts of a page on Mooncake, of objects without a known form."""
+        return (None,)
+
+    def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
+        """Return the part that the object of one tensor is on Mooncake."""
+        return tensor.name
+
+
+def holder(shard: Shard) -> int:
+    """Return the TP rank whose share an object is; 0 if the ranks share it."""
+    if shard.tp_rank is not None:
+        return shard.tp_rank
+    if shard.heads is None:
+        return 0
+    first, end = shard.heads
+    return first // (end - first)

@@ -1,0 +1,100 @@
+"""Index keys of sparse attention (DSA): fp8 keys and their scales, a block a layer and page.
+
+Sources: SGLang srt/mem_cache/pool_host/dsa.py, srt/mem_cache/index_key_cache.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.kinds.base import PoolKind
+from hicachectl.formats.kinds.pool import PoolName
+from hicachectl.formats.layouts import QUANT_BLOCK, Column, Geometry, TensorLayout, check_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.formats.kinds.pool import Pool
+
+INDEXER_POOLS = (
+    PoolName(name="indexer", cp_split=True, mooncake="shared"),
+    PoolName(name="draft_indexer", draft=True, dcp=True, mooncake="shared"),
+)
+
+# act_quant and fused_store_index_cache.cuh divide no less than 1e-4 by the largest code.
+SCALE_FLOOR = 1e-4 / 448
+_SCALE_BYTES = 4
+_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerGeometry(Geometry):
+    """Index keys: per layer and page one block, the fp8 keys of all tokens, then their scales."""
+
+    layers: int
+    tokens: int
+    index_head_dim: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one layer's block."""
+        scales = self.index_head_dim // QUANT_BLOCK * _SCALE_BYTES
+        return self.tokens * (self.index_head_dim + scales)
+
+    def tensors(self, layout: str) -> Iterator[TensorLayout]:
+        """Yield the blocks: layer-major in all layouts, so the layout does not show in bytes."""
+        check_layout(layout, _LAYOUTS, "a DSA indexer pool")
+        blocks = (self.layers, self.block_bytes)
+        yield TensorLayout("indexer", ("layer", "block"), blocks, "uint8")
+
+
+class DsaIndexer(PoolKind):
+    """Index keys, the same on all TP ranks."""
+
+    name = "dsa_indexer"
+    summary = "layers, index_head_dim."
+    required = ("layers", "index_head_dim")
+    shards = False
+
+    def layouts(self, pool: Pool) -> tuple[str, ...]:
+        """Return all but page_head."""
+        return _LAYOUTS
+
+    def geometry(self, pool: Pool, layers: int, tokens: int, tp: int) -> Geometry:
+        """Return the blocks, the same on each rank."""
+        return IndexerGeometry(layers=layers, tokens=tokens, index_head_dim=pool.index_head_dim)
+
+    def columns(
+        self, pool: Pool, tensor: TensorLayout, code_dtype: str
+    ) -> tuple[Column, ...] | None:
+        """Return the keys of all tokens, then their scales."""
+        dim = pool.index_head_dim
+        tiles = dim // QUANT_BLOCK
+        tokens = tensor.shape[-1] // (dim + tiles * _SCALE_BYTES)
+        scales = Column(
+            "scales",
+            tokens * dim,
+            tokens * tiles,
+            "float32",
+            SCALE_FLOOR,
+            axes=("token", "tile"),
+            shape=(tokens, tiles),
+        )
+        keys = Column(
+            "keys",
+            0,
+            tokens * dim,
+            code_dtype,
+            scales=scales,
+            axes=("token", "channel"),
+            shape=(tokens, dim),
+        )
+        return keys, scales
+
+    def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
+        """Return None: one object holds the page."""
+        return None
+
+
+DSA_INDEXER = DsaIndexer()

@@ -1,0 +1,31 @@
+"""An anchor without bytes: an empty file on the file backend, nothing elsewhere (DeepSeek-V4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.kinds.base import PoolKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.formats.kinds.pool import Pool
+
+
+class Logical(PoolKind):
+    """An anchor without bytes, shared by all TP ranks."""
+
+    name = "logical"
+    summary = "An anchor without bytes (DeepSeek-V4)."
+    anchors = True
+    shards = False
+    has_bytes = False
+    has_form = False
+
+    def problems(self, pool: Pool) -> Iterator[str]:
+        """Yield that a sidecar has no bytes."""
+        if pool.name != "kv":
+            yield "kind: only kv can be logical"
+
+
+LOGICAL = Logical()

@@ -1,0 +1,113 @@
+"""Recurrent states of linear attention and state space layers: one state a layer, not a token.
+
+Sources: SGLang srt/mem_cache/pool_host/mamba.py, srt/configs/mamba_utils.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.kinds.base import PoolKind, holder
+from hicachectl.formats.kinds.pool import PoolName
+from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS, Geometry, TensorLayout, check_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.formats.kinds.base import Span
+    from hicachectl.formats.kinds.pool import Pool, StateTensor
+    from hicachectl.formats.objects import Shard
+
+MAMBA_POOLS = (PoolName(name="mamba", trailing=True, dcp=True, states=True, mooncake="states"),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateGeometry(Geometry):
+    """Recurrent states of one rank: (name, shape of one layer, dtype), in stored order."""
+
+    layers: int
+    states: tuple[tuple[str, tuple[int, ...], str], ...]
+
+    def tensors(self, layout: str) -> Iterator[TensorLayout]:
+        """Yield each state of all layers."""
+        check_layout(layout, PAGE_FIRST_LAYOUTS, "a Mamba pool")
+        for name, shape, dtype in self.states:
+            axes = ("layer", *(f"state_{axis}" for axis in range(len(shape))))
+            yield TensorLayout(name, axes, (self.layers, *shape), dtype)
+
+
+def local_state_shape(state: StateTensor, tp: int) -> tuple[int, ...]:
+    """Return the shape of one rank's shard of a state.
+
+    Each group of the sharded axis is divided on its own. Raises ProfileError if one does not
+    divide: SGLang then replicates groups, and the profile must state the widened shape.
+    """
+    groups = state.groups or (state.shape[state.shard_axis],)
+    for group in groups:
+        if group % tp:
+            raise ProfileError(
+                f"state {list(state.shape)}: {group} along axis {state.shard_axis} does not "
+                f"divide over {tp} ranks"
+            )
+    shape = list(state.shape)
+    shape[state.shard_axis] = sum(group // tp for group in groups)
+    return tuple(shape)
+
+
+def state_spans(state: StateTensor, rank: int, held: int) -> list[Span]:
+    """Place a rank's share of each group: q, k and v channels of a convolution.
+
+    held: indices of the sharded axis that the object has.
+    """
+    whole = state.shape[state.shard_axis]
+    groups = state.groups or (whole,)
+    ranks = whole // held
+    starts = accumulate(groups, initial=0)
+    places = accumulate((group // ranks for group in groups), initial=0)
+    return [
+        (at, start + rank * (end - start) // ranks, (end - start) // ranks)
+        for at, (start, end) in zip(places, pairwise(starts), strict=False)
+    ]
+
+
+class Mamba(PoolKind):
+    """Recurrent states, each sharded along an axis of its own."""
+
+    name = "mamba"
+    summary = "layers, temporal, conv; shapes before sharding."
+    required = ("layers",)
+    shards = True
+    linear = True
+
+    def states(self, pool: Pool) -> dict[str, StateTensor]:
+        """Return the states of a layer before sharding, by name, in stored order."""
+        found = {} if pool.temporal is None else {"temporal": pool.temporal}
+        return found | {f"conv_{index}": state for index, state in enumerate(pool.conv)}
+
+    def problems(self, pool: Pool) -> Iterator[str]:
+        """Yield that there is no state."""
+        if not self.states(pool):
+            yield "temporal, conv: a mamba pool needs at least one state"
+
+    def geometry(self, pool: Pool, layers: int, tokens: int, tp: int) -> Geometry:
+        """Return the shard of one rank; the number of tokens does not matter."""
+        states = tuple(
+            (name, local_state_shape(state, 1 if pool.replicated else tp), state.dtype)
+            for name, state in self.states(pool).items()
+        )
+        return StateGeometry(layers=layers, states=states)
+
+    def spans(
+        self, pool: Pool, tensor: TensorLayout, shard: Shard, tp: int
+    ) -> dict[str, list[Span]]:
+        """Return an object's share of each group along the sharded axis."""
+        state = self.states(pool)[tensor.name]
+        axis = f"state_{state.shard_axis}"
+        rank = 0 if pool.replicated else holder(shard)
+        return {axis: state_spans(state, rank, tensor.shape[tensor.axes.index(axis)])}
+
+
+MAMBA = Mamba()

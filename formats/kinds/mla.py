@@ -1,0 +1,154 @@
+"""Multi-head latent attention: one latent row a token and layer, the same on all TP ranks.
+
+Sources: SGLang srt/mem_cache/pool_host/mla.py, srt/mem_cache/kv_cache_configurator.py ::
+calculate_mla_kv_cache_dim, kernels/ops/quantization/dsa_quant_k_cache.py (scaled rows).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.kinds.base import PoolKind
+from hicachectl.formats.layouts import (
+    DTYPE_BYTES,
+    QUANT_BLOCK,
+    Column,
+    Geometry,
+    TensorLayout,
+    check_layout,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.formats.kinds.pool import Pool
+
+MLA_ROWS = ("bf16", "fp8", "fp8_scaled")
+
+_AXES = {
+    "layer_first": ("layer", "token", "channel"),
+    "page_first": ("token", "layer", "channel"),
+    "page_first_direct": ("layer", "token", "channel"),
+}
+_SCALE_BYTES = 4
+_ROPE_BYTES = 2  # DSATokenToKVPool.rope_storage_dtype is bfloat16
+_ROWS = {"bf16": ("bfloat16", 2), "fp8": ("float8_e4m3fn", 1)}  # default dtype, bytes of an item
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaGeometry(Geometry):
+    """Latent rows: `channels` items a token and layer."""
+
+    scattered = False
+
+    layers: int
+    tokens: int
+    channels: int
+    dtype: str
+
+    def tensors(self, layout: str) -> Iterator[TensorLayout]:
+        """Yield the rows."""
+        check_layout(layout, _AXES, "an MLA pool")
+        axes = _AXES[layout]
+        lengths = {"layer": self.layers, "token": self.tokens, "channel": self.channels}
+        yield TensorLayout("kv", axes, tuple(lengths[axis] for axis in axes), self.dtype)
+
+
+def mla_row(pool: Pool) -> tuple[int, str]:
+    """Return channels and dtype of one token's row in one layer.
+
+    A scaled row is bytes: fp8 codes, an fp32 scale for every 128 of them, the bf16 rope part
+    (656 bytes for 512 + 64). Raises ProfileError if row and dtype contradict each other.
+    """
+    if pool.row == "fp8_scaled":
+        if pool.kv_lora_rank % QUANT_BLOCK:
+            raise ProfileError(
+                f"pools[{pool.name}].kv_lora_rank: {pool.kv_lora_rank} is no multiple of "
+                f"{QUANT_BLOCK}, which scaled rows need"
+            )
+        scales = pool.kv_lora_rank // QUANT_BLOCK * _SCALE_BYTES
+        return pool.kv_lora_rank + scales + pool.qk_rope_head_dim * _ROPE_BYTES, "uint8"
+    default, width = _ROWS[pool.row]
+    dtype = pool.dtype or default
+    if DTYPE_BYTES[dtype] != width:
+        raise ProfileError(f"pools[{pool.name}]: dtype {dtype} contradicts row {pool.row!r}")
+    return pool.kv_lora_rank + pool.qk_rope_head_dim, dtype
+
+
+class Mla(PoolKind):
+    """Multi-head latent attention."""
+
+    name = "mla"
+    summary = (
+        "layers, kv_lora_rank, qk_rope_head_dim, and row: bf16, fp8 or fp8_scaled (656 bytes)."
+    )
+    required = ("layers", "kv_lora_rank", "qk_rope_head_dim", "row")
+    anchors = True
+    shards = False
+    splits_layers = True
+
+    def problems(self, pool: Pool) -> Iterator[str]:
+        """Yield a row that is none of the three forms."""
+        if pool.row and pool.row not in MLA_ROWS:
+            yield f"row: {pool.row!r} is none of {', '.join(MLA_ROWS)}"
+
+    def dtype(self, pool: Pool) -> str:
+        """Return the dtype of a row."""
+        return mla_row(pool)[1]
+
+    def cache_dtype(self, pool: Pool) -> str:
+        """Return the form of the rows."""
+        return pool.row
+
+    def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
+        """Return the pool with fp8 rows, of either form, or with bf16 rows."""
+        is_fp8 = dtype.startswith("float8")
+        same = is_fp8 == (pool.row != "bf16")
+        return pool if same else structs.replace(pool, row="fp8" if is_fp8 else "bf16")
+
+    def stored_with_dcp(self, pool: Pool) -> bool:
+        """Return True: MLA pages are the only ones."""
+        return True
+
+    def layouts(self, pool: Pool) -> tuple[str, ...]:
+        """Return all but page_head: there are no heads."""
+        return tuple(_AXES)
+
+    def geometry(self, pool: Pool, layers: int, tokens: int, tp: int) -> Geometry:
+        """Return the rows, the same on each rank."""
+        channels, dtype = mla_row(pool)
+        return MlaGeometry(layers=layers, tokens=tokens, channels=channels, dtype=dtype)
+
+    def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
+        """Count the latents: the rope part has another magnitude in every layer."""
+        return pool.kv_lora_rank
+
+    def columns(
+        self, pool: Pool, tensor: TensorLayout, code_dtype: str
+    ) -> tuple[Column, ...] | None:
+        """Return codes, scales and rope part of a scaled row."""
+        if pool.row != "fp8_scaled":
+            return None
+        rank, rope = pool.kv_lora_rank, pool.qk_rope_head_dim
+        tiles = rank // QUANT_BLOCK
+        scales = Column("scales", rank, tiles, "float32", 0.0, None, ("tile",), (tiles,))
+        codes = Column("codes", 0, rank, code_dtype, None, scales, ("channel",), (rank,))
+        if not rope:  # models without positions in their latents have none
+            return codes, scales
+        at = rank + scales.nbytes
+        return (
+            codes,
+            scales,
+            Column("rope", at, rope, "bfloat16", axes=("channel",), shape=(rope,)),
+        )
+
+    def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
+        """Return "k" for the pools that have a V where the model is an MHA one."""
+        return "k" if pool.name in ("kv", "draft") else None
+
+
+MLA = Mla()

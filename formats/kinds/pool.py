@@ -1,0 +1,126 @@
+"""A pool of a profile, and what SGLang's pool names say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PoolName:
+    """One of SGLang's `PoolName` values, and how the backends treat its pool whatever its kind.
+
+    trailing: only the last pages of a node carry it (hybrid_pool_assembler.py:
+              PoolHitPolicy.TRAILING_PAGES).
+    draft:    of a speculative draft model; its layer numbers are the draft's own.
+    dcp:      stored under decode context parallelism (cache_controller.py).
+    cp_split: CP ranks share out its layers under cp_layer_split.
+    states:   recurrent states: servers need those of one page, and keys name a TP rank of their
+              own beside an anchor that all ranks share.
+    mooncake: its Mooncake keys: "kv" (k and v), "parts" (its name with k and v), "window" (the
+              same, or its name alone where all TP ranks share it), "shared" (its name, always
+              shared), "states" (the name of each state), "" (none).
+    """
+
+    name: str
+    trailing: bool = False
+    draft: bool = False
+    dcp: bool = False
+    cp_split: bool = False
+    states: bool = False
+    mooncake: str = ""
+
+
+_NAMES: dict[str, PoolName] = {}
+
+
+def pool_name(name: str) -> PoolName:
+    """Return what is known of a pool by its name; nothing of an unknown one."""
+    return _NAMES.get(name) or PoolName(name=name)
+
+
+def pool_names() -> tuple[PoolName, ...]:
+    """Return every pool name that keys can have."""
+    return tuple(_NAMES.values())
+
+
+def add_pool_names(names: tuple[PoolName, ...]) -> None:
+    """Add names that keys can have. Raises ValueError on one that is known."""
+    known = [one.name for one in names if one.name in _NAMES]
+    if known:
+        raise ValueError(f"pool names are known already: {', '.join(known)}")
+    _NAMES.update((one.name, one) for one in names)
+
+
+def remove_pool_names(names: tuple[PoolName, ...]) -> None:
+    """Take back `add_pool_names`."""
+    for one in names:
+        del _NAMES[one.name]
+
+
+def default_hit_policy(name: str) -> str:
+    """Return SGLang's hit policy for a pool of this name."""
+    return "trailing_pages" if pool_name(name).trailing else "all_pages"
+
+
+class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One recurrent state of a Mamba-like layer, before sharding.
+
+    groups: lengths along `shard_axis` that are sharded each on its own (q, k, v of a
+    convolution); they sum to shape[shard_axis]. Empty: the axis is one block.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    shard_axis: int = 0
+    groups: tuple[int, ...] = ()
+
+
+class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pool of the model, before sharding. Fields that do not apply keep their default.
+
+    layers: a count (model layers 0..n-1) or the model layer numbers the pool covers.
+    packed_draft_layers: layers of an EAGLE/NextN draft appended to the target's layer axis.
+    nbytes: of one object, for kind "opaque".
+    replicated: every TP rank holds, and shares, one object.
+    """
+
+    name: str
+    kind: str
+    dtype: str = ""
+    layers: int | tuple[int, ...] = 0
+    packed_draft_layers: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    v_head_dim: int = 0  # 0: as head_dim
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+    row: str = ""
+    index_head_dim: int = 0
+    temporal: StateTensor | None = None
+    conv: tuple[StateTensor, ...] = ()
+    nbytes: int = 0
+    hit_policy: str = ""  # "" becomes the pool's default
+    trailing_pages: int = 1
+    replicated: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.hit_policy:
+            force_setattr(self, "hit_policy", default_hit_policy(self.name))
+
+    @property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """Model layer numbers, without packed draft layers."""
+        return tuple(range(self.layers)) if isinstance(self.layers, int) else self.layers
+
+    @property
+    def trailing(self) -> bool:
+        """Whether only the last pages of a stored node carry the pool."""
+        return self.hit_policy == "trailing_pages"
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether the pool is of a speculative draft, so that its layers are the draft's own."""
+        return pool_name(self.name).draft
