@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
 
-from hicachectl.backends.disk.bounded import read_bounded
-from hicachectl.formats.documents import parse_toml
 from hicachectl.formats.errors import FormatError, UsageError
 
 if TYPE_CHECKING:
@@ -159,6 +157,8 @@ def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ
     file = Path(asked) if asked else _user_config(environ)
     if file is None:
         return Config()
+    from hicachectl.backends.disk.bounded import read_bounded
+
     data = read_bounded(file, MAX_CONFIG_BYTES, what="a config", where=f"config {file}")
     try:
         text = data.decode("utf-8-sig")
@@ -169,6 +169,8 @@ def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ
 
 def parse_config(text: str, *, source: str = "config") -> Config:
     """Read a config from TOML text. Raises FormatError naming the key at fault."""
+    from hicachectl.formats.documents import parse_toml
+
     document = parse_toml(text, source)
     _refuse_unknown(document, {"stores"}, source)
     stores = document.get("stores", {})
