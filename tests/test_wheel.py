@@ -1,0 +1,101 @@
+"""A wheel has every module: it is built, installed alone, and run outside the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from importlib.metadata import distribution
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.skips import missing
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("backends", "formats", "hicachectl", "LICENSE", "README.md", "pyproject.toml")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+pytestmark = pytest.mark.slow
+
+
+def run(folder: Path, *command: object) -> str:
+    done = subprocess.run(
+        [str(word) for word in command],
+        env=ENVIRONMENT,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, (command, done.stdout, done.stderr)
+    return done.stdout
+
+
+def modules_below(folder: Path) -> set[str]:
+    """Paths of the modules as imports see them: `backends` and `formats` are links."""
+    found = set()
+    for base, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        here = Path(base).relative_to(folder.parent)
+        found |= {str(here / name) for name in files if name.endswith(".py")}
+    return found
+
+
+def dependency_folders() -> set[Path]:
+    """Where this environment has the dependencies of the project."""
+    names = [re.split("[^A-Za-z0-9-]", text)[0] for text in PROJECT["dependencies"]]
+    return {Path(str(distribution(name).locate_file(""))).resolve() for name in names}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for name in ("pip", "setuptools"):
+        if find_spec(name) is None:
+            missing(f"the module {name}", f"`python -m pip install {name}` installs it")
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # setuptools leaves its own folders where it builds
+    source.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, source / name)
+    build = ("wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index", "-w", folder, source)
+    run(folder, sys.executable, "-m", "pip", "--disable-pip-version-check", *build)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_a_wheel_holds_every_module_and_the_marker_of_types(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert modules_below(ROOT / "hicachectl") == {name for name in names if name.endswith(".py")}
+    assert "hicachectl/py.typed" in names
+
+
+def test_an_installed_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True)
+    python = environment / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    run(tmp_path, *pip, "install", "-q", "--no-deps", "--no-index", wheel)
+    (site,) = environment.glob("lib/python*/site-packages")
+    # A line of a .pth file adds a folder, but none of the .pth files in there: no editable install.
+    (site / "dependencies.pth").write_text("\n".join(map(str, dependency_folders())))
+    place = run(tmp_path, python, "-c", "import hicachectl; print(hicachectl.__file__)")
+    assert Path(place.strip()).is_relative_to(environment)
+    command = environment / "bin" / "hicachectl"
+    run(tmp_path, command, "demo", "store")
+    pages = json.loads(run(tmp_path, command, "ls", "store", "--format", "json"))["pages"]
+    assert pages
+    assert {page["state"] for page in pages} == {"whole"}
