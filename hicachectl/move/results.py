@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
     import numpy.typing as npt
     import pyarrow as pa
 
@@ -86,3 +89,45 @@ class MoveResult:
         """Add a problem of a group."""
         text = None if key is None else key.decode(errors="backslashreplace")
         self.problems.append(Problem(self.pages[group].as_py(), text, detail))
+
+
+MOST_PROBLEMS = 1000  # to remember
+
+
+@dataclass(slots=True, eq=False)
+class RunResult:
+    """Results of batches, summed.
+
+    counts:   [GroupStatus] how many groups ended with each status.
+    objects, nbytes: what was written and stayed. moved: groups that left the source.
+    full:     the destination had no room. complete: everything was begun.
+    problems: the first of them.
+    """
+
+    counts: IntArray = field(default_factory=lambda: np.zeros(len(GroupStatus), dtype=np.int64))
+    objects: int = 0
+    nbytes: int = 0
+    moved: int = 0
+    full: bool = False
+    complete: bool = True
+    problems: list[Problem] = field(default_factory=list)
+
+    def count(self, status: GroupStatus) -> int:
+        """Return how many groups ended with a status."""
+        return int(self.counts[status])
+
+    def add(self, result: MoveResult) -> None:
+        """Add the result of a batch."""
+        self.counts += np.bincount(result.statuses, minlength=len(GroupStatus))
+        self.objects += result.objects
+        self.nbytes += result.nbytes
+        self.note(result.problems)
+
+    def fail(self, problems: Collection[Problem]) -> None:
+        """Count a group as failed for each problem."""
+        self.counts[GroupStatus.FAILED] += len(problems)
+        self.note(problems)
+
+    def note(self, problems: Iterable[Problem]) -> None:
+        """Remember problems, unless there are too many."""
+        self.problems += islice(problems, MOST_PROBLEMS - len(self.problems))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 from hicachectl.checks.sizes import expected_sizes
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.keys.base import codec_for
-from hicachectl.formats.keys.table import KeySplitter, join_keys
+from hicachectl.formats.keys.table import KeySplitter, page_words
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
+from hicachectl.move.batches import Action
 from hicachectl.pages.group_table import ABSENT, UNSIZED, GroupTable, fill_table
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _ASKED_AT_ONCE = 8192
 _MANY = 3  # objects of a wrong size that are no damage any more
 
+IfExists = Literal["skip", "verify", "overwrite"]
 _Objects = tuple["IntArray", "IntArray", "IntArray"]  # of each: its group, its target, its bytes
 
 
@@ -45,6 +47,7 @@ class Survey:
         source is not of the size that its unit takes, or of none that is known.
     there: the targets that the destination has; slots are their bytes, or UNSIZED.
     strays: [n] whether a group has objects that are none of the route's sources.
+    times: mtime_ns of each row of the inventory, null where the store keeps none.
     """
 
     route: Route
@@ -55,6 +58,7 @@ class Survey:
     wanted: GroupTable
     there: GroupTable
     strays: BoolArray
+    times: pa.Int64Array
 
     @cached_property
     def lacking(self) -> GroupTable:
@@ -78,6 +82,16 @@ class Survey:
             left[groups[~complete]] = True
         return left
 
+    @cached_property
+    def unfit(self) -> BoolArray:
+        """Which groups have a source whose size is unknown or not the route's: [n]."""
+        blocks = self.wanted.blocks
+        return self.wanted.where(block.values == UNSIZED for block in blocks).having()
+
+    def keys(self, items: IntArray, targets: IntArray) -> pa.BinaryArray:
+        """Spell the key of one target of each of some groups."""
+        return self.route.keys(targets, self.pages.take(pa.array(items)))
+
     def as_if_written(self, items: IntArray) -> Survey:
         """Return the survey of a destination that has all that is wanted of some groups."""
         places, targets, sizes = self.wanted.objects(items)
@@ -94,10 +108,13 @@ def survey_source(
     if (sizes == UNKNOWN_SIZE).any():
         expected = expected_sizes(inventory.table)[inventory.affix_ids]
         sizes = np.where(sizes == UNKNOWN_SIZE, expected, sizes)
-    return [_survey(groups, route, sizes) for route in routes]
+    times = pa.nulls(len(sizes), pa.int64())
+    if "mtime_ns" in inventory.objects.column_names:
+        times = inventory.objects.column("mtime_ns").combine_chunks().cast(pa.int64())
+    return [_survey(groups, route, sizes, times) for route in routes]
 
 
-def _survey(groups: PageGroups, route: Route, sizes: IntArray) -> Survey:
+def _survey(groups: PageGroups, route: Route, sizes: IntArray, times: pa.Int64Array) -> Survey:
     table, span = groups.tables[route.deployment_id], groups.span(route.deployment_id)
     # An object set is of sources only, or of none.
     taken = [block for block in table.blocks if block.columns[0] < len(route.sources)]
@@ -112,6 +129,7 @@ def _survey(groups: PageGroups, route: Route, sizes: IntArray) -> Survey:
         wanted=made_of(route, rows, sizes),
         there=_targets(route, table.count, ()),
         strays=table.having(others),
+        times=times,
     )
 
 
@@ -154,6 +172,20 @@ def compare(wanted: GroupTable, there: GroupTable) -> tuple[BoolArray, BoolArray
     return some, lacks, differs
 
 
+def decide(survey: Survey, chosen: BoolArray, if_exists: IfExists) -> npt.NDArray[np.int8]:
+    """Decide what is done with each group: [n] of Action. chosen: [n], which are wanted."""
+    some, lacks, differs = compare(survey.wanted, survey.there)
+    actions = np.full(len(survey.groups), Action.COPY, dtype=np.int8)
+    actions[some] = Action.COMPLETE
+    actions[some & ~lacks] = Action.COMPARE if if_exists == "verify" else Action.SKIP
+    if if_exists == "overwrite":
+        actions[some] = Action.REPLACE
+    else:
+        actions[differs] = Action.CONFLICT
+    actions[~chosen | ~(some | lacks) | survey.unfit] = Action.NOTHING
+    return actions
+
+
 def survey_destination(
     store: Store,
     surveys: Sequence[Survey],
@@ -170,25 +202,20 @@ def survey_destination(
         return [replace(survey, there=_asked(store, survey)) for survey in surveys]
     splitter = KeySplitter()
     seen = _SeenSizes()
-    found: list[list[_Objects]] = [[] for _ in surveys]
+    finders = [_TargetFinder(survey) for survey in surveys]
     for batch in store.scan(("key", "nbytes")):
         pages, affix_ids = splitter.split(batch.column("key"))
         sizes = batch.column("nbytes").fill_null(UNSIZED).to_numpy()
         seen.add(affix_ids, sizes)
-        for survey, objects in zip(surveys, found, strict=True):
-            objects.append(_targets_among(survey, splitter.affixes, pages, affix_ids, sizes))
+        for finder in finders:
+            finder.add(splitter.affixes, pages, affix_ids, sizes)
         on_batch(len(batch))
     for survey in surveys:
         _refuse_other_topology(store, survey.route, splitter.affixes, seen, grammar)
     return [
-        replace(survey, there=_targets(survey.route, survey.there.count, objects))
-        for survey, objects in zip(surveys, found, strict=True)
+        replace(survey, there=_targets(survey.route, survey.there.count, finder.found))
+        for survey, finder in zip(surveys, finders, strict=True)
     ]
-
-
-def keys_of(route: Route, targets: IntArray, pages: pa.StringArray) -> pa.BinaryArray:
-    """Spell the keys of targets, one for each page."""
-    return join_keys([target.affix for target in route.targets], pa.array(targets), pages)
 
 
 class _SeenSizes:
@@ -209,22 +236,59 @@ class _SeenSizes:
         return {size: n for (of, size), n in self._counts.items() if of == affix}
 
 
-def _targets_among(
-    survey: Survey,
-    affixes: list[Affix],
-    pages: pa.StringArray,
-    affix_ids: npt.NDArray[np.int32],
-    sizes: IntArray,
-) -> _Objects:
-    """Find the objects of a listing that are targets of the surveyed pages."""
-    targets = {target.affix: at for at, target in enumerate(survey.route.targets)}
-    target_of = np.array([targets.get(affix, ABSENT) for affix in affixes] + [ABSENT])
-    target = target_of[affix_ids]
-    mine = np.flatnonzero(target >= 0)
-    at = pc.index_in(pages.take(pa.array(mine)), value_set=survey.pages)
-    at = at.fill_null(ABSENT).to_numpy()
-    mine, at = mine[at >= 0], at[at >= 0]
-    return at, target[mine], sizes[mine]
+class _TargetFinder:
+    """Finds the objects of a listing that are targets of surveyed pages.
+
+    found: what was found in each batch of the listing.
+    """
+
+    def __init__(self, survey: Survey) -> None:
+        self.found: list[_Objects] = []
+        self._targets = {target.affix: at for at, target in enumerate(survey.route.targets)}
+        self._target_of = np.array([ABSENT])  # of each affix; last of FOREIGN
+        self._pages = survey.pages
+        words = _first_words(survey.pages, np.arange(len(survey.pages)))
+        self._order = np.argsort(words, kind="stable")
+        self._words = words[self._order]
+        # SHA-256 does not do that; whoever writes to the source can.
+        self._alike = bool((self._words[1:] == self._words[:-1]).any())
+
+    def add(
+        self,
+        affixes: list[Affix],
+        pages: pa.StringArray,
+        affix_ids: npt.NDArray[np.int32],
+        sizes: IntArray,
+    ) -> None:
+        """Look through a batch of the listing."""
+        if len(affixes) >= len(self._target_of):
+            targets = (self._targets.get(affix, ABSENT) for affix in affixes)
+            self._target_of = np.array([*targets, ABSENT])
+        target = self._target_of[affix_ids]
+        mine = np.flatnonzero(target >= 0)
+        if len(mine) and len(self._pages):
+            at = self._places(pages, mine)
+            mine, at = mine[at >= 0], at[at >= 0]
+            self.found.append((at, target[mine], sizes[mine]))
+
+    def _places(self, pages: pa.StringArray, mine: IntArray) -> IntArray:
+        """Return the places of some of a batch's pages among those of the survey, or ABSENT."""
+        wanted = pages.take(pa.array(mine))
+        if self._alike:
+            known: IntArray = (
+                pc.index_in(wanted, value_set=self._pages).fill_null(ABSENT).to_numpy()
+            )
+            return known
+        words = _first_words(pages, mine)
+        found = np.minimum(np.searchsorted(self._words, words), len(self._words) - 1)
+        places = self._order[found]
+        same = pc.equal(self._pages.take(pa.array(places)), wanted)
+        return np.where(same.to_numpy(zero_copy_only=False), places, ABSENT)
+
+
+def _first_words(pages: pa.StringArray, rows: IntArray) -> npt.NDArray[np.uint64]:
+    starts = np.zeros(len(rows), dtype=np.int64)
+    return page_words(pages.cast(pa.binary()), rows, starts, 0)
 
 
 def _asked(store: Store, survey: Survey) -> GroupTable:
@@ -233,7 +297,7 @@ def _asked(store: Store, survey: Survey) -> GroupTable:
     objects = []
     for start in range(0, len(at), _ASKED_AT_ONCE):
         some = slice(start, start + _ASKED_AT_ONCE)
-        keys = keys_of(survey.route, targets[some], survey.pages.take(pa.array(at[some])))
+        keys = survey.keys(at[some], targets[some])
         found: Any = store.look(pa.table({"key": keys}), ("nbytes",))
         place = pc.index_in(keys, value_set=found.column("key").combine_chunks())
         known = place.is_valid().to_numpy(zero_copy_only=False)

@@ -1,4 +1,4 @@
-"""Which pages of chains are copied, and what of each: no more than prefixes need, best first."""
+"""Which pages are copied, and what of each: what fits, and no more than prefixes need."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.restorable import leading_runs
-from hicachectl.move.decisions import Action, decide
+from hicachectl.formats.spec import fits
+from hicachectl.move.batches import WRITING, Action
+from hicachectl.move.results import Problem
+from hicachectl.move.survey import compare, decide, made_of
+from hicachectl.move.work import PageWork, too_large
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import pyarrow as pa
 
     from hicachectl.move.routes import Route
     from hicachectl.move.survey import Survey
+    from hicachectl.pages.group_table import GroupTable
     from hicachectl.pages.groups import BoolArray
     from hicachectl.pages.inventory import IntArray
     from hicachectl.requests.hits import Hits
-
-WRITING = (Action.COPY, Action.COMPLETE)
 
 
 class Choice:
@@ -94,6 +97,70 @@ class Choice:
         )
         self.survey = replace(self.survey, wanted=self._all.where(kept))
         self.actions = decide(self.survey, chosen, "skip")
+
+
+def leave_too_large(
+    survey: Survey, *, verify: bool, buffer_bytes: int
+) -> tuple[Survey, list[Problem]]:
+    """Drop the groups that do not fit into the buffer from what is wanted, and return them.
+
+    Groups that the destination has already are left as they are.
+    """
+    some, lacks, _ = compare(survey.wanted, survey.there)
+    action = Action.COMPLETE if (some & lacks).any() else Action.COPY
+    work = PageWork(survey, np.arange(len(survey.groups)), action)
+    nbytes = work.bytes_in_memory(verify=verify)
+    large = (nbytes > buffer_bytes) & lacks
+    kept = (~large[block.owners] for block in survey.wanted.blocks)
+    pages = survey.pages.filter(pa.array(large)).to_pylist()
+    return replace(survey, wanted=survey.wanted.where(kept)), [
+        too_large(page, need, buffer_bytes)
+        for page, need in zip(pages, nbytes[large].tolist(), strict=True)
+    ]
+
+
+def leave_misfits(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[Problem]]:
+    """Drop what objects of a wrong size would fill from what is wanted; one problem a group.
+
+    whole_groups: drop everything of such a group. Groups that the destination has already stay
+    wanted; their objects there are compared with the expected sizes, not with the source's.
+    """
+    route, rows, sizes = survey.route, survey.rows, survey.sizes
+    misfits = rows.where(
+        ~fits(sizes[block.values], route.sizes[block.positions]) for block in rows.blocks
+    )
+    if not misfits.counts.any():
+        return survey, []
+    lacks = survey.lacking.having()
+    left = misfits.where(lacks[block.owners] for block in misfits.blocks)
+    _, sources, wrong = misfits.objects(np.arange(misfits.count))
+    right = sizes.copy()
+    right[wrong] = route.sizes[sources]
+    wanted = made_of(route, rows, right)
+    if whole_groups:
+        fine = ~left.having()
+        wanted = wanted.where(fine[block.owners] for block in wanted.blocks)
+    else:
+        wanted = wanted.without(made_of(route, left, right, partly=True))
+    return replace(survey, sizes=right, wanted=wanted), _misfit_problems(survey, left)
+
+
+def _misfit_problems(survey: Survey, misfits: GroupTable) -> list[Problem]:
+    """Describe the first object of a wrong size of each group that has any."""
+    route, items = survey.route, np.flatnonzero(misfits.having())
+    places, sources, rows = misfits.objects(items)
+    _, first = np.unique(places, return_index=True)
+    columns = (
+        survey.pages.take(pa.array(items)).to_pylist(),
+        sources[first].tolist(),
+        survey.sizes[rows[first]].tolist(),
+    )
+    problems = []
+    for page, source, nbytes in zip(*columns, strict=True):
+        before, after = route.sources[source].affix
+        why = f"{nbytes} bytes, expected {route.sizes[source]}; the page is not copied"
+        problems.append(Problem(page, f"{before}{page}{after}", why))
+    return problems
 
 
 def _sets_of_targets(route: Route, hits: Hits) -> BoolArray:

@@ -10,16 +10,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.errors import UsageError
-from hicachectl.move.carrying import Manner, Order
-from hicachectl.move.decisions import Action, decide
+from hicachectl.move.batches import WRITING, Action, CopyOptions
+from hicachectl.move.survey import decide
+from hicachectl.move.work import PageWork
 from hicachectl.pages.group_table import WHOLE
-from hicachectl.prewarm.choice import WRITING, Choice
+from hicachectl.prewarm.choice import Choice
 from hicachectl.prewarm.forest import grow_forest
 from hicachectl.requests.chains import raw_pages
 from hicachectl.requests.hits import find_hits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
 
@@ -34,7 +35,7 @@ _MINUTE_NS = 60 * 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PrewarmRequest:
     """What to warm a store with.
 
     profile: of the source. destination_profile: of the servers of the destination, None: the same.
@@ -59,7 +60,7 @@ class Request:
     budget_pages: int | None = None
     deadline_seconds: float | None = None
     dry_run: bool = False
-    manner: Manner = field(default_factory=Manner)
+    options: CopyOptions = field(default_factory=CopyOptions)
 
     @property
     def has_budget(self) -> bool:
@@ -102,13 +103,13 @@ class Plan:
         found: IntArray = self.wanted[self.actions[self.wanted] == Action.CONFLICT]
         return found
 
-    def orders(self) -> Iterator[Order]:
-        """Give the pages their turns, the best first.
+    def work(self) -> PageWork:
+        """Return the work on the pages, the best first.
 
         A page of which the destination has nothing is completed as it would be copied.
         """
         partly = (self.actions[self.items] == Action.COMPLETE).any()
-        yield Order(self.survey, self.items, Action.COMPLETE if partly else Action.COPY)
+        return PageWork(self.survey, self.items, Action.COMPLETE if partly else Action.COPY)
 
     def rows(self) -> pa.Table:
         """List what is to be copied, best first."""
@@ -122,7 +123,9 @@ class Plan:
         )
 
 
-def plan_chains(inventory: Inventory, survey: Survey, chains: Chains, request: Request) -> Plan:
+def plan_chains(
+    inventory: Inventory, survey: Survey, chains: Chains, request: PrewarmRequest
+) -> Plan:
     """Choose what to copy: as much as can be restored, best first, within the budget."""
     assert request.rank is not None  # as there are chains
     hits = find_hits(inventory, 0, chains, own=True)
@@ -155,7 +158,7 @@ def plan_chains(inventory: Inventory, survey: Survey, chains: Chains, request: R
     )
 
 
-def plan_pages(groups: PageGroups, survey: Survey, request: Request) -> Plan:
+def plan_pages(groups: PageGroups, survey: Survey, request: PrewarmRequest) -> Plan:
     """Choose whole pages, of whose prefixes nothing is known.
 
     Those of a list in its order. Else all of them: the newest first, but those of a minute in the
@@ -210,7 +213,7 @@ def _newest_minute_first(times_ns: IntArray) -> IntArray:
     return turn
 
 
-def _within_budget(cost: IntArray, request: Request) -> npt.NDArray[np.bool_]:
+def _within_budget(cost: IntArray, request: PrewarmRequest) -> npt.NDArray[np.bool_]:
     """Say which of some pages, best first, the budget holds: a run of the first ones."""
     fits = np.ones(len(cost), dtype=np.bool_)
     if request.budget_bytes is not None:

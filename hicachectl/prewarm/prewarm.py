@@ -11,22 +11,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.backends.capabilities import Pins, Profiled, Resumable
+from hicachectl.backends.capabilities import Pins, Profiled, Resumable, Touch
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.io.interrupts import persistent
-from hicachectl.move.carrying import Carrier
-from hicachectl.move.decisions import Action, Problem, decide
-from hicachectl.move.parcels import leave_misfits, leave_too_large
-from hicachectl.move.preparing import find_router, settle_grammar
-from hicachectl.move.survey import survey_destination, survey_source
+from hicachectl.move.batches import Action
+from hicachectl.move.results import GroupStatus, Problem
+from hicachectl.move.routes import find_router, settle_grammar
+from hicachectl.move.runs import CopyRun
+from hicachectl.move.survey import decide, survey_destination, survey_source
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import EVERYTHING
 from hicachectl.pages.unmatched import explain_selection
-from hicachectl.prewarm.page_plan import Plan, Request, plan_chains, plan_pages
-from hicachectl.prewarm.watching import Touching, Watch
+from hicachectl.prewarm.choice import leave_misfits, leave_too_large
+from hicachectl.prewarm.page_plan import Plan, PrewarmRequest, plan_chains, plan_pages
 from hicachectl.requests.hits import inventory_of_chains
 from hicachectl.requests.restorable import count_usable, deployment_document, stamp_remarks
+from hicachectl.text.units import human_size
 from hicachectl.text.vocabulary import LOCK
 
 if TYPE_CHECKING:
@@ -34,18 +35,22 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
-    from hicachectl.move.delivery import Delivered
+    from hicachectl.move.results import MoveResult
+    from hicachectl.move.survey import Survey
+    from hicachectl.move.work import PageBatch
     from hicachectl.pages.inventory import IntArray
 
 BUDGET = "budget"
 DEADLINE = "deadline"
 FULL = "destination full"
 EVICTS = "destination evicts"
+_WATCHED = 256  # objects; the first ones written are the best, and the first to be evicted
+_WATCH_SECONDS = 2.0  # between two looks
 ENDING_SECONDS = 10.0  # for the touches after a deadline or a signal; then again for the last look
 
 
 @dataclass(slots=True)
-class Outcome:
+class PrewarmOutcome:
     """What was done, or would be.
 
     document: the members of the JSON contract. problems: pages that failed or are in conflict.
@@ -69,24 +74,24 @@ class Outcome:
         self.document |= {"complete": False, "stopped_by": reason}
 
 
-def not_begun(source: str | None, destination: str) -> Outcome:
+def not_begun(source: str | None, destination: str) -> PrewarmOutcome:
     """Return the outcome of a prewarm between two URLs that another run's lock stopped."""
     document: dict[str, Any] = {"destination": destination, "source": source}
     counts = ("requested_pages", "already_there", "copied_pages", "bytes", "missing_pages")
     document |= dict.fromkeys((*counts, "usable_tokens", "requested_tokens"), 0)
     document |= {"deployment": None} | dict.fromkeys(("not_pinned", "gone", "failed"), 0)
     document |= {"seconds": 0.0, "complete": False, "stopped_by": LOCK}
-    return Outcome(document, [], [], np.zeros(0, dtype=np.int64))
+    return PrewarmOutcome(document, [], [], np.zeros(0, dtype=np.int64))
 
 
 def prewarm(
     source: Store,
     destination: Store,
-    request: Request,
+    request: PrewarmRequest,
     *,
     on_listed: Callable[[int], None] = lambda objects: None,
     on_copied: Callable[[int, int], None] = lambda nbytes, total: None,
-) -> Outcome:
+) -> PrewarmOutcome:
     """Copy what is asked for and the destination lacks, as far as servers could restore it.
 
     on_listed is told objects as they are listed, on_copied bytes as pages are done and how many
@@ -94,10 +99,10 @@ def prewarm(
     written, StoreUnavailable.
     """
     started = time.monotonic()
-    if request.manner.pin:
+    if request.options.pin:
         if not isinstance(destination, Pins):
             raise UnsupportedByBackend(f"{destination.url}: --pin: its objects cannot be pinned")
-        destination.pin_writes(request.manner.pin_seconds)
+        destination.pin_writes(request.options.pin_seconds)
     grammar = settle_grammar(source, destination)
     routes_of = find_router(source, destination, grammar, request.profile, request.target)
     if isinstance(destination, Profiled):
@@ -110,10 +115,10 @@ def prewarm(
     groups = PageGroups(inventory)
     surveys = survey_source(inventory, groups, routes_of(inventory)[:1])
     (survey,) = survey_destination(destination, surveys, grammar, on_batch=on_listed)
-    manner = request.manner
+    options = request.options
     survey, misfits = leave_misfits(survey, whole_groups=request.chains is None)
     survey, large = leave_too_large(
-        survey, reads_back=manner.verify, buffer_bytes=manner.buffer_bytes
+        survey, verify=options.verify, buffer_bytes=options.buffer_bytes
     )
     plan = (
         plan_pages(groups, survey, request)
@@ -131,10 +136,9 @@ def prewarm(
         # A pack that a killed run has left is finished, also where it lacks nothing else.
         if isinstance(destination, Resumable):
             destination.own_temporaries(os.urandom(8).hex(), sweep=False)
-        carrier = Carrier(
-            source, inventory, groups, destination, replace(request.manner, deadline=run.deadline)
-        )
-        outcome = _executed(run, carrier, on_copied)
+        timed = replace(options, deadline=run.deadline)
+        copying = CopyRun(source, inventory, groups, destination, timed)
+        outcome = _executed(run, copying, on_copied)
     outcome.document["failed"] += len(left)
     outcome.problems += left
     outcome.plan = plan.rows()
@@ -149,7 +153,7 @@ class _Run(NamedTuple):
     plan: Plan
     source: Store
     destination: Store
-    request: Request
+    request: PrewarmRequest
     started: float
 
     @property
@@ -158,7 +162,7 @@ class _Run(NamedTuple):
         return None if seconds is None else self.started + seconds
 
 
-def _executed(run: _Run, carrier: Carrier, on_copied: Callable[[int, int], None]) -> Outcome:
+def _executed(run: _Run, copying: CopyRun, on_copied: Callable[[int, int], None]) -> PrewarmOutcome:
     """Copy, put into the order of eviction, and look; shortened when it is interrupted."""
     plan = run.plan
     total = max(int(plan.cost.sum()), 1)
@@ -166,16 +170,16 @@ def _executed(run: _Run, carrier: Carrier, on_copied: Callable[[int, int], None]
     touching = Touching(run.destination, plan.survey)
     partly = int((plan.actions[plan.items] == Action.COMPLETE).sum())
 
-    def on_done(delivered: Delivered) -> None:
-        on_copied(delivered.nbytes, total)
-        watch.add(delivered)
+    def on_done(batch: PageBatch, done: MoveResult) -> None:
+        on_copied(done.nbytes, total)
+        watch.add(batch, done)
         if watch.lost():
-            carrier.stop()
+            copying.stop()
 
     interruption = None
     try:
         with persistent():
-            carrier.carry(plan.orders(), on_done=on_done)
+            copying.copy([plan.work()], on_done=on_done)
             if plan.there:
                 run.destination.flush()  # what was there already is reported as well
             touching.touch(plan.wanted, until=_after(run.deadline))
@@ -186,15 +190,16 @@ def _executed(run: _Run, carrier: Carrier, on_copied: Callable[[int, int], None]
         interruption = error
         touching.touch(plan.wanted, until=_after(time.monotonic()))
         outcome = _finished(run, until=_after(time.monotonic()))
-    tally = carrier.tally
-    reason = _reason(tally.full, watch, tally.complete, plan)
-    outcome.problems = [*_conflicts(plan), *tally.problems]
+    result = copying.result
+    failed = result.count(GroupStatus.FAILED) + result.count(GroupStatus.CONFLICT)
+    reason = _reason(result.full, watch, result.complete, plan)
+    outcome.problems = [*_conflicts(plan), *result.problems]
     outcome.document |= {
-        "copied_pages": tally.pages,
-        "bytes": tally.nbytes,
-        "not_pinned": plan.there + partly if run.request.manner.pin else 0,
-        "gone": tally.gone,
-        "failed": tally.failed + tally.conflicts + len(plan.conflicts),
+        "copied_pages": result.count(GroupStatus.DONE),
+        "bytes": result.nbytes,
+        "not_pinned": plan.there + partly if run.request.options.pin else 0,
+        "gone": result.count(GroupStatus.GONE),
+        "failed": failed + len(plan.conflicts),
         "complete": reason is None,
         "stopped_by": reason,
     }
@@ -205,7 +210,83 @@ def _executed(run: _Run, carrier: Carrier, on_copied: Callable[[int, int], None]
     return outcome
 
 
-def usable_from(store: Store, request: Request) -> Outcome:
+class Watch:
+    """Notices that a destination evicts what was just written to it."""
+
+    def __init__(self, store: Store, survey: Survey) -> None:
+        self._store = store
+        self._survey = survey
+        self._keys: list[pa.BinaryArray] = []
+        self._count = 0
+        self._written = 0
+        self._next = 0.0
+        self._lost = False
+
+    def add(self, batch: PageBatch, result: MoveResult) -> None:
+        """Take note of what was written."""
+        self._written += result.nbytes
+        done = batch.items[result.open]
+        if self._count < _WATCHED and len(done):
+            keys = _anchor_keys(self._survey, done[: _WATCHED - self._count])
+            self._keys.append(keys)
+            self._count += len(keys)
+
+    def lost(self) -> bool:
+        """Look, now and then, whether something of it is gone."""
+        if self._lost or not self._keys or time.monotonic() < self._next:
+            return self._lost
+        self._next = time.monotonic() + _WATCH_SECONDS
+        rows = pa.table({"key": pa.concat_arrays(self._keys)})
+        self._lost = not self._store.exists(rows).all()
+        return self._lost
+
+    def remark(self) -> str:
+        """Say what the destination seems to hold."""
+        return (
+            f"{self._store.url}: evicts what was just written; it holds about "
+            f"{human_size(self._written)} of what is asked for (--budget)"
+        )
+
+
+class Touching:
+    """Makes pages the most recently used: the least valuable first, and leaves before roots."""
+
+    def __init__(self, store: Store, survey: Survey) -> None:
+        self._store = store if isinstance(store, Touch) else None
+        self._survey = survey
+
+    def touch(self, items: IntArray, *, until: float | None = None) -> None:
+        """Touch groups, the most valuable first in `items`, where the store has such an order.
+
+        until: `time.monotonic()` by which it shall have ended, but for one more call. Where there
+        seems to be no time for all, less valuable ones are left out.
+        """
+        if self._store is None:
+            return
+        step = self._store.limits.batch_objects
+        calls = -(-len(items) // step)
+        begun, made, at = time.monotonic(), 0, 0
+        while at < calls:
+            self._touch(self._store, items[::-1][at * step : (at + 1) * step])
+            at, made = at + 1, made + 1
+            if until is not None:
+                now = time.monotonic()
+                affordable = int(made * (until - now) / max(now - begun, 1e-9))
+                at = max(at, calls - max(affordable, 1))
+
+    def _touch(self, store: Touch, items: IntArray) -> None:
+        """Touch all objects of some groups, in their order."""
+        at, targets, _ = self._survey.wanted.objects(items)
+        store.touch(pa.table({"key": self._survey.keys(items[at], targets)}))
+
+
+def _anchor_keys(survey: Survey, items: IntArray) -> pa.BinaryArray:
+    """Spell the keys of one anchor of each group."""
+    anchor = next(at for at, target in enumerate(survey.route.targets) if target.anchor)
+    return survey.keys(items, np.full(len(items), anchor, dtype=np.int64))
+
+
+def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
     """Say what servers can restore from a store as it is; nothing is copied."""
     if request.chains is None:
         raise UsageError("--all needs a store to copy from: --from SRC")
@@ -234,7 +315,7 @@ def _reason(full: bool, watch: Watch, complete: bool, plan: Plan) -> str | None:
     return BUDGET if plan.cut else None
 
 
-def _finished(run: _Run, *, until: float | None = None) -> Outcome:
+def _finished(run: _Run, *, until: float | None = None) -> PrewarmOutcome:
     """Say what servers can restore from the destination in the end.
 
     What they can of pages that the source could not give was there already. A listing that takes
@@ -282,7 +363,7 @@ def _whole_pages(plan: Plan, destination: Store, on_batch: Callable[[int], None]
     return int((decide(survey, wanted, "skip") == Action.SKIP).sum())
 
 
-def _pages_to_fit(plan: Plan, request: Request) -> pa.StringArray:
+def _pages_to_fit(plan: Plan, request: PrewarmRequest) -> pa.StringArray:
     """Return the pages that were asked for and that an object of a wrong size may keep back.
 
     A chain of which servers can restore a page from SRC needs none of its misfits.
@@ -324,11 +405,11 @@ def _outcome(
     document: dict[str, Any],
     usable_pages: IntArray,
     deployment: Profile,
-    request: Request,
+    request: PrewarmRequest,
     started: float,
     *,
     cut: bool,
-) -> Outcome:
+) -> PrewarmOutcome:
     page_size = request.target.page_size
     asked = document["requested_pages"]
     if request.chains is not None:
@@ -344,4 +425,4 @@ def _outcome(
         "complete": not cut,
         "stopped_by": BUDGET if cut else None,
     }
-    return Outcome(document, [], [], usable_pages)
+    return PrewarmOutcome(document, [], [], usable_pages)

@@ -27,9 +27,10 @@ from hicachectl.backends.mooncake.store import MooncakeStore
 from hicachectl.backends.urls import StoreUrl, parse_url
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.profile import Profile
-from hicachectl.move.agenda import Request
-from hicachectl.move.carrying import Carrier, Manner
+from hicachectl.move.batches import CopyOptions
 from hicachectl.move.migrate import migrate
+from hicachectl.move.migration_plan import MigrationRequest
+from hicachectl.move.runs import CopyRun
 from tests.bench.bench_migrate_files import fill
 from tests.mooncake_cluster import Cluster
 
@@ -63,25 +64,25 @@ def bare(store: MooncakeStore, objects: int, nbytes: int, run: int) -> float:
     return seconds
 
 
-def ours(source: Path, url: str, profile: Profile, manner: Manner) -> float:
-    """Seconds of carrying, after listing."""
+def ours(source: Path, url: str, profile: Profile, options: CopyOptions) -> float:
+    """Seconds of copying, after listing."""
     spent = [0.0]
-    carry = Carrier.carry
+    copy = CopyRun.copy
 
-    def timed(carrier: Carrier, *arguments: object, **options: object) -> object:
+    def timed(run: CopyRun, *arguments: object, **options: object) -> object:
         began = time.perf_counter()
-        tally = carry(carrier, *arguments, **options)  # type: ignore[arg-type]
+        result = copy(run, *arguments, **options)  # type: ignore[arg-type]
         spent[0] = time.perf_counter() - began
-        return tally
+        return result
 
-    Carrier.carry = timed  # type: ignore[method-assign,assignment]
+    CopyRun.copy = timed  # type: ignore[method-assign,assignment]
     try:
         with open_store(str(source)) as one, open_store(url) as other:
-            outcome = migrate(one, other, Request(profile=profile, manner=manner))
+            outcome = migrate(one, other, MigrationRequest(profile=profile, options=options))
         assert outcome.all_well, outcome.document
         assert outcome.document["pages"]
     finally:
-        Carrier.carry = carry  # type: ignore[method-assign]
+        CopyRun.copy = copy  # type: ignore[method-assign]
     return spent[0]
 
 
@@ -107,7 +108,7 @@ def main() -> None:
             with MooncakeStore.from_url(_url(cluster)) as store:
                 alone = bare(store, 2 * options.pages, options.bytes // 2, run)
             cluster.clear()
-            whole = ours(Path(folder, "s"), cluster.url, profile, Manner(jobs=options.jobs))
+            whole = ours(Path(folder, "s"), cluster.url, profile, CopyOptions(jobs=options.jobs))
             cluster.clear()
             times.append((alone, whole))
         seconds = np.array(times[1:])  # the first touches the segment

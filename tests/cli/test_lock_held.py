@@ -97,7 +97,7 @@ def test_nothing_is_done_and_the_document_says_why(
 def test_the_same_migration_twice_at_once_is_done_once(invoke: Invoke, tmp_path: Path) -> None:
     source, target = demo_store(tmp_path / "source"), tmp_path / "target"
     arguments = ("migrate", source, target, "--format", "json")
-    point = "hicachectl.move.carrying:Carrier.carry"
+    point = "hicachectl.move.runs:CopyRun.copy"
     with paused(tmp_path / "run", point, 1, *arguments) as run:
         second = invoke(*arguments)
         assert list(target.glob("*.bin")) == []

@@ -353,8 +353,8 @@ def test_jobs_that_take_the_last_room_from_one_another_leave_it_full(
     source, full, pages = tmp_path / "source", tmp_path / "small", 96
     demo_store(source, pages)
     with small_file_system(full, "2m"):
-        parcels = ("--jobs", 3, "--buffer-bytes", "6MiB")
-        document = migrated(invoke, source, full, "--no-space-check", *parcels, exit_code=4)
+        batches = ("--jobs", 3, "--buffer-bytes", "6MiB")
+        document = migrated(invoke, source, full, "--no-space-check", *batches, exit_code=4)
         free = shutil.disk_usage(full).free
         held = {name[:64] for name in contents(full)}
         assert contents(full).items() <= contents(source).items()

@@ -34,7 +34,7 @@ COPY = "hicachectl.backends.file.store:FileStore.copy_from"
 PUT = "hicachectl.backends.mooncake.client:MooncakeClient.put_from"
 RESERVE = "hicachectl.backends.hf3fs.metadata:MetadataClient.reserve"
 CONFIRM = "hicachectl.backends.hf3fs.metadata:MetadataClient.confirm"
-# Small parcels, one after the other.
+# Small batches, one after the other.
 SMALL = ("--buffer-bytes", "512KiB", "--jobs", "1")
 
 
@@ -93,9 +93,9 @@ def test_jobs_that_take_the_last_room_from_one_another_leave_a_pack_full(
     demo_store(tmp_path / "source", 96)
     with small_file_system(tmp_path / "small", "3m") as small:
         pack = f"pack://{small}/a.hcpack"
-        parcels = ("--jobs", 3, "--buffer-bytes", "6MiB")
+        batches = ("--jobs", 3, "--buffer-bytes", "6MiB")
         document = migrated(
-            invoke, tmp_path / "source", pack, "--no-space-check", *parcels, exit_code=4
+            invoke, tmp_path / "source", pack, "--no-space-check", *batches, exit_code=4
         )
         assert document["stopped_by"] == "destination full"
         with open_store(pack) as store:

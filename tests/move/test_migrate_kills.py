@@ -37,7 +37,7 @@ MOVES = (
     ("mooncake", "file"),
     ("hf3fs", "file"),
 )
-# A parcel has the bytes of two pages with states, or of a dozen without.
+# A batch has the bytes of two pages with states, or of a dozen without.
 BUFFER_BYTES = 1 << 20
 _SHARE = 3  # a killed run gets at most so much of the way, and the next one on from there
 

@@ -15,7 +15,7 @@ from hicachectl.backends.mooncake.client import MooncakeClient
 from hicachectl.backends.mooncake.store import MooncakeStore
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.transfer import retargeted
-from hicachectl.move import carrying
+from hicachectl.move import runs
 from hicachectl.move.journal import Journal
 from tests.mooncake_cluster import Cluster
 from tests.move.migrations import MODEL, PAGES, journals, migrated, profile_file
@@ -174,7 +174,7 @@ def test_a_move_from_a_cluster_goes_on_while_the_leases_of_its_own_reads_last(
     with Cluster(lease_ms=2000) as cluster:
         place = MooncakePlace(cluster)
         place.fill(PAGES)
-        monkeypatch.setattr(carrying, "_LEASE_SECONDS", 600.0)  # however slow the machine is
+        monkeypatch.setattr(runs, "_LEASE_SECONDS", 600.0)  # however slow the machine is
         with monkeypatch.context() as patch:
             patch.setattr(MooncakeStore, "read_into", noting("read", MooncakeStore.read_into))
             patch.setattr(MooncakeClient, "remove", noting("remove", MooncakeClient.remove))

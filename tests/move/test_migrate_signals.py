@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.paused import Ended
 
 ENDS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
-# Two pages with states fit: several parcels, and one is at work when the signal comes.
+# Two pages with states fit: several batches, and one is at work when the signal comes.
 OPTIONS = ("--buffer-bytes", "512KiB", "--jobs", "1", "--format", "json")
 
 SYNC = "hicachectl.backends.file.store:FileStore._sync_data"

@@ -35,7 +35,7 @@ class Migration(Writer):
     def arguments(self) -> list[object]:
         arguments = ["migrate", self.store, self.destination, "--profile", self.profile]
         move = ["--move", "--yes"] if self.moves else []
-        # A buffer of a few objects: several parcels, and lines of the journal.
+        # A buffer of a few objects: several batches, and lines of the journal.
         return [*arguments, *move, "--buffer-bytes", "64KiB", "--format", "json"]
 
     def noted(self, state: State) -> set[str]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SIZE = PROFILE.page_size
 COPY = "hicachectl.backends.file.store:FileStore.copy_from"
 READ = "hicachectl.backends.file.store:FileStore.read_into"
-SMALL = ("--jobs", 1, "--buffer-bytes", "300KiB")  # a parcel holds a page or two
+SMALL = ("--jobs", 1, "--buffer-bytes", "300KiB")  # a batch holds a page or two
 
 
 @pytest.fixture
@@ -136,9 +136,9 @@ def test_several_jobs_leave_no_more_behind_the_page_that_found_no_room_than_they
         usable = reach(invoke, target, profile, asked)
     assert (document["complete"], document["stopped_by"]) == (False, "destination full")
     assert document["usable_tokens"] == sum(usable) * SIZE
-    in_parcel = 300 // 32  # KiB
-    at_once = 2 * jobs  # parcels that are begun while one before them is at work
-    assert max(usable) >= len(held) - at_once * in_parcel - 3
+    in_batch = 300 // 32  # KiB
+    at_once = 2 * jobs  # batches that are begun while one before them is at work
+    assert max(usable) >= len(held) - at_once * in_batch - 3
     assert len(held) > 80
 
 

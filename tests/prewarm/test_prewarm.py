@@ -19,14 +19,14 @@ from hicachectl.backends.file.store import FileStore
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.formats.hashing import page_hashes_hex
-from hicachectl.move.carrying import Manner
+from hicachectl.move.batches import CopyOptions
 from hicachectl.move.routes import verbatim_routes
 from hicachectl.move.survey import survey_source
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.prewarm import watching
-from hicachectl.prewarm.page_plan import Request
-from hicachectl.prewarm.prewarm import Outcome, prewarm
+from hicachectl.prewarm import prewarm as prewarming
+from hicachectl.prewarm.page_plan import PrewarmRequest
+from hicachectl.prewarm.prewarm import PrewarmOutcome, prewarm
 from hicachectl.requests.chains import Chains, Hashing, chains_of
 from hicachectl.requests.files import Request as Prompt
 from hicachectl.requests.hits import find_hits
@@ -82,12 +82,14 @@ def target(tmp_path: Path) -> Path:
     return directory
 
 
-def warmed(source: Path, target: Path, asked: Chains | None, **options: Any) -> Outcome:
+def warmed(source: Path, target: Path, asked: Chains | None, **options: Any) -> PrewarmOutcome:
     with FileStore(source) as one, FileStore(target) as other:
-        return prewarm(one, other, Request(profile=PROFILE, chains=asked, rank=in_turn, **options))
+        return prewarm(
+            one, other, PrewarmRequest(profile=PROFILE, chains=asked, rank=in_turn, **options)
+        )
 
 
-def usable_share(outcome: Outcome) -> float:
+def usable_share(outcome: PrewarmOutcome) -> float:
     """The share of the tokens asked for that servers can restore in the end."""
     share: float = outcome.document["usable_tokens"] / outcome.document["requested_tokens"]
     return share
@@ -196,7 +198,7 @@ def test_a_dry_run_writes_nothing_and_lists_the_plan(source: Path, target: Path)
 
 
 def test_the_best_pages_are_the_newest_in_the_end(source: Path, target: Path) -> None:
-    warmed(source, target, chains(8), manner=Manner(jobs=1))
+    warmed(source, target, chains(8), options=CopyOptions(jobs=1))
     times = {name: mtime for name, (_, mtime) in contents(target).items()}
     newest = [max(t for name, t in times.items() if name.startswith(h)) for h in HASHES[:8]]
     assert newest == sorted(newest, reverse=True)
@@ -223,13 +225,13 @@ def test_touches_that_take_too_long_are_left_out_but_not_those_of_the_best(
 
     monkeypatch.setattr(FileStore, "touch", slowly)
     monkeypatch.setattr(FileStore, "limits", replace(FileStore.limits, batch_objects=1))
-    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(prewarming, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with FileStore(source) as one, FileStore(target) as other:
         inventory = take_inventory(one, PROFILE)
         routes = verbatim_routes(inventory.table.deployments)
         (survey,) = survey_source(inventory, PageGroups(inventory), routes)
         place = pc.index_in(survey.pages, value_set=pa.array(HASHES)).to_numpy()
-        watching.Touching(other, survey).touch(np.argsort(place), until=4.5)
+        prewarming.Touching(other, survey).touch(np.argsort(place), until=4.5)
     assert touched == [[HASHES[at]] for at in (11, 2, 1, 0)]
 
 
@@ -257,14 +259,14 @@ def test_a_destination_that_evicts_ends_the_run_with_what_it_holds(
         return result
 
     monkeypatch.setattr(FileStore, "copy_from", evicting)
-    outcome = warmed(source, target, chains(12), manner=Manner(jobs=1, buffer_bytes=1 << 18))
+    outcome = warmed(source, target, chains(12), options=CopyOptions(jobs=1, buffer_bytes=1 << 18))
     assert outcome.document["stopped_by"] == "destination evicts"
     assert "it holds about" in outcome.remarks[0]
 
 
 def test_pins_are_refused_where_there_are_none(source: Path, target: Path) -> None:
     with pytest.raises(UnsupportedByBackend, match="--pin"):
-        warmed(source, target, chains(4), manner=Manner(pin=True))
+        warmed(source, target, chains(4), options=CopyOptions(pin=True))
 
 
 def test_a_store_cannot_warm_itself(source: Path) -> None:
@@ -307,7 +309,7 @@ def test_of_all_pages_the_newest_minute_is_best_and_in_it_what_others_follow(
     assert outcome.document["stopped_by"] == "budget"
     assert outcome.plan is not None
     assert outcome.plan.column("page").to_pylist() == best_first[:6]
-    warmed(source, target, None, manner=Manner(jobs=1))
+    warmed(source, target, None, options=CopyOptions(jobs=1))
     times = {name: mtime for name, (_, mtime) in contents(target).items()}
     newest = [max(t for name, t in times.items() if name.startswith(h)) for h in best_first]
     assert newest == sorted(newest, reverse=True)
@@ -327,7 +329,7 @@ def test_all_pages_are_copied_the_newest_first(
         return copy_from(store, *arguments, **options)
 
     monkeypatch.setattr(FileStore, "copy_from", failing)
-    outcome = warmed(source, target, None, manner=Manner(jobs=1, buffer_bytes=1 << 18))
+    outcome = warmed(source, target, None, options=CopyOptions(jobs=1, buffer_bytes=1 << 18))
     held = outcome.document["copied_pages"]
     assert 0 < held < PAGES
     assert pages_of(target) >= set(HASHES[-held:])

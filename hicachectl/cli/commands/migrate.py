@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Store
-    from hicachectl.move.agenda import Request
-    from hicachectl.move.migrate import Outcome
+    from hicachectl.move.migrate import MigrationOutcome
+    from hicachectl.move.migration_plan import MigrationRequest
 
 _SHOWN_PROBLEMS = 20
 
@@ -120,7 +120,7 @@ def command(
             from hicachectl.move.migrate import not_begun
 
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
-            outcome: Outcome | None = not_begun(
+            outcome: MigrationOutcome | None = not_begun(
                 store_name(ctx, source), store_name(ctx, destination)
             )
         else:
@@ -142,7 +142,7 @@ def command(
 
 def _between(
     ctx: click.Context, source: str, destination: str, options: dict[str, Any]
-) -> Outcome | None:
+) -> MigrationOutcome | None:
     """Open both stores and migrate; None where somebody said no."""
     wait = options["lease_wait"]
     with (
@@ -159,7 +159,9 @@ def _between(
         return _migrated(ctx, origin, target, request)
 
 
-def _migrated(ctx: click.Context, source: Store, target: Store, request: Request) -> Outcome:
+def _migrated(
+    ctx: click.Context, source: Store, target: Store, request: MigrationRequest
+) -> MigrationOutcome:
     from hicachectl.formats.errors import StoreUnavailable
     from hicachectl.move.migrate import migrate
 
@@ -184,9 +186,9 @@ def _migrated(ctx: click.Context, source: Store, target: Store, request: Request
         raise
 
 
-def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Request:
-    from hicachectl.move.agenda import Request
-    from hicachectl.move.carrying import Manner
+def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> MigrationRequest:
+    from hicachectl.move.batches import CopyOptions
+    from hicachectl.move.migration_plan import MigrationRequest
     from hicachectl.pages.selection import Selection
     from hicachectl.profiles.destination import destination_profile
     from hicachectl.profiles.sources import profile_from_options
@@ -195,7 +197,7 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Requ
     if options["match"] and options["page"]:
         raise click.UsageError("--match and --page say the same; give one of them")
     profile = profile_from_options(options, source, warn=partial(remark, ctx))
-    return Request(
+    return MigrationRequest(
         profile=profile,
         destination_profile=destination_profile(profile, options),
         selection=Selection(
@@ -212,7 +214,7 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Requ
         resume=options["resume"],
         dry_run=options["dry_run"],
         space_check=not options["no_space_check"],
-        manner=Manner(
+        options=CopyOptions(
             buffer_bytes=options["buffer_bytes"],
             jobs=options["jobs"],
             bytes_per_second=options["bwlimit"],
@@ -222,7 +224,7 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Requ
     )
 
 
-def _say(ctx: click.Context, outcome: Outcome) -> None:
+def _say(ctx: click.Context, outcome: MigrationOutcome) -> None:
     for text in outcome.remarks:
         remark(ctx, text)
     for problem in outcome.problems[:_SHOWN_PROBLEMS]:
@@ -234,14 +236,14 @@ def _say(ctx: click.Context, outcome: Outcome) -> None:
         remark(ctx, f"not complete; the same command with --resume goes on ({outcome.journal})")
 
 
-def _rows(outcome: Outcome) -> Any:
+def _rows(outcome: MigrationOutcome) -> Any:
     import pyarrow as pa
 
     schema = pa.schema([(name, pa.string()) for name in ("page", "key", "detail")])
     return pa.Table.from_pylist(outcome.document["problems"], schema=schema)
 
 
-def _lines(outcome: Outcome, *, dry_run: bool) -> Iterator[str]:
+def _lines(outcome: MigrationOutcome, *, dry_run: bool) -> Iterator[str]:
     from hicachectl.text.units import human_age, human_size
 
     document = outcome.document

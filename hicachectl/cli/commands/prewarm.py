@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.prewarm.inputs import Wanted
-    from hicachectl.prewarm.page_plan import Request
-    from hicachectl.prewarm.prewarm import Outcome
+    from hicachectl.prewarm.page_plan import PrewarmRequest
+    from hicachectl.prewarm.prewarm import PrewarmOutcome
     from hicachectl.prewarm.pulling import LiveServer
 
 _TOKEN_SOURCES = ("prompts", "token_ids", "trace")
@@ -268,7 +268,7 @@ def _plan_trace(
 
 def _worked(
     ctx: click.Context, source: str | None, target: Store, options: dict[str, Any]
-) -> Outcome:
+) -> PrewarmOutcome:
     """Copy, and have servers pull."""
     from hicachectl.prewarm.prewarm import prewarm, usable_from
 
@@ -297,9 +297,11 @@ def _worked(
     return outcome
 
 
-def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> tuple[Request, Wanted]:
-    from hicachectl.move.carrying import Manner
-    from hicachectl.prewarm.page_plan import Request
+def _request(
+    ctx: click.Context, store: Store, options: dict[str, Any]
+) -> tuple[PrewarmRequest, Wanted]:
+    from hicachectl.move.batches import CopyOptions
+    from hicachectl.prewarm.page_plan import PrewarmRequest
     from hicachectl.profiles.destination import destination_profile
     from hicachectl.profiles.sources import profile_from_options
 
@@ -315,7 +317,7 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> tuple
             f"{len(wanted.in_others)} rows of {options['pages']} name groups of other deployments "
             "than the profile's, and are not copied",
         )
-    request = Request(
+    request = PrewarmRequest(
         profile=profile,
         destination_profile=destination_profile(profile, options),
         chains=wanted.chains,
@@ -326,7 +328,7 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> tuple
         budget_pages=options["budget_pages"],
         deadline_seconds=options["deadline"],
         dry_run=options["dry_run"],
-        manner=Manner(
+        options=CopyOptions(
             buffer_bytes=options["buffer_bytes"],
             jobs=options["jobs"],
             bytes_per_second=options["bwlimit"],
@@ -344,7 +346,9 @@ def _servers(options: dict[str, Any]) -> dict[str, LiveServer]:
     return {} if options["dry_run"] else live_servers(options["servers"])
 
 
-def _served(ctx: click.Context, request: Request, servers: dict[str, LiveServer]) -> Request:
+def _served(
+    ctx: click.Context, request: PrewarmRequest, servers: dict[str, LiveServer]
+) -> PrewarmRequest:
     """Let what is usable be counted for the servers that pull, as far as they are understood."""
     from hicachectl.formats.models.server_info import served_profile
 
@@ -362,7 +366,7 @@ def _pull(
     servers: dict[str, LiveServer],
     profile: Profile,
     wanted: Wanted,
-    outcome: Outcome,
+    outcome: PrewarmOutcome,
     options: dict[str, Any],
     started: float,
 ) -> None:

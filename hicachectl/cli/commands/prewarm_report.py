@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
     import click
 
-    from hicachectl.prewarm.prewarm import Outcome
+    from hicachectl.prewarm.prewarm import PrewarmOutcome
 
 _PLAN = "plan"
 
 
 def write_report(
     ctx: click.Context,
-    outcome: Outcome,
+    outcome: PrewarmOutcome,
     options: dict[str, Any],
     output_format: str,
     output: Path | None,
@@ -34,7 +34,7 @@ def write_report(
     write_outcome(outcome, output_format, output, with_plan=options["dry_run"])
 
 
-def is_failed(outcome: Outcome, options: dict[str, Any]) -> bool:
+def is_failed(outcome: PrewarmOutcome, options: dict[str, Any]) -> bool:
     """Say whether pages or servers failed, or less is usable than --min-usable wants."""
     if options["dry_run"]:
         return False
@@ -67,7 +67,7 @@ def _summary(document: dict[str, Any], *, dry_run: bool) -> str:
 
 
 def write_outcome(
-    outcome: Outcome, output_format: str, output: Path | None, *, with_plan: bool = False
+    outcome: PrewarmOutcome, output_format: str, output: Path | None, *, with_plan: bool = False
 ) -> None:
     """Write the document, with the plan where that is what was asked for."""
     import pyarrow as pa

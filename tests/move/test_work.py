@@ -1,4 +1,4 @@
-"""Tests of move.parcels: how groups are cut, what has to be made, what is there as it is."""
+"""Work on page groups: how it is cut into batches, and which objects need no transform."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from msgspec import structs
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.kernels.relayout import relayout
-from hicachectl.move.decisions import Action
-from hicachectl.move.parcels import _FIRST_BYTES, _runs, parcels
+from hicachectl.move.batches import Action
 from hicachectl.move.routes import Route
 from hicachectl.move.survey import Survey
+from hicachectl.move.work import _FIRST_BYTES, PageWork, _runs
 from hicachectl.pages.deployments import Deployment
 from hicachectl.pages.group_table import fill_table
 
@@ -87,39 +87,32 @@ def survey_of(sizes: list[int]) -> Survey:
         wanted=fill_table(route.targets, len(sizes), groups, only, nbytes),
         there=fill_table(route.targets, len(sizes), nothing, nothing, nothing),
         strays=np.zeros(len(sizes), dtype=np.bool_),
+        times=pa.nulls(len(sizes), pa.int64()),
     )
+
+
+def work_of(sizes: list[int]) -> PageWork:
+    return PageWork(survey_of(sizes), np.arange(len(sizes)), Action.COPY)
 
 
 @given(st.lists(st.integers(1, 70 * MIB), max_size=200), st.integers(1, 50))
-def test_parcels_hold_each_group_once_in_order_and_no_more_than_the_limit(
+def test_batches_hold_each_group_once_in_order_and_no_more_than_the_limit(
     sizes: list[int], most_objects: int
 ) -> None:
     cut = list(
-        parcels(
-            survey_of(sizes),
-            np.arange(len(sizes)),
-            Action.COPY,
-            reads_back=False,
-            copies=False,
-            most_bytes=LIMIT,
-            most_objects=most_objects,
+        work_of(sizes).batches(
+            verify=False, copies=False, most_bytes=LIMIT, most_objects=most_objects
         )
     )
-    assert [item for parcel in cut for item in parcel.items] == list(range(len(sizes)))
-    for parcel in cut:
-        assert len(parcel.items) == 1 or parcel.nbytes <= LIMIT
-        assert len(parcel.items) <= most_objects
+    assert [item for batch in cut for item in batch.items] == list(range(len(sizes)))
+    for batch in cut:
+        assert len(batch.items) == 1 or batch.nbytes <= LIMIT
+        assert len(batch.items) <= most_objects
 
 
-def test_the_first_parcels_are_small_and_those_that_follow_grow_to_the_limit() -> None:
-    cut = parcels(
-        survey_of([MIB] * 400),
-        np.arange(400),
-        Action.COPY,
-        reads_back=False,
-        copies=False,
-        most_bytes=LIMIT,
-        most_objects=1000,
+def test_the_first_batches_are_small_and_those_that_follow_grow_to_the_limit() -> None:
+    cut = work_of([MIB] * 400).batches(
+        verify=False, copies=False, most_bytes=LIMIT, most_objects=1000
     )
     assert _FIRST_BYTES == 8 * MIB
-    assert [parcel.nbytes // MIB for parcel in cut] == [8, 16, 32, 64, 64, 64, 64, 64, 24]
+    assert [batch.nbytes // MIB for batch in cut] == [8, 16, 32, 64, 64, 64, 64, 64, 24]

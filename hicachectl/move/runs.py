@@ -1,0 +1,285 @@
+"""Copy page groups in order; try again what was raced or had no room; note what is done."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.base import Result
+from hicachectl.backends.capabilities import Leases
+from hicachectl.move.batches import READS_BACK, Action
+from hicachectl.move.copying import Executor
+from hicachectl.move.order import GroupObjects, remove_once
+from hicachectl.move.results import GroupStatus, MoveResult, Problem, RunResult
+from hicachectl.move.work import PageWork
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from hicachectl.backends.base import BoolArray, IntArray, Store
+    from hicachectl.move.batches import CopyOptions
+    from hicachectl.move.journal import Journal
+    from hicachectl.move.survey import Survey
+    from hicachectl.move.work import PageBatch
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import Inventory
+
+# Large enough that a call is worth it and a sync is shared, small enough that several are at work.
+_BATCH_BYTES = 64 << 20
+_LEAST_OBJECTS = 256
+_LAST_BYTES = 256 << 10  # of a batch, while the last room is filled
+# Before each pass over what came to the destination meanwhile, for its writer to finish. What a
+# killed one had begun Mooncake gives up after 30 s.
+_WAIT_SECONDS = (0.5, 1.5, 4.0, 10.0, 20.0)
+_LEASE_SECONDS = 15.0  # longer than those that reading grants last, as a rule
+
+
+class CopyRun:
+    """Copies page groups from one store to another, and with `move` removes them from the first.
+
+    result: of all that was done so far.
+    """
+
+    def __init__(
+        self,
+        source: Store,
+        inventory: Inventory,
+        groups: PageGroups,
+        destination: Store,
+        options: CopyOptions,
+        journal: Journal | None = None,
+    ) -> None:
+        self.result = RunResult()
+        self._source = source
+        self._inventory = inventory
+        self._groups = groups
+        self._destination = destination
+        self._options = options
+        self._journal = journal
+        self._executor: Executor[PageBatch] = Executor(
+            source, inventory.objects, destination, options, settle=self._settle
+        )
+        self._lock = threading.Lock()
+        self._raced: dict[int, tuple[Survey, list[int]]] = {}
+        self._without_room: list[PageWork] = []
+        self._left_out = False  # whether batches were not even begun
+        # Groups to remove from the source, and when the leases that reading granted have ended.
+        self._leaving: deque[tuple[float, Survey, IntArray]] = deque()
+
+    def stop(self) -> None:
+        """Begin no further batch."""
+        self._executor.stop()
+
+    def copy(
+        self,
+        works: Iterable[PageWork],
+        *,
+        on_done: Callable[[PageBatch, MoveResult], None] = lambda batch, result: None,
+    ) -> RunResult:
+        """Process works, one after the other as far as threads allow.
+
+        on_done is called in the thread that calls `copy`. After an exception the batches at work
+        are finished first. Raises StoreUnavailable, and UsageError for a group that is larger than
+        the buffer.
+        """
+        works, full = list(works), self._executor.full
+        self._pass(works, on_done)
+        if full.is_set() and not self._executor.stopped:
+            self._fill_up(works, on_done)
+        for seconds in _WAIT_SECONDS:
+            if not self._raced or full.is_set():
+                break
+            time.sleep(seconds)
+            self._try_again(on_done)
+        for survey, items in self._raced.values():
+            why = "is being written by another, or was by one that was killed; run again"
+            self._fail(survey, np.array(items, dtype=np.int64), why)
+        self._remove(self._free(all_=True))
+        self.result.full = full.is_set()
+        self.result.complete &= not full.is_set()
+        return self.result
+
+    def remove(self, survey: Survey, items: IntArray) -> None:
+        """Remove groups from the source, which were compared at the destination before."""
+        self._remove([(survey, items)])
+
+    def _pass(
+        self,
+        works: Sequence[PageWork],
+        on_done: Callable[[PageBatch, MoveResult], None],
+        *,
+        alone: bool = False,
+    ) -> None:
+        """Process works. alone: in small batches, one after the other."""
+        options = self._options
+        jobs = 1 if alone else options.job_count
+        most_bytes = min(_LAST_BYTES if alone else _BATCH_BYTES, options.buffer_bytes // jobs)
+        batches = self._batches(works, most_bytes)
+        self.result.complete &= self._executor.run(batches, jobs=jobs, on_done=on_done)
+
+    def _batches(self, works: Iterable[PageWork], most_bytes: int) -> Iterator[PageBatch]:
+        executor = self._executor
+        most_objects = max(_LEAST_OBJECTS, self._destination.limits.batch_objects)
+        cut = (
+            work.batches(
+                verify=self._options.verify,
+                copies=executor.copies,
+                most_bytes=most_bytes,
+                most_objects=most_objects,
+            )
+            for work in works
+        )
+        for batch in chain.from_iterable(cut):
+            if executor.full.is_set() or executor.stopped:
+                self._left_out = True
+                return
+            yield batch
+
+    def _fill_up(
+        self, works: Sequence[PageWork], on_done: Callable[[PageBatch, MoveResult], None]
+    ) -> None:
+        """Copy once more, until there is no room, what was begun and had none.
+
+        Batches that take the last room from one another are all rolled back, and what one of them
+        lacked is there again: alone, and in their order, some of them fit.
+        """
+        last = []
+        for work in works:
+            begun = [
+                each.items
+                for each in self._without_room
+                if each.survey is work.survey and each.action is work.action
+            ]
+            if begun:
+                last.append(work.only(np.isin(work.items, np.concatenate(begun))))
+        left_out = self._left_out
+        self._executor.full.clear()
+        self._pass(last, on_done, alone=True)
+        if left_out:
+            self._executor.full.set()
+
+    def _try_again(self, on_done: Callable[[PageBatch, MoveResult], None]) -> None:
+        """Compare what others have finished meanwhile; of what they have not, write one group.
+
+        Once that succeeds, a killed writer's objects are given up, and the others are written too.
+        """
+        raced, self._raced = self._raced, {}
+        finished, unfinished = [], []
+        for listed, items in raced.values():
+            chosen = np.array(sorted(items), dtype=np.int64)
+            work = PageWork(listed.as_if_written(chosen), chosen, Action.COMPLETE)
+            begun = self._begun_by_others(work)
+            finished.append(work.only(~begun))
+            unfinished.append(work.only(begun))
+        first, others = slice(0, 1), slice(1, None)
+        self._pass([*finished, *(work.only(first) for work in unfinished)], on_done)
+        rests = [rest for work in unfinished if len((rest := work.only(others)).items)]
+        for rest in rests:
+            if id(rest.survey) in self._raced:
+                self._raced[id(rest.survey)][1].extend(rest.items.tolist())
+        given_up = [rest for rest in rests if id(rest.survey) not in self._raced]
+        if given_up:
+            self._pass(given_up, on_done)
+
+    def _begun_by_others(self, work: PageWork) -> BoolArray:
+        """Return which groups have an object that another writer has begun: [items]."""
+        found, racy = np.zeros(len(work.items), dtype=np.bool_), self._executor.racy
+        if racy is not None:
+            at, targets, _ = work.survey.there.objects(work.items)
+            keys = work.survey.keys(work.items[at], targets)
+            found[at[racy.unfinished(pa.table({"key": keys}))]] = True
+        return found
+
+    def _settle(self, batch: PageBatch, result: MoveResult) -> None:
+        """Count what became of a batch, and let the journal have what is done."""
+        survey, options = batch.survey, self._options
+        done = batch.items[np.isin(result.statuses, (GroupStatus.DONE, GroupStatus.SAME))]
+        if options.move:
+            left_over = survey.left_over[done]
+            why = "copied, and left in the source: it has objects that were not copied"
+            self._fail(survey, done[left_over], why)
+            done = done[~left_over]
+            if len(done) and batch.action in READS_BACK:
+                # What is there may be another writer's, and is to be the only copy.
+                self._destination.flush()
+        if self._journal is not None and len(done):
+            pages = survey.pages.take(pa.array(done))
+            verified = options.verify or batch.action is Action.COMPARE
+            self._journal.copied(survey.route.name, pages, verified=verified)
+        with self._lock:
+            self.result.add(result)
+            without = batch.work(result.statuses == GroupStatus.NO_ROOM)
+            if len(without.items):
+                self._without_room.append(without)
+            raced = batch.items[result.statuses == GroupStatus.RACED]
+            if len(raced):
+                rest = self._raced.setdefault(id(survey), (survey, []))[1]
+                rest.extend(raced.tolist())
+        if options.move and len(done):
+            wait = _LEASE_SECONDS if isinstance(self._source, Leases) else 0.0
+            self._leaving.append((time.monotonic() + wait, survey, done))
+            self._remove(self._free())
+
+    def _fail(self, survey: Survey, items: IntArray, why: str) -> None:
+        pages = survey.pages.take(pa.array(items)).to_pylist()
+        with self._lock:
+            self.result.fail([Problem(page, None, why) for page in pages])
+
+    def _free(self, *, all_: bool = False) -> Iterator[tuple[Survey, IntArray]]:
+        """Give the groups to remove that no lease holds any more."""
+        while True:
+            with self._lock:
+                if not self._leaving or not (all_ or self._leaving[0][0] <= time.monotonic()):
+                    return
+                _, survey, items = self._leaving.popleft()
+            yield survey, items
+
+    def _remove(self, leaving: Iterable[tuple[Survey, IntArray]]) -> None:
+        for survey, items in leaving:
+            removed = withdraw_listed(
+                self._source, self._inventory, self._groups, survey.groups[items]
+            )
+            gone = np.isin(removed.statuses, (GroupStatus.DONE, GroupStatus.GONE))
+            pages = removed.pages.filter(pa.array(gone)).to_pylist()
+            if self._journal is not None:
+                self._journal.removed(survey.route.name, pages)
+            with self._lock:
+                self.result.moved += len(pages)
+                self.result.fail(removed.problems)
+
+
+def withdraw_listed(
+    store: Store, inventory: Inventory, groups: PageGroups, numbers: IntArray
+) -> MoveResult:
+    """Delete all objects of groups as listed, anchors first."""
+    rows, offsets = groups.objects_of(numbers)
+    anchors = tuple(spec is not None and spec.anchor for spec in inventory.table.specs)
+    result = MoveResult.of(groups.pages_at(numbers))
+    batch = inventory.take(rows)
+    objects = GroupObjects(
+        batch.column("key").combine_chunks(),
+        np.repeat(np.arange(len(numbers)), np.diff(offsets)),
+        inventory.by_affix(anchors, 0)[rows] != 0,
+    )
+
+    def remove(places: IntArray) -> Result:
+        errors: dict[int, str] = {}
+        step = store.limits.batch_objects
+        for start in range(0, len(places), step):
+            found = store.delete(batch.take(pa.array(places[start : start + step])))
+            errors |= {start + index: why for index, why in found.errors.items()}
+        return Result(np.zeros(len(places), dtype=np.uint8), errors)
+
+    def stuck(place: int, why: str) -> None:
+        detail = f"copied, and cannot be removed from the source: {why}"
+        key = objects.keys[place].as_py()
+        result.fail(int(objects.owners[place]), GroupStatus.FAILED, key, detail)
+
+    remove_once(objects, np.arange(len(objects)), remove=remove, on_error=stuck)
+    return result

@@ -1,0 +1,260 @@
+"""Page groups to process with one action, in order, and the batches that they are cut into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.arena import ALIGNMENT, place
+from hicachectl.move.batches import READS_BACK, Action, CopyBatch, Transform, cut
+from hicachectl.move.order import GroupObjects
+from hicachectl.move.results import Problem
+from hicachectl.pages.group_table import ABSENT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.formats.strided import StridedCopy
+    from hicachectl.formats.transfer import TransferUnit
+    from hicachectl.move.routes import Route
+    from hicachectl.move.survey import Survey
+    from hicachectl.pages.groups import BoolArray
+    from hicachectl.pages.inventory import IntArray
+
+_FIRST_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageWork:
+    """Page groups of one survey to process with one action, in order.
+
+    items: [n] rows of the survey.
+    """
+
+    survey: Survey
+    items: IntArray
+    action: Action
+
+    def only(self, chosen: BoolArray | slice) -> PageWork:
+        """Return the work on some of the groups. chosen: of the items."""
+        return replace(self, items=self.items[chosen])
+
+    def bytes_in_memory(self, *, verify: bool) -> IntArray:
+        """Return the bytes that each group needs in memory at once: [items]."""
+        return self._demand(verify or self.action in READS_BACK)[0]
+
+    def batches(
+        self, *, verify: bool, copies: bool, most_bytes: int, most_objects: int
+    ) -> Iterator[PageBatch]:
+        """Cut the groups, in their order, into batches of limited size, or of one group.
+
+        The first are smaller, so that writing soon begins.
+        verify: what is written is read back as well. copies: the destination can copy objects of
+        the source by itself.
+        """
+        back = verify or self.action in READS_BACK
+        by_system = copies and self.survey.route.verbatim and not back
+        nbytes, objects = self._demand(back)
+        for span in cut(
+            nbytes,
+            objects,
+            first_bytes=_FIRST_BYTES,
+            most_bytes=most_bytes,
+            most_objects=most_objects,
+        ):
+            yield _Layout(self.only(span)).batch(back=back, by_system=by_system)
+
+    def _demand(self, back: bool) -> tuple[IntArray, IntArray]:
+        """Return the bytes of memory, and the objects read or written, of each group: [items]."""
+        route, wanted = self.survey.route, self.survey.wanted
+        times, beside, counts = np.zeros((3, len(route.targets)), dtype=np.int64)
+        for unit in route.units:
+            targets = list(unit.destinations)
+            made = not unit.identity and _runs(route, unit) is None
+            times[targets] = made + back
+            counts[targets[0]] = max(len(unit.sources), len(targets))
+            if unit.identity:
+                times[targets] += 1  # the source, of as many bytes
+            else:
+                beside[targets[0]] = _aligned(route.sizes[list(unit.sources)]).sum()
+        nbytes, objects = np.zeros((2, len(self.items)), dtype=np.int64)
+        for block in wanted.blocks:
+            at, slots = block.find(self.items)
+            column = block.columns[block.places[slots]]
+            demand = _aligned(block.values[slots]) * times[column] + beside[column]
+            np.add.at(nbytes, at, demand)
+            np.add.at(objects, at, counts[column])
+        return nbytes, objects
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageBatch(CopyBatch):
+    """A batch of groups of one survey. items: [k] rows of the survey."""
+
+    survey: Survey = field(kw_only=True)
+    items: IntArray = field(kw_only=True)
+
+    def work(self, chosen: BoolArray) -> PageWork:
+        """Return what is left to do of some of the groups. chosen: [k]."""
+        return PageWork(self.survey, self.items[chosen], self.action)
+
+
+def too_large(page: str, need: int, buffer_bytes: int) -> Problem:
+    """Say that a group is not copied because it does not fit into the buffer."""
+    return Problem(
+        page,
+        None,
+        f"needs {need} bytes in memory at once, --buffer-bytes has {buffer_bytes}; not copied",
+    )
+
+
+_Reads = list[tuple[int, "IntArray"]]  # number of the first read, and the offsets, of a source
+
+
+class _Layout:
+    """Choose what a batch reads and makes, and where: all sources, then what is made of them."""
+
+    def __init__(self, work: PageWork) -> None:
+        self._work = work
+        self._survey = survey = work.survey
+        self._route = route = survey.route
+        targets = survey.wanted.used(work.items)
+        units = np.unique(route.unit_of_target[targets]).tolist()
+        self._units = [route.units[number] for number in units]
+        sources = np.array(sorted({s for u in self._units for s in u.sources}), dtype=np.int64)
+        self._rows, self._wanted, self._there = (
+            dict(zip(columns.tolist(), table.slots(work.items, columns).T, strict=True))
+            for table, columns in (
+                (survey.rows, sources),
+                (survey.wanted, targets),
+                (survey.there, targets),
+            )
+        )
+        self._end = 0
+        self._count = 0
+        self._reads: list[tuple[IntArray, ...]] = []  # rows, owners, capacities
+        self._writes: list[
+            tuple[IntArray, ...]
+        ] = []  # targets, owners, offsets, sizes, there, firsts
+        self._transforms: list[Transform] = []
+
+    def batch(self, *, back: bool, by_system: bool) -> PageBatch:
+        """Return the batch. back: with room for what is read back."""
+        read = [self._read(unit) for unit in self._units]
+        read_bytes = self._end
+        for unit, (owners, reads) in zip(self._units, read, strict=True):
+            if len(owners):
+                self._write(unit, owners, reads)
+        rows, owners_read, capacities = _joined(self._reads, 3)
+        targets, owners, offsets, sizes, there, firsts = _joined(self._writes, 6)
+        survey, items = self._survey, self._work.items
+        pages = survey.pages.take(pa.array(items))
+        keys = self._route.keys(targets, pages.take(pa.array(owners)))
+        anchors = np.array([target.anchor for target in self._route.targets])[targets]
+        origins = np.append(rows, ABSENT)[firsts]
+        times = survey.times.take(pa.array(origins, mask=origins == ABSENT))
+        nothing = np.zeros(0, dtype=np.int64)
+        name = f"{len(items)} pages"
+        if len(items) == 1:
+            name = f"page {pages[0].as_py()} of {self._route.name}"
+        return PageBatch(
+            rows=nothing if by_system else rows,
+            capacities=nothing if by_system else capacities,
+            room=self._end - read_bytes + (place(sizes)[1] if back else 0),
+            name=name,
+            action=self._work.action,
+            pages=pages,
+            owners=owners_read,
+            objects=GroupObjects(keys, owners, anchors),
+            targets=pa.table({"key": keys, "mtime_ns": times}),
+            sizes=sizes,
+            offsets=offsets,
+            there=there,
+            origins=origins,
+            by_system=by_system,
+            transforms=tuple(self._transforms),
+            back=self._end,
+            survey=survey,
+            items=items,
+        )
+
+    def _place(self, sizes: IntArray) -> IntArray:
+        offsets, nbytes = place(sizes)
+        offsets += self._end
+        self._end += nbytes
+        return offsets
+
+    def _read(self, unit: TransferUnit) -> tuple[IntArray, _Reads]:
+        """Place the sources of a unit, for the groups that are to have what it makes."""
+        owners = np.flatnonzero(self._wanted[unit.destinations[0]] != ABSENT)
+        reads: _Reads = []
+        for source in unit.sources:
+            sizes = np.full(len(owners), self._route.sizes[source])
+            if unit.identity:
+                sizes = self._wanted[unit.destinations[0]][owners]
+            reads.append((self._count, self._place(sizes)))
+            self._reads.append((self._rows[source][owners], owners, sizes))
+            self._count += len(owners)
+        return owners, reads
+
+    def _write(self, unit: TransferUnit, owners: IntArray, reads: _Reads) -> None:
+        """Choose the offsets of a unit's destinations: in place, or after the sources."""
+        count = len(owners)
+        firsts = reads[0][0] + np.arange(count) if reads else np.full(count, ABSENT)
+        if unit.identity:
+            (target,) = unit.destinations
+            placed = [(target, reads[0][1], self._wanted[target][owners])]
+        elif (runs := _runs(self._route, unit)) is not None:
+            placed = [
+                (target, reads[run.source][1] + run.source_offset, np.full(count, run.nbytes))
+                for target, run in zip(unit.destinations, runs, strict=True)
+            ]
+        else:
+            sizes = {t: np.full(count, self._route.target_bytes[t]) for t in unit.destinations}
+            placed = [(target, self._place(sizes[target]), sizes[target]) for target in sizes]
+            sources = zip(unit.sources, reads, strict=True)
+            self._transforms.append(
+                Transform(
+                    unit,
+                    count,
+                    tuple(_steps(offs, int(self._route.sizes[s])) for s, (_, offs) in sources),
+                    tuple(_steps(offsets, int(nbytes[0])) for _, offsets, nbytes in placed),
+                )
+            )
+        for target, offsets, nbytes in placed:
+            there = self._there[target][owners]
+            targets = np.full(count, target)
+            self._writes.append((targets, owners, offsets, nbytes, there, firsts))
+
+
+def _runs(route: Route, unit: TransferUnit) -> list[StridedCopy] | None:
+    """Find each destination of a unit as one run of bytes in a source; None where one is made.
+
+    Runs begin where objects of their own would: aligned.
+    """
+    runs = sorted(unit.copies, key=lambda copy: copy.destination)
+    whole = [copy.destination for copy in runs] == list(range(len(unit.destinations))) and all(
+        (copy.shape, copy.nbytes) == ((), route.targets[target].nbytes)
+        and copy.source_offset % ALIGNMENT == 0
+        for target, copy in zip(unit.destinations, runs, strict=True)
+    )
+    return runs if whole and runs else None
+
+
+def _steps(offsets: IntArray, nbytes: int) -> tuple[int, int, int]:
+    step = int(offsets[1] - offsets[0]) if len(offsets) > 1 else max(nbytes, 1)
+    return int(offsets[0]), step, nbytes
+
+
+def _aligned(sizes: IntArray) -> IntArray:
+    aligned: IntArray = -(-np.maximum(sizes, 0) // ALIGNMENT) * ALIGNMENT
+    return aligned
+
+
+def _joined(parts: list[tuple[IntArray, ...]], count: int) -> list[IntArray]:
+    columns = zip(*parts, strict=True) if parts else [()] * count
+    nothing = np.zeros(0, dtype=np.int64)
+    return [np.concatenate([nothing, *column]).astype(np.int64) for column in columns]
