@@ -1,0 +1,86 @@
+"""A kind of pool that another package could bring: it touches no file of the product.
+
+A page holds the last inputs of each layer's short convolution: [layers, channels, width], sharded
+by channels, one object of each page and TP rank.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hicachectl.formats import kinds
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.kinds.base import PoolKind, holder
+from hicachectl.formats.kinds.pool import PoolName
+from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS, Geometry, TensorLayout, check_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.formats.kinds.base import Span
+    from hicachectl.formats.kinds.pool import Pool
+    from hicachectl.formats.objects import Shard
+
+NAMES = (PoolName(name="conv_state"),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvGeometry(Geometry):
+    """Windows of `width` inputs of one rank's channels."""
+
+    layers: int
+    channels: int
+    width: int
+    dtype: str
+
+    def tensors(self, layout: str) -> Iterator[TensorLayout]:
+        """Yield the windows of all layers."""
+        check_layout(layout, PAGE_FIRST_LAYOUTS, "a pool of convolution windows")
+        shape = (self.layers, self.channels, self.width)
+        yield TensorLayout("window", ("layer", "channel", "tap"), shape, self.dtype)
+
+
+class ConvState(PoolKind):
+    """Windows of short convolutions; `conv` of the pool states one, [channels, width]."""
+
+    name = "conv_state"
+    summary = "layers, conv: one window, [channels, width]."
+    required = ("layers", "conv")
+    shards = True
+
+    def problems(self, pool: Pool) -> Iterator[str]:
+        """Yield another number of windows or axes."""
+        if [len(state.shape) for state in pool.conv] != [2]:
+            yield "conv: a conv_state pool needs one window, [channels, width]"
+
+    def geometry(self, pool: Pool, layers: int, tokens: int, tp: int) -> Geometry:
+        """Return the windows of one rank's channels; the number of tokens does not matter."""
+        channels, width = pool.conv[0].shape
+        return ConvGeometry(
+            layers=layers, channels=channels // tp, width=width, dtype=pool.conv[0].dtype
+        )
+
+    def check_shards(self, pool: Pool, tp: int) -> None:
+        """Refuse channels that ranks do not share out evenly."""
+        if pool.conv[0].shape[0] % tp:
+            raise ProfileError(f"pools[{pool.name}].conv: channels do not divide over {tp} ranks")
+
+    def spans(
+        self, pool: Pool, tensor: TensorLayout, shard: Shard, tp: int
+    ) -> dict[str, list[Span]]:
+        """Return the channels of a rank."""
+        held = tensor.shape[tensor.axes.index("channel")]
+        return {"channel": [(0, holder(shard) * held, held)]}
+
+
+@contextmanager
+def registered() -> Iterator[PoolKind]:
+    """Register the kind, and take it back: other tests do not see it."""
+    kind = ConvState()
+    kinds.register(kind, NAMES)
+    try:
+        yield kind
+    finally:
+        kinds.unregister(kind, NAMES)
