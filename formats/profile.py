@@ -189,17 +189,11 @@ def _object_problems(profile: Profile, pool: Pool) -> Iterator[str]:
     """Check that no object of a pool can reach MAX_OBJECT_BYTES, sharded or not."""
     layers = pool.layers if isinstance(pool.layers, int) else len(pool.layers)
     layers += pool.packed_draft_layers + 1  # one of padding, under CP layer split
-    widest = max(DTYPE_BYTES.values())
-    rows = {
-        "head_dim": pool.kv_heads * (pool.head_dim + (pool.v_head_dim or pool.head_dim)),
-        "kv_lora_rank": pool.kv_lora_rank + pool.qk_rope_head_dim,
-        "index_head_dim": 2 * pool.index_head_dim,  # with its scales
-    }
-    sizes = {name: layers * profile.page_size * widest * row for name, row in rows.items()}
-    states = [(where, layers * widest * prod(state.shape)) for where, state in _named_states(pool)]
-    sizes |= {f"{where}.shape": nbytes for where, nbytes in states}
-    if sum(sizes.values()) >= MAX_OBJECT_BYTES:
-        yield f"{max(sizes, key=lambda name: sizes[name])}: objects of 2^62 bytes and more"
+    rows = {name: row for kind in kinds() for name, row in kind.row_items(pool).items()}
+    items = {name: profile.page_size * row for name, row in rows.items()}
+    items |= {f"{where}.shape": prod(state.shape) for where, state in _named_states(pool)}
+    if sum(items.values()) * layers * max(DTYPE_BYTES.values()) >= MAX_OBJECT_BYTES:
+        yield f"{max(items, key=lambda name: items[name])}: objects of 2^62 bytes and more"
 
 
 def _named_states(pool: Pool) -> Iterator[tuple[str, StateTensor]]:

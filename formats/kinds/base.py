@@ -1,7 +1,4 @@
-"""What the kinds of pools have to say, and the list of them.
-
-A kind is one class in one file. All others ask it: `kind_of(pool)`.
-"""
+"""What a kind of pool says: one class, in one file, that all others ask (`kind_of`)."""
 
 from __future__ import annotations
 
@@ -51,6 +48,13 @@ class PoolKind:
     def problems(self, pool: Pool) -> Iterator[str]:
         """Yield what is wrong with a pool beyond missing fields and their bounds."""
         yield from ()
+
+    def row_items(self, pool: Pool) -> dict[str, int]:
+        """Return the items of a token in a layer, before sharding, by the field at fault for many.
+
+        Of any pool that states the kind's fields: it bounds what a profile may state.
+        """
+        return {}
 
     def dtype(self, pool: Pool) -> str:
         """Return the dtype of what a pool stores. Raises ProfileError."""

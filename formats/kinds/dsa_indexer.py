@@ -57,6 +57,10 @@ class DsaIndexer(PoolKind):
     required = ("layers", "index_head_dim")
     shards = False
 
+    def row_items(self, pool: Pool) -> dict[str, int]:
+        """Return the items of a key and its scales."""
+        return {"index_head_dim": 2 * pool.index_head_dim}
+
     def layouts(self, pool: Pool) -> tuple[str, ...]:
         """Return all but page_head."""
         return _LAYOUTS

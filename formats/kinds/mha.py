@@ -101,6 +101,11 @@ class Mha(PoolKind):
     hf3fs_sidecar = False
     hf3fs_parts = True
 
+    def row_items(self, pool: Pool) -> dict[str, int]:
+        """Return the items of K and V."""
+        widths = pool.head_dim + (pool.v_head_dim or pool.head_dim)
+        return {"head_dim": pool.kv_heads * widths}
+
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
         """Return the pool with another dtype."""
         # ROCm names its own form of e4m3 like the other.

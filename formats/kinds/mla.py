@@ -96,6 +96,10 @@ class Mla(PoolKind):
         if pool.row and pool.row not in MLA_ROWS:
             yield f"row: {pool.row!r} is none of {', '.join(MLA_ROWS)}"
 
+    def row_items(self, pool: Pool) -> dict[str, int]:
+        """Return the items of latents and rope part."""
+        return {"kv_lora_rank": pool.kv_lora_rank + pool.qk_rope_head_dim}
+
     def dtype(self, pool: Pool) -> str:
         """Return the dtype of a row."""
         return mla_row(pool)[1]
