@@ -10,7 +10,9 @@ Source: SGLang srt/mem_cache/pool_host/ {mha,mla,dsa,mamba}.py, `get_data_page` 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import TYPE_CHECKING, Self
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
@@ -59,6 +61,12 @@ class TensorLayout:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return prod(self.shape) * self.itemsize
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """Bytes from one index to the next, along each axis."""
+        steps = accumulate(reversed(self.shape), mul, initial=self.itemsize)
+        return dict(zip(reversed(self.axes), steps, strict=False))
 
 
 @dataclass(frozen=True, slots=True)

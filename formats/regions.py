@@ -6,14 +6,14 @@ boxes of it: its own layers, heads and state channels, each at a place that its 
 
 from __future__ import annotations
 
-from itertools import accumulate, product
+from itertools import product
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.copyplan import Extent, Region
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.kinds.base import holder
 from hicachectl.formats.kinds.pool import pool_name
-from hicachectl.formats.strided import Axis, Region
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +59,7 @@ def _tensor_regions(
     layers: list[Span],
 ) -> Iterator[Region]:
     """Lay out the boxes of one tensor: one for each choice of a span along every axis."""
-    strides = _strides(tensor)
+    strides = tensor.strides
     spans: dict[str, list[Span]] = {
         axis: [(0, 0, length)] for axis, length in zip(tensor.axes, tensor.shape, strict=True)
     }
@@ -69,16 +69,11 @@ def _tensor_regions(
     names = sorted(spans)
     for chosen in product(*(spans[name] for name in names)):
         placed = list(zip(names, chosen, strict=True))
-        offset = tensor.offset + sum(at * strides.get(name, 0) for name, (at, _, _) in placed)
-        axes = tuple(
-            Axis(name, first, length, strides.get(name, 0)) for name, (_, first, length) in placed
+        offset = tensor.offset + sum(at * strides[name] for name, (at, _, _) in placed)
+        extents = tuple(
+            Extent(name, first, length, strides[name]) for name, (_, first, length) in placed
         )
-        yield Region(space, axes, tensor.itemsize, offset)
-
-
-def _strides(tensor: TensorLayout) -> dict[str, int]:
-    steps = accumulate(reversed(tensor.shape), lambda step, n: step * n, initial=tensor.itemsize)
-    return dict(zip(reversed(tensor.axes), steps, strict=False))
+        yield Region(space, extents, tensor.itemsize, offset)
 
 
 def _space(profile: Profile, pool: Pool, expected: ObjectSpec) -> tuple[object, ...]:

@@ -2,7 +2,7 @@
 
 A page's content does not change when it is stored under other keys, in another order, or by other
 ranks. So each object is described by the boxes of content that it holds (`formats.regions`), and
-what a destination object shares with a source object is one strided copy (`formats.strided`).
+what a destination object shares with a source object is one strided copy (`formats.copyplan`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from hicachectl.formats.copyplan import CopyPlan, Region, joined, overlap
 from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.formats.refusals import check_grammars, check_pools, check_profiles
 from hicachectl.formats.regions import LayerOrder, layer_order, object_regions
 from hicachectl.formats.spec import ObjectSpec, object_specs
-from hicachectl.formats.strided import Region, StridedCopy, joined, overlap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ class TransferUnit:
 
     sources: tuple[int, ...]
     destinations: tuple[int, ...]
-    copies: tuple[StridedCopy, ...]
+    copies: tuple[CopyPlan, ...]
     identity: bool
     trailing: bool
     padded: tuple[int, ...] = ()
@@ -161,7 +161,7 @@ class _Sources:
                 for region in held:
                     self._boxes[region.space][_layers(region)].append((region, signature))
 
-    def copies(self, wanted: Region, destination: int, replica: int) -> list[StridedCopy]:
+    def copies(self, wanted: Region, destination: int, replica: int) -> list[CopyPlan]:
         """Plan the copies that fill a box of a destination; from its own replica, if there is."""
         first, end = _layers(wanted)
         found = []
@@ -178,7 +178,7 @@ class _Sources:
 
 def _layers(region: Region) -> tuple[int, int]:
     """Give the span of layers of a box, along which stages are found quickly."""
-    span = next(((a.first, a.first + a.length) for a in region.axes if a.name == "layer"), None)
+    span = next(((a.first, a.first + a.length) for a in region.extents if a.name == "layer"), None)
     return span or (0, 1)
 
 
@@ -186,11 +186,11 @@ def _copies(
     sources: Sequence[tuple[Region, ...]],
     destinations: Sequence[tuple[Region, ...]],
     objects: Sequence[ObjectSpec],
-) -> list[StridedCopy]:
+) -> list[CopyPlan]:
     """Plan the copies of all boxes of the destinations. Raises UnsupportedByBackend on a gap."""
     held = _Sources(sources)
     seen: dict[tuple[object, ...], int] = defaultdict(int)
-    found: list[StridedCopy] = []
+    found: list[CopyPlan] = []
     for number, regions in enumerate(destinations):
         signature = tuple(region.box for region in regions)
         for region in regions:
@@ -227,7 +227,7 @@ def _empty_matches(
 def _assembled(
     sources: tuple[ObjectSpec, ...],
     destinations: tuple[ObjectSpec, ...],
-    copies: Sequence[StridedCopy],
+    copies: Sequence[CopyPlan],
     whole: Iterable[tuple[int | None, int]],
 ) -> TransferPlan:
     """Sort copies into units; `whole` pairs destinations with the source that equals each."""
@@ -241,13 +241,13 @@ def _assembled(
 
 def _whole_unit(source: int | None, destination: int, expected: ObjectSpec) -> TransferUnit:
     n = expected.nbytes
-    copies = (StridedCopy(0, 0, (), n, 0, (), 0, ()),) if n else ()
+    copies = (CopyPlan((), n),) if n else ()
     taken = () if source is None else (source,)
     return TransferUnit(taken, (destination,), copies, source is not None, expected.trailing)
 
 
 def _connected_units(
-    copies: Sequence[StridedCopy],
+    copies: Sequence[CopyPlan],
     sources: Sequence[ObjectSpec],
     destinations: Sequence[ObjectSpec],
 ) -> list[TransferUnit]:
@@ -262,14 +262,14 @@ def _connected_units(
 
     for copy in copies:
         parents[root(("source", copy.source))] = root(("destination", copy.destination))
-    sets: dict[tuple[str, int], list[StridedCopy]] = defaultdict(list)
+    sets: dict[tuple[str, int], list[CopyPlan]] = defaultdict(list)
     for copy in copies:
         sets[root(("source", copy.source))].append(copy)
     return [_unit(found, sources, destinations) for found in sets.values()]
 
 
 def _unit(
-    copies: Sequence[StridedCopy],
+    copies: Sequence[CopyPlan],
     sources: Sequence[ObjectSpec],
     destinations: Sequence[ObjectSpec],
 ) -> TransferUnit:
@@ -288,7 +288,7 @@ def _unit(
         sources=tuple(taken),
         destinations=tuple(made),
         copies=local,
-        identity=equal and local[0].itemsize == sizes[0],
+        identity=equal and local[0].run == sizes[0],
         trailing=destinations[made[0]].trailing,
         padded=tuple(at for at, nbytes in enumerate(sizes) if filled[at] != nbytes),
     )

@@ -21,12 +21,9 @@ def fields_of(
     expected: ObjectSpec, profile: Profile, form: PoolForm
 ) -> Iterator[tuple[PoolPiece, tuple[Field, ...]]]:
     """Name the fields of the blocks of each pool: a block is one layer of one page slot."""
-    pieces = {piece.name: piece for piece in form.pieces}
     sections = sections_of(expected, profile)
-    for section, tensor in zip(sections, expected.tensors, strict=True):
-        names = ("k", "v") if "kv" in tensor.axes else (tensor.name,)
-        for name in names:
-            yield pieces[name], _fields(section, tensor, pieces[name])
+    for section, tensor, piece in zip(sections, expected.tensors, form.pieces, strict=True):
+        yield piece, _fields(section, tensor, piece)
 
 
 def _fields(section: Section, tensor: TensorLayout, piece: PoolPiece) -> tuple[Field, ...]:

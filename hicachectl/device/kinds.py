@@ -12,8 +12,8 @@ from hicachectl.checks.tables import stored_layers
 from hicachectl.device.fields import fields_of
 from hicachectl.device.lanes import MOST_OBJECTS
 from hicachectl.device.plans import PoolPiece, pool_form
+from hicachectl.formats.copyplan import VECTOR_BYTES
 from hicachectl.kernels.blake3_triton import Ranges, digest_ranges, ranges_of
-from hicachectl.kernels.copies import VECTOR_BYTES
 from hicachectl.kernels.layout import is_hinted, is_unseen
 from hicachectl.kernels.layout_triton import MARGIN, correlations
 from hicachectl.kernels.statistics import BAD_SCALE, INF, NAN, ZERO_HEADS, Field
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from hicachectl.checks.values import ValueChecker
     from hicachectl.device.lanes import Lane
     from hicachectl.device.providers import Provider
+    from hicachectl.formats.copyplan import CopyPlan
     from hicachectl.formats.spec import ObjectSpec
-    from hicachectl.kernels.copies import CopyPlan
     from hicachectl.kernels.layout import OrderLook
 
     BoolArray = npt.NDArray[np.bool_]

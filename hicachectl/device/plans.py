@@ -12,14 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hicachectl.kernels.copies import MOST_AXES, VECTOR_BYTES, Axis, CopyPlan
+from hicachectl.formats.copyplan import VECTOR_BYTES, Axis, CopyPlan, compact
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from hicachectl.formats.layouts import TensorLayout
-
-_KINDS = ("k", "v")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +57,7 @@ class PoolForm:
         Source places are offsets of objects in vectors of VECTOR_BYTES, destination places page
         slots. K and V of one shape are one plan.
         """
-        by_name = {piece.name: piece for piece in self.pieces}
-        made: list[CopyPlan] = []
-        for tensor in self.tensors:
-            made += _plans(tensor, by_name, slots)
+        made = (_plan(*both, slots) for both in zip(self.tensors, self.pieces, strict=True))
         return tuple(_joined(made))
 
 
@@ -72,60 +67,24 @@ def pool_form(tensors: Sequence[TensorLayout]) -> PoolForm:
     offset = 0
     for tensor in tensors:
         lengths = dict(zip(tensor.axes, tensor.shape, strict=True))
-        names = _KINDS if "kv" in lengths else (tensor.name,)
         layers, tokens = lengths["layer"], lengths.get("token", 1)
-        row_bytes = tensor.nbytes // (layers * tokens * len(names))
-        for name in names:
-            pieces.append(PoolPiece(name, layers, tokens, row_bytes, offset))
-            offset += layers * tokens * row_bytes
+        row_bytes = tensor.nbytes // (layers * tokens)
+        pieces.append(PoolPiece(tensor.name, layers, tokens, row_bytes, offset))
+        offset += tensor.nbytes
     return PoolForm(tuple(tensors), tuple(pieces))
 
 
-def _plans(tensor: TensorLayout, pieces: dict[str, PoolPiece], slots: int) -> list[CopyPlan]:
-    """Plan one tensor; one of both K and V gives a plan for each."""
-    steps = _source_steps(tensor)
+def _plan(tensor: TensorLayout, piece: PoolPiece, slots: int) -> CopyPlan:
+    """Plan one tensor: in a pool, layers are outermost, then slots, tokens and heads."""
+    source = tensor.strides
+    rows: list[str] = [axis for axis in ("token", "head") if axis in source]
+    rows += [axis for axis in tensor.axes if axis not in ("layer", *rows)]
     lengths = dict(zip(tensor.axes, tensor.shape, strict=True))
-    names = _KINDS if "kv" in lengths else (tensor.name,)
-    return [
-        _plan(
-            pieces[name],
-            tensor.offset + kind * steps.get("kv", 0),
-            lengths,
-            steps,
-            slots,
-        )
-        for kind, name in enumerate(names)
-    ]
-
-
-def _source_steps(tensor: TensorLayout) -> dict[str, int]:
-    steps, step = {}, tensor.itemsize
-    for axis, length in zip(reversed(tensor.axes), reversed(tensor.shape), strict=True):
-        steps[axis] = step
-        step *= length
-    return steps
-
-
-def _plan(
-    piece: PoolPiece,
-    source_offset: int,
-    lengths: dict[str, int],
-    steps: dict[str, int],
-    slots: int,
-) -> CopyPlan:
-    layer_bytes = slots * piece.slot_bytes
-    axes = [Axis("layer", piece.layers, steps["layer"], layer_bytes)]
-    run = piece.row_bytes
-    if "token" in lengths:
-        axes.append(Axis("token", piece.tokens, steps["token"], piece.row_bytes))
-    if "head" in lengths:
-        run //= lengths["head"]
-        axes.append(Axis("head", lengths["head"], steps["head"], run))
-    while len(axes) > 1 and axes[-1].source == axes[-1].destination == run:
-        run *= axes.pop().length
-    return CopyPlan(
-        tuple(axes), run, source_offset, slots * piece.offset, VECTOR_BYTES, piece.slot_bytes
-    )
+    packed = replace(tensor, axes=tuple(rows), shape=tuple(lengths[axis] for axis in rows))
+    steps = [Axis("", lengths[axis], source[axis], step) for axis, step in packed.strides.items()]
+    steps.append(Axis("layer", piece.layers, source["layer"], slots * piece.slot_bytes))
+    axes, run = compact(steps, tensor.itemsize)
+    return CopyPlan(axes, run, tensor.offset, slots * piece.offset, VECTOR_BYTES, piece.slot_bytes)
 
 
 def _joined(plans: Iterable[CopyPlan]) -> list[CopyPlan]:
@@ -133,7 +92,7 @@ def _joined(plans: Iterable[CopyPlan]) -> list[CopyPlan]:
     joined: list[CopyPlan] = []
     for plan in plans:
         last = joined[-1] if joined else None
-        if last is not None and len(last.axes) < MOST_AXES and _alike(last, plan):
+        if last is not None and _alike(last, plan):
             step = Axis(
                 "kv",
                 2,

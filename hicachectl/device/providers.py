@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.kernels.copies import CopyPlan
+    from hicachectl.formats.copyplan import CopyPlan
 
 # sgl_kernel's kernels move words of 8 bytes: TORCH_CHECK(item_size % 8 == 0) in transfer.cu.
 _SGL_WORD = 8

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from hicachectl.kernels.copies import CopyPlan
+    from hicachectl.formats.copyplan import CopyPlan
 
+MOST_AXES = 4
 _WORDS = {16: (torch.int32, 4), 8: (torch.int32, 2), 4: (torch.int32, 1), 2: (torch.int16, 1)}
 BLOCK_UNITS = 1024  # accesses of a program: 16 KiB, a few in flight for each of 256 threads
 
@@ -27,7 +28,7 @@ def strided_copy(
     *,
     block_units: int = BLOCK_UNITS,
 ) -> None:
-    """Copy what a plan says, for each pair of places, in one launch.
+    """Copy what a plan says, for each pair of places: one launch, if it has MOST_AXES at most.
 
     source, destination: 1D uint8, contiguous, 16-byte aligned, not overlapping.
     places:              [n] int64 on the same device. Distinct destinations: the order of copies
@@ -37,9 +38,16 @@ def strided_copy(
     count = len(source_places)
     if not count or not plan.nbytes:
         return
+    if len(plan.axes) > MOST_AXES:
+        for index in range(plan.axes[0].length):
+            strided_copy(
+                plan.at(0, index), source, source_places, destination, destination_places,
+                block_units=block_units,
+            )  # fmt: skip
+        return
     unit = plan.unit
     dtype, words = _WORDS.get(unit, (torch.int8, 1))
-    axes = [(1, 0, 0)] * (4 - len(plan.axes)) + [
+    axes = [(1, 0, 0)] * (MOST_AXES - len(plan.axes)) + [
         (axis.length, axis.source // unit, axis.destination // unit) for axis in plan.axes
     ]
     total = plan.nbytes // unit

@@ -11,7 +11,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hicachectl.formats.strided import StridedCopy
+    from hicachectl.formats.copyplan import CopyPlan
     from hicachectl.formats.transfer import TransferUnit
 
     Pages = npt.NDArray[np.uint8]
@@ -39,45 +39,48 @@ def relayout(unit: TransferUnit, sources: Sequence[Pages], destinations: Sequenc
         return
     pairs = [
         (
-            _view(destinations[c.destination], c, c.destination_offset, c.destination_strides),
-            _view(sources[c.source], c, c.source_offset, c.source_strides),
+            _view(destinations[plan.destination], plan, to_destination=True),
+            _view(sources[plan.source], plan, to_destination=False),
         )
-        for c in unit.copies
+        for plan in unit.copies
     ]
     for block in _blocks(unit, counts.pop()):
         for destination, source in pairs:
             np.copyto(destination[block], source[block])
 
 
-def _view(pages: Pages, copy: StridedCopy, offset: int, strides: tuple[int, ...]) -> View:
+def _view(pages: Pages, plan: CopyPlan, *, to_destination: bool) -> View:
     """View one side of a copy as its items: [pages, *shape], or with a last axis of bytes."""
-    span = sum((n - 1) * step for n, step in zip(copy.shape, strides, strict=True))
-    end = offset + span + copy.itemsize
+    offset = plan.destination_offset if to_destination else plan.source_offset
+    strides = [axis.destination if to_destination else axis.source for axis in plan.axes]
+    shape = [axis.length for axis in plan.axes]
+    span = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    end = offset + span + plan.run
     if pages.dtype != np.uint8 or pages.ndim != 2 or end > pages.shape[1] or pages.strides[1] != 1:
         raise ValueError(f"pages {pages.shape} do not hold contiguous bytes up to {end}")
     items = np.lib.stride_tricks.as_strided(
         pages[:, offset:],
-        (len(pages), *copy.shape, copy.itemsize),
+        (len(pages), *shape, plan.run),
         (pages.strides[0], *strides, 1),
     )
-    if not copy.shape or copy.itemsize > _LONGEST_VOID:
+    if not plan.axes or plan.run > _LONGEST_VOID:
         return items
     # One move an item, where bytes would be a loop for each.
-    return items.view(np.dtype((np.void, copy.itemsize)))[..., 0]
+    return items.view(np.dtype((np.void, plan.run)))[..., 0]
 
 
 def _blocks(unit: TransferUnit, count: int) -> Iterator[tuple[slice, ...]]:
     """Cut the work, where several copies read by turns, into parts that fit into the cache."""
     copies = unit.copies
-    lengths = {copy.shape[:1] for copy in copies}
-    if len(copies) == 1 or all(copy.itemsize >= _LONG_ITEM for copy in copies):
+    lengths = {copy.axes[0].length if copy.axes else 0 for copy in copies}
+    if len(copies) == 1 or all(copy.run >= _LONG_ITEM for copy in copies):
         yield (slice(None),)
         return
     page_bytes = sum(copy.nbytes for copy in copies)
     pages = max(1, _CACHED_BYTES // page_bytes)
     axes = [_steps(count, pages)]
-    if len(lengths) == 1 and () not in lengths:
-        length = copies[0].shape[0]
+    length = lengths.pop()
+    if length and not lengths:
         axes.append(_steps(length, max(1, length * _CACHED_BYTES // page_bytes)))
     yield from product(*axes)
 

@@ -17,7 +17,7 @@ from hicachectl.pages.group_table import ABSENT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.formats.strided import StridedCopy
+    from hicachectl.formats.copyplan import CopyPlan
     from hicachectl.formats.transfer import TransferUnit
     from hicachectl.move.routes import Route
     from hicachectl.move.survey import Survey
@@ -230,14 +230,14 @@ class _Layout:
             self._writes.append((targets, owners, offsets, nbytes, there, firsts))
 
 
-def _runs(route: Route, unit: TransferUnit) -> list[StridedCopy] | None:
+def _runs(route: Route, unit: TransferUnit) -> list[CopyPlan] | None:
     """Find each destination of a unit as one run of bytes in a source; None where one is made.
 
     Runs begin where objects of their own would: aligned.
     """
     runs = sorted(unit.copies, key=lambda copy: copy.destination)
     whole = [copy.destination for copy in runs] == list(range(len(unit.destinations))) and all(
-        (copy.shape, copy.nbytes) == ((), route.targets[target].nbytes)
+        (copy.axes, copy.nbytes) == ((), route.targets[target].nbytes)
         and copy.source_offset % ALIGNMENT == 0
         for target, copy in zip(unit.destinations, runs, strict=True)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,12 @@ from hypothesis import strategies as st
 from tests.checks.value_cases import expected_of, profile_of, tiny
 from tests.device.devices import DEVICES, torch
 
+from hicachectl.formats.copyplan import Axis, CopyPlan  # isort: skip
 from hicachectl.formats.kinds.mha import MhaGeometry  # isort: skip
 from hicachectl.formats.layouts import TensorLayout, flat_page  # isort: skip
+from hicachectl.formats.transfer import retargeted, transfer_plan  # isort: skip
 from hicachectl.kernels.copy_triton import strided_copy  # isort: skip
+from hicachectl.kernels.relayout import relayout  # isort: skip
 from hicachectl.device.plans import pool_form  # isort: skip
 from hicachectl.device.providers import (  # isort: skip
     FirstThatCan,
@@ -31,7 +35,6 @@ if TYPE_CHECKING:
 
     from hicachectl.device.plans import PoolForm
     from hicachectl.device.providers import Provider
-    from hicachectl.kernels.copies import CopyPlan
 
     Bytes = NDArray[np.uint8]
 
@@ -60,13 +63,11 @@ def placed(form: PoolForm, content: Bytes, slot: int, pools: Bytes) -> None:
         items = part.reshape(*tensor.shape, tensor.itemsize)
         for place in np.ndindex(*tensor.shape):
             where = dict(zip(tensor.axes, place, strict=True))
-            name = "kv"[where["kv"]] if "kv" in where else tensor.name
-            name = name if "kv" in where else tensor.name
-            piece = next(p for p in form.pieces if p.name == name)
+            piece = next(piece for piece in form.pieces if piece.name == tensor.name)
             row = (where["layer"] * SLOTS + slot) * piece.tokens + where.get("token", 0)
             inner = 0
             for axis, length in zip(tensor.axes, tensor.shape, strict=True):
-                if axis not in ("layer", "token", "kv", "head_group"):
+                if axis not in ("layer", "token"):
                     inner = inner * length + where[axis]
             if "head" in where and tensor.axes.index("head") < tensor.axes.index("layer"):
                 inner = where["head"] * tensor.shape[-1] + where["channel"]
@@ -298,3 +299,60 @@ def test_real_models_move_in_the_widest_words() -> None:
 
 def plans_of(profile: Any) -> tuple[CopyPlan, ...]:
     return pool_form(expected_of(profile).tensors).plans(SLOTS)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("kind", ["bfloat16", "latent", "mamba"])
+@DEVICES
+def test_a_plan_of_another_deployment_is_the_same_on_a_device(
+    device: str, kind: str, name: str
+) -> None:
+    """What numpy reshards and lays out anew, a device does by the same plans."""
+    profile, _ = tiny(kind, "page_first")
+    layout = "page_head" if kind == "bfloat16" else "page_first_direct"
+    plan = transfer_plan(profile, "file", retargeted(profile, tp=2, layout=layout), "file")
+    provider = provider_named(name, device)
+    rng = np.random.default_rng(3)
+    moved = 0
+    for unit in plan.units:
+        objects = [
+            rng.integers(0, 256, (3, plan.sources[at].nbytes), np.uint8) for at in unit.sources
+        ]
+        made = [
+            np.full((3, plan.destinations[at].nbytes), 0x5A, np.uint8) for at in unit.destinations
+        ]
+        relayout(unit, objects, made)
+        on_device = [
+            torch.full((one.size,), 0x5A, dtype=torch.uint8, device=device) for one in made
+        ]
+        pages = torch.arange(3, device=device)
+        for copy in unit.copies:
+            source, destination = objects[copy.source], on_device[copy.destination]
+            stepped = replace(
+                copy,
+                source_step=source.shape[1],
+                destination_step=made[copy.destination].shape[1],
+            )
+            memory = torch.from_numpy(source.reshape(-1)).to(device)
+            provider.copy(stepped, memory, pages, destination, pages)
+            moved += not unit.identity
+        for expected, seen in zip(made, on_device, strict=True):
+            assert np.array_equal(seen.cpu().numpy().reshape(expected.shape), expected)
+    assert moved
+
+
+@DEVICES
+def test_a_plan_of_many_axes_is_copied(device: str) -> None:
+    """Every second byte along six axes: more than the kernel has, none of which can be joined."""
+    shape = (2, 3, 2, 2, 3, 2)
+    memory = np.arange(3**6, dtype=np.int64).astype(np.uint8)
+    steps = [3**n for n in reversed(range(6))]
+    back = [
+        2 * step for step in TensorLayout("a", tuple("abcdef"), shape, "uint8").strides.values()
+    ][::-1]
+    plan = CopyPlan(tuple(Axis("", *axis) for axis in zip(shape, steps, back, strict=True)), 1)
+    made = torch.zeros(300, dtype=torch.uint8, device=device)
+    place = torch.zeros(1, dtype=torch.int64, device=device)
+    strided_copy(plan, torch.from_numpy(memory).to(device), place, made, place)
+    expected = memory.reshape((3,) * 6)[:2, :3, :2, :2, :3, :2].reshape(-1)
+    assert np.array_equal(made.cpu().numpy()[: 2 * expected.size : 2], expected)

@@ -165,9 +165,9 @@ def check_form(plan: TransferPlan) -> None:
         written = [np.zeros(plan.destinations[number].nbytes, int) for number in unit.destinations]
         for copy in unit.copies:
             places = np.array(copy.destination_offset)
-            for length, step in zip(copy.shape, copy.destination_strides, strict=True):
-                places = places[..., None] + np.arange(length) * step
-            places = (places[..., None] + np.arange(copy.itemsize)).reshape(-1)
+            for axis in copy.axes:
+                places = places[..., None] + np.arange(axis.length) * axis.destination
+            places = (places[..., None] + np.arange(copy.run)).reshape(-1)
             written[copy.destination][places] += 1
         for position, counts in enumerate(written):
             assert counts.max(initial=0) <= 1
@@ -230,7 +230,7 @@ def test_layer_first_and_page_first_direct_are_the_same_bytes() -> None:
 def test_k_and_v_of_a_flat_page_are_two_runs() -> None:
     model = profile(mha(), layout="page_first_direct")
     (unit,) = transfer_plan(model, "file", model, "mooncake").units
-    assert [(copy.shape, copy.itemsize) for copy in unit.copies] == [((), 768), ((), 768)]
+    assert [(copy.axes, copy.run) for copy in unit.copies] == [((), 768), ((), 768)]
 
 
 def test_objects_of_an_older_release_get_their_new_names() -> None:
@@ -347,7 +347,10 @@ def test_pages_under_dcp_are_ordered_anew_within_their_rank() -> None:
         ((0,), (0,)),
         ((1,), (1,)),
     ]
-    assert plan.units[0].copies[0].shape == (4, 2)  # two of the four tokens
+    assert [axis.length for axis in plan.units[0].copies[0].axes] == [
+        4,
+        2,
+    ]  # two of the four tokens
 
 
 def test_states_and_drafts_under_dcp_find_their_rank() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hicachectl.formats.strided import StridedCopy
+from hicachectl.formats.copyplan import Axis, CopyPlan
 from hicachectl.formats.transfer import TransferUnit
 from hicachectl.kernels.relayout import relayout
 
@@ -13,7 +13,9 @@ from hicachectl.kernels.relayout import relayout
 UNIT = TransferUnit(
     sources=(0, 1),
     destinations=(0,),
-    copies=tuple(StridedCopy(n, 0, (2, 2), 3, 0, (3, 6), 12 * n, (6, 3)) for n in (0, 1)),
+    copies=tuple(
+        CopyPlan((Axis("", 2, 3, 6), Axis("", 2, 6, 3)), 3, 0, 12 * n, source=n) for n in (0, 1)
+    ),
     identity=False,
     trailing=False,
     padded=(0,),

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.formats.strided import Axis, Region, StridedCopy, joined, overlap
+from hicachectl.formats.copyplan import Axis, CopyPlan, Extent, Region, joined, overlap
 
 NAMES = ("a", "b", "c")
 
@@ -25,14 +25,14 @@ def regions(draw: st.DrawFn) -> tuple[Region, list[int], int]:
     for axis in reversed(order):
         strides[axis] = step
         step *= lengths[axis]
-    axes = tuple(Axis(name, firsts[n], lengths[n], strides[n]) for n, name in enumerate(NAMES))
-    return Region(("space",), axes, itemsize, offset), list(order), offset + prod(lengths) * 2
+    extents = tuple(Extent(name, firsts[n], lengths[n], strides[n]) for n, name in enumerate(NAMES))
+    return Region(("space",), extents, itemsize, offset), list(order), offset + prod(lengths) * 2
 
 
 def bytes_of(region: Region, order: list[int], nbytes: int, seed: int) -> np.ndarray:
     """An object in which each item says where in space it is, and which object it is in."""
     grids = np.meshgrid(
-        *(np.arange(a.first, a.first + a.length) for a in region.axes), indexing="ij"
+        *(np.arange(a.first, a.first + a.length) for a in region.extents), indexing="ij"
     )
     items = (grids[0] * 64 + grids[1] * 8 + grids[2] + 1 + seed).astype("<u2").transpose(order)
     found = np.zeros(nbytes, np.uint8)
@@ -40,12 +40,12 @@ def bytes_of(region: Region, order: list[int], nbytes: int, seed: int) -> np.nda
     return found
 
 
-def carried_out(copy: StridedCopy, source: np.ndarray, destination: np.ndarray) -> None:
+def carried_out(copy: CopyPlan, source: np.ndarray, destination: np.ndarray) -> None:
     """Item by item."""
-    for index in np.ndindex(*copy.shape):
-        one = copy.source_offset + int(np.dot(index, copy.source_strides))
-        two = copy.destination_offset + int(np.dot(index, copy.destination_strides))
-        destination[two : two + copy.itemsize] = source[one : one + copy.itemsize]
+    for index in np.ndindex(*(axis.length for axis in copy.axes)):
+        one = copy.source_offset + int(np.dot(index, [axis.source for axis in copy.axes]))
+        two = copy.destination_offset + int(np.dot(index, [axis.destination for axis in copy.axes]))
+        destination[two : two + copy.run] = source[one : one + copy.run]
 
 
 @given(regions(), regions())
@@ -55,7 +55,7 @@ def test_a_copy_moves_what_two_boxes_share(
     source, destination = bytes_of(*one, 0), bytes_of(*two, 1000)
     spans = [
         range(max(a.first, b.first), min(a.first + a.length, b.first + b.length))
-        for a, b in zip(one[0].axes, two[0].axes, strict=True)
+        for a, b in zip(one[0].extents, two[0].extents, strict=True)
     ]
     copy = overlap(one[0], two[0], copy_from=0, copy_to=0)
     shared = prod(map(len, spans))
@@ -71,17 +71,17 @@ def test_a_copy_moves_what_two_boxes_share(
 
 
 def test_axes_that_follow_one_another_on_both_sides_are_one() -> None:
-    dense = Region((), (Axis("a", 0, 4, 48), Axis("b", 0, 3, 16), Axis("c", 0, 2, 8)), 8, 0)
+    dense = Region((), (Extent("a", 0, 4, 48), Extent("b", 0, 3, 16), Extent("c", 0, 2, 8)), 8, 0)
     copy = overlap(dense, dense, copy_from=0, copy_to=0)
-    assert copy == StridedCopy(0, 0, (), 192, 0, (), 0, ())
-    apart = Region((), (Axis("a", 0, 4, 96), Axis("b", 0, 3, 32), Axis("c", 0, 2, 8)), 8, 0)
+    assert copy == CopyPlan((), 192)
+    apart = Region((), (Extent("a", 0, 4, 96), Extent("b", 0, 3, 32), Extent("c", 0, 2, 8)), 8, 0)
     copy = overlap(apart, dense, copy_from=0, copy_to=0)
-    assert copy == StridedCopy(0, 0, (12,), 16, 0, (32,), 0, (16,))
+    assert copy == CopyPlan((Axis("", 12, 32, 16),), 16)
 
 
 def test_copies_that_continue_one_another_are_joined() -> None:
-    halves = [StridedCopy(0, 0, (3,), 8, start, (16,), start, (16,)) for start in (0, 8)]
-    behind = StridedCopy(0, 0, (), 10, 48, (), 48, ())
-    assert joined([behind, *halves]) == (StridedCopy(0, 0, (), 58, 0, (), 0, ()),)
-    elsewhere = StridedCopy(1, 0, (), 10, 48, (), 48, ())
+    halves = [CopyPlan((Axis("", 3, 16, 16),), 8, start, start) for start in (0, 8)]
+    behind = CopyPlan((), 10, 48, 48)
+    assert joined([behind, *halves]) == (CopyPlan((), 58),)
+    elsewhere = CopyPlan((), 10, 48, 48, source=1)
     assert len(joined([elsewhere, *halves])) == 2
