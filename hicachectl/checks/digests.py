@@ -4,34 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hicachectl.checks.catalogs import MISMATCH, REWRITTEN
-from hicachectl.pages.listing import object_findings
+from hicachectl.checks.findings import object_findings
+from hicachectl.checks.registry import VERSIONS_RECUR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy as np
-    import numpy.typing as npt
     import pyarrow as pa
 
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.checks.registry import CheckInput
 
 
-def check_digests(
-    inventory: Inventory,
-    rows: IntArray,
-    outcome: npt.NDArray[np.int8],
-    *,
-    identities_recur: bool,
-) -> Iterator[pa.Table]:
-    """Report what a comparison with a catalog found; outcome: [rows] of `catalogs.compare`.
-
-    identities_recur: an object can have the identity that another had, so that nothing shows
-    whether it was rewritten.
-    """
-    severity = "warning" if identities_recur else "error"
-    for value, code, how_bad, detail in (
-        (MISMATCH, "digest-mismatch", severity, "other bytes than recorded, and not rewritten"),
-        (REWRITTEN, "re-recorded", "info", "rewritten since it was recorded"),
-    ):
-        yield object_findings(inventory, rows[outcome == value], code, how_bad, detail)
+def check_digests(given: CheckInput) -> Iterator[pa.Table]:
+    """Report what the comparison with a catalog found: digest-mismatch and re-recorded."""
+    if given.digested is None or given.compared is None:
+        return
+    rows = np.flatnonzero(given.digested)
+    mismatches = rows[given.compared == MISMATCH]
+    detail = "other bytes than recorded, and not rewritten"
+    rule = VERSIONS_RECUR if given.store.traits.versions_recur else None
+    yield object_findings(given.inventory, mismatches, "digest-mismatch", detail, rule=rule)
+    rewritten = rows[given.compared == REWRITTEN]
+    detail = "rewritten since it was recorded"
+    yield object_findings(given.inventory, rewritten, "re-recorded", detail)

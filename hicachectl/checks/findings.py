@@ -9,10 +9,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.text.vocabulary import CODES, SEVERITIES
+from hicachectl.checks.registry import SEVERITIES, code_named
+from hicachectl.pages.listing import Rows, object_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from hicachectl.pages.inventory import Inventory
 
 SCHEMA = pa.schema(
     [(name, pa.string()) for name in ("code", "severity", "page", "pool", "part", "key", "detail")]
@@ -21,27 +24,63 @@ SCHEMA = pa.schema(
 
 def findings(
     code: str | pa.Array,
-    severity: str | pa.Array,
     *,
     keys: pa.Array,
     pages: pa.Array | None = None,
     pools: pa.Array | None = None,
     parts: pa.Array | None = None,
     detail: str | pa.Array,
+    rule: str | pa.Array | None = None,
 ) -> pa.Table:
     """Make a table of findings, one for each key; plain strings hold for all of them.
 
-    Raises ValueError on a code that `vocabulary.CODES` does not list.
+    rule: which of its code's rules holds for a finding, null where none does. Severities come from
+    the registry. Raises ValueError on a code or a rule that no registered check declares.
     """
-    codes = {code} if isinstance(code, str) else set(pc.unique(code).to_pylist())
-    if undeclared := codes.difference(CODES):
-        raise ValueError(f"{', '.join(sorted(undeclared))}: no such finding code")
-    return _rows(code, severity, keys, pages, pools, parts, detail)
+    return _rows(code, _severities(code, rule, len(keys)), keys, pages, pools, parts, detail)
+
+
+def object_findings(
+    inventory: Inventory,
+    rows: Rows,
+    code: str,
+    detail: str | pa.Array,
+    *,
+    rule: str | None = None,
+) -> pa.Table:
+    """Make a finding for each of some objects. detail: of all of them, or [rows] of each.
+
+    Raises ValueError as `findings` does.
+    """
+    objects = object_rows(inventory, rows)
+    return findings(
+        code,
+        keys=objects.column("key").combine_chunks(),
+        pages=objects.column("page"),
+        pools=pc.cast(objects.column("pool"), pa.string()),
+        parts=pc.cast(objects.column("part"), pa.string()),
+        detail=detail,
+        rule=rule,
+    )
 
 
 def reasons(code: str, *, pages: pa.Array, detail: str) -> pa.Table:
     """Make rows that say why pages are removed where no finding asked for it."""
     return _rows(code, "info", pa.nulls(len(pages), pa.string()), pages, None, None, detail)
+
+
+def _severities(code: str | pa.Array, rule: str | pa.Array | None, count: int) -> str | pa.Array:
+    """Return the severity of each finding, or of all of them: [count]."""
+    if isinstance(code, str) and not isinstance(rule, pa.Array):
+        return code_named(code).severity_under(rule)
+    codes, rules = (_column(v, count).dictionary_encode("encode") for v in (code, rule))
+    width = len(rules.dictionary)
+    pairs = codes.indices.to_numpy().astype(np.int64) * width + rules.indices.to_numpy()
+    severities: list[str | None] = [None] * (len(codes.dictionary) * width)
+    for pair in np.flatnonzero(np.bincount(pairs)).tolist():
+        name, which = codes.dictionary[pair // width].as_py(), rules.dictionary[pair % width]
+        severities[pair] = code_named(name).severity_under(which.as_py())
+    return pa.array(severities, pa.string()).take(pa.array(pairs))
 
 
 def _rows(
@@ -53,15 +92,14 @@ def _rows(
     parts: pa.Array | None,
     detail: str | pa.Array,
 ) -> pa.Table:
-    nothing = pa.nulls(len(keys), pa.string())
-
-    def column(value: str | pa.Array | None) -> pa.Array:
-        if value is None:
-            return nothing
-        return pa.repeat(value, len(keys)) if isinstance(value, str) else value
-
     columns = [code, severity, pages, pools, parts, keys, detail]
-    return pa.table([column(value) for value in columns], schema=SCHEMA)
+    return pa.table([_column(value, len(keys)) for value in columns], schema=SCHEMA)
+
+
+def _column(value: str | pa.Array | None, count: int) -> pa.Array:
+    if value is None:
+        return pa.nulls(count, pa.string())
+    return pa.repeat(value, count) if isinstance(value, str) else value
 
 
 def without_repeats(found: pa.Table, earlier: Iterable[pa.Table]) -> pa.Table:

@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.checks.findings import findings
+from hicachectl.checks.findings import findings, object_findings
+from hicachectl.checks.registry import COSTS_HITS_ONLY, POOLS_APART
 from hicachectl.pages.group_table import ORPHAN
-from hicachectl.pages.groups import BoolArray, Missing, PageGroups
-from hicachectl.pages.listing import key_text, object_findings
+from hicachectl.pages.groups import Missing, PageGroups
+from hicachectl.pages.listing import key_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.checks.registry import CheckInput
     from hicachectl.formats.objects import Shard
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.inventory import IntArray
 
 _WORDS = {
     "missing-pool": "the page's kv is there without it",
@@ -25,15 +27,13 @@ _WORDS = {
 }
 
 
-def check_groups(
-    inventory: Inventory, groups: PageGroups, in_flight: BoolArray, *, pools_apart: bool = False
-) -> Iterator[pa.Table]:
+def check_groups(given: CheckInput) -> Iterator[pa.Table]:
     """Find what settled groups lack, and what is left of groups without an anchor.
 
     missing-rank, -part and -pool for each missing object, orphan-sidecar for each object that is
-    left of a group without its anchor. in_flight: [groups] those to leave alone. pools_apart: the
-    store evicts a pool whatever became of others, so that some sidecars are always left (info).
+    left of a group without its anchor.
     """
+    groups, in_flight = given.groups, given.in_flight
     for missing in groups.missing():
         counted = ~in_flight[missing.groups] & (groups.states[missing.groups] != ORPHAN)
         yield _missing(
@@ -46,11 +46,11 @@ def check_groups(
             ),
         )
     yield object_findings(
-        inventory,
+        given.inventory,
         groups.rows_in((groups.states == ORPHAN) & ~in_flight),
         "orphan-sidecar",
-        "info" if pools_apart else "warning",
         "its page has no kv object, so that no server will ever read it",
+        rule=POOLS_APART if given.store.traits.evicts_pools_apart else None,
     )
 
 
@@ -59,16 +59,15 @@ def _missing(groups: PageGroups, missing: Missing) -> pa.Table:
     codes = _codes(groups, missing)
     names = np.array(list(_WORDS))[codes]
     which = pa.array(missing.specs)
-    weak = np.array([spec.costs_hits_only for spec in specs])[missing.specs]
-    severity = np.where(weak | (names == "missing-rank"), "warning", "error")
+    rules = [COSTS_HITS_ONLY if spec.costs_hits_only else None for spec in specs]
     return findings(
         pa.array(names, pa.string()),
-        pa.array(severity, pa.string()),
         keys=key_text(groups.keys_of(missing)),
         pages=groups.pages_at(missing.groups),
         pools=pa.array([spec.pool for spec in specs]).take(which),
         parts=pa.array([spec.coordinate.part for spec in specs], pa.string()).take(which),
         detail=pa.array(np.array(list(_WORDS.values()))[codes], pa.string()),
+        rule=pa.array(rules, pa.string()).take(which),
     )
 
 

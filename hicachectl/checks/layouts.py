@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hicachectl.checks.registry import ValueIssue
 from hicachectl.checks.tables import stored_layers
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.layouts import QUANT_BLOCK
@@ -49,11 +50,11 @@ class LayoutCheck:
     tensors: tuple[TensorLayout, ...]
     pool: Pool
 
-    def check(self, objects: Bytes) -> Iterator[tuple[int, str]]:
-        """Find pages [n, nbytes] in another order: their rows, and what was seen."""
+    def __call__(self, objects: Bytes) -> Iterator[ValueIssue]:
+        """Find pages [n, nbytes] in another order."""
         found = self.test.contradictions(partial(self._read, objects), len(objects))
         for index, verdict in sorted(found.items(), key=lambda item: item[0]):
-            yield index, self._describe(verdict)
+            yield ValueIssue(index, "layout-mismatch", self._describe(verdict))
 
     def unseen(self, objects: Bytes) -> BoolArray:
         """Tell which pages [n, nbytes] do not show the profile's order at a first look."""

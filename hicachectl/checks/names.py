@@ -17,12 +17,15 @@ from hicachectl.pages.listing import key_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.checks.registry import CheckInput
     from hicachectl.pages.inventory import Inventory
 
 
-def check_names(inventory: Inventory, *, now_ns: int, grace_ns: int) -> Iterator[pa.Table]:
+def check_names(given: CheckInput) -> Iterator[pa.Table]:
     """Find foreign-object, stale-temporary and ambiguous-key, from names alone."""
-    yield from _foreign(inventory, np.flatnonzero(inventory.is_foreign), now_ns - grace_ns)
+    inventory = given.inventory
+    foreign = np.flatnonzero(inventory.is_foreign)
+    yield from _foreign(inventory, foreign, given.now_ns - given.grace_ns)
     yield from _ambiguous(inventory)
 
 
@@ -44,19 +47,16 @@ def _foreign(inventory: Inventory, rows: np.ndarray, settled_ns: int) -> Iterato
     warm_up = pc.match_substring_regex(keys, WARM_UP_PATTERN)
     yield findings(
         "stale-temporary",
-        "warning",
         keys=key_text(keys.filter(stale_temporaries(objects, settled_ns))),
         detail="left by a write that did not finish; nothing reads it, safe to delete",
     )
     yield findings(
         "foreign-object",
-        "info",
         keys=key_text(keys.filter(warm_up)),
         detail="warm-up key of a Mooncake client",
     )
     yield findings(
         "foreign-object",
-        "info",
         keys=key_text(keys.filter(pc.invert(pc.or_(temporary, warm_up)))),
         detail="not a key that SGLang writes",
     )
@@ -73,7 +73,6 @@ def _ambiguous(inventory: Inventory) -> Iterator[pa.Table]:
     details = [f"{text}; {remedy(inventory)}" for text in described.values()]
     yield findings(
         "ambiguous-key",
-        "warning",
         keys=key_text(keys),
         pages=inventory.pages(rows),
         detail=pa.array(details, pa.string()),

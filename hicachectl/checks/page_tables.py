@@ -227,7 +227,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _key_findings(code: str, table: PageTable, rows: IntArray, *detail: str | IntArray) -> pa.Table:
-    """Make an error of each row; detail: what to join."""
+    """Make a finding of each row; detail: what to join."""
     keys = key_text(table.names_at(rows).combine_chunks())
     page, rest = pc.extract_regex(keys, _PAGE_AND_REST).flatten()
     part = pc.if_else(
@@ -239,7 +239,6 @@ def _key_findings(code: str, table: PageTable, rows: IntArray, *detail: str | In
     ]
     return findings(
         code,
-        "error",
         keys=pc.binary_join_element_wise(pa.repeat(f"{table.name}:", len(rows)), keys, ""),
         pages=page,
         pools=pa.repeat(table.namespace, len(rows)),
@@ -249,10 +248,9 @@ def _key_findings(code: str, table: PageTable, rows: IntArray, *detail: str | In
 
 
 def _table_findings(code: str, namespace: str, details: Sequence[str]) -> pa.Table:
-    """Make a warning of each detail, about a whole table."""
+    """Make a finding of each detail, about a whole table."""
     return findings(
         code,
-        "warning",
         keys=pa.nulls(len(details), pa.string()),
         pools=pa.repeat(namespace, len(details)),
         detail=pa.array(details, pa.string()),

@@ -8,18 +8,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.pages.listing import object_findings
+from hicachectl.checks.findings import object_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.pages.inventory import Inventory
+    from hicachectl.checks.registry import CheckInput
 
 _IN_MEMORY = pa.array(["memory", "nof"])  # nof: the memory of another host, over fabrics
 
 
-def check_placement(inventory: Inventory) -> Iterator[pa.Table]:
+def check_placement(given: CheckInput) -> Iterator[pa.Table]:
     """Find replica-mismatch and disk-only, in a scan that has `replicas`."""
+    inventory = given.inventory
     if not len(inventory.objects):  # which came in no batch, and so without columns
         return
     column = inventory.objects.column("replicas").combine_chunks()
@@ -34,6 +35,6 @@ def check_placement(inventory: Inventory) -> Iterator[pa.Table]:
     smallest, largest = (f.reduceat(sizes, starts) for f in (np.minimum, np.maximum))
     fast = np.logical_or.reduceat(in_memory, starts)
     uneven, detail = rows[smallest != largest], "its replicas differ in size"
-    yield object_findings(inventory, uneven, "replica-mismatch", "warning", detail)
+    yield object_findings(inventory, uneven, "replica-mismatch", detail)
     detail = "no replica in memory: slow to restore"
-    yield object_findings(inventory, rows[~fast], "disk-only", "info", detail)
+    yield object_findings(inventory, rows[~fast], "disk-only", detail)

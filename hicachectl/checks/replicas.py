@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicachectl.checks.findings import object_findings
 from hicachectl.formats.kinds import kind_of
-from hicachectl.pages.listing import object_findings
 from hicachectl.pages.page_order import page_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
     import pyarrow as pa
 
+    from hicachectl.checks.registry import CheckInput
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.pages.deployments import AffixTable, Deployment
-    from hicachectl.pages.inventory import Inventory
 
 NO_REPLICAS = -1
 
@@ -51,10 +53,11 @@ def _shared_head(deployment: Deployment, spec: ObjectSpec) -> tuple[object, ...]
     return pool.name, spec.coordinate.part, shard.pp_rank, shard.cp_rank, share
 
 
-def check_replicas(
-    inventory: Inventory, digests: npt.NDArray[np.uint8], digested: npt.NDArray[np.bool_]
-) -> pa.Table:
-    """Find objects that differ from the lowest rank's copy of the same heads."""
+def check_replicas(given: CheckInput) -> Iterator[pa.Table]:
+    """Find digested objects that differ from the lowest rank's copy of the same heads."""
+    inventory, digests, digested = given.inventory, given.digests, given.digested
+    if digests is None or digested is None:
+        return
     sets = replica_sets(inventory.table)[inventory.affix_ids]
     chosen = (sets != NO_REPLICAS) & digested
     rows = np.flatnonzero(chosen)
@@ -67,10 +70,9 @@ def check_replicas(
     same_set &= np.diff(page_ids, prepend=-1) == 0
     firsts = np.maximum.accumulate(np.where(same_set, 0, np.arange(len(rows))))
     differs = (digests[rows] != digests[rows[firsts]]).any(axis=1)
-    return object_findings(
+    yield object_findings(
         inventory,
         np.sort(rows[differs]),
         "replica-mismatch",
-        "warning",
         "another TP rank holds the same KV heads with other bytes",
     )

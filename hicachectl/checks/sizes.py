@@ -10,47 +10,50 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.checks.findings import findings
+from hicachectl.checks.findings import findings, object_findings
+from hicachectl.checks.registry import REFUSED_WHOLE
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
-from hicachectl.pages.listing import object_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.checks.registry import CheckInput
     from hicachectl.pages.deployments import AffixTable, SizeMix
-    from hicachectl.pages.groups import BoolArray, PageGroups
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.inventory import IntArray
 
 _SCALED_ROWS = Fraction(1152, 656)  # bytes of an MLA row of 512 + 64 values
 
 
-def check_sizes(
-    inventory: Inventory, groups: PageGroups, in_flight: BoolArray, scheme: str
-) -> Iterator[pa.Table]:
+def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
     """Find truncated and oversized objects of settled groups."""
+    inventory = given.inventory
     expected = expected_sizes(inventory.table)[inventory.affix_ids]
     actual = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
     for mix in inventory.table.mixes:  # what is of none of the sizes is compared with the first
         established = np.isin(actual, [size.nbytes for size in mix.sizes])
         of_mix = np.isin(inventory.affix_ids, mix.affix_ids)
         expected[of_mix & ~established] = mix.sizes[0].nbytes
-    settled = np.append(~in_flight, True)[groups.of_object]
+    settled = np.append(~given.in_flight, True)[given.groups.of_object]
     wrong = settled & ~fits(actual, expected)
-    for code, severity, rows in (
-        ("truncated", "error", np.flatnonzero(wrong & (actual < expected))),
-        ("oversized", oversized_severity(scheme), np.flatnonzero(wrong & (actual > expected))),
+    for code, rule, rows in (
+        ("truncated", None, np.flatnonzero(wrong & (actual < expected))),
+        (
+            "oversized",
+            oversized_rule(given.store.grammar),
+            np.flatnonzero(wrong & (actual > expected)),
+        ),
     ):
         detail = _difference(actual[rows], expected[rows])
-        yield object_findings(inventory, rows, code, severity, detail)
+        yield object_findings(inventory, rows, code, detail, rule=rule)
 
 
-def check_mixed_sizes(inventory: Inventory) -> pa.Table:
+def check_mixed_sizes(given: CheckInput) -> Iterator[pa.Table]:
     """Report each kind of object that has several sizes, as servers of several settings write."""
+    inventory = given.inventory
     present = np.unique(inventory.affix_ids)
     mixes = [mix for mix in inventory.table.mixes if np.isin(present, mix.affix_ids).any()]
-    return findings(
+    yield findings(
         "mixed-sizes",
-        "warning",
         keys=pa.nulls(len(mixes), pa.string()),
         pools=pa.array([mix.coordinate.pool for mix in mixes], pa.string()),
         parts=pa.array([mix.coordinate.part for mix in mixes], pa.string()),
@@ -93,10 +96,10 @@ def _likely_reason(mix: SizeMix) -> str:
     return f"The ratio {text} suggests another page size, number of layers or of heads."
 
 
-def oversized_severity(scheme: str) -> str:
-    """Say how bad an object is that is too long, which is up to the store."""
+def oversized_rule(grammar: str) -> str | None:
+    """Return the rule for objects that are too long, by the grammar of their keys."""
     # SGLang reads the head of a file that is too long; Mooncake refuses such an object: a miss.
-    return "warning" if scheme == "mooncake" else "error"
+    return REFUSED_WHOLE if grammar == "mooncake" else None
 
 
 def expected_sizes(table: AffixTable) -> IntArray:

@@ -1,4 +1,4 @@
-"""Check `values`: numbers that no healthy object holds, and bytes in another layout's order.
+"""Check `values`: numbers that no healthy object holds; and what runs all checks of bytes.
 
 All that can be said without the model's weights. NaN, Inf and scales out of range are counted
 exactly. Zero bytes are reported for an object, a layer of a tensor, or a token's row in a layer:
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hicachectl.checks.layouts import layout_check
+from hicachectl.checks.registry import ValueIssue, resolved, value_checks
 from hicachectl.checks.tables import Section, sections_of
 from hicachectl.kernels.values import (
     RowTable,
@@ -30,8 +30,9 @@ from hicachectl.kernels.values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
+    from hicachectl.checks.registry import FindIssues, ValueCheck
     from hicachectl.formats.layouts import Column
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
@@ -42,19 +43,6 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 512 << 10  # stays in a core's L2 cache from one pass to the next
 _COUNTED = {"nan": ("NaN", "NaN"), "inf": ("Inf", "Inf"), "bad-scale": ("bad scale", "bad scales")}
 _NAMED_NUMBERS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ValueIssue:
-    """One thing wrong with one object: nan, inf, bad-scale, all-zero or layout-mismatch.
-
-    index:  which of the objects checked together.
-    detail: what, how many, in which tensors and layers, and the first place.
-    """
-
-    index: int
-    code: str
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,42 +74,43 @@ class _Damage:
 
 
 class ValueChecker:
-    """Check objects of one kind. Nothing changes after its construction: threads may share it."""
+    """The value checks for objects of one spec. Threads may share it.
 
-    def __init__(self, expected: ObjectSpec, profile: Profile) -> None:
-        """Prepare for objects as `expected` of a deployment."""
+    prepared: what finds issues, for each check that has something to say of such objects.
+    """
+
+    def __init__(
+        self, expected: ObjectSpec, profile: Profile, groups: Collection[str] | None = None
+    ) -> None:
+        """Prepare the registered checks of some groups; of all groups by default."""
         self.expected = expected
         self.profile = profile
-        self.layout = layout_check(expected, profile)
-        self._nbytes = expected.nbytes
-        self._sections = sections_of(expected, profile)
+        self.prepared: dict[ValueCheck, FindIssues] = {}
+        for check in value_checks(groups):
+            find: FindIssues | None = resolved(check.prepare)(expected, profile)
+            if find is not None:
+                self.prepared[check] = find
 
     @property
-    def applies(self) -> bool:
-        """Whether the form of the bytes is known, and not all of it is padding."""
-        return any(section.table.runs for section in self._sections)
+    def groups(self) -> frozenset[str]:
+        """Name the groups of the prepared checks."""
+        return frozenset(check.group.name for check in self.prepared)
 
-    def check(self, objects: Bytes) -> list[ValueIssue]:
+    def check(
+        self, objects: Bytes, checks: Collection[ValueCheck] | None = None
+    ) -> list[ValueIssue]:
         """Find what is wrong with objects [n, nbytes], one issue for each object and code.
 
-        The bytes of an object must be contiguous; the objects may lie apart. Needs a few MB
-        beside them. Raises ValueError on another size than the expected.
+        checks: those to run; None: all. The bytes of an object must be contiguous; the objects may
+        lie apart. Needs a few MB beside them. Raises ValueError on another size than the expected,
+        and on an issue with a code that its check does not declare.
         """
-        self._refuse(objects)
-        damages: dict[int, _Damage] = {}
-        for number, section in enumerate(self._sections):
-            _scan(objects, number, section.table, damages)
-        issues = [
-            ValueIssue(index, code, detail)
-            for index in sorted(damages)
-            for code, detail in self._describe(objects[index : index + 1], damages[index])
-        ]
-        if self.layout is not None:
-            issues += [
-                ValueIssue(index, "layout-mismatch", detail)
-                for index, detail in self.layout.check(objects)
-            ]
-            issues.sort(key=lambda issue: issue.index)
+        _refuse(objects, self.expected.nbytes)
+        issues: list[ValueIssue] = []
+        for check, find in self.prepared.items():
+            if checks is None or check in checks:
+                issues += _declared(check, find(objects))
+        issues.sort(key=lambda issue: issue.index)
         return issues
 
     def stats(self, content: Bytes) -> list[TensorStats]:
@@ -130,12 +119,46 @@ class ValueChecker:
         Raises ValueError on another size than the expected.
         """
         objects = content[np.newaxis]
-        self._refuse(objects)
-        return [stats for section in self._sections for stats in _statistics(section, objects)]
+        _refuse(objects, self.expected.nbytes)
+        sections = sections_of(self.expected, self.profile)
+        return [stats for section in sections for stats in _statistics(section, objects)]
 
-    def _refuse(self, objects: Bytes) -> None:
-        if objects.ndim != 2 or objects.shape[1] != self._nbytes:
-            raise ValueError(f"objects of shape {objects.shape}, expected [n, {self._nbytes}]")
+
+def _declared(check: ValueCheck, issues: Iterable[ValueIssue]) -> list[ValueIssue]:
+    """Return the issues that a check found, if it declares their codes."""
+    found = list(issues)
+    for name in {issue.code for issue in found}.difference(code.name for code in check.codes):
+        raise ValueError(f"the check {check.name} declares no code {name}")
+    return found
+
+
+def _refuse(objects: Bytes, nbytes: int) -> None:
+    if objects.ndim != 2 or objects.shape[1] != nbytes:
+        raise ValueError(f"objects of shape {objects.shape}, expected [n, {nbytes}]")
+
+
+def number_check(expected: ObjectSpec, profile: Profile) -> NumberCheck | None:
+    """Prepare the check of numbers; None where all of an object is padding."""
+    sections = sections_of(expected, profile)
+    return NumberCheck(sections) if any(section.table.runs for section in sections) else None
+
+
+class NumberCheck:
+    """Finds NaN, infinities, bad scales and zeros in objects of some sections."""
+
+    def __init__(self, sections: tuple[Section, ...]) -> None:
+        self._sections = sections
+
+    def __call__(self, objects: Bytes) -> list[ValueIssue]:
+        """Find what is wrong with objects [n, nbytes], one issue for each object and code."""
+        damages: dict[int, _Damage] = {}
+        for number, section in enumerate(self._sections):
+            _scan(objects, number, section.table, damages)
+        return [
+            ValueIssue(index, code, detail)
+            for index in sorted(damages)
+            for code, detail in self._describe(objects[index : index + 1], damages[index])
+        ]
 
     def _describe(self, content: Bytes, damage: _Damage) -> Iterator[tuple[str, str]]:
         for code in _COUNTED:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from hicachectl.text.vocabulary import PAGE_CODES, STORE_CODES
+from hicachectl.checks.registry import page_codes, remedies
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -100,12 +100,17 @@ class Size(click.ParamType[Any]):
 
 
 class NameList(click.ParamType[Any]):
-    """A comma-separated list of names; each out of a fixed set, where one is given."""
+    """A comma-separated list of names; each out of a set, where one is given."""
 
     name = "list"
 
-    def __init__(self, choices: tuple[str, ...] = ()) -> None:
-        self.choices = choices
+    def __init__(self, choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()) -> None:
+        self._choices = choices
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The names to choose from; any name where there are none."""
+        return self._choices() if callable(self._choices) else self._choices
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """Show the choices."""
@@ -116,9 +121,10 @@ class NameList(click.ParamType[Any]):
     ) -> tuple[str, ...]:
         """Split and check the text; a tuple is passed through."""
         names = value if isinstance(value, tuple) else tuple(value.split(","))
+        choices = self.choices
         for name in names:
-            if self.choices and name not in self.choices:
-                self.fail(f"{name!r} is none of {', '.join(self.choices)}", param, ctx)
+            if choices and name not in choices:
+                self.fail(f"{name!r} is none of {', '.join(choices)}", param, ctx)
         return names
 
 
@@ -126,7 +132,7 @@ class RepairCode(click.Choice[str]):
     """A finding code that `verify --repair` can act on."""
 
     def __init__(self) -> None:
-        super().__init__(PAGE_CODES)
+        super().__init__(page_codes())
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """Name the value instead of listing the choices."""
@@ -134,9 +140,10 @@ class RepairCode(click.Choice[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Check the code; one that is about no page is refused with what to do instead."""
-        if value in STORE_CODES:
-            self.fail(f"{value} is about no page, so --repair cannot act on it: "
-                      f"{STORE_CODES[value]}", param, ctx)  # fmt: skip
+        if instead := remedies().get(value):
+            self.fail(f"{value} is about no page, so --repair cannot act on it: {instead}", param,
+                      ctx)  # fmt: skip
+        self.choices = page_codes()  # a check may have been registered meanwhile
         return super().convert(value, param, ctx)
 
 

@@ -15,12 +15,13 @@ waits for work that ends by itself. The staging buffer is poisoned before pages 
 into it: a digest is over bytes that came out of the pools.
 
 Where to put what is a `CopyPlan`, made once for each kind of object from its `TensorLayout`s, and
-applied to any slots by a provider: SGLang's own kernels, Triton, or plain torch. What a kind needs
-of a lane is a `Passage`; its launches are captured once, since Python would take longer to launch
-them than the device to run them.
+applied to any slots by a provider: SGLang's own kernels, Triton, or plain torch. What an object's
+form needs of a lane is a `DeviceRun`; its launches are captured once, since Python would take
+longer to launch them than the device to run them.
 
 Device kernels only say which objects to suspect. What is wrong with them, the CPU checks say, from
 the bytes that are still in the arena: findings are the same, word for word, as without a device.
+Checks without a kernel see every object there, so that `--device` leaves no check out.
 Where the host finds nothing in an object of which the device says that it must, the device, or the
 way to it, damages data: that ends the run.
 

@@ -18,19 +18,20 @@ import torch
 from triton.errors import TritonError
 
 from hicachectl.device.arena import HostArenas
-from hicachectl.device.kinds import Kind, Passage, form_of
 from hicachectl.device.lanes import MOST_OBJECTS, allocate_lanes, slab_size
 from hicachectl.device.providers import best_provider
+from hicachectl.device.runs import DeviceRun, ObjectForm, form_of
 from hicachectl.formats.errors import DeviceError
 from hicachectl.kernels.blake3_triton import digest_ranges, ranges_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Collection, Hashable, Iterator, Sequence
 
     import numpy.typing as npt
 
-    from hicachectl.backends.base import BoolArray
-    from hicachectl.checks.values import ValueChecker, ValueIssue
+    from hicachectl.backends.base import BoolArray, IntArray
+    from hicachectl.checks.registry import ValueCheck, ValueIssue
+    from hicachectl.checks.values import ValueChecker
     from hicachectl.device.lanes import Lane
     from hicachectl.device.providers import Provider
     from hicachectl.formats.spec import ObjectSpec
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     Digests = npt.NDArray[np.uint8]
 
 DIGEST_BYTES = 32
-_ABANDONED: list[Lane] = []  # of devices that have failed: giving graphs back ends the process
+# Lanes, and what runs on them, of devices that have failed: giving graphs back ends the process.
+_ABANDONED: list[tuple[Lane, dict[tuple[Lane, ObjectForm], DeviceRun]]] = []
 
 
 class DeviceChecker:
@@ -80,8 +82,9 @@ class DeviceChecker:
             self._free.put(lane)
         self._arenas = HostArenas()
         self._preparing = threading.Lock()
-        self._kinds: dict[Hashable, Kind] = {}
-        self._prepared: set[tuple[int, bool]] = set()
+        self._forms: dict[Hashable, ObjectForm] = {}
+        self._runs: dict[tuple[Lane, ObjectForm], DeviceRun] = {}
+        self._prepared: set[tuple[ObjectForm, bool]] = set()
 
     def examine(
         self,
@@ -102,13 +105,17 @@ class DeviceChecker:
         """
         if self.failure is not None or not loaded.task.capacities[0]:
             return None
-        kind = None if expected is None else self._kind(expected, checker, _step(loaded))
-        if kind is not None and not kind.supported:
+        form = None if expected is None else self._form(expected, checker, _step(loaded))
+        if form is not None and not form.supported:
             return None
+        if not (wanted.any() or (form is not None and form.kernels)):
+            return None  # nothing to do for a device
         digests = np.zeros((len(wanted), DIGEST_BYTES), dtype=np.uint8)
         try:
-            flags = self._part(loaded, 0, len(wanted), wanted, kind, digests)
-            issues = [] if checker is None else _judged(loaded, checker, flags)
+            flags = self._part(loaded, 0, len(wanted), wanted, form, digests)
+            issues = []
+            if form is not None and checker is not None:
+                issues = _issues(loaded, checker, form.kernels, flags)
         except DeviceError as error:
             if not self._falls_back:
                 raise
@@ -123,12 +130,12 @@ class DeviceChecker:
         start: int,
         stop: int,
         wanted: BoolArray,
-        kind: Kind | None,
+        form: ObjectForm | None,
         digests: Digests,
     ) -> BoolArray:
         """Run a slab, in halves where memory is short; fills in digests, and gives flags [n, 2]."""
         try:
-            return self._on_device(loaded, start, stop, wanted, kind, digests)
+            return self._on_device(loaded, start, stop, wanted, form, digests)
         except torch.OutOfMemoryError as error:
             if stop - start < 2:
                 raise DeviceError(
@@ -138,7 +145,7 @@ class DeviceChecker:
             middle = (start + stop) // 2
             halves = ((start, middle), (middle, stop))
             return np.concatenate(
-                [self._part(loaded, *half, wanted, kind, digests) for half in halves]
+                [self._part(loaded, *half, wanted, form, digests) for half in halves]
             )
 
     def _on_device(
@@ -147,24 +154,24 @@ class DeviceChecker:
         start: int,
         stop: int,
         wanted: BoolArray,
-        kind: Kind | None,
+        form: ObjectForm | None,
         digests: Digests,
     ) -> BoolArray:
         """Run one slab through a lane."""
         step, count = _step(loaded), stop - start
         chosen = np.flatnonzero(wanted[start:stop])
-        if kind is not None:
-            self._prepare(kind, digests=len(chosen) > 0)
+        if form is not None:
+            self._prepare(form, digests=len(chosen) > 0)
         with self._lane() as lane, lane.in_use():
             first = int(loaded.offsets[start])
             nbytes = (count - 1) * step + int(loaded.task.capacities[stop - 1])
-            passage = None if kind is None else lane.passages[id(kind)]
+            run = None if form is None else self._runs[lane, form]
             host = self._arenas.tensor(loaded.arena)[first : first + nbytes]
             lane.staging[:nbytes].copy_(host, non_blocking=True)
-            launched = None if passage is None else passage.start_checks(count)
+            launched = None if run is None else run.start_checks(count)
             made = None
-            if len(chosen) and passage is not None:
-                made = passage.start_digests(count)
+            if len(chosen) and run is not None:
+                made = run.start_digests(count)
             elif len(chosen):
                 sizes = loaded.task.capacities[start:stop]
                 offsets = np.arange(count) * step
@@ -173,41 +180,41 @@ class DeviceChecker:
             lane.wait()
             if made is not None:
                 digests[start + chosen] = made.numpy()[chosen]
-            if passage is None or launched is None:
+            if run is None or launched is None:
                 return np.zeros((count, 2), np.bool_)
-            return passage.suspects(launched, count)
+            return run.suspects(launched, count)
 
-    def _prepare(self, kind: Kind, *, digests: bool) -> None:
-        """Have every lane ready for objects of a kind: compile, upload, capture.
+    def _prepare(self, form: ObjectForm, *, digests: bool) -> None:
+        """Have every lane ready for objects of a form: compile, upload, capture.
 
         Captures are for one thread at a time that has the devices to itself: it waits for all
         lanes, and whoever needs one waits for it.
         """
-        if (id(kind), digests) in self._prepared:
+        if (form, digests) in self._prepared:
             return
         with self._preparing:
-            if (id(kind), digests) in self._prepared:
+            if (form, digests) in self._prepared:
                 return
             lanes = [self._free.get() for _ in range(self.lanes)]
             try:
                 for lane in lanes:
                     with _named_errors(lane), lane.in_use():
-                        passage = lane.passages.get(id(kind))
-                        if passage is None:
-                            passage = lane.passages[id(kind)] = Passage(kind, lane, self._provider)
+                        run = self._runs.get((lane, form))
+                        if run is None:
+                            run = self._runs[lane, form] = DeviceRun(form, lane, self._provider)
                         if digests:
-                            passage.prepare_digests()
+                            run.prepare_digests()
                         lane.wait()
             finally:
                 for lane in lanes:
                     self._free.put(lane)
-            self._prepared |= {(id(kind), False), (id(kind), digests)}
+            self._prepared |= {(form, False), (form, digests)}
 
-    def _kind(self, expected: ObjectSpec, checker: ValueChecker | None, step: int) -> Kind:
+    def _form(self, expected: ObjectSpec, checker: ValueChecker | None, step: int) -> ObjectForm:
         key = (form_of(expected, checker), step)
-        if key not in self._kinds:  # of two threads that come here at once, the first one's stays
-            self._kinds.setdefault(key, Kind(expected, checker, step))
-        return self._kinds[key]
+        if key not in self._forms:  # of two threads that come here at once, the first one's stays
+            self._forms.setdefault(key, ObjectForm(expected, checker, step))
+        return self._forms[key]
 
     @contextmanager
     def _lane(self) -> Iterator[Lane]:
@@ -227,12 +234,17 @@ class DeviceChecker:
         """Give the device memory back; a device that has failed has nothing to give back."""
         while not self._free.empty():
             lane = self._free.get_nowait()
+            mine = {place: run for place, run in self._runs.items() if place[0] is lane}
             try:
                 lane.wait()
+                for place in mine:
+                    del self._runs[place]
+                mine.clear()
                 lane.close()
             except RuntimeError:
-                _ABANDONED.append(lane)
-        self._kinds.clear()
+                _ABANDONED.append((lane, mine))
+        self._runs.clear()
+        self._forms.clear()
         if torch.cuda.is_available() and not _ABANDONED:
             torch.cuda.empty_cache()
 
@@ -277,20 +289,35 @@ def _step(loaded: Loaded) -> int:
     return -(-max(1, int(loaded.task.capacities[0])) // 4096) * 4096
 
 
-def _judged(loaded: Loaded, checker: ValueChecker, flags: BoolArray) -> list[ValueIssue]:
-    """Have the host look at suspects, in the bytes that are still in the arena.
+def _issues(
+    loaded: Loaded, checker: ValueChecker, on_device: Collection[ValueCheck], flags: BoolArray
+) -> list[ValueIssue]:
+    """Check on the host what the device leaves to it, in the bytes that are still in the arena.
 
-    flags: [n, 2], which objects to look at, and where the host must find something, too.
+    on_device: the checks that have looked at the objects there; the host looks at their suspects,
+    and runs the other checks on every object. flags: [n, 2], which objects are suspects, and where
+    the host must find something, too.
     """
+    others = checker.prepared.keys() - on_device
+    every = np.flatnonzero(loaded.read.ok) if others else np.zeros(0, dtype=np.int64)
     suspects = np.flatnonzero(flags[:, 0] & loaded.read.ok)
-    if not len(suspects):
-        return []
-    issues = checker.check(loaded.block()[suspects])
+    issues = _checked(loaded, suspects, checker, on_device)
     found = {issue.index for issue in issues}
-    for number in np.flatnonzero(flags[suspects, 1]).tolist():
-        if number not in found:
+    for index in np.flatnonzero(flags.all(axis=1) & loaded.read.ok).tolist():
+        if index not in found:
             raise DeviceError(
-                f"object {suspects[number]} of a task is healthy in host memory and not on the "
-                "device: the device, or the way to it, damages data; run with --device cpu"
+                f"object {index} of a task is healthy in host memory and not on the device: the "
+                "device, or the way to it, damages data; run with --device cpu"
             )
-    return [replace(issue, index=int(suspects[issue.index])) for issue in issues]
+    return issues + _checked(loaded, every, checker, others)
+
+
+def _checked(
+    loaded: Loaded, places: IntArray, checker: ValueChecker, checks: Collection[ValueCheck]
+) -> list[ValueIssue]:
+    """Run some checks on some objects of a task."""
+    if not len(places):
+        return []
+    block = loaded.block()
+    issues = checker.check(block if len(places) == len(block) else block[places], checks)
+    return [replace(issue, index=int(places[issue.index])) for issue in issues]

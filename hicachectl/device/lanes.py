@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from torch.cuda import _POOL_HANDLE
 
-    from hicachectl.device.kinds import Passage
-
 # Large enough that launches cost less than the copy, small enough that several lanes overlap.
 SLAB_BYTES = 64 << 20
 MOST_LANES = 8  # of a device: reads, copies and kernels overlap with fewer
@@ -41,7 +39,6 @@ class Lane:
     stream: torch.cuda.Stream | None
     # Of all captured launches: they are replayed one after another, so passing results share it.
     graph_memory: _POOL_HANDLE | None = None
-    passages: dict[int, Passage] = field(default_factory=dict)  # by the kind's identity
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
     _results: dict[str, HostBuffer] = field(default_factory=dict)
     _tables: HostBuffer = field(default_factory=HostBuffer)
@@ -88,7 +85,6 @@ class Lane:
 
     def close(self) -> None:
         """Give the memory back, when nothing is under way."""
-        self.passages.clear()
         self.graphs.clear()
         for buffer in (*self._results.values(), self._tables):
             buffer.close()

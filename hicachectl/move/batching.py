@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import replace
 
+from hicachectl.checks.registry import is_structural
 from hicachectl.formats.keys.resolve import ANCHOR_POOL
 from hicachectl.move.records import Facts, Shape, Slot, TakenGroup, TakenObject
 from hicachectl.pages.deployments import UNRESOLVED
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray, Inventory
 
 BATCH_OBJECTS = 1024  # about what a killed run leaves to be finished
-
-# What a group lacks: none of its objects is unwanted once nothing is lacking any more.
-STRUCTURAL_CODES = frozenset({"missing-pool", "missing-part", "missing-rank", "orphan-sidecar"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,8 @@ class Planned:
             )
             for number, (slot, facts) in enumerate(there.items())
         )
-        lacks = {finding["code"] for finding in self.findings} & STRUCTURAL_CODES
+        # None of its objects is unwanted once a group lacks nothing any more.
+        lacks = any(is_structural(finding["code"] or "") for finding in self.findings)
         absent = () if lacks else set(range(len(self.shape))) - self.scanned.keys()
         return TakenGroup(
             self.page, self.model, self.tag, self.shape, objects, frozenset(absent), self.findings
@@ -126,7 +125,7 @@ class Planner:
         reasons = self._plan.reasons.slice(
             int(self._reasons[number]), int(self._reasons[number + 1] - self._reasons[number])
         ).to_pylist()
-        damaged = {reason["key"] for reason in reasons if reason["code"] not in STRUCTURAL_CODES}
+        damaged = {reason["key"] for reason in reasons if not is_structural(reason["code"])}
         # A finding without a key is about all of its page; with a key of another model's the group
         # will never be whole.
         everything = bool(self._outright[number]) or None in damaged or bool(lost)

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from hicachectl.checks.findings import combine
 from hicachectl.checks.group import check_groups
+from hicachectl.checks.registry import CheckInput
 from hicachectl.checks.sizes import check_sizes
 from hicachectl.move.batches import WRITING, Action, CopyOptions
 from hicachectl.move.planning import plan_repair
@@ -252,13 +253,8 @@ def _damaged(
 ) -> BoolArray:
     """Return which groups have findings of severity error that listing can tell: [groups]."""
     tables, _ = check_tables(source, saved_tables(source), grace_seconds=0)
-    found = combine(
-        [
-            *check_groups(inventory, groups, in_flight),
-            *check_sizes(inventory, groups, in_flight, source.grammar),
-            *tables,
-        ]
-    )
+    given = CheckInput(store=source, inventory=inventory, groups=groups, in_flight=in_flight)
+    found = combine([*check_groups(given), *check_sizes(given), *tables])
     damaged = np.zeros(len(groups), dtype=np.bool_)
     damaged[plan_repair(groups, found).groups] = True
     return damaged

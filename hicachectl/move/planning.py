@@ -11,10 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.findings import SCHEMA, combine, reasons, severity_ranks
+from hicachectl.checks.registry import SEVERITIES
 from hicachectl.formats.keys.table import FOREIGN, KeySplitter
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.requests.page_lists import NamedGroups
-from hicachectl.text.vocabulary import SEVERITIES, STATES
+from hicachectl.text.vocabulary import STATES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import SCAN_FIELDS
-from hicachectl.checks.findings import findings
 from hicachectl.formats.keys.columns import coordinate_columns
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
@@ -57,25 +56,6 @@ def object_rows(inventory: Inventory, rows: Rows | None = None, *, pool: str = "
         "offset": _column(objects, "locator"),
     }
     return pa.table(columns)
-
-
-def object_findings(
-    inventory: Inventory, rows: Rows, code: str, severity: str, detail: str | pa.Array
-) -> pa.Table:
-    """Make a finding for each of some objects. detail: of all of them, or [rows] of each.
-
-    Raises ValueError on a code that `vocabulary.CODES` does not list.
-    """
-    objects = object_rows(inventory, rows)
-    return findings(
-        code,
-        severity,
-        keys=objects.column("key").combine_chunks(),
-        pages=objects.column("page"),
-        pools=pc.cast(objects.column("pool"), pa.string()),
-        parts=pc.cast(objects.column("part"), pa.string()),
-        detail=detail,
-    )
 
 
 def _column(objects: pa.Table, name: str) -> pa.Array | pa.ChunkedArray:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from msgspec import Struct, to_builtins
 
 from hicachectl.backends.capabilities import SideFiles
-from hicachectl.checks.findings import SCHEMA, findings
+from hicachectl.checks.findings import findings
 from hicachectl.formats.documents import parse_json
 from hicachectl.formats.errors import (
     FormatError,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
+    from hicachectl.checks.registry import CheckInput
 
 _FORM = 1
 _FOLDER = "stamps"
@@ -90,28 +91,32 @@ def write_stamp(store: Store, stamp: Stamp) -> Path:
     return store.side_directory() / _FOLDER / name
 
 
-def check_stamp(
+def stamp_differences(
     store: Store,
     profile: Profile | None,
-    weights_version: str,
+    weights_version: str = "",
     remark: Callable[[str], None] = lambda text: None,
-) -> pa.Table:
-    """Find where the profile, or the weights version, is not the one a store was stamped with.
+) -> list[str]:
+    """List where the profile, or the weights version, is not the one a store was stamped with.
 
     remark is told of a stamp that is not read, since it is a link, its owner is not trusted, or
     the user may not read it.
     """
     if profile is None or profile.inferred:
-        return SCHEMA.empty_table()
+        return []
     try:
         stamp = read_stamp(store, profile.key_model)
     except StoreUnavailable as error:
         remark(f"the stamp is not compared: {error}")
-        stamp = None
-    differences = [] if stamp is None else _differences(stamp, Stamp(profile, weights_version))
-    return findings(
+        return []
+    return [] if stamp is None else _differences(stamp, Stamp(profile, weights_version))
+
+
+def check_stamp(given: CheckInput) -> Iterator[pa.Table]:
+    """Find where a store was stamped with another profile or weights version."""
+    differences = stamp_differences(given.store, given.profile, given.weights_version, given.remark)
+    yield findings(
         "stamp-mismatch",
-        "error",
         keys=pa.nulls(len(differences), pa.string()),
         detail=pa.array(differences, pa.string()),
     )

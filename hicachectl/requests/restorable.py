@@ -9,7 +9,7 @@ import numpy as np
 
 from hicachectl.formats.errors import FormatError, ProfileError, StoreUnavailable
 from hicachectl.formats.kinds import kind_of
-from hicachectl.profiles.stamps import check_stamp
+from hicachectl.profiles.stamps import stamp_differences
 from hicachectl.requests.hits import find_hits, inventory_of_chains
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def deployment_text(document: Mapping[str, Any]) -> str:
 def stamp_remarks(store: Store, target: Profile) -> list[str]:
     """Say where the stamp of a store names another deployment of the model than the target."""
     try:
-        found = check_stamp(store, target, "").column("detail").to_pylist()
+        found = stamp_differences(store, target)
     except (FormatError, StoreUnavailable) as error:
         return [str(error)]
     if not found:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicachectl.backends.hf3fs.page_tables import PageTables
+from hicachectl.checks.registry import Need, checks_of, reading_groups, value_groups
 from hicachectl.checks.sizes import expected_sizes
 from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
 from hicachectl.pages.ambiguity import ambiguity_remark
@@ -61,42 +63,53 @@ class Coverage:
             return "every page group is in flight"
         if self.sampled:
             return "--sample chose no page with such objects; give another --sample-slice"
-        if check == "values":
+        if check in value_groups():
             return "the profile describes none of the selected objects"
         return "the size of no selected object is known"
 
 
-def impossible_checks(
-    checks: Collection[str], store: Store, profile: Profile | None, *, has_catalog: bool
-) -> dict[str, str]:
-    """Return the reason and the remedy for each of the checks that cannot run on a store.
+def unmet_needs(store: Store, profile: Profile | None, *, has_catalog: bool) -> dict[Need, str]:
+    """Return what checks cannot have on a store, with the reason and the remedy.
 
     has_catalog: a catalog is compared with the store, or recorded.
     """
-    real = profile is not None and not profile.inferred
-    reasons = {}
-    if profile is None and "nbytes" not in store.traits.columns:
-        reasons["sizes"] = (
+    columns = store.traits.columns
+    unmet = {}
+    if profile is None and "nbytes" not in columns:
+        unmet[Need.SIZES] = (
             f"{store.url} keeps no object sizes; give --profile, --model-config or --server"
         )
-    if not real:
-        reasons["values"] = (
+    if "replicas" not in columns:
+        unmet[Need.REPLICAS] = f"{store.url} does not list the replicas of objects"
+    if not isinstance(store, PageTables):
+        unmet[Need.PAGE_TABLES] = f"{store.url} has no page tables"
+    if profile is None or profile.inferred:
+        unmet[Need.PROFILE] = (
             "nothing says what the bytes of an object are; give --profile, --model-config or "
             "--server"
         )
-    elif profile is not None and not _describes_values(profile, store.grammar):
-        reasons["values"] = (
+    elif not any(spec.tensors for spec in object_specs(profile, store.grammar)):
+        unmet[Need.TENSORS] = (
             "the profile describes no values, only object sizes; give one made from --model-config"
         )
     if not has_catalog and not store.traits.keeps_digests:
-        reasons["digests"] = (
+        unmet[Need.DIGESTS] = (
             "no digests are recorded; give --catalog FILE, with --update-catalog to begin one"
         )
-    return {check: reasons[check] for check in checks if check in reasons}
+    return unmet
 
 
-def _describes_values(profile: Profile, grammar: str) -> bool:
-    return any(expected.tensors for expected in object_specs(profile, grammar))
+def impossible_checks(groups: Collection[str], unmet: Mapping[Need, str]) -> dict[str, str]:
+    """Return the reason and the remedy for each group of checks none of which can run."""
+    impossible = {}
+    for group in groups:
+        reasons = [
+            [why for need, why in unmet.items() if need in check.needs]
+            for check in checks_of(group)
+        ]
+        if reasons and all(reasons):
+            impossible[group] = reasons[0][0]
+    return impossible
 
 
 def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> dict[str, str]:
@@ -159,7 +172,7 @@ def unjudged(
         why = f"the store lists no size for {unlisted_sizes} objects"
         skipped["sizes"] = "; ".join([*filter(None, [skipped.get("sizes")]), why])
     unreadable = int((expected_sizes(inventory.table)[unsized] == UNKNOWN_SIZE).sum())
-    if unreadable and {"values", "digests"} & set(checks):
+    if unreadable and not reading_groups().isdisjoint(checks):
         skipped["unread-objects"] = (
             f"{unreadable} objects were not read, since the store lists no size for them; give a "
             "profile, or --allow-leases"

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from hicachectl.checks.findings import combine
 from hicachectl.checks.group import check_groups
+from hicachectl.checks.registry import CheckInput
 from hicachectl.checks.sizes import check_sizes, expected_sizes
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.spec import UNKNOWN_SIZE
@@ -76,15 +77,8 @@ def inspect_page(
         known = known_specs(inventory.table)
         checkers = value_checkers(known, profile)
     reading = _read(store, inventory, checkers)
-    found = combine(
-        [
-            *check_groups(
-                inventory, groups, in_flight, pools_apart=store.traits.evicts_pools_apart
-            ),
-            *check_sizes(inventory, groups, in_flight, store.grammar),
-            *reading.findings(inventory),
-        ]
-    )
+    given = CheckInput(store=store, inventory=inventory, groups=groups, in_flight=in_flight)
+    found = combine([*check_groups(given), *check_sizes(given), *reading.findings(inventory)])
     objects = _with_digests(object_rows(inventory), reading)
     contents = list(_contents(store, inventory, checkers))
     states = page_rows(groups).drop_columns(["page"]).to_pylist()
@@ -122,7 +116,7 @@ def _read(
     unjudged = (of_each == UNKNOWN_SIZE) | (of_each == sizes)  # check_sizes reports the others
     for row in np.flatnonzero(huge & unjudged).tolist():
         why = f"{sizes[row]} bytes, more than the {DEFAULT_BUFFER_BYTES} that are read at once"
-        reading.report("unreadable", "error", row, why)
+        reading.report("unreadable", row, why)
     return reading
 
 

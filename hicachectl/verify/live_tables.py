@@ -14,10 +14,11 @@ from hicachectl.backends.hf3fs.page_tables import PageTables
 from hicachectl.checks.page_tables import check_page_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.hf3fs.page_tables import TableState
+    from hicachectl.checks.registry import CheckInput
 
 _LEAKED = "page-leaked"
 _ONE_SNAPSHOT = (
@@ -39,6 +40,15 @@ _SUSPICIONS = pa.array(["page-index-shared", "page-index-free", "page-index-out-
 def saved_tables(store: Store) -> TableState | None:
     """Return a store's own tables as last saved; None where it has none."""
     return store.table_state() if isinstance(store, PageTables) else None
+
+
+def check_tables_of(given: CheckInput) -> Iterator[pa.Table]:
+    """Find what is wrong with the tables of the store that is checked."""
+    grace_seconds = given.grace_ns / 1e9
+    found, unsure = check_tables(given.store, given.tables, grace_seconds=grace_seconds)
+    if unsure is not None:
+        given.skip(_LEAKED, unsure)
+    yield from found
 
 
 def check_tables(

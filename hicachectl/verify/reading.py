@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.backends.base import Status
-from hicachectl.checks.sizes import oversized_severity
+from hicachectl.checks.findings import object_findings
+from hicachectl.checks.sizes import oversized_rule
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.io.forking import Children, Tickets
 from hicachectl.io.pacing import Pace
@@ -22,12 +23,13 @@ from hicachectl.io.pipeline import Pipeline
 from hicachectl.verify.reading_plan import TASK_BYTES, places_of, tasks_of, windows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     import numpy.typing as npt
 
     from hicachectl.backends.base import Store
-    from hicachectl.checks.values import ValueChecker, ValueIssue
+    from hicachectl.checks.registry import ValueIssue
+    from hicachectl.checks.values import ValueChecker
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.io.pipeline import Loaded
@@ -47,8 +49,6 @@ _FORK_MEAN_BYTES = 256 << 10
 _MOST_PROCESSES = 8
 _TELL_SECONDS = 0.05
 
-_SEVERITIES = {"all-zero": "warning"}
-
 
 @dataclass(slots=True)
 class ReadingResult:
@@ -67,11 +67,11 @@ class ReadingResult:
     objects: int = 0
     bytes_read: int = 0
     complete: bool = True
-    _issues: dict[tuple[str, str], list[tuple[int, str]]] = field(default_factory=dict)
+    _issues: dict[tuple[str, str | None], list[tuple[int, str]]] = field(default_factory=dict)
 
-    def report(self, code: str, severity: str, row: int, detail: str) -> None:
-        """Note one finding about an object."""
-        self._issues.setdefault((code, severity), []).append((row, detail))
+    def report(self, code: str, row: int, detail: str, rule: str | None = None) -> None:
+        """Note one finding about an object; rule: the one of its code that holds."""
+        self._issues.setdefault((code, rule), []).append((row, detail))
 
     @property
     def has_issues(self) -> bool:
@@ -80,7 +80,7 @@ class ReadingResult:
 
     def take_notes(self) -> list[Any]:
         """Give all but the arrays, in JSON's types, and forget it: for `add_notes` elsewhere."""
-        issues = [[code, severity, noted] for (code, severity), noted in self._issues.items()]
+        issues = [[code, rule, noted] for (code, rule), noted in self._issues.items()]
         notes = [self.objects, self.bytes_read, self.gone, self.complete, issues]
         self.objects, self.bytes_read, self.gone, self._issues = 0, 0, 0, {}
         return notes
@@ -93,9 +93,9 @@ class ReadingResult:
         self.bytes_read += bytes_read
         self.gone += gone
         self.complete &= complete
-        for code, severity, noted in issues:
+        for code, rule, noted in issues:
             for row, detail in noted:
-                self.report(code, severity, row, detail)
+                self.report(code, row, detail, rule)
 
     def suspects(self) -> IntArray:
         """List the rows that something was reported of, rising."""
@@ -116,13 +116,11 @@ class ReadingResult:
 
     def findings(self, inventory: Inventory) -> Iterator[pa.Table]:
         """Give the noted findings, each kind in the order of the objects."""
-        from hicachectl.pages.listing import object_findings
-
-        for (code, severity), noted in self._issues.items():
+        for (code, rule), noted in self._issues.items():
             noted.sort()
             rows = np.array([row for row, _ in noted], dtype=np.int64)
             detail = pa.array([detail for _, detail in noted])
-            yield object_findings(inventory, rows, code, severity, detail)
+            yield object_findings(inventory, rows, code, detail, rule=rule)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,12 +143,14 @@ def known_specs(table: AffixTable) -> dict[int, ObjectSpec]:
     return {affix: spec for affix, spec in specs if spec is not None and spec.tensors}
 
 
-def value_checkers(known: dict[int, ObjectSpec], profile: Profile) -> dict[int, ValueChecker]:
-    """Make a checker for each of the known objects that is not all padding."""
+def value_checkers(
+    known: dict[int, ObjectSpec], profile: Profile, groups: Collection[str] | None = None
+) -> dict[int, ValueChecker]:
+    """Make a checker for each of the known objects that a check of some groups applies to."""
     from hicachectl.checks.values import ValueChecker
 
-    checkers = {affix: ValueChecker(spec, profile) for affix, spec in known.items()}
-    return {affix: checker for affix, checker in checkers.items() if checker.applies}
+    checkers = {affix: ValueChecker(spec, profile, groups) for affix, spec in known.items()}
+    return {affix: checker for affix, checker in checkers.items() if checker.prepared}
 
 
 def read_objects(
@@ -381,7 +381,7 @@ def _issues(
 
 
 def _gather(
-    result: ReadingResult, done: _Done, wants_digest: npt.NDArray[np.bool_], scheme: str
+    result: ReadingResult, done: _Done, wants_digest: npt.NDArray[np.bool_], grammar: str
 ) -> None:
     rows, read = done.loaded.task.rows, done.loaded.read
     ok = read.ok
@@ -393,24 +393,23 @@ def _gather(
     result.digested[rows[wanted]] = True
     result.gone += int((read.statuses == Status.GONE).sum())
     for issue in done.issues:
-        severity = _SEVERITIES.get(issue.code, "error")
-        result.report(issue.code, severity, int(rows[issue.index]), issue.detail)
+        result.report(issue.code, int(rows[issue.index]), issue.detail)
     for index in np.flatnonzero(~ok & (read.statuses != Status.GONE)).tolist():
-        _report_unread(result, done.loaded, index, scheme)
+        _report_unread(result, done.loaded, index, grammar)
 
 
-def _report_unread(result: ReadingResult, loaded: Loaded, index: int, scheme: str) -> None:
+def _report_unread(result: ReadingResult, loaded: Loaded, index: int, grammar: str) -> None:
     """Say why an object could not be read whole."""
     row, status = int(loaded.task.rows[index]), Status(loaded.read.statuses[index])
     now, listed = int(loaded.read.nbytes[index]), int(loaded.task.capacities[index])
     if status is Status.ERROR:
-        result.report("unreadable", "error", row, loaded.read.errors.get(index, "cannot be read"))
+        result.report("unreadable", row, loaded.read.errors.get(index, "cannot be read"))
     elif status is Status.DAMAGED:
-        result.report("digest-mismatch", "error", row, loaded.read.errors.get(index, "damaged"))
+        result.report("digest-mismatch", row, loaded.read.errors.get(index, "damaged"))
     elif status is Status.UNREACHABLE:  # a miss for servers too
-        result.report("no-replica", "warning", row, loaded.read.errors.get(index, "out of reach"))
+        result.report("no-replica", row, loaded.read.errors.get(index, "out of reach"))
     elif status is Status.SHORT:
-        result.report("truncated", "error", row, f"{now} bytes when read, {listed} when listed")
+        result.report("truncated", row, f"{now} bytes when read, {listed} when listed")
     else:
-        severity = oversized_severity(scheme)
-        result.report("oversized", severity, row, f"{now} bytes when read, {listed} when listed")
+        detail = f"{now} bytes when read, {listed} when listed"
+        result.report("oversized", row, detail, oversized_rule(grammar))

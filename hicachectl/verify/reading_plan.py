@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.backends.base import Store
-    from hicachectl.checks.values import ValueChecker, ValueIssue
+    from hicachectl.checks.registry import ValueIssue
+    from hicachectl.checks.values import ValueChecker
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.io.pipeline import Loaded, Task
     from hicachectl.pages.inventory import IntArray, Inventory

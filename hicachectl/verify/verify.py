@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,17 +15,20 @@ import pyarrow.compute as pc
 from hicachectl.backends.base import take_rows
 from hicachectl.backends.capabilities import Confirm
 from hicachectl.checks.catalogs import MISMATCH, Digested, carry_forward, compare
-from hicachectl.checks.digests import check_digests
 from hicachectl.checks.findings import combine, severity_ranks, without_repeats
-from hicachectl.checks.group import check_groups
-from hicachectl.checks.names import check_names
-from hicachectl.checks.placement import check_placement
-from hicachectl.checks.replicas import NO_REPLICAS, check_replicas, replica_sets
-from hicachectl.checks.sizes import (
-    check_mixed_sizes,
-    check_sizes,
-    expected_sizes,
+from hicachectl.checks.registry import (
+    GROUPS,
+    SEVERITIES,
+    VALUES,
+    CheckInput,
+    Need,
+    checks,
+    group_names,
+    reading_groups,
+    value_groups,
 )
+from hicachectl.checks.replicas import NO_REPLICAS, replica_sets
+from hicachectl.checks.sizes import expected_sizes
 from hicachectl.device.devices import DEFAULT_DEVICE_BYTES, open_checker, refuse_missing
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
@@ -33,11 +37,16 @@ from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import Inventory, take_inventory
 from hicachectl.pages.selection import EVERYTHING, Selection, select
 from hicachectl.pages.unmatched import explain_selection
-from hicachectl.profiles.stamps import check_stamp
-from hicachectl.text.vocabulary import CHECKS, LOCK, SEVERITIES
-from hicachectl.verify.coverage import Coverage, impossible_checks, indistinct_dtypes, unjudged
+from hicachectl.text.vocabulary import LOCK
+from hicachectl.verify.coverage import (
+    Coverage,
+    impossible_checks,
+    indistinct_dtypes,
+    unjudged,
+    unmet_needs,
+)
 from hicachectl.verify.in_flight import changed_groups, groups_in_flight
-from hicachectl.verify.live_tables import check_tables, saved_tables
+from hicachectl.verify.live_tables import saved_tables
 from hicachectl.verify.reading import (
     ReadingResult,
     known_specs,
@@ -67,14 +76,15 @@ INFERRED = "inferred"
 class Request:
     """What to verify, and how.
 
-    identity: fields in which an object must be as recorded to count as the same object; empty:
-    all that the store has. time_limit_seconds: no object is begun to be read after it. repairs:
-    the report is to be acted on, so that each object's version is noted. devices: as
-    `hicachectl.device.devices.parse_devices` gives them; device_bytes: of memory on each.
+    checks: groups of them. identity: fields in which an object must be as recorded to count as the
+    same object; empty: all that the store has. time_limit_seconds: no object is begun to be read
+    after it. repairs: the report is to be acted on, so that each object's version is noted.
+    devices: as `hicachectl.device.devices.parse_devices` gives them; device_bytes: of memory on
+    each.
     """
 
     profile: Profile | None = None
-    checks: tuple[str, ...] = CHECKS
+    checks: tuple[str, ...] = field(default_factory=group_names)
     selection: Selection = EVERYTHING
     grace_seconds: float = 60.0
     sample: Sample | None = None
@@ -95,9 +105,13 @@ class Request:
         """Whether digests are compared with a catalog, or recorded in one."""
         return self.catalog is not None or self.update_catalog
 
+    def unmet(self, store: Store) -> dict[Need, str]:
+        """Return what checks cannot have on a store, and why."""
+        return unmet_needs(store, self.profile, has_catalog=self.has_catalog)
+
     def impossible(self, store: Store) -> dict[str, str]:
         """Return the reason for each of the checks that cannot run on a store."""
-        return impossible_checks(self.checks, store, self.profile, has_catalog=self.has_catalog)
+        return impossible_checks(self.checks, self.unmet(store))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +203,7 @@ class _Run:
         request = self.request
         if self._reads:  # said before a long listing, and of an empty store too
             refuse_missing(request.devices)
-        tables = saved_tables(self.store) if "groups" in request.checks else None
+        tables = saved_tables(self.store) if GROUPS.name in request.checks else None
         listed = take_inventory(
             self.store, request.profile, columns=self._columns(), on_batch=on_listed
         )
@@ -215,14 +229,25 @@ class _Run:
             in_flight, gone = self._look_again(inventory, groups, on_wait)
         reading.gone += gone
         outcome, digested = self._compared(inventory, reading)
-        of_tables, unsure = check_tables(self.store, tables, grace_seconds=request.grace_seconds)
-        found = combine(
-            [
-                *self._structure(inventory, groups, in_flight, remarks.append),
-                *of_tables,
-                *(without_repeats(table, of_tables) for table in reading.findings(inventory)),
-                *self._bytes(inventory, reading, outcome, digested),
-            ]
+        untold: dict[str, str] = {}
+        found = self._found(
+            CheckInput(
+                store=self.store,
+                inventory=inventory,
+                groups=groups,
+                in_flight=in_flight,
+                profile=request.profile,
+                weights_version=request.weights_version,
+                now_ns=self.now_ns,
+                grace_ns=self._grace_ns,
+                tables=tables,
+                digests=reading.digests,
+                digested=reading.digested,
+                compared=outcome if self._digests else None,
+                remark=remarks.append,
+                skip=untold.__setitem__,
+            ),
+            reading,
         )
         if request.selection.pool:
             found = found.filter(pc.equal(found.column("pool"), request.selection.pool))
@@ -236,9 +261,7 @@ class _Run:
                 present=listed.objects.column("key").combine_chunks(),
                 now_ns=self.now_ns,
             )
-        skipped = self._skipped(listed, inventory, groups, in_flight, plan, reading)
-        if unsure is not None:
-            skipped["page-leaked"] = unsure
+        skipped = self._skipped(listed, inventory, groups, in_flight, plan, reading) | untold
         return Report(
             document=self._document(inventory, groups, in_flight, plan, reading, found, skipped),
             findings=found,
@@ -287,46 +310,41 @@ class _Run:
 
     @property
     def _reads(self) -> bool:
-        return self._values or self._digests or self._own_digests
+        return bool(self._value_groups) or self._digests or self._own_digests
 
     @property
-    def _values(self) -> bool:
+    def _value_groups(self) -> tuple[str, ...]:
+        """Name the groups with checks of objects' bytes; none where no profile describes them."""
         profile = self.request.profile
-        known = profile is not None and not profile.inferred
-        return known and "values" in self.request.checks
+        if profile is None or profile.inferred:
+            return ()
+        return tuple(group for group in self.request.checks if group in value_groups())
 
-    def _structure(
-        self,
-        inventory: Inventory,
-        groups: PageGroups,
-        in_flight: BoolArray,
-        remark: Callable[[str], None],
-    ) -> Iterator[pa.Table]:
-        """Run the checks that read no object."""
-        checks = self.request.checks
-        yield check_stamp(self.store, self.request.profile, self.request.weights_version, remark)
-        if "names" in checks:
-            yield from check_names(inventory, now_ns=self.now_ns, grace_ns=self._grace_ns)
-        if "groups" in checks:
-            yield from check_groups(
-                inventory, groups, in_flight, pools_apart=self.store.traits.evicts_pools_apart
-            )
-        if "sizes" in checks:
-            yield from check_sizes(inventory, groups, in_flight, self.store.grammar)
-            yield check_mixed_sizes(inventory)
-            if "replicas" in self.store.traits.columns:
-                yield from check_placement(inventory)
+    def _found(self, given: CheckInput, reading: ReadingResult) -> pa.Table:
+        """Run the checks that can run; gather what they and the reading have found."""
+        unmet = self.request.unmet(self.store).keys()
+        found = {
+            check.name: list(check.find(given))
+            for check in checks(self.request.checks)
+            if check.needs.isdisjoint(unmet)
+        }
+        of_tables = found.get("page-tables", [])
+        of_reading = reading.findings(given.inventory)
+        return combine(
+            [
+                *chain.from_iterable(found.values()),
+                *(without_repeats(table, of_tables) for table in of_reading),
+            ]
+        )
 
     def _plan(self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray) -> ReadingPlan:
         """Choose the objects to read: settled, in the sample, and of use to a check."""
         profile = self.request.profile
         known = known_specs(inventory.table)
         checkers: dict[int, ValueChecker] = {}
-        if self._values and profile is not None:
-            checkers = value_checkers(known, profile)
+        if profile is not None:
+            checkers = value_checkers(known, profile, self._value_groups)
         replicated = replica_sets(inventory.table) != NO_REPLICAS
-        has_checker = np.zeros(len(inventory.table.affixes) + 1, dtype=np.bool_)
-        has_checker[list(checkers)] = True
         ids = inventory.affix_ids
         of_group = groups.of_object
         chosen = np.append(~in_flight, self._own_digests)[of_group]  # foreign objects have no group
@@ -342,15 +360,19 @@ class _Run:
         huge = chosen & (sizes > self.request.buffer_bytes) & (sizes != expected[ids])
         chosen &= ~huge
         self.unread = np.flatnonzero(huge & (expected[ids] == UNKNOWN_SIZE))
-        digest = chosen & (of_group >= 0) & (self._digests | (self._values & replicated[ids]))
-        valued = chosen & has_checker[ids]
+        of_replicas = replicated[ids] & (VALUES.name in self._value_groups)
+        digest = chosen & (of_group >= 0) & (self._digests | of_replicas)
+        valued = np.zeros(len(chosen), dtype=np.bool_)
+        for group in self._value_groups:
+            affixes = [affix for affix, checker in checkers.items() if group in checker.groups]
+            of_affix = np.zeros(len(inventory.table.affixes) + 1, dtype=np.bool_)
+            of_affix[affixes] = True
+            checked = chosen & of_affix[ids]
+            self.planned[group] = int(checked.sum())
+            valued |= checked
         compared = chosen & (self._digests | self._own_digests)
-        for check, runs, objects in (
-            ("values", self._values, valued),
-            ("digests", self._digests or self._own_digests, compared),
-        ):
-            if runs:
-                self.planned[check] = int(objects.sum())
+        if self._digests or self._own_digests:
+            self.planned["digests"] = int(compared.sum())
         rows = np.flatnonzero(digest | valued | compared)
         limit = self.request.time_limit_seconds
         return ReadingPlan(
@@ -382,10 +404,10 @@ class _Run:
             reading.replace(again.rows, read_objects(self.store, inventory, again))
         reading.objects += int(hollow.sum())
         for row in plan.rows[hollow].tolist():
-            reading.report("unwritten-page", "error", row, "its page was never written")
+            reading.report("unwritten-page", row, "its page was never written")
         for row in self.unread.tolist():
             why = f"larger than --buffer-bytes {self.request.buffer_bytes}; it was not read"
-            reading.report("unreadable", "error", row, why)
+            reading.report("unreadable", row, why)
         return reading
 
     @contextmanager
@@ -440,20 +462,6 @@ class _Run:
             digests=reading.digests[rows],
         )
 
-    def _bytes(
-        self,
-        inventory: Inventory,
-        reading: ReadingResult,
-        outcome: npt.NDArray[np.int8],
-        digested: npt.NDArray[np.int64],
-    ) -> Iterator[pa.Table]:
-        """Run the checks on digests."""
-        if self._values:
-            yield check_replicas(inventory, reading.digests, reading.digested)
-        yield from check_digests(
-            inventory, digested, outcome, identities_recur=self.store.traits.versions_recur
-        )
-
     def _skipped(
         self,
         listed: Inventory,
@@ -484,7 +492,7 @@ class _Run:
             *impossible.items(),
             *coverage.gaps(),
             *(
-                indistinct_dtypes(plan.checkers.values()) if self.planned.get("values") else {}
+                indistinct_dtypes(plan.checkers.values()) if self.planned.get(VALUES.name) else {}
             ).items(),
             *unjudged(inventory, groups, request.checks, inferred=inferred).items(),
         ):
@@ -530,7 +538,7 @@ class _Run:
 
     def _ran(self, check: str, skipped: dict[str, str]) -> bool:
         """Say whether a check judged anything: one that reads no object, in part is enough."""
-        if check in ("values", "digests"):
+        if check in reading_groups():
             return bool(self.planned.get(check)) and check not in skipped
         return check not in self.request.impossible(self.store)
 

@@ -65,7 +65,7 @@ def test_nothing_healthy_of_the_other_model_is_planned(tmp_path: Path, seed: int
     for given in (None, WIDE, NARROW):
         with FileStore(tmp_path) as store:
             inventory, groups = scanned(store, PROFILES[given] if given else None)
-            found = structure_findings(inventory, groups)
+            found = structure_findings(store, inventory, groups)
             plans = {
                 model: plan_removal(groups, Criteria(model=model).chosen(groups), "rm")
                 for model in (WIDE, NARROW)

@@ -193,7 +193,7 @@ def measure_kernels(device: torch.device, options: argparse.Namespace) -> None:
 def measure_case(case: Case, ceiling: float, device: torch.device) -> None:
     import torch
 
-    from hicachectl.device.fields import fields_of
+    from hicachectl.device.number_kernel import fields_of
     from hicachectl.device.plans import pool_form
     from hicachectl.device.providers import TritonProvider
     from hicachectl.kernels.blake3_triton import digest_ranges, ranges_of

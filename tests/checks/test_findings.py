@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from hicachectl.checks.findings import findings
-from hicachectl.text.vocabulary import CODES, PAGE_CODES, STORE_CODES
+from hicachectl.checks.registry import codes, page_codes, remedies
 from tests.move.repairs import dsa_store, kv
 from tests.stores import DSA, contents, put
 
@@ -18,24 +18,72 @@ if TYPE_CHECKING:
     from tests.conftest import Invoke
 
 ONE_KEY = pa.array(["some key"])
+PAGE_CODES = page_codes()
+STORE_CODES = remedies()
+# The table of codes in the design, and what changes a severity there.
+SEVERITIES = {
+    "error": {
+        "missing-pool", "missing-part", "truncated", "oversized", "unreadable", "nan", "inf",
+        "bad-scale", "digest-mismatch", "layout-mismatch", "stamp-mismatch", "unwritten-page",
+        "page-index-shared", "page-index-out-of-range", "page-index-free",
+    },
+    "warning": {
+        "missing-rank", "orphan-sidecar", "all-zero", "replica-mismatch", "page-leaked",
+        "page-count-mismatch", "no-replica", "stale-temporary", "snapshot-stale", "ambiguous-key",
+        "mixed-sizes",
+    },
+    "info": {"foreign-object", "re-recorded", "disk-only"},
+}  # fmt: skip
+CHANGED = {
+    ("missing-pool", "costs-hits-only"): "warning",  # a draft; a trailing pool present in part
+    ("missing-part", "costs-hits-only"): "warning",
+    ("missing-rank", "costs-hits-only"): "warning",
+    ("orphan-sidecar", "pools-apart"): "info",  # the store evicts each pool by itself
+    ("oversized", "refused-whole"): "warning",  # on Mooncake: a miss
+    ("digest-mismatch", "versions-recur"): "warning",  # the identity is not known
+}
 
 
 def test_a_check_that_emits_an_undeclared_code_fails() -> None:
     with pytest.raises(ValueError, match="no-such-code"):
-        findings("no-such-code", "error", keys=ONE_KEY, detail="")
-    codes = pa.array(["truncated", "no-such-code"])
+        findings("no-such-code", keys=ONE_KEY, detail="")
+    two = pa.array(["truncated", "no-such-code"])
     with pytest.raises(ValueError, match="no-such-code"):
-        findings(codes, "error", keys=pa.array(["a", "b"]), detail="")
+        findings(two, keys=pa.array(["a", "b"]), detail="")
 
 
-@pytest.mark.parametrize("code", CODES)
+def test_a_severity_changes_by_declared_rules_only() -> None:
+    with pytest.raises(ValueError, match="pools-apart: no such rule of truncated"):
+        findings("truncated", keys=ONE_KEY, detail="", rule="pools-apart")
+
+
+def test_codes_and_severities_are_those_of_the_design() -> None:
+    assert {(code.name, code.severity) for code in codes()} == {
+        (name, severity) for severity, names in SEVERITIES.items() for name in names
+    }
+    assert {
+        (code.name, rule): severity for code in codes() for rule, severity in code.rules.items()
+    } == CHANGED
+
+
+def test_findings_have_the_severity_of_their_code_and_rule() -> None:
+    codes_of_rows = ["truncated", "missing-pool", "missing-pool", "orphan-sidecar", "truncated"]
+    rules = [None, None, "costs-hits-only", "pools-apart", None]
+    found = findings(
+        pa.array(codes_of_rows), keys=pa.array(list("abcde")), detail="", rule=pa.array(rules)
+    )
+    severities = ["error", "error", "warning", "info", "error"]
+    assert found.column("severity").to_pylist() == severities
+
+
+@pytest.mark.parametrize("code", [*PAGE_CODES, *STORE_CODES])
 def test_every_declared_code_makes_a_finding(code: str) -> None:
-    assert findings(code, "info", keys=ONE_KEY, detail="").column("code").to_pylist() == [code]
+    assert findings(code, keys=ONE_KEY, detail="").column("code").to_pylist() == [code]
 
 
 def test_a_code_is_of_pages_or_of_something_else() -> None:
     assert not set(PAGE_CODES) & set(STORE_CODES)
-    assert set(CODES) == {*PAGE_CODES, *STORE_CODES}
+    assert {code.name for code in codes()} == {*PAGE_CODES, *STORE_CODES}
 
 
 @pytest.fixture

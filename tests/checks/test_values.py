@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hicachectl.checks.values import ValueChecker, ValueIssue
+from hicachectl.checks.registry import ValueIssue
+from hicachectl.checks.values import ValueChecker
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.profile import Profile
 from hicachectl.formats.spec import object_specs
@@ -356,7 +357,7 @@ def test_padding_layers_may_hold_anything(layout: str, row: str) -> None:
 def test_opaque_pools_are_not_looked_at() -> None:
     profile = Profile(model="m", pools=(Pool(name="kv", kind="opaque", nbytes=64),))
     checker = ValueChecker(expected_of(profile), profile)
-    assert not checker.applies
+    assert not checker.prepared
     assert not checker.check(np.zeros((2, 64), np.uint8))
     assert not checker.stats(np.zeros(64, np.uint8))
 
@@ -461,7 +462,7 @@ def test_healthy_pages_have_no_issues(name: str, profile: Profile, pool: str, pa
     expected = expected_of(profile, pool)
     seed = fresh_seed()
     checker = ValueChecker(expected, profile)
-    assert checker.applies
+    assert checker.prepared
     assert not checker.check(KvGenerator(expected, profile, seed).objects(range(pages)))
     assert not checker.check(uniform_noise(expected, profile, pages, seed))
 

@@ -163,7 +163,6 @@ def repair(store: Watched, manifest: Manifest, damaged: Damaged) -> RepairOutcom
     found = combine(
         findings(
             "digest-mismatch",
-            "error",
             keys=pa.array(files),
             pages=pa.array([page] * len(files)),
             detail="test",

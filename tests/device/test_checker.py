@@ -24,12 +24,13 @@ from hicachectl.formats.profile import dump_profile  # isort: skip
 from hicachectl.device import devices  # isort: skip
 from hicachectl.device.checker import DeviceChecker  # isort: skip
 from hicachectl.device.devices import parse_devices  # isort: skip
-from hicachectl.device.kinds import Passage  # isort: skip
+from hicachectl.device.runs import DeviceRun  # isort: skip
 from hicachectl.device.lanes import Lane, allocate_lanes, lane_bytes, slab_size  # isort: skip
 from hicachectl.device.providers import TorchProvider, TritonProvider  # isort: skip
 from hicachectl.formats.spec import object_specs  # isort: skip
 from triton.runtime.errors import PTXASError  # isort: skip
 from hicachectl.verify.verify import Report, Request, verify_store  # isort: skip
+from tests.checks.repeats import registered  # isort: skip
 from tests.stores import OLD, page  # isort: skip
 from tests.checks.value_cases import tiny  # isort: skip
 from tests.kvgen import KvGenerator  # isort: skip
@@ -170,6 +171,30 @@ def test_findings_are_those_of_the_cpu_word_for_word(
     assert found(verified(store, profile, "cuda")) == expected
 
 
+@pytest.mark.parametrize("checks", [("repeats",), ("values", "repeats")])
+@DEVICES
+def test_the_host_runs_the_checks_that_have_no_kernel(
+    tmp_path: Path, on_device: Callable[[str], None], device: str, checks: tuple[str, ...]
+) -> None:
+    """Also on objects in which the device has found nothing, and beside what it has found."""
+    store, profile = write_store(tmp_path, "bfloat16")
+    paths = sorted(store.iterdir())
+    for path, byte in zip(paths[:2], (b"\x11", b"\xff"), strict=True):  # a number, and NaN
+        put(path, byte * path.stat().st_size)
+    with registered():
+        expected = found(verified(store, profile, checks=checks))
+        assert [row["key"] for row in expected if row["code"] == "repeated-byte"] == [
+            path.name for path in paths[:2]
+        ]
+        on_device(device)
+        report = verified(store, profile, "cuda", checks=checks)
+    assert found(report) == expected
+    assert report.document["device"] == device
+    assert {row["code"] for row in expected} == {"repeated-byte"} | (
+        {"nan"} if "values" in checks else set()
+    )
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @DEVICES
 def test_drafts_go_the_same_way(
@@ -226,8 +251,8 @@ def test_digests_alone_are_those_of_the_cpu_and_nothing_is_looked_at(
     def looked_at(*arguments: Any, **options: Any) -> None:
         raise AssertionError("values are looked at")
 
-    for name in ("block_statistics", "correlations"):
-        monkeypatch.setattr(f"hicachectl.device.kinds.{name}", looked_at)
+    for place in ("number_kernel.block_statistics", "order_kernel.correlations"):
+        monkeypatch.setattr(f"hicachectl.device.{place}", looked_at)
     store, profile = write_store(tmp_path, kind)
     on_host = verified(store, profile, update_catalog=True).catalog
     on_device(device)
@@ -289,12 +314,12 @@ def test_what_lies_in_slots_without_an_object_is_not_reported(
     expected = found(verified(store, profile))
     graphs: list[Replaying] = []
 
-    def captured(passage: Passage, launch: Callable[[int], Any]) -> tuple[Replaying, Any]:
-        passage._lane.staging.fill_(0xFF)
-        graphs.append(Replaying(launch, passage.most))
+    def captured(run: DeviceRun, launch: Callable[[int], Any]) -> tuple[Replaying, Any]:
+        run.lane.staging.fill_(0xFF)
+        graphs.append(Replaying(launch, run.most))
         return graphs[-1], graphs[-1].results
 
-    monkeypatch.setattr(Passage, "_captured", captured)
+    monkeypatch.setattr(DeviceRun, "_captured", captured)
     for name in ("MOST_LANES", "_FEWEST_LANES"):
         monkeypatch.setattr(f"hicachectl.device.lanes.{name}", 1)
     on_device("cpu")
@@ -514,7 +539,7 @@ def test_what_a_failed_device_has_is_not_given_back(monkeypatch: pytest.MonkeyPa
     def wait(lane: Lane) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    abandoned: list[Lane] = []
+    abandoned: list[object] = []
     monkeypatch.setattr("hicachectl.device.checker._ABANDONED", abandoned)
     cpu = torch.device("cpu")
     with DeviceChecker(

@@ -21,9 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from hicachectl.checks.values import ValueChecker
-from hicachectl.device.kinds import Kind, Passage
 from hicachectl.device.lanes import Lane
 from hicachectl.device.providers import TritonProvider
+from hicachectl.device.runs import DeviceRun, ObjectForm
 from hicachectl.device.sparse import SparseLoader
 from hicachectl.kernels.sparse_triton import HostRows
 from tests.bench.bench_device import cases, expected_of
@@ -67,7 +67,7 @@ def compile_only() -> None:
     JITFunction.run = compiled
 
 
-def compile_passages() -> None:
+def compile_runs() -> None:
     """Scatter, look at, gather and digest every kind of page object of the measurements."""
     for case in cases():
         if case.name in ALIKE:  # compiled forms that others have, too
@@ -75,11 +75,11 @@ def compile_passages() -> None:
         expected = expected_of(case)
         step = -(-expected.nbytes // ALIGNMENT) * ALIGNMENT
         staging, pools = (torch.empty(OBJECTS * step, dtype=torch.uint8) for _ in range(2))
-        kind = Kind(expected, ValueChecker(expected, case.profile), step)
-        assert kind.supported, case.name
-        passage = Passage(kind, Lane(torch.device("cpu"), staging, pools, None), TritonProvider())
-        passage.start_checks(OBJECTS)
-        passage.start_digests(OBJECTS)
+        form = ObjectForm(expected, ValueChecker(expected, case.profile), step)
+        assert form.supported, case.name
+        run = DeviceRun(form, Lane(torch.device("cpu"), staging, pools, None), TritonProvider())
+        run.start_checks(OBJECTS)
+        run.start_digests(OBJECTS)
 
 
 def compile_sparse() -> None:
@@ -97,7 +97,7 @@ def compile_sparse() -> None:
 def main() -> None:
     triton.runtime.driver.set_active(AbsentDevice(int(sys.argv[1])))
     compile_only()
-    compile_passages()
+    compile_runs()
     compile_sparse()
     stream(torch.empty(1 << 14, dtype=torch.uint8), torch.empty(1 << 14, dtype=torch.uint8))
 

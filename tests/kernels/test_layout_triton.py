@@ -10,11 +10,12 @@ from msgspec.structs import replace
 
 from tests.device.devices import DEVICES, torch
 
-from hicachectl.checks.values import ValueChecker  # isort: skip
+from hicachectl.checks.layouts import layout_check  # isort: skip
 from hicachectl.kernels.layout import is_hinted, is_unseen  # isort: skip
 from hicachectl.kernels.layout_triton import MARGIN  # isort: skip
-from hicachectl.device.kinds import Kind, Passage  # isort: skip
+from hicachectl.device.runs import DeviceRun, ObjectForm  # isort: skip
 from hicachectl.device.lanes import allocate_lanes, lane_bytes  # isort: skip
+from hicachectl.device.order_kernel import OrderKernel  # isort: skip
 from hicachectl.device.providers import TorchProvider  # isort: skip
 from tests.checks.value_cases import expected_of, profile_of  # isort: skip
 from tests.kvgen import KvGenerator, uniform_noise  # isort: skip
@@ -45,25 +46,26 @@ def test_the_kernel_sees_the_order_where_the_host_does(device: str, name: str) -
             np.zeros((1, expected.nbytes), np.uint8),
         ]
     )
-    checker = ValueChecker(expected, profile)
-    assert checker.layout is not None
+    check = layout_check(expected, profile)
+    assert check is not None
     step = -(-expected.nbytes // 4096) * 4096
     slab = len(objects) * step
     lane = allocate_lanes([torch.device(device)], lane_bytes(slab), slab, slab)[0]
-    passage = Passage(Kind(expected, checker, step), lane, TorchProvider())
+    form = ObjectForm(expected, None, step)
+    run = DeviceRun(form, lane, TorchProvider())
+    kernel = OrderKernel(expected, profile, form.pools).on(run)
     slabs = np.zeros((len(objects), step), np.uint8)
     slabs[:, : expected.nbytes] = objects
     lane.staging.copy_(torch.from_numpy(slabs.reshape(-1)))
-    passage.scatter(len(objects))
+    run.scatter(len(objects))
     first, *others = (
-        (own.cpu().numpy(), usable.cpu().numpy())
-        for own, usable in passage.look_at_order(len(objects))
+        (own.cpu().numpy(), usable.cpu().numpy()) for own, usable in kernel.correlate(len(objects))
     )
     unseen = is_unseen(*first)
-    assert unseen.tolist() == checker.layout.unseen(objects).tolist()
+    assert unseen.tolist() == check.unseen(objects).tolist()
     assert not unseen[0]
     assert unseen[2:].all()
     assert (is_unseen(*first, MARGIN) >= unseen).all()
     hinted = np.logical_or.reduce([is_hinted(*look) for look in others])
-    assert hinted.tolist() == checker.layout.hinted(objects).tolist()
+    assert hinted.tolist() == check.hinted(objects).tolist()
     assert hinted[2]

@@ -11,6 +11,7 @@ import numpy as np
 from hicachectl.backends.file.store import FileStore
 from hicachectl.checks.findings import combine
 from hicachectl.checks.group import check_groups
+from hicachectl.checks.registry import CheckInput
 from hicachectl.checks.sizes import check_sizes
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.move.planning import RepairPlan, plan_repair
@@ -64,21 +65,17 @@ def scanned(store: Store, profile: Profile | None = DSA) -> tuple[Inventory, Pag
     return inventory, PageGroups(inventory)
 
 
-def structure_findings(inventory: Inventory, groups: PageGroups) -> pa.Table:
+def structure_findings(store: Store, inventory: Inventory, groups: PageGroups) -> pa.Table:
     settled = np.zeros(len(groups), dtype=np.bool_)
-    return combine(
-        [
-            *check_groups(inventory, groups, settled),
-            *check_sizes(inventory, groups, settled, "file"),
-        ]
-    )
+    given = CheckInput(store=store, inventory=inventory, groups=groups, in_flight=settled)
+    return combine([*check_groups(given), *check_sizes(given)])
 
 
 def planned(
     store: Store, *, codes: tuple[str, ...] = ()
 ) -> tuple[Inventory, PageGroups, RepairPlan]:
     inventory, groups = scanned(store)
-    found = structure_findings(inventory, groups)
+    found = structure_findings(store, inventory, groups)
     return inventory, groups, plan_repair(groups, found, codes=codes)
 
 

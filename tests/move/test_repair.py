@@ -74,11 +74,10 @@ def only(before: Contents, *names: str) -> Contents:
     return {name: before[name] for name in names}
 
 
-def bad_value(key: str, code: str = "nan", severity: str = "error") -> pa.Table:
+def bad_value(key: str, code: str = "nan") -> pa.Table:
     """A finding about an object's bytes."""
     return findings(
         code,
-        severity,
         keys=pa.array([key]),
         pages=pa.array([key[:64]]),
         pools=pa.array(["kv"]),
@@ -137,8 +136,7 @@ def test_an_ambiguous_group_stays_whatever_is_found(tmp_path: Path) -> None:
     stems = ("_m_0_2", ".mamba_m_0_2")
     put_pages(tmp_path, range(2), *stems)
     before = contents(tmp_path)
-    of_page = findings(
-        "layout-mismatch", "error", keys=pa.nulls(1, pa.string()), pages=pa.array([page(0)]),
+    of_page = findings("layout-mismatch", keys=pa.nulls(1, pa.string()), pages=pa.array([page(0)]),
         detail="x",
     )  # fmt: skip
     for found in (bad_value(f"{page(1)}{stems[0]}.bin"), of_page):
@@ -154,7 +152,7 @@ def test_findings_that_name_no_group_are_counted(store: Path) -> None:
                 bad_value("README"),
                 bad_value(f"{page(77)}_x-dsa.bin"),
                 bad_value(kv(1)),
-                findings("stamp-mismatch", "error", keys=pa.nulls(1, pa.string()), detail="x"),
+                findings("stamp-mismatch", keys=pa.nulls(1, pa.string()), detail="x"),
             ]
         )
         plan = plan_repair(groups, found)
@@ -166,9 +164,7 @@ def test_findings_that_name_no_group_are_counted(store: Path) -> None:
 def test_a_finding_without_a_key_is_about_its_whole_page(store: Path) -> None:
     before = contents(store)
     nothing = pa.nulls(1, pa.string())
-    found = findings(
-        "layout-mismatch", "error", keys=nothing, pages=pa.array([page(4)]), detail="x"
-    )
+    found = findings("layout-mismatch", keys=nothing, pages=pa.array([page(4)]), detail="x")
     assert repair_findings(store, found, DSA).repaired == 1
     assert contents(store) == without(before, kv(4), indexer(4))
 

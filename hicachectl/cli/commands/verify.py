@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from contextlib import ExitStack
 from functools import partial
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.checks.registry import group_names, groups_help
 from hicachectl.cli.commands.verify_repair import (
     earlier_runs,
     refuse_early,
@@ -34,7 +36,6 @@ from hicachectl.cli.options import (
     store_argument,
 )
 from hicachectl.cli.session import bytes_progress, opened, progress, remark, store_name
-from hicachectl.text.vocabulary import CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,8 +46,21 @@ if TYPE_CHECKING:
     from hicachectl.verify.verify import Report, Request
 
 
+class _Command(click.Command):
+    """Lists the registered checks in its help, in the place of CHECKS."""
+
+    @property
+    def help(self) -> str | None:
+        return self._help.replace("CHECKS", groups_help())
+
+    @help.setter
+    def help(self, text: str | None) -> None:
+        self._help = cleandoc(text or "")
+
+
 @click.command(
     "verify",
+    cls=_Command,
     epilog="""\b
 Examples:
   hicachectl verify /tmp/hicache --profile prod.toml
@@ -62,8 +76,8 @@ Examples:
 @store_argument
 @click.option(
     "--checks",
-    type=NameList(CHECKS),
-    default=CHECKS,
+    type=NameList(group_names),
+    default=group_names,
     help="Which checks to run.  [default: all that apply]",
 )
 @click.option("--sample", metavar="PERCENT", help="Read only this share of the pages, such as 5%.")
@@ -147,12 +161,7 @@ def command(
     """Check STORE and report what is wrong with it.
 
     \b
-    names    keys that SGLang did not write, or that can be read in several ways
-    groups   pages of which an object is missing
-    sizes    objects that are shorter or longer than their deployment writes them
-    values   NaN, infinities, zeros, scales and memory layout; reads objects, needs a profile
-    digests  bytes that changed since they were recorded; reads objects, needs --catalog, but
-             for packs, which record digests themselves
+    CHECKS
 
     A check that --checks names and that cannot run is refused. Of the default set each check that
     did not run, and what else was not checked, is in skipped_checks and said on stderr. Values do

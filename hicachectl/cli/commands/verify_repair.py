@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.checks.registry import remedies
 from hicachectl.cli.commands.earlier_runs import EarlierRuns
 from hicachectl.cli.commands.verify_repair_tables import (
     release_leaked,
@@ -18,7 +19,6 @@ from hicachectl.cli.consent import require_consent
 from hicachectl.cli.options import FILE, RepairCode
 from hicachectl.cli.session import progress, remark
 from hicachectl.formats.errors import UsageError
-from hicachectl.text.vocabulary import STORE_CODES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,8 +119,9 @@ def repaired(
     if earlier is None:
         return report, True
     plan = plan_repair(report.groups, report.findings, codes=options["repair_codes"])
-    for code in sorted(plan.unplaced.keys() & STORE_CODES):
-        remark(ctx, f"not repaired: {plan.unplaced[code]} {code}; {STORE_CODES[code]}")
+    instead = remedies()
+    for code in sorted(plan.unplaced.keys() & instead):
+        remark(ctx, f"not repaired: {plan.unplaced[code]} {code}; {instead[code]}")
     plan = _with_descendants(plan, request, report, options)
     question = _question(store, report, plan, options) if len(plan.groups) else None
     if not earlier.agreed(question):

@@ -1,0 +1,112 @@
+"""Numbers that no healthy object holds, in the pools of a device: see `checks.values`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hicachectl.checks.tables import sections_of, stored_layers
+from hicachectl.kernels.statistics import BAD_SCALE, INF, NAN, ZERO_HEADS, Field
+from hicachectl.kernels.values_triton import block_statistics, supports
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from hicachectl.checks.tables import Section
+    from hicachectl.device.plans import PoolForm, PoolPiece
+    from hicachectl.device.runs import DeviceRun
+    from hicachectl.formats.layouts import TensorLayout
+    from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
+
+
+class NumberKernel:
+    """Counts bad numbers in the fields of objects of one form, padding layers left out."""
+
+    def __init__(self, spec: ObjectSpec, profile: Profile, pools: PoolForm) -> None:
+        stored = stored_layers(spec, profile)
+        self.layers = [number for number, layer in enumerate(stored) if layer is not None]
+        self.fields = list(fields_of(spec, profile, pools))
+
+    @property
+    def supported(self) -> bool:
+        """Whether the kernel can look at every field."""
+        return all(supports(field) for _, fields in self.fields for field in fields)
+
+    def on(self, run: DeviceRun) -> NumberLaunches:
+        """Upload which blocks are looked at."""
+        return NumberLaunches(self, run)
+
+
+class NumberLaunches:
+    """The same on one lane."""
+
+    def __init__(self, kernel: NumberKernel, run: DeviceRun) -> None:
+        self._kernel, self._run = kernel, run
+        layers = torch.tensor(kernel.layers, dtype=torch.int64, device=run.lane.device)
+        # Numbers of blocks [layer][slot], object by object.
+        self._blocks = (layers * run.most + run.slots[:, None]).reshape(-1)
+
+    def launch(self, count: int) -> list[torch.Tensor]:
+        """Flag objects, [count, 2]: whether to look at it; whether something must be found there.
+
+        Codes under a scale of 0 mean nothing, and a head of zeros may be all there is.
+        """
+        layers = len(self._kernel.layers)
+        found = torch.zeros((count, 2), dtype=torch.bool, device=self._run.lane.device)
+        for piece, fields in self._kernel.fields:
+            for field, counts in zip(fields, self._counts(piece, fields, count), strict=True):
+                by_object = counts.reshape(count, layers, -1).sum(1)
+                scales = field.scale_floor is not None
+                bad = by_object[:, BAD_SCALE] if scales else by_object[:, NAN] + by_object[:, INF]
+                found[:, 0] |= (bad + by_object[:, ZERO_HEADS]) > 0
+                if not field.excusable:
+                    found[:, 1] |= bad > 0
+        return [found]
+
+    def suspects(self, seen: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
+        """Return the flags, [count, 2]."""
+        return seen[0].astype(np.bool_)
+
+    def _counts(self, piece: PoolPiece, fields: Sequence[Field], count: int) -> list[torch.Tensor]:
+        return block_statistics(
+            self._run.lane.pools[self._run.most * piece.offset :],
+            self._blocks[: count * len(self._kernel.layers)],
+            piece.slot_bytes,
+            fields,
+        )
+
+
+def fields_of(
+    expected: ObjectSpec, profile: Profile, form: PoolForm
+) -> Iterator[tuple[PoolPiece, tuple[Field, ...]]]:
+    """Name the fields of the blocks of each pool: a block is one layer of one page slot."""
+    sections = sections_of(expected, profile)
+    for section, tensor, piece in zip(sections, expected.tensors, form.pieces, strict=True):
+        yield piece, _fields(section, tensor, piece)
+
+
+def _fields(section: Section, tensor: TensorLayout, piece: PoolPiece) -> tuple[Field, ...]:
+    columns = section.table.columns
+    if len(columns) == 1:
+        # Numbers throughout, so that a row may be a token's, whatever the rows of the object were.
+        items = piece.row_bytes // tensor.itemsize
+        return (Field(piece.name, columns[0].dtype, piece.tokens, piece.row_bytes, 0, items),)
+    return tuple(
+        Field(
+            name=f"{piece.name}.{column.name}",
+            dtype=column.dtype,
+            rows=piece.tokens,
+            pitch=piece.row_bytes,
+            offset=column.offset,
+            items=column.items,
+            scale_floor=column.scale_floor,
+            leads=column.offset == 0,
+            excusable=column.scales is not None and not column.scales.scale_floor,
+        )
+        for column in columns
+    )

@@ -1,0 +1,102 @@
+"""Whether rows lie in the order of their layout, in the pools of a device: see `checks.layouts`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hicachectl.checks.layouts import layout_check
+from hicachectl.kernels.layout import is_hinted, is_unseen
+from hicachectl.kernels.layout_triton import MARGIN, correlations
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from hicachectl.device.plans import PoolForm
+    from hicachectl.device.runs import DeviceRun
+    from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
+    from hicachectl.kernels.layout import OrderLook
+
+    BoolArray = npt.NDArray[np.bool_]
+    IntArray = npt.NDArray[np.int64]
+    Correlations = tuple[torch.Tensor, torch.Tensor]  # [pages, sets] float32, bool
+
+
+class OrderKernel:
+    """Correlates rows of objects of one form: first in the profile's order, then in rivals'."""
+
+    supported = True
+
+    def __init__(self, spec: ObjectSpec, profile: Profile, pools: PoolForm) -> None:
+        check = layout_check(spec, profile)
+        assert check is not None  # or the check would not be run on such objects
+        self.looks = [check.first_look, *check.second_looks]
+        self.pools = pools
+
+    def on(self, run: DeviceRun) -> OrderLaunches:
+        """Upload which rows are compared."""
+        return OrderLaunches(self, run)
+
+    def row_places(self, look: OrderLook, slots: int) -> IntArray:
+        """Find the rows of a look in the first pool, of page slot 0: byte offsets [3, sets]."""
+        piece, tensor = self.pools.pieces[0], self.pools.tensors[0]
+        heads = dict(zip(tensor.axes, tensor.shape, strict=True)).get("head", 1)
+        places: IntArray = (
+            look.layer * slots * piece.slot_bytes
+            + look.token * piece.row_bytes
+            + look.head * (piece.row_bytes // heads)
+        )
+        return places
+
+
+class OrderLaunches:
+    """The same on one lane."""
+
+    def __init__(self, kernel: OrderKernel, run: DeviceRun) -> None:
+        self._looks, self._pieces, self._run = kernel.looks, kernel.pools.pieces, run
+        self._rows = [
+            torch.from_numpy(kernel.row_places(look, run.most)).to(run.lane.device)
+            for look in kernel.looks
+        ]
+
+    def launch(self, count: int) -> list[torch.Tensor]:
+        """Correlate the rows of each look: gains [count, sets] of all, then usable of all."""
+        looks = self.correlate(count)
+        return [own for own, _ in looks] + [usable for _, usable in looks]
+
+    def correlate(self, count: int) -> list[Correlations]:
+        """Correlate the rows of each look, the profile's order first: [count, sets] each."""
+        return [
+            self._correlated(number, self._run.slots[:count]) for number in range(len(self._rows))
+        ]
+
+    def suspects(self, seen: Sequence[npt.NDArray[Any]]) -> BoolArray:
+        """Find objects that do not show the profile's order, and hint at another one: [count, 2].
+
+        The host must not find something in any of them.
+        """
+        gains, usable = seen[: len(self._rows)], seen[len(self._rows) :]
+        found = np.zeros((len(gains[0]), 2), dtype=np.bool_)
+        unseen = np.flatnonzero(is_unseen(gains[0], usable[0], MARGIN))
+        if len(unseen):
+            for gain, sets in zip(gains[1:], usable[1:], strict=True):
+                found[unseen, 0] |= is_hinted(gain[unseen], sets[unseen], MARGIN)
+        return found
+
+    def _correlated(self, number: int, slots: torch.Tensor) -> Correlations:
+        piece, most = self._pieces[0], self._run.most
+        return correlations(
+            self._run.lane.pools,
+            self._rows[number],
+            slots,
+            self._looks[number],
+            weights=(1.0, -1.0) if number else (0.5, 0.5),
+            slot_bytes=piece.slot_bytes,
+            tensor_bytes=most * piece.layers * piece.slot_bytes,
+            tensors=len(self._pieces),
+        )

@@ -1,0 +1,250 @@
+"""Objects of one form on a device: their pools, the kernels of checks, and a run through a lane."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from hicachectl.checks.registry import resolved
+from hicachectl.checks.tables import stored_layers
+from hicachectl.device.lanes import MOST_OBJECTS
+from hicachectl.device.plans import pool_form
+from hicachectl.formats.copyplan import VECTOR_BYTES
+from hicachectl.kernels.blake3_triton import Ranges, digest_ranges, ranges_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from hicachectl.checks.registry import ValueCheck
+    from hicachectl.checks.values import ValueChecker
+    from hicachectl.device.lanes import Lane
+    from hicachectl.device.providers import Provider
+    from hicachectl.formats.copyplan import CopyPlan
+    from hicachectl.formats.spec import ObjectSpec
+
+    BoolArray = npt.NDArray[np.bool_]
+
+T = TypeVar("T")
+
+POISON = 0xA5  # what staging holds before pages are gathered back into it
+_SEED = 20_011  # of the slots that pages are put in: scattered, as on a server
+
+
+class DeviceKernel(Protocol):
+    """The device's part of a value check, for objects of one form. Threads may share it."""
+
+    @property
+    def supported(self) -> bool:
+        """Whether it can look at such objects; else the processor checks them."""
+
+    def on(self, run: DeviceRun) -> Launches:
+        """Make ready for a lane: compute and upload. Raises torch.OutOfMemoryError."""
+
+
+class Launches(Protocol):
+    """A kernel on one lane. One thread at a time."""
+
+    def launch(self, count: int) -> Sequence[torch.Tensor]:
+        """Look at the first objects in the pools: tensors [count, width]. Does not synchronise.
+
+        Launches are captured in a CUDA graph and replayed, so they depend on nothing but `count`.
+        """
+
+    def suspects(self, seen: Sequence[npt.NDArray[Any]]) -> BoolArray:
+        """Read what was seen, on the host: [count, 2].
+
+        First whether the host is to check an object, then whether it must find something.
+        """
+
+
+def form_of(expected: ObjectSpec, checker: ValueChecker | None) -> Hashable:
+    """Identify the form of objects: ranks whose objects are of one share what is prepared."""
+    if checker is None:
+        return expected.tensors
+    stored = stored_layers(expected, checker.profile)
+    padding = tuple(layer is None for layer in stored)
+    return expected.coordinate.pool, expected.tensors, padding, tuple(checker.prepared)
+
+
+class ObjectForm:
+    """What is known of objects of one form that lie `step` bytes apart. Threads may share it.
+
+    kernels: of the checks that have one; none without a checker.
+    """
+
+    def __init__(self, expected: ObjectSpec, checker: ValueChecker | None, step: int) -> None:
+        self.step = step
+        self.nbytes = expected.nbytes
+        self.pools = pool_form(expected.tensors)
+        self.kernels: dict[ValueCheck, DeviceKernel] = {}
+        if checker is None:
+            return
+        for check in checker.prepared:
+            if check.kernel is not None:
+                prepare = resolved(check.kernel)
+                self.kernels[check] = prepare(expected, checker.profile, self.pools)
+
+    @property
+    def supported(self) -> bool:
+        """Whether every kernel can look at such objects."""
+        return all(kernel.supported for kernel in self.kernels.values())
+
+
+class DeviceRun:
+    """The way of objects of one form through one lane: all that a slab needs but its bytes.
+
+    most: objects that the lane holds. slots: [most] int64 on the device, where each goes.
+
+    On a CUDA device the launches are captured once, for as many objects as the lane holds, and
+    replayed for every slab: what lies in slots without an object is looked at and not reported.
+    Elsewhere they are made anew, for as many objects as there are. One thread at a time.
+    """
+
+    def __init__(self, form: ObjectForm, lane: Lane, provider: Provider) -> None:
+        """Compile, compute and upload. Raises torch.OutOfMemoryError."""
+        self.most = min(
+            MOST_OBJECTS,
+            len(lane.staging) // form.step,
+            len(lane.pools) // form.pools.page_bytes,
+        )
+        self.lane = lane
+        self._form, self._provider = form, provider
+        most, device = self.most, lane.device
+        self.slots = torch.from_numpy(np.random.default_rng(_SEED).permutation(most)).to(device)
+        self._places = torch.arange(most, device=device) * (form.step // VECTOR_BYTES)
+        self._plans = form.pools.plans(most)
+        self._back = tuple(plan.reversed() for plan in self._plans)
+        self._launches = [kernel.on(self) for kernel in form.kernels.values()]
+        # Of what each of them has seen: type and width, noted by the first launch.
+        self._seen: list[list[tuple[np.dtype[Any], int]]] = []
+        self._ranges = self._digestible(most)
+        self._digesting: tuple[torch.cuda.CUDAGraph, torch.Tensor] | None = None
+        self._checking = self._captured(self._launch_checks)
+
+    def prepare_digests(self) -> None:
+        """Compile and capture the way back and the digest, once. See `_captured`."""
+        if self._digesting is None:
+            self._digesting = self._captured(self._launch_digests)
+
+    # --- what a slab goes through ---
+
+    def start_checks(self, count: int) -> torch.Tensor:
+        """Scatter the objects of the staging buffer into the pools, and look at what is to be.
+
+        What was seen goes to the host, for `suspects`, once the lane has been waited for.
+        """
+        if self._checking is None:
+            return self.lane.to_host("seen", self._launch_checks(count))
+        graph, seen = self._checking
+        graph.replay()
+        return self.lane.to_host("seen", seen)
+
+    def start_digests(self, count: int) -> torch.Tensor:
+        """Gather objects out of the pools, into a buffer without their bytes, and digest them."""
+        if self._digesting is None:
+            return self.lane.to_host("digests", self._launch_digests(count))
+        graph, results = self._digesting
+        graph.replay()
+        return self.lane.to_host("digests", results[:count])
+
+    def suspects(self, seen: torch.Tensor, count: int) -> BoolArray:
+        """Say what is suspicious by what was seen: [count, 2], as `Launches.suspects`."""
+        found = np.zeros((count, 2), dtype=np.bool_)
+        launched = count if self._checking is None else self.most
+        packed, start = seen.numpy(), 0
+        for launches, types in zip(self._launches, self._seen, strict=True):
+            tensors = []
+            for dtype, width in types:
+                stop = start + launched * width * dtype.itemsize
+                tensor = packed[start:stop].view(dtype).reshape(launched, width)
+                tensors.append(tensor[:count])
+                start = stop
+            found |= launches.suspects(tensors)
+        return found
+
+    # --- launches ---
+
+    def scatter(self, count: int) -> None:
+        """Put the first objects of the staging buffer into the pools."""
+        self._copy(self._plans, self.lane.staging, self._places, self.lane.pools, self.slots,
+                   count)  # fmt: skip
+
+    def _launch_checks(self, count: int) -> torch.Tensor:
+        """Scatter and look; all results in one tensor of bytes, for one copy to the host."""
+        self.scatter(count)
+        results = [launches.launch(count) for launches in self._launches]
+        self._seen = [[(_numpy_type(t), t.numel() // count) for t in seen] for seen in results]
+        packed = [t.reshape(-1).view(torch.uint8) for seen in results for t in seen]
+        return torch.cat([torch.empty(0, dtype=torch.uint8, device=self.lane.device), *packed])
+
+    def _launch_digests(self, count: int) -> torch.Tensor:
+        self.lane.staging[: count * self._form.step].fill_(POISON)
+        self._copy(self._back, self.lane.pools, self.slots, self.lane.staging, self._places,
+                   count)  # fmt: skip
+        ranges = self._ranges if count == self.most else self._digestible(count)
+        return digest_ranges(self.lane.staging, ranges)
+
+    def _copy(
+        self,
+        plans: Sequence[CopyPlan],
+        source: torch.Tensor,
+        source_places: torch.Tensor,
+        destination: torch.Tensor,
+        destination_places: torch.Tensor,
+        count: int,
+    ) -> None:
+        for plan in plans:
+            self._provider.copy(
+                plan, source, source_places[:count], destination, destination_places[:count]
+            )
+
+    def _digestible(self, count: int) -> Ranges:
+        offsets = np.arange(count, dtype=np.int64) * self._form.step
+        sizes = np.full(count, self._form.nbytes, dtype=np.int64)
+        return ranges_of(self.lane.staging, offsets, sizes, upload=self.lane.to_device)
+
+    def _captured(self, launch: Callable[[int], T]) -> tuple[torch.cuda.CUDAGraph, T] | None:
+        """Capture launches for all slots, after a first time that compiles them.
+
+        None where the device has no memory for that: made anew, for fewer objects, launches need
+        less. While this thread captures, no other one may use the device.
+        """
+        lane = self.lane
+        if lane.stream is None or not self._provider.capturable:
+            return None
+        kept = len(lane.graphs)
+        try:
+            launch(self.most)
+            lane.wait()
+            torch.cuda.empty_cache()  # the graph has memory of its own
+            graph = torch.cuda.CUDAGraph()
+            lane.graphs.append(graph)  # which is not to be destroyed once the device has failed
+            with _capturing(graph, lane):
+                results = launch(self.most)
+        except RuntimeError as error:  # torch.OutOfMemoryError, or CUDA's as it builds the graph
+            if "out of memory" not in str(error):
+                raise
+            del lane.graphs[kept:]
+            return None
+        return graph, results
+
+
+def _numpy_type(tensor: torch.Tensor) -> np.dtype[Any]:
+    return np.dtype(str(tensor.dtype).removeprefix("torch."))
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> Iterator[None]:
+    graph.capture_begin(pool=lane.graph_memory, capture_error_mode="thread_local")
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # what went wrong has ended the capture, and says more
+            graph.capture_end()
+        raise
+    graph.capture_end()

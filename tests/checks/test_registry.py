@@ -1,0 +1,163 @@
+"""The registry of checks: one from outside is like the product's own, and nothing is doubled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.checks.registry import (
+    VALUES,
+    Check,
+    Code,
+    ValueCheck,
+    ValueIssue,
+    checks,
+    codes,
+    group_names,
+    register,
+    resolved,
+    unregister,
+)
+from tests.checks.repeats import REPEATS, registered
+from tests.move.repairs import dsa_store, kv
+from tests.stores import DSA
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+OWN_GROUPS = ("names", "groups", "sizes", "values", "digests")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Three pages; the kv of the second is one byte throughout, which is a number."""
+    directory = dsa_store(tmp_path / "store", 3)
+    path = directory / kv(1)
+    path.write_bytes(b"\x11" * path.stat().st_size)
+    (tmp_path / "dsa.toml").write_text(DSA)
+    return directory
+
+
+@pytest.fixture
+def repeats() -> Iterator[ValueCheck]:
+    with registered() as check:
+        yield check
+
+
+def verified(invoke: Invoke, store: Path, *arguments: object, exit_code: int = 4) -> dict[str, Any]:
+    options = ("--profile", store.parent / "dsa.toml", "--grace", "0s", "--format", "json")
+    return invoke("verify", store, *options, *arguments, exit_code=exit_code).document
+
+
+def repeated(document: dict[str, Any]) -> list[tuple[str, str]]:
+    found = [f for f in document["findings"] if f["code"] == "repeated-byte"]
+    return [(finding["key"], finding["severity"]) for finding in found]
+
+
+@pytest.mark.usefixtures("repeats")
+def test_a_check_from_outside_is_chosen_like_any_other(invoke: Invoke, store: Path) -> None:
+    document = verified(invoke, store, "--checks", "repeats")
+    assert document["checks"] == ["repeats"]
+    assert document["counts"] == {"repeated-byte": 1}
+    assert repeated(document) == [(kv(1), "warning")]
+    verified(invoke, store, "--checks", "repeats", "--fail-on", "error", exit_code=0)
+
+
+@pytest.mark.usefixtures("repeats")
+def test_a_check_from_outside_is_of_the_default_set(invoke: Invoke, store: Path) -> None:
+    document = verified(invoke, store)
+    assert document["checks"] == [*OWN_GROUPS[:-1], "repeats"]
+    assert repeated(document) == [(kv(1), "warning")]
+
+
+@pytest.mark.usefixtures("repeats")
+def test_a_check_from_outside_needs_what_it_says(invoke: Invoke, store: Path) -> None:
+    refused = invoke("verify", store, "--checks", "repeats", exit_code=2).stderr
+    assert "--checks repeats: nothing says what the bytes of an object are" in refused
+    document = invoke("verify", store, "--format", "json").document
+    assert {"values", "repeats", "digests"} <= set(document["skipped_checks"])
+    nothing = verified(invoke, store, "--checks", "repeats", "--page", "f" * 64, exit_code=0)
+    assert nothing["checks"] == []
+
+
+@pytest.mark.usefixtures("repeats")
+def test_repair_acts_on_a_code_from_outside_when_asked(invoke: Invoke, store: Path) -> None:
+    repair = ("--checks", "repeats", "--repair", "delete", "--yes")
+    assert verified(invoke, store, *repair)["repaired"] == 0
+    assert verified(invoke, store, *repair, "--repair-code", "repeated-byte")["repaired"] == 1
+    assert not (store / kv(1)).exists()
+
+
+@pytest.mark.usefixtures("repeats")
+def test_a_page_is_shown_with_what_a_check_from_outside_finds(invoke: Invoke, store: Path) -> None:
+    profile = ("--profile", store.parent / "dsa.toml")
+    shown = invoke("show", store, kv(1)[:64], *profile, "--format", "json").document
+    assert repeated(shown) == [(kv(1), "warning")]
+
+
+def test_a_check_from_outside_may_join_a_group(invoke: Invoke, store: Path) -> None:
+    with registered(group=VALUES):
+        assert group_names() == OWN_GROUPS
+        assert repeated(verified(invoke, store, "--checks", "values")) == [(kv(1), "warning")]
+
+
+def test_help_and_refusals_name_what_is_registered(invoke: Invoke, store: Path) -> None:
+    assert group_names() == OWN_GROUPS
+    with registered():
+        assert group_names() == (*OWN_GROUPS, "repeats")
+        text = invoke("verify", "--help").stdout
+        assert ",digests,repeats" in text
+        assert f"  repeats  {REPEATS.summary}" in text
+    assert "repeats" not in invoke("verify", "--help").stdout
+    refused = invoke("verify", store, "--checks", "repeats", exit_code=2).stderr
+    assert "'repeats' is none of names, groups, sizes, values, digests" in refused
+    assert "repeated-byte" not in {code.name for code in codes()}
+
+
+def test_a_code_that_its_check_does_not_declare_is_an_error_of_ours(
+    invoke: Invoke, store: Path
+) -> None:
+    def prepare(spec: object, profile: object) -> Any:
+        return lambda objects: [ValueIssue(0, "nan", "a code of another check")]
+
+    with (
+        registered(prepare=prepare),
+        pytest.raises(ValueError, match="repeats declares no code nan"),
+    ):
+        verified(invoke, store, "--checks", "repeats")
+
+
+def test_names_and_codes_are_declared_once() -> None:
+    with registered() as check:
+        with pytest.raises(ValueError, match="repeats: there is such a check already"):
+            register(check)
+        other = Check(name="other", group=None, codes=(Code("repeated-byte", "error"),))
+        with pytest.raises(ValueError, match="repeated-byte: there is another such code"):
+            register(other)
+    wrong = Check(name="other", group=None, codes=(Code("other-code", "fatal"),))
+    with pytest.raises(ValueError, match="other-code: a severity is one of"):
+        register(wrong)
+
+
+def test_a_code_stays_as_long_as_a_check_has_it() -> None:
+    shared = Code("shared-code", "info")
+    for name in ("one", "two"):
+        register(Check(name=name, group=None, codes=(shared,)))
+    unregister("one")
+    assert shared in codes()
+    unregister("two")
+    assert shared not in codes()
+
+
+@pytest.mark.parametrize("check", checks(), ids=lambda check: check.name)
+def test_every_function_is_where_it_is_said_to_be(check: Check) -> None:
+    places: list[Any] = [check.function]
+    if isinstance(check, ValueCheck):
+        places = [check.prepare]
+        assert check.kernel is not None
+    for place in places:
+        assert place is None or callable(resolved(place))
