@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from hicachectl.checks.registry import VALUES, Code, ValueCheck, ValueIssue, register, unregister
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
 from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.profile import Profile, dump_profile, parse_profile
@@ -17,8 +18,10 @@ from tests.formats import conv_state
 from tests.stores import OLD, contents, page
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    import numpy.typing as npt
 
     from hicachectl.formats.spec import ObjectSpec
     from tests.conftest import Invoke
@@ -38,8 +41,32 @@ PROFILE = Profile(
 
 @pytest.fixture(autouse=True)
 def kind() -> Iterator[None]:
+    """Register the kind, and a value check of its own."""
+    check = ValueCheck(
+        name="windows", group=VALUES, codes=(Code("dead-channel", "warning"),), prepare=windows
+    )
     with conv_state.registered():
+        register(check)
         yield
+        unregister(check.name)
+
+
+def windows(
+    spec: ObjectSpec, profile: Profile
+) -> Callable[[npt.NDArray[np.uint8]], Iterator[ValueIssue]] | None:
+    """Find channels whose inputs are the same at every tap of every layer."""
+    pool = profile.pool(spec.pool)
+    if pool is None or pool.kind != "conv_state":
+        return None
+    (tensor,) = spec.tensors
+
+    def find(objects: npt.NDArray[np.uint8]) -> Iterator[ValueIssue]:
+        values = np.ascontiguousarray(objects).view("<f4").reshape(-1, *tensor.shape)
+        dead = (values == values[..., :1]).all(axis=(1, 3))
+        for index in np.flatnonzero(dead.any(axis=1)).tolist():
+            yield ValueIssue(index, "dead-channel", f"channel {np.flatnonzero(dead[index])[0]}")
+
+    return find
 
 
 @pytest.fixture
@@ -116,6 +143,15 @@ def test_its_sizes_and_values_are_verified(invoke: Invoke, store: Path) -> None:
     ]
     nan = next(detail for code, _, detail in found if code == "nan")
     assert nan == "window: 1 NaN in layer 1, the first at layer 1, channel 6, tap 3"
+
+
+def test_its_own_value_check_finds_what_no_other_does(invoke: Invoke, store: Path) -> None:
+    values = np.fromfile(window_path(store, 3), "<f4").reshape(LAYERS, CHANNELS // 2, WIDTH)
+    values[:, 5] = 0.25
+    values.tofile(window_path(store, 3))
+    os.utime(window_path(store, 3), (OLD, OLD))
+    found = findings(invoke, store, exit_code=4)
+    assert found == [("dead-channel", page(3), "channel 5")]
 
 
 @pytest.mark.parametrize("tp", [1, 4])
