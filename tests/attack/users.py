@@ -21,7 +21,7 @@ import concurrent.futures.thread, csv, difflib, encodings.ascii, encodings.idna,
 import encodings.utf_8_sig, importlib.metadata, pwd, secrets, shutil, tomllib, uuid
 import blake3, click, numpy, pyarrow, pyarrow.compute, pyarrow.fs, pyarrow.parquet
 import hicachectl
-APART = ("triton", "sglang", "__main__", "testing", "loaders", "kernels.", "_client", "usrbio")
+APART = ("triton", "sglang", "__main__", "testing", "device.", "kernels.", ".client", "usrbio")
 for module in pkgutil.walk_packages(hicachectl.__path__, "hicachectl."):
     if not any(part in module.name for part in APART):
         importlib.import_module(module.name)
