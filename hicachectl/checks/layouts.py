@@ -12,7 +12,6 @@ import numpy as np
 from hicachectl.checks.registry import ValueIssue
 from hicachectl.checks.tables import stored_layers
 from hicachectl.formats.kinds import kind_of
-from hicachectl.formats.layouts import QUANT_BLOCK
 from hicachectl.kernels.layout import (
     FIRST_CHANNELS,
     SECOND_CHANNELS,
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.formats.kinds.pool import Pool
-    from hicachectl.formats.layouts import TensorLayout
+    from hicachectl.formats.layouts import Column, TensorLayout
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.kernels.layout import Floats, IntArray
@@ -41,6 +40,8 @@ class LayoutCheck:
     """Finds pages whose rows lie in the order of another layout than the profile's.
 
     tensors: those of the object, all of one axis order.
+    widths:  channels to compare, of each tensor.
+    scales:  of the codes that the rows of the only tensor begin with; None of plain numbers.
     rivals:  names of the layouts of each other order.
     """
 
@@ -48,7 +49,8 @@ class LayoutCheck:
     rivals: tuple[str, ...]
     test: OrderTest
     tensors: tuple[TensorLayout, ...]
-    pool: Pool
+    widths: tuple[int, ...]
+    scales: Column | None
 
     def __call__(self, objects: Bytes) -> Iterator[ValueIssue]:
         """Find pages [n, nbytes] in another order."""
@@ -77,7 +79,7 @@ class LayoutCheck:
     def _look(self, sets: IntArray, channels: int) -> OrderLook:
         layer, token, head = self.test.stored.coordinates(sets)
         tensor = self.tensors[0]
-        width = kind_of(self.pool).compared_channels(self.pool, tensor)
+        width = self.widths[0]
         return OrderLook(
             layer=layer,
             token=token,
@@ -85,14 +87,16 @@ class LayoutCheck:
             width=width,
             step=_channel_step(width, channels),
             itemsize=tensor.itemsize,
-            scaled=tensor.dtype == "uint8",
+            scaled=self.scales is not None,
         )
 
     def _read(self, objects: Bytes, pages: IntArray, rows: IntArray, channels: int) -> Floats:
         """Read log magnitudes of some channels: [pages, tensors, rows, channels]."""
-        read = _read_codes if self.tensors[0].dtype == "uint8" else _read_floats
         places = (pages[:, np.newaxis], rows)
-        return np.stack([read(objects, t, self.pool, places, channels) for t in self.tensors], 1)
+        if self.scales is not None:
+            return _read_codes(objects, self.tensors[0], self.scales, places, channels)[:, None]
+        both = zip(self.tensors, self.widths, strict=True)
+        return np.stack([_read_floats(objects, *one, places, channels) for one in both], 1)
 
     def _describe(self, verdict: OrderVerdict) -> str:
         rival = self.rivals[verdict.rival]
@@ -109,9 +113,11 @@ def layout_check(expected: ObjectSpec, profile: Profile) -> LayoutCheck | None:
     pool = profile.pool(expected.coordinate.pool)
     if pool is None or not expected.tensors:
         return None
-    stored = expected.tensors[0]
-    if not kind_of(pool).compared_channels(pool, stored):
+    kind, stored = kind_of(pool), expected.tensors[0]
+    widths = tuple(kind.compared_channels(pool, tensor) for tensor in expected.tensors)
+    if not all(widths):
         return None
+    columns = kind.columns(pool, stored, code_dtype="float8_e4m3fn")
     lengths = dict(zip(stored.axes, stored.shape, strict=True))
     own = _row_order(stored.axes, lengths)
     rivals: dict[tuple[str, ...], tuple[RowOrder, list[str]]] = {}
@@ -124,7 +130,8 @@ def layout_check(expected: ObjectSpec, profile: Profile) -> LayoutCheck | None:
     if not test.decidable:
         return None
     names = tuple(" or ".join(layouts) for _, layouts in rivals.values())
-    return LayoutCheck(profile.layout, names, test, expected.tensors, pool)
+    scales = None if columns is None else columns[0].scales
+    return LayoutCheck(profile.layout, names, test, expected.tensors, widths, scales)
 
 
 def _known_orders(pool: Pool) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -142,23 +149,22 @@ def _row_order(axes: tuple[str, ...], lengths: dict[str, int]) -> RowOrder:
 
 
 def _read_floats(
-    objects: Bytes, tensor: TensorLayout, pool: Pool, places: _Places, channels: int
+    objects: Bytes, tensor: TensorLayout, width: int, places: _Places, channels: int
 ) -> Floats:
     items = _rows(objects, tensor).view(f"u{tensor.itemsize}")
-    width = kind_of(pool).compared_channels(pool, tensor)
     return log_magnitudes(_spread(items[..., :width], channels)[places])
 
 
 def _read_codes(
-    objects: Bytes, tensor: TensorLayout, pool: Pool, places: _Places, channels: int
+    objects: Bytes, tensor: TensorLayout, scales: Column, places: _Places, channels: int
 ) -> Floats:
     """Read codes times scales; fp8 logarithms have three mantissa bits, so take as many here."""
-    rank, tiles = pool.kv_lora_rank, pool.kv_lora_rank // QUANT_BLOCK
     stored = _rows(objects, tensor)
-    codes = log_magnitudes(_spread(stored[..., :rank], channels)[places])
-    scales = stored[..., rank : rank + 4 * tiles].view(np.uint32)[places] >> 20
-    by_tile = codes.reshape(*codes.shape[:-1], tiles, -1)
-    by_tile += scales.astype(np.float32)[..., np.newaxis]
+    codes = log_magnitudes(_spread(stored[..., : scales.offset], channels)[places])
+    ends = scales.offset + scales.nbytes
+    exponents = stored[..., scales.offset : ends].view(np.uint32)[places] >> 20
+    by_tile = codes.reshape(*codes.shape[:-1], scales.items, -1)
+    by_tile += exponents.astype(np.float32)[..., np.newaxis]
     return codes
 
 

@@ -18,7 +18,7 @@ from hicachectl.formats.pools import model_layer_count
 from hicachectl.kernels.values import RowTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from hicachectl.formats.kinds.pool import Pool
     from hicachectl.formats.layouts import TensorLayout
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hicachectl.kernels.values import IntArray
 
 _ROW_BYTES = 64 << 10  # longer rows (recurrent states) are cut along their next axis
-_ROW_AXES = ("layer", "token", "kv")
+_ROW_AXES = ("layer", "token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +53,6 @@ class Section:
     def _unravelled(self, rows: IntArray) -> dict[str, IntArray]:
         table = self.table
         return dict(zip(table.axes, np.unravel_index(rows, table.shape), strict=True))
-
-    def parts(self, rows: IntArray) -> Iterator[tuple[int | None, IntArray]]:
-        """Split rows into those of K (0) and those of V (1) where they share the table."""
-        if "kv" not in self.table.axes:
-            yield None, rows
-            return
-        kv = self.coordinates(rows)["kv"]
-        yield from ((part, rows[kv == part]) for part in range(2) if (kv == part).any())
-
-    def label(self, kv: int | None) -> str:
-        """Name the tensor, or K or V, as people know it."""
-        return self.table.name if kv is None else "kv"[kv]
 
 
 def sections_of(expected: ObjectSpec, profile: Profile) -> tuple[Section, ...]:

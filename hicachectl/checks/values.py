@@ -163,10 +163,9 @@ class NumberCheck:
     def _describe(self, content: Bytes, damage: _Damage) -> Iterator[tuple[str, str]]:
         for code in _COUNTED:
             found = [
-                text
+                _describe_items(self._sections[number], content, code, counts)
                 for (its_code, number), counts in damage.counts.items()
                 if its_code == code
-                for text in _describe_items(self._sections[number], content, code, counts)
             ]
             if found:
                 yield code, "; ".join(found)
@@ -226,17 +225,16 @@ def _scan(objects: Bytes, number: int, table: RowTable, damages: dict[int, _Dama
 # --- words ---
 
 
-def _describe_items(section: Section, content: Bytes, code: str, counts: IntArray) -> Iterator[str]:
+def _describe_items(section: Section, content: Bytes, code: str, counts: IntArray) -> str:
     """Say how many items are bad, in which layers and tokens, and where the first one is."""
-    touched = np.flatnonzero(counts)
-    for kv, rows in section.parts(touched):
-        where = section.coordinates(rows)
-        first = {axis: int(numbers[0]) for axis, numbers in where.items()}
-        column, items, value = _first_item(section, content, int(rows[0]), code)
-        place = _place({**first, **items}) + (f" of {column}" if column else "")
-        worth = f", is {value:g}" if code == "bad-scale" else ""
-        count = _counted(int(counts[rows].sum()), *_COUNTED[code])
-        yield f"{section.label(kv)}: {count} in {_extent(where)}, the first at {place}{worth}"
+    rows = np.flatnonzero(counts)
+    where = section.coordinates(rows)
+    first = {axis: int(numbers[0]) for axis, numbers in where.items()}
+    column, items, value = _first_item(section, content, int(rows[0]), code)
+    place = _place({**first, **items}) + (f" of {column}" if column else "")
+    worth = f", is {value:g}" if code == "bad-scale" else ""
+    count = _counted(int(counts[rows].sum()), *_COUNTED[code])
+    return f"{section.table.name}: {count} in {_extent(where)}, the first at {place}{worth}"
 
 
 def _first_item(
@@ -259,51 +257,40 @@ def _describe_zero_rows(section: Section, zero: BoolArray) -> Iterator[str]:
     """Say which layers of a tensor are zero bytes throughout, and which tokens' rows are."""
     if section.dtype == "float8_e4m3fnuz":
         return
-    for name, layers, tokens in _zero_units(section, zero):
-        if layers:
-            yield f"{name}: {_numbers('layer', layers)} all zero bytes"
-        if tokens:
-            layer, token = tokens[0]
-            where = {"layer": np.array([n for n, _ in tokens])}
-            where["token"] = np.array([n for _, n in tokens])
-            yield (
-                f"{name}: {_counted(len(tokens), 'token row', 'token rows')} of zero bytes in "
-                f"{_extent(where)}, "
-                f"the first at layer {layer}, token {token}"
-            )
+    name = section.table.name
+    layers, tokens = _zero_units(section, zero)
+    if layers:
+        yield f"{name}: {_numbers('layer', layers)} all zero bytes"
+    if tokens:
+        layer, token = tokens[0]
+        where = {"layer": np.array([n for n, _ in tokens])}
+        where["token"] = np.array([n for _, n in tokens])
+        yield (
+            f"{name}: {_counted(len(tokens), 'token row', 'token rows')} of zero bytes in "
+            f"{_extent(where)}, "
+            f"the first at layer {layer}, token {token}"
+        )
 
 
-def _zero_units(
-    section: Section, zero: BoolArray
-) -> Iterator[tuple[str, list[int], list[tuple[int, int]]]]:
-    """Gather pieces of rows: for K, V or the tensor, zero layers, and zero tokens of others."""
+def _zero_units(section: Section, zero: BoolArray) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the layers whose rows are all zero, and of other layers the tokens whose rows are."""
     axes, shape = section.table.axes, section.table.shape
-    units = [axis for axis in ("kv", "layer", "token") if axis in axes]
+    units = [axis for axis in ("layer", "token") if axis in axes]
     pieces = zero.reshape(shape).transpose(
         [axes.index(a) for a in units] + [i for i, a in enumerate(axes) if a not in units]
     )
     lengths = [shape[axes.index(axis)] for axis in units]
     by_unit: BoolArray = np.asarray(pieces.reshape(*lengths, -1).all(axis=-1))
-    for kv, part in enumerate(by_unit) if "kv" in units else [(None, by_unit)]:
-        rows = part.reshape(len(section.layers), -1)
-        real = [i for i, layer in enumerate(section.layers) if layer is not None]
-        whole = [i for i in real if rows[i].all()]
-        partial = [i for i in real if i not in whole and rows[i].any()]
-        yield (
-            section.label(kv),
-            [_number(section, i) for i in whole],
-            [
-                (_number(section, i), token)
-                for i in partial
-                for token in np.flatnonzero(rows[i]).tolist()
-            ],
-        )
-
-
-def _number(section: Section, stored: int) -> int:
-    layer = section.layers[stored]
-    assert layer is not None
-    return layer
+    rows = by_unit.reshape(len(section.layers), -1)
+    real = [(i, layer) for i, layer in enumerate(section.layers) if layer is not None]
+    whole = [layer for i, layer in real if rows[i].all()]
+    tokens = [
+        (layer, token)
+        for i, layer in real
+        if not rows[i].all()
+        for token in np.flatnonzero(rows[i]).tolist()
+    ]
+    return whole, tokens
 
 
 def _extent(where: dict[str, IntArray]) -> str:
@@ -331,8 +318,7 @@ def _numbers(word: str, numbers: list[int]) -> str:
 def _place(numbers: dict[str, int]) -> str:
     """Say a place, the layer and token first."""
     order = ("layer", "token", "head")
-    hidden = ("kv", "head_group")
-    rest = [axis for axis in numbers if axis not in (*order, *hidden)]
+    rest = [axis for axis in numbers if axis not in order]
     named = [axis for axis in order if axis in numbers] + rest
     return ", ".join(f"{axis.replace('_', ' ')} {numbers[axis]}" for axis in named)
 
@@ -343,22 +329,15 @@ def _place(numbers: dict[str, int]) -> str:
 def _statistics(section: Section, objects: Bytes) -> Iterator[TensorStats]:
     table = section.table
     content = table.block(objects, 0, table.rows).reshape(table.rows, table.pitch)
-    for kv, layer, rows in _layer_rows(section):
-        block = content[rows].reshape(1, -1)
+    stored = section.stored_layer(np.arange(table.rows))
+    for number, layer in enumerate(section.layers):
+        if layer is None:
+            continue
+        block = content[stored == number].reshape(1, -1)
         for column in table.columns:
-            name = section.label(kv)
-            if column.scale_floor is not None or column.name == "rope":
-                name = f"{name}.{column.name}"
-            yield _summary(name, layer, *_values(block, table, column))
-
-
-def _layer_rows(section: Section) -> Iterator[tuple[int | None, int, IntArray]]:
-    """List the rows of each layer that is not padding; K and V apart where they share a table."""
-    for kv, rows in section.parts(np.arange(section.table.rows)):
-        stored = section.stored_layer(rows)
-        for number, layer in enumerate(section.layers):
-            if layer is not None:
-                yield kv, layer, rows[stored == number]
+            # Codes appear as what they stand for, under the tensor's own name.
+            part = f".{column.name}" if column.name and column.scales is None else ""
+            yield _summary(table.name + part, layer, *_values(block, table, column))
 
 
 def _values(block: Bytes, table: RowTable, column: Column) -> tuple[Floats, BoolArray, BoolArray]:
