@@ -13,6 +13,7 @@ The sidecars of a group stay while one of its anchors does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ from hicachectl.backends.base import Status
 from hicachectl.move.results import GroupStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import pyarrow as pa
 
@@ -118,31 +119,52 @@ def remove_once(
     *,
     remove: Callable[[IntArray], Result],
     on_error: Callable[[int, str], None],
+    group_by_group: bool = False,
 ) -> None:
     """Remove objects, anchors first; the sidecars of a group stay where an anchor does.
 
     chosen: places. remove: called with places. on_error: told the place of an object that could
     not be removed, and why.
+    group_by_group: remove one group after the other; where an anchor stays, the rest stays.
     """
     believed = np.zeros(int(objects.owners.max(initial=-1)) + 1, dtype=np.bool_)
-    for stage in (objects.anchors, ~objects.anchors):
-        some = chosen[stage[chosen]]
-        some = some[~believed[objects.owners[some]]]
-        for index, why in remove(some).errors.items():
-            believed[objects.owners[some[index]]] = True
-            on_error(int(some[index]), why)
+    for run in _departures(objects, chosen, group_by_group):
+        some = run[~believed[objects.owners[run]]]
+        if not len(some):
+            continue
+        found = remove(some)
+        stays = (found.statuses != Status.OK) & (found.statuses != Status.GONE)
+        believed[objects.owners[some[stays]]] = True
+        for index in np.flatnonzero(stays & (found.statuses != Status.CHANGED)).tolist():
+            on_error(int(some[index]), found.errors.get(index, "cannot be deleted"))
+
+
+def _departures(
+    objects: GroupObjects, chosen: IntArray, group_by_group: bool
+) -> Sequence[IntArray]:
+    """Cut objects into runs, in the order in which they leave."""
+    anchors, owners = objects.anchors[chosen], objects.owners[chosen]
+    if not group_by_group:
+        return chosen[anchors], chosen[~anchors]
+    order = np.lexsort((~anchors, owners))
+    # Each anchor is a run of its own, and so are all sidecars of a group.
+    starts = anchors[order[1:]] | np.diff(anchors[order]) | (np.diff(owners[order]) != 0)
+    return np.split(chosen[order], np.flatnonzero(starts) + 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sighting:
     """What a store holds, as of one look, of the groups that must leave it.
 
-    objects: all that is there of these groups; those of one group in the order in which they leave.
-    rows:    [n] the same objects as a listing has them.
+    objects:  all that is there of these groups; those of one group in the order in which they
+        leave, anchors aside.
+    rows:     [n] the same objects as a listing has them.
+    recorded: [n] number of the recorded object that each still is, or -1.
     """
 
     objects: GroupObjects
     rows: pa.Table
+    recorded: IntArray
 
 
 def withdraw(
@@ -168,25 +190,19 @@ def withdraw(
         seen = look(pending)
         if not len(seen.objects):
             return
-        owners = seen.objects.owners
-        everything = np.arange(len(owners))
-        batches = [everything]
-        if group_by_group:
-            order = np.argsort(owners, kind="stable")
-            batches = np.split(order, np.flatnonzero(np.diff(owners[order])) + 1)
 
         def failed(place: int, why: str, objects: GroupObjects = seen.objects) -> None:
             group, key = int(objects.owners[place]), objects.keys[place].as_py()
             result.fail(group, GroupStatus.FAILED, key, why)
 
-        for batch in batches:
-            remove_once(
-                seen.objects,
-                batch,
-                remove=lambda places, seen=seen: remove(seen, places),  # type: ignore[misc]
-                on_error=failed,
-            )
-        pending = np.unique(owners)
+        remove_once(
+            seen.objects,
+            np.arange(len(seen.objects)),
+            remove=partial(remove, seen),
+            on_error=failed,
+            group_by_group=group_by_group,
+        )
+        pending = np.unique(seen.objects.owners)
         pending = pending[result.open[pending]]
     seen = look(pending)
     groups, first = np.unique(seen.objects.owners, return_index=True)

@@ -27,17 +27,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
 from hicachectl.backends.capabilities import SideFiles
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.files import VERSION
-from hicachectl.formats.errors import FormatError, UsageError
-from hicachectl.move.records import Record, dump_record, parse_record
+from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
+from hicachectl.move.recorded import Record, dump_record, no_groups, parse_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     from hicachectl.backends.base import Store
-    from hicachectl.move.records import TakenGroup
+    from hicachectl.move.recorded import RecordedGroups
 
 BEGUN, DONE, COPYING = ".begun", ".json", ".copying"
 _MAX_RECORD_BYTES = 64 << 20  # a thousand objects are half a megabyte
@@ -69,6 +71,41 @@ class Quarantine:
         self.path: Path = path or default  # type: ignore[assignment]
         self._below = None if side is None else _parts_below(self.path, side.parent)
         self.own = side is not None and self._below == (side.name, "quarantine")
+
+    @classmethod
+    def of(cls, store: Store, quarantine: str | None) -> Self | None:
+        """Return a store's quarantine: the one named, else the one beside the store.
+
+        None where none is named and the store has no place. Raises UsageError where it cannot be.
+        """
+        from hicachectl.backends.urls import parse_url
+
+        beside = store.side_directory() if isinstance(store, SideFiles) else None
+        if quarantine is None:
+            return None if beside is None else cls(store)
+        url = parse_url(quarantine)
+        path = Path(url.path)
+        if url.scheme != "file" or (path.exists() and not path.is_dir()):
+            raise UsageError(f"--quarantine {quarantine}: must be a directory")
+        if beside is not None and os.path.realpath(path) == os.path.realpath(beside.parent):
+            raise UsageError(f"--quarantine {quarantine}: is the store itself")
+        return cls(store, path)
+
+    @contextmanager
+    def opened(self, *, writes: bool) -> Iterator[Directory | None]:
+        """Open its directory, if there is one; writes: files in it are to be changed.
+
+        Raises StoreUnavailable, also for an OSError inside, and UntrustedError.
+        """
+        directory = None
+        try:
+            directory = self.find(writes=writes)
+            yield directory
+        except OSError as error:
+            raise StoreUnavailable(f"cannot work in {self.path}: {error.strerror}") from error
+        finally:
+            if directory is not None:
+                directory.close()
 
     def make(self) -> Directory | None:
         """Open its directory, made where there is none. Raises OSError, UntrustedError."""
@@ -174,11 +211,9 @@ class Batch:
         Raises UntrustedError for a link, a special file, or a file whose owner is not trusted
         and which is not the very file that the record names: an object keeps its owner.
         """
-        inodes = {
-            taken.file: _inode(taken.facts.version)
-            for group in self.record.groups
-            for taken in group.objects
-        }
+        groups = self.record.groups
+        versions = groups.facts.column("version").to_pylist()
+        inodes = dict(zip(groups.files.tolist(), map(_inode, versions), strict=True))
         held = {}
         for name, facts in self._entries().items():
             if _OBJECT.fullmatch(name) and stat.S_ISREG(facts.st_mode):
@@ -195,20 +230,15 @@ class Batch:
         except FileNotFoundError:
             return {}
 
-    def write(self, groups: Sequence[TakenGroup]) -> None:
+    def write(self, groups: RecordedGroups) -> None:
         """Record as done what of these groups is here; without any, let go of the batch."""
-        held = self.held()
-        kept = []
-        for group in groups:
-            objects = tuple(taken for taken in group.objects if taken.file in held)
-            if objects:
-                kept.append(replace(group, objects=objects))
-        if not kept:
+        here = groups.with_objects(np.isin(groups.files, list(self.held())))
+        kept = here.take(np.unique(here.owners))
+        if not len(kept):
             self.discard()
             return
-        self.clear(keep={object_.file for group in kept for object_ in group.objects})
-        record = replace(self.record, groups=tuple(kept))
-        self.run.write(self.name + DONE, dump_record(record))
+        self.clear(keep=set(kept.files.tolist()))
+        self.run.write(self.name + DONE, dump_record(replace(self.record, groups=kept)))
         _remove(self.run, self.name + BEGUN)
         self.run.sync()
 
@@ -225,10 +255,10 @@ class Batch:
         _remove(self.run, self.name + COPYING)
         self.run.sync()  # before an original leaves the store
 
-    def rewrite(self, groups: Sequence[TakenGroup]) -> None:
+    def rewrite(self, groups: RecordedGroups) -> None:
         """Replace the record by one of these groups only; without any, let go of the batch."""
-        if groups:
-            record = replace(self.record, groups=tuple(groups))
+        if len(groups):
+            record = replace(self.record, groups=groups)
             self.run.write(self.name + (DONE if self.done else BEGUN), dump_record(record))
         else:
             self.discard()
@@ -271,7 +301,7 @@ class Run:
         """
         if self._directory is None:
             self._directory = self._make()
-        empty = Record("", "", "quarantine", 0.0, ())
+        empty = Record("", "", "quarantine", 0.0, no_groups())
         batch = Batch(self._directory, self._next, empty, done=False)
         batch.run.make_directory(batch.name).close()
         self._next += 1
@@ -369,7 +399,7 @@ def _swept_folder(run: Directory, name: str, *, copied: bool) -> list[str]:
 
     copied: the folder has copies only, of originals that are in the store.
     """
-    with Batch(run, int(name), Record("", "", "delete", 0.0, ()), done=False) as batch:
+    with Batch(run, int(name), Record("", "", "delete", 0.0, no_groups()), done=False) as batch:
         if copied:
             batch.clear()
         if batch.folder.entries():

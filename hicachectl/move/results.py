@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -34,11 +34,19 @@ class GroupStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What kept a group from being moved: its page, the key at fault where one is, and why."""
+    """What kept a group from being moved: its page, the key at fault where one is, and why.
+
+    group: its place in the `MoveResult`; -1 where there is none.
+    """
 
     page: str
     key: str | None
     detail: str
+    group: int = -1
+
+
+def _with_group(problem: Problem, group: int) -> Problem:
+    return replace(problem, group=group)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +81,8 @@ class MoveResult:
     def include(self, groups: IntArray, part: MoveResult) -> None:
         """Take over the result of some of the groups. groups: their places here."""
         self.statuses[groups] = part.statuses
-        self.problems += part.problems
+        of_problems = (int(groups[each.group]) for each in part.problems)
+        self.problems += map(_with_group, part.problems, of_problems)
         self.objects += part.objects
         self.nbytes += part.nbytes
 
@@ -88,7 +97,7 @@ class MoveResult:
     def note(self, group: int, key: bytes | None, detail: str) -> None:
         """Add a problem of a group."""
         text = None if key is None else key.decode(errors="backslashreplace")
-        self.problems.append(Problem(self.pages[group].as_py(), text, detail))
+        self.problems.append(Problem(self.pages[group].as_py(), text, detail, group))
 
 
 MOST_PROBLEMS = 1000  # to remember

@@ -11,8 +11,16 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.base import Status
 from hicachectl.checks.names import stale_temporaries
-from hicachectl.move.records import total_bytes
-from hicachectl.move.repair import FAILED, GONE, KEPT, REMOVED, ROWS, WOULD_REMOVE, RepairOutcome
+from hicachectl.move.reports import (
+    FAILED,
+    GONE,
+    KEPT,
+    REMOVED,
+    ROWS,
+    WOULD_REMOVE,
+    GroupReport,
+    total,
+)
 from hicachectl.pages.listing import key_text
 
 if TYPE_CHECKING:
@@ -53,10 +61,10 @@ def remove_temporaries(
     *,
     dry_run: bool = False,
     on_progress: Callable[[int], None] = lambda files: None,
-) -> RepairOutcome:
+) -> GroupReport:
     """Delete temporary files, except those that were written to since they were listed.
 
-    The rows of the outcome have the columns of repair.ROWS, with no page, and `key`.
+    The rows of the result have the columns of results.ROWS, with no page, and `key`.
     Raises StoreUnavailable.
     """
     states = np.full(len(stale), WOULD_REMOVE if dry_run else GONE, dtype=object)
@@ -80,16 +88,13 @@ def remove_temporaries(
             for number, message in result.errors.items()
         ]
         on_progress(len(some))
-    counts = {state: int((states == state).sum()) for state in (GONE, KEPT, FAILED)}
     taken = np.isin(states, (REMOVED, WOULD_REMOVE))
     sizes = stale.column("nbytes")
-    return RepairOutcome(
+    return GroupReport(
         deleted=int(taken.sum()),
-        gone=counts[GONE],
-        kept=counts[KEPT],
-        nbytes=total_bytes(sizes.filter(pa.array(taken)).to_pylist()),
-        failed=tuple(failed),
-        remaining=counts[FAILED],
+        gone=int((states == GONE).sum()),
+        nbytes=total(sizes.filter(pa.array(taken))),
+        failures=tuple(failed),
         rows=_rows(texts, sizes, states),
     )
 

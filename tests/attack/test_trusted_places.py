@@ -20,7 +20,7 @@ from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import StoreUnavailable, UntrustedError
 from hicachectl.move.quarantine import Batch
-from hicachectl.move.restoring import restore_groups
+from hicachectl.move.restore import restore_groups
 from tests import stores
 from tests.move.repairs import default_quarantine, dsa_store, indexer, kv, repaired, shorten
 from tests.skips import needs_root
@@ -353,8 +353,8 @@ _AS_USER = """
 import os, sys
 import click, tomllib, numpy, pyarrow, pyarrow.compute, pyarrow.fs
 import hicachectl.cli.group, hicachectl.cli.commands.rm, hicachectl.cli.commands.verify
-import hicachectl.cli.commands.restore, hicachectl.move.repair, hicachectl.move.restoring
-import hicachectl.verify.verify
+import hicachectl.cli.commands.restore, hicachectl.move.withdrawal
+import hicachectl.move.restore, hicachectl.verify.verify
 import encodings.utf_8_sig, pwd, importlib.metadata
 from hicachectl.__main__ import run
 run(['ls', '/'])

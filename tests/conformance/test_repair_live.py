@@ -20,7 +20,7 @@ from hicachectl.backends.file.store import FileStore
 from hicachectl.checks.findings import combine, findings
 from hicachectl.formats.profile import parse_profile
 from hicachectl.move.planning import plan_repair
-from hicachectl.move.repair import run_repair
+from hicachectl.move.withdrawal import remove_groups
 from hicachectl.pages.group_table import WHOLE
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
@@ -29,7 +29,7 @@ from tests.conformance.store_cases import CASES
 if TYPE_CHECKING:
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.backends.file.mover import FileMover
-    from hicachectl.move.repair import RepairOutcome
+    from hicachectl.move.reports import GroupReport
     from hicachectl.pages.groups import PageGroups as Groups
     from hicachectl.pages.inventory import Inventory
 
@@ -158,7 +158,7 @@ def scanned(store: FileStore, manifest: Manifest) -> tuple[Inventory, Groups]:
     return inventory, PageGroups(inventory)
 
 
-def repair(store: Watched, manifest: Manifest, damaged: Damaged) -> RepairOutcome:
+def repair(store: Watched, manifest: Manifest, damaged: Damaged) -> GroupReport:
     inventory, groups = scanned(store, manifest)
     found = combine(
         findings(
@@ -169,7 +169,7 @@ def repair(store: Watched, manifest: Manifest, damaged: Damaged) -> RepairOutcom
         )
         for page, files in damaged.items()
     )
-    return run_repair(store, inventory, groups, plan_repair(groups, found), mode="quarantine")
+    return remove_groups(store, inventory, groups, plan_repair(groups, found), mode="quarantine")
 
 
 @pytest.mark.parametrize(("case", "writers"), [("mla_indexer", 1), ("hybrid_mamba", 2)])
@@ -209,7 +209,7 @@ def test_no_damaged_page_is_read_once_its_anchor_is_gone(
         )
         server.stop()
 
-    assert (outcome.repaired, outcome.failed, outcome.remaining) == (len(damaged), (), 0)
+    assert (outcome.groups, outcome.failures, outcome.remaining) == (len(damaged), (), 0)
     gone_at = {
         page: max(
             opened.last_taken[entry["file"]]

@@ -15,7 +15,7 @@ from hicachectl.checks.registry import CheckInput
 from hicachectl.checks.sizes import check_sizes
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.move.planning import RepairPlan, plan_repair
-from hicachectl.move.repair import RepairOutcome, finish_unfinished, run_repair
+from hicachectl.move.withdrawal import finish_removals, remove_groups
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import Inventory, take_inventory
 from tests import stores
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hicachectl.backends.base import Store
+    from hicachectl.move.reports import GroupReport
     from tests.stores import Contents
 
 DSA = parse_profile(stores.DSA)
@@ -79,12 +80,14 @@ def planned(
     return inventory, groups, plan_repair(groups, found, codes=codes)
 
 
-def repaired(directory: Path, **options: Any) -> RepairOutcome:
+def repaired(directory: Path, **options: Any) -> GroupReport:
     """Finish, scan, plan and repair, as `verify --repair` does."""
     with FileStore(directory) as store:
-        finish_unfinished(store, options.get("quarantine"))
+        finish_removals(store, options.get("quarantine"))
         codes = options.pop("codes", ())
-        return run_repair(store, *planned(store, codes=codes), **{"mode": "quarantine", **options})
+        return remove_groups(
+            store, *planned(store, codes=codes), **{"mode": "quarantine", **options}
+        )
 
 
 def quarantined(directory: Path) -> Contents:

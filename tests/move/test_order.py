@@ -110,7 +110,7 @@ def test_a_withdrawn_group_keeps_its_sidecars_while_an_anchor_stays(
         keys = store.objects.keys.take(pa.array(there, pa.int64()))
         numbers = np.array(there, dtype=np.int64)
         seen = GroupObjects(keys, store.objects.owners[numbers], store.objects.anchors[numbers])
-        return Sighting(seen, pa.table({"key": keys}))
+        return Sighting(seen, pa.table({"key": keys}), np.full(len(keys), -1))
 
     def remove(seen: Sighting, places: IntArray) -> Result:
         numbers = np.array([int(k) for k in seen.rows.column("key").to_pylist()], dtype=np.int64)

@@ -24,9 +24,9 @@ from hicachectl.backends.file.store import FileStore
 from hicachectl.checks.findings import findings
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.move.planning import plan_removal, plan_repair, with_descendants
-from hicachectl.move.records import dump_record, parse_record
-from hicachectl.move.repair import RepairOutcome, count_unfinished, finish_unfinished, run_repair
-from hicachectl.move.restoring import restore_groups
+from hicachectl.move.recorded import dump_record, parse_record
+from hicachectl.move.restore import restore_groups
+from hicachectl.move.withdrawal import count_unfinished, finish_removals, remove_groups
 from tests.move.repairs import (
     DSA,
     INDEXER_BYTES,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import ReadResult, Result
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.profile import Profile
+    from hicachectl.move.reports import GroupReport
 
 
 @pytest.fixture
@@ -87,11 +88,11 @@ def bad_value(key: str, code: str = "nan") -> pa.Table:
 
 def repair_findings(
     directory: Path, found: pa.Table, profile: Profile | None = None
-) -> RepairOutcome:
+) -> GroupReport:
     with FileStore(directory) as opened:
         inventory, groups = scanned(opened, profile)
         plan = plan_repair(groups, found)
-        return run_repair(opened, inventory, groups, plan, mode="quarantine")
+        return remove_groups(opened, inventory, groups, plan, mode="quarantine")
 
 
 # which groups
@@ -103,24 +104,24 @@ def test_every_object_of_a_bad_group_goes(store: Path) -> None:
     outcome = repaired(store)
     assert contents(store) == without(before, kv(2), indexer(2))
     assert quarantined(default_quarantine(store)) == only(before, kv(2), indexer(2))
-    assert (outcome.repaired, outcome.quarantined, outcome.deleted) == (1, 2, 0)
-    assert (outcome.failed, outcome.remaining, outcome.gone) == ((), 0, 0)
+    assert (outcome.groups, outcome.moved, outcome.deleted) == (1, 2, 0)
+    assert (outcome.failures, outcome.remaining, outcome.gone) == ((), 0, 0)
     assert outcome.nbytes == sum(len(before[name][0]) for name in (kv(2), indexer(2)))
 
 
 def test_a_group_that_lacks_a_pool_goes(store: Path) -> None:
     (store / indexer(3)).unlink()
     before = contents(store)
-    assert repaired(store).repaired == 1
+    assert repaired(store).groups == 1
     assert contents(store) == without(before, kv(3))
 
 
 def test_groups_with_warnings_go_only_when_asked_by_code(store: Path) -> None:
     (store / kv(1)).unlink()
     before = contents(store)
-    assert repaired(store).repaired == 0
+    assert repaired(store).groups == 0
     assert contents(store) == before
-    assert repaired(store, codes=("orphan-sidecar",)).repaired == 1
+    assert repaired(store, codes=("orphan-sidecar",)).groups == 1
     assert contents(store) == without(before, indexer(1))
 
 
@@ -140,7 +141,7 @@ def test_an_ambiguous_group_stays_whatever_is_found(tmp_path: Path) -> None:
         detail="x",
     )  # fmt: skip
     for found in (bad_value(f"{page(1)}{stems[0]}.bin"), of_page):
-        assert repair_findings(tmp_path, found).repaired == 0
+        assert repair_findings(tmp_path, found).groups == 0
     assert contents(tmp_path) == before
 
 
@@ -165,7 +166,7 @@ def test_a_finding_without_a_key_is_about_its_whole_page(store: Path) -> None:
     before = contents(store)
     nothing = pa.nulls(1, pa.string())
     found = findings("layout-mismatch", keys=nothing, pages=pa.array([page(4)]), detail="x")
-    assert repair_findings(store, found, DSA).repaired == 1
+    assert repair_findings(store, found, DSA).groups == 1
     assert contents(store) == without(before, kv(4), indexer(4))
 
 
@@ -180,8 +181,8 @@ def test_descendants_of_a_removed_page_can_go_too(store: Path) -> None:
             [page(0), page(1), page(4)],
         ]
         plan = with_descendants(plan, groups, chains)
-        outcome = run_repair(opened, inventory, groups, plan, mode="quarantine")
-    assert outcome.repaired == 3
+        outcome = remove_groups(opened, inventory, groups, plan, mode="quarantine")
+    assert outcome.groups == 3
     gone = [name(number) for number in (1, 2, 4) for name in (kv, indexer)]
     assert contents(store) == without(before, *gone)
     records = [json.loads(path.read_text()) for path in store.glob(".hicachectl/*/*/*.json")]
@@ -196,8 +197,8 @@ def test_the_record_says_why_and_where_from(store: Path) -> None:
     shorten(store / kv(0))
     facts = (store / kv(0)).stat()
     with FileStore(store) as opened:
-        outcome = run_repair(opened, *planned(opened), mode="quarantine")
-    assert outcome.quarantine == str(default_quarantine(store))
+        outcome = remove_groups(opened, *planned(opened), mode="quarantine")
+    assert outcome.place == str(default_quarantine(store))
     (path,) = default_quarantine(store).glob("*/*.json")
     record = json.loads(path.read_text())
     assert (record["store"], record["mode"]) == (f"file://{store}", "quarantine")
@@ -209,9 +210,7 @@ def test_the_record_says_why_and_where_from(store: Path) -> None:
     assert (entry["blake3"], entry["unwanted"]) == (None, True)
     moved = path.with_suffix("") / str(entry["file"])
     assert moved.stat().st_ino == facts.st_ino
-    assert parse_record(path.read_bytes(), source="x") == parse_record(
-        dump_record(parse_record(path.read_bytes(), source="x")), source="x"
-    )
+    assert dump_record(parse_record(path.read_bytes(), source="x")) == path.read_bytes()
 
 
 def test_the_record_is_there_before_anything_moves(
@@ -245,7 +244,7 @@ def test_anchors_leave_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(FileMover, "take", watched)
     found = bad_value(f"{page(1)}.mamba_m_1_2.bin")
-    assert repair_findings(tmp_path, found).quarantined == 6
+    assert repair_findings(tmp_path, found).moved == 6
     stems = [key[64:].decode() for key in taken]
     assert sorted(stems[:2]) == ["_m_0_2.bin", "_m_1_2.bin"]
     # What is damaged follows at once: no anchor that comes back may find it.
@@ -258,7 +257,7 @@ def test_a_dry_run_changes_nothing_and_says_the_same(store: Path) -> None:
     rehearsed = repaired(store, dry_run=True)
     assert sorted(path for path in store.rglob("*")) == before
     done = repaired(store)
-    for name in ("repaired", "quarantined", "deleted", "nbytes", "quarantine"):
+    for name in ("groups", "moved", "deleted", "nbytes", "place"):
         assert getattr(rehearsed, name) == getattr(done, name)
     assert rehearsed.rows.drop_columns("state").equals(done.rows.drop_columns("state"))
 
@@ -269,8 +268,8 @@ def test_delete_keeps_nothing(store: Path) -> None:
     outcome = repaired(store, mode="delete")
     assert contents(store) == without(before, kv(2), indexer(2))
     assert list(default_quarantine(store).iterdir()) == []
-    assert (outcome.repaired, outcome.quarantined, outcome.deleted) == (1, 0, 2)
-    assert outcome.quarantine is None
+    assert (outcome.groups, outcome.moved, outcome.deleted) == (1, 0, 2)
+    assert outcome.place is None
 
 
 @pytest.mark.parametrize("stuck", [False, True], ids=["", "an object stays"])
@@ -310,22 +309,22 @@ def test_a_second_run_finds_nothing_to_do(store: Path) -> None:
     repaired(store)
     before = contents(store)
     again = repaired(store)
-    assert (again.repaired, again.quarantined, len(again.rows)) == (0, 0, 0)
+    assert (again.groups, again.moved, len(again.rows)) == (0, 0, 0)
     assert contents(store) == before
 
 
 def test_many_groups_go_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicachectl.move.batching.BATCH_OBJECTS", 7)
+    monkeypatch.setattr("hicachectl.move.listed.BATCH_OBJECTS", 7)
     store = dsa_store(tmp_path / "store", 23)
     before = contents(store)
     with FileStore(store) as opened:
         inventory, groups = scanned(opened)
         plan = plan_removal(groups, np.arange(23), "test")
         steps: list[int] = []
-        outcome = run_repair(
+        outcome = remove_groups(
             opened, inventory, groups, plan, mode="quarantine", on_progress=steps.append
         )
-    assert (sum(steps), outcome.repaired, outcome.quarantined) == (23, 23, 46)
+    assert (sum(steps), outcome.groups, outcome.moved) == (23, 23, 46)
     assert len(steps) == 8
     assert contents(store) == {}
     assert quarantined(default_quarantine(store)) == before
@@ -340,7 +339,7 @@ def test_another_file_system_gets_copies(store: Path, other_file_system: Path) -
     outcome = repaired(store, quarantine=str(other_file_system / "q"))
     assert contents(store) == without(before, kv(2), indexer(2))
     assert quarantined(other_file_system / "q") == only(before, kv(2), indexer(2))
-    assert (outcome.repaired, outcome.quarantined) == (1, 2)
+    assert (outcome.groups, outcome.moved) == (1, 2)
     assert not default_quarantine(store).exists()
 
 
@@ -352,12 +351,12 @@ def test_a_full_quarantine_costs_nothing(store: Path, tmp_path: Path) -> None:
     with small_file_system(tmp_path / "small", "44k") as small:
         outcome = repaired(store, quarantine=str(small / "q"))
         kept = quarantined(small / "q")
-    assert 0 < outcome.repaired < 3
-    assert outcome.repaired + outcome.remaining == 3
-    assert outcome.failed
-    assert all("No space left on device" in message for _, message in outcome.failed)
+    assert 0 < outcome.groups < 3
+    assert outcome.groups + outcome.remaining == 3
+    assert outcome.failures
+    assert all("No space left on device" in message for _, message in outcome.failures)
     assert {**contents(store), **kept} == before
-    assert len(kept) == 2 * outcome.repaired
+    assert len(kept) == 2 * outcome.groups
     assert not set(contents(store)) & set(kept)
 
 
@@ -371,10 +370,10 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path) -> None:
         fill(small / "filler")
         outcome = repaired(store)
         assert contents(store) == before
-        assert (outcome.repaired, outcome.remaining) == (0, 1)
-        assert outcome.failed == ((str(default_quarantine(store)), "No space left on device"),)
+        assert (outcome.groups, outcome.remaining) == (0, 1)
+        assert outcome.failures == ((str(default_quarantine(store)), "No space left on device"),)
         (small / "filler").unlink()
-        assert repaired(store).repaired == 1
+        assert repaired(store).groups == 1
         assert contents(store) == without(before, kv(1), indexer(1))
 
 
@@ -393,8 +392,8 @@ def test_an_unreadable_copy_fails_only_its_group(
 
     monkeypatch.setattr(FileStore, "_read", staticmethod(broken))
     outcome = repaired(store, quarantine=str(other_file_system))
-    assert outcome.failed == ((kv(1), "cannot be copied: Input/output error"),)
-    assert (outcome.repaired, outcome.remaining) == (1, 1)
+    assert outcome.failures == ((kv(1), "cannot be copied: Input/output error"),)
+    assert (outcome.groups, outcome.remaining) == (1, 1)
     assert contents(store) == without(before, kv(2), indexer(2))
     assert quarantined(other_file_system) == only(before, kv(2), indexer(2))
 
@@ -421,15 +420,13 @@ def test_a_quarantine_that_cannot_be_written_is_said(store: Path) -> None:
 # a store that changes meanwhile
 
 
-def replan_after(
-    store: Path, change: Callable[[], None], key: str, **options: Any
-) -> RepairOutcome:
+def replan_after(store: Path, change: Callable[[], None], key: str, **options: Any) -> GroupReport:
     """Repair with a plan made before `change`."""
     with FileStore(store) as opened:
         inventory, groups = scanned(opened)
         plan = plan_repair(groups, bad_value(key))
         change()
-        return run_repair(opened, inventory, groups, plan, **{"mode": "quarantine", **options})
+        return remove_groups(opened, inventory, groups, plan, **{"mode": "quarantine", **options})
 
 
 def rewrite(path: Path, value: bytes | None = None) -> None:
@@ -441,14 +438,14 @@ def rewrite(path: Path, value: bytes | None = None) -> None:
 
 def test_a_damaged_object_that_was_rewritten_is_not_damaged(store: Path) -> None:
     outcome = replan_after(store, lambda: rewrite(store / indexer(1)), indexer(1))
-    assert (outcome.repaired, outcome.kept) == (0, 1)
+    assert (outcome.groups, outcome.kept) == (0, 1)
     assert (store / indexer(1)).exists()
     assert (store / kv(1)).exists()
 
 
 def test_a_rewrite_of_another_object_saves_no_damaged_one(store: Path) -> None:
     outcome = replan_after(store, lambda: rewrite(store / kv(1)), indexer(1))
-    assert (outcome.repaired, outcome.kept) == (1, 0)
+    assert (outcome.groups, outcome.kept) == (1, 0)
     assert not (store / indexer(1)).exists()
     assert not (store / kv(1)).exists()
 
@@ -460,8 +457,8 @@ def test_a_pool_that_arrived_heals_its_group(store: Path) -> None:
         inventory, groups, plan = planned(opened)
         assert len(plan.groups) == 1
         rewrite(store / indexer(1), value)
-        outcome = run_repair(opened, inventory, groups, plan, mode="quarantine")
-    assert (outcome.repaired, outcome.kept) == (0, 1)
+        outcome = remove_groups(opened, inventory, groups, plan, mode="quarantine")
+    assert (outcome.groups, outcome.kept) == (0, 1)
     assert (store / kv(1)).exists()
 
 
@@ -470,8 +467,8 @@ def test_objects_that_vanished_are_gone_and_no_failure(store: Path) -> None:
         (store / indexer(1)).unlink()
 
     outcome = replan_after(store, vanish, indexer(1))
-    assert (outcome.repaired, outcome.quarantined, outcome.gone) == (1, 1, 1)
-    assert outcome.failed == ()
+    assert (outcome.groups, outcome.moved, outcome.gone) == (1, 1, 1)
+    assert outcome.failures == ()
     assert not (store / kv(1)).exists()
 
 
@@ -481,7 +478,7 @@ def test_a_group_that_vanished_is_gone(store: Path) -> None:
         (store / kv(1)).unlink()
 
     outcome = replan_after(store, vanish, indexer(1))
-    assert (outcome.repaired, outcome.gone, outcome.failed) == (0, 2, ())
+    assert (outcome.groups, outcome.gone, outcome.failures) == (0, 2, ())
     assert outcome.rows.column("state").to_pylist() == ["gone"]
 
 
@@ -504,12 +501,12 @@ class Interfering(FileStore):
         return real
 
 
-def interfered(store: Path, after: Callable[[bytes], None], **options: Any) -> RepairOutcome:
+def interfered(store: Path, after: Callable[[bytes], None], **options: Any) -> GroupReport:
     with Interfering(store) as opened:
         opened.after = after
         inventory, groups = scanned(opened)
         plan = plan_repair(groups, bad_value(indexer(1)))
-        return run_repair(opened, inventory, groups, plan, **{"mode": "quarantine", **options})
+        return remove_groups(opened, inventory, groups, plan, **{"mode": "quarantine", **options})
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -528,7 +525,7 @@ def test_an_anchor_that_comes_back_beside_an_old_sidecar_goes_again(
     before = contents(store)
     outcome = interfered(store, server)
     assert contents(store) == without(before, kv(1), indexer(1))
-    assert (outcome.repaired, outcome.quarantined, outcome.deleted) == (1, 2, times)
+    assert (outcome.groups, outcome.moved, outcome.deleted) == (1, 2, times)
     assert quarantined(default_quarantine(store)) == only(before, kv(1), indexer(1))
 
 
@@ -541,7 +538,7 @@ def test_a_whole_new_group_is_left_alone(store: Path) -> None:
             rewrite(store / kv(1), values[1])
 
     outcome = interfered(store, server)
-    assert (outcome.repaired, outcome.quarantined, outcome.deleted) == (1, 2, 0)
+    assert (outcome.groups, outcome.moved, outcome.deleted) == (1, 2, 0)
     assert (store / indexer(1)).exists()
     assert (store / kv(1)).exists()
 
@@ -552,7 +549,7 @@ def test_a_page_that_is_being_written_is_left_to_its_writer(store: Path) -> None
             put(store, indexer(1), INDEXER_BYTES, mtime=time.time())
 
     outcome = interfered(store, server)
-    assert (outcome.repaired, outcome.deleted) == (1, 0)
+    assert (outcome.groups, outcome.deleted) == (1, 0)
     assert (store / indexer(1)).exists()
 
 
@@ -561,8 +558,8 @@ def test_an_anchor_that_never_stays_away_is_said(store: Path) -> None:
     outcome = interfered(
         store, lambda key: rewrite(store / kv(1), value) if key == kv(1).encode() else None
     )
-    assert (outcome.repaired, outcome.remaining) == (0, 1)
-    assert outcome.failed == ((kv(1), "written anew 5 times, still not whole"),)
+    assert (outcome.groups, outcome.remaining) == (0, 1)
+    assert outcome.failures == ((kv(1), "written anew 5 times, still not whole"),)
 
 
 def test_what_a_live_server_half_wrote_afterwards_goes(
@@ -578,10 +575,10 @@ def test_what_a_live_server_half_wrote_afterwards_goes(
             rewrite(store / kv(1), value)
         slept.append(seconds)
 
-    monkeypatch.setattr("hicachectl.move.repair.time.sleep", sleep)
+    monkeypatch.setattr("hicachectl.move.withdrawal.time.sleep", sleep)
     outcome = replan_after(store, lambda: None, indexer(1), settle_seconds=0.2)
     assert slept
-    assert (outcome.repaired, outcome.quarantined, outcome.deleted) == (1, 2, 1)
+    assert (outcome.groups, outcome.moved, outcome.deleted) == (1, 2, 1)
     assert not (store / kv(1)).exists()
     assert {path.name for path in store.glob(".hicachectl/quarantine/*/*")} == {
         "000000",
@@ -617,15 +614,15 @@ def test_sidecars_stay_when_their_anchor_cannot_leave(store: Path) -> None:
     before = contents(store)
     with Faulty(store) as opened:
         opened.stuck = frozenset({kv(1)})
-        outcome = run_repair(opened, *planned(opened), mode="quarantine")
-        assert outcome.failed == ((kv(1), "Operation not permitted"),)
-        assert (outcome.repaired, outcome.remaining) == (1, 1)
+        outcome = remove_groups(opened, *planned(opened), mode="quarantine")
+        assert outcome.failures == ((kv(1), "Operation not permitted"),)
+        assert (outcome.groups, outcome.remaining) == (1, 1)
         assert outcome.rows.column("state").to_pylist().count("failed") == 1
         assert contents(store) == without(before, kv(2), indexer(2))
         assert count_unfinished(opened) == 2
         opened.stuck = frozenset()
-        finished = finish_unfinished(opened)
-    assert (finished.repaired, finished.failed) == (2, ())
+        finished = finish_removals(opened)
+    assert (finished.groups, finished.failures) == (2, ())
     assert contents(store) == without(before, *(n(i) for i in (1, 2) for n in (kv, indexer)))
     assert quarantined(default_quarantine(store)).keys() == {
         n(i) for i in (1, 2) for n in (kv, indexer)
@@ -636,8 +633,8 @@ def test_a_sidecar_that_cannot_leave_is_said(store: Path) -> None:
     shorten(store / indexer(1))
     with Faulty(store) as opened:
         opened.stuck = frozenset({indexer(1)})
-        outcome = run_repair(opened, *planned(opened), mode="delete")
-    assert outcome.failed == ((indexer(1), "Operation not permitted"),)
+        outcome = remove_groups(opened, *planned(opened), mode="delete")
+    assert outcome.failures == ((indexer(1), "Operation not permitted"),)
     assert not (store / kv(1)).exists()
     assert (store / indexer(1)).exists()
 
@@ -666,7 +663,7 @@ def test_sidecars_stay_when_their_anchor_cannot_be_deleted(
 
     monkeypatch.setattr(FileStore, "delete", failing)
     outcome = repaired(store, quarantine=str(other_file_system))
-    assert outcome.failed == ((kv(1), "Device busy"),)
+    assert outcome.failures == ((kv(1), "Device busy"),)
     assert contents(store) == without(before, kv(2), indexer(2))
     monkeypatch.undo()
     repaired(store, quarantine=str(other_file_system))
@@ -681,18 +678,18 @@ def test_nothing_is_deleted_whose_copy_was_lost(
     shorten(store / indexer(1))
     before = contents(store)
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("hicachectl.move.repair.take_away", interrupted)
+        patched.setattr("hicachectl.move.withdrawal.withdraw", interrupted)
         with pytest.raises(KeyboardInterrupt):
             repaired(store, quarantine=str(other_file_system))
     for path in other_file_system.glob("*/000000/0"):
         path.unlink()
     with FileStore(store) as opened:
-        outcome = finish_unfinished(opened, str(other_file_system))
-    assert [message for _, message in outcome.failed] == ["its copy is in the quarantine no more"]
+        outcome = finish_removals(opened, str(other_file_system))
+    assert [message for _, message in outcome.failures] == ["its copy is in the quarantine no more"]
     assert contents(store) == before
 
 
@@ -735,10 +732,10 @@ def test_a_store_without_a_place_for_records_can_be_deleted_from(store: Path) ->
     shorten(store / indexer(2))
     before = contents(store)
     with Bare(store) as opened:
-        assert finish_unfinished(opened).repaired == 0
-        outcome = run_repair(opened, *planned(opened), mode="delete")
+        assert finish_removals(opened).groups == 0
+        outcome = remove_groups(opened, *planned(opened), mode="delete")
     assert contents(store) == without(before, kv(2), indexer(2))
-    assert (outcome.repaired, outcome.deleted, outcome.quarantine) == (1, 2, None)
+    assert (outcome.groups, outcome.deleted, outcome.place) == (1, 2, None)
 
 
 class Torn(Bare):
@@ -761,7 +758,7 @@ def test_an_object_that_is_written_to_while_it_is_copied_is_not_recorded(
     quarantine = tmp_path / "q"
     with Torn(store) as opened:
         opened.rewritten = store / name(2)
-        run_repair(opened, *planned(opened), mode="quarantine", quarantine=str(quarantine))
+        remove_groups(opened, *planned(opened), mode="quarantine", quarantine=str(quarantine))
     held = quarantined(quarantine)
     assert held == {n: before[n] for n in held}
     assert name(2) not in held
@@ -774,11 +771,11 @@ def test_a_store_without_a_place_needs_a_quarantine(store: Path, tmp_path: Path)
     before = contents(store)
     with Bare(store) as opened:
         with pytest.raises(UsageError, match="--quarantine DIR"):
-            run_repair(opened, *planned(opened), mode="quarantine")
+            remove_groups(opened, *planned(opened), mode="quarantine")
         assert contents(store) == before
         quarantine = str(tmp_path / "q")
-        outcome = run_repair(opened, *planned(opened), mode="quarantine", quarantine=quarantine)
-    assert outcome.quarantined == 2
+        outcome = remove_groups(opened, *planned(opened), mode="quarantine", quarantine=quarantine)
+    assert outcome.moved == 2
     assert quarantined(tmp_path / "q") == only(before, kv(2), indexer(2))
 
 
@@ -791,7 +788,7 @@ def test_another_mount_of_the_same_file_system_gets_copies(store: Path, tmp_path
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         missing("the right to mount", "run the tests as root, with CAP_SYS_ADMIN")
     try:
-        assert repaired(store, quarantine=str(tmp_path / "bound")).quarantined == 2
+        assert repaired(store, quarantine=str(tmp_path / "bound")).moved == 2
     finally:
         subprocess.run(["umount", tmp_path / "bound"], check=True)
     assert quarantined(tmp_path / "real") == only(before, kv(2), indexer(2))
@@ -818,7 +815,7 @@ def test_what_a_killed_run_left_before_its_record_is_swept(store: Path) -> None:
     ):
         (run / name).write_bytes(b"copy")
     with FileStore(store) as opened:
-        assert finish_unfinished(opened).unrecorded == ()
+        assert finish_removals(opened).unrecorded == ()
     assert list(default_quarantine(store).iterdir()) == []
     assert contents(store) == before
 
@@ -830,11 +827,11 @@ def test_a_run_at_work_is_left_alone(store: Path) -> None:
 
     def meanwhile(_: bytes) -> None:
         with FileStore(store) as other:
-            assert finish_unfinished(other).repaired == 0
+            assert finish_removals(other).groups == 0
             inside.append(restore_groups(other, default_quarantine(store)).busy)
 
     outcome = interfered(store, meanwhile)
-    assert outcome.repaired == 1
+    assert outcome.groups == 1
     assert inside == [1, 1]
 
 
@@ -845,16 +842,16 @@ def test_an_unfinished_repair_of_another_store_is_not_ours(
     quarantine = str(tmp_path / "shared")
     with Faulty(store) as opened:
         opened.stuck = frozenset({kv(1)})
-        run_repair(opened, *planned(opened), mode="quarantine", quarantine=quarantine)
+        remove_groups(opened, *planned(opened), mode="quarantine", quarantine=quarantine)
     other = dsa_store(tmp_path / "other", 6)
     before = contents(other)
     with FileStore(other) as opened:
         assert count_unfinished(opened, quarantine) == 0
-        finish_unfinished(opened, quarantine)
+        finish_removals(opened, quarantine)
     assert contents(other) == before
     with FileStore(store) as opened:
         assert count_unfinished(opened, quarantine) == 1
-        assert finish_unfinished(opened, quarantine).repaired == 1
+        assert finish_removals(opened, quarantine).groups == 1
 
 
 # hostile records

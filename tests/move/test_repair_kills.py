@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.backends.file.store import FileStore
-from hicachectl.move.repair import finish_unfinished
-from hicachectl.move.restoring import restore_groups
+from hicachectl.move.restore import restore_groups
+from hicachectl.move.withdrawal import finish_removals
 from tests import stores
 from tests.killed import Runner
 from tests.move.repairs import (
@@ -130,7 +130,7 @@ def check_kills(commands: Commands, count: int, quarantine: Path) -> None:
         assert not list(quarantine.glob("*/*.begun")), (words, kill)
         with FileStore(commands.store) as opened:
             outcome = restore_groups(opened, quarantine)
-        assert (outcome.restored, outcome.failed, outcome.conflicts) == (5, 0, 0), (words, kill)
+        assert (outcome.groups, outcome.failed, outcome.conflicts) == (5, 0, 0), (words, kill)
         assert contents(commands.store) == before, (words, kill)
         assert list(quarantine.iterdir()) == []
 
@@ -167,7 +167,7 @@ def check_removal(commands: Commands, count: int) -> None:
         dsa_store(commands.store, PAGES)
         commands.remove(kill)
         with FileStore(commands.store) as opened:
-            finish_unfinished(opened)
+            finish_removals(opened)
         assert len(contents(commands.store)) in (0, 2 * PAGES), (words, kill)
         assert not list(commands.store.glob(".hicachectl/quarantine/*")), (words, kill)
 

@@ -13,7 +13,7 @@ import pytest
 from hicachectl.backends.file.mover import FileMover
 from hicachectl.backends.file.store import FileStore
 from hicachectl.move.planning import plan_removal
-from hicachectl.move.repair import run_repair
+from hicachectl.move.withdrawal import remove_groups
 from tests.move.repairs import (
     default_quarantine,
     dsa_store,
@@ -174,16 +174,16 @@ def test_a_page_that_appears_meanwhile_is_a_conflict(
     """Its sidecars, already back, leave again."""
     quarantine = other_file_system if elsewhere else default_quarantine(store)
     repaired(store, quarantine=str(quarantine))
-    from hicachectl.move import removal, restoring
+    from hicachectl.move import recorded, restore
 
-    look = removal.look
+    look = recorded.look
 
     def overtaken(*arguments: Any) -> Any:
         seen = look(*arguments)
         (store / kv(1)).write_bytes(b"new")
         return seen
 
-    monkeypatch.setattr(restoring, "look", overtaken)
+    monkeypatch.setattr(restore, "look", overtaken)
     document = restored(invoke, quarantine, store, "--yes", exit_code=4)
     assert (document["pages"], document["conflicts"]) == (1, 1)
     assert (store / kv(1)).read_bytes() == b"new"
@@ -329,7 +329,7 @@ def test_rows_of_ls_name_the_group_to_restore(invoke: Invoke, tmp_path: Path) ->
     with FileStore(store) as opened:
         inventory, groups = scanned(opened, None)
         plan = plan_removal(groups, np.arange(len(groups)), "test")
-        run_repair(opened, inventory, groups, plan, mode="quarantine")
+        remove_groups(opened, inventory, groups, plan, mode="quarantine")
     assert contents(store) == {}
     for row in rows:
         listed.write_text(json.dumps(row))

@@ -28,6 +28,7 @@ from tests.stores import OLD, Contents, contents, page, put, put_pages
 from tests.terminals import on_a_terminal
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.conftest import Invoke
@@ -99,6 +100,23 @@ def test_a_dry_run_says_the_same_and_changes_nothing(invoke: Invoke, store: Path
     assert (
         "dry run: nothing was removed" in invoke("rm", store, "--model", "x-a", "--dry-run").stderr
     )
+
+
+def test_an_object_that_is_listed_twice_is_counted_once(
+    invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = FileStore.scan
+
+    def twice(opened: FileStore, *arguments: Any, **options: Any) -> Iterator[Any]:
+        for batch in scan(opened, *arguments, **options):
+            yield batch
+            yield batch
+
+    monkeypatch.setattr(FileStore, "scan", twice)
+    for options in (("--dry-run",), ("--yes",)):
+        document = removed(invoke, store, "--model", "x-a", *options)
+        assert (document["pages"], document["objects"], document["bytes"]) == (4, 12, 920)
+        assert document["gone"] == 0
 
 
 def test_pages_come_from_a_list(invoke: Invoke, store: Path, tmp_path: Path) -> None:
@@ -323,11 +341,11 @@ def begun(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     """Four pages, all of which a run that was killed had begun to remove."""
     store = dsa_store(tmp_path / "store", 4)
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("hicachectl.move.repair.take_away", interrupted)
+        patched.setattr("hicachectl.move.withdrawal.withdraw", interrupted)
         invoke("rm", store, "--model", "x-dsa", "--yes", exit_code=130)
     assert len(contents(store)) == 8
     return store

@@ -31,7 +31,7 @@ class EarlierRuns:
 
     def begin(self) -> None:
         """Complete them at once with --yes, so that the listing is of what is left; else count."""
-        from hicachectl.move.repair import count_unfinished
+        from hicachectl.move.withdrawal import count_unfinished
 
         if self.yes and not self.dry_run:
             self._finish()
@@ -61,14 +61,14 @@ class EarlierRuns:
         return True
 
     def _finish(self) -> None:
-        from hicachectl.move.repair import finish_unfinished
+        from hicachectl.move.withdrawal import finish_removals
 
-        finished = finish_unfinished(self.store, self.quarantine)
+        finished = finish_removals(self.store, self.quarantine)
         if len(finished.rows):
             remark(
                 self.ctx,
                 f"completed {len(finished.rows)} pages that an earlier run had begun with",
             )
-        for key, message in finished.failed:
+        for key, message in finished.failures:
             remark(self.ctx, f"{key}: {message}")
         remark_unrecorded(self.ctx, finished.unrecorded)

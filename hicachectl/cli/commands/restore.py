@@ -16,10 +16,10 @@ from hicachectl.cli.session import opened, progress, remark, remark_unrecorded, 
 from hicachectl.text.vocabulary import LOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from hicachectl.move.records import TakenGroup
-    from hicachectl.move.restoring import RestoreOutcome
+    from hicachectl.move.reports import GroupReport
+    from hicachectl.move.restore import Wanted
 
 
 @click.command(
@@ -62,7 +62,8 @@ def command(
     is, and the exit status is 4. What was wrong with a page is wrong with it again.
     """
     from hicachectl.cli.output import write_document
-    from hicachectl.move.restoring import RestoreOutcome, restore_groups
+    from hicachectl.move.reports import GroupReport
+    from hicachectl.move.restore import restore_groups
 
     require_consent(yes=yes, dry_run=dry_run)
     wanted = _wanted(pages)
@@ -70,7 +71,7 @@ def command(
     with locked(lock) as is_ours:
         if not is_ours:
             remark(ctx, f"another process holds {lock}; nothing was done")
-            outcome, name, seconds = RestoreOutcome(), store_name(ctx, store), 0.0
+            outcome, name, seconds = GroupReport(), store_name(ctx, store), 0.0
         else:
             with opened(ctx, store) as source:
                 started, name = time.monotonic(), source.url
@@ -89,8 +90,8 @@ def command(
     document = {
         "store": name,
         "quarantine": str(directory),
-        "pages": outcome.restored,
-        "objects": outcome.objects,
+        "pages": outcome.groups,
+        "objects": outcome.moved,
         "bytes": outcome.nbytes,
         "gone": outcome.gone,
         "conflicts": outcome.conflicts,
@@ -121,23 +122,15 @@ def command(
         ctx.exit(FINDINGS)
 
 
-def _wanted(pages: str | None) -> Callable[[TakenGroup, str], bool]:
+def _wanted(pages: str | None) -> Wanted:
+    from hicachectl.move.restore import all_groups, listed_groups, starting_with
     from hicachectl.requests.files import read_page_list
 
     if pages is None:
-        return lambda group, scheme: True
+        return all_groups
     if re.fullmatch(r"[0-9a-fA-F]{1,64}", pages) and not Path(pages).exists():
-        return lambda group, scheme: group.page.startswith(pages.lower())
-    listed = read_page_list(Path(pages))
-    named: dict[str, set[str | None]] = {}
-    for page, label in zip(listed.pages, listed.groups, strict=True):
-        named.setdefault(page, set()).add(label)
-
-    def wanted(group: TakenGroup, scheme: str) -> bool:
-        labels = named.get(group.page, ())
-        return None in labels or (bool(labels) and group.label(scheme) in labels)
-
-    return wanted
+        return starting_with(pages.lower())
+    return listed_groups(read_page_list(Path(pages)))
 
 
 def _directory(ctx: click.Context, quarantine: str) -> Path:
@@ -150,13 +143,13 @@ def _directory(ctx: click.Context, quarantine: str) -> Path:
     return Path(url.path)
 
 
-def _question(found: RestoreOutcome, store: str) -> str:
+def _question(found: GroupReport, store: str) -> str:
     from hicachectl.text.units import human_size
 
-    return f"Put {found.restored} pages ({human_size(found.nbytes)}) back into {store}?"
+    return f"Put {found.groups} pages ({human_size(found.nbytes)}) back into {store}?"
 
 
-def _lines(document: dict[str, Any], outcome: RestoreOutcome, colour: bool) -> Iterator[str]:
+def _lines(document: dict[str, Any], outcome: GroupReport, colour: bool) -> Iterator[str]:
     from hicachectl.cli.output import table_lines
     from hicachectl.cli.text_tables import restored_for_people
     from hicachectl.text.units import human_size

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.move.planning import Criteria, RepairPlan
-    from hicachectl.move.repair import RepairOutcome
+    from hicachectl.move.reports import GroupReport
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
     # The question before a removal, None where there is nothing to remove, and the removal itself;
     # that takes whether it is a dry run.
-    Removal = tuple[str | None, Callable[[bool], RepairOutcome]]
+    Removal = tuple[str | None, Callable[[bool], GroupReport]]
 
 _SELECTORS = ("model", "tag", "tp", "pp", "cp", "pages", "before", "state")
 
@@ -143,7 +143,7 @@ def command(
         )
     if dry_run:
         remark(ctx, "dry run: nothing was removed")
-    if outcome.failed or outcome.remaining:
+    if outcome.failures or outcome.remaining:
         ctx.exit(FINDINGS)
 
 
@@ -173,7 +173,7 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
 
 
 def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> Removal:
-    from hicachectl.move.records import total_bytes
+    from hicachectl.move.reports import total
     from hicachectl.move.temporaries import find_temporaries, remove_temporaries
     from hicachectl.text.units import human_size
 
@@ -185,23 +185,23 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
     elif not len(stale):
         remark(ctx, f"no temporary file in {store.url} is old enough to be a leftover")
 
-    def remove(dry_run: bool) -> RepairOutcome:
+    def remove(dry_run: bool) -> GroupReport:
         with progress(ctx, "removing", " files") as advance:
             return remove_temporaries(store, stale, dry_run=dry_run, on_progress=advance)
 
-    nbytes = human_size(total_bytes(stale.column("nbytes").to_pylist()))
+    nbytes = human_size(total(stale.column("nbytes")))
     question = f"remove {len(stale)} temporary files ({nbytes}) from {store.url}"
     return question if len(stale) else None, remove
 
 
 def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> Removal:
-    from hicachectl.move.repair import run_repair
+    from hicachectl.move.withdrawal import remove_groups
 
     inventory, groups, plan = _plan(ctx, store, options)
 
-    def remove(dry_run: bool) -> RepairOutcome:
+    def remove(dry_run: bool) -> GroupReport:
         with progress(ctx, "removing", " pages") as advance:
-            return run_repair(
+            return remove_groups(
                 store,
                 inventory,
                 groups,
@@ -317,34 +317,34 @@ def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
 
 def _write_lock_held(store: str, dry_run: bool, output_format: str, output: Path | None) -> None:
     """Write the document of a run that did nothing because another process held the lock."""
-    from hicachectl.move.repair import RepairOutcome
+    from hicachectl.move.reports import GroupReport
 
-    outcome = RepairOutcome()
+    outcome = GroupReport()
     document = _document(store, outcome, 0.0, dry_run) | {"complete": False, "stopped_by": LOCK}
     _write(document, outcome, output_format=output_format, output=output)
 
 
-def _document(store: str, outcome: RepairOutcome, seconds: float, dry_run: bool) -> dict[str, Any]:
+def _document(store: str, outcome: GroupReport, seconds: float, dry_run: bool) -> dict[str, Any]:
     return {
         "store": store,
-        "pages": outcome.repaired,
+        "pages": outcome.groups,
         "objects": outcome.deleted,
         "bytes": outcome.nbytes,
         "gone": outcome.gone,
         "kept": outcome.kept,
-        "failed": len(outcome.failed),
+        "failed": len(outcome.failures),
         "remaining": outcome.remaining,
         "seconds": round(seconds, 3),
         "complete": True,
         "stopped_by": None,
         "dry_run": dry_run,
-        "failures": [{"key": key, "detail": detail} for key, detail in outcome.failed],
+        "failures": [{"key": key, "detail": detail} for key, detail in outcome.failures],
         "groups": None,
     }
 
 
 def _write(
-    document: dict[str, Any], outcome: RepairOutcome, *, output_format: str, output: Path | None
+    document: dict[str, Any], outcome: GroupReport, *, output_format: str, output: Path | None
 ) -> None:
     from hicachectl.cli.output import write_document
 
@@ -358,7 +358,7 @@ def _write(
     )
 
 
-def _lines(document: dict[str, Any], outcome: RepairOutcome, colour: bool) -> Iterator[str]:
+def _lines(document: dict[str, Any], outcome: GroupReport, colour: bool) -> Iterator[str]:
     from hicachectl.cli.output import table_lines
     from hicachectl.cli.text_tables import removals_for_people
     from hicachectl.text.units import human_size

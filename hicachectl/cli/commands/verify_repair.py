@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.move.planning import RepairPlan
-    from hicachectl.move.repair import RepairOutcome
+    from hicachectl.move.reports import GroupReport
     from hicachectl.verify.verify import Report, Request
 
 _OPTIONS = (
@@ -114,7 +114,7 @@ def repaired(
     earlier: as `earlier_runs` gave it.
     """
     from hicachectl.move.planning import plan_repair
-    from hicachectl.move.repair import run_repair
+    from hicachectl.move.withdrawal import remove_groups
 
     if earlier is None:
         return report, True
@@ -134,7 +134,7 @@ def repaired(
         return report, True
     repair_tables(ctx, store, report, dry_run=options["dry_run"])
     with progress(ctx, "repairing", " pages") as advance:
-        outcome = run_repair(
+        outcome = remove_groups(
             store,
             report.inventory,
             report.groups,
@@ -146,11 +146,11 @@ def repaired(
         )
     release_leaked(ctx, store, options)
     _say(ctx, outcome, options)
-    counts = {"repaired": outcome.repaired, "quarantined": outcome.quarantined}
+    counts = {"repaired": outcome.groups, "quarantined": outcome.moved}
     if options["dry_run"]:
         counts = {"repaired": 0, "quarantined": 0}
     document = {**report.document, **counts, "dry_run": options["dry_run"]}
-    return replace(report, document=document), not (outcome.failed or outcome.remaining)
+    return replace(report, document=document), not (outcome.failures or outcome.remaining)
 
 
 def _with_descendants(
@@ -173,11 +173,11 @@ def _question(store: Store, report: Report, plan: RepairPlan, options: dict[str,
     return f"{options['repair']} {len(plan.groups)} pages ({nbytes}) of {store.url}"
 
 
-def _say(ctx: click.Context, outcome: RepairOutcome, options: dict[str, Any]) -> None:
+def _say(ctx: click.Context, outcome: GroupReport, options: dict[str, Any]) -> None:
     would = "would be " if options["dry_run"] else ""
-    where = f" to {outcome.quarantine}" if outcome.quarantine else ""
+    where = f" to {outcome.place}" if outcome.place else ""
     verb = "quarantined" if options["repair"] == "quarantine" else "deleted"
-    remark(ctx, f"{outcome.repaired} pages {would}{verb}{where}")
+    remark(ctx, f"{outcome.groups} pages {would}{verb}{where}")
     if outcome.kept:
         remark(ctx, f"{outcome.kept} pages were rewritten meanwhile, and stay")
     if outcome.remaining:
@@ -185,6 +185,6 @@ def _say(ctx: click.Context, outcome: RepairOutcome, options: dict[str, Any]) ->
     _say_failures(ctx, outcome)
 
 
-def _say_failures(ctx: click.Context, outcome: RepairOutcome) -> None:
-    for key, message in outcome.failed:
+def _say_failures(ctx: click.Context, outcome: GroupReport) -> None:
+    for key, message in outcome.failures:
         remark(ctx, f"{key}: {message}")

@@ -1,0 +1,278 @@
+"""The groups of a plan as they were listed, in batches, for `withdraw`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.checks.registry import is_structural
+from hicachectl.formats.keys.resolve import ANCHOR_POOL
+from hicachectl.move.recorded import ABSENT, RecordedGroups, Shape, facts_of
+from hicachectl.move.reports import sums_by_group
+from hicachectl.pages.deployments import UNRESOLVED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    from hicachectl.backends.base import BoolArray, IntArray
+    from hicachectl.move.planning import RepairPlan
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import Inventory
+
+BATCH_OBJECTS = 1024  # about what a killed run leaves to be finished
+
+
+
+class ListedGroups:
+    """The groups of a plan, with their objects as they were listed.
+
+    An object that was listed twice is one object, as it was listed last.
+    """
+
+    def __init__(self, inventory: Inventory, groups: PageGroups, plan: RepairPlan) -> None:
+        self._inventory = inventory
+        self._groups = groups
+        self._plan = plan
+        self._reasons = plan.reasons.combine_chunks()
+        table = inventory.table
+        self._spec_of = np.array([*table.spec_ids, UNRESOLVED], dtype=np.int64)
+        rows, offsets = groups.objects_of(plan.groups)
+        owners = np.repeat(np.arange(len(plan.groups)), np.diff(offsets))
+        kept = _last_of_each(owners, inventory.affix_ids[rows])
+        self._rows = rows[kept]
+        self._starts = np.searchsorted(owners[kept], np.arange(len(plan.groups) + 1))
+        self._lost_by, self._lost_slots = self._slots_of_others()
+        self._shapes: dict[object, Shape] = {}
+        self._cuts: dict[object, tuple[Shape, IntArray]] = {}
+
+    def __len__(self) -> int:
+        return len(self._plan.groups)
+
+    @property
+    def counts(self) -> IntArray:
+        """How many objects each group has: [groups of the plan]."""
+        return np.diff(self._starts)
+
+    @property
+    def nbytes(self) -> pa.Int64Array:
+        """Bytes of each group: [groups of the plan], null where a size is not known."""
+        sizes = self._inventory.take(self._rows, ["nbytes"]).column("nbytes")
+        return sums_by_group(sizes, np.repeat(np.arange(len(self)), self.counts), len(self))
+
+    @property
+    def names(self) -> tuple[pa.StringArray, pa.StringArray]:
+        """Model and tag of each group: [groups of the plan], "" where the keys show none."""
+        return self._names_of(self._plan.groups)
+
+    def batches(self) -> Iterator[RecordedGroups]:
+        """Give the groups in batches of about BATCH_OBJECTS objects."""
+        first = 0
+        while first < len(self):
+            limit = self._starts[first] + BATCH_OBJECTS
+            last = int(np.searchsorted(self._starts, limit, side="right")) - 1
+            last = max(first + 1, last)
+            yield self._batch(first, last)
+            first = last
+
+    def _batch(self, first: int, last: int) -> RecordedGroups:
+        numbers = self._plan.groups[first:last]
+        rows = self._rows[self._starts[first] : self._starts[last]]
+        owners = np.repeat(np.arange(last - first), np.diff(self._starts[first : last + 1]))
+        objects = self._inventory.take(rows)
+        reasons, about = self._reasons_of(numbers)
+        codes = filter(is_structural, pc.unique(reasons.column("code")).to_pylist())
+        # None of its objects is unwanted once a group lacks nothing any more.
+        structural = pc.is_in(reasons.column("code"), pa.array(codes, pa.string())).to_numpy()
+        keys = reasons.column("key").combine_chunks().cast(pa.binary())
+        blamed, whole = _blamed(keys, about, ~structural, objects, owners)
+        lost, lost_slots = self._lost(first, last)
+        # With a key of another model's object the group will never be whole.
+        whole = np.union1d(np.union1d(whole, lost), np.flatnonzero(self._outright(numbers)))
+        shapes, shape_ids, slots = self._shaped(numbers, rows, owners, lost, lost_slots)
+        models, tags = self._names_of(numbers)
+        groups = RecordedGroups(
+            pages=self._groups.pages_at(numbers),
+            models=models,
+            tags=tags,
+            shapes=shapes,
+            shape_ids=shape_ids,
+            findings=_by_group(reasons, about, len(numbers)),
+            absent=np.zeros(0, dtype=np.bool_),
+            owners=owners,
+            slots=slots,
+            files=np.arange(len(rows)),
+            unwanted=blamed | np.isin(owners, whole),
+            facts=facts_of(objects),
+        )
+        absent = ~np.isin(groups.cell_owners, about[structural])
+        absent[groups.cells] = False
+        return replace(groups, absent=absent)
+
+    def _outright(self, numbers: IntArray) -> BoolArray:
+        found: BoolArray = np.isin(numbers, self._plan.outright)
+        return found
+
+    def _reasons_of(self, numbers: IntArray) -> tuple[pa.Table, IntArray]:
+        """Return why some groups are removed: rows of reasons, and the place of each one's group.
+
+        numbers: rising where there are any reasons.
+        """
+        if not len(self._reasons):
+            return self._reasons, np.zeros(0, dtype=np.int64)
+        about = self._plan.about
+        first, last = np.searchsorted(about, (numbers[0], numbers[-1] + 1)).tolist()
+        places = np.searchsorted(numbers, about[first:last])
+        return self._reasons.slice(first, last - first), places
+
+    def _names_of(self, numbers: IntArray) -> tuple[pa.StringArray, pa.StringArray]:
+        ids = self._groups.deployment_ids[numbers]
+        which = pa.array(ids, mask=ids == UNRESOLVED)
+        deployments = self._groups.deployments
+        texts = ([d.model for d in deployments], [d.tag for d in deployments])
+        models, tags = (pc.fill_null(pa.array(t, pa.string()).take(which), "") for t in texts)
+        return models, tags
+
+    def _shaped(
+        self, numbers: IntArray, rows: IntArray, owners: IntArray, lost: IntArray, gaps: IntArray
+    ) -> tuple[tuple[Shape, ...], IntArray, IntArray]:
+        """Return the shapes of some groups, the shape of each group, and the slot of each object.
+
+        lost, gaps: [m] groups, rising, and slots of theirs that are another model's.
+        """
+        ids = self._groups.deployment_ids[numbers]
+        affix_ids = self._inventory.affix_ids[rows]
+        slots = self._spec_of[affix_ids]
+        unread, cut = np.flatnonzero(ids == UNRESOLVED), np.unique(lost)
+        used, shape_ids = np.unique(ids, return_inverse=True)
+        shapes = [
+            Shape(()) if number == UNRESOLVED else self._shape(number) for number in used.tolist()
+        ]
+        for pattern, members in _alike(cut, lost, gaps, ids[cut]):
+            number, gone = pattern[0], pattern[1:]
+            if pattern not in self._cuts:
+                self._cuts[pattern] = self._shape(number).without(gone)
+            shape, places = self._cuts[pattern]
+            mine = np.isin(owners, members)
+            slots[mine] = places[slots[mine]]
+            shape_ids[members] = len(shapes)
+            shapes.append(shape)
+        mine = np.isin(owners, unread)
+        for pattern, members in _alike(unread, owners[mine], affix_ids[mine], ids[unread]):
+            shape_ids[members] = len(shapes)
+            shapes.append(self._unread_shape(pattern))
+        slots[mine] = (np.arange(len(rows)) - np.searchsorted(owners, owners))[mine]
+        return tuple(shapes), shape_ids, slots
+
+    def _shape(self, number: int) -> Shape:
+        """Return the shape of a deployment's pages."""
+        if number not in self._shapes:
+            self._shapes[number] = Shape.of(self._groups.deployments[number].specs)
+        return self._shapes[number]
+
+    def _unread_shape(self, pattern: tuple[int, ...]) -> Shape:
+        """Return the shape of objects that can be read in several ways: all belong together."""
+        if pattern not in self._shapes:
+            table = self._inventory.table
+            affixes = [table.affixes[number] for number in pattern[1:]]
+            readings = [table.resolved[number].readings for number in pattern[1:]]
+            anchors = [any(r.pool == ANCHOR_POOL for r in of_one) for of_one in readings]
+            self._shapes[pattern] = Shape.of_unread(affixes, anchors)
+        return self._shapes[pattern]
+
+    def _lost(self, first: int, last: int) -> tuple[IntArray, IntArray]:
+        start, end = np.searchsorted(self._lost_by, (first, last)).tolist()
+        return self._lost_by[start:end] - first, self._lost_slots[start:end]
+
+    def _slots_of_others(self) -> tuple[IntArray, IntArray]:
+        """Find the slots whose key an object of another group of the page has.
+
+        Only where two models have such keys: their objects are no part of the group.
+        Return the place of each one's group in the plan, rising, and the slot.
+        """
+        nothing = np.zeros(0, dtype=np.int64)
+        if not any(self._inventory.table.split):
+            return nothing, nothing
+        groups, rows = self._groups, self._inventory.split_rows
+        planned, ids = self._plan.groups, groups.deployment_ids[self._plan.groups]
+        pages = groups.page_ids[groups.of_object[rows]]
+        order = np.argsort(pages, kind="stable")
+        rows, pages = rows[order], pages[order]
+        asked = groups.page_ids[planned]
+        first, last = (np.searchsorted(pages, asked, side=side) for side in ("left", "right"))
+        counts = np.where(ids == UNRESOLVED, 0, last - first)
+        places = np.repeat(np.arange(len(planned)), counts)
+        at = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        others = groups.of_object[rows[at]] != planned[places]
+        places, affix_ids = places[others], self._inventory.affix_ids[rows[at[others]]]
+        slots = np.full(len(places), ABSENT, dtype=np.int64)
+        affixes = self._inventory.table.affixes
+        for number in np.unique(ids[places]).tolist():
+            positions = {s.affix: n for n, s in enumerate(groups.deployments[number].specs)}
+            mine = ids[places] == number
+            found, inverse = np.unique(affix_ids[mine], return_inverse=True)
+            of_affix = [positions.get(affixes[affix], ABSENT) for affix in found.tolist()]
+            slots[mine] = np.array(of_affix, dtype=np.int64)[inverse]
+        width = int(slots.max(initial=0)) + 1
+        both = np.unique((places * width + slots)[slots != ABSENT])
+        return both // width, both % width
+
+
+def _last_of_each(owners: IntArray, kinds: npt.NDArray[np.int32]) -> IntArray:
+    """Return the last place of each pair, in the order of places. owners: rising."""
+    order = np.lexsort((kinds, owners))
+    of_owner, of_kind = owners[order], kinds[order]
+    last = np.ones(len(order), dtype=np.bool_)
+    last[:-1] = (of_owner[1:] != of_owner[:-1]) | (of_kind[1:] != of_kind[:-1])
+    return np.sort(order[last])
+
+
+def _blamed(
+    keys: pa.BinaryArray, about: IntArray, counts: BoolArray, objects: pa.Table, owners: IntArray
+) -> tuple[BoolArray, IntArray]:
+    """Return the objects that reasons name, [n], and the groups of which all objects are blamed.
+
+    keys, about, counts: [reasons] the key that a reason names, the group that it is about, and
+    whether it is about an object that is there. A reason without a key is about all of a group.
+    """
+    keyless = keys.is_null().to_numpy(zero_copy_only=False)
+    at = pc.index_in(keys, value_set=objects.column("key").combine_chunks(), skip_nulls=True)
+    found = at.fill_null(ABSENT).to_numpy(zero_copy_only=False)
+    named = np.flatnonzero(counts & (found != ABSENT))
+    named = found[named[owners[found[named]] == about[named]]]
+    blamed = np.zeros(len(owners), dtype=np.bool_)
+    blamed[named] = True
+    return blamed, about[counts & keyless]
+
+
+def _by_group(reasons: pa.Table, about: IntArray, count: int) -> pa.ListArray:
+    """Return the reasons of each group: [count]. about: the group of each, rising."""
+    columns = [column.combine_chunks() for column in reasons.columns]
+    rows = pa.StructArray.from_arrays(columns, fields=list(reasons.schema))
+    offsets = np.searchsorted(about, np.arange(count + 1))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), rows)
+
+
+def _alike(
+    groups: IntArray, owners: IntArray, values: npt.NDArray[Any], firsts: IntArray
+) -> Iterator[tuple[tuple[int, ...], IntArray]]:
+    """Sort groups by the values that each has: give a first value and the others, and the groups.
+
+    groups, firsts: [m], rising. owners, values: [n] the group of each value, rising.
+    """
+    if not len(groups):
+        return
+    rows = np.searchsorted(groups, owners)
+    places = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    matrix = np.full((len(groups), int(places.max(initial=0)) + 2), ABSENT, dtype=np.int64)
+    matrix[:, 0] = firsts
+    matrix[rows, places + 1] = values
+    patterns, numbers = np.unique(matrix, axis=0, return_inverse=True)
+    for number, (first, *others) in enumerate(patterns.tolist()):
+        pattern = (first, *(value for value in others if value != ABSENT))
+        yield pattern, groups[numbers.reshape(-1) == number]

@@ -1,0 +1,369 @@
+"""Put quarantined page groups back: sidecars first, anchors last, never over what is there."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.backends.base import Result, Status
+from hicachectl.backends.capabilities import open_mover
+from hicachectl.backends.file.store import FileStore
+from hicachectl.formats.errors import UsageError
+from hicachectl.move.backups import copy_groups, copy_memory, same_bytes
+from hicachectl.move.order import GroupObjects, publish
+from hicachectl.move.quarantine import Batch, Quarantine, batches, runs, sweep
+from hicachectl.move.recorded import RecordedGroups, look
+from hicachectl.move.reports import (
+    RESTORED,
+    ROWS,
+    WOULD_RESTORE,
+    GroupReport,
+    named,
+    states_of,
+    total,
+)
+from hicachectl.move.results import GroupStatus, MoveResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hicachectl.backends.arena import Arena
+    from hicachectl.backends.base import BoolArray, IntArray, Store
+    from hicachectl.backends.capabilities import Mover
+    from hicachectl.backends.disk.directory import Directory
+    from hicachectl.move.recorded import Sight
+    from hicachectl.requests.files import PageList
+
+    # Which of some groups are wanted, [k]; also given the scheme of their keys.
+    Wanted = Callable[[RecordedGroups, str], BoolArray]
+
+_NO_MORE = "is in the quarantine no more"
+_IN_STORE = "is in the store"
+
+_COLUMNS = pa.schema(
+    [
+        *(ROWS.field(name) for name in ("page", "model", "tag", "objects", "nbytes")),
+        ("codes", pa.list_(pa.string())),
+        ("state", pa.string()),
+        ("detail", pa.string()),
+    ]
+)
+
+
+def all_groups(groups: RecordedGroups, scheme: str) -> BoolArray:
+    """Want every group."""
+    return np.ones(len(groups), dtype=np.bool_)
+
+
+def starting_with(prefix: str) -> Wanted:
+    """Want the groups of pages whose hash starts with a prefix."""
+
+    def wanted(groups: RecordedGroups, scheme: str) -> BoolArray:
+        found: BoolArray = pc.starts_with(groups.pages, prefix).to_numpy(zero_copy_only=False)
+        return found
+
+    return wanted
+
+
+def listed_groups(listed: PageList) -> Wanted:
+    """Want the groups that the rows of a page list name; a row without a label, all of a page."""
+    named: dict[str, set[str | None]] = {}
+    for page, label in zip(listed.pages, listed.groups, strict=True):
+        named.setdefault(page, set()).add(label)
+
+    def wanted(groups: RecordedGroups, scheme: str) -> BoolArray:
+        pages = pa.array(list(named), pa.string())
+        found: BoolArray = pc.is_in(groups.pages, pages).to_numpy(zero_copy_only=False).copy()
+        chosen = np.flatnonzero(found)
+        some = groups.take(chosen)
+        pairs = zip(chosen.tolist(), some.pages.to_pylist(), some.labels(scheme), strict=True)
+        for group, page, label in pairs:
+            found[group] = not named[page].isdisjoint((None, label))
+        return found
+
+    return wanted
+
+
+def restore_groups(
+    store: Store,
+    quarantine: Path,
+    *,
+    wanted: Wanted = all_groups,
+    dry_run: bool = False,
+    on_progress: Callable[[int], None] = lambda groups: None,
+) -> GroupReport:
+    """Put the wanted groups of a quarantine back; their records go with them.
+
+    A group of which any object is in the store is a conflict, and stays as it is. One that a
+    killed run had only begun to take away becomes what it was before. The rows of the result also
+    have `codes`, of the findings that each group was taken away for, and `detail`. Raises
+    UsageError where there is no quarantine or it is of another kind of store, FormatError on a
+    damaged record, UntrustedError for links and for files of owners who are not trusted, all before
+    anything is moved; StoreUnavailable.
+    """
+    place = Quarantine(store, quarantine)
+    state = WOULD_RESTORE if dry_run else RESTORED
+    tables = [_COLUMNS.empty_table()]
+    busy = lost = 0
+    unrecorded: list[str] = []
+    with ExitStack() as exits, place.opened(writes=not dry_run) as directory:
+        if directory is None:
+            raise UsageError(f"{place.path}: no such directory; name one that --quarantine filled")
+        memory = cache(lambda: exits.enter_context(copy_memory(store)))
+        _check(store, directory, wanted)
+        for name, run in runs(directory):
+            if not run.lock():
+                busy += 1
+                continue
+            for batch in batches(run):
+                chosen = _chosen(store, batch, wanted)
+                if len(chosen):
+                    restore = _Restore(store, batch, chosen, memory)
+                    if not dry_run:
+                        restore.put_back()
+                    tables.append(restore.rows(state))
+                    lost += restore.lost
+                    on_progress(len(chosen))
+            if not dry_run:
+                unrecorded += sweep(run, directory, name)
+    rows = pa.concat_tables(tables)
+    done = rows.filter(pc.equal(rows.column("state"), state))
+    return GroupReport(
+        rows=rows,
+        moved=total(done.column("objects")) or 0,
+        gone=lost,
+        nbytes=total(done.column("nbytes")),
+        busy=busy,
+        unrecorded=tuple(unrecorded),
+    )
+
+
+def _check(store: Store, directory: Directory, wanted: Wanted) -> None:
+    """Refuse bad records, links and files of strangers before anything is moved."""
+    for _, run in runs(directory):
+        for batch in batches(run):
+            if len(_chosen(store, batch, wanted)):
+                batch.held()
+
+
+def _chosen(store: Store, batch: Batch, wanted: Wanted) -> IntArray:
+    """Return which groups of a batch are wanted: places in its record."""
+    record = batch.record
+    chosen = np.flatnonzero(wanted(record.groups, record.scheme))
+    if not len(chosen) or record.mode == "delete":  # the next rm completes that
+        return chosen[:0]
+    if record.scheme != store.grammar:
+        raise UsageError(
+            f"{batch.run.path}: was taken from {record.store}, a {record.scheme} "
+            f"store; {store.url} has keys of another form"
+        )
+    return chosen
+
+
+class _Restore:
+    """Puts back groups of one batch. lost: how many objects are nowhere."""
+
+    def __init__(
+        self, store: Store, batch: Batch, chosen: IntArray, memory: Callable[[], Arena]
+    ) -> None:
+        """Look where the objects are. chosen: groups, places in the record."""
+        self._memory = memory
+        self._store = store
+        self._batch = batch
+        self._chosen = chosen
+        groups = self._groups = batch.record.groups.take(chosen)
+        self._result = MoveResult.of(groups.pages)
+        keys = groups.keys_of(groups.cells)
+        self._objects = GroupObjects(keys, groups.owners, groups.anchors[groups.cells])
+        self._names = pa.array(groups.files).cast(pa.string()).cast(pa.binary())
+        held = batch.held()
+        self._sizes = np.array([held.get(file, -1) for file in groups.files.tolist()], np.int64)
+        self._here, self._double, self.lost = self._assessed()
+        self._refused = ~self._result.open  # these come first in a listing
+
+    def _assessed(self) -> tuple[BoolArray, BoolArray, int]:
+        """Find where objects are, and fail the groups that cannot be restored.
+
+        Return the objects that are only in the quarantine, [n], and those that are also in the
+        store: copied there, and not yet deleted here; and how many are in neither.
+        """
+        groups, objects = self._groups, self._objects
+        sight = look(self._store, groups)
+        there, held = sight.at[groups.cells] >= 0, self._sizes >= 0
+        own = sight.known(groups, versions=False)  # restoring changes inode and ctime
+        own[own & held] = self._equal(sight, np.flatnonzero(own & held))
+        strange = sight.present
+        strange[groups.cells[own]] = False
+        for cell in np.flatnonzero(strange).tolist():
+            (key,) = groups.keys_of(np.array([cell])).to_pylist()
+            self._fail(int(groups.cell_owners[cell]), GroupStatus.CONFLICT, key, _IN_STORE)
+        lost = ~there & ~held & self._result.open[groups.owners]
+        expected = groups.facts.column("nbytes").fill_null(-1).to_numpy()
+        resized = ~there & held & (expected >= 0) & (self._sizes != expected)
+        for place in np.flatnonzero(lost | resized).tolist():
+            size = int(self._sizes[place])
+            problem = f"has {size} bytes in the quarantine, had {expected[place]}"
+            key = objects.keys[place].as_py()
+            why = _NO_MORE if lost[place] else problem
+            self._fail(int(groups.owners[place]), GroupStatus.FAILED, key, why)
+        return ~there & held, own & held, int(lost.sum())
+
+    def _fail(self, group: int, status: GroupStatus, key: bytes, why: str) -> None:
+        self._result.fail(group, status, key, f"{key.decode()} {why}")
+
+    def _equal(self, sight: Sight, places: IntArray) -> BoolArray:
+        """Return which objects have the same bytes in the store and in the quarantine."""
+        if not len(places):
+            return np.zeros(0, dtype=np.bool_)
+        rows = sight.rows.take(pa.array(sight.at[self._groups.cells[places]]))
+        with FileStore.within(self._batch.folder) as folder:
+            names = pa.table({"key": self._names.take(pa.array(places))})
+            equal = [
+                same_bytes(
+                    self._store,
+                    rows.slice(n, 1),
+                    folder,
+                    names.slice(n, 1),
+                    int(self._sizes[place]),
+                    arena=self._memory(),
+                )
+                for n, place in enumerate(places.tolist())
+            ]
+        return np.array(equal, dtype=np.bool_)
+
+    def put_back(self) -> None:
+        """Put the groups back, and take those out of the record that are back."""
+        if not self._result.open.any():
+            return
+        if self._batch.has_folder():  # else an earlier restore was interrupted at its end
+            self._publish()
+        groups = self._batch.record.groups
+        back = self._chosen[self._result.open]
+        if len(back):
+            left = np.setdiff1d(np.arange(len(groups)), back)
+            self._batch.rewrite(groups.take(left))
+
+    def _publish(self) -> None:
+        ready = self._result.open[self._groups.owners]
+        chosen = np.flatnonzero(self._here & ready)
+        mover = open_mover(self._store, self._batch.folder)
+        if mover is None:
+            self._publish_copies(chosen, ready)
+        else:
+            with mover:
+                self._publish_files(chosen, mover)
+        for place in np.flatnonzero(self._double & ready).tolist():
+            # Only now are the objects in the store durable.
+            with suppress(FileNotFoundError):
+                self._batch.folder.remove(str(self._groups.files[place]))
+
+    def _publish_files(self, chosen: IntArray, mover: Mover) -> None:
+        """Rename files into the store, and those of groups that fail back."""
+        files = self._groups.files
+
+        def put(place: int, key: bytes) -> Status:
+            return mover.put_back(str(files[place]), key)
+
+        def take(place: int, key: bytes) -> Status:
+            return mover.take(key, str(files[place]))
+
+        def undo(places: IntArray) -> Result:
+            found = self._each(places, take)
+            mover.flush(into_store=False)
+            return found
+
+        publish(
+            self._objects,
+            chosen,
+            self._result,
+            write=lambda places: self._explained(places, self._each(places, put)),
+            undo=undo,
+            flush=lambda: mover.flush(into_store=True),  # no anchor is durable before its sidecars
+            raced=GroupStatus.CONFLICT,
+        )
+
+    def _publish_copies(self, chosen: IntArray, ready: BoolArray) -> None:
+        """Copy files into the store; the copies of groups that fail are deleted."""
+        if (ready & ~self._here).any():
+            self._store.flush()  # an earlier restore may have been killed before it synced
+        objects, some = self._objects, pa.array(chosen)
+        keys, mtimes = objects.keys.take(some), self._groups.facts.column("mtime_ns").take(some)
+        copies = MoveResult.of(self._groups.pages)
+        with FileStore.within(self._batch.folder) as folder:
+            copy_groups(
+                folder,
+                pa.table({"key": self._names.take(some), "mtime_ns": mtimes}),
+                self._store,
+                pa.table({"key": keys, "mtime_ns": mtimes}),
+                GroupObjects(keys, objects.owners[chosen], objects.anchors[chosen]),
+                self._sizes[chosen],
+                copies,
+                on_gone=_NO_MORE,
+                arena=self._memory(),
+            )
+        for problem in copies.problems:
+            status = GroupStatus(copies.statuses[problem.group])
+            why = _IN_STORE if status is GroupStatus.CONFLICT else problem.detail
+            self._fail(problem.group, status, (problem.key or "").encode(), why)
+
+    def _each(self, places: IntArray, call: Callable[[int, bytes], Status]) -> Result:
+        """Call for one object after the other. call: given the place and the key of each."""
+        statuses = np.zeros(len(places), dtype=np.uint8)
+        errors: dict[int, str] = {}
+        keys = self._objects.keys.take(pa.array(places)).to_pylist()
+        for index, (place, key) in enumerate(zip(places.tolist(), keys, strict=True)):
+            try:
+                statuses[index] = call(place, key)
+            except OSError as error:
+                statuses[index], errors[index] = Status.ERROR, error.strerror or str(error)
+        return Result(statuses, errors)
+
+    def _explained(self, places: IntArray, found: Result) -> Result:
+        """Say in words, with the key, why objects were not written; none that is lost is gone."""
+        statuses, errors = found.statuses.copy(), {}
+        for index in np.flatnonzero(~found.ok).tolist():
+            key = self._objects.keys[int(places[index])].as_py().decode()
+            if statuses[index] == Status.EXISTS:
+                errors[index] = f"{key} {_IN_STORE}"
+            elif index in found.errors:
+                errors[index] = f"{key}: {found.errors[index]}"
+            else:
+                statuses[index], errors[index] = Status.ERROR, f"{key} {_NO_MORE}"
+        return Result(statuses, errors)
+
+    def rows(self, done: str) -> pa.Table:
+        """Make the rows of the groups. done: state of those that are back, or would be."""
+        groups, result = self._groups, self._result
+        # Of groups that are back, only what came back counts.
+        counted = groups.with_objects(self._here | ~result.open[groups.owners])
+        details = {problem.group: problem.detail for problem in reversed(result.problems)}
+        columns = {
+            "page": groups.pages,
+            "model": named(groups.models),
+            "tag": named(groups.tags),
+            "objects": counted.counts,
+            "nbytes": counted.nbytes,
+            "codes": _codes(groups.findings),
+            "state": states_of(result.statuses, done),
+            "detail": pa.array(map(details.get, range(len(groups))), pa.string()),
+        }
+        rows = pa.table(columns, schema=_COLUMNS)
+        return rows.take(pa.array(np.argsort(~self._refused, kind="stable")))
+
+
+def _codes(findings: pa.ListArray) -> pa.ListArray:
+    """Return the distinct codes of each group's findings, sorted."""
+    owners = pc.list_parent_indices(findings)
+    codes = pc.fill_null(pc.struct_field(pc.list_flatten(findings), "code"), "")
+    pairs = pa.table({"owner": owners, "code": codes}).group_by(["owner", "code"]).aggregate([])
+    pairs = pairs.sort_by([("owner", "ascending"), ("code", "ascending")])
+    offsets = np.searchsorted(pairs.column("owner").to_numpy(), np.arange(len(findings) + 1))
+    return pa.ListArray.from_arrays(
+        pa.array(offsets, pa.int32()), pairs.column("code").combine_chunks()
+    )

@@ -1,0 +1,148 @@
+"""Recorded groups: how they are judged, what a subset of them is, and their text on disk.
+
+The judgement of all groups at once is compared with its definition, slot by slot.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicachectl.move.recorded import (
+    FACTS,
+    FINDINGS,
+    Record,
+    RecordedGroups,
+    Shape,
+    Slot,
+    dump_record,
+    parse_record,
+    same_objects,
+)
+from hicachectl.move.results import GroupStatus
+
+SLOTS = 4
+FLAGS = st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    """Draw a shape of up to four slots."""
+    count = draw(st.integers(1, SLOTS))
+    return Shape(
+        tuple(
+            Slot(
+                f"{number}-",
+                ".bin",
+                draw(st.booleans()),
+                draw(st.booleans()),
+                draw(st.none() | st.sampled_from([0, 7])),
+                tuple(draw(st.sets(st.integers(0, count - 1), max_size=2))),
+            )
+            for number in range(count)
+        )
+    )
+
+
+@st.composite
+def recorded(draw: st.DrawFn) -> RecordedGroups:
+    """Draw groups of up to three shapes; each has some of the objects of its shape."""
+    own = draw(st.lists(shapes(), min_size=1, max_size=3))
+    ids = draw(st.lists(st.integers(0, len(own) - 1), max_size=4))
+    held = [[n for n in range(len(own[i])) if draw(st.booleans())] for i in ids]
+    owners = [group for group, slots in enumerate(held) for _ in slots]
+    count = len(owners)
+    facts = {
+        "nbytes": draw(st.lists(st.none() | st.integers(0, 9), min_size=count, max_size=count)),
+        "mtime_ns": pa.nulls(count, pa.int64()),
+        "version": pa.array([b"v"] * count, pa.binary()),
+        "blake3": pa.nulls(count, pa.string()),
+    }
+    cells = sum(len(own[i]) for i in ids)
+    reasons = [[{"code": "nan", "severity": "error", "page": f"{n:064x}"}] for n in range(len(ids))]
+    names = pa.array(["m"] * len(ids), pa.string())
+    return RecordedGroups(
+        pages=pa.array([f"{n:064x}" for n in range(len(ids))], pa.string()),
+        models=names,
+        tags=names,
+        shapes=tuple(own),
+        shape_ids=np.array(ids, dtype=np.int64),
+        findings=pa.array(reasons, FINDINGS),
+        absent=np.array([draw(st.booleans()) for _ in range(cells)], dtype=np.bool_),
+        owners=np.array(owners, dtype=np.int64),
+        slots=np.array([slot for slots in held for slot in slots], dtype=np.int64),
+        files=np.arange(count)[::-1],
+        unwanted=np.array([draw(st.booleans()) for _ in range(count)], dtype=np.bool_),
+        facts=pa.table(facts, schema=FACTS),
+    )
+
+
+def is_whole(shape: Shape, absent: set[int], there: set[int]) -> bool:
+    """Whether a group has all that a page needs, its absent slots aside."""
+    asked = [n for n in range(len(shape)) if n in there or n not in absent]
+    if any(shape.slots[n].required and n not in there for n in asked):
+        return False
+    sets: dict[int | None, set[bool]] = {}
+    for number in asked:
+        sets.setdefault(shape.slots[number].trailing, set()).add(number in there)
+    return all(len(found) == 1 for number, found in sets.items() if number is not None)
+
+
+def judged(groups: RecordedGroups, group: int, there: set[int], known: set[int]) -> GroupStatus:
+    """Judge one group. there: slots. known: places of objects that are still what is there."""
+    shape = groups.shapes[groups.shape_ids[group]]
+    start = groups.starts[group]
+    absent = {n for n in range(len(shape)) if groups.absent[start + n]}
+    if not there:
+        return GroupStatus.GONE
+    if any(groups.unwanted[place] for place in known):
+        return GroupStatus.DONE
+    if is_whole(shape, absent, there):
+        return GroupStatus.KEPT
+    overtaken = any(set(shape.slots[slot].sidecars) - there for slot in there)
+    return GroupStatus.DONE if known or overtaken else GroupStatus.IN_FLIGHT
+
+
+@given(recorded(), st.data())
+def test_groups_are_judged_as_each_one_is_by_itself(
+    groups: RecordedGroups, data: st.DataObject
+) -> None:
+    cells = len(groups.cell_owners)
+    present = np.array([data.draw(st.booleans()) for _ in range(cells)], dtype=np.bool_)
+    known = present[groups.cells]
+    known &= np.array([data.draw(st.booleans()) for _ in known], dtype=np.bool_)
+    statuses = groups.judge(present, known).tolist()
+    for group, status in enumerate(statuses):
+        start, end = groups.starts[group], groups.starts[group + 1]
+        there = set(np.flatnonzero(present[start:end]).tolist())
+        mine = set(np.flatnonzero(known & (groups.owners == group)).tolist())
+        assert status == judged(groups, group, there, mine)
+
+
+@given(recorded(), st.data())
+def test_a_record_reads_back_as_it_was_written(groups: RecordedGroups, data: st.DataObject) -> None:
+    chosen = [n for n in range(len(groups)) if data.draw(st.booleans())]
+    some = groups.take(np.array(chosen, dtype=np.int64))
+    text = dump_record(Record("file:///s", "file", "quarantine", 1.5, some))
+    found = parse_record(text, source="x")
+    assert dump_record(found) == text
+    assert found.groups.pages.to_pylist() == [f"{n:064x}" for n in chosen]
+    keys = groups.keys_of(groups.cells[np.isin(groups.owners, chosen)])
+    assert found.groups.keys_of(found.groups.cells).equals(keys)
+    assert found.groups.nbytes.equals(groups.nbytes.take(pa.array(chosen, pa.int64())))
+
+
+def test_versions_tell_objects_apart_and_else_size_and_time() -> None:
+    rows = [(1, 2, b"a"), (1, 2, None), (1, None, None)]
+
+    def table(row: tuple[int | None, int | None, bytes | None]) -> pa.Table:
+        nbytes, mtime_ns, version = row
+        facts = {"nbytes": nbytes, "mtime_ns": mtime_ns, "version": version, "blake3": None}
+        return pa.Table.from_pylist([facts], schema=FACTS)
+
+    same = [[bool(same_objects(table(one), table(other))[0]) for other in rows] for one in rows]
+    assert same == [[True, True, False], [True, True, False], [False, False, True]]
+    assert not same_objects(table((1, 2, b"a")), table((1, 2, b"b")))[0]
+    assert same_objects(table((1, 2, b"a")), table((9, 9, b"a")))[0]

@@ -1,0 +1,74 @@
+"""`withdraw_listed`: groups that were copied elsewhere leave their source, whole or not at all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from hicachectl.backends.base import Result, Status
+from hicachectl.backends.file.store import FileStore
+from hicachectl.move.results import GroupStatus
+from hicachectl.move.withdrawal import withdraw_listed
+from tests.move.repairs import dsa_store, indexer, kv, scanned
+from tests.stores import contents, page
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGES = 6
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Six pages of a model with an indexer."""
+    return dsa_store(tmp_path / "store", PAGES)
+
+
+def rewrite(path: Path) -> None:
+    """Write an object as SGLang does: a temporary file, and a rename."""
+    value = path.read_bytes()
+    path.with_name(".w.tmp").write_bytes(value)
+    path.with_name(".w.tmp").rename(path)
+
+
+def test_what_changed_since_the_listing_is_judged_anew(store: Path) -> None:
+    """A page that a server has written again stays, and one of which only half is new goes."""
+    with FileStore(store) as opened:
+        inventory, groups = scanned(opened)
+        for name in (indexer(1), kv(1), indexer(2), kv(5)):
+            rewrite(store / name)
+        for name in (indexer(3), kv(3), indexer(4)):
+            (store / name).unlink()
+        order = groups.pages.to_pylist()
+        asked = [page(number) for number in (5, 0, 3, 1, 4, 2)]
+        numbers = np.array([order.index(name) for name in asked])
+        result = withdraw_listed(opened, inventory, groups, numbers)
+    assert result.pages.to_pylist() == asked
+    expected = ["DONE", "DONE", "GONE", "KEPT", "DONE", "DONE"]
+    assert [GroupStatus(status).name for status in result.statuses] == expected
+    assert set(contents(store)) == {kv(1), indexer(1)}
+    assert (result.objects, result.problems) == (7, [])
+
+
+def test_a_page_whose_anchor_stays_keeps_its_sidecars(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = FileStore.delete
+
+    def failing(opened: FileStore, rows: Any) -> Result:
+        stuck = np.array([key == kv(2).encode() for key in rows.column("key").to_pylist()])
+        delete(opened, rows.filter(~stuck))
+        statuses = np.where(stuck, Status.ERROR, Status.OK).astype(np.uint8)
+        return Result(statuses, {int(n): "busy" for n in np.flatnonzero(stuck)})
+
+    monkeypatch.setattr(FileStore, "delete", failing)
+    with FileStore(store) as opened:
+        inventory, groups = scanned(opened)
+        result = withdraw_listed(opened, inventory, groups, np.arange(PAGES))
+    assert set(contents(store)) == {kv(2), indexer(2)}
+    (problem,) = result.problems
+    assert (problem.page, problem.key, problem.detail) == (page(2), kv(2), "busy")
+    assert result.pages[problem.group].as_py() == page(2)
+    assert (result.statuses == GroupStatus.FAILED).sum() == 1
