@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
 
 BATCH_OBJECTS = 1024  # about what a killed run leaves to be finished
+_BATCH_SLOTS = 1 << 18  # that a batch asks about, filled or not
 
 
 
@@ -72,11 +73,14 @@ class ListedGroups:
 
     def batches(self) -> Iterator[RecordedGroups]:
         """Give the groups in batches of about BATCH_OBJECTS objects."""
+        ids = np.unique(self._groups.deployment_ids[self._plan.groups])
+        deployments = [self._groups.deployments[n] for n in ids.tolist() if n != UNRESOLVED]
+        most = _BATCH_SLOTS // max((1, *(len(each.specs) for each in deployments)))
         first = 0
         while first < len(self):
             limit = self._starts[first] + BATCH_OBJECTS
             last = int(np.searchsorted(self._starts, limit, side="right")) - 1
-            last = max(first + 1, last)
+            last = max(first + 1, min(last, first + most))
             yield self._batch(first, last)
             first = last
 

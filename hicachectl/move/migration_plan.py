@@ -183,7 +183,9 @@ def plan_migration(
     on_listed: Callable[[int], None],
 ) -> MigrationPlan:
     """List both stores, and decide what is done with each group."""
-    listed = take_inventory(source, request.profile, on_batch=on_listed)
+    # What is removed from the source is told by its version from what a server wrote since.
+    columns = {"version"} & source.traits.columns if request.options.move else ()
+    listed = take_inventory(source, request.profile, columns=columns, on_batch=on_listed)
     inventory = select(listed, request.selection)
     groups = PageGroups(inventory)
     surveys = survey_source(inventory, groups, routes_of(inventory))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.base import Result
 from hicachectl.backends.capabilities import Leases
 from hicachectl.move.batches import READS_BACK, Action
 from hicachectl.move.copying import Executor
-from hicachectl.move.order import GroupObjects, remove_once
 from hicachectl.move.results import GroupStatus, MoveResult, Problem, RunResult
+from hicachectl.move.withdrawal import withdraw_listed
 from hicachectl.move.work import PageWork
 
 if TYPE_CHECKING:
@@ -251,35 +251,5 @@ class CopyRun:
                 self._journal.removed(survey.route.name, pages)
             with self._lock:
                 self.result.moved += len(pages)
-                self.result.fail(removed.problems)
-
-
-def withdraw_listed(
-    store: Store, inventory: Inventory, groups: PageGroups, numbers: IntArray
-) -> MoveResult:
-    """Delete all objects of groups as listed, anchors first."""
-    rows, offsets = groups.objects_of(numbers)
-    anchors = tuple(spec is not None and spec.anchor for spec in inventory.table.specs)
-    result = MoveResult.of(groups.pages_at(numbers))
-    batch = inventory.take(rows)
-    objects = GroupObjects(
-        batch.column("key").combine_chunks(),
-        np.repeat(np.arange(len(numbers)), np.diff(offsets)),
-        inventory.by_affix(anchors, 0)[rows] != 0,
-    )
-
-    def remove(places: IntArray) -> Result:
-        errors: dict[int, str] = {}
-        step = store.limits.batch_objects
-        for start in range(0, len(places), step):
-            found = store.delete(batch.take(pa.array(places[start : start + step])))
-            errors |= {start + index: why for index, why in found.errors.items()}
-        return Result(np.zeros(len(places), dtype=np.uint8), errors)
-
-    def stuck(place: int, why: str) -> None:
-        detail = f"copied, and cannot be removed from the source: {why}"
-        key = objects.keys[place].as_py()
-        result.fail(int(objects.owners[place]), GroupStatus.FAILED, key, detail)
-
-    remove_once(objects, np.arange(len(objects)), remove=remove, on_error=stuck)
-    return result
+                why = "copied, and cannot be removed from the source: "
+                self.result.fail([replace(p, detail=why + p.detail) for p in removed.problems])
