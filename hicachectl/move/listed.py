@@ -29,7 +29,6 @@ BATCH_OBJECTS = 1024  # about what a killed run leaves to be finished
 _BATCH_SLOTS = 1 << 18  # that a batch asks about, filled or not
 
 
-
 class ListedGroups:
     """The groups of a plan, with their objects as they were listed.
 
