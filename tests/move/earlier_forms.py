@@ -114,7 +114,8 @@ def _here(text: str, root: Path) -> str:
 def _settle_record(path: Path, root: Path) -> None:
     """Rewrite the inodes and change times of a record's objects, wherever they lie."""
     facts, text = path.stat(), path.read_text()
-    for group in json.loads(text)["groups"]:
+    document = json.loads(text)
+    for group in document["groups"] if document["scheme"] == "file" else ():
         for taken in group["objects"]:
             places = (root / "hicache" / taken["key"], path.with_suffix("") / str(taken["file"]))
             _, mtime_ns, _, nbytes = _VERSION.unpack(bytes.fromhex(taken["version"]))

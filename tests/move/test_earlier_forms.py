@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Invoke
+    from tests.hf3fs_server import MetadataServer
+    from tests.mooncake_cluster import Cluster
     from tests.move.earlier_forms import Earlier
 
     Placed = Callable[[str, str], Earlier]
@@ -115,6 +117,32 @@ def test_findings_are_said_when_what_was_repaired_is_restored(
         *[["truncated"]] * (REPAIRED - 1),
     ]
     assert {row["state"] for row in rows} == {"would-restore"}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_left_a_cluster_is_restored(
+    invoke: Invoke, tmp_path: Path, mooncake_cluster: Cluster, release: str
+) -> None:
+    earlier = place(QUARANTINES / f"mooncake-{release}.tar.gz", tmp_path)
+    invoke("restore", earlier.quarantine, mooncake_cluster.url, "--yes")
+    client = mooncake_cluster.client()
+    there = {key: client.get(key) for key in mooncake_cluster.list_keys()}
+    assert there == {key: data for key, (data, _) in earlier.before.items()}
+    assert list(earlier.quarantine.iterdir()) == []
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_left_a_3fs_store_is_listed(
+    invoke: Invoke, tmp_path: Path, metadata_server: MetadataServer, release: str
+) -> None:
+    earlier = place(QUARANTINES / f"hf3fs-{release}.tar.gz", tmp_path)
+    saved = metadata_server.save()
+    url = f"hf3fs://{tmp_path}/hicache?server={metadata_server.url}&snapshot={saved}&file_size=4096"
+    command = ("restore", earlier.quarantine, url, "--dry-run", "--format", "json")
+    document = invoke(*command).document
+    assert (document["pages"], document["objects"]) == (3, len(earlier.before))
+    assert document["bytes"] == sum(len(data) for data, _ in earlier.before.values())
+    assert {row["state"] for row in document["groups"]} == {"would-restore"}
 
 
 def check_completed(invoke: Invoke, earlier: Earlier) -> None:
