@@ -48,6 +48,7 @@ class Code:
 
     severity: one of SEVERITIES. rules: the severity under each of the rules that change it.
     structural: the finding says that a page group lacks something; no object of it is damaged.
+    absent: its key is of an object that is not there.
     remedy: what to do about a finding that is about no page, so that no repair acts on it.
     """
 
@@ -55,6 +56,7 @@ class Code:
     severity: str
     rules: Mapping[str, str] = field(default_factory=dict, hash=False)
     structural: bool = False
+    absent: bool = False
     remedy: str = ""
 
     def severity_under(self, rule: str | None) -> str:
@@ -153,15 +155,15 @@ class ValueCheck(Check):
 
     prepare: makes, for objects of one spec, the function that finds issues in some of them, bytes
         [n, nbytes]; None where it has nothing to say of them. Threads share that function.
-    kernel: a `device.runs.DeviceKernel`, made of the spec, the profile and the device's pools,
-        which finds suspects. Where there is none, or it does not support the objects, the processor
-        checks every object, with `--device` too.
+    kernel: a class, `device.runs.DeviceKernel`, that finds suspects on a device. Where there is
+        none, or it does not support the objects, the processor checks every object, with
+        `--device` too.
     """
 
     group: CheckGroup
     needs: frozenset[Need] = frozenset({Need.PROFILE, Need.TENSORS, Need.BYTES})
     prepare: Callable[[ObjectSpec, Profile], FindIssues | None] | str
-    kernel: Callable[..., Any] | str | None = None
+    kernel: type[Any] | str | None = None
 
 
 def resolved(function: F | str) -> F:
@@ -259,6 +261,11 @@ def remedies() -> dict[str, str]:
     return {code.name: code.remedy for code in codes() if code.remedy}
 
 
+def absent_codes() -> tuple[str, ...]:
+    """Name the codes of findings about objects that are not there."""
+    return tuple(code.name for code in codes() if code.absent)
+
+
 def is_structural(code: str) -> bool:
     """Whether a code says that a group lacks something: once it is whole, nothing is wrong."""
     return code in _CODES and _CODES[code].structural
@@ -346,9 +353,9 @@ for _check in (
         name="groups",
         group=GROUPS,
         codes=(
-            Code("missing-pool", "error", _HITS_ONLY, structural=True),
-            Code("missing-part", "error", _HITS_ONLY, structural=True),
-            Code("missing-rank", "warning", _HITS_ONLY, structural=True),
+            Code("missing-pool", "error", _HITS_ONLY, structural=True, absent=True),
+            Code("missing-part", "error", _HITS_ONLY, structural=True, absent=True),
+            Code("missing-rank", "warning", _HITS_ONLY, structural=True, absent=True),
             Code("orphan-sidecar", "warning", {POOLS_APART: "info"}, structural=True),
         ),
         function="hicachectl.checks.group:check_groups",

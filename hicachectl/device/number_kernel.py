@@ -25,40 +25,31 @@ if TYPE_CHECKING:
 
 
 class NumberKernel:
-    """Counts bad numbers in the fields of objects of one form, padding layers left out."""
+    """Counts bad numbers in the fields of objects on one lane, padding layers left out."""
 
-    def __init__(self, spec: ObjectSpec, profile: Profile, pools: PoolForm) -> None:
-        stored = stored_layers(spec, profile)
-        self.layers = [number for number, layer in enumerate(stored) if layer is not None]
-        self.fields = list(fields_of(spec, profile, pools))
-
-    @property
-    def supported(self) -> bool:
-        """Whether the kernel can look at every field."""
-        return all(supports(field) for _, fields in self.fields for field in fields)
-
-    def on(self, run: DeviceRun) -> NumberLaunches:
+    def __init__(self, spec: ObjectSpec, profile: Profile, run: DeviceRun) -> None:
         """Upload which blocks are looked at."""
-        return NumberLaunches(self, run)
-
-
-class NumberLaunches:
-    """The same on one lane."""
-
-    def __init__(self, kernel: NumberKernel, run: DeviceRun) -> None:
-        self._kernel, self._run = kernel, run
-        layers = torch.tensor(kernel.layers, dtype=torch.int64, device=run.lane.device)
+        stored = stored_layers(spec, profile)
+        self._layers = [number for number, layer in enumerate(stored) if layer is not None]
+        self._fields = list(fields_of(spec, profile, run.pools))
+        self._run = run
+        layers = torch.tensor(self._layers, dtype=torch.int64, device=run.lane.device)
         # Numbers of blocks [layer][slot], object by object.
         self._blocks = (layers * run.most + run.slots[:, None]).reshape(-1)
+
+    @staticmethod
+    def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
+        """Whether the kernel can look at every field of such objects."""
+        return all(supports(f) for _, fields in fields_of(spec, profile, pools) for f in fields)
 
     def launch(self, count: int) -> list[torch.Tensor]:
         """Flag objects, [count, 2]: whether to look at it; whether something must be found there.
 
         Codes under a scale of 0 mean nothing, and a head of zeros may be all there is.
         """
-        layers = len(self._kernel.layers)
+        layers = len(self._layers)
         found = torch.zeros((count, 2), dtype=torch.bool, device=self._run.lane.device)
-        for piece, fields in self._kernel.fields:
+        for piece, fields in self._fields:
             for field, counts in zip(fields, self._counts(piece, fields, count), strict=True):
                 by_object = counts.reshape(count, layers, -1).sum(1)
                 scales = field.scale_floor is not None
@@ -75,7 +66,7 @@ class NumberLaunches:
     def _counts(self, piece: PoolPiece, fields: Sequence[Field], count: int) -> list[torch.Tensor]:
         return block_statistics(
             self._run.lane.pools[self._run.most * piece.offset :],
-            self._blocks[: count * len(self._kernel.layers)],
+            self._blocks[: count * len(self._layers)],
             piece.slot_bytes,
             fields,
         )

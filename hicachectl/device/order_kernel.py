@@ -28,41 +28,23 @@ if TYPE_CHECKING:
 
 
 class OrderKernel:
-    """Correlates rows of objects of one form: first in the profile's order, then in rivals'."""
+    """Correlates rows of objects on one lane: first in the profile's order, then in rivals'."""
 
-    supported = True
-
-    def __init__(self, spec: ObjectSpec, profile: Profile, pools: PoolForm) -> None:
+    def __init__(self, spec: ObjectSpec, profile: Profile, run: DeviceRun) -> None:
+        """Upload which rows are compared."""
         check = layout_check(spec, profile)
         assert check is not None  # or the check would not be run on such objects
-        self.looks = [check.first_look, *check.second_looks]
-        self.pools = pools
-
-    def on(self, run: DeviceRun) -> OrderLaunches:
-        """Upload which rows are compared."""
-        return OrderLaunches(self, run)
-
-    def row_places(self, look: OrderLook, slots: int) -> IntArray:
-        """Find the rows of a look in the first pool, of page slot 0: byte offsets [3, sets]."""
-        piece, tensor = self.pools.pieces[0], self.pools.tensors[0]
-        heads = dict(zip(tensor.axes, tensor.shape, strict=True)).get("head", 1)
-        places: IntArray = (
-            look.layer * slots * piece.slot_bytes
-            + look.token * piece.row_bytes
-            + look.head * (piece.row_bytes // heads)
-        )
-        return places
-
-
-class OrderLaunches:
-    """The same on one lane."""
-
-    def __init__(self, kernel: OrderKernel, run: DeviceRun) -> None:
-        self._looks, self._pieces, self._run = kernel.looks, kernel.pools.pieces, run
+        self._looks = [check.first_look, *check.second_looks]
+        self._run = run
         self._rows = [
-            torch.from_numpy(kernel.row_places(look, run.most)).to(run.lane.device)
-            for look in kernel.looks
+            torch.from_numpy(_row_places(look, run.pools, run.most)).to(run.lane.device)
+            for look in self._looks
         ]
+
+    @staticmethod
+    def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
+        """Whether the kernel can look at such objects: all that the check can judge."""
+        return True
 
     def launch(self, count: int) -> list[torch.Tensor]:
         """Correlate the rows of each look: gains [count, sets] of all, then usable of all."""
@@ -89,7 +71,7 @@ class OrderLaunches:
         return found
 
     def _correlated(self, number: int, slots: torch.Tensor) -> Correlations:
-        piece, most = self._pieces[0], self._run.most
+        piece, most = self._run.pools.pieces[0], self._run.most
         return correlations(
             self._run.lane.pools,
             self._rows[number],
@@ -98,5 +80,17 @@ class OrderLaunches:
             weights=(1.0, -1.0) if number else (0.5, 0.5),
             slot_bytes=piece.slot_bytes,
             tensor_bytes=most * piece.layers * piece.slot_bytes,
-            tensors=len(self._pieces),
+            tensors=len(self._run.pools.pieces),
         )
+
+
+def _row_places(look: OrderLook, pools: PoolForm, slots: int) -> IntArray:
+    """Find the rows of a look in the first pool, of page slot 0: byte offsets [3, sets]."""
+    piece, tensor = pools.pieces[0], pools.tensors[0]
+    heads = dict(zip(tensor.axes, tensor.shape, strict=True)).get("head", 1)
+    places: IntArray = (
+        look.layer * slots * piece.slot_bytes
+        + look.token * piece.row_bytes
+        + look.head * (piece.row_bytes // heads)
+    )
+    return places

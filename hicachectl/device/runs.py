@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from hicachectl.checks.registry import resolved
 from hicachectl.checks.tables import stored_layers
 from hicachectl.device.lanes import MOST_OBJECTS
-from hicachectl.device.plans import pool_form
+from hicachectl.device.plans import PoolForm, pool_form
 from hicachectl.formats.copyplan import VECTOR_BYTES
 from hicachectl.kernels.blake3_triton import Ranges, digest_ranges, ranges_of
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hicachectl.device.lanes import Lane
     from hicachectl.device.providers import Provider
     from hicachectl.formats.copyplan import CopyPlan
+    from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
 
     BoolArray = npt.NDArray[np.bool_]
@@ -36,18 +38,17 @@ _SEED = 20_011  # of the slots that pages are put in: scattered, as on a server
 
 
 class DeviceKernel(Protocol):
-    """The device's part of a value check, for objects of one form. Threads may share it."""
+    """The device's part of a value check, for objects of one form on one lane.
 
-    @property
-    def supported(self) -> bool:
+    One thread at a time.
+    """
+
+    def __init__(self, spec: ObjectSpec, profile: Profile, run: DeviceRun) -> None:
+        """Compute and upload what the launches need. Raises torch.OutOfMemoryError."""
+
+    @staticmethod
+    def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
         """Whether it can look at such objects; else the processor checks them."""
-
-    def on(self, run: DeviceRun) -> Launches:
-        """Make ready for a lane: compute and upload. Raises torch.OutOfMemoryError."""
-
-
-class Launches(Protocol):
-    """A kernel on one lane. One thread at a time."""
 
     def launch(self, count: int) -> Sequence[torch.Tensor]:
         """Look at the first objects in the pools: tensors [count, width]. Does not synchronise.
@@ -74,31 +75,30 @@ def form_of(expected: ObjectSpec, checker: ValueChecker | None) -> Hashable:
 class ObjectForm:
     """What is known of objects of one form that lie `step` bytes apart. Threads may share it.
 
-    kernels: of the checks that have one; none without a checker.
+    kernels: of the checks that have one; none without a checker. supported: whether every one of
+    them can look at such objects.
     """
 
     def __init__(self, expected: ObjectSpec, checker: ValueChecker | None, step: int) -> None:
         self.step = step
         self.nbytes = expected.nbytes
         self.pools = pool_form(expected.tensors)
-        self.kernels: dict[ValueCheck, DeviceKernel] = {}
+        self.kernels: dict[ValueCheck, Callable[[DeviceRun], DeviceKernel]] = {}
+        self.supported = True
         if checker is None:
             return
         for check in checker.prepared:
             if check.kernel is not None:
-                prepare = resolved(check.kernel)
-                self.kernels[check] = prepare(expected, checker.profile, self.pools)
-
-    @property
-    def supported(self) -> bool:
-        """Whether every kernel can look at such objects."""
-        return all(kernel.supported for kernel in self.kernels.values())
+                kernel: type[DeviceKernel] = resolved(check.kernel)
+                self.kernels[check] = partial(kernel, expected, checker.profile)
+                self.supported &= kernel.supports(expected, checker.profile, self.pools)
 
 
 class DeviceRun:
     """The way of objects of one form through one lane: all that a slab needs but its bytes.
 
-    most: objects that the lane holds. slots: [most] int64 on the device, where each goes.
+    most: objects that the lane holds. slots: [most] int64 on the device, where each goes. pools:
+    how the memory `lane.pools` is divided.
 
     On a CUDA device the launches are captured once, for as many objects as the lane holds, and
     replayed for every slab: what lies in slots without an object is looked at and not reported.
@@ -112,14 +112,14 @@ class DeviceRun:
             len(lane.staging) // form.step,
             len(lane.pools) // form.pools.page_bytes,
         )
-        self.lane = lane
+        self.lane, self.pools = lane, form.pools
         self._form, self._provider = form, provider
         most, device = self.most, lane.device
         self.slots = torch.from_numpy(np.random.default_rng(_SEED).permutation(most)).to(device)
         self._places = torch.arange(most, device=device) * (form.step // VECTOR_BYTES)
         self._plans = form.pools.plans(most)
         self._back = tuple(plan.reversed() for plan in self._plans)
-        self._launches = [kernel.on(self) for kernel in form.kernels.values()]
+        self._kernels = [kernel(self) for kernel in form.kernels.values()]
         # Of what each of them has seen: type and width, noted by the first launch.
         self._seen: list[list[tuple[np.dtype[Any], int]]] = []
         self._ranges = self._digestible(most)
@@ -153,18 +153,18 @@ class DeviceRun:
         return self.lane.to_host("digests", results[:count])
 
     def suspects(self, seen: torch.Tensor, count: int) -> BoolArray:
-        """Say what is suspicious by what was seen: [count, 2], as `Launches.suspects`."""
+        """Say what is suspicious by what was seen: [count, 2], as `DeviceKernel.suspects`."""
         found = np.zeros((count, 2), dtype=np.bool_)
         launched = count if self._checking is None else self.most
         packed, start = seen.numpy(), 0
-        for launches, types in zip(self._launches, self._seen, strict=True):
+        for kernel, types in zip(self._kernels, self._seen, strict=True):
             tensors = []
             for dtype, width in types:
                 stop = start + launched * width * dtype.itemsize
                 tensor = packed[start:stop].view(dtype).reshape(launched, width)
                 tensors.append(tensor[:count])
                 start = stop
-            found |= launches.suspects(tensors)
+            found |= kernel.suspects(tensors)
         return found
 
     # --- launches ---
@@ -177,7 +177,7 @@ class DeviceRun:
     def _launch_checks(self, count: int) -> torch.Tensor:
         """Scatter and look; all results in one tensor of bytes, for one copy to the host."""
         self.scatter(count)
-        results = [launches.launch(count) for launches in self._launches]
+        results = [kernel.launch(count) for kernel in self._kernels]
         self._seen = [[(_numpy_type(t), t.numel() // count) for t in seen] for seen in results]
         packed = [t.reshape(-1).view(torch.uint8) for seen in results for t in seen]
         return torch.cat([torch.empty(0, dtype=torch.uint8, device=self.lane.device), *packed])

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.findings import SCHEMA, combine, reasons, severity_ranks
-from hicachectl.checks.registry import SEVERITIES
+from hicachectl.checks.registry import SEVERITIES, absent_codes
 from hicachectl.formats.keys.table import FOREIGN, KeySplitter
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.requests.page_lists import NamedGroups
@@ -184,7 +184,7 @@ def _place(groups: PageGroups, found: pa.Table) -> tuple[IntArray, IntArray]:
     keyless = ~keyed & keys.is_null().to_numpy(zero_copy_only=False)
     # A key that two models have is about the object there, or about one that the other lacks.
     owners = groups.owners(keys)
-    lacks = pc.starts_with(found.column("code"), "missing-").to_numpy()
+    lacks = pc.is_in(found.column("code"), value_set=pa.array(absent_codes())).to_numpy()
     owned = np.flatnonzero((owners != _NOBODY) & ~lacks)
     owned = owned[groups.deployment_ids[owners[owned]] != UNRESOLVED]
     rows: list[IntArray] = [owned]

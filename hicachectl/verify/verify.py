@@ -277,7 +277,8 @@ class _Run:
 
     def _columns(self) -> list[str]:
         """Name the columns of the scan that checks and repairs need."""
-        wanted = {"version": self.request.repairs, "replicas": "sizes" in self.request.checks}
+        replicas = any(Need.REPLICAS in check.needs for check in checks(self.request.checks))
+        wanted = {"version": self.request.repairs, "replicas": replicas}
         return [
             name for name, needed in wanted.items() if needed and name in self.store.traits.columns
         ]

@@ -53,7 +53,7 @@ def test_the_kernel_sees_the_order_where_the_host_does(device: str, name: str) -
     lane = allocate_lanes([torch.device(device)], lane_bytes(slab), slab, slab)[0]
     form = ObjectForm(expected, None, step)
     run = DeviceRun(form, lane, TorchProvider())
-    kernel = OrderKernel(expected, profile, form.pools).on(run)
+    kernel = OrderKernel(expected, profile, run)
     slabs = np.zeros((len(objects), step), np.uint8)
     slabs[:, : expected.nbytes] = objects
     lane.staging.copy_(torch.from_numpy(slabs.reshape(-1)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.checks.registry import group_names, groups_help
+from hicachectl.checks.registry import SEVERITIES, group_names, groups_help
 from hicachectl.cli.commands.verify_repair import (
     earlier_runs,
     refuse_early,
@@ -114,7 +114,7 @@ Examples:
 )
 @click.option(
     "--fail-on",
-    type=click.Choice(["error", "warning", "never"]),
+    type=click.Choice([*reversed(SEVERITIES[1:]), "never"]),
     default="warning",
     show_default=True,
     help="Exit with 4 on findings at least this severe.",
