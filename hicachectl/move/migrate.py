@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hicachectl.backends.base import Status
-from hicachectl.backends.capabilities import Confirm, Leases, Profiled, Resumable
+from hicachectl.backends.capabilities import Confirm, Leases, Resumable
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.io.pipeline import Pipeline, batches
 from hicachectl.move.batches import WRITING, Action
@@ -22,8 +22,8 @@ from hicachectl.move.journal import (
 )
 from hicachectl.move.migration_plan import plan_migration
 from hicachectl.move.results import GroupStatus, RunResult
-from hicachectl.move.routes import find_router, settle_grammar
 from hicachectl.move.runs import CopyRun
+from hicachectl.move.survey import StorePair
 from hicachectl.text.units import human_size
 from hicachectl.text.vocabulary import LOCK
 
@@ -112,18 +112,13 @@ class _Migration:
             raise UsageError(
                 f"{source.url}: --move: its objects cannot be deleted; copy without it"
             )
-        self._target = request.destination_profile or request.profile
-        self._grammar = settle_grammar(source, destination)
-        self._routes_of = find_router(
-            source, destination, self._grammar, request.profile, self._target
-        )
-        if self._target is not None and isinstance(destination, Profiled):
-            destination.use_profile(self._target)
+        target = request.destination_profile or request.profile
+        self._stores = StorePair(source, destination, request.profile, target)
         self._identity = {
             "source": source.url,
             "destination": destination.url,
-            "grammar": self._grammar,
-            "profile": None if self._target is None else profile_text(self._target),
+            "grammar": self._stores.grammar,
+            "profile": None if target is None else profile_text(target),
             "move": request.options.move,
         }
         self._journal_path, self._place_remark = journal_path(self._identity)
@@ -132,14 +127,7 @@ class _Migration:
 
     def plan(self, on_listed: Callable[[int], None]) -> MigrationPlan:
         """List both stores, and decide what is done with each group."""
-        plan = plan_migration(
-            self._source,
-            self._destination,
-            self._request,
-            self._routes_of,
-            self._grammar,
-            on_listed,
-        )
+        plan = plan_migration(self._stores, self._request, on_listed)
         plan.settle_existing(self._request, self._earlier)
         plan.leave_too_large(self._request.options)
         return plan

@@ -17,7 +17,7 @@ from hicachectl.checks.sizes import check_sizes
 from hicachectl.move.batches import WRITING, Action, CopyOptions
 from hicachectl.move.planning import plan_repair
 from hicachectl.move.results import MOST_PROBLEMS
-from hicachectl.move.survey import compare, decide, survey_destination, survey_source
+from hicachectl.move.survey import compare, decide
 from hicachectl.move.work import PageWork, too_large
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.group_table import WHOLE
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.move.journal import Progress
     from hicachectl.move.results import Problem
-    from hicachectl.move.routes import Route
-    from hicachectl.move.survey import IfExists, Survey
+    from hicachectl.move.survey import IfExists, StorePair, Survey
     from hicachectl.pages.groups import BoolArray
     from hicachectl.pages.inventory import IntArray, Inventory
     from hicachectl.requests.files import PageList
@@ -175,21 +174,16 @@ class MigrationPlan:
 
 
 def plan_migration(
-    source: Store,
-    destination: Store,
-    request: MigrationRequest,
-    routes_of: Callable[[Inventory], list[Route]],
-    grammar: str,
-    on_listed: Callable[[int], None],
+    stores: StorePair, request: MigrationRequest, on_listed: Callable[[int], None]
 ) -> MigrationPlan:
     """List both stores, and decide what is done with each group."""
+    source = stores.source
     # What is removed from the source is told by its version from what a server wrote since.
     columns = {"version"} & source.traits.columns if request.options.move else ()
     listed = take_inventory(source, request.profile, columns=columns, on_batch=on_listed)
     inventory = select(listed, request.selection)
     groups = PageGroups(inventory)
-    surveys = survey_source(inventory, groups, routes_of(inventory))
-    surveys = survey_destination(destination, surveys, grammar, on_batch=on_listed)
+    surveys = stores.survey(inventory, groups, on_batch=on_listed)
     plan = MigrationPlan(inventory, groups, surveys)
     chosen = np.ones(len(groups), dtype=np.bool_)
     named = None if request.pages is None else NamedGroups(request.pages, groups)

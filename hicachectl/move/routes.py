@@ -9,21 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.capabilities import Archive
-from hicachectl.formats.errors import UsageError
 from hicachectl.formats.keys.table import join_keys
 from hicachectl.formats.spec import UNKNOWN_SIZE
-from hicachectl.formats.transfer import TransferUnit, transfer_plan
+from hicachectl.formats.transfer import TransferUnit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from hicachectl.backends.base import Store
-    from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.formats.transfer import TransferPlan
     from hicachectl.pages.deployments import Deployment
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.inventory import IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,47 +107,3 @@ def planned_route(deployment: Deployment, plan: TransferPlan) -> Route:
         units=plan.units,
         verbatim=all(unit.identity for unit in plan.units),
     )
-
-
-def settle_grammar(source: Store, destination: Store) -> str:
-    """Name the grammar of the keys that will be written, and tell the destination.
-
-    It is the destination's own; a new pack takes the source's.
-    """
-    if not isinstance(destination, Archive):
-        return destination.grammar
-    grammar = source.grammar if destination.open_grammar else destination.grammar
-    destination.use_grammar(grammar)
-    return grammar
-
-
-def find_router(
-    source: Store,
-    destination: Store,
-    grammar: str,
-    profile: Profile | None,
-    target: Profile | None,
-) -> Callable[[Inventory], list[Route]]:
-    """Decide how the source's deployments become the destination's, once it is listed.
-
-    profile: of the source, None: as far as its keys tell. target: of the destination, None: the
-    same. Raises UsageError, ProfileError or UnsupportedByBackend where they cannot.
-    """
-    same = source.url == destination.url
-    if target in (None, profile) and grammar == source.grammar:
-        if same:
-            raise UsageError(f"{source.url}: source and destination are the same")
-        return lambda inventory: list(verbatim_routes(inventory.table.deployments))
-    if profile is None or profile.inferred:
-        raise UsageError(
-            f"{source.url}: keys or bytes are to change, and only a profile says what they mean: "
-            "give --profile, or --model-config"
-        )
-    plan = transfer_plan(profile, source.grammar, target or profile, grammar)
-    old, new = ({o.coordinate for o in objects} for objects in (plan.sources, plan.destinations))
-    if same and old & new:
-        raise UsageError(
-            f"{source.url}: what is written would get keys of what is read; migrate to another "
-            "store, or to another --to-model or --to-tag"
-        )
-    return lambda inventory: [planned_route(inventory.table.deployments[0], plan)]

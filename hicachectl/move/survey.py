@@ -10,12 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.capabilities import Archive, Profiled
 from hicachectl.checks.sizes import expected_sizes
-from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.errors import ProfileError, UsageError
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.table import KeySplitter, page_words
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
+from hicachectl.formats.transfer import transfer_plan
 from hicachectl.move.batches import Action
+from hicachectl.move.routes import planned_route, verbatim_routes
 from hicachectl.pages.group_table import ABSENT, UNSIZED, GroupTable, fill_table
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.keys.base import Affix
+    from hicachectl.formats.profile import Profile
+    from hicachectl.formats.transfer import TransferPlan
     from hicachectl.move.routes import Route
     from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import IntArray, Inventory
@@ -98,6 +103,77 @@ class Survey:
         written = items[places], targets, sizes
         known = self.there.objects(np.arange(self.there.count))
         return replace(self, there=_targets(self.route, self.there.count, [written, known]))
+
+
+class StorePair:
+    """A source, a destination, and how pages get from one to the other.
+
+    profile: of the source; None: as far as its keys tell.
+    target:  of the destination; None: the same as the source's.
+    grammar: of the keys that are written: the destination's own; a new pack takes the source's.
+    """
+
+    def __init__(
+        self, source: Store, destination: Store, profile: Profile | None, target: Profile | None
+    ) -> None:
+        """Plan the transfer, and tell the destination its grammar and profile.
+
+        Raises UsageError, ProfileError or UnsupportedByBackend where pages cannot be transferred.
+        """
+        self.source = source
+        self.destination = destination
+        self.profile = profile
+        self.target = target
+        self.grammar = destination.grammar
+        if isinstance(destination, Archive):
+            if destination.open_grammar:
+                self.grammar = source.grammar
+            destination.use_grammar(self.grammar)
+        self._plan = self._planned()
+        if target is not None and isinstance(destination, Profiled):
+            destination.use_profile(target)
+
+    def _planned(self) -> TransferPlan | None:
+        """Plan the transfer of a page; None where all objects keep key and bytes."""
+        source, profile = self.source, self.profile
+        same = source.url == self.destination.url
+        if self.target in (None, profile) and self.grammar == source.grammar:
+            if same:
+                raise UsageError(f"{source.url}: source and destination are the same")
+            return None
+        if profile is None or profile.inferred:
+            raise UsageError(
+                f"{source.url}: keys or bytes are to change, and only a profile says what they "
+                "mean: give --profile, or --model-config"
+            )
+        plan = transfer_plan(profile, source.grammar, self.target or profile, self.grammar)
+        old, new = ({o.coordinate for o in objs} for objs in (plan.sources, plan.destinations))
+        if same and old & new:
+            raise UsageError(
+                f"{source.url}: what is written would get keys of what is read; migrate to another "
+                "store, or to another --to-model or --to-tag"
+            )
+        return plan
+
+    def survey(
+        self,
+        inventory: Inventory,
+        groups: PageGroups,
+        *,
+        first_only: bool = False,
+        on_batch: Callable[[int], None] = lambda objects: None,
+    ) -> list[Survey]:
+        """Survey the groups of each deployment on both sides. first_only: of the first deployment.
+
+        Raises ProfileError where the destination holds another topology under the same keys,
+        StoreUnavailable.
+        """
+        deployments = inventory.table.deployments
+        routes = list(verbatim_routes(deployments))
+        if self._plan is not None:
+            routes = [planned_route(deployments[0], self._plan)]
+        surveys = survey_source(inventory, groups, routes[:1] if first_only else routes)
+        return survey_destination(self.destination, surveys, self.grammar, on_batch=on_batch)
 
 
 def survey_source(

@@ -11,14 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.backends.capabilities import Pins, Profiled, Resumable, Touch
+from hicachectl.backends.capabilities import Pins, Resumable, Touch
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.io.interrupts import persistent
 from hicachectl.move.batches import Action
 from hicachectl.move.results import GroupStatus, Problem
-from hicachectl.move.routes import find_router, settle_grammar
 from hicachectl.move.runs import CopyRun
-from hicachectl.move.survey import decide, survey_destination, survey_source
+from hicachectl.move.survey import StorePair, decide, survey_destination
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import EVERYTHING
@@ -103,18 +102,14 @@ def prewarm(
         if not isinstance(destination, Pins):
             raise UnsupportedByBackend(f"{destination.url}: --pin: its objects cannot be pinned")
         destination.pin_writes(request.options.pin_seconds)
-    grammar = settle_grammar(source, destination)
-    routes_of = find_router(source, destination, grammar, request.profile, request.target)
-    if isinstance(destination, Profiled):
-        destination.use_profile(request.target)
+    stores = StorePair(source, destination, request.profile, request.target)
     inventory = (
         take_inventory(source, request.profile, on_batch=on_listed)
         if request.chains is None
         else inventory_of_chains(source, request.profile, request.chains, on_batch=on_listed)
     )
     groups = PageGroups(inventory)
-    surveys = survey_source(inventory, groups, routes_of(inventory)[:1])
-    (survey,) = survey_destination(destination, surveys, grammar, on_batch=on_listed)
+    (survey,) = stores.survey(inventory, groups, first_only=True, on_batch=on_listed)
     options = request.options
     survey, misfits = leave_misfits(survey, whole_groups=request.chains is None)
     survey, large = leave_too_large(
