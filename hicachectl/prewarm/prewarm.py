@@ -30,7 +30,7 @@ from hicachectl.text.units import human_size
 from hicachectl.text.vocabulary import LOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
@@ -162,7 +162,6 @@ def _executed(run: _Run, copying: CopyRun, on_copied: Callable[[int, int], None]
     plan = run.plan
     total = max(int(plan.cost.sum()), 1)
     watch = Watch(run.destination, plan.survey)
-    touching = Touching(run.destination, plan.survey)
     partly = int((plan.actions[plan.items] == Action.COMPLETE).sum())
 
     def on_done(batch: PageBatch, done: MoveResult) -> None:
@@ -177,13 +176,13 @@ def _executed(run: _Run, copying: CopyRun, on_copied: Callable[[int, int], None]
             copying.copy([plan.work()], on_done=on_done)
             if plan.there:
                 run.destination.flush()  # what was there already is reported as well
-            touching.touch(plan.wanted, until=_after(run.deadline))
+            touch_pages(run.destination, plan.survey, plan.wanted, until=_after(run.deadline))
             outcome = _finished(run)
     except BaseException as error:
         if isinstance(error, Exception):
             raise
         interruption = error
-        touching.touch(plan.wanted, until=_after(time.monotonic()))
+        touch_pages(run.destination, plan.survey, plan.wanted, until=_after(time.monotonic()))
         outcome = _finished(run, until=_after(time.monotonic()))
     result = copying.result
     failed = result.count(GroupStatus.FAILED) + result.count(GroupStatus.CONFLICT)
@@ -211,6 +210,8 @@ class Watch:
     def __init__(self, store: Store, survey: Survey) -> None:
         self._store = store
         self._survey = survey
+        anchors = (n for n, target in enumerate(survey.route.targets) if target.anchor)
+        self._anchor = next(anchors, 0)
         self._keys: list[pa.BinaryArray] = []
         self._count = 0
         self._written = 0
@@ -220,11 +221,10 @@ class Watch:
     def add(self, batch: PageBatch, result: MoveResult) -> None:
         """Take note of what was written."""
         self._written += result.nbytes
-        done = batch.items[result.open]
-        if self._count < _WATCHED and len(done):
-            keys = _anchor_keys(self._survey, done[: _WATCHED - self._count])
-            self._keys.append(keys)
-            self._count += len(keys)
+        done = batch.items[result.open][: _WATCHED - self._count]
+        if len(done):
+            self._keys.append(self._survey.keys(done, np.full(len(done), self._anchor)))
+            self._count += len(done)
 
     def lost(self) -> bool:
         """Look, now and then, whether something of it is gone."""
@@ -243,42 +243,29 @@ class Watch:
         )
 
 
-class Touching:
-    """Makes pages the most recently used: the least valuable first, and leaves before roots."""
+def touch_pages(
+    store: Store, survey: Survey, items: IntArray, *, until: float | None = None
+) -> None:
+    """Make pages the most recently used, where the store has such an order.
 
-    def __init__(self, store: Store, survey: Survey) -> None:
-        self._store = store if isinstance(store, Touch) else None
-        self._survey = survey
-
-    def touch(self, items: IntArray, *, until: float | None = None) -> None:
-        """Touch groups, the most valuable first in `items`, where the store has such an order.
-
-        until: `time.monotonic()` by which it shall have ended, but for one more call. Where there
-        seems to be no time for all, less valuable ones are left out.
-        """
-        if self._store is None:
-            return
-        step = self._store.limits.batch_objects
-        calls = -(-len(items) // step)
-        begun, made, at = time.monotonic(), 0, 0
-        while at < calls:
-            self._touch(self._store, items[::-1][at * step : (at + 1) * step])
-            at, made = at + 1, made + 1
-            if until is not None:
-                now = time.monotonic()
-                affordable = int(made * (until - now) / max(now - begun, 1e-9))
-                at = max(at, calls - max(affordable, 1))
-
-    def _touch(self, store: Touch, items: IntArray) -> None:
-        """Touch all objects of some groups, in their order."""
-        at, targets, _ = self._survey.wanted.objects(items)
-        store.touch(pa.table({"key": self._survey.keys(items[at], targets)}))
-
-
-def _anchor_keys(survey: Survey, items: IntArray) -> pa.BinaryArray:
-    """Spell the keys of one anchor of each group."""
-    anchor = next(at for at, target in enumerate(survey.route.targets) if target.anchor)
-    return survey.keys(items, np.full(len(items), anchor, dtype=np.int64))
+    The least valuable come first, and the leaves of a chain before its root.
+    items: rows of the survey, the most valuable first. until: `time.monotonic()` by which it shall
+    have ended, but for one more call. Less valuable pages are left out where time is short.
+    """
+    if not isinstance(store, Touch):
+        return
+    step = store.limits.batch_objects
+    calls = -(-len(items) // step)
+    begun, made, at = time.monotonic(), 0, 0
+    while at < calls:
+        some = items[::-1][at * step : (at + 1) * step]
+        of, targets, _ = survey.wanted.objects(some)
+        store.touch(pa.table({"key": survey.keys(some[of], targets)}))
+        at, made = at + 1, made + 1
+        if until is not None:
+            now = time.monotonic()
+            affordable = int(made * (until - now) / max(now - begun, 1e-9))
+            at = max(at, calls - max(affordable, 1))
 
 
 def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
@@ -289,8 +276,8 @@ def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
     found = count_usable(store, request.target, request.served, request.chains)
     requested = len(found.target.page_names)
     held = int(found.target.needed().any(axis=1).sum())
-    document = _document(None, store, requested, held, requested - held)
-    outcome = _outcome(document, found.pages, found.deployment, request, started, cut=False)
+    pages = {"requested": requested, "there": held, "missing": requested - held}
+    outcome = _outcome(None, store, request, pages, found.pages, found.deployment, started)
     outcome.remarks += [*found.remarks, *stamp_remarks(store, request.target)]
     return outcome
 
@@ -340,8 +327,10 @@ def _finished(run: _Run, *, until: float | None = None) -> PrewarmOutcome:
             there, missing = there + more, missing - more
     except TimeoutError:
         unseen = True
-    document = _document(source, destination, plan.requested, there, missing)
-    outcome = _outcome(document, usable, deployment, request, started, cut=plan.cut)
+    pages = {"requested": plan.requested, "there": there, "missing": missing}
+    outcome = _outcome(
+        source, destination, request, pages, usable, deployment, started, cut=plan.cut
+    )
     outcome.remarks += remarks
     if unseen:
         outcome.remarks.append(f"{destination.url}: too long to list; what is usable is not known")
@@ -382,34 +371,30 @@ def _conflicts(plan: Plan) -> list[Problem]:
     return [Problem(page, None, why) for page in pages]
 
 
-def _document(
-    source: Store | None, destination: Store, requested: int, there: int, missing: int
-) -> dict[str, Any]:
-    return {
-        "destination": destination.url,
-        "source": source and source.url,
-        "requested_pages": requested,
-        "already_there": there,
-        "copied_pages": 0,
-        "bytes": 0,
-        "missing_pages": missing,
-    }
-
-
 def _outcome(
-    document: dict[str, Any],
+    source: Store | None,
+    destination: Store,
+    request: PrewarmRequest,
+    pages: Mapping[str, int],
     usable_pages: IntArray,
     deployment: Profile,
-    request: PrewarmRequest,
     started: float,
     *,
-    cut: bool,
+    cut: bool = False,
 ) -> PrewarmOutcome:
+    """Return the outcome of a run that has copied nothing. pages: counts, by their names."""
     page_size = request.target.page_size
-    asked = document["requested_pages"]
+    asked = pages["requested"]
     if request.chains is not None:
         asked = int(request.chains.reach.sum())
-    document |= {
+    document = {
+        "destination": destination.url,
+        "source": source and source.url,
+        "requested_pages": pages["requested"],
+        "already_there": pages["there"],
+        "copied_pages": 0,
+        "bytes": 0,
+        "missing_pages": pages["missing"],
         "usable_tokens": int(usable_pages.sum()) * page_size,
         "requested_tokens": asked * page_size,
         "deployment": deployment_document(deployment),

@@ -231,7 +231,7 @@ def test_touches_that_take_too_long_are_left_out_but_not_those_of_the_best(
         routes = verbatim_routes(inventory.table.deployments)
         (survey,) = survey_source(inventory, PageGroups(inventory), routes)
         place = pc.index_in(survey.pages, value_set=pa.array(HASHES)).to_numpy()
-        prewarming.Touching(other, survey).touch(np.argsort(place), until=4.5)
+        prewarming.touch_pages(other, survey, np.argsort(place), until=4.5)
     assert touched == [[HASHES[at]] for at in (11, 2, 1, 0)]
 
 
