@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -228,7 +228,7 @@ class _Migration:
             "resumed": 0 if earlier is None else earlier.pages,
             "complete": result.complete,
             "stopped_by": LOCK if is_held else FULL if result.full else None,
-            "problems": [asdict(problem) for problem in problems],
+            "problems": [{"page": p.page, "key": p.key, "detail": p.detail} for p in problems],
         }
         remarks = list(plan.remarks)
         if self._place_remark:
