@@ -33,23 +33,20 @@ from hicachectl.backends.capabilities import SideFiles
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.files import VERSION
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
+from hicachectl.formats.quarantine import BEGUN, COPYING, DONE, FOLDER, RECORD, RUN
 from hicachectl.move.recorded import Record, dump_record, no_groups, parse_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from hicachectl.backends.base import Store
     from hicachectl.move.recorded import RecordedGroups
 
-BEGUN, DONE, COPYING = ".begun", ".json", ".copying"
 _MAX_RECORD_BYTES = 64 << 20  # a thousand objects are half a megabyte
-_FOLDER = re.compile(r"[0-9]{6}")
-_RECORD = re.compile(rf"([0-9]{{6}})({re.escape(BEGUN)}|{re.escape(DONE)})")
 _LEFTOVER = re.compile(r"\.[0-9]{6}\.(begun|json|copying)\.tmp")
 _OBJECT = re.compile(r"0|[1-9][0-9]{0,8}")
 # Objects that came meanwhile, and unfinished copies.
 _PASSING = re.compile(r"new-[0-9a-f]{16}|\.hicachectl-[0-9a-f]{32}\.tmp")
-_RUN = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{6}")
 
 
 class Quarantine:
@@ -337,7 +334,7 @@ def runs(quarantine: Directory) -> Iterator[tuple[str, Directory]]:
     entry that is a link, a special file or of an owner who is not trusted; OSError.
     """
     found = quarantine.checked_entries()
-    if any(map(_RECORD.fullmatch, found)):
+    if any(map(RECORD.fullmatch, found)):
         yield "", quarantine
         return
     for name in [name for name, facts in found.items() if stat.S_ISDIR(facts.st_mode)]:
@@ -355,7 +352,7 @@ def batches(run: Directory, wanted: Callable[[str], bool] = lambda suffix: True)
     numbers: dict[str, str] = {}
     # Where a run was killed between the two, the done record comes last and counts.
     for name in run.checked_entries():
-        if match := _RECORD.fullmatch(name):
+        if match := RECORD.fullmatch(name):
             numbers[match[1]] = match[2]
     for stem, suffix in numbers.items():
         if wanted(suffix):
@@ -377,17 +374,17 @@ def sweep(run: Directory, parent: Directory, name: str) -> list[str]:
     stay: list[str] = []
     with suppress(OSError):
         found = run.entries()
-        recorded = {match[1] for match in map(_RECORD.fullmatch, found) if match}
+        recorded = {match[1] for match in map(RECORD.fullmatch, found) if match}
         for entry, facts in found.items():
             stem, _, suffix = entry.partition(".")
-            is_folder = stat.S_ISDIR(facts.st_mode) and _FOLDER.fullmatch(entry)
+            is_folder = stat.S_ISDIR(facts.st_mode) and FOLDER.fullmatch(entry)
             if _LEFTOVER.fullmatch(entry) or (f".{suffix}" == BEGUN and stem + DONE in found):
                 run.remove(entry)
             elif is_folder and entry not in recorded:
                 stay += _swept_folder(run, entry, copied=entry + COPYING in found)
             elif f".{suffix}" == COPYING and (stem in recorded or not run.has(stem)):
                 run.remove(entry)
-        if name and _RUN.fullmatch(name):
+        if name and RUN.fullmatch(name):
             parent.remove_directory(name)
         elif not name:  # an option named this very run
             Path(run.path).rmdir()
@@ -429,13 +426,3 @@ def _read_record(run: Directory, name: str) -> Record:
     if len(text) > _MAX_RECORD_BYTES:
         raise FormatError(f"{source}: larger than {_MAX_RECORD_BYTES} bytes, not a record")
     return parse_record(text, source=source)
-
-
-def is_quarantine(path: str, names: Iterable[str]) -> bool:
-    """Tell a directory of these names from a store: a quarantine, one of its runs or folders."""
-    parts = path.rsplit("/", 2)[-2:]
-    if parts == [".hicachectl", "quarantine"]:
-        return True
-    if _FOLDER.fullmatch(parts[-1]) and any(os.path.lexists(path + end) for end in (BEGUN, DONE)):
-        return True
-    return any(_RUN.fullmatch(name) or _RECORD.fullmatch(name) for name in names)

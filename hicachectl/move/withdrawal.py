@@ -21,11 +21,12 @@ from hicachectl.backends.base import Result, Status
 from hicachectl.backends.capabilities import open_mover
 from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.formats.quarantine import BEGUN
 from hicachectl.move.backups import copy_groups, copy_memory
 from hicachectl.move.listed import ListedGroups
 from hicachectl.move.order import GroupObjects, Sighting, remove_once, withdraw
 from hicachectl.move.planning import RepairPlan
-from hicachectl.move.quarantine import BEGUN, Batch, Quarantine, Run, batches, runs, sweep
+from hicachectl.move.quarantine import Batch, Quarantine, Run, batches, runs, sweep
 from hicachectl.move.recorded import ABSENT, Mode, Record, RecordedGroups, Sight, look
 from hicachectl.move.reports import (
     REMOVED,

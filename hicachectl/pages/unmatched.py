@@ -13,7 +13,7 @@ import numpy as np
 from hicachectl.backends.disk.files import OWN_PREFIX
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import StoreUnavailable
-from hicachectl.move.quarantine import is_quarantine
+from hicachectl.formats.quarantine import is_quarantine
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.listing import key_text
 from hicachectl.pages.selection import Selection, select
@@ -156,7 +156,7 @@ def _describe_place(store: Store, listed: Inventory) -> str:
         first = key_text(listed.objects.column("key").slice(0, 1).combine_chunks())[0].as_py()
         return f"the store has no pages, but {count} other objects, first: {first}"
     entries = _entries(store.path)
-    if is_quarantine(store.path, [*entries.directories, *entries.others]):
+    if is_quarantine(store.path, [*entries.directories, *entries.others], os.path.lexists):
         return (
             f"{store.path} is a quarantine, not a store; its pages are put back with "
             f"hicachectl restore {store.path} STORE"
