@@ -13,20 +13,19 @@ The sidecars of a group stay while one of its anchors does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.backends.base import Status
+from hicachectl.backends.base import Result, Status
 from hicachectl.move.results import GroupStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     import pyarrow as pa
 
-    from hicachectl.backends.base import BoolArray, IntArray, Result
+    from hicachectl.backends.base import BoolArray, IntArray
     from hicachectl.move.results import MoveResult
 
 _ROUNDS = 5  # of a withdrawal
@@ -119,19 +118,16 @@ def remove_once(
     *,
     remove: Callable[[IntArray], Result],
     on_error: Callable[[int, str], None],
-    group_by_group: bool = False,
 ) -> None:
     """Remove objects, anchors first; the sidecars of a group stay where an anchor does.
 
     chosen: places. remove: called with places. on_error: told the place of an object that could
     not be removed, and why.
-    group_by_group: remove one group after the other; where an anchor stays, the rest stays.
     """
     believed = np.zeros(int(objects.owners.max(initial=-1)) + 1, dtype=np.bool_)
-    for run in _departures(objects, chosen, group_by_group):
-        some = run[~believed[objects.owners[run]]]
-        if not len(some):
-            continue
+    for stage in (objects.anchors, ~objects.anchors):
+        some = chosen[stage[chosen]]
+        some = some[~believed[objects.owners[some]]]
         found = remove(some)
         stays = (found.statuses != Status.OK) & (found.statuses != Status.GONE)
         believed[objects.owners[some[stays]]] = True
@@ -139,17 +135,28 @@ def remove_once(
             on_error(int(some[index]), found.errors.get(index, "cannot be deleted"))
 
 
-def _departures(
-    objects: GroupObjects, chosen: IntArray, group_by_group: bool
-) -> Sequence[IntArray]:
-    """Cut objects into runs, in the order in which they leave."""
-    anchors, owners = objects.anchors[chosen], objects.owners[chosen]
-    if not group_by_group:
-        return chosen[anchors], chosen[~anchors]
-    order = np.lexsort((~anchors, owners))
-    # Each anchor is a run of its own, and so are all sidecars of a group.
-    starts = anchors[order[1:]] | np.diff(anchors[order]) | (np.diff(owners[order]) != 0)
-    return np.split(chosen[order], np.flatnonzero(starts) + 1)
+def _take_each(objects: GroupObjects, take: Callable[[int], Status]) -> Result:
+    """Remove one object after the other, group by group; where an anchor stays, the rest stays.
+
+    What is not tried is CHANGED.
+    """
+    statuses = np.full(len(objects), Status.CHANGED, dtype=np.uint8)
+    errors: dict[int, str] = {}
+    order = np.lexsort((~objects.anchors, objects.owners))
+    owners, anchors = objects.owners[order].tolist(), objects.anchors[order].tolist()
+    believed = -1
+    for place, owner, is_anchor in zip(order.tolist(), owners, anchors, strict=True):
+        if owner == believed:
+            continue
+        status = Status.ERROR
+        try:
+            status = take(place)
+        except OSError as error:
+            errors[place] = error.strerror or str(error)
+        statuses[place] = status
+        if is_anchor and status is not Status.OK and status is not Status.GONE:
+            believed = owner
+    return Result(statuses, errors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +180,8 @@ def withdraw(
     *,
     look: Callable[[IntArray], Sighting],
     remove: Callable[[Sighting, IntArray], Result],
-    group_by_group: bool,
+    take: Callable[[Sighting], Callable[[int], Status]] | None = None,
+    note: Callable[[Sighting, IntArray, Result], None] = lambda seen, places, found: None,
 ) -> None:
     """Remove groups until each is gone, or whole without what was wrong with it.
 
@@ -182,27 +190,35 @@ def withdraw(
 
     pending: groups, places in `result`.
     look: asks the store about groups; returns what must leave, nothing of groups that are settled.
-    remove: called with places among the objects of a sighting; notes what it removed by itself.
-    group_by_group: remove the anchors and sidecars of one group before those of the next, where
-        every object is a call of its own: a group is then half gone for microseconds only.
+    remove: called with places among the objects of a sighting.
+    take: where every object is a call of its own: returns what removes an object by its place, and
+        may raise OSError. The anchors and sidecars of one group then leave before those of the
+        next, so that a group is half gone for microseconds only.
+    note: told what was removed, or tried.
     """
     for _ in range(_ROUNDS):
         seen = look(pending)
         if not len(seen.objects):
             return
+        objects, everything = seen.objects, np.arange(len(seen.objects))
 
-        def failed(place: int, why: str, objects: GroupObjects = seen.objects) -> None:
+        def removed(places: IntArray, seen: Sighting = seen) -> Result:
+            found = remove(seen, places)
+            note(seen, places, found)
+            return found
+
+        def failed(place: int, why: str, objects: GroupObjects = objects) -> None:
             group, key = int(objects.owners[place]), objects.keys[place].as_py()
             result.fail(group, GroupStatus.FAILED, key, why)
 
-        remove_once(
-            seen.objects,
-            np.arange(len(seen.objects)),
-            remove=partial(remove, seen),
-            on_error=failed,
-            group_by_group=group_by_group,
-        )
-        pending = np.unique(seen.objects.owners)
+        if take is None:
+            remove_once(objects, everything, remove=removed, on_error=failed)
+        else:
+            found = _take_each(objects, take(seen))
+            note(seen, everything, found)
+            for place, why in found.errors.items():
+                failed(place, why)
+        pending = np.unique(objects.owners)
         pending = pending[result.open[pending]]
     seen = look(pending)
     groups, first = np.unique(seen.objects.owners, return_index=True)

@@ -11,7 +11,7 @@ import os
 import time
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -240,18 +240,14 @@ class _Removal:
         """
         self._left = np.zeros(len(self.groups.owners), dtype=np.bool_)
 
-        def remove(seen: Sighting, places: IntArray) -> Result:
-            found = self._delete(seen, places) if mover is None else self._move(mover, seen, places)
-            self._note(seen, places, found)
-            return found
-
         if len(self.pending):
             withdraw(
                 self.pending,
                 self.result,
                 look=self._look,
-                remove=remove,
-                group_by_group=mover is not None,
+                remove=self._delete,
+                take=None if mover is None else partial(self._taker, mover),
+                note=self._note,
             )
         try:
             if mover is not None:
@@ -290,20 +286,19 @@ class _Removal:
             errors.update({start + index: why for index, why in found.errors.items()})
         return Result(statuses, errors)
 
-    def _move(self, mover: Mover, seen: Sighting, places: IntArray) -> Result:
-        """Rename objects, recorded ones to the file that their record names."""
-        keys = seen.objects.keys.take(pa.array(places)).to_pylist()
-        versions = seen.rows.column("version").take(pa.array(places)).to_pylist()
-        files = self.groups.files[seen.recorded[places]].tolist()
-        statuses, errors = np.zeros(len(places), dtype=np.uint8), {}
-        for n, (key, version) in enumerate(zip(keys, versions, strict=True)):
-            is_new = seen.recorded[places[n]] == ABSENT
-            name = f"new-{os.urandom(8).hex()}" if is_new else str(files[n])
-            try:
-                statuses[n] = mover.take(key, name, version)
-            except OSError as error:
-                statuses[n], errors[n] = Status.ERROR, error.strerror or str(error)
-        return Result(statuses, errors)
+    def _taker(self, mover: Mover, seen: Sighting) -> Callable[[int], Status]:
+        """Return what renames an object: a recorded one to the file that its record names."""
+        keys = seen.objects.keys.to_pylist()
+        versions = seen.rows.column("version").to_pylist()
+        recorded = seen.recorded.tolist()
+        files = self.groups.files.tolist()
+
+        def take(place: int) -> Status:
+            is_new = recorded[place] == ABSENT
+            name = f"new-{os.urandom(8).hex()}" if is_new else str(files[recorded[place]])
+            return mover.take(keys[place], name, versions[place])
+
+        return take
 
     def _note(self, seen: Sighting, places: IntArray, found: Result) -> None:
         """Count what has left."""

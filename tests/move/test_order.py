@@ -6,6 +6,7 @@ as a server would.
 
 from __future__ import annotations
 
+import errno
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -121,8 +122,19 @@ def test_a_withdrawn_group_keeps_its_sidecars_while_an_anchor_stays(
         came.difference_update(again)
         return found
 
+    def taker(seen: Sighting) -> Callable[[int], Status]:
+        def take(place: int) -> Status:
+            found = remove(seen, np.array([place]))
+            if found.errors:
+                raise OSError(errno.EIO, "refused")
+            return Status(int(found.statuses[0]))
+
+        return take
+
     # The check of each step is about anchors: a removed sidecar beside one fails it.
-    withdraw(np.arange(GROUPS), result, look=look, remove=remove, group_by_group=group_by_group)
+    withdraw(
+        np.arange(GROUPS), result, look=look, remove=remove, take=taker if group_by_group else None
+    )
     for group, status in enumerate(result.statuses.tolist()):
         mine = {n for n in store.held if n // SIZE == group}
         anchor = group * SIZE
