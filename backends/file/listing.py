@@ -28,7 +28,7 @@ SCAN_WORKERS = 2
 
 
 @dataclass(slots=True)
-class LeftOut:
+class SkippedEntries:
     """Entries named like objects that are neither files nor directories: number, and the first."""
 
     count: int = 0
@@ -41,7 +41,7 @@ class LeftOut:
 
 
 def scan_directory(
-    directory: int, path: str, schema: Any, left_out: LeftOut
+    directory: int, path: str, schema: Any, left_out: SkippedEntries
 ) -> Generator[Any, None, None]:
     """List the regular files of a directory as batches of a scan's schema.
 
@@ -64,7 +64,7 @@ def scan_directory(
         pool.shutdown(cancel_futures=True)
 
 
-def names_in(directory: int, left_out: LeftOut) -> Iterator[list[str]]:
+def names_in(directory: int, left_out: SkippedEntries) -> Iterator[list[str]]:
     """Read the names of regular files, some thousands at once."""
 
     def leave_out(entry: os.DirEntry[str]) -> bool:

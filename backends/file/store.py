@@ -66,7 +66,7 @@ from hicachectl.backends.disk.files import (
     read_ahead,
 )
 from hicachectl.backends.disk.permissions import NOBODY, Permissions, give_file
-from hicachectl.backends.file.listing import LeftOut, ask_each, names_in, scan_directory
+from hicachectl.backends.file.listing import SkippedEntries, ask_each, names_in, scan_directory
 from hicachectl.backends.file.mover import FileMover
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
@@ -88,7 +88,7 @@ _WORDS = {
 _VERSION_BYTES = VERSION.size
 
 
-class _New(NamedTuple):
+class _Ownership(NamedTuple):
     """What new files are made: mode less the umask, and user and group where they are given."""
 
     mode: int
@@ -116,7 +116,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
 
     def __init__(self, path: str | os.PathLike[str], opened: int | None = None) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
-        self._left_out = LeftOut()
+        self._left_out = SkippedEntries()
         self._made: list[str] = []  # directories of ours, the innermost first
         self._seen = self._limit = Permissions()  # of what was read, and for what is written
         self._noting = threading.Lock()
@@ -142,14 +142,14 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         """Decide whose new files are: with root's rights the owner's of the directory."""
         self._owner = None if os.geteuid() or not facts.st_uid else (facts.st_uid, facts.st_gid)
         self._own_group = facts.st_gid if facts.st_mode & stat.S_ISGID else os.getegid()
-        self._new = _New(0o666, self._owner)
+        self._new = _Ownership(0o666, self._owner)
 
-    def _for_new(self, permissions: Permissions) -> _New:
+    def _for_new(self, permissions: Permissions) -> _Ownership:
         """Say what a new file is to be, made of sources of some permissions."""
         owner = self._owner
         if owner is not None and permissions.may_own(owner[0]):
-            return _New(0o666 & permissions.for_group(owner[1]), owner)
-        return _New(0o666 & permissions.for_group(self._own_group), None)
+            return _Ownership(0o666 & permissions.for_group(owner[1]), owner)
+        return _Ownership(0o666 & permissions.for_group(self._own_group), None)
 
     @classmethod
     def within(cls, directory: Directory) -> Self:
@@ -236,7 +236,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
 
         A file that cannot be asked for its size is listed without one.
         """
-        self._left_out = LeftOut()
+        self._left_out = SkippedEntries()
         schema = scan_schema(columns)
         try:
             yield from scan_directory(self._directory, self.path, schema, self._left_out)
@@ -446,7 +446,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             return
         prefix = os.fsdecode(OWN_PREFIX) + f"-{owner}"
         try:
-            for names in names_in(self._directory, LeftOut()):
+            for names in names_in(self._directory, SkippedEntries()):
                 for name in names:
                     if name.startswith(prefix):
                         with suppress(FileNotFoundError):
@@ -558,7 +558,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return stat.S_ISREG(facts.st_mode)
 
     def _write_temporary(
-        self, fill: Callable[[int], None], mtime_ns: int | None, new: _New | None = None
+        self, fill: Callable[[int], None], mtime_ns: int | None, new: _Ownership | None = None
     ) -> bytes:
         """Create a file under a name that SGLang ignores, not yet synced."""
         mode, owner = new or self._new
@@ -597,10 +597,10 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             raise OSError(errno.ENXIO, "")
         if before.st_size != size:
             return Status.SHORT if before.st_size < size else Status.OVERSIZED
-        new = _New(0o600, None)
+        new = _Ownership(0o600, None)
         if not preserve:
             mode, owner = self._for_new(within.both(Permissions.of_file(before)))
-            new = _New(mode & before.st_mode | 0o600, owner)
+            new = _Ownership(mode & before.st_mode | 0o600, owner)
 
         def fill(copy: int) -> None:
             if preserve:

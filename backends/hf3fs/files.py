@@ -41,7 +41,7 @@ _NO_HOLES = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENXIO
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pages:
+class FilePages:
     """Pages of one data file, and where they go.
 
     positions: [n] int64, bytes into the file; targets: [n] int64, bytes into the arena.
@@ -56,7 +56,7 @@ class Pages:
 class PageReader(Protocol):
     """What fetches pages into the arena; several threads call it at once."""
 
-    def read(self, path: str, pages: Pages, memory: memoryview) -> IntArray:
+    def read(self, path: str, pages: FilePages, memory: memoryview) -> IntArray:
         """Read pages: [n] int64, the bytes that were there of each, or -errno.
 
         Raises StoreUnavailable when the file system is lost.
@@ -91,7 +91,7 @@ class DataFiles:
         for descriptor in descriptors:
             os.close(descriptor)
 
-    def read(self, path: str, pages: Pages, memory: memoryview) -> IntArray:
+    def read(self, path: str, pages: FilePages, memory: memoryview) -> IntArray:
         """Read pages in the order of the file, neighbours by one call."""
         counts = np.zeros(len(pages.positions), dtype=np.int64)
         if not len(counts):
@@ -173,7 +173,7 @@ class DataFiles:
             _raise_lost(path, error)
             return None
 
-    def _source(self, path: str, pages: Pages, *, past_cache: bool) -> _Source:
+    def _source(self, path: str, pages: FilePages, *, past_cache: bool) -> _Source:
         places = (pages.targets, pages.positions)
         aligned = not pages.nbytes % _BLOCK and not any((at % _BLOCK).any() for at in places)
         if past_cache and aligned and path not in self._not_direct:

@@ -26,7 +26,7 @@ _PAGE_KEY = re.compile(rb"([^:]*:[^:]*:)[0-9a-f]{64}(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Share:
+class TableRows:
     """The rows of one table, by their places among all rows [n] int64.
 
     keys: of these rows, as they are; the server knows them without their first `skipped` bytes.
@@ -37,13 +37,13 @@ class Share:
     keys: list[bytes]
     skipped: int
 
-    def only(self, chosen: npt.NDArray[Any]) -> Share:
+    def only(self, chosen: npt.NDArray[Any]) -> TableRows:
         """Keep some of them, chosen by number or by flag."""
         places = np.arange(len(self.at))[chosen]
         if len(places) == len(self.at):
             return self
         keys = [self.keys[n] for n in places.tolist()]
-        return Share(self.table, self.at[places], keys, self.skipped)
+        return TableRows(self.table, self.at[places], keys, self.skipped)
 
     @property
     def names(self) -> list[str]:
@@ -51,7 +51,7 @@ class Share:
         return [key[self.skipped :].decode() for key in self.keys]
 
 
-def shares_of(rows: Rows) -> list[Share]:
+def rows_by_table(rows: Rows) -> list[TableRows]:
     """Sort rows by the table of their keys; keys that no table can have are in none."""
     keys = keys_of(rows)
     match = _KEY.match(keys[0]) if keys else None
@@ -60,11 +60,11 @@ def shares_of(rows: Rows) -> list[Share]:
         prefix = match[0]
         # What the first and the last in order begin with, all between them do.
         if min(keys).startswith(prefix) and max(keys).startswith(prefix):
-            return [Share(table_of(prefix), np.arange(len(keys)), keys, len(prefix))]
-    return _mixed_shares(keys)
+            return [TableRows(table_of(prefix), np.arange(len(keys)), keys, len(prefix))]
+    return _rows_of_many_tables(keys)
 
 
-def _mixed_shares(keys: list[bytes]) -> list[Share]:
+def _rows_of_many_tables(keys: list[bytes]) -> list[TableRows]:
     """Sort keys of several tables, or of none."""
     places: dict[bytes, list[int]] = {}
     for at, key in enumerate(keys):
@@ -72,7 +72,7 @@ def _mixed_shares(keys: list[bytes]) -> list[Share]:
         if match is not None and _is_text(key):  # as the server's are
             places.setdefault(match[0], []).append(at)
     return [
-        Share(table_of(prefix), np.array(at), [keys[n] for n in at], len(prefix))
+        TableRows(table_of(prefix), np.array(at), [keys[n] for n in at], len(prefix))
         for prefix, at in places.items()
     ]
 

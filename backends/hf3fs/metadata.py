@@ -36,15 +36,15 @@ _NO_TABLE = b"not initialized"
 _Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class _Exists(msgspec.Struct):
+class _ExistsReply(msgspec.Struct):
     exists: list[bool]
 
 
-class _PageIndices(msgspec.Struct):
+class _PageIndicesReply(msgspec.Struct):
     indices: list[_Index | None]
 
 
-class _Reserved(msgspec.Struct):
+class _ReserveReply(msgspec.Struct):
     indices: list[tuple[bool, _Index]]
 
 
@@ -79,7 +79,7 @@ class MetadataClient:
         reply = self._http.post(self._path(rank, "exists"), body, repeatable=True)
         if _lacks_table(reply):
             return False
-        self._values(reply, rank, "exists", namespace, 0, _Exists)
+        self._values(reply, rank, "exists", namespace, 0, _ExistsReply)
         return True
 
     def initialize(self, rank: int, namespace: str, num_pages: int) -> None:
@@ -89,7 +89,7 @@ class MetadataClient:
 
     def exists(self, rank: int, namespace: str, keys: Sequence[str]) -> BoolArray:
         """Say which keys are there, [n] bool, without a change to their recency."""
-        found = self._asked(rank, "exists", namespace, keys, _Exists)
+        found = self._asked(rank, "exists", namespace, keys, _ExistsReply)
         return np.array(found, dtype=np.bool_)
 
     def page_indices(self, rank: int, namespace: str, keys: Sequence[str]) -> list[int | None]:
@@ -97,7 +97,7 @@ class MetadataClient:
 
         Those that are there become the most recently used, in the order asked.
         """
-        return self._asked(rank, "get_page_indices", namespace, keys, _PageIndices)
+        return self._asked(rank, "get_page_indices", namespace, keys, _PageIndicesReply)
 
     def reserve(self, rank: int, namespace: str, keys: Sequence[str]) -> list[tuple[bool, int]]:
         """Take a page to write to for each key: whether the key is there already, and its page.
@@ -115,7 +115,7 @@ class MetadataClient:
                 "it fails so when no page is free and no key is left to drop; pages that it had "
                 "taken for this request are leaked",
             )
-        return self._values(reply, rank, verb, namespace, len(keys), _Reserved)
+        return self._values(reply, rank, verb, namespace, len(keys), _ReserveReply)
 
     def confirm(
         self,

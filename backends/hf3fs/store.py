@@ -35,12 +35,12 @@ from hicachectl.backends.base import (
 from hicachectl.backends.capabilities import Announces, FilePermissions, Profiled, Touch
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.hf3fs.creating import TableMaker
-from hicachectl.backends.hf3fs.files import DataFiles, PageReader, Pages
+from hicachectl.backends.hf3fs.files import DataFiles, FilePages, PageReader
 from hicachectl.backends.hf3fs.keys import (
-    Share,
     TableName,
+    TableRows,
     names_of,
-    shares_of,
+    rows_by_table,
     table_of_key,
 )
 from hicachectl.backends.hf3fs.metadata import MetadataClient
@@ -48,7 +48,7 @@ from hicachectl.backends.hf3fs.page_tables import DataFile, PageTables, TableSta
 from hicachectl.backends.hf3fs.rows import batch_of
 from hicachectl.backends.hf3fs.settings import Hf3fsSettings, settings_from
 from hicachectl.backends.hf3fs.sizes import PageSizes
-from hicachectl.backends.hf3fs.tables import UNKNOWN, Tables, locators
+from hicachectl.backends.hf3fs.tables import UNKNOWN, KeyTables, locators
 from hicachectl.backends.hf3fs.usrbio import UsrbioReader, find_usrbio
 from hicachectl.backends.hf3fs.writing import PageWriter
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UnsupportedByBackend
@@ -114,7 +114,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         self.limits = replace(self.limits, named_arena=self._usrbio is not None)
         if settings.server is not None:
             self._server = MetadataClient(settings.server)
-        self._tables = Tables(settings, self._server)
+        self._tables = KeyTables(settings, self._server)
         self._maker = TableMaker(self._server, settings) if self._server and create else None
 
     @classmethod
@@ -256,7 +256,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         """List a few keys again; one that is newer than the snapshot has no locator, no version."""
         schema = scan_schema(columns)
         found = []
-        for share in shares_of(rows):
+        for share in rows_by_table(rows):
             _, first = np.unique(share.names, return_index=True)
             once = share.only(np.sort(first))
             kept = once.only(self._tables.there(once))
@@ -269,7 +269,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def exists(self, rows: Rows) -> BoolArray:
         """Say which keys the server has, or the snapshot where there is no server."""
         found = np.zeros(len(rows), dtype=np.bool_)
-        for share in shares_of(rows):
+        for share in rows_by_table(rows):
             found[share.at] = self._tables.there(share)
         return found
 
@@ -317,7 +317,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         if self._is_in_memory(rows.column("key")[-1].as_py(), rows.column("locator")[-1].as_py()):
             return
         located = locators(rows)
-        for share in shares_of(rows):
+        for share in rows_by_table(rows):
             nbytes = self._sizes.nbytes.get(share.table)
             if nbytes is not None:
                 path = self.settings.data_file(*share.table)
@@ -385,7 +385,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         """
         found = np.zeros(len(rows), dtype=np.bool_)
         located = self._tables.located(rows)
-        for share in shares_of(rows):
+        for share in rows_by_table(rows):
             nbytes = self._sizes.nbytes.get(share.table)
             known = located[share.at] != UNKNOWN
             if nbytes is not None and known.any():
@@ -410,7 +410,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
             nbytes=np.full(len(rows), -1, dtype=np.int64),
             versions=located.astype(np.uint64).reshape(-1, 1),
         )
-        for share in shares_of(rows):
+        for share in rows_by_table(rows):
             there = np.ones(len(share.at), dtype=np.bool_)
             if (located[share.at] == UNKNOWN).any():
                 there = self._tables.there(share)
@@ -425,7 +425,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
 
     def _read_share(
         self,
-        share: Share,
+        share: TableRows,
         offsets: IntArray,
         capacities: IntArray,
         located: IntArray,
@@ -449,7 +449,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         if not len(at):
             return None
         path = self.settings.data_file(rank, namespace)
-        pages = Pages(_positions(located[at], nbytes), offsets[at], nbytes)
+        pages = FilePages(_positions(located[at], nbytes), offsets[at], nbytes)
         if path not in self._readable:
             with suppress(OSError):  # the read will say what is wrong
                 self._readable[path] = Permissions.of_file(Path(path).stat())
@@ -487,7 +487,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         writer = PageWriter(server, self._files)
         statuses = np.full(len(rows), Status.ERROR, dtype=np.uint8)
         errors: dict[int, str] = {}
-        for share in shares_of(rows):
+        for share in rows_by_table(rows):
             path = self.settings.data_file(*share.table)
             nbytes = self._sizes.nbytes[share.table]
             self._make(share.table, nbytes)
@@ -527,7 +527,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         server = self._needed_server()
         statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)
         errors: dict[int, str] = {}
-        for share in shares_of(rows):
+        for share in rows_by_table(rows):
             found = share.only(self._tables.there(share))
             for at, mate in self._tables.sharers(found):
                 statuses[at] = Status.ERROR

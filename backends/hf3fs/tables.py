@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import BoolArray, IntArray, Rows, take_rows
-from hicachectl.backends.hf3fs.keys import Share, TableName, shares_of
+from hicachectl.backends.hf3fs.keys import TableName, TableRows, rows_by_table
 from hicachectl.backends.hf3fs.snapshot import PageTable, Snapshot, read_snapshot
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 
@@ -31,7 +31,7 @@ UNKNOWN = -1  # no page index
 
 
 @dataclass(slots=True, eq=False)
-class Saved:
+class LoadedSnapshot:
     """A snapshot as it was read, by the file that it was read from.
 
     shared:  [rank and namespace] the pages that several keys hold, once somebody asked.
@@ -56,7 +56,7 @@ class Saved:
         return self.shared[name]
 
 
-class Tables:
+class KeyTables:
     """The tables of a store, as far as a snapshot or a metadata server is named.
 
     Threads may share it. touched_keys: how many keys were asked for in a way that makes them the
@@ -67,13 +67,13 @@ class Tables:
         self.touched_keys = 0
         self._settings = settings
         self._server = server
-        self._last: Saved | None = None
+        self._last: LoadedSnapshot | None = None
         self._known: set[TableName] = set()  # tables that the server was seen to have
         self._lock = threading.Lock()
 
     # the snapshot
 
-    def saved(self) -> Saved:
+    def saved(self) -> LoadedSnapshot:
         """Read the snapshot, unless it is the one that was read last.
 
         Raises UsageError where none is named, StoreUnavailable, FormatError.
@@ -94,10 +94,10 @@ class Tables:
             file = facts.st_dev, facts.st_ino, facts.st_mtime_ns, facts.st_size
             if self._last is None or self._last.file != file:
                 self._last = None  # two would need twice the memory
-                self._last = Saved(file, read_snapshot(path))
+                self._last = LoadedSnapshot(file, read_snapshot(path))
             return self._last
 
-    def looked_at(self, saved: Saved) -> tuple[PageTable, ...]:
+    def looked_at(self, saved: LoadedSnapshot) -> tuple[PageTable, ...]:
         """Give a snapshot's tables of the ranks that are looked at."""
         ranks = self._settings.ranks
         tables = saved.snapshot.tables
@@ -110,7 +110,7 @@ class Tables:
         age = max(0, time.time_ns() - last.snapshot.saved_at_ns) / 1e9
         return f"listed from a snapshot saved {age:.0f}s ago: {self._settings.snapshot}"
 
-    def indices_of(self, share: Share) -> IntArray:
+    def indices_of(self, share: TableRows) -> IntArray:
         """Find keys in the snapshot: [n] int64 page indices, UNKNOWN where it has them not."""
         import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
 
@@ -130,13 +130,13 @@ class Tables:
         """Find the page index of every row: [n] int64, its own or else the snapshot's."""
         located = locators(rows)
         if (located == UNKNOWN).any():
-            for share in shares_of(rows):
+            for share in rows_by_table(rows):
                 lacking = share.only(located[share.at] == UNKNOWN)
                 if len(lacking.at):
                     located[lacking.at] = self.indices_of(lacking)
         return located
 
-    def sharers(self, share: Share) -> Iterator[tuple[int, str]]:
+    def sharers(self, share: TableRows) -> Iterator[tuple[int, str]]:
         """Find rows on a page that another key holds, which is there and not among them."""
         table = self._table(share.table)
         if table is None:
@@ -166,7 +166,7 @@ class Tables:
 
     # the server, where there is one
 
-    def there(self, share: Share) -> BoolArray:
+    def there(self, share: TableRows) -> BoolArray:
         """Say which keys of a table the server has, or else the snapshot: [n] bool."""
         if self._server is not None:
             return self.has_keys(share.table, share.names)
@@ -196,7 +196,7 @@ class Tables:
     def current(self, rows: Rows) -> IntArray:
         """Ask the server for page indices, which bumps the keys: [n] int64; else the snapshot."""
         current = np.full(len(rows), UNKNOWN, dtype=np.int64)
-        for share in shares_of(rows):
+        for share in rows_by_table(rows):
             if self._server is None:
                 current[share.at] = self.indices_of(share)
                 continue

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.backends.arena import Arena
-    from hicachectl.backends.hf3fs.files import Pages
+    from hicachectl.backends.hf3fs.files import FilePages
 
     IntArray = npt.NDArray[np.int64]
 
@@ -84,7 +84,7 @@ class UsrbioReader:
             self._module.deregister_fd(descriptor)  # else a later file of that number is misread
             os.close(descriptor)
 
-    def read(self, path: str, pages: Pages, memory: memoryview) -> IntArray:
+    def read(self, path: str, pages: FilePages, memory: memoryview) -> IntArray:
         """Read pages in the order of the file: bytes that were there, or -errno, of each."""
         counts = np.full(len(pages.positions), -errno.EIO, dtype=np.int64)
         try:
@@ -100,7 +100,7 @@ class UsrbioReader:
         return counts
 
     def _read_some(
-        self, ring: Any, descriptor: int, pages: Pages, places: IntArray, counts: IntArray
+        self, ring: Any, descriptor: int, pages: FilePages, places: IntArray, counts: IntArray
     ) -> None:
         """Read as many pages as a ring holds."""
         numbers = places.tolist()  # alive until all have come: the ring holds them as userdata

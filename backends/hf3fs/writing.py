@@ -35,7 +35,7 @@ _OTHERS = "another writer stored the key meanwhile; it was left as it is"
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PageWrites:
     """Pages for one table: the data file, distinct keys, and the bytes of each.
 
     table_pages: that the server can have of it.
@@ -79,7 +79,7 @@ class PageWriter:
             return Result(statuses, dict.fromkeys(range(len(names)), f"{path}: no room for a page"))
         for places in _distinct_batches(names, min(MOST_RESERVED, num_pages)):
             keys, bytes_ = [names[n] for n in places], [pages[n] for n in places]
-            batch = Batch(table, path, table_pages, keys, bytes_, if_absent)
+            batch = PageWrites(table, path, table_pages, keys, bytes_, if_absent)
             outcome = _seen_to_its_end(_Reservation(self._server, self._files, batch))
             statuses[places] = outcome.statuses
             errors |= {places[n]: why for n, why in outcome.errors.items()}
@@ -122,7 +122,7 @@ class _Reservation:
 
     server: MetadataClient
     files: DataFiles
-    batch: Batch
+    batch: PageWrites
     stop: threading.Event = field(default_factory=threading.Event)
     held: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)

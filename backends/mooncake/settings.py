@@ -81,7 +81,7 @@ class MooncakeSettings:
         return str(StoreUrl("mooncake", host=self.master, params=params))
 
 
-class _Stated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_KEYS):
+class _SettingsForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_KEYS):
     """The settings of one source, with SGLang's defaults; only their types are checked."""
 
     master: str | None = None
@@ -101,13 +101,13 @@ class _Stated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, ren
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
+class _SettingsSource:
     """The settings of a source, and how messages name it."""
 
     where: str  # put before a setting's name
     error: type[HicacheError]
     names: Mapping[str, str]  # of the settings in that source
-    stated: _Stated
+    stated: _SettingsForm
 
     def name(self, field: str) -> str:
         """Name a setting as the source does."""
@@ -163,7 +163,7 @@ def _shown(url: StoreUrl) -> str:
 # the settings, one by one
 
 
-def _master(url: StoreUrl, given: _Given) -> str:
+def _master(url: StoreUrl, given: _SettingsSource) -> str:
     if url.host:
         split_address(url.host, f"{_shown(url)}: master")
         return url.host
@@ -191,7 +191,7 @@ def _master(url: StoreUrl, given: _Given) -> str:
     return stated.master
 
 
-def _admin(url: StoreUrl, given: _Given, master: str) -> str:
+def _admin(url: StoreUrl, given: _SettingsSource, master: str) -> str:
     if "admin" in url.params:
         split_address(url.params["admin"], f"{_shown(url)}: admin")
         return url.params["admin"]
@@ -202,7 +202,7 @@ def _admin(url: StoreUrl, given: _Given, master: str) -> str:
     return f"{master.rpartition(':')[0]}:{int(port)}"
 
 
-def _text(url: StoreUrl, given: _Given, field: str, *, empty: bool = False) -> str:
+def _text(url: StoreUrl, given: _SettingsSource, field: str, *, empty: bool = False) -> str:
     """Take a setting that Mooncake itself will understand or not."""
     stated = url.params.get(field)
     value: str = getattr(given.stated, field) if stated is None else stated
@@ -212,7 +212,7 @@ def _text(url: StoreUrl, given: _Given, field: str, *, empty: bool = False) -> s
     return value
 
 
-def _protocol(url: StoreUrl, given: _Given) -> str:
+def _protocol(url: StoreUrl, given: _SettingsSource) -> str:
     value = _text(url, given, "protocol")
     if not _PROTOCOL.fullmatch(value):
         raise UsageError(f"protocol: {value!r} cannot be used; give tcp or rdma, for example")
@@ -224,7 +224,7 @@ def _device(value: str) -> str:
     return "" if value.strip().startswith("{") else value
 
 
-def _refuse_tenant(url: StoreUrl, given: _Given) -> None:
+def _refuse_tenant(url: StoreUrl, given: _SettingsSource) -> None:
     stated = url.params.get("tenant")
     tenant = given.stated.tenant if stated is None else stated
     tenant = (tenant or "").strip() or _DEFAULT_TENANT
@@ -247,27 +247,29 @@ def _without_secrets(metadata: str) -> str:
 # sources
 
 
-def _from_environment(environ: Mapping[str, str]) -> _Given:
+def _from_environment(environ: Mapping[str, str]) -> _SettingsSource:
     values: dict[str, Any] = {
         name: environ[variable] for name, variable in _VARIABLES.items() if variable in environ
     }
     values["standalone"] = _flag(environ, _VARIABLES["standalone"])
     values["local_hostname"] = _hostname(environ, "")
-    return _Given(where="", error=UsageError, names=_VARIABLES, stated=_Stated(**values))
+    return _SettingsSource(
+        where="", error=UsageError, names=_VARIABLES, stated=_SettingsForm(**values)
+    )
 
 
-def _from_file(path: str, environ: Mapping[str, str]) -> _Given:
+def _from_file(path: str, environ: Mapping[str, str]) -> _SettingsSource:
     """Read SGLang's JSON config; what it leaves out has SGLang's defaults, not the variables'."""
     where = f"{CONFIG_VARIABLE} {path}"
     config = read_config(path, where)
     if "protocol" not in config and "MOONCAKE_PROTOCOL" in environ:
         # The one setting that the environment gives where the file does not.
         config["protocol"] = environ["MOONCAKE_PROTOCOL"]
-    stated = convert(config, _Stated, where)
+    stated = convert(config, _SettingsForm, where)
     if "master_server_address" not in config and "client_server_address" not in config:
         raise FormatError(f"{where}: master_server_address is missing")
     stated = replace(stated, local_hostname=_hostname(environ, stated.local_hostname))
-    return _Given(where=f"{where}: ", error=FormatError, names=_KEYS, stated=stated)
+    return _SettingsSource(where=f"{where}: ", error=FormatError, names=_KEYS, stated=stated)
 
 
 def _hostname(environ: Mapping[str, str], configured: str) -> str:

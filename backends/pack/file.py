@@ -53,7 +53,7 @@ class OtherContentError(FormatError):
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class PackContents:
     """A valid pack. entries: ENTRIES. end: where its last byte is."""
 
     pack_id: bytes
@@ -63,7 +63,7 @@ class Finished:
 
 
 @dataclass(slots=True)
-class Entries:
+class PackEntries:
     """The objects of a pack as columns that grow; a key that comes again replaces the earlier.
 
     rows: the place of each key in the columns. Threads may add and look at the same time.
@@ -80,7 +80,7 @@ class Entries:
     _turn: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def of(cls, table: pa.Table) -> Entries:
+    def of(cls, table: pa.Table) -> PackEntries:
         """Copy what a table of ENTRIES has."""
         made = cls()
         made._keys = table.column("key").to_pylist()
@@ -110,9 +110,9 @@ class Entries:
             self._keys.append(record.key)
             self.rows[record.key] = len(self._keys) - 1
 
-    def place(self, row: int) -> Place:
+    def place(self, row: int) -> RecordPlace:
         """Say where an object lies, by its value in `rows`."""
-        return Place(
+        return RecordPlace(
             self._numbers["offset"][row],
             self._numbers["length"][row],
             self._numbers["nbytes"][row],
@@ -143,7 +143,7 @@ class Entries:
         columns = {
             "key": [self._keys[row] for row in rows],
             "mtime_ns": [self._times[row] for row in rows],
-            **{f.name: [getattr(place, f.name) for place in places] for f in fields(Place)},
+            **{f.name: [getattr(place, f.name) for place in places] for f in fields(RecordPlace)},
         }
         return pa.table(columns).select(ENTRIES.names).cast(ENTRIES)
 
@@ -198,7 +198,7 @@ def read_exactly(descriptor: int, buffers: Sequence[memoryview], offset: int) ->
             left[0] = left[0][count:]
 
 
-def load_finished(descriptor: int, path: str) -> Finished:
+def load_pack(descriptor: int, path: str) -> PackContents:
     """Read and check the index of a valid pack.
 
     Raises UnfinishedPackError where there is none at the end, FormatError for what is no pack or
@@ -230,7 +230,7 @@ def load_finished(descriptor: int, path: str) -> Finished:
             f"{path}: its index (offset {offset}) is damaged: {error}; {remedy}"
         ) from error
     entries, metadata = read_index(content, end=offset, source=path)
-    return Finished(pack_id, metadata, entries, size)
+    return PackContents(pack_id, metadata, entries, size)
 
 
 def read_header(descriptor: int, path: str) -> bytes:
@@ -273,7 +273,7 @@ def read_metadata(descriptor: int, record: Record, offset: int) -> Metadata:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RecordPlace:
     """Where an object's record is and what it must hold: a row of the index."""
 
     offset: int
@@ -283,7 +283,7 @@ class Place:
     digest: bytes
 
     @classmethod
-    def of(cls, record: Record, offset: int) -> Place:
+    def of(cls, record: Record, offset: int) -> RecordPlace:
         """Take it from the record itself."""
         return cls(offset, record.length, record.nbytes, len(record.stored), record.digest)
 
@@ -297,7 +297,7 @@ class ObjectReader:
         self._decoder = Decoder()
         self._scratch = bytearray()
 
-    def read(self, key: bytes, place: Place, out: memoryview) -> None:
+    def read(self, key: bytes, place: RecordPlace, out: memoryview) -> None:
         """Fill `out`, of `place.nbytes` bytes, with an object; what is not compressed comes there
         directly. Raises OSError, FormatError where the record is damaged, and OtherContentError
         where its content is.
@@ -320,8 +320,8 @@ class ObjectReader:
             raise OtherContentError("its content is not what its digest says")
 
     @staticmethod
-    def _differs(record: Record, place: Place) -> bool:
-        return Place.of(record, place.offset) != place
+    def _differs(record: Record, place: RecordPlace) -> bool:
+        return RecordPlace.of(record, place.offset) != place
 
 
 def _cut(content: memoryview, lengths: Sequence[int]) -> Iterator[memoryview]:

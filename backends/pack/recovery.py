@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from hicachectl.backends.disk.durable import move_noreplace, sync_name
 from hicachectl.backends.disk.permissions import Permissions, as_umask_says
 from hicachectl.backends.pack.file import (
-    Entries,
     ObjectReader,
-    Place,
+    PackEntries,
+    RecordPlace,
     append_index,
-    load_finished,
+    load_pack,
     lock_pack,
     open_pack,
     plain_record,
@@ -54,7 +54,7 @@ _COPY_BYTES = 8 << 20
 
 
 @dataclass(slots=True)
-class Walked:
+class ScannedPack:
     """What the records of a file say, without its index.
 
     end: where the last whole record ends. cut_bytes: what follows that; unfinished: whether that
@@ -64,7 +64,7 @@ class Walked:
 
     pack_id: bytes
     metadata: Metadata | None = None
-    entries: Entries = field(default_factory=Entries)
+    entries: PackEntries = field(default_factory=PackEntries)
     end: int = HEADER_BYTES
     cut_bytes: int = 0
     unfinished: bool = False
@@ -74,7 +74,7 @@ class Walked:
 
 def walk(
     descriptor: int, path: str, *, on_bytes: Callable[[int, int], None] = lambda nbytes, total: None
-) -> Walked:
+) -> ScannedPack:
     """Read the heads of all records, and the content of the last ones.
 
     on_bytes is told bytes as they are passed, and how many there are. Where something between
@@ -82,7 +82,7 @@ def walk(
     FormatError for what is no pack.
     """
     size = os.fstat(descriptor).st_size
-    found = Walked(read_header(descriptor, path))
+    found = ScannedPack(read_header(descriptor, path))
     reader = ObjectReader(descriptor, found.pack_id)
     at, indexes = HEADER_BYTES, []
     while at < size:
@@ -137,7 +137,13 @@ def _after_damage(descriptor: int, at: int, size: int, pack_id: bytes) -> tuple[
 
 
 def _note(
-    found: Walked, record: Record, at: int, reader: ObjectReader, descriptor: int, *, check: bool
+    found: ScannedPack,
+    record: Record,
+    at: int,
+    reader: ObjectReader,
+    descriptor: int,
+    *,
+    check: bool,
 ) -> None:
     if record.kind is Kind.METADATA:
         with suppress(FormatError):
@@ -147,7 +153,9 @@ def _note(
     elif record.kind is Kind.OBJECT:
         if check and record.nbytes <= _MOST_CHECKED_BYTES:
             try:
-                reader.read(record.key, Place.of(record, at), memoryview(bytearray(record.nbytes)))
+                reader.read(
+                    record.key, RecordPlace.of(record, at), memoryview(bytearray(record.nbytes))
+                )
             except FormatError:
                 found.damaged += 1
                 return
@@ -163,11 +171,11 @@ def _metadata_of_index(descriptor: int, at: int, record: Record, path: str) -> M
 
 
 @dataclass(frozen=True, slots=True)
-class Repaired:
+class PackRepair:
     """What a repair saved, or would have.
 
     objects, nbytes: in the pack now, and the bytes of their contents. damaged, damaged_bytes,
-    cut_bytes, unfinished: as `Walked`. was_valid: there was nothing to repair.
+    cut_bytes, unfinished: as `ScannedPack`. was_valid: there was nothing to repair.
     """
 
     objects: int
@@ -185,7 +193,7 @@ def repair(
     output: str | None = None,
     dry_run: bool = False,
     on_bytes: Callable[[int, int], None] = lambda nbytes, total: None,
-) -> Repaired:
+) -> PackRepair:
     """Make a pack valid with every record that is whole: in place, or as a new file.
 
     In place only a tail that holds no whole record is cut away. output: a file that is not there
@@ -199,7 +207,7 @@ def repair(
     try:
         lock_pack(descriptor, path)
         with suppress(FormatError):
-            whole = load_finished(descriptor, path)
+            whole = load_pack(descriptor, path)
             if output is None:
                 return _summary(whole.entries)
         found = walk(descriptor, path, on_bytes=on_bytes)
@@ -221,11 +229,11 @@ def _taken(output: str) -> UsageError:
     return UsageError(f"{output}: there is such a file; give a name for a new one")
 
 
-def _summary(entries: pa.Table, walked: Walked | None = None) -> Repaired:
+def _summary(entries: pa.Table, walked: ScannedPack | None = None) -> PackRepair:
     nbytes = int(column_of(entries, "nbytes").sum())
     if walked is None:
-        return Repaired(len(entries), nbytes, was_valid=True)
-    return Repaired(
+        return PackRepair(len(entries), nbytes, was_valid=True)
+    return PackRepair(
         len(entries),
         nbytes,
         damaged=walked.damaged,
@@ -235,7 +243,7 @@ def _summary(entries: pa.Table, walked: Walked | None = None) -> Repaired:
     )
 
 
-def _copy(descriptor: int, found: Walked, entries: pa.Table, output: str) -> None:
+def _copy(descriptor: int, found: ScannedPack, entries: pa.Table, output: str) -> None:
     """Write a new pack of some records of another, all or nothing.
 
     Its passing file, unlike that of `new_file`, is locked, and a later run replaces it: a killed

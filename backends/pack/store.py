@@ -34,8 +34,8 @@ from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.pack.file import (
     ObjectReader,
     OtherContentError,
-    Place,
-    load_finished,
+    RecordPlace,
+    load_pack,
     open_pack,
 )
 from hicachectl.backends.pack.writer import PackWriter, free_bytes
@@ -54,7 +54,7 @@ from hicachectl.formats.profile import dump_profile, parse_profile
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator
 
-    from hicachectl.backends.pack.file import Entries, Finished
+    from hicachectl.backends.pack.file import PackContents, PackEntries
     from hicachectl.formats.pack.records import Metadata
     from hicachectl.formats.profile import Profile
 
@@ -66,7 +66,7 @@ _LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, 
 class _Listed:
     """The objects of a valid pack, found by where they lie or by key."""
 
-    def __init__(self, finished: Finished) -> None:
+    def __init__(self, finished: PackContents) -> None:
         self._entries = finished.entries
         self._offsets = column_of(finished.entries, "offset")
         self._rows: dict[bytes, int] | None = None
@@ -86,13 +86,13 @@ class _Listed:
             found[rest] = [known.get(key, -1) for key in keys]
         return found
 
-    def places(self, rows: IntArray) -> list[Place]:
+    def places(self, rows: IntArray) -> list[RecordPlace]:
         """Say where some objects lie."""
         picked = self._entries.take(pa.array(rows)).select(
             ["offset", "length", "nbytes", "planes", "digest"]
         )
         columns = [column.to_pylist() for column in picked.columns]
-        return [Place(*values) for values in zip(*columns, strict=True)]
+        return [RecordPlace(*values) for values in zip(*columns, strict=True)]
 
     def picked(self, rows: IntArray) -> pa.Table:
         return self._entries.take(pa.array(rows))
@@ -114,10 +114,10 @@ class _Listed:
         return self._rows
 
 
-class _Growing:
+class _OpenPack:
     """The same for a pack that is being written."""
 
-    def __init__(self, entries: Entries) -> None:
+    def __init__(self, entries: PackEntries) -> None:
         self._entries = entries
 
     def table(self) -> pa.Table:
@@ -128,7 +128,7 @@ class _Growing:
         keys = keys_of(rows)
         return np.fromiter((known.get(key, -1) for key in keys), dtype=np.int64, count=len(keys))
 
-    def places(self, rows: IntArray) -> list[Place]:
+    def places(self, rows: IntArray) -> list[RecordPlace]:
         return [self._entries.place(row) for row in rows.tolist()]
 
     def picked(self, rows: IntArray) -> pa.Table:
@@ -163,15 +163,15 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         self.url = str(StoreUrl("pack", self.path))
         self._of_thread = threading.local()
         self._writer = PackWriter(self.path) if writable else None
-        self._listed: _Listed | _Growing
+        self._listed: _Listed | _OpenPack
         if self._writer is not None:
             self._descriptor = self._writer.descriptor
             self._pack_id = self._writer.pack_id
-            self._listed = _Growing(self._writer.entries)
+            self._listed = _OpenPack(self._writer.entries)
             return
         self._descriptor = open_pack(self.path, os.O_RDONLY)
         try:
-            finished = load_finished(self._descriptor, self.path)
+            finished = load_pack(self._descriptor, self.path)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -384,7 +384,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
             reader = self._of_thread.reader = ObjectReader(self._descriptor, self._pack_id)
         return reader
 
-    def _failed(self, error: OSError | FormatError, place: Place) -> str:
+    def _failed(self, error: OSError | FormatError, place: RecordPlace) -> str:
         """Say what became of one object, unless all of the store is lost."""
         if isinstance(error, FormatError):
             return f"damaged: {error} (offset {place.offset})"

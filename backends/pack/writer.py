@@ -21,10 +21,10 @@ from hicachectl.backends.base import Status, StatusArray
 from hicachectl.backends.disk.durable import NO_ROOM, sync_name
 from hicachectl.backends.disk.permissions import Permissions, as_umask_says
 from hicachectl.backends.pack.file import (
-    Entries,
+    PackEntries,
     UnfinishedPackError,
     append_index,
-    load_finished,
+    load_pack,
     lock_pack,
     open_pack,
     plain_record,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
 
-    from hicachectl.backends.pack.recovery import Walked
+    from hicachectl.backends.pack.recovery import ScannedPack
     from hicachectl.formats.pack.planes import Plane
 
 _MOST_ENCODERS = 4
@@ -89,7 +89,7 @@ class PackWriter:
         self.descriptor = open_pack(path, os.O_RDWR | os.O_CREAT)
         self.pack_id = os.urandom(ID_BYTES)
         self.metadata = Metadata(grammar="")
-        self.entries = Entries()
+        self.entries = PackEntries()
         self.remarks: tuple[str, ...] = ()
         self._end = 0
         self._is_valid = False  # what is in the file ends with an index of all of it
@@ -120,7 +120,7 @@ class PackWriter:
             self._has_tail = bool(begun)
             return
         try:
-            found = load_finished(self.descriptor, self.path)
+            found = load_pack(self.descriptor, self.path)
         except UnfinishedPackError:
             walked = walk(self.descriptor, self.path)
             if walked.metadata is None and walked.entries:
@@ -131,7 +131,7 @@ class PackWriter:
             self._written, self._has_tail = walked.metadata, bool(walked.cut_bytes)
             self.remarks = (_continued(self.path, walked),)
         else:
-            self.pack_id, self.entries = found.pack_id, Entries.of(found.entries)
+            self.pack_id, self.entries = found.pack_id, PackEntries.of(found.entries)
             self._written, self._end, self._is_valid = found.metadata, found.end, True
         self.metadata = self._written or self.metadata
 
@@ -425,7 +425,7 @@ def _handfuls(indices: Iterator[int], objects: Sequence[memoryview]) -> Iterator
         yield handful
 
 
-def _continued(path: str, walked: Walked) -> str:
+def _continued(path: str, walked: ScannedPack) -> str:
     damaged = f", {walked.damaged} damaged objects left out" if walked.damaged else ""
     return (
         f"{path}: an unfinished pack of {len(walked.entries)} objects is continued; "

@@ -67,7 +67,7 @@ class TableRepair:
 
 
 @dataclass(frozen=True, slots=True)
-class Repaired:
+class TableRepairResult:
     """What became of keys: deleted, or left since they had moved or gone since the snapshot."""
 
     deleted: tuple[str, ...]
@@ -103,7 +103,7 @@ def delete_keys(
     *,
     stopped: threading.Event,
     pause_s: float = PAUSE_S,
-) -> Iterator[Repaired]:
+) -> Iterator[TableRepairResult]:
     """Delete what a plan says in small batches with pauses, and tell of each; ends at `stopped`.
 
     Keys are asked for before, which makes them the most recent: none is evicted in between.
@@ -210,7 +210,9 @@ def _batches(pages: Sequence[BadPage], most: int) -> Iterator[list[BadPage]]:
         yield batch
 
 
-def _delete(client: MetadataClient, table: PageTable, batch: Sequence[BadPage]) -> Repaired:
+def _delete(
+    client: MetadataClient, table: PageTable, batch: Sequence[BadPage]
+) -> TableRepairResult:
     place = table.rank, table.namespace
     asked = [key for page in batch for key in page.keys]
     current = dict(zip(asked, client.page_indices(*place, asked), strict=True))
@@ -222,7 +224,7 @@ def _delete(client: MetadataClient, table: PageTable, batch: Sequence[BadPage]) 
     if keys:
         client.delete(*place, keys)
     left = set(asked) - set(keys)
-    return Repaired(tuple(keys), tuple(key for key in asked if key in left))
+    return TableRepairResult(tuple(keys), tuple(key for key in asked if key in left))
 
 
 def _move(client: MetadataClient, table: PageTable, keys: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from hicachectl.checks.page_tables import leaked_pages, mapped_and_free, out_of_
 from hicachectl.formats.errors import UsageError
 from hicachectl.move import page_table_repair
 from hicachectl.move.page_table_repair import (
-    Repaired,
+    TableRepairResult,
     bad_rows,
     delete_keys,
     plan_repair,
@@ -67,7 +67,7 @@ def is_sound(table: PageTable) -> bool:
     )
 
 
-def delete(client: MetadataClient, table: PageTable, *keys: str) -> list[Repaired]:
+def delete(client: MetadataClient, table: PageTable, *keys: str) -> list[TableRepairResult]:
     bad = bad_rows(table, [f"{table.name}:{key}".encode() for key in keys])
     repair = plan_repair(table, bad)
     return list(delete_keys(client, repair, stopped=threading.Event(), pause_s=0))
@@ -78,7 +78,7 @@ def test_a_bad_key_goes_and_its_page_is_free(
 ) -> None:
     metadata_server.initialize(0, 4)
     metadata_server.put(0, ["a", "b"])
-    assert delete(client, table_now(metadata_server), "a") == [Repaired(("a",), ())]
+    assert delete(client, table_now(metadata_server), "a") == [TableRepairResult(("a",), ())]
     table = table_now(metadata_server)
     assert mapping(table) == {"b": 2}
     assert sorted(table.free.tolist()) == [0, 1, 3]
@@ -130,7 +130,7 @@ def test_a_key_that_moved_or_went_since_the_snapshot_is_left(
     table = table_now(metadata_server)
     metadata_server.confirm(0, [("b", 0)], [2])  # b was written anew
     metadata_server.delete(0, ["a'"])  # and page 3 may be another's by now
-    assert delete(client, table, "a", "b") == [Repaired((), ("b", "a", "a'"))]
+    assert delete(client, table, "a", "b") == [TableRepairResult((), ("b", "a", "a'"))]
     assert metadata_server.exists(0, ["a", "b"]) == [True, True]
 
 
@@ -144,7 +144,7 @@ def test_a_key_on_a_free_page_does_not_take_it_from_who_has_it_by_now(
     table = table_now(metadata_server)
     assert mapped_and_free(table).all()
     assert metadata_server.put(0, ["new owner"]) == [3]
-    assert delete(client, table, "a") == [Repaired(("a",), ())]
+    assert delete(client, table, "a") == [TableRepairResult(("a",), ())]
     table = table_now(metadata_server)
     assert mapping(table) == {"new owner": 3}
     assert sorted(table.free.tolist()) == [0, 1, 2]
@@ -183,7 +183,7 @@ def test_a_stop_ends_after_the_batch_under_way(
     metadata_server.put(0, ["a", "b", "c"])
     table, stopped = table_now(metadata_server), threading.Event()
     steps = delete_keys(client, plan_repair(table, np.ones(3, bool)), stopped=stopped, pause_s=60)
-    assert next(steps) == Repaired(("c",), ())
+    assert next(steps) == TableRepairResult(("c",), ())
     stopped.set()
     assert list(steps) == []
     assert list(mapping(table_now(metadata_server))) == ["a", "b"]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hicachectl.backends.pack.file import (
     ObjectReader,
-    Place,
+    RecordPlace,
     UnfinishedPackError,
-    load_finished,
+    load_pack,
     read_header,
 )
 from hicachectl.backends.pack.recovery import walk
@@ -37,7 +37,7 @@ class PackBytes:
         self.finished = True
         with _opened(data) as descriptor:
             try:
-                entries = load_finished(descriptor, "pack").entries
+                entries = load_pack(descriptor, "pack").entries
             except UnfinishedPackError:
                 self.finished = False
                 walked = walk(descriptor, "pack")
@@ -61,7 +61,9 @@ def _opened(data: bytes) -> Iterator[int]:
 def _objects(reader: ObjectReader, entries: pa.Table) -> Iterator[tuple[str, bytes]]:
     for row in entries.to_pylist():
         content = bytearray(row["nbytes"])
-        place = Place(row["offset"], row["length"], row["nbytes"], row["planes"], row["digest"])
+        place = RecordPlace(
+            row["offset"], row["length"], row["nbytes"], row["planes"], row["digest"]
+        )
         reader.read(row["key"], place, memoryview(content))
         yield row["key"].decode(), bytes(content)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hicachectl.backends.hf3fs.settings import Hf3fsSettings
 from hicachectl.backends.hf3fs.store import Hf3fsStore
-from hicachectl.backends.hf3fs.tables import Saved, Tables
+from hicachectl.backends.hf3fs.tables import KeyTables, LoadedSnapshot
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.profile import Profile
 
@@ -42,10 +42,10 @@ class FreshStore(Hf3fsStore):
         self._tables.metadata_server = server
 
 
-class FreshTables(Tables):
+class FreshTables(KeyTables):
     metadata_server: MetadataServer
 
-    def saved(self) -> Saved:
+    def saved(self) -> LoadedSnapshot:
         self.metadata_server.save()
         return super().saved()
 

@@ -17,7 +17,7 @@ import pytest
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status
 from hicachectl.backends.hf3fs import usrbio as hf3fs_usrbio
-from hicachectl.backends.hf3fs.files import Pages
+from hicachectl.backends.hf3fs.files import FilePages
 from hicachectl.backends.hf3fs.usrbio import RING_ENTRIES, Usrbio, UsrbioReader, find_usrbio
 from hicachectl.backends.testing import read, scanned_rows
 from hicachectl.formats.errors import StoreUnavailable
@@ -60,9 +60,9 @@ def reader(daemon: Daemon, arena: Arena) -> Iterator[UsrbioReader]:
     reader.close()
 
 
-def pages_at(indices: npt.NDArray[np.int64], base: int = 0) -> Pages:
+def pages_at(indices: npt.NDArray[np.int64], base: int = 0) -> FilePages:
     targets = base + np.arange(len(indices), dtype=np.int64) * PAGE_BYTES
-    return Pages(indices * PAGE_BYTES, targets, PAGE_BYTES)
+    return FilePages(indices * PAGE_BYTES, targets, PAGE_BYTES)
 
 
 def test_more_pages_than_a_ring_holds_come_to_their_places(

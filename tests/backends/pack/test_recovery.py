@@ -17,7 +17,7 @@ import pytest
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status, open_store
 from hicachectl.backends.pack import recovery as pack_recovery
-from hicachectl.backends.pack.recovery import Repaired, repair
+from hicachectl.backends.pack.recovery import PackRepair, repair
 from hicachectl.backends.testing import read, rows_of, write
 from hicachectl.formats.errors import FormatError, HicacheError, StoreUnavailable, UsageError
 from tests.backends.pack import pack_files
@@ -240,7 +240,7 @@ def test_an_object_that_is_a_pack_itself_is_not_taken_for_records(
 def test_a_valid_pack_is_left_as_it_is(whole: Path) -> None:
     before = whole.read_bytes(), whole.stat().st_mtime_ns
     nbytes = sum(map(len, MANY.values()))
-    assert repair(str(whole)) == Repaired(len(MANY), nbytes, was_valid=True)
+    assert repair(str(whole)) == PackRepair(len(MANY), nbytes, was_valid=True)
     assert (whole.read_bytes(), whole.stat().st_mtime_ns) == before
 
 
