@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.checks.registry import SEVERITIES, code_named
+from hicachectl.checks.registry import SEVERITIES, severity_of
 from hicachectl.pages.listing import Rows, object_rows
 
 if TYPE_CHECKING:
@@ -23,21 +23,22 @@ SCHEMA = pa.schema(
 
 
 def findings(
-    code: str | pa.Array,
+    code: str,
     *,
     keys: pa.Array,
     pages: pa.Array | None = None,
     pools: pa.Array | None = None,
     parts: pa.Array | None = None,
     detail: str | pa.Array,
-    rule: str | pa.Array | None = None,
+    rule: str | None = None,
 ) -> pa.Table:
-    """Make a table of findings, one for each key; plain strings hold for all of them.
+    """Make a finding of one code for each key. detail: of all of them, or [keys] of each.
 
-    rule: which of its code's rules holds for a finding, null where none does. Severities come from
-    the registry. Raises ValueError on a code or a rule that no registered check declares.
+    rule: the one of the code's rules that holds. Raises ValueError on a code or a rule that no
+    registered check declares, also where there are no keys.
     """
-    return _rows(code, _severities(code, rule, len(keys)), keys, pages, pools, parts, detail)
+    severity = severity_of(code, rule)
+    return _table(len(keys), code, severity, pages, pools, parts, keys, detail)
 
 
 def object_findings(
@@ -66,40 +67,18 @@ def object_findings(
 
 def reasons(code: str, *, pages: pa.Array, detail: str) -> pa.Table:
     """Make rows that say why pages are removed where no finding asked for it."""
-    return _rows(code, "info", pa.nulls(len(pages), pa.string()), pages, None, None, detail)
+    return _table(len(pages), code, "info", pages, None, None, None, detail)
 
 
-def _severities(code: str | pa.Array, rule: str | pa.Array | None, count: int) -> str | pa.Array:
-    """Return the severity of each finding, or of all of them: [count]."""
-    if isinstance(code, str) and not isinstance(rule, pa.Array):
-        return code_named(code).severity_under(rule)
-    codes, rules = (_column(v, count).dictionary_encode("encode") for v in (code, rule))
-    width = len(rules.dictionary)
-    pairs = codes.indices.to_numpy().astype(np.int64) * width + rules.indices.to_numpy()
-    severities: list[str | None] = [None] * (len(codes.dictionary) * width)
-    for pair in np.flatnonzero(np.bincount(pairs)).tolist():
-        name, which = codes.dictionary[pair // width].as_py(), rules.dictionary[pair % width]
-        severities[pair] = code_named(name).severity_under(which.as_py())
-    return pa.array(severities, pa.string()).take(pa.array(pairs))
-
-
-def _rows(
-    code: str | pa.Array,
-    severity: str | pa.Array,
-    keys: pa.Array,
-    pages: pa.Array | None,
-    pools: pa.Array | None,
-    parts: pa.Array | None,
-    detail: str | pa.Array,
-) -> pa.Table:
-    columns = [code, severity, pages, pools, parts, keys, detail]
-    return pa.table([_column(value, len(keys)) for value in columns], schema=SCHEMA)
-
-
-def _column(value: str | pa.Array | None, count: int) -> pa.Array:
-    if value is None:
-        return pa.nulls(count, pa.string())
-    return pa.repeat(value, count) if isinstance(value, str) else value
+def _table(count: int, *columns: str | pa.Array | None) -> pa.Table:
+    """Make a table of SCHEMA; what is no array holds for each of its rows."""
+    texts = [
+        pa.repeat(pa.scalar(column, pa.string()), count)
+        if column is None or isinstance(column, str)
+        else column
+        for column in columns
+    ]
+    return pa.table(texts, schema=SCHEMA)
 
 
 def without_repeats(found: pa.Table, earlier: Iterable[pa.Table]) -> pa.Table:

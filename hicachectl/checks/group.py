@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +11,6 @@ import pyarrow as pa
 from hicachectl.checks.findings import findings, object_findings
 from hicachectl.checks.registry import COSTS_HITS_ONLY, POOLS_APART
 from hicachectl.pages.group_table import ORPHAN
-from hicachectl.pages.groups import Missing, PageGroups
 from hicachectl.pages.listing import key_text
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from hicachectl.checks.registry import CheckInput
     from hicachectl.formats.objects import Shard
+    from hicachectl.pages.groups import BoolArray, Missing, PageGroups
     from hicachectl.pages.inventory import IntArray
 
 _WORDS = {
@@ -36,15 +37,7 @@ def check_groups(given: CheckInput) -> Iterator[pa.Table]:
     groups, in_flight = given.groups, given.in_flight
     for missing in groups.missing():
         counted = ~in_flight[missing.groups] & (groups.states[missing.groups] != ORPHAN)
-        yield _missing(
-            groups,
-            Missing(
-                missing.deployment_id,
-                missing.deployment,
-                missing.groups[counted],
-                missing.specs[counted],
-            ),
-        )
+        yield from _missing(groups, _chosen(missing, counted))
     yield object_findings(
         given.inventory,
         groups.rows_in((groups.states == ORPHAN) & ~in_flight),
@@ -54,21 +47,31 @@ def check_groups(given: CheckInput) -> Iterator[pa.Table]:
     )
 
 
-def _missing(groups: PageGroups, missing: Missing) -> pa.Table:
+def _missing(groups: PageGroups, missing: Missing) -> Iterator[pa.Table]:
+    """Give a table for each code, with and without its rule, that some of the objects have."""
     specs = missing.deployment.specs
     codes = _codes(groups, missing)
-    names = np.array(list(_WORDS))[codes]
-    which = pa.array(missing.specs)
-    rules = [COSTS_HITS_ONLY if spec.costs_hits_only else None for spec in specs]
-    return findings(
-        pa.array(names, pa.string()),
-        keys=key_text(groups.keys_of(missing)),
-        pages=groups.pages_at(missing.groups),
-        pools=pa.array([spec.pool for spec in specs]).take(which),
-        parts=pa.array([spec.coordinate.part for spec in specs], pa.string()).take(which),
-        detail=pa.array(np.array(list(_WORDS.values()))[codes], pa.string()),
-        rule=pa.array(rules, pa.string()).take(which),
-    )
+    costs_hits_only = np.array([spec.costs_hits_only for spec in specs])[missing.specs]
+    pools = pa.array([spec.pool for spec in specs])
+    parts = pa.array([spec.coordinate.part for spec in specs], pa.string())
+    for number, (code, detail) in enumerate(_WORDS.items()):
+        for rule in (None, COSTS_HITS_ONLY):
+            chosen = (codes == number) & (costs_hits_only == (rule is not None))
+            if chosen.any():
+                some = _chosen(missing, chosen)
+                yield findings(
+                    code,
+                    keys=key_text(groups.keys_of(some)),
+                    pages=groups.pages_at(some.groups),
+                    pools=pools.take(pa.array(some.specs)),
+                    parts=parts.take(pa.array(some.specs)),
+                    detail=detail,
+                    rule=rule,
+                )
+
+
+def _chosen(missing: Missing, chosen: BoolArray) -> Missing:
+    return replace(missing, groups=missing.groups[chosen], specs=missing.specs[chosen])
 
 
 def _codes(groups: PageGroups, missing: Missing) -> IntArray:

@@ -15,11 +15,11 @@ from hicachectl.checks.findings import findings
 from hicachectl.pages.listing import key_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
-    from hicachectl.backends.hf3fs.page_tables import DataFile
+    from hicachectl.backends.hf3fs.page_tables import DataFile, TableState
     from hicachectl.backends.hf3fs.snapshot import PageTable
 
     BoolArray = npt.NDArray[np.bool_]
@@ -32,36 +32,26 @@ _NS = 1_000_000_000
 
 
 def check_page_tables(
-    tables: Sequence[PageTable],
-    *,
-    files: Mapping[str, DataFile],
-    bytes_per_page: Mapping[str, int],
-    saved_at_ns: int,
-    grace_s: float,
-    earlier: Sequence[Sequence[PageTable]] | None = None,
+    state: TableState, *, grace_s: float, earlier: Sequence[TableState] | None = None
 ) -> Iterator[pa.Table]:
-    """Find what is wrong with tables: tables of findings, some of them empty.
+    """Find what is wrong with saved tables: tables of findings, some of them empty.
 
-    files, bytes_per_page: by table name, RANK:NAMESPACE; what is unknown of a table is not checked.
-    saved_at_ns: of the snapshot that the tables are from.
-    earlier: tables of each snapshot that was saved before; what is not leaked in all of them is
-        being written, and no finding; nothing is where there are none. None: all of it is one.
+    earlier: states that were saved before; what is not leaked in all of them is being written, and
+    no finding; nothing is where there are none. None: all of it is one.
 
     On a live store page-index-free is a suspicion: the server gathers keys before free pages, so
     that a key deleted in between is in both. It holds for a key that is still there on that page.
     """
-    known = [{table.name: table for table in saved} for saved in earlier or ()]
-    for table in tables:
+    known = [{table.name: table for table in saved.tables} for saved in earlier or ()]
+    for table in state.tables:
         yield _shared(table)
         yield _out_of_range(table)
         yield _mapped_and_free(table)
         if earlier is None or (known and all(table.name in saved for saved in known)):
             yield _leaked(table, *(saved[table.name] for saved in known))
-        if table.name in files:
-            yield from _checked_file(
-                table, files[table.name], bytes_per_page.get(table.name), saved_at_ns, grace_s
-            )
-    yield from _page_counts(tables)
+        if table.name in state.files:
+            yield from _checked_file(table, state, grace_s)
+    yield from _page_counts(state.tables)
 
 
 # what tables hold: also what repair goes by
@@ -168,13 +158,12 @@ def _leaked(table: PageTable, *before: PageTable) -> pa.Table:
     return _table_findings("page-leaked", table.namespace, [detail] if pages else [])
 
 
-def _checked_file(
-    table: PageTable, file: DataFile, bytes_per_page: int | None, saved_at_ns: int, grace_s: float
-) -> Iterator[pa.Table]:
+def _checked_file(table: PageTable, state: TableState, grace_s: float) -> Iterator[pa.Table]:
+    file, bytes_per_page = state.files[table.name], state.page_bytes.get(table.name)
     if bytes_per_page is not None:
         yield _beyond_the_end(table, file, bytes_per_page)
         yield _wrong_stride(table, file, bytes_per_page)
-    behind_ns = file.mtime_ns - saved_at_ns
+    behind_ns = file.mtime_ns - state.saved_at_ns
     if behind_ns > grace_s * _NS:
         detail = f"{file.path} was written {_duration(behind_ns)} after the snapshot was saved"
         yield _table_findings("snapshot-stale", table.namespace, [detail])

@@ -59,14 +59,6 @@ class Code:
     absent: bool = False
     remedy: str = ""
 
-    def severity_under(self, rule: str | None) -> str:
-        """Return the severity where a rule holds. Raises ValueError on an undeclared rule."""
-        if rule is None:
-            return self.severity
-        if rule not in self.rules:
-            raise ValueError(f"{rule}: no such rule of {self.name}")
-        return self.rules[rule]
-
 
 @dataclass(frozen=True, slots=True)
 class CheckGroup:
@@ -212,16 +204,6 @@ def checks(groups: Collection[str] | None = None) -> list[Check]:
     ]
 
 
-def value_checks(groups: Collection[str] | None = None) -> list[ValueCheck]:
-    """List the checks of objects' bytes, of some groups; None: all."""
-    return [check for check in checks(groups) if isinstance(check, ValueCheck)]
-
-
-def checks_of(group: str) -> list[Check]:
-    """List the checks of one group."""
-    return [check for check in checks() if check.group is not None and check.group.name == group]
-
-
 def group_names() -> tuple[str, ...]:
     """Name the groups that `--checks` chooses from."""
     return tuple(_groups())
@@ -229,21 +211,28 @@ def group_names() -> tuple[str, ...]:
 
 def value_groups() -> frozenset[str]:
     """Name the groups with checks of objects' bytes."""
-    return frozenset(check.group.name for check in value_checks())
+    return frozenset(check.group.name for check in checks() if isinstance(check, ValueCheck))
 
 
 def reading_groups() -> frozenset[str]:
     """Name the groups with checks that need objects to be read."""
     return frozenset(
-        name for name in _groups() if any(Need.BYTES in c.needs for c in checks_of(name))
+        check.group.name for check in checks() if check.group and Need.BYTES in check.needs
     )
 
 
-def code_named(name: str) -> Code:
-    """Return a code. Raises ValueError where no check declares it."""
-    if name not in _CODES:
-        raise ValueError(f"{name}: no such finding code")
-    return _CODES[name]
+def severity_of(code: str, rule: str | None = None) -> str:
+    """Return the severity of a finding; rule: the one of its code's rules that holds.
+
+    Raises ValueError on a code or a rule that no check declares.
+    """
+    if code not in _CODES:
+        raise ValueError(f"{code}: no such finding code")
+    if rule is None:
+        return _CODES[code].severity
+    if rule not in _CODES[code].rules:
+        raise ValueError(f"{rule}: no such rule of {code}")
+    return _CODES[code].rules[rule]
 
 
 def codes() -> tuple[Code, ...]:
@@ -287,7 +276,7 @@ def groups_help(width: int = 92) -> str:
 
 
 def _groups() -> dict[str, CheckGroup]:
-    return {check.group.name: check.group for check in _CHECKS.values() if check.group is not None}
+    return {check.group.name: check.group for check in checks() if check.group}
 
 
 # --- the product's own checks ---
@@ -310,6 +299,12 @@ _TRUNCATED = Code("truncated", "error")
 _OVERSIZED = Code("oversized", "error", {REFUSED_WHOLE: "warning"})
 _DIGEST_MISMATCH = Code("digest-mismatch", "error", {VERSIONS_RECUR: "warning"})
 _REPLICA_MISMATCH = Code("replica-mismatch", "warning")
+# About a key and its page in a store's own table.
+PAGE_INDEX_CODES = (
+    Code("page-index-shared", "error"),
+    Code("page-index-out-of-range", "error"),
+    Code("page-index-free", "error"),
+)
 
 # In the order in which findings of one code and key, and codes in messages, come.
 for _check in (
@@ -444,9 +439,7 @@ for _check in (
         name="page-tables",
         group=GROUPS,
         codes=(
-            Code("page-index-shared", "error"),
-            Code("page-index-out-of-range", "error"),
-            Code("page-index-free", "error"),
+            *PAGE_INDEX_CODES,
             _TRUNCATED,
             Code(
                 "snapshot-stale",

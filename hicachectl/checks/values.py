@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hicachectl.checks.registry import ValueIssue, resolved, value_checks
+from hicachectl.checks.registry import ValueCheck, ValueIssue, checks, resolved
 from hicachectl.checks.tables import Section, sections_of
 from hicachectl.kernels.values import (
     RowTable,
@@ -32,7 +32,7 @@ from hicachectl.kernels.values import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from hicachectl.checks.registry import FindIssues, ValueCheck
+    from hicachectl.checks.registry import FindIssues
     from hicachectl.formats.layouts import Column
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
@@ -86,10 +86,11 @@ class ValueChecker:
         self.expected = expected
         self.profile = profile
         self.prepared: dict[ValueCheck, FindIssues] = {}
-        for check in value_checks(groups):
-            find: FindIssues | None = resolved(check.prepare)(expected, profile)
-            if find is not None:
-                self.prepared[check] = find
+        for check in checks(groups):
+            if isinstance(check, ValueCheck):
+                find: FindIssues | None = resolved(check.prepare)(expected, profile)
+                if find is not None:
+                    self.prepared[check] = find
 
     @property
     def groups(self) -> frozenset[str]:

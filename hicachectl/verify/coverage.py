@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hicachectl.backends.hf3fs.page_tables import PageTables
-from hicachectl.checks.registry import Need, checks_of, reading_groups, value_groups
+from hicachectl.checks.registry import GROUPS, SIZES, Need, checks, reading_groups, value_groups
 from hicachectl.checks.sizes import expected_sizes
 from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
 from hicachectl.pages.ambiguity import ambiguity_remark
@@ -30,42 +29,39 @@ _ALIKE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coverage:
-    """Counts of objects to read and page groups to judge, and how far the run came.
+def reading_gaps(
+    planned: Mapping[str, int],
+    *,
+    rows: int,
+    reached: int,
+    groups: int,
+    in_flight: int,
+    sampled: bool,
+) -> Iterator[tuple[str, str]]:
+    """Give each check that judged nothing, and the objects left unread, with the reason.
 
     planned: objects to read, by check that reads; one object can serve several checks. rows: all
-    objects to read; reached: those that were tried before the time limit.
+    objects to read; reached: those that were tried before the time limit. groups: page groups to
+    judge, of which some are in flight.
     """
-
-    planned: Mapping[str, int]
-    rows: int
-    reached: int
-    groups: int
-    in_flight: int
-    sampled: bool
-
-    def gaps(self) -> Iterator[tuple[str, str]]:
-        """Give each check that judged nothing, and the objects left unread, with the reason."""
-        if self.groups and self.in_flight == self.groups:
-            yield "in-flight", f"all {self.groups} page groups are younger than --grace"
-        for check, count in self.planned.items():
-            if not count:
-                yield check, f"no object was read: {self._nothing_planned(check)}"
-            elif not self.reached:
+    if groups and in_flight == groups:
+        yield "in-flight", f"all {groups} page groups are younger than --grace"
+    for check, count in planned.items():
+        if count:
+            if not reached:
                 yield check, "no object was read before --time-limit"
-        if self.reached < self.rows:
-            left = self.rows - self.reached
-            yield "unread-objects", f"{left} of {self.rows} were not read before --time-limit"
-
-    def _nothing_planned(self, check: str) -> str:
-        if self.groups and self.in_flight == self.groups:
-            return "every page group is in flight"
-        if self.sampled:
-            return "--sample chose no page with such objects; give another --sample-slice"
-        if check in value_groups():
-            return "the profile describes none of the selected objects"
-        return "the size of no selected object is known"
+            continue
+        if groups and in_flight == groups:
+            why = "every page group is in flight"
+        elif sampled:
+            why = "--sample chose no page with such objects; give another --sample-slice"
+        elif check in value_groups():
+            why = "the profile describes none of the selected objects"
+        else:
+            why = "the size of no selected object is known"
+        yield check, f"no object was read: {why}"
+    if reached < rows:
+        yield "unread-objects", f"{rows - reached} of {rows} were not read before --time-limit"
 
 
 def unmet_needs(store: Store, profile: Profile | None, *, has_catalog: bool) -> dict[Need, str]:
@@ -105,79 +101,76 @@ def impossible_checks(groups: Collection[str], unmet: Mapping[Need, str]) -> dic
     for group in groups:
         reasons = [
             [why for need, why in unmet.items() if need in check.needs]
-            for check in checks_of(group)
+            for check in checks()
+            if check.group and check.group.name == group
         ]
         if reasons and all(reasons):
             impossible[group] = reasons[0][0]
     return impossible
 
 
-def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> dict[str, str]:
+def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> Iterator[tuple[str, str]]:
     """Name the dtypes of checked values that another dtype of the same width could be.
 
-    Random bits are finite numbers in most dtypes, so that values alone do not tell.
+    Random bits are finite numbers in most dtypes, so that values alone do not tell. Gives at most
+    one pair, of a name for what was not checked and the reason, as `unjudged` does.
     """
     assumed: dict[str, set[str]] = {}
     for checker in checkers:
         for tensor in checker.expected.tensors:
             if any(tensor.dtype in alike for alike in _ALIKE):
                 assumed.setdefault(checker.expected.coordinate.pool, set()).add(tensor.dtype)
-    if not assumed:
-        return {}
-    texts = [f"{pool} as {', '.join(sorted(found))}" for pool, found in sorted(assumed.items())]
-    return {
-        "dtypes": f"{'; '.join(texts)}: values do not tell dtypes of the same width apart; compare "
-        "the profile with --kv-cache-dtype of the servers"
-    }
+    if assumed:
+        texts = [f"{pool} as {', '.join(sorted(found))}" for pool, found in sorted(assumed.items())]
+        yield (
+            "dtypes",
+            f"{'; '.join(texts)}: values do not tell dtypes of the same width apart; compare the "
+            "profile with --kv-cache-dtype of the servers",
+        )
 
 
 def unjudged(
-    inventory: Inventory, groups: PageGroups, checks: Collection[str], *, inferred: bool
-) -> dict[str, str]:
-    """List what of a store the given checks do not understand, and why.
+    inventory: Inventory, groups: PageGroups, chosen: Collection[str], *, inferred: bool
+) -> Iterator[tuple[str, str]]:
+    """Give what of a store the chosen groups of checks do not understand, and why.
 
     inferred: no real profile says what to expect.
     """
     table = inventory.table
-    skipped = {}
     if inferred and len(groups):
-        skipped["absent-pools"] = (
+        yield (
+            "absent-pools",
             "without a real profile the store is measured against itself: a pool, part or rank "
-            "that is absent everywhere cannot be noticed"
+            "that is absent everywhere cannot be noticed",
         )
     ambiguous = int((groups.states == UNKNOWN).sum())
-    if ambiguous and "groups" in checks:
-        skipped["ambiguous-groups"] = (
-            f"{ambiguous} page groups have ambiguous keys: {ambiguity_remark(inventory)}"
-        )
+    if ambiguous and GROUPS.name in chosen:
+        why = f"{ambiguous} page groups have ambiguous keys: {ambiguity_remark(inventory)}"
+        yield "ambiguous-groups", why
     profiled = bool(table.deployments) and table.deployments[0].profile is not None
-    others = {d.model for d in table.deployments[1:]} if profiled else set()
-    seen = set(groups.deployment_ids.tolist())
-    if profiled and any(number in seen for number in range(1, len(table.deployments))):
-        skipped["other-deployments"] = (
-            f"objects of {', '.join(sorted(others))} that the profile does not describe were "
-            "measured against themselves"
-        )
+    if profiled and (groups.deployment_ids > 0).any():
+        others = sorted({deployment.model for deployment in table.deployments[1:]})
+        why = f"objects of {', '.join(others)} that the profile does not describe were "
+        yield "other-deployments", why + "measured against themselves"
     unlisted = {s.pool for d in groups.deployments for s in d.specs if not s.listed}
     if unlisted:
-        skipped["unlisted-pools"] = (
-            f"{', '.join(sorted(unlisted))}: in the store, but not in the profile"
+        yield (
+            "unlisted-pools",
+            f"{', '.join(sorted(unlisted))}: in the store, but not in the profile",
         )
-    sizeless = _pools_without_size(inventory)
-    if sizeless and "sizes" in checks:
-        skipped["sizes"] = f"{', '.join(sizeless)}: no size that most objects share"
     unsized = inventory.affix_ids[inventory.objects.column("nbytes").is_null().to_numpy()]
-    unlisted_sizes = int((unsized >= 0).sum())
-    if unlisted_sizes and "sizes" in checks:
-        why = f"the store lists no size for {unlisted_sizes} objects"
-        skipped["sizes"] = "; ".join([*filter(None, [skipped.get("sizes")]), why])
-    unreadable = int((expected_sizes(inventory.table)[unsized] == UNKNOWN_SIZE).sum())
-    if unreadable and not reading_groups().isdisjoint(checks):
-        skipped["unread-objects"] = (
+    if SIZES.name in chosen:
+        if sizeless := _pools_without_size(inventory):
+            yield SIZES.name, f"{', '.join(sizeless)}: no size that most objects share"
+        if known := int((unsized >= 0).sum()):
+            yield SIZES.name, f"the store lists no size for {known} objects"
+    unreadable = int((expected_sizes(table)[unsized] == UNKNOWN_SIZE).sum())
+    if unreadable and not reading_groups().isdisjoint(chosen):
+        yield (
+            "unread-objects",
             f"{unreadable} objects were not read, since the store lists no size for them; give a "
-            "profile, or --allow-leases"
+            "profile, or --allow-leases",
         )
-    return skipped
 
 
 def _pools_without_size(inventory: Inventory) -> list[str]:

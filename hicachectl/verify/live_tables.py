@@ -12,9 +12,10 @@ import pyarrow.compute as pc
 from hicachectl.backends.base import Status
 from hicachectl.backends.hf3fs.page_tables import PageTables
 from hicachectl.checks.page_tables import check_page_tables
+from hicachectl.checks.registry import PAGE_INDEX_CODES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.hf3fs.page_tables import TableState
@@ -32,9 +33,6 @@ _NO_THIRD = (
 _LOOK_EVERY_S = 0.2
 _SAVING_S = 5.0  # that a save may take longer than the one before
 _MOST_WAIT_S = 130.0  # twice SGLang's default --save-interval, and a little
-
-# A snapshot is not of one moment: what it says of a key and its page has to be asked for again.
-_SUSPICIONS = pa.array(["page-index-shared", "page-index-free", "page-index-out-of-range"])
 
 
 def saved_tables(store: Store) -> TableState | None:
@@ -71,29 +69,15 @@ def check_tables(
     at_once = not (now.live and grace_seconds)
     saved_again = now.saved_at_ns != before.saved_at_ns
     earlier = None if at_once else [before] if saved_again else []
-    found = _found(now, earlier, grace_seconds)
+    found = list(check_page_tables(now, grace_s=grace_seconds, earlier=earlier))
     why = None if at_once or saved_again else _ONE_SNAPSHOT
     if earlier and any(_LEAKED in table.column("code").to_pylist() for table in found):
         # A save gathers keys, then free pages: one page in flight can be missed by two of them.
         then = _next_state(store, now, now.saved_at_ns - before.saved_at_ns)
-        found = _found(then or now, [*earlier, now] if then else [], grace_seconds)
+        before_then = [*earlier, now] if then else []
+        found = list(check_page_tables(then or now, grace_s=grace_seconds, earlier=before_then))
         why = None if then else _NO_THIRD
     return [_confirmed(store, table) for table in found], why
-
-
-def _found(
-    state: TableState, earlier: Sequence[TableState] | None, grace_seconds: float
-) -> list[pa.Table]:
-    return list(
-        check_page_tables(
-            state.tables,
-            files=state.files,
-            bytes_per_page=state.page_bytes,
-            saved_at_ns=state.saved_at_ns,
-            grace_s=grace_seconds,
-            earlier=None if earlier is None else [each.tables for each in earlier],
-        )
-    )
 
 
 def _next_state(store: PageTables, now: TableState, interval_ns: int) -> TableState | None:
@@ -110,17 +94,24 @@ def _next_state(store: PageTables, now: TableState, interval_ns: int) -> TableSt
 
 def suspicious_keys(found: pa.Table) -> list[bytes]:
     """List the keys whose entries in a table are wrong."""
-    chosen = found.filter(pc.is_in(found.column("code"), _SUSPICIONS))
-    keys: list[bytes] = chosen.column("key").cast(pa.binary()).to_pylist()
+    keys: list[bytes] = found.filter(_suspicious(found)).column("key").cast(pa.binary()).to_pylist()
     return keys
 
 
+def _suspicious(found: pa.Table) -> pa.ChunkedArray:
+    codes = pa.array([code.name for code in PAGE_INDEX_CODES])
+    return pc.is_in(found.column("code"), codes)
+
+
 def _confirmed(store: PageTables, found: pa.Table) -> pa.Table:
-    """Leave out what is said of keys that are no longer where the snapshot had them."""
-    doubtful = pc.is_in(found.column("code"), _SUSPICIONS).to_numpy(zero_copy_only=False)
+    """Leave out what is said of keys that are no longer where the snapshot had them.
+
+    A snapshot is not of one moment: what it says of a key and its page has to be asked for again.
+    """
+    doubtful = _suspicious(found).to_numpy()
     if not doubtful.any():
         return found
-    keys = found.filter(pa.array(doubtful)).column("key").cast(pa.binary())
     holds = np.ones(len(found), dtype=np.bool_)
+    keys = found.filter(pa.array(doubtful)).column("key").cast(pa.binary())
     holds[doubtful] = store.confirm(pa.table({"key": keys})) == Status.OK
     return found.filter(pa.array(holds))

@@ -17,6 +17,7 @@ from hicachectl.backends.capabilities import Confirm
 from hicachectl.checks.catalogs import MISMATCH, Digested, carry_forward, compare
 from hicachectl.checks.findings import combine, severity_ranks, without_repeats
 from hicachectl.checks.registry import (
+    DIGESTS,
     GROUPS,
     SEVERITIES,
     VALUES,
@@ -39,9 +40,9 @@ from hicachectl.pages.selection import EVERYTHING, Selection, select
 from hicachectl.pages.unmatched import explain_selection
 from hicachectl.text.vocabulary import LOCK
 from hicachectl.verify.coverage import (
-    Coverage,
     impossible_checks,
     indistinct_dtypes,
+    reading_gaps,
     unjudged,
     unmet_needs,
 )
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.backends.base import Store
+    from hicachectl.checks.registry import Check
     from hicachectl.checks.values import ValueChecker
     from hicachectl.device.checker import DeviceChecker
     from hicachectl.formats.catalog import Catalog
@@ -230,24 +232,25 @@ class _Run:
         reading.gone += gone
         outcome, digested = self._compared(inventory, reading)
         untold: dict[str, str] = {}
-        found = self._found(
-            CheckInput(
-                store=self.store,
-                inventory=inventory,
-                groups=groups,
-                in_flight=in_flight,
-                profile=request.profile,
-                weights_version=request.weights_version,
-                now_ns=self.now_ns,
-                grace_ns=self._grace_ns,
-                tables=tables,
-                digests=reading.digests,
-                digested=reading.digested,
-                compared=outcome if self._digests else None,
-                remark=remarks.append,
-                skip=untold.__setitem__,
-            ),
-            reading,
+        given = CheckInput(
+            store=self.store,
+            inventory=inventory,
+            groups=groups,
+            in_flight=in_flight,
+            profile=request.profile,
+            weights_version=request.weights_version,
+            now_ns=self.now_ns,
+            grace_ns=self._grace_ns,
+            tables=tables,
+            digests=reading.digests,
+            digested=reading.digested,
+            compared=outcome if self._digests else None,
+            remark=remarks.append,
+            skip=untold.__setitem__,
+        )
+        unmet = request.unmet(self.store)
+        found = _found(
+            given, reading, [c for c in checks(request.checks) if c.needs.isdisjoint(unmet)]
         )
         if request.selection.pool:
             found = found.filter(pc.equal(found.column("pool"), request.selection.pool))
@@ -261,9 +264,12 @@ class _Run:
                 present=listed.objects.column("key").combine_chunks(),
                 now_ns=self.now_ns,
             )
-        skipped = self._skipped(listed, inventory, groups, in_flight, plan, reading) | untold
+        impossible = impossible_checks(request.checks, unmet)
+        skipped = self._skipped(given, listed, plan, reading, impossible) | untold
+        ran = [name for name in request.checks if self._ran(name, impossible, skipped)]
+        document = self._document(given, plan, reading, found)
         return Report(
-            document=self._document(inventory, groups, in_flight, plan, reading, found, skipped),
+            document=document | {"checks": ran, "skipped_checks": list(skipped)},
             findings=found,
             remarks=(
                 *remarks,
@@ -302,12 +308,12 @@ class _Run:
     @property
     def _digests(self) -> bool:
         """Whether objects are digested for a catalog."""
-        return self.request.has_catalog and "digests" in self.request.checks
+        return self.request.has_catalog and DIGESTS.name in self.request.checks
 
     @property
     def _own_digests(self) -> bool:
         """Whether objects are read so that the store compares them with its own digests."""
-        return self.store.traits.keeps_digests and "digests" in self.request.checks
+        return self.store.traits.keeps_digests and DIGESTS.name in self.request.checks
 
     @property
     def _reads(self) -> bool:
@@ -320,23 +326,6 @@ class _Run:
         if profile is None or profile.inferred:
             return ()
         return tuple(group for group in self.request.checks if group in value_groups())
-
-    def _found(self, given: CheckInput, reading: ReadingResult) -> pa.Table:
-        """Run the checks that can run; gather what they and the reading have found."""
-        unmet = self.request.unmet(self.store).keys()
-        found = {
-            check.name: list(check.find(given))
-            for check in checks(self.request.checks)
-            if check.needs.isdisjoint(unmet)
-        }
-        of_tables = found.get("page-tables", [])
-        of_reading = reading.findings(given.inventory)
-        return combine(
-            [
-                *chain.from_iterable(found.values()),
-                *(without_repeats(table, of_tables) for table in of_reading),
-            ]
-        )
 
     def _plan(self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray) -> ReadingPlan:
         """Choose the objects to read: settled, in the sample, and of use to a check."""
@@ -373,7 +362,7 @@ class _Run:
             valued |= checked
         compared = chosen & (self._digests | self._own_digests)
         if self._digests or self._own_digests:
-            self.planned["digests"] = int(compared.sum())
+            self.planned[DIGESTS.name] = int(compared.sum())
         rows = np.flatnonzero(digest | valued | compared)
         limit = self.request.time_limit_seconds
         return ReadingPlan(
@@ -465,83 +454,86 @@ class _Run:
 
     def _skipped(
         self,
+        given: CheckInput,
         listed: Inventory,
-        inventory: Inventory,
-        groups: PageGroups,
-        in_flight: BoolArray,
         plan: ReadingPlan,
         reading: ReadingResult,
+        impossible: dict[str, str],
     ) -> dict[str, str]:
         """List what no check has looked at, and why; said on stderr."""
+        inventory, groups = given.inventory, given.groups
         request = self.request
         pool = request.selection.pool
         has_pool = not pool or inventory.of_pool(pool).any()
         if not has_pool or not (len(groups) or reading.objects):
             return {"everything": explain_selection(self.store, listed, request.selection)}
-        impossible = request.impossible(self.store)
-        coverage = Coverage(
-            planned={check: n for check, n in self.planned.items() if check not in impossible},
+        gaps = reading_gaps(
+            {check: n for check, n in self.planned.items() if check not in impossible},
             rows=len(plan.rows),
             reached=reading.objects,
             groups=len(groups),
-            in_flight=int(in_flight.sum()),
+            in_flight=int(given.in_flight.sum()),
             sampled=request.sample is not None,
         )
+        valued = plan.checkers.values() if self.planned.get(VALUES.name) else ()
         inferred = profile_name(request.profile) == INFERRED
         skipped: dict[str, str] = {}
         for name, why in (
             *impossible.items(),
-            *coverage.gaps(),
-            *(
-                indistinct_dtypes(plan.checkers.values()) if self.planned.get(VALUES.name) else {}
-            ).items(),
-            *unjudged(inventory, groups, request.checks, inferred=inferred).items(),
+            *gaps,
+            *indistinct_dtypes(valued),
+            *unjudged(inventory, groups, request.checks, inferred=inferred),
         ):
             skipped[name] = f"{skipped[name]}; {why}" if name in skipped else why
         return skipped
 
     def _document(
-        self,
-        inventory: Inventory,
-        groups: PageGroups,
-        in_flight: BoolArray,
-        plan: ReadingPlan,
-        reading: ReadingResult,
-        found: pa.Table,
-        skipped: dict[str, str],
+        self, given: CheckInput, plan: ReadingPlan, reading: ReadingResult, found: pa.Table
     ) -> dict[str, Any]:
+        inventory, groups = given.inventory, given.groups
         codes, counts = np.unique(found.column("code").to_pylist(), return_counts=True)
         read_groups = groups.of_object[plan.rows]
-        return {
-            "store": self.store.url,
+        nbytes = pc.sum(inventory.objects.column("nbytes"), skip_nulls=False, min_count=0)
+        return not_begun(self.store.url) | {
             "profile": profile_name(self.request.profile),
             "objects": len(inventory.objects),
             "pages": _distinct(groups.page_ids),
-            "bytes": pc.sum(
-                inventory.objects.column("nbytes"), skip_nulls=False, min_count=0
-            ).as_py(),
+            "bytes": nbytes.as_py(),
             "seconds": round(time.monotonic() - self.started, 3),
             "complete": reading.complete,
             "stopped_by": None if reading.complete else "deadline",
             "gone": reading.gone,
-            "in_flight": int(in_flight.sum()),
+            "in_flight": int(given.in_flight.sum()),
             "sampled": _distinct(groups.page_ids[read_groups[read_groups >= 0]]),
             "objects_read": reading.objects,
             "bytes_read": reading.bytes_read,
             "device": "cpu" if plan.device is None else ",".join(plan.device.names),
-            "repaired": 0,
-            "quarantined": 0,
-            "checks": [check for check in self.request.checks if self._ran(check, skipped)],
-            "skipped_checks": list(skipped),
-            "findings": None,
             "counts": dict(zip(codes.tolist(), counts.tolist(), strict=True)),
         }
 
-    def _ran(self, check: str, skipped: dict[str, str]) -> bool:
+    def _ran(self, check: str, impossible: dict[str, str], skipped: dict[str, str]) -> bool:
         """Say whether a check judged anything: one that reads no object, in part is enough."""
         if check in reading_groups():
             return bool(self.planned.get(check)) and check not in skipped
-        return check not in self.request.impossible(self.store)
+        return check not in impossible
+
+
+def _found(given: CheckInput, reading: ReadingResult, able: list[Check]) -> pa.Table:
+    """Gather what checks that can run find, and what the reading has found.
+
+    The checks of page tables say more of an object than the reading of it.
+    """
+    found = {check: list(check.find(given)) for check in able}
+    of_tables = [
+        table for check in able if Need.PAGE_TABLES in check.needs for table in found[check]
+    ]
+    of_reading = reading.findings(given.inventory)
+    return combine(
+        [
+            *chain.from_iterable(found.values()),
+            *(without_repeats(table, of_tables) for table in of_reading),
+        ]
+    )
 
 
 def _distinct(ids: npt.NDArray[np.int64]) -> int:

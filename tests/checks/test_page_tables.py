@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.backends.hf3fs.page_tables import DataFile
+from hicachectl.backends.hf3fs.page_tables import DataFile, TableState
 from hicachectl.backends.hf3fs.snapshot import PageTable, read_snapshot
 from hicachectl.checks import page_tables
 from hicachectl.checks.findings import SCHEMA, combine
@@ -62,9 +62,16 @@ def table_of(
     )
 
 
+def state_of(tables: Sequence[PageTable], **facts: Any) -> TableState:
+    known: dict[str, Any] = {"files": {}, "page_bytes": {}, "saved_at_ns": 0}
+    return TableState(path="", tables=tuple(tables), live=False, **known | facts)
+
+
 def found_in(*tables: PageTable, **facts: Any) -> list[dict[str, Any]]:
-    known: dict[str, Any] = {"files": {}, "bytes_per_page": {}, "saved_at_ns": 0, "grace_s": 60}
-    found = combine(check_page_tables(tables, **known | facts))
+    earlier = facts.pop("earlier", None)
+    if earlier is not None:
+        earlier = [state_of(saved) for saved in earlier]
+    found = combine(check_page_tables(state_of(tables, **facts), grace_s=60, earlier=earlier))
     assert found.schema == SCHEMA
     rows: list[dict[str, Any]] = found.to_pylist()
     return rows
@@ -118,7 +125,7 @@ def test_a_page_beyond_the_table_is_out_of_range_and_nothing_else() -> None:
     (row,) = found_in(
         table_of([4, 3], [0, 1, 2], 4),
         files={"0:kv": DataFile("/f", 40, 0)},
-        bytes_per_page={"0:kv": 10},
+        page_bytes={"0:kv": 10},
     )
     assert (row["code"], row["severity"]) == ("page-index-out-of-range", "error")
     assert (row["key"], row["detail"]) == ("0:kv:key-0", "page 4, but the table has 4 pages")
@@ -157,7 +164,7 @@ def test_keys_beyond_the_end_of_the_file_are_truncated() -> None:
     rows = found_in(
         table_of([0, 1, 2, 3], [], 4),
         files={"0:kv": DataFile("/d/p.0.bin", 25, 0)},
-        bytes_per_page={"0:kv": 10},
+        page_bytes={"0:kv": 10},
     )
     assert codes(rows) == {
         "truncated": ["0:kv:key-2", "0:kv:key-3"],
@@ -169,7 +176,7 @@ def test_keys_beyond_the_end_of_the_file_are_truncated() -> None:
 
 
 def test_what_is_left_of_a_file_that_is_no_whole_page_is_no_page() -> None:
-    facts = {"files": {"0:kv": DataFile("/f", 49, 0)}, "bytes_per_page": {"0:kv": 10}}
+    facts = {"files": {"0:kv": DataFile("/f", 49, 0)}, "page_bytes": {"0:kv": 10}}
     assert found_in(table_of([3], [0, 1, 2], 4), **facts) == []
     assert codes(found_in(table_of([4], [0, 1, 2, 3], 5), **facts)).keys() == {
         "truncated",
@@ -180,7 +187,7 @@ def test_what_is_left_of_a_file_that_is_no_whole_page_is_no_page() -> None:
 def test_without_the_page_size_no_file_is_too_short() -> None:
     table = table_of([3], [0, 1, 2], 4)
     assert found_in(table, files={"0:kv": DataFile("/f", 0, 0)}) == []
-    assert found_in(table, bytes_per_page={"0:kv": 10}) == []
+    assert found_in(table, page_bytes={"0:kv": 10}) == []
 
 
 def test_ranks_with_other_page_counts_are_told_by_namespace() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.checks.registry import SEVERITIES, group_names, groups_help
+from hicachectl.checks.registry import DIGESTS, SEVERITIES, group_names, groups_help
 from hicachectl.cli.commands.verify_repair import (
     earlier_runs,
     refuse_early,
@@ -265,7 +265,7 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
     parse_devices(options["device"])
     if options["update_catalog"] and not options["catalog"]:
         raise click.UsageError("--update-catalog needs --catalog FILE")
-    if options["catalog"] and "digests" not in options["checks"]:
+    if options["catalog"] and DIGESTS.name not in options["checks"]:
         raise click.UsageError("--catalog needs the check digests")
     if options["sample_slice"] is not None and not options["sample"]:
         raise click.UsageError("--sample-slice needs --sample")
