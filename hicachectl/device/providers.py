@@ -1,7 +1,6 @@
 """Who carries out copy plans on a device: SGLang's own kernels, Triton, or plain torch.
 
-All give the same bytes. `best_provider` picks the first that can run, in the order of the design;
-`--device` says nothing about it, since the result is the same.
+All give the same bytes. `best_provider` picks the first that can run, in the order of the design.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+from hicachectl.kernels.copy_triton import strided_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,11 +26,7 @@ _SGL_BLOCKS = 64
 class Provider(Protocol):
     """Carries out copy plans between 1D uint8 tensors of one device, on the current stream."""
 
-    name: str
     capturable: bool  # whether its launches can be captured in a CUDA graph
-
-    def supports(self, plan: CopyPlan) -> bool:
-        """Whether this provider can carry out a plan."""
 
     def copy(
         self,
@@ -45,12 +42,7 @@ class Provider(Protocol):
 class TorchProvider:
     """Plain torch: one strided copy an object. The reference, on any device."""
 
-    name = "torch"
     capturable = False
-
-    def supports(self, plan: CopyPlan) -> bool:
-        """Whether this provider can carry out a plan: any."""
-        return True
 
     def copy(
         self,
@@ -77,28 +69,8 @@ class TorchProvider:
 class TritonProvider:
     """Our kernel: one launch a plan, whatever the number of objects."""
 
-    name = "triton"
     capturable = True
-
-    def __init__(self) -> None:
-        from hicachectl.kernels.copy_triton import strided_copy
-
-        self._copy = strided_copy
-
-    def supports(self, plan: CopyPlan) -> bool:
-        """Whether this provider can carry out a plan: any."""
-        return True
-
-    def copy(
-        self,
-        plan: CopyPlan,
-        source: torch.Tensor,
-        source_places: torch.Tensor,
-        destination: torch.Tensor,
-        destination_places: torch.Tensor,
-    ) -> None:
-        """Carry a plan out for each pair of places."""
-        self._copy(plan, source, source_places, destination, destination_places)
+    copy = staticmethod(strided_copy)
 
 
 class SglKernelProvider:
@@ -110,11 +82,13 @@ class SglKernelProvider:
     address, and every layout is of that form. Rows and units must be whole words of 8 bytes.
     """
 
-    name = "sgl_kernel"
     capturable = True
 
-    def __init__(self, operations: Any = None) -> None:
-        """Take the server's operations; others of the same signatures for a test."""
+    def __init__(self, operations: Any = None, otherwise: Provider | None = None) -> None:
+        """Take the server's operations; others of the same signatures for a test.
+
+        otherwise: carries out the plans that these do not support; by default our kernel.
+        """
         if operations is None:
             from sgl_kernel import kvcacheio
 
@@ -122,6 +96,7 @@ class SglKernelProvider:
         self._load = operations.transfer_kv_per_layer_mla_pf_lf
         self._load_kv = operations.transfer_kv_per_layer_pf_lf
         self._back_up = operations.transfer_kv_all_layer_mla_lf_pf
+        self._otherwise = otherwise or TritonProvider()
 
     def supports(self, plan: CopyPlan) -> bool:
         """Whether rows are whole words, and one side of the plan is made of rows alone."""
@@ -138,7 +113,9 @@ class SglKernelProvider:
         """Carry a plan out for each pair of places."""
         if not len(source_places):  # the server's launcher would divide by their number
             return
-        if _dense(plan):
+        if not self.supports(plan):
+            self._otherwise.copy(plan, source, source_places, destination, destination_places)
+        elif _dense(plan):
             self._scatter(plan, source, source_places, destination, destination_places)
         else:
             back = plan.reversed()
@@ -233,36 +210,11 @@ def _indices(
     return indices[0], indices[1]
 
 
-class FirstThatCan:
-    """Hands each plan to the first of several providers that supports it."""
-
-    def __init__(self, *providers: Provider) -> None:
-        self._providers = providers
-        self.name = ", ".join(provider.name for provider in providers)
-        self.capturable = all(provider.capturable for provider in providers)
-
-    def supports(self, plan: CopyPlan) -> bool:
-        """Whether any of them can carry out a plan."""
-        return any(provider.supports(plan) for provider in self._providers)
-
-    def copy(
-        self,
-        plan: CopyPlan,
-        source: torch.Tensor,
-        source_places: torch.Tensor,
-        destination: torch.Tensor,
-        destination_places: torch.Tensor,
-    ) -> None:
-        """Carry a plan out for each pair of places."""
-        able = next(provider for provider in self._providers if provider.supports(plan))
-        able.copy(plan, source, source_places, destination, destination_places)
-
-
 def best_provider(device: torch.device) -> Provider:
     """Choose who moves bytes on a device: the server's kernels, ours, or torch."""
     if device.type != "cuda":
         return TorchProvider()
     try:
-        return FirstThatCan(SglKernelProvider(), TritonProvider())
+        return SglKernelProvider()
     except (ImportError, AttributeError, OSError):  # not installed, or another version's
         return TritonProvider()

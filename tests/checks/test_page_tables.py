@@ -68,10 +68,10 @@ def state_of(tables: Sequence[PageTable], **facts: Any) -> TableState:
 
 
 def found_in(*tables: PageTable, **facts: Any) -> list[dict[str, Any]]:
-    earlier = facts.pop("earlier", None)
+    earlier, grace_s = facts.pop("earlier", None), facts.pop("grace_s", 60)
     if earlier is not None:
         earlier = [state_of(saved) for saved in earlier]
-    found = combine(check_page_tables(state_of(tables, **facts), grace_s=60, earlier=earlier))
+    found = combine(check_page_tables(state_of(tables, **facts), grace_s=grace_s, earlier=earlier))
     assert found.schema == SCHEMA
     rows: list[dict[str, Any]] = found.to_pylist()
     return rows

@@ -23,7 +23,6 @@ from hicachectl.kernels.copy_triton import strided_copy  # isort: skip
 from hicachectl.kernels.relayout import relayout  # isort: skip
 from hicachectl.device.plans import pool_form  # isort: skip
 from hicachectl.device.providers import (  # isort: skip
-    FirstThatCan,
     SglKernelProvider,
     TorchProvider,
     TritonProvider,
@@ -83,7 +82,6 @@ def scattered(
     places = torch.arange(len(objects), device=device) * (objects.shape[1] // 16)
     source = torch.from_numpy(objects.reshape(-1).copy()).to(device)
     for plan in form.plans(SLOTS):
-        assert provider.supports(plan)
         provider.copy(plan, source, places, pools, torch.tensor(slots, device=device))
     made: Bytes = pools.cpu().numpy()
     return made
@@ -98,7 +96,6 @@ def gathered(
     source = torch.from_numpy(pools).to(device)
     for plan in form.plans(SLOTS):
         back = plan.reversed()
-        assert provider.supports(back)
         provider.copy(back, source, torch.tensor(slots, device=device), made, places)
     objects: Bytes = made.cpu().numpy().reshape(len(slots), stride)
     return objects
@@ -118,7 +115,9 @@ def test_every_item_arrives_in_its_layer_slot_and_head_and_comes_back(
     form = pool_form(tensors_of(kind, layout))
     objects, slots = random_objects(form, 2), [3, 0]
     provider = provider_named(name, device)
-    if not all(provider.supports(plan) for plan in form.plans(SLOTS)):
+    if isinstance(provider, SglKernelProvider) and not all(
+        provider.supports(plan) for plan in form.plans(SLOTS)
+    ):
         # sgl_kernel copies words of 8 bytes; our other providers copy rows of any size.
         assert name == "sgl_kernel"
         assert any(plan.unit % 8 for plan in form.plans(SLOTS))
@@ -174,11 +173,18 @@ def provider_named(name: str, device: str) -> Provider:
     if name == "triton":
         return TritonProvider()
     try:
-        return SglKernelProvider()
+        return SglKernelProvider(otherwise=Refusing())
     except ImportError:
         if device == "cuda":
             missing("sgl_kernel", "install the CUDA build of sgl-kernel")
-        return SglKernelProvider(address_arithmetic())
+        return SglKernelProvider(address_arithmetic(), otherwise=Refusing())
+
+
+class Refusing(TorchProvider):
+    """Shows that the servers' kernels carried out every plan themselves."""
+
+    def copy(self, *arguments: Any) -> None:
+        raise AssertionError("a plan was handed on")
 
 
 def address_arithmetic() -> SimpleNamespace:
@@ -223,11 +229,11 @@ def address_arithmetic() -> SimpleNamespace:
 
 
 def test_rows_that_the_servers_kernels_cannot_move_are_moved_by_others() -> None:
-    both = FirstThatCan(SglKernelProvider(address_arithmetic()), TorchProvider())
-    assert both.name == "sgl_kernel, torch"
-    for width in (4, 16):
+    both = SglKernelProvider(address_arithmetic(), otherwise=TorchProvider())
+    for width, supported in ((4, False), (16, True)):
         tensors = (TensorLayout("kv", ("token", "layer", "channel"), (3, 2, width), "uint8"),)
         form = pool_form(tensors)
+        assert all(both.supports(plan) == supported for plan in form.plans(SLOTS))
         objects = random_objects(form, 1)
         expected = np.full(SLOTS * form.page_bytes, 0xA5, np.uint8)
         placed(form, objects[0], 2, expected)
