@@ -9,7 +9,7 @@ their signs. float8_e4m3fnuz has no -0, so there only an object that is zero thr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -98,21 +98,32 @@ class ValueChecker:
         return frozenset(check.group.name for check in self.prepared)
 
     def check(
-        self, objects: Bytes, checks: Collection[ValueCheck] | None = None
+        self,
+        objects: Bytes,
+        rows: IntArray | None = None,
+        checks: Collection[ValueCheck] | None = None,
     ) -> list[ValueIssue]:
         """Find what is wrong with objects [n, nbytes], one issue for each object and code.
 
-        checks: those to run; None: all. The bytes of an object must be contiguous; the objects may
-        lie apart. Needs a few MB beside them. Raises ValueError on another size than the expected,
-        and on an issue with a code that its check does not declare.
+        rows: those of the objects to look at, rising; None: all. checks: those to run; None: all.
+        The bytes of an object must be contiguous; the objects may lie apart. Needs a few MB beside
+        them. Raises ValueError on another size than the expected, and on an issue with a code that
+        its check does not declare.
         """
         _refuse(objects, self.expected.nbytes)
+        if rows is None:
+            rows = np.arange(len(objects))
+        if not len(rows):
+            return []
+        first, last = int(rows[0]), int(rows[-1])
+        together = last - first + 1 == len(rows)  # a copy is only made of objects between others
+        some = objects[first : last + 1] if together else objects[rows]
         issues: list[ValueIssue] = []
         for check, find in self.prepared.items():
             if checks is None or check in checks:
-                issues += _declared(check, find(objects))
+                issues += _declared(check, find(some))
         issues.sort(key=lambda issue: issue.index)
-        return issues
+        return [replace(issue, index=int(rows[issue.index])) for issue in issues]
 
     def stats(self, content: Bytes) -> list[TensorStats]:
         """Summarise each tensor and layer of one object [nbytes], padding left out.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import queue
 import threading
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from subprocess import CalledProcessError
 from typing import TYPE_CHECKING, Self
 
@@ -21,6 +20,7 @@ from hicachectl.device.arena import HostArenas
 from hicachectl.device.lanes import MOST_OBJECTS, allocate_lanes, slab_size
 from hicachectl.device.providers import best_provider
 from hicachectl.device.runs import DeviceRun, ObjectForm, form_of
+from hicachectl.formats.catalog import DIGEST_BYTES
 from hicachectl.formats.errors import DeviceError
 from hicachectl.kernels.blake3_triton import digest_ranges, ranges_of
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from hicachectl.backends.base import BoolArray, IntArray
+    from hicachectl.backends.base import BoolArray
     from hicachectl.checks.registry import ValueCheck, ValueIssue
     from hicachectl.checks.values import ValueChecker
     from hicachectl.device.lanes import Lane
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     Digests = npt.NDArray[np.uint8]
 
-DIGEST_BYTES = 32
 # Lanes, and what runs on them, of devices that have failed: giving graphs back ends the process.
 _ABANDONED: list[tuple[Lane, dict[tuple[Lane, ObjectForm], DeviceRun]]] = []
 
@@ -112,7 +111,7 @@ class DeviceChecker:
             return None  # nothing to do for a device
         digests = np.zeros((len(wanted), DIGEST_BYTES), dtype=np.uint8)
         try:
-            flags = self._part(loaded, 0, len(wanted), wanted, form, digests)
+            flags = self._flags(loaded, wanted, form, digests)
             issues = []
             if form is not None and checker is not None:
                 issues = _issues(loaded, checker, form.kernels, flags)
@@ -124,29 +123,25 @@ class DeviceChecker:
             return None
         return digests, issues
 
-    def _part(
-        self,
-        loaded: Loaded,
-        start: int,
-        stop: int,
-        wanted: BoolArray,
-        form: ObjectForm | None,
-        digests: Digests,
+    def _flags(
+        self, loaded: Loaded, wanted: BoolArray, form: ObjectForm | None, digests: Digests
     ) -> BoolArray:
-        """Run a slab, in halves where memory is short; fills in digests, and gives flags [n, 2]."""
-        try:
-            return self._on_device(loaded, start, stop, wanted, form, digests)
-        except torch.OutOfMemoryError as error:
-            if stop - start < 2:
-                raise DeviceError(
-                    "CUDA is out of memory for one page; free some, give a smaller "
-                    "--device-bytes, or run with --device cpu"
-                ) from error
-            middle = (start + stop) // 2
-            halves = ((start, middle), (middle, stop))
-            return np.concatenate(
-                [self._part(loaded, *half, wanted, form, digests) for half in halves]
-            )
+        """Run a task, in halves where memory is short; fills in digests, and gives flags [n, 2]."""
+        flags = np.zeros((len(wanted), 2), dtype=np.bool_)
+        slabs = [(0, len(wanted))]
+        while slabs:
+            start, stop = slabs.pop()
+            try:
+                flags[start:stop] = self._on_device(loaded, start, stop, wanted, form, digests)
+            except torch.OutOfMemoryError as error:
+                if stop - start < 2:
+                    raise DeviceError(
+                        "CUDA is out of memory for one page; free some, give a smaller "
+                        "--device-bytes, or run with --device cpu"
+                    ) from error
+                middle = (start + stop) // 2
+                slabs += [(middle, stop), (start, middle)]
+        return flags
 
     def _on_device(
         self,
@@ -157,7 +152,7 @@ class DeviceChecker:
         form: ObjectForm | None,
         digests: Digests,
     ) -> BoolArray:
-        """Run one slab through a lane."""
+        """Run a slab through a lane; fills in digests, and gives flags [stop - start, 2]."""
         step, count = _step(loaded), stop - start
         chosen = np.flatnonzero(wanted[start:stop])
         if form is not None:
@@ -301,7 +296,7 @@ def _issues(
     others = checker.prepared.keys() - on_device
     every = np.flatnonzero(loaded.read.ok) if others else np.zeros(0, dtype=np.int64)
     suspects = np.flatnonzero(flags[:, 0] & loaded.read.ok)
-    issues = _checked(loaded, suspects, checker, on_device)
+    issues = checker.check(loaded.block(), suspects, on_device)
     found = {issue.index for issue in issues}
     for index in np.flatnonzero(flags.all(axis=1) & loaded.read.ok).tolist():
         if index not in found:
@@ -309,15 +304,4 @@ def _issues(
                 f"object {index} of a task is healthy in host memory and not on the device: the "
                 "device, or the way to it, damages data; run with --device cpu"
             )
-    return issues + _checked(loaded, every, checker, others)
-
-
-def _checked(
-    loaded: Loaded, places: IntArray, checker: ValueChecker, checks: Collection[ValueCheck]
-) -> list[ValueIssue]:
-    """Run some checks on some objects of a task."""
-    if not len(places):
-        return []
-    block = loaded.block()
-    issues = checker.check(block if len(places) == len(block) else block[places], checks)
-    return [replace(issue, index=int(places[issue.index])) for issue in issues]
+    return issues + checker.check(loaded.block(), every, others)

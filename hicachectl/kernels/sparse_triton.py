@@ -1,4 +1,4 @@
-"""Kernels of the sparse loader; what they must do: `hicachectl.kernels.sparse_reference`.
+"""Kernels of the sparse loader; tests compare a step with a model in plain Python.
 
 One program plans a step for one request. Positions of the top-k are marked in a table over all
 positions of the request, with the entry that selects them; the walk over the slots, least recent

@@ -20,11 +20,11 @@ def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> 
     Raises UsageError where the options contradict one another, or there is no profile to change.
     """
     from hicachectl.formats.transfer import retargeted
-    from hicachectl.profiles.sources import read_profile
+    from hicachectl.profiles.sources import read_profile, stage_layers
 
     changes = {name: options[f"to_{name}"] for name in _FIELDS if options[f"to_{name}"] is not None}
     if options["to_pp_partition"]:
-        changes["pp_partition"] = _partition(options["to_pp_partition"])
+        changes["pp_partition"] = stage_layers(options["to_pp_partition"], "--to-pp-partition")
         changes.setdefault("pp", len(changes["pp_partition"]))
     if options["to_profile"]:
         if changes:
@@ -37,10 +37,3 @@ def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> 
         name = next(iter(changes)).replace("_", "-")
         raise UsageError(f"--to-{name} needs a profile of the source: --profile, --model-config")
     return retargeted(profile, **changes)
-
-
-def _partition(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise UsageError(f"--to-pp-partition {text!r}: write layers a stage, as in 30,31") from None

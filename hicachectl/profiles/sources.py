@@ -135,14 +135,17 @@ def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
         field: options[option] for option, field in _FLAG_OPTIONS.items() if options.get(option)
     }
     if options.get("pp_partition"):
-        try:
-            flags["pp_partition"] = tuple(int(n) for n in options["pp_partition"].split(","))
-        except ValueError:
-            raise UsageError(
-                f"--pp-partition {options['pp_partition']!r}: write layers a stage, as in 30,31"
-            ) from None
+        flags["pp_partition"] = stage_layers(options["pp_partition"], "--pp-partition")
         flags.setdefault("pp", len(flags["pp_partition"]))
     return flags
+
+
+def stage_layers(text: str, option: str) -> tuple[int, ...]:
+    """Read the layers of each pipeline stage, as an option gives them. Raises UsageError."""
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise UsageError(f"{option} {text!r}: write layers a stage, as in 30,31") from None
 
 
 def _only_model(store: Store | None) -> str:

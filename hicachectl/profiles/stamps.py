@@ -35,10 +35,6 @@ _MAX_BYTES = 1 << 20  # a stamp is kilobytes
 _KEYLESS = ("sglang",)  # may differ between servers that share a store
 
 
-class _NoStampError(FormatError):
-    """Text that is not JSON, or not of a stamp."""
-
-
 class _StampForm(Struct):
     """A stamp as JSON has it."""
 
@@ -183,9 +179,9 @@ def _file_name(key_model: str) -> str:
 
 def _parse(data: bytes, path: str) -> Stamp:
     try:
-        document = parse_json(data[:_MAX_BYTES], path, refusal=_NoStampError)
-        stamp = convert(document, _StampForm, path, refusal=_NoStampError)
-    except _NoStampError as error:
+        document = parse_json(data[:_MAX_BYTES], path)
+        stamp = convert(document, _StampForm, path)
+    except FormatError as error:
         raise FormatError(f"{path}: not a stamp, or damaged; remove it to go on") from error
     if stamp.form != _FORM:
         raise FormatError(f"{path}: not a stamp of this version")

@@ -16,6 +16,7 @@ from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.backends.base import Status
 from hicachectl.checks.findings import object_findings
 from hicachectl.checks.sizes import oversized_rule
+from hicachectl.formats.catalog import DIGEST_BYTES
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.io.forking import Children, Tickets
 from hicachectl.io.pacing import Pace
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray, Inventory
     from hicachectl.verify.reading_plan import ReadingPlan, Window
 
-DIGEST_BYTES = 32
-
 # Of how many objects a store is asked at once whether they are still there.
 _ASKED_OBJECTS = 4096
 # From how many objects on, and up to which size of them, forked processes read faster than
@@ -48,6 +47,12 @@ _FORK_OBJECTS = 4096
 _FORK_MEAN_BYTES = 256 << 10
 _MOST_PROCESSES = 8
 _TELL_SECONDS = 0.05
+# The code of each status of a read that failed, and what is said where the store says nothing.
+_FAILED = {
+    Status.ERROR: ("unreadable", "cannot be read"),
+    Status.DAMAGED: ("digest-mismatch", "damaged"),
+    Status.UNREACHABLE: ("no-replica", "out of reach"),  # a miss for servers too
+}
 
 
 @dataclass(slots=True)
@@ -345,7 +350,9 @@ def _work(
         edges = np.flatnonzero(np.diff(inventory.affix_ids[rows])) + 1
         for start, stop in pairwise([0, *edges.tolist(), len(rows)]):
             checker = plan.checkers.get(_known_affix(loaded, inventory, plan, start))
-            issues += _issues(loaded, checker, start, stop)
+            places = start + np.flatnonzero(loaded.read.ok[start:stop])
+            if checker is not None and len(places):
+                issues += checker.check(loaded.block(), places)
     return _Done(loaded, _digests(loaded, np.flatnonzero(wanted)), issues)
 
 
@@ -365,19 +372,6 @@ def _digests(loaded: Loaded, wanted: IntArray) -> npt.NDArray[np.uint8]:
     joined = b"".join([blake3(content).digest() for content in loaded.contents(wanted)])
     digests[wanted] = np.frombuffer(joined, dtype=np.uint8).reshape(len(wanted), DIGEST_BYTES)
     return digests
-
-
-def _issues(
-    loaded: Loaded, checker: ValueChecker | None, start: int, stop: int
-) -> list[ValueIssue]:
-    """Check the values of objects from `start` to `stop` of a task, as far as they were read."""
-    places = start + np.flatnonzero(loaded.read.ok[start:stop])
-    if checker is None or not len(places):
-        return []
-    block = loaded.block()
-    whole = len(places) == stop - start
-    issues = checker.check(block[start:stop] if whole else block[places])
-    return [replace(issue, index=int(places[issue.index])) for issue in issues]
 
 
 def _gather(
@@ -402,12 +396,9 @@ def _report_unread(result: ReadingResult, loaded: Loaded, index: int, grammar: s
     """Say why an object could not be read whole."""
     row, status = int(loaded.task.rows[index]), Status(loaded.read.statuses[index])
     now, listed = int(loaded.read.nbytes[index]), int(loaded.task.capacities[index])
-    if status is Status.ERROR:
-        result.report("unreadable", row, loaded.read.errors.get(index, "cannot be read"))
-    elif status is Status.DAMAGED:
-        result.report("digest-mismatch", row, loaded.read.errors.get(index, "damaged"))
-    elif status is Status.UNREACHABLE:  # a miss for servers too
-        result.report("no-replica", row, loaded.read.errors.get(index, "out of reach"))
+    if status in _FAILED:
+        code, why = _FAILED[status]
+        result.report(code, row, loaded.read.errors.get(index, why))
     elif status is Status.SHORT:
         result.report("truncated", row, f"{now} bytes when read, {listed} when listed")
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.backends.base import Store
-    from hicachectl.checks.registry import ValueIssue
     from hicachectl.checks.values import ValueChecker
+    from hicachectl.device.checker import DeviceChecker
     from hicachectl.formats.spec import ObjectSpec
-    from hicachectl.io.pipeline import Loaded, Task
+    from hicachectl.io.pipeline import Task
     from hicachectl.pages.inventory import IntArray, Inventory
 
     Window = tuple[int, int]
@@ -37,24 +37,6 @@ _TASK_OBJECTS = 256
 _WINDOW_OBJECTS = 8192
 _LEAST_WINDOW_OBJECTS = 1024
 _HOLES_AT_ONCE = 8192
-
-
-class Device(Protocol):
-    """Digests and checks objects somewhere else than in the processor."""
-
-    names: tuple[str, ...]
-    slab_bytes: int  # of objects that it takes at once, as the arena places them
-    most_objects: int
-    lanes: int  # threads that it keeps busy besides those that read
-
-    def examine(
-        self,
-        loaded: Loaded,
-        wanted: npt.NDArray[np.bool_],
-        expected: ObjectSpec | None,
-        checker: ValueChecker | None,
-    ) -> tuple[npt.NDArray[np.uint8], list[ValueIssue]] | None:
-        """Give digests [n, 32] of the wanted objects and issues of all; None: it cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +62,7 @@ class ReadingPlan:
     jobs: int | None = None
     deadline: float | None = None
     confirm: bool = False
-    device: Device | None = None
+    device: DeviceChecker | None = None
 
     def without(self, left_out: npt.NDArray[np.bool_]) -> ReadingPlan:
         """Plan the same but for some of the rows, [n] bool."""
@@ -171,7 +153,7 @@ def tasks_of(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window])
                 yield replace(task, rows=task.rows[by_affix])
 
 
-def _in_slab(device: Device, nbytes: int) -> int:
+def _in_slab(device: DeviceChecker, nbytes: int) -> int:
     """Say how many objects of a size a slab of a device holds, as the arena places them."""
     _, step = place(np.array([max(1, nbytes)]))
     return max(1, min(device.most_objects, device.slab_bytes // step))

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.backends.arena import Arena
-from hicachectl.kernels.sparse_reference import SparseModel
 from tests.bench.bench_device import (
     ROUNDS,
     WARM_UP,
@@ -36,6 +35,7 @@ from tests.bench.bench_device import (
     rate,
     size,
 )
+from tests.kernels.sparse_reference import SparseModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

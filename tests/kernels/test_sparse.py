@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hicachectl.kernels.sparse_reference import Fetch, SparseModel
 from tests.device.devices import DEVICES, NATIVE, torch
 from tests.device.sparse_cases import Episode, Step, episodes, host_rows
+from tests.kernels.sparse_reference import Fetch, SparseModel
 from tests.speed import examples
 
 from hicachectl.kernels.sparse_triton import StepPlan, plan_step  # isort: skip
