@@ -57,9 +57,16 @@ def check_page_tables(
 # what tables hold: also what repair goes by
 
 
-def shared_pages(table: PageTable) -> BoolArray:
-    """Say which keys have a page that another key has too, [m] bool."""
-    return _holders(table) > 1
+def holders(table: PageTable) -> IntArray:
+    """Count the keys that have each key's page, [m]."""
+    held_by = np.ones(len(table.indices), dtype=np.int64)
+    ordered = np.sort(table.indices)
+    repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if len(repeated):
+        rows = np.flatnonzero(np.isin(table.indices, repeated))
+        _, inverse, counts = np.unique(table.indices[rows], return_inverse=True, return_counts=True)
+        held_by[rows] = counts[inverse]
+    return held_by
 
 
 def mapped_and_free(table: PageTable) -> BoolArray:
@@ -109,27 +116,15 @@ def leaked_pages(*tables: PageTable) -> PageRuns:
     return PageRuns(np.concatenate(starts), np.concatenate(lengths))
 
 
-def _holders(table: PageTable) -> IntArray:
-    """Count the keys that have each key's page, [m]."""
-    holders = np.ones(len(table.indices), dtype=np.int64)
-    ordered = np.sort(table.indices)
-    repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    if len(repeated):
-        rows = np.flatnonzero(np.isin(table.indices, repeated))
-        _, inverse, counts = np.unique(table.indices[rows], return_inverse=True, return_counts=True)
-        holders[rows] = counts[inverse]
-    return holders
-
-
 # findings
 
 
 def _shared(table: PageTable) -> pa.Table:
-    holders = _holders(table)
-    rows = np.flatnonzero(holders > 1)
+    counts = holders(table)
+    rows = np.flatnonzero(counts > 1)
     # Those of one page stand together.
     rows = rows[np.argsort(table.indices[rows], kind="stable")]
-    detail = ("page ", table.indices[rows], " is held by ", holders[rows], " keys")
+    detail = ("page ", table.indices[rows], " is held by ", counts[rows], " keys")
     return _key_findings("page-index-shared", table, rows, *detail)
 
 

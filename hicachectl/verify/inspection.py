@@ -40,14 +40,13 @@ _NAMED_CANDIDATES = 4
 class PageReport:
     """A page: its document for JSON, its objects as in `ls --objects` with their digests, findings.
 
-    contents: {"key", "tensor", "layer", "values", "minimum", …} for each tensor and layer of the
-    objects that a profile describes.
+    The document's "contents" has {"key", "tensor", "layer", "values", "minimum", …} for each tensor
+    and layer of the objects that a profile describes.
     """
 
     document: dict[str, Any]
     objects: pa.Table
     findings: pa.Table
-    contents: list[dict[str, Any]]
 
 
 def inspect_page(
@@ -80,7 +79,6 @@ def inspect_page(
     given = CheckInput(store=store, inventory=inventory, groups=groups, in_flight=in_flight)
     found = combine([*check_groups(given), *check_sizes(given), *reading.findings(inventory)])
     objects = _with_digests(object_rows(inventory), reading)
-    contents = list(_contents(store, inventory, checkers))
     states = page_rows(groups).drop_columns(["page"]).to_pylist()
     for state in states:
         state["pools"] = {pool: counts for pool, counts in state["pools"].items() if counts}
@@ -89,10 +87,10 @@ def inspect_page(
         "page": pages[0],
         "groups": states,
         "objects": None,
-        "contents": contents,
+        "contents": list(_contents(store, inventory, checkers)),
         "findings": found.to_pylist(),
     }
-    return PageReport(document, objects, found, contents)
+    return PageReport(document, objects, found)
 
 
 def _read(

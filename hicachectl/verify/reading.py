@@ -281,12 +281,12 @@ class _Reader:
     def _pipeline(
         self, windows: Iterable[Window], jobs: int | None, *, share: int = 1
     ) -> Pipeline[_Done]:
-        inventory, plan, wants_digest = self._inventory, self._plan, self._wants_digest
+        inventory, plan = self._inventory, self._plan
         return Pipeline(
             self._store,
             inventory.objects,
             tasks_of(plan, inventory, windows),
-            lambda loaded: _work(loaded, inventory, plan, wants_digest),
+            self._work,
             buffer_bytes=plan.buffer_bytes // share,
             jobs=jobs,
             deadline=plan.deadline,
@@ -303,7 +303,7 @@ class _Reader:
         """Gather the results of the tasks, and give the bytes of each."""
         asks = self._identify and self._store.traits.identifies_by_exists
         for done in self._still_there(pipeline) if asks else pipeline:
-            _gather(self._result, done, self._wants_digest, self._store.grammar)
+            self._gather(done)
             yield int(done.loaded.task.capacities.sum())
         self._result.complete = pipeline.complete
 
@@ -331,35 +331,61 @@ class _Reader:
             yield done.without(~there[start:end])
             start = end
 
+    def _work(self, loaded: Loaded) -> _Done:
+        """Digest and check one task's objects; runs in a reader thread."""
+        plan, rows = self._plan, loaded.task.rows
+        wanted = loaded.read.ok & self._wants_digest[rows]
+        if plan.device is not None:  # its tasks are of one affix
+            affix = self._known_affix(loaded, 0)
+            expected, checker = plan.expected.get(affix), plan.checkers.get(affix)
+            if checker is not None or wanted.any():
+                examined = plan.device.examine(loaded, wanted, expected, checker)
+                if examined is not None:
+                    return _Done(loaded, *examined)
+        issues: list[ValueIssue] = []
+        if plan.checkers:
+            edges = np.flatnonzero(np.diff(self._inventory.affix_ids[rows])) + 1
+            for start, stop in pairwise([0, *edges.tolist(), len(rows)]):
+                checker = plan.checkers.get(self._known_affix(loaded, start))
+                places = start + np.flatnonzero(loaded.read.ok[start:stop])
+                if checker is not None and len(places):
+                    issues += checker.check(loaded.block(), places)
+        return _Done(loaded, _digests(loaded, np.flatnonzero(wanted)), issues)
 
-def _work(
-    loaded: Loaded, inventory: Inventory, plan: ReadingPlan, wants_digest: npt.NDArray[np.bool_]
-) -> _Done:
-    """Digest and check one task's objects; runs in a reader thread."""
-    rows = loaded.task.rows
-    wanted = loaded.read.ok & wants_digest[rows]
-    if plan.device is not None:  # its tasks are of one affix
-        affix = _known_affix(loaded, inventory, plan, 0)
-        expected, checker = plan.expected.get(affix), plan.checkers.get(affix)
-        if checker is not None or wanted.any():
-            examined = plan.device.examine(loaded, wanted, expected, checker)
-            if examined is not None:
-                return _Done(loaded, *examined)
-    issues: list[ValueIssue] = []
-    if plan.checkers:
-        edges = np.flatnonzero(np.diff(inventory.affix_ids[rows])) + 1
-        for start, stop in pairwise([0, *edges.tolist(), len(rows)]):
-            checker = plan.checkers.get(_known_affix(loaded, inventory, plan, start))
-            places = start + np.flatnonzero(loaded.read.ok[start:stop])
-            if checker is not None and len(places):
-                issues += checker.check(loaded.block(), places)
-    return _Done(loaded, _digests(loaded, np.flatnonzero(wanted)), issues)
+    def _known_affix(self, loaded: Loaded, index: int) -> int:
+        """Give the affix id of an object of a task; -1 where its size is not the expected one."""
+        affix = int(self._inventory.affix_ids[loaded.task.rows[index]])
+        return affix if loaded.task.capacities[index] == self._plan.sizes[affix] else -1
 
+    def _gather(self, done: _Done) -> None:
+        """Put what was made of a task's objects into the result."""
+        result, rows, read = self._result, done.loaded.task.rows, done.loaded.read
+        ok = read.ok
+        result.objects += len(rows)
+        result.bytes_read += int(read.nbytes[ok].sum())
+        wanted = ok & self._wants_digest[rows]
+        result.digests[rows[wanted]] = done.digests[wanted]
+        result.versions[rows[wanted]] = read.versions[wanted]
+        result.digested[rows[wanted]] = True
+        result.gone += int((read.statuses == Status.GONE).sum())
+        for issue in done.issues:
+            result.report(issue.code, int(rows[issue.index]), issue.detail)
+        for index in np.flatnonzero(~ok & (read.statuses != Status.GONE)).tolist():
+            self._report_unread(done.loaded, index)
 
-def _known_affix(loaded: Loaded, inventory: Inventory, plan: ReadingPlan, index: int) -> int:
-    """Give the affix id of an object of a task; -1 where it is not of the size expected of that."""
-    affix = int(inventory.affix_ids[loaded.task.rows[index]])
-    return affix if loaded.task.capacities[index] == plan.sizes[affix] else -1
+    def _report_unread(self, loaded: Loaded, index: int) -> None:
+        """Say why an object could not be read whole."""
+        row, status = int(loaded.task.rows[index]), Status(loaded.read.statuses[index])
+        if status in _FAILED:
+            code, why = _FAILED[status]
+            self._result.report(code, row, loaded.read.errors.get(index, why))
+            return
+        now, listed = int(loaded.read.nbytes[index]), int(loaded.task.capacities[index])
+        detail = f"{now} bytes when read, {listed} when listed"
+        if status is Status.SHORT:
+            self._result.report("truncated", row, detail)
+        else:
+            self._result.report("oversized", row, detail, oversized_rule(self._store.grammar))
 
 
 def _digests(loaded: Loaded, wanted: IntArray) -> npt.NDArray[np.uint8]:
@@ -372,35 +398,3 @@ def _digests(loaded: Loaded, wanted: IntArray) -> npt.NDArray[np.uint8]:
     joined = b"".join([blake3(content).digest() for content in loaded.contents(wanted)])
     digests[wanted] = np.frombuffer(joined, dtype=np.uint8).reshape(len(wanted), DIGEST_BYTES)
     return digests
-
-
-def _gather(
-    result: ReadingResult, done: _Done, wants_digest: npt.NDArray[np.bool_], grammar: str
-) -> None:
-    rows, read = done.loaded.task.rows, done.loaded.read
-    ok = read.ok
-    result.objects += len(rows)
-    result.bytes_read += int(read.nbytes[ok].sum())
-    wanted = ok & wants_digest[rows]
-    result.digests[rows[wanted]] = done.digests[wanted]
-    result.versions[rows[wanted]] = read.versions[wanted]
-    result.digested[rows[wanted]] = True
-    result.gone += int((read.statuses == Status.GONE).sum())
-    for issue in done.issues:
-        result.report(issue.code, int(rows[issue.index]), issue.detail)
-    for index in np.flatnonzero(~ok & (read.statuses != Status.GONE)).tolist():
-        _report_unread(result, done.loaded, index, grammar)
-
-
-def _report_unread(result: ReadingResult, loaded: Loaded, index: int, grammar: str) -> None:
-    """Say why an object could not be read whole."""
-    row, status = int(loaded.task.rows[index]), Status(loaded.read.statuses[index])
-    now, listed = int(loaded.read.nbytes[index]), int(loaded.task.capacities[index])
-    if status in _FAILED:
-        code, why = _FAILED[status]
-        result.report(code, row, loaded.read.errors.get(index, why))
-    elif status is Status.SHORT:
-        result.report("truncated", row, f"{now} bytes when read, {listed} when listed")
-    else:
-        detail = f"{now} bytes when read, {listed} when listed"
-        result.report("oversized", row, detail, oversized_rule(grammar))

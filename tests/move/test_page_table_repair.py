@@ -21,7 +21,7 @@ from hicachectl.backends.hf3fs.snapshot import (
     read_snapshot,
     write_repaired,
 )
-from hicachectl.checks.page_tables import leaked_pages, mapped_and_free, out_of_range, shared_pages
+from hicachectl.checks.page_tables import holders, leaked_pages, mapped_and_free, out_of_range
 from hicachectl.formats.errors import UsageError
 from hicachectl.move import page_table_repair
 from hicachectl.move.page_table_repair import (
@@ -60,7 +60,7 @@ def mapping(table: PageTable) -> dict[str, int]:
 
 
 def is_sound(table: PageTable) -> bool:
-    wrong = shared_pages(table) | mapped_and_free(table) | out_of_range(table)
+    wrong = (holders(table) > 1) | mapped_and_free(table) | out_of_range(table)
     free: list[int] = table.free.tolist()
     return (
         not wrong.any() and len(free) == len(set(free)) and all(p < table.num_pages for p in free)
@@ -271,7 +271,7 @@ def test_a_repaired_table_is_sound_whatever_it_was(data: st.DataObject) -> None:
         np.array(indices, dtype=np.int64),
     )
     chosen = data.draw(st.sets(st.sampled_from(keys))) if keys else set()
-    wrong = np.flatnonzero(shared_pages(table) | mapped_and_free(table))
+    wrong = np.flatnonzero((holders(table) > 1) | mapped_and_free(table))
     named = chosen | {keys[row] for row in wrong}
     bad = bad_rows(table, [f"0:kv:{key}".encode() for key in named])
     repaired = repaired_table(table, bad)

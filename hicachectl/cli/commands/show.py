@@ -93,9 +93,9 @@ def _lines(report: PageReport, colour: bool) -> Iterator[str]:
         yield from (f"  missing {escape_controls(key)}" for key in group["missing"])
     yield ""
     yield from table_lines(objects_for_people(report.objects), colour=colour)
-    if report.contents:
+    if contents := report.document["contents"]:
         yield ""
-        yield from table_lines(contents_for_people(report.contents), colour=colour)
+        yield from table_lines(contents_for_people(contents), colour=colour)
     if len(report.findings):
         yield ""
         columns = report.findings.select(["severity", "code", "key", "detail"])

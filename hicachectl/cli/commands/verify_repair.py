@@ -182,9 +182,5 @@ def _say(ctx: click.Context, outcome: GroupReport, options: dict[str, Any]) -> N
         remark(ctx, f"{outcome.kept} pages were rewritten meanwhile, and stay")
     if outcome.remaining:
         remark(ctx, f"{outcome.remaining} pages could not be taken away; run it again")
-    _say_failures(ctx, outcome)
-
-
-def _say_failures(ctx: click.Context, outcome: GroupReport) -> None:
     for key, message in outcome.failures:
         remark(ctx, f"{key}: {message}")
