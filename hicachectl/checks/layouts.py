@@ -67,14 +67,10 @@ class LayoutCheck:
         return self.test.hinted(partial(self._read, objects), np.arange(len(objects)))
 
     @property
-    def first_look(self) -> OrderLook:
-        """Say which numbers `unseen` compares, for those who look at them elsewhere."""
-        return self._look(self.test.first_sets, FIRST_CHANNELS)
-
-    @property
-    def second_looks(self) -> list[OrderLook]:
-        """Say the same of what tells whether a rival's order shows, for each rival."""
-        return [self._look(sets, SECOND_CHANNELS) for sets in self.test.second_sets]
+    def looks(self) -> list[OrderLook]:
+        """The numbers that `unseen` compares, then for each rival those that `hinted` compares."""
+        first = self._look(self.test.first_sets, FIRST_CHANNELS)
+        return [first, *(self._look(sets, SECOND_CHANNELS) for sets in self.test.second_sets)]
 
     def _look(self, sets: IntArray, channels: int) -> OrderLook:
         layer, token, head = self.test.stored.coordinates(sets)

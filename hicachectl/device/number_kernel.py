@@ -8,8 +8,15 @@ import numpy as np
 import torch
 
 from hicachectl.checks.tables import sections_of, stored_layers
-from hicachectl.kernels.statistics import BAD_SCALE, INF, NAN, ZERO_HEADS, Field
-from hicachectl.kernels.values_triton import block_statistics, supports
+from hicachectl.kernels.values_triton import (
+    BAD_SCALE,
+    INF,
+    NAN,
+    ZERO_HEADS,
+    Field,
+    block_statistics,
+    supports,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

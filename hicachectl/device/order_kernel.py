@@ -34,7 +34,7 @@ class OrderKernel:
         """Upload which rows are compared."""
         check = layout_check(spec, profile)
         assert check is not None  # or the check would not be run on such objects
-        self._looks = [check.first_look, *check.second_looks]
+        self._looks = check.looks
         self._run = run
         self._rows = [
             torch.from_numpy(_row_places(look, run.pools, run.most)).to(run.lane.device)

@@ -4,6 +4,9 @@ One launch looks at all fields of all blocks: what shares a row is read while it
 and small blocks share a program. Four bytes are looked at together: magnitudes are compared for all
 numbers of a word at once, by carries into the places of their signs. NaN and infinity only set a
 flag in that pass; a program that sees the flag counts them in a second pass.
+
+The numbers are those that are stored: quantised codes are not multiplied with their scales, and a
+code counts whatever its scale says.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ import torch
 import triton
 import triton.language as tl
 
-from hicachectl.kernels.statistics import COUNTS
+from hicachectl.formats.layouts import TENSOR_DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicachectl.kernels.statistics import Field
+# zero_heads: rows whose first `Field.head_bytes` bytes are zero; 0 unless the field leads.
+COUNTS = ("nan", "inf", "bad_scale", "zero_heads")
+NAN, INF, BAD_SCALE, ZERO_HEADS = range(len(COUNTS))
+HEAD_BYTES = 16  # of a row, by which rows of zero bytes are told from others at a first look
 
 _WORD = 4
 # What a program looks at. Large blocks of one field: much, so that there are few reductions.
@@ -32,6 +38,40 @@ _SMALL_PROGRAM_BYTES = 16 << 10
 # the others waiting; many of a small program's instructions would do nothing else.
 _LARGE = (256, 4)
 _SMALL = (128, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Equal numbers in every row of a block: `items` of them from `offset` on.
+
+    rows, pitch: how many rows a block has, and the bytes of one.
+    scale_floor: for fp32 scales, the least that is legal; None for ordinary numbers.
+    leads:       whether rows begin with this field: its head then tells rows of zero bytes.
+    excusable:   whether NaN may be legal: codes under a scale of 0 mean nothing.
+    """
+
+    name: str
+    dtype: str
+    rows: int
+    pitch: int
+    offset: int
+    items: int
+    scale_floor: float | None = None
+    leads: bool = True
+    excusable: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the field in one row."""
+        return self.items * TENSOR_DTYPE_BYTES[self.dtype]
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a row's head: HEAD_BYTES, or what a vector of the field has where that is less.
+
+        The greatest power of two up to HEAD_BYTES that divides rows, field and offset.
+        """
+        return int(np.gcd.reduce([HEAD_BYTES, self.nbytes, self.pitch, self.offset]))
 
 
 @dataclass(frozen=True, slots=True)

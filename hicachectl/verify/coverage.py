@@ -130,14 +130,14 @@ def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> Iterator[tuple[str, s
 
 
 def unjudged(
-    inventory: Inventory, groups: PageGroups, chosen: Collection[str], *, inferred: bool
+    inventory: Inventory, groups: PageGroups, chosen: Collection[str], profile: Profile | None
 ) -> Iterator[tuple[str, str]]:
     """Give what of a store the chosen groups of checks do not understand, and why.
 
-    inferred: no real profile says what to expect.
+    profile: a real one; None where the store itself says what to expect.
     """
     table = inventory.table
-    if inferred and len(groups):
+    if profile is None and len(groups):
         yield (
             "absent-pools",
             "without a real profile the store is measured against itself: a pool, part or rank "

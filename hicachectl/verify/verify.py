@@ -71,8 +71,6 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import BoolArray
     from hicachectl.verify.sampling import Sample
 
-INFERRED = "inferred"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -101,6 +99,11 @@ class Request:
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     bytes_per_second: int | None = None
     jobs: int | None = None
+
+    @property
+    def real_profile(self) -> Profile | None:
+        """The profile, unless it was inferred from the store."""
+        return None if self.profile is None or self.profile.inferred else self.profile
 
     @property
     def has_catalog(self) -> bool:
@@ -133,11 +136,6 @@ class Report:
     def reaches(self, severity: str) -> bool:
         """Whether any finding is at least this severe."""
         return bool((severity_ranks(self.findings) >= SEVERITIES.index(severity)).any())
-
-
-def profile_name(profile: Profile | None) -> str:
-    """Name a profile in reports: its model, or that it was inferred."""
-    return INFERRED if profile is None or profile.inferred else profile.model
 
 
 def not_begun(store: str) -> dict[str, Any]:
@@ -322,8 +320,7 @@ class _Run:
     @property
     def _value_groups(self) -> tuple[str, ...]:
         """Name the groups with checks of objects' bytes; none where no profile describes them."""
-        profile = self.request.profile
-        if profile is None or profile.inferred:
+        if self.request.real_profile is None:
             return ()
         return tuple(group for group in self.request.checks if group in value_groups())
 
@@ -476,13 +473,12 @@ class _Run:
             sampled=request.sample is not None,
         )
         valued = plan.checkers.values() if self.planned.get(VALUES.name) else ()
-        inferred = profile_name(request.profile) == INFERRED
         skipped: dict[str, str] = {}
         for name, why in (
             *impossible.items(),
             *gaps,
             *indistinct_dtypes(valued),
-            *unjudged(inventory, groups, request.checks, inferred=inferred),
+            *unjudged(inventory, groups, request.checks, request.real_profile),
         ):
             skipped[name] = f"{skipped[name]}; {why}" if name in skipped else why
         return skipped
@@ -491,11 +487,12 @@ class _Run:
         self, given: CheckInput, plan: ReadingPlan, reading: ReadingResult, found: pa.Table
     ) -> dict[str, Any]:
         inventory, groups = given.inventory, given.groups
+        profile = self.request.real_profile
         codes, counts = np.unique(found.column("code").to_pylist(), return_counts=True)
         read_groups = groups.of_object[plan.rows]
         nbytes = pc.sum(inventory.objects.column("nbytes"), skip_nulls=False, min_count=0)
         return not_begun(self.store.url) | {
-            "profile": profile_name(self.request.profile),
+            "profile": "inferred" if profile is None else profile.model,
             "objects": len(inventory.objects),
             "pages": _distinct(groups.page_ids),
             "bytes": nbytes.as_py(),

@@ -12,7 +12,7 @@ import pytest
 from tests.device.devices import DEVICES, torch
 
 from hicachectl.formats.layouts import TENSOR_DTYPE_BYTES  # isort: skip
-from hicachectl.kernels.statistics import BAD_SCALE, NAN, ZERO_HEADS, Field  # isort: skip
+from hicachectl.kernels.values_triton import BAD_SCALE, NAN, ZERO_HEADS, Field  # isort: skip
 from hicachectl.kernels.values import is_bad_scale, is_inf, is_nan  # isort: skip
 from hicachectl.kernels.values_triton import block_statistics, supports  # isort: skip
 

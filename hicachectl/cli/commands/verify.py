@@ -296,12 +296,12 @@ def _refuse_what_is_lacking(store: Any, request: Request, options: dict[str, Any
 
     if not isinstance(store, SideFiles):
         raise click.UsageError(f"--stamp, --weights-version: no place beside {store.url} for one")
-    if options["stamp"] and (request.profile is None or request.profile.inferred):
-        raise click.UsageError("--stamp needs a profile: --profile, --model-config or --server")
-    if options["stamp"] and request.profile is not None:
+    if options["stamp"]:
         from hicachectl.profiles.stamps import check_stamp_place
 
-        check_stamp_place(store, request.profile.key_model)
+        if request.real_profile is None:
+            raise click.UsageError("--stamp needs a profile: --profile, --model-config or --server")
+        check_stamp_place(store, request.real_profile.key_model)
 
 
 def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> Request:

@@ -83,7 +83,7 @@ def refuse_early(options: dict[str, Any]) -> None:
 
 def refuse_without_profile(request: Request) -> None:
     """Refuse to repair by expectations that come from the store itself."""
-    if request.repairs and (request.profile is None or request.profile.inferred):
+    if request.repairs and request.real_profile is None:
         raise UsageError(
             "--repair needs a real profile: --profile, --model-config or --server; what the store "
             "shows of itself is not enough to take pages away"
