@@ -28,9 +28,10 @@ _INF_BITS32 = 0x7F800000
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}
 # Bits of infinity; every larger magnitude is NaN.
-_INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": _INF_BITS32, "float8_e5m2": 0x7C}
-_ONLY_NAN = {"float8_e4m3fn": 0x7F}  # has no infinity
-_FNUZ_NAN = 0x80  # float8_e4m3fnuz: what would be -0
+INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": _INF_BITS32, "float8_e5m2": 0x7C}
+# Least bits that are no finite number. The fp8 dtypes without an infinity have one NaN; that of
+# float8_e4m3fnuz is what would be -0.
+FIRST_SPECIAL = {**INFINITY, "float8_e4m3fn": 0x7F, "float8_e4m3fnuz": 0x80}
 _FP8_FORM = {  # mantissa bits, exponent bias
     "float8_e4m3fn": (3, 7),
     "float8_e4m3fnuz": (3, 8),
@@ -120,19 +121,19 @@ def zero_rows(block: Bytes, table: RowTable) -> tuple[IntArray, IntArray]:
 def is_nan(bits: Bits, dtype: str) -> BoolArray:
     """Mark NaN among items given as unsigned integers."""
     if dtype == "float8_e4m3fnuz":
-        nan: BoolArray = bits == _FNUZ_NAN
-    elif dtype in _INFINITY:
-        nan = _magnitudes(bits) > _INFINITY[dtype]
+        nan: BoolArray = bits == FIRST_SPECIAL[dtype]
+    elif dtype in INFINITY:
+        nan = _magnitudes(bits) > INFINITY[dtype]
     else:
-        nan = _magnitudes(bits) == _ONLY_NAN[dtype]
+        nan = _magnitudes(bits) == FIRST_SPECIAL[dtype]
     return nan
 
 
 def is_inf(bits: Bits, dtype: str) -> BoolArray:
     """Mark infinities among items given as unsigned integers."""
-    if dtype not in _INFINITY:
+    if dtype not in INFINITY:
         return np.zeros(bits.shape, np.bool_)
-    inf: BoolArray = _magnitudes(bits) == _INFINITY[dtype]
+    inf: BoolArray = _magnitudes(bits) == INFINITY[dtype]
     return inf
 
 
@@ -141,7 +142,7 @@ def is_bad_scale(bits: Bits, floor: float) -> BoolArray:
 
     Without a floor -0 and subnormal scales are legal, with one it lies among normal numbers.
     """
-    low = _floor_bits(floor)
+    low = floor_bits(floor)
     good = (bits >= low) & (bits < _INF_BITS32)
     if not floor:
         good |= bits == 0x80000000
@@ -195,17 +196,18 @@ def _has_special(bits: Bits, dtype: str) -> bool:
     signed = bits.view(_SIGNED[bits.itemsize])
     if dtype == "float8_e4m3fnuz":
         return int(signed.min()) == -0x80
-    first = _INFINITY.get(dtype) or _ONLY_NAN[dtype]
+    first = FIRST_SPECIAL[dtype]
     sign = 1 << (8 * bits.itemsize - 1)
     return int(signed.max()) >= first or int(bits.max()) >= first + sign
 
 
 def _has_bad_scale(bits: Bits, floor: float) -> bool:
     signed = bits.view(np.int32)  # orders positive floats; negative ones lie below all of them
-    return int(signed.min()) < _floor_bits(floor) or int(signed.max()) >= _INF_BITS32
+    return int(signed.min()) < floor_bits(floor) or int(signed.max()) >= _INF_BITS32
 
 
-def _floor_bits(floor: float) -> int:
+def floor_bits(floor: float) -> int:
+    """Return the bits of the least legal scale, one ulp below a floor; 0 where there is none."""
     # The quotient of SGLang's kernels may be rounded the other way.
     return int(np.float32(floor).view(np.uint32)) - 1 if floor else 0
 

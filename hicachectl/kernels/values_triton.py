@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from hicachectl.formats.layouts import TENSOR_DTYPE_BYTES
+from hicachectl.kernels.values import FIRST_SPECIAL, INFINITY, floor_bits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,28 +73,6 @@ class Field:
         The greatest power of two up to HEAD_BYTES that divides rows, field and offset.
         """
         return int(np.gcd.reduce([HEAD_BYTES, self.nbytes, self.pitch, self.offset]))
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """Which numbers of a dtype are special.
-
-    first_special: least magnitude bits that are no finite number. infinity: its bits, or -1.
-    """
-
-    bits: int
-    first_special: int
-    infinity: int
-
-
-_FORMS = {
-    "float32": _Form(32, 0x7F800000, 0x7F800000),
-    "bfloat16": _Form(16, 0x7F80, 0x7F80),
-    "float16": _Form(16, 0x7C00, 0x7C00),
-    "float8_e4m3fn": _Form(8, 0x7F, -1),
-    "float8_e4m3fnuz": _Form(8, 0x80, -1),
-    "float8_e5m2": _Form(8, 0x7C, 0x7C),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +161,8 @@ def block_statistics(
 
 
 def _look(field: Field, splits: int, most_lanes: int) -> _Look:
-    form, vector, bits = _FORMS[field.dtype], field.head_bytes, _FORMS[field.dtype].bits
+    vector, bits = field.head_bytes, 8 * TENSOR_DTYPE_BYTES[field.dtype]
+    first_special = FIRST_SPECIAL[field.dtype]
     vectors = field.rows * (field.nbytes // vector)
     share, lanes, rounds = _shared_out(vectors, splits, most_lanes)
     heads = field.rows if field.leads else 0
@@ -203,13 +183,13 @@ def _look(field: Field, splits: int, most_lanes: int) -> _Look:
         bits=bits,
         magnitudes=_signed(_repeat((1 << (bits - 1)) - 1, bits)),
         signs=_signed(_repeat(1 << (bits - 1), bits)),
-        to_sign=_signed(_repeat(max(0, (1 << (bits - 1)) - form.first_special), bits)),
-        first_special=form.first_special,
-        infinity=form.infinity,
+        to_sign=_signed(_repeat(max(0, (1 << (bits - 1)) - first_special), bits)),
+        first_special=first_special,
+        infinity=INFINITY.get(field.dtype, -1),
         fnuz=field.dtype == "float8_e4m3fnuz",
         scales=field.scale_floor is not None,
         zero_scales=field.scale_floor == 0,
-        floor=0 if field.scale_floor is None else _floor_bits(field.scale_floor),
+        floor=0 if field.scale_floor is None else floor_bits(field.scale_floor),
     )
 
 
@@ -226,11 +206,6 @@ def _repeat(pattern: int, bits: int) -> int:
 
 def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
-
-
-def _floor_bits(floor: float) -> int:
-    # The quotient of SGLang's kernels may be rounded the other way, as in kernels.values.
-    return int(np.float32(floor).view(np.uint32)) - 1 if floor else 0
 
 
 @triton.jit

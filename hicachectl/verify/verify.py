@@ -247,9 +247,8 @@ class _Run:
             skip=untold.__setitem__,
         )
         unmet = request.unmet(self.store)
-        found = _found(
-            given, reading, [c for c in checks(request.checks) if c.needs.isdisjoint(unmet)]
-        )
+        able = [check for check in checks(request.checks) if check.needs.isdisjoint(unmet)]
+        found = _found(given, reading, able)
         if request.selection.pool:
             found = found.filter(pc.equal(found.column("pool"), request.selection.pool))
         catalog = None
