@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)  # what became of an object since it was recorded
 
-DigestArray = npt.NDArray[np.uint8]
-
 
 @dataclass(frozen=True, slots=True)
 class Digested:
@@ -39,7 +37,7 @@ class Digested:
     nbytes: IntArray
     identities: npt.NDArray[np.uint64]
     identity_fields: tuple[str, ...]
-    digests: DigestArray
+    digests: npt.NDArray[np.uint8]
 
     def __len__(self) -> int:
         return len(self.nbytes)

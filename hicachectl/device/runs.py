@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from hicachectl.checks.values import ValueChecker
     from hicachectl.device.lanes import Lane
     from hicachectl.device.providers import Provider
-    from hicachectl.formats.copyplan import CopyPlan
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
 
@@ -118,7 +117,6 @@ class DeviceRun:
         self.slots = torch.from_numpy(np.random.default_rng(_SEED).permutation(most)).to(device)
         self._places = torch.arange(most, device=device) * (form.step // VECTOR_BYTES)
         self._plans = form.pools.plans(most)
-        self._back = tuple(plan.reversed() for plan in self._plans)
         self._kernels = [kernel(self) for kernel in form.kernels.values()]
         # Of what each of them has seen: type and width, noted by the first launch.
         self._seen: list[list[tuple[np.dtype[Any], int]]] = []
@@ -171,8 +169,9 @@ class DeviceRun:
 
     def scatter(self, count: int) -> None:
         """Put the first objects of the staging buffer into the pools."""
-        self._copy(self._plans, self.lane.staging, self._places, self.lane.pools, self.slots,
-                   count)  # fmt: skip
+        staging, pools = self.lane.staging, self.lane.pools
+        for plan in self._plans:
+            self._provider.copy(plan, staging, self._places[:count], pools, self.slots[:count])
 
     def _launch_checks(self, count: int) -> torch.Tensor:
         """Scatter and look; all results in one tensor of bytes, for one copy to the host."""
@@ -183,25 +182,13 @@ class DeviceRun:
         return torch.cat([torch.empty(0, dtype=torch.uint8, device=self.lane.device), *packed])
 
     def _launch_digests(self, count: int) -> torch.Tensor:
-        self.lane.staging[: count * self._form.step].fill_(POISON)
-        self._copy(self._back, self.lane.pools, self.slots, self.lane.staging, self._places,
-                   count)  # fmt: skip
+        staging, pools = self.lane.staging, self.lane.pools
+        staging[: count * self._form.step].fill_(POISON)
+        for plan in self._plans:
+            back = plan.reversed()
+            self._provider.copy(back, pools, self.slots[:count], staging, self._places[:count])
         ranges = self._ranges if count == self.most else self._digestible(count)
-        return digest_ranges(self.lane.staging, ranges)
-
-    def _copy(
-        self,
-        plans: Sequence[CopyPlan],
-        source: torch.Tensor,
-        source_places: torch.Tensor,
-        destination: torch.Tensor,
-        destination_places: torch.Tensor,
-        count: int,
-    ) -> None:
-        for plan in plans:
-            self._provider.copy(
-                plan, source, source_places[:count], destination, destination_places[:count]
-            )
+        return digest_ranges(staging, ranges)
 
     def _digestible(self, count: int) -> Ranges:
         offsets = np.arange(count, dtype=np.int64) * self._form.step

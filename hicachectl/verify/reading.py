@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -72,11 +73,12 @@ class ReadingResult:
     objects: int = 0
     bytes_read: int = 0
     complete: bool = True
-    _issues: dict[tuple[str, str | None], list[tuple[int, str]]] = field(default_factory=dict)
+    # Code, row, detail, and the rule of the code that holds.
+    _issues: list[tuple[str, int, str, str | None]] = field(default_factory=list)
 
     def report(self, code: str, row: int, detail: str, rule: str | None = None) -> None:
         """Note one finding about an object; rule: the one of its code that holds."""
-        self._issues.setdefault((code, rule), []).append((row, detail))
+        self._issues.append((code, row, detail, rule))
 
     @property
     def has_issues(self) -> bool:
@@ -85,9 +87,8 @@ class ReadingResult:
 
     def take_notes(self) -> list[Any]:
         """Give all but the arrays, in JSON's types, and forget it: for `add_notes` elsewhere."""
-        issues = [[code, rule, noted] for (code, rule), noted in self._issues.items()]
-        notes = [self.objects, self.bytes_read, self.gone, self.complete, issues]
-        self.objects, self.bytes_read, self.gone, self._issues = 0, 0, 0, {}
+        notes = [self.objects, self.bytes_read, self.gone, self.complete, self._issues]
+        self.objects, self.bytes_read, self.gone, self._issues = 0, 0, 0, []
         return notes
 
     def add_notes(
@@ -98,34 +99,31 @@ class ReadingResult:
         self.bytes_read += bytes_read
         self.gone += gone
         self.complete &= complete
-        for code, rule, noted in issues:
-            for row, detail in noted:
-                self.report(code, row, detail, rule)
+        for issue in issues:
+            self.report(*issue)
 
     def suspects(self) -> IntArray:
         """List the rows that something was reported of, rising."""
-        rows = {row for noted in self._issues.values() for row, _ in noted}
-        return np.array(sorted(rows), dtype=np.int64)
+        return np.array(sorted({row for _, row, _, _ in self._issues}), dtype=np.int64)
 
     def replace(self, rows: IntArray, again: ReadingResult) -> None:
         """Let what a second reading of some rows found stand in the place of the first."""
         redone = set(rows.tolist())
-        for kind, noted in self._issues.items():
-            self._issues[kind] = [note for note in noted if note[0] not in redone]
-        self._issues = {kind: noted for kind, noted in self._issues.items() if noted}
+        self._issues = [issue for issue in self._issues if issue[1] not in redone] + again._issues
         self.gone += again.gone
-        for kind, noted in again._issues.items():
-            self._issues.setdefault(kind, []).extend(noted)
         for name in ("digests", "versions", "digested"):
             getattr(self, name)[rows] = getattr(again, name)[rows]
 
     def findings(self, inventory: Inventory) -> Iterator[pa.Table]:
         """Give the noted findings, each kind in the order of the objects."""
-        for (code, rule), noted in self._issues.items():
+        kinds: dict[tuple[str, str | None], list[tuple[int, str]]] = defaultdict(list)
+        for code, row, detail, rule in self._issues:
+            kinds[code, rule].append((row, detail))
+        for (code, rule), noted in kinds.items():
             noted.sort()
             rows = np.array([row for row, _ in noted], dtype=np.int64)
-            detail = pa.array([detail for _, detail in noted])
-            yield object_findings(inventory, rows, code, detail, rule=rule)
+            details = pa.array([detail for _, detail in noted])
+            yield object_findings(inventory, rows, code, details, rule=rule)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -192,13 +192,13 @@ def command(
 
     _refuse_contradictions(options)
     refuse_early(options)
-    manner = {name: options[name] for name in ("allow_leases", "lease_wait")}
+    leases = {name: options[name] for name in ("allow_leases", "lease_wait")}
     with ExitStack() as stack:
         if not stack.enter_context(locked(options["lock"])):
             remark(ctx, f"another process holds {options['lock']}; nothing was done")
             _write_lock_held(store_name(ctx, store), options, output_format, output)
             return
-        source = stack.enter_context(opened(ctx, store, **manner))
+        source = stack.enter_context(opened(ctx, store, **leases))
         request = _request(ctx, source, options)
         _refuse_impossible_checks(ctx, source, request)
         _refuse_what_is_lacking(source, request, options)
