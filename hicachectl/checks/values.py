@@ -10,6 +10,7 @@ their signs. float8_e4m3fnuz has no -0, so there only an object that is zero thr
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -149,55 +150,24 @@ def _refuse(objects: Bytes, nbytes: int) -> None:
         raise ValueError(f"objects of shape {objects.shape}, expected [n, {nbytes}]")
 
 
-def number_check(expected: ObjectSpec, profile: Profile) -> NumberCheck | None:
+def number_check(expected: ObjectSpec, profile: Profile) -> FindIssues | None:
     """Prepare the check of numbers; None where all of an object is padding."""
     sections = sections_of(expected, profile)
-    return NumberCheck(sections) if any(section.table.runs for section in sections) else None
+    if not any(section.table.runs for section in sections):
+        return None
+    return partial(_number_issues, sections)
 
 
-class NumberCheck:
-    """Finds NaN, infinities, bad scales and zeros in objects of some sections."""
-
-    def __init__(self, sections: tuple[Section, ...]) -> None:
-        self._sections = sections
-
-    def __call__(self, objects: Bytes) -> list[ValueIssue]:
-        """Find what is wrong with objects [n, nbytes], one issue for each object and code."""
-        damages: dict[int, _Damage] = {}
-        for number, section in enumerate(self._sections):
-            _scan(objects, number, section.table, damages)
-        return [
-            ValueIssue(index, code, detail)
-            for index in sorted(damages)
-            for code, detail in self._describe(objects[index : index + 1], damages[index])
-        ]
-
-    def _describe(self, content: Bytes, damage: _Damage) -> Iterator[tuple[str, str]]:
-        for code in _COUNTED:
-            found = [
-                _describe_items(self._sections[number], content, code, counts)
-                for (its_code, number), counts in damage.counts.items()
-                if its_code == code
-            ]
-            if found:
-                yield code, "; ".join(found)
-        zero = self._describe_zero(damage)
-        if zero:
-            yield "all-zero", zero
-
-    def _describe_zero(self, damage: _Damage) -> str:
-        everywhere = all(
-            number in damage.zero and damage.zero[number][start:stop].all()
-            for number, section in enumerate(self._sections)
-            for start, stop in section.table.runs
-        )
-        if everywhere:
-            return "the whole object is zero bytes"
-        return "; ".join(
-            text
-            for number, zero in damage.zero.items()
-            for text in _describe_zero_rows(self._sections[number], zero)
-        )
+def _number_issues(sections: tuple[Section, ...], objects: Bytes) -> list[ValueIssue]:
+    """Find NaN, infinities, bad scales and zeros: one issue for each object and code."""
+    damages: dict[int, _Damage] = {}
+    for number, section in enumerate(sections):
+        _scan(objects, number, section.table, damages)
+    return [
+        ValueIssue(index, code, detail)
+        for index in sorted(damages)
+        for code, detail in _describe(sections, objects[index : index + 1], damages[index])
+    ]
 
 
 # --- scanning ---
@@ -235,6 +205,34 @@ def _scan(objects: Bytes, number: int, table: RowTable, damages: dict[int, _Dama
 
 
 # --- words ---
+
+
+def _describe(
+    sections: tuple[Section, ...], content: Bytes, damage: _Damage
+) -> Iterator[tuple[str, str]]:
+    """Give each code of one object's damage, with what was found."""
+    for code in _COUNTED:
+        found = [
+            _describe_items(sections[number], content, code, counts)
+            for (its_code, number), counts in damage.counts.items()
+            if its_code == code
+        ]
+        if found:
+            yield code, "; ".join(found)
+    everywhere = all(
+        number in damage.zero and damage.zero[number][start:stop].all()
+        for number, section in enumerate(sections)
+        for start, stop in section.table.runs
+    )
+    zero = [
+        text
+        for number, marks in damage.zero.items()
+        for text in _describe_zero_rows(sections[number], marks)
+    ]
+    if everywhere:
+        yield "all-zero", "the whole object is zero bytes"
+    elif zero:
+        yield "all-zero", "; ".join(zero)
 
 
 def _describe_items(section: Section, content: Bytes, code: str, counts: IntArray) -> str:

@@ -71,10 +71,7 @@ def inspect_page(
     if len(pages) > 1:
         raise UsageError(_several_pages(store.url, prefix, pages))
     in_flight = groups.newest_ns > time.time_ns() - int(grace_seconds * 1e9)
-    checkers: dict[int, ValueChecker] = {}
-    if profile is not None:
-        known = known_specs(inventory.table)
-        checkers = value_checkers(known, profile)
+    checkers = value_checkers(known_specs(inventory.table), profile)
     reading = _read(store, inventory, checkers)
     given = CheckInput(store=store, inventory=inventory, groups=groups, in_flight=in_flight)
     found = combine([*check_groups(given), *check_sizes(given), *reading.findings(inventory)])

@@ -147,9 +147,11 @@ def known_specs(table: AffixTable) -> dict[int, ObjectSpec]:
 
 
 def value_checkers(
-    known: dict[int, ObjectSpec], profile: Profile, groups: Collection[str] | None = None
+    known: dict[int, ObjectSpec], profile: Profile | None, groups: Collection[str] | None = None
 ) -> dict[int, ValueChecker]:
     """Make a checker for each of the known objects that a check of some groups applies to."""
+    if profile is None:
+        return {}
     from hicachectl.checks.values import ValueChecker
 
     checkers = {affix: ValueChecker(spec, profile, groups) for affix, spec in known.items()}

@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.checks.registry import Check
-    from hicachectl.checks.values import ValueChecker
     from hicachectl.device.checker import DeviceChecker
     from hicachectl.formats.catalog import Catalog
     from hicachectl.formats.profile import Profile
@@ -325,11 +324,8 @@ class _Run:
 
     def _plan(self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray) -> ReadingPlan:
         """Choose the objects to read: settled, in the sample, and of use to a check."""
-        profile = self.request.profile
         known = known_specs(inventory.table)
-        checkers: dict[int, ValueChecker] = {}
-        if profile is not None:
-            checkers = value_checkers(known, profile, self._value_groups)
+        checkers = value_checkers(known, self.request.profile, self._value_groups)
         replicated = replica_sets(inventory.table) != NO_REPLICAS
         ids = inventory.affix_ids
         of_group = groups.of_object
