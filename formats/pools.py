@@ -8,11 +8,11 @@ layer split (srt/layers/cp/utils.py :: get_layer_shard_range) and linear-attenti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.kinds.pool import pool_name
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicachectl.formats.kinds.pool import Pool
-    from hicachectl.formats.layouts import Geometry
+    from hicachectl.formats.layouts import TensorLayout
     from hicachectl.formats.profile import Profile
 
 
@@ -31,14 +31,64 @@ class PoolPiece:
     layers: model layer numbers in stored order. Packed draft layers come last and count on from
         the model's last layer; a draft pool counts its draft's layers from 0.
     padding_layers: unused layers between the target's and the packed draft's (CP layer split).
-    geometry: None where the bytes have no known form (opaque, logical); `nbytes` then says how
-        many there are in one object.
+    tensors: in the axis order of layer_first; none where the bytes have no known form (opaque,
+        logical). `nbytes` then says how many there are in one object.
     """
 
+    pool: Pool
     layers: tuple[int, ...] = ()
     padding_layers: int = 0
-    geometry: Geometry | None = None
+    tensors: tuple[TensorLayout, ...] = ()
     nbytes: int = 0
+
+    def flat(self, layout: str) -> tuple[TensorLayout, ...]:
+        """Lay out an object that holds the whole page (file, 3FS without zero-copy).
+
+        Raises ProfileError for a layout SGLang does not build the pool in, UnsupportedByBackend
+        for one that has no flat page.
+        """
+        kind_of(self.pool).check_flat(self.pool)
+        tensors = self._ordered(layout)
+        offsets = accumulate((tensor.nbytes for tensor in tensors), initial=0)
+        return tuple(
+            replace(tensor, offset=offset) for tensor, offset in zip(tensors, offsets, strict=False)
+        )
+
+    def parts(self, layout: str) -> tuple[TensorLayout, ...]:
+        """Lay out the objects that hold one part each (Mooncake, 3FS -k and -v), in order.
+
+        Raises ProfileError and UnsupportedByBackend like `flat`.
+        """
+        tensors = self._ordered(layout)
+        if layout == "layer_first" and kind_of(self.pool).scattered:
+            raise UnsupportedByBackend(
+                "layer_first pages of this pool lie scattered in host memory and cannot be stored "
+                "as parts; page_first and page_first_direct can"
+            )
+        return tensors
+
+    def head_slice(self, slices: int) -> PoolPiece:
+        """Return one of equal slices along the heads. Raises ProfileError."""
+        tensors = []
+        for tensor in self.tensors:
+            at = tensor.axes.index("head")
+            heads, odd = divmod(tensor.shape[at], slices)
+            if odd:
+                raise ProfileError(
+                    f"tp_lcm_size: a rank's {tensor.shape[at]} KV heads do not split into {slices} "
+                    "slices"
+                )
+            shape = (*tensor.shape[:at], heads, *tensor.shape[at + 1 :])
+            tensors.append(replace(tensor, shape=shape))
+        return replace(self, tensors=tuple(tensors))
+
+    def _ordered(self, layout: str) -> tuple[TensorLayout, ...]:
+        if layout == "page_unified":
+            raise UnsupportedByBackend(
+                "page_unified belongs to the unified key scheme; no SGLang store reads or writes it"
+            )
+        kind_of(self.pool).check_layout(self.pool, layout)
+        return tuple(tensor.in_layout(layout) for tensor in self.tensors)
 
 
 def pp_ranges(
@@ -95,7 +145,7 @@ def pool_piece(
     """
     kind = kind_of(pool)
     if not kind.has_bytes:
-        return PoolPiece()
+        return PoolPiece(pool=pool)
     layers, padding = _piece_layers(profile, pool, pp_rank, cp_rank)
     unplaced = not kind.has_form and not pool.layer_numbers
     if not layers and not padding and not unplaced:
@@ -103,7 +153,7 @@ def pool_piece(
     if unplaced and pool.is_draft and pp_rank != profile.pp - 1:
         return None
     if not kind.has_form:
-        return PoolPiece(layers=layers, padding_layers=padding, nbytes=pool.nbytes)
+        return PoolPiece(pool=pool, layers=layers, padding_layers=padding, nbytes=pool.nbytes)
     # Under DCP a rank holds every dcp-th token of a KV page; a draft holds the page whole.
     tokens = profile.page_size // profile.dcp if pool.name == "kv" else profile.page_size
     if pool.is_draft and kind.shards and profile.cp > 1:
@@ -113,8 +163,8 @@ def pool_piece(
             "that a profile does not state"
         )
     tp = profile.linear_tp if kind.linear and profile.linear_tp else profile.tp
-    geometry = kind.geometry(pool, len(layers) + padding, tokens, tp)
-    return PoolPiece(layers=layers, padding_layers=padding, geometry=geometry)
+    tensors = kind.tensors(pool, len(layers) + padding, tokens, tp)
+    return PoolPiece(pool=pool, layers=layers, padding_layers=padding, tensors=tensors)
 
 
 def _piece_layers(

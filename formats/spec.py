@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from hicachectl.formats.keys.versions import (
 )
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.kinds.pool import Pool, pool_name
-from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS, TensorLayout, flat_page, part_objects
+from hicachectl.formats.layouts import HEADLESS_LAYOUTS, PAGE_FIRST_LAYOUTS, TensorLayout
 from hicachectl.formats.objects import Coordinate, Shard
 from hicachectl.formats.pools import PoolPiece, pool_piece
 from hicachectl.formats.profile import Profile, validate_profile
@@ -40,9 +40,6 @@ IntArray = npt.NDArray[np.int64]
 
 _ZERO_COPY_LAYOUTS = PAGE_FIRST_LAYOUTS  # HiCacheHF3FS.register_mem_pool_host
 _HF3FS_LAYOUTS = (*_ZERO_COPY_LAYOUTS, "layer_first")  # backend_factory.py: bytes_per_page
-_DCP_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-
-
 UNKNOWN_SIZE = -1
 
 
@@ -129,29 +126,21 @@ def fits(sizes: IntArray, expected: IntArray) -> npt.NDArray[np.bool_]:
     return fitting
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where one rank, or one group of ranks that share objects, stores a pool."""
-
-    pp_rank: int
-    cp_rank: int
-    shard: Shard
+# What an object has of a page: the part, and its tensors; none if their form is not known.
+_Content = tuple[str | None, tuple[TensorLayout, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    part: str | None
-    tensors: tuple[TensorLayout, ...]
-    nbytes: int
+class _Scheme(NamedTuple):
+    """How one backend cuts a page into objects.
 
-
-@dataclass(frozen=True, slots=True)
-class _Scheme:
-    """How one backend cuts a page into objects. `check` raises for what it cannot hold at all."""
+    check:    raises for what it cannot hold at all.
+    shards:   of each rank, or each group of ranks that share objects, that stores a pool.
+    contents: the objects of one of these.
+    """
 
     check: Callable[[Profile], None]
-    places: Callable[[Profile, Pool], Iterable[_Place]]
-    contents: Callable[[Profile, Pool, PoolPiece], Iterable[_Content]]
+    shards: Callable[[Profile, Pool], Iterable[Shard]]
+    contents: Callable[[Profile, PoolPiece], Iterable[_Content]]
 
 
 def object_specs(profile: Profile, scheme: str) -> tuple[ObjectSpec, ...]:
@@ -180,25 +169,26 @@ def object_specs(profile: Profile, scheme: str) -> tuple[ObjectSpec, ...]:
 
 def _pool_objects(profile: Profile, scheme: str, pool: Pool, anchor: bool) -> Iterator[ObjectSpec]:
     codec = codec_for(scheme)
+    _, shards, contents = _SCHEMES[scheme]
     model = profile.key_model if _names_model(profile, scheme) else ""
     tag = profile.tag if scheme == "mooncake" else ""
     held: dict[tuple[int, int], PoolPiece | None] = {}  # the same for all TP ranks of a stage
-    for place in _SCHEMES[scheme].places(profile, pool):
-        stage = place.pp_rank, place.cp_rank
+    for shard in shards(profile, pool):
+        stage = shard.pp_rank or 0, shard.cp_rank or 0
         if stage not in held:
-            held[stage] = pool_piece(profile, pool, pp_rank=place.pp_rank, cp_rank=place.cp_rank)
+            held[stage] = pool_piece(profile, pool, pp_rank=stage[0], cp_rank=stage[1])
         piece = held[stage]
         if piece is None:
             continue
-        for content in _SCHEMES[scheme].contents(profile, pool, piece):
-            coordinate = Coordinate(model, pool.name, content.part, tag, place.shard)
+        for part, tensors in contents(profile, piece):
+            coordinate = Coordinate(model, pool.name, part, tag, shard)
             yield ObjectSpec(
                 affix=codec.affix(coordinate),
                 coordinate=coordinate,
-                nbytes=content.nbytes,
+                nbytes=sum(tensor.nbytes for tensor in tensors) if tensors else piece.nbytes,
                 anchor=anchor,
                 trailing_pages=pool.trailing_pages if pool.trailing else 0,
-                tensors=content.tensors,
+                tensors=tensors,
                 layers=piece.layers,
                 padding_layers=piece.padding_layers,
             )
@@ -213,19 +203,15 @@ def _names_model(profile: Profile, scheme: str) -> bool:
     return scheme == "file" or (scheme == "mooncake" and mooncake_keys_name_model(profile))
 
 
-def _stages(profile: Profile) -> Iterator[tuple[int, int, Shard]]:
-    """List each (pp rank, cp rank) with its shard, where a lone rank is None."""
+def _stages(profile: Profile) -> Iterator[Shard]:
+    """List the shard of each stage and CP rank, where a lone rank is None."""
     for pp_rank, cp_rank in product(range(profile.pp), range(profile.cp)):
         shard = Shard()
         if profile.pp > 1:
             shard = replace(shard, pp_rank=pp_rank, pp_size=profile.pp)
         if profile.cp > 1:
             shard = replace(shard, cp_rank=cp_rank, cp_size=profile.cp)
-        yield pp_rank, cp_rank, shard
-
-
-def _one_object(tensors: tuple[TensorLayout, ...], part: str | None = None) -> _Content:
-    return _Content(part, tensors, sum(tensor.nbytes for tensor in tensors))
+        yield shard
 
 
 def _check_dcp(profile: Profile) -> None:
@@ -239,7 +225,7 @@ def _check_dcp(profile: Profile) -> None:
     # Of an inferred profile's opaque pools only the form of their keys is known.
     if not kind_of(anchor).stored_with_dcp(anchor):
         raise UnsupportedByBackend("dcp: SGLang stores DCP pages of MLA models only")
-    if profile.layout not in _DCP_LAYOUTS:
+    if profile.layout not in HEADLESS_LAYOUTS:
         raise UnsupportedByBackend(f"dcp: SGLang has no DCP pages in {profile.layout}")
     for pool in profile.pools:
         if not pool_name(pool.name).dcp:
@@ -254,7 +240,7 @@ def _check_file(profile: Profile) -> None:
     check_file_ranks(profile)
 
 
-def _file_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
+def _file_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
     """List where file keys lead; their form follows the target, not the pool.
 
     So each rank of an MHA target has a file of its own, and the ranks of an MLA target share the
@@ -263,14 +249,14 @@ def _file_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
     per_rank = not profile.rank_replicated
     if profile.rank_replicated and pool_name(pool.name).states:
         per_rank = mamba_keys_name_rank(profile)
-    for pp_rank, cp_rank, shard in _stages(profile):
+    for shard in _stages(profile):
         if per_rank:
             for rank in range(profile.tp):
                 ranked = replace(shard, tp_rank=rank, tp_size=profile.tp)
-                yield _Place(pp_rank, cp_rank, _file_dcp(profile, ranked, rank % profile.dcp))
+                yield _file_dcp(profile, ranked, rank % profile.dcp)
         else:
             for rank in range(profile.dcp):
-                yield _Place(pp_rank, cp_rank, _file_dcp(profile, shard, rank))
+                yield _file_dcp(profile, shard, rank)
 
 
 def _file_dcp(profile: Profile, shard: Shard, dcp_rank: int) -> Shard:
@@ -285,11 +271,8 @@ def _file_dcp(profile: Profile, shard: Shard, dcp_rank: int) -> Shard:
     )
 
 
-def _flat_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[_Content]:
-    if piece.geometry is None:
-        yield _Content(None, (), piece.nbytes)
-    else:
-        yield _one_object(flat_page(piece.geometry, profile.layout))
+def _flat_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
+    yield None, piece.flat(profile.layout) if piece.tensors else ()
 
 
 # --- mooncake ---
@@ -319,12 +302,12 @@ def _mooncake_per_rank(profile: Profile, pool: Pool) -> bool:
     return kind_of(pool).names_rank(pool, shared_anchor=profile.rank_replicated)
 
 
-def _mooncake_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
+def _mooncake_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
     per_rank = _mooncake_per_rank(profile, pool)
-    for pp_rank, cp_rank, stage in _stages(profile):
+    for stage in _stages(profile):
         # Only rank-less keys under DCP name the CP rank.
-        cp_in_key = profile.dcp > 1 and not per_rank
-        if cp_rank and not cp_in_key:
+        cp_rank = (stage.cp_rank or 0) if profile.dcp > 1 and not per_rank else None
+        if cp_rank is None and stage.cp_rank:
             continue
         shard = replace(stage, cp_rank=None, cp_size=None)
         if profile.dcp > 1:
@@ -332,13 +315,12 @@ def _mooncake_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
                 shard,
                 tp_size=profile.tp,
                 pp_size=profile.pp,
-                cp_rank=cp_rank if cp_in_key else None,
+                cp_rank=cp_rank,
                 cp_size=profile.cp,
                 dcp_size=profile.dcp,
                 dcp_page_size=profile.page_size,
             )
-        for ranked in _mooncake_ranks(profile, pool, shard, per_rank):
-            yield _Place(pp_rank, cp_rank, ranked)
+        yield from _mooncake_ranks(profile, pool, shard, per_rank)
 
 
 def _mooncake_ranks(profile: Profile, pool: Pool, shard: Shard, per_rank: bool) -> Iterator[Shard]:
@@ -357,22 +339,22 @@ def _mooncake_ranks(profile: Profile, pool: Pool, shard: Shard, per_rank: bool) 
         yield replace(shard, ranked=mooncake_keys_place_rank(profile))
 
 
-def _mooncake_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[_Content]:
-    kind, geometry = kind_of(pool), piece.geometry
+def _mooncake_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
+    pool = piece.pool
+    kind = kind_of(pool)
     per_rank = _mooncake_per_rank(profile, pool)
     if kind.shards not in (None, per_rank):  # MooncakeStore has no keys of the right number
         raise UnsupportedByBackend(
             f"pools[{pool.name}]: Mooncake keys of this pool and target do not fit kind {pool.kind}"
         )
     kind.check_mooncake(pool)
-    if geometry is None:
-        for part in kind.mooncake_parts(pool, per_rank):
-            yield _Content(part, (), piece.nbytes)
+    if not piece.tensors:
+        yield from ((part, ()) for part in kind.mooncake_parts(pool, per_rank))
         return
     if pool.name == "kv" and _splits_heads(profile):
-        geometry = geometry.head_slice(profile.tp_lcm_size // profile.tp)
-    for tensor in part_objects(geometry, profile.layout):
-        yield _one_object((tensor,), kind.mooncake_part(pool, tensor))
+        piece = piece.head_slice(profile.tp_lcm_size // profile.tp)
+    for tensor in piece.parts(profile.layout):
+        yield kind.mooncake_part(pool, tensor), (tensor,)
 
 
 # --- 3FS ---
@@ -393,7 +375,7 @@ def _check_hf3fs(profile: Profile) -> None:
         )
 
 
-def _hf3fs_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
+def _hf3fs_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
     """List where 3FS keys lead: tp_rank is the rank of the data file.
 
     tp_size stands only where the key spells the pair: for Mamba states beside an MLA target, which
@@ -401,33 +383,33 @@ def _hf3fs_places(profile: Profile, pool: Pool) -> Iterator[_Place]:
     """
     if not profile.rank_replicated:
         for rank in range(profile.tp):
-            yield _Place(0, 0, Shard(tp_rank=rank))
+            yield Shard(tp_rank=rank)
     elif pool_name(pool.name).states and mamba_keys_name_rank(profile):
         for rank in range(profile.tp):
-            yield _Place(0, 0, Shard(tp_rank=rank, tp_size=profile.tp))
+            yield Shard(tp_rank=rank, tp_size=profile.tp)
     else:
-        yield _Place(0, 0, Shard(tp_rank=0))
+        yield Shard(tp_rank=0)
 
 
-def _hf3fs_contents(profile: Profile, pool: Pool, piece: PoolPiece) -> Iterator[_Content]:
-    kind, geometry = kind_of(pool), piece.geometry
+def _hf3fs_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
+    pool = piece.pool
+    kind = kind_of(pool)
     if pool.name != "kv" and not kind.hf3fs_sidecar:
         raise UnsupportedByBackend(
             f"pools[{pool.name}]: SGLang cannot store {kind.name.upper()} pools beside kv on 3FS"
         )
     zero_copy = profile.layout in _ZERO_COPY_LAYOUTS and not profile.rank_replicated
     if pool.name != "kv" or not zero_copy or not kind.hf3fs_parts:
-        yield from _flat_contents(profile, pool, piece)
-    elif geometry is None:
-        yield from (_Content(part, (), piece.nbytes) for part in ("k", "v"))
+        yield from _flat_contents(profile, piece)
+    elif not piece.tensors:
+        yield from ((part, ()) for part in ("k", "v"))
     else:
-        geometry.check_flat()  # K and V have keys of their own, but are of one size
-        for tensor in part_objects(geometry, profile.layout):
-            yield _one_object((tensor,), tensor.name)
+        kind.check_flat(pool)  # K and V have keys of their own, but are of one size
+        yield from ((tensor.name, (tensor,)) for tensor in piece.parts(profile.layout))
 
 
 _SCHEMES = {
-    "file": _Scheme(_check_file, _file_places, _flat_contents),
-    "mooncake": _Scheme(_check_mooncake, _mooncake_places, _mooncake_contents),
-    "hf3fs": _Scheme(_check_hf3fs, _hf3fs_places, _hf3fs_contents),
+    "file": _Scheme(_check_file, _file_shards, _flat_contents),
+    "mooncake": _Scheme(_check_mooncake, _mooncake_shards, _mooncake_contents),
+    "hf3fs": _Scheme(_check_hf3fs, _hf3fs_shards, _hf3fs_contents),
 }

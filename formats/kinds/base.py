@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.formats.kinds.pool import Pool
-    from hicachectl.formats.layouts import Column, Geometry, TensorLayout
+    from hicachectl.formats.layouts import Column, TensorLayout
     from hicachectl.formats.objects import Shard
 
 Span = tuple[int, int, int]  # index in the object, index in the whole model, length
@@ -21,11 +22,15 @@ class PoolKind:
 
     name:     `kind` of a profile's pool.
     summary:  the fields that it needs, for the manual.
+    words:    a pool of the kind, in messages.
     required: fields of `Pool` that must be stated.
     anchors:  whether a kv pool can be of the kind.
     shards:   True: each TP rank holds a share; False: all hold the same; None: not known.
     linear:   whether the shards are those of linear attention (linear_tp of a profile).
     has_bytes, has_form: whether objects have bytes, and whether their form is known.
+    scattered: whether SGLang cannot store the layers of a layer_first page as parts: they lie
+              scattered in host memory, and MooncakeStore takes those of MLA KV alone
+              (_get_mha_buffer_meta raises).
     splits_layers: whether CP ranks can share out the layers of such an anchor.
     hf3fs_sidecar, hf3fs_parts: whether SGLang stores such a pool beside kv on 3FS, and a kv pool
               of it as parts with zero-copy.
@@ -33,12 +38,14 @@ class PoolKind:
 
     name = ""
     summary = ""
+    words = "such a pool"
     required: tuple[str, ...] = ()
     anchors = False
     shards: bool | None = None
     linear = False
     has_bytes = True
     has_form = True
+    scattered = True
     splits_layers = False
     hf3fs_sidecar = True
     hf3fs_parts = False
@@ -78,9 +85,28 @@ class PoolKind:
         """Return the host layouts that SGLang builds the pool in."""
         return PAGE_FIRST_LAYOUTS
 
-    def geometry(self, pool: Pool, layers: int, tokens: int, tp: int) -> Geometry | None:
-        """Return what a rank stores in a page; None without a known form. Raises ProfileError."""
-        return None
+    def check_layout(self, pool: Pool, layout: str) -> None:
+        """Raise ProfileError if SGLang does not build the pool in a layout."""
+        known = self.layouts(pool)
+        if layout not in known:
+            raise ProfileError(
+                f"layout: SGLang does not build {self.described(pool)} in {layout!r}, "
+                f"only in {', '.join(known)}"
+            )
+
+    def described(self, pool: Pool) -> str:
+        """Return the pool in words, for messages."""
+        return self.words
+
+    def check_flat(self, pool: Pool) -> None:
+        """Raise UnsupportedByBackend if no object can hold a whole page of the pool."""
+
+    def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
+        """Return what a rank stores in a page of layer_first, each tensor at offset 0.
+
+        Nothing without a known form. Raises ProfileError.
+        """
+        return ()
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
         """Count the leading channels of a row whose magnitudes tell one layer from another.

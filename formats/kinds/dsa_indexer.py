@@ -5,16 +5,13 @@ Sources: SGLang srt/mem_cache/pool_host/dsa.py, srt/mem_cache/index_key_cache.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.kinds.base import PoolKind
 from hicachectl.formats.kinds.pool import PoolName
-from hicachectl.formats.layouts import QUANT_BLOCK, Column, Geometry, TensorLayout, check_layout
+from hicachectl.formats.layouts import HEADLESS_LAYOUTS, QUANT_BLOCK, Column, TensorLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from hicachectl.formats.kinds.pool import Pool
 
 INDEXER_POOLS = (
@@ -25,28 +22,6 @@ INDEXER_POOLS = (
 # act_quant and fused_store_index_cache.cuh divide no less than 1e-4 by the largest code.
 SCALE_FLOOR = 1e-4 / 448
 _SCALE_BYTES = 4
-_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexerGeometry(Geometry):
-    """Index keys: per layer and page one block, the fp8 keys of all tokens, then their scales."""
-
-    layers: int
-    tokens: int
-    index_head_dim: int
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one layer's block."""
-        scales = self.index_head_dim // QUANT_BLOCK * _SCALE_BYTES
-        return self.tokens * (self.index_head_dim + scales)
-
-    def tensors(self, layout: str) -> Iterator[TensorLayout]:
-        """Yield the blocks: layer-major in all layouts, so the layout does not show in bytes."""
-        check_layout(layout, _LAYOUTS, "a DSA indexer pool")
-        blocks = (self.layers, self.block_bytes)
-        yield TensorLayout("indexer", ("layer", "block"), blocks, "uint8")
 
 
 class DsaIndexer(PoolKind):
@@ -54,6 +29,7 @@ class DsaIndexer(PoolKind):
 
     name = "dsa_indexer"
     summary = "layers, index_head_dim."
+    words = "a DSA indexer pool"
     required = ("layers", "index_head_dim")
     shards = False
 
@@ -63,11 +39,16 @@ class DsaIndexer(PoolKind):
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:
         """Return all but page_head."""
-        return _LAYOUTS
+        return HEADLESS_LAYOUTS
 
-    def geometry(self, pool: Pool, layers: int, tokens: int, tp: int) -> Geometry:
-        """Return the blocks, the same on each rank."""
-        return IndexerGeometry(layers=layers, tokens=tokens, index_head_dim=pool.index_head_dim)
+    def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
+        """Return a block a layer, the same on each rank: the fp8 keys of all tokens, their scales.
+
+        Layer-major in all layouts, so that the layout does not show in the bytes.
+        """
+        dim = pool.index_head_dim
+        block_bytes = tokens * (dim + dim // QUANT_BLOCK * _SCALE_BYTES)
+        return (TensorLayout("indexer", ("layer", "block"), (layers, block_bytes), "uint8"),)
 
     def columns(
         self, pool: Pool, tensor: TensorLayout, code_dtype: str

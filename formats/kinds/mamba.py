@@ -5,14 +5,13 @@ Sources: SGLang srt/mem_cache/pool_host/mamba.py, srt/configs/mamba_utils.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds.base import PoolKind, holder
 from hicachectl.formats.kinds.pool import PoolName
-from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS, Geometry, TensorLayout, check_layout
+from hicachectl.formats.layouts import TensorLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,21 +21,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.objects import Shard
 
 MAMBA_POOLS = (PoolName(name="mamba", trailing=True, dcp=True, states=True, mooncake="states"),)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateGeometry(Geometry):
-    """Recurrent states of one rank: (name, shape of one layer, dtype), in stored order."""
-
-    layers: int
-    states: tuple[tuple[str, tuple[int, ...], str], ...]
-
-    def tensors(self, layout: str) -> Iterator[TensorLayout]:
-        """Yield each state of all layers."""
-        check_layout(layout, PAGE_FIRST_LAYOUTS, "a Mamba pool")
-        for name, shape, dtype in self.states:
-            axes = ("layer", *(f"state_{axis}" for axis in range(len(shape))))
-            yield TensorLayout(name, axes, (self.layers, *shape), dtype)
 
 
 def local_state_shape(state: StateTensor, tp: int) -> tuple[int, ...]:
@@ -78,6 +62,7 @@ class Mamba(PoolKind):
 
     name = "mamba"
     summary = "layers, temporal, conv; shapes before sharding."
+    words = "a Mamba pool"
     required = ("layers",)
     shards = True
     linear = True
@@ -92,13 +77,14 @@ class Mamba(PoolKind):
         if not self.states(pool):
             yield "temporal, conv: a mamba pool needs at least one state"
 
-    def geometry(self, pool: Pool, layers: int, tokens: int, tp: int) -> Geometry:
-        """Return the shard of one rank; the number of tokens does not matter."""
-        states = tuple(
-            (name, local_state_shape(state, 1 if pool.replicated else tp), state.dtype)
-            for name, state in self.states(pool).items()
-        )
-        return StateGeometry(layers=layers, states=states)
+    def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
+        """Return each state of all layers, one rank's share; tokens do not matter."""
+        tensors = []
+        for name, state in self.states(pool).items():
+            axes = ("layer", *(f"state_{axis}" for axis in range(len(state.shape))))
+            shape = local_state_shape(state, 1 if pool.replicated else tp)
+            tensors.append(TensorLayout(name, axes, (layers, *shape), state.dtype))
+        return tuple(tensors)
 
     def spans(
         self, pool: Pool, tensor: TensorLayout, shard: Shard, tp: int

@@ -6,7 +6,6 @@ srt/configs/model_config.py :: get_num_kv_heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -14,11 +13,9 @@ from msgspec import structs
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
 from hicachectl.formats.kinds.base import PoolKind, holder
 from hicachectl.formats.kinds.pool import PoolName
-from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS, Geometry, TensorLayout, check_layout
+from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS, PAGE_LAYOUTS, TensorLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from hicachectl.formats.kinds.base import Span
     from hicachectl.formats.kinds.pool import Pool
     from hicachectl.formats.objects import Shard
@@ -32,57 +29,6 @@ KV_POOLS = (
     PoolName(name="draft_swa", trailing=True, draft=True, dcp=True, mooncake="window"),
 )
 
-_AXES = {
-    "layer_first": ("layer", "token", "head", "channel"),
-    "page_first": ("token", "layer", "head", "channel"),
-    "page_first_direct": ("layer", "token", "head", "channel"),
-    "page_head": ("head", "token", "layer", "channel"),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MhaGeometry(Geometry):
-    """K and V of one rank: `heads` KV heads of `head_dim` (V: `v_head_dim`) channels."""
-
-    layers: int
-    tokens: int
-    heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: str
-
-    @property
-    def asymmetric(self) -> bool:
-        """Whether K and V have rows of different width."""
-        return self.head_dim != self.v_head_dim
-
-    def tensors(self, layout: str) -> Iterator[TensorLayout]:
-        """Yield K, then V."""
-        if self.asymmetric:
-            check_layout(layout, PAGE_FIRST_LAYOUTS, "an MHA pool with K and V of different width")
-        check_layout(layout, _AXES, "an MHA pool")
-        axes = _AXES[layout]
-        lengths = {"layer": self.layers, "token": self.tokens, "head": self.heads}
-        for name, width in (("k", self.head_dim), ("v", self.v_head_dim)):
-            shape = tuple(({**lengths, "channel": width})[axis] for axis in axes)
-            yield TensorLayout(name, axes, shape, self.dtype)
-
-    def check_flat(self) -> None:
-        """Raise UnsupportedByBackend for K and V of different width."""
-        if self.asymmetric:
-            raise UnsupportedByBackend(
-                f"K and V of different width ({self.head_dim}, {self.v_head_dim}) have no "
-                "flat page: SGLang stores such models on Mooncake only"
-            )
-
-    def head_slice(self, slices: int) -> MhaGeometry:
-        """Return one slice of the LCM grid; heads are outermost in page_head."""
-        if self.heads % slices:
-            raise ProfileError(
-                f"tp_lcm_size: a rank's {self.heads} KV heads do not split into {slices} slices"
-            )
-        return replace(self, heads=self.heads // slices)
-
 
 def local_kv_heads(kv_heads: int, tp: int) -> int:
     """Count the KV heads of one TP rank; with fewer heads than ranks each rank holds one."""
@@ -94,6 +40,7 @@ class Mha(PoolKind):
 
     name = "mha"
     summary = "dtype, layers, kv_heads, head_dim; v_head_dim where it differs."
+    words = "an MHA pool"
     required = ("dtype", "layers", "kv_heads", "head_dim")
     anchors = True
     shards = True
@@ -103,8 +50,7 @@ class Mha(PoolKind):
 
     def row_items(self, pool: Pool) -> dict[str, int]:
         """Return the items of K and V."""
-        widths = pool.head_dim + (pool.v_head_dim or pool.head_dim)
-        return {"head_dim": pool.kv_heads * widths}
+        return {"head_dim": pool.kv_heads * sum(_widths(pool))}
 
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
         """Return the pool with another dtype."""
@@ -113,18 +59,31 @@ class Mha(PoolKind):
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:
         """Return every page layout, or two of them for rows of different width."""
-        asymmetric = pool.v_head_dim not in (0, pool.head_dim)
-        return PAGE_FIRST_LAYOUTS if asymmetric else tuple(_AXES)
+        return PAGE_FIRST_LAYOUTS if _is_asymmetric(pool) else PAGE_LAYOUTS
 
-    def geometry(self, pool: Pool, layers: int, tokens: int, tp: int) -> Geometry:
-        """Return the heads of one rank."""
-        return MhaGeometry(
-            layers=layers,
-            tokens=tokens,
-            heads=pool.kv_heads if pool.replicated else local_kv_heads(pool.kv_heads, tp),
-            head_dim=pool.head_dim,
-            v_head_dim=pool.v_head_dim or pool.head_dim,
-            dtype=pool.dtype,
+    def described(self, pool: Pool) -> str:
+        """Tell of rows of different width, which have fewer layouts."""
+        return self.words + " with K and V of different width" * _is_asymmetric(pool)
+
+    def check_flat(self, pool: Pool) -> None:
+        """Refuse K and V of different width."""
+        if _is_asymmetric(pool):
+            raise UnsupportedByBackend(
+                f"K and V of different width {_widths(pool)} have no flat page: SGLang stores "
+                "such models on Mooncake only"
+            )
+
+    def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
+        """Return K and V of one rank's heads."""
+        heads = pool.kv_heads if pool.replicated else local_kv_heads(pool.kv_heads, tp)
+        return tuple(
+            TensorLayout(
+                name,
+                ("layer", "token", "head", "channel"),
+                (layers, tokens, heads, width),
+                pool.dtype,
+            )
+            for name, width in zip("kv", _widths(pool), strict=True)
         )
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
@@ -155,6 +114,15 @@ class Mha(PoolKind):
         """Return the heads of an object, out of the whole model's."""
         held = tensor.shape[tensor.axes.index("head")]
         return {"head": [(0, _first_head(pool, shard, held, tp), held)]}
+
+
+def _widths(pool: Pool) -> tuple[int, int]:
+    """Return the channels of a head in K and in V."""
+    return pool.head_dim, pool.v_head_dim or pool.head_dim
+
+
+def _is_asymmetric(pool: Pool) -> bool:
+    return len(set(_widths(pool))) > 1
 
 
 def _first_head(pool: Pool, shard: Shard, held: int, tp: int) -> int:

@@ -6,7 +6,6 @@ calculate_mla_kv_cache_dim, kernels/ops/quantization/dsa_quant_k_cache.py (scale
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -15,11 +14,10 @@ from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds.base import PoolKind
 from hicachectl.formats.layouts import (
     DTYPE_BYTES,
+    HEADLESS_LAYOUTS,
     QUANT_BLOCK,
     Column,
-    Geometry,
     TensorLayout,
-    check_layout,
 )
 
 if TYPE_CHECKING:
@@ -29,33 +27,9 @@ if TYPE_CHECKING:
 
 MLA_ROWS = ("bf16", "fp8", "fp8_scaled")
 
-_AXES = {
-    "layer_first": ("layer", "token", "channel"),
-    "page_first": ("token", "layer", "channel"),
-    "page_first_direct": ("layer", "token", "channel"),
-}
 _SCALE_BYTES = 4
 _ROPE_BYTES = 2  # DSATokenToKVPool.rope_storage_dtype is bfloat16
 _ROWS = {"bf16": ("bfloat16", 2), "fp8": ("float8_e4m3fn", 1)}  # default dtype, bytes of an item
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlaGeometry(Geometry):
-    """Latent rows: `channels` items a token and layer."""
-
-    scattered = False
-
-    layers: int
-    tokens: int
-    channels: int
-    dtype: str
-
-    def tensors(self, layout: str) -> Iterator[TensorLayout]:
-        """Yield the rows."""
-        check_layout(layout, _AXES, "an MLA pool")
-        axes = _AXES[layout]
-        lengths = {"layer": self.layers, "token": self.tokens, "channel": self.channels}
-        yield TensorLayout("kv", axes, tuple(lengths[axis] for axis in axes), self.dtype)
 
 
 def mla_row(pool: Pool) -> tuple[int, str]:
@@ -86,9 +60,11 @@ class Mla(PoolKind):
     summary = (
         "layers, kv_lora_rank, qk_rope_head_dim, and row: bf16, fp8 or fp8_scaled (656 bytes)."
     )
+    words = "an MLA pool"
     required = ("layers", "kv_lora_rank", "qk_rope_head_dim", "row")
     anchors = True
     shards = False
+    scattered = False
     splits_layers = True
 
     def problems(self, pool: Pool) -> Iterator[str]:
@@ -120,12 +96,13 @@ class Mla(PoolKind):
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:
         """Return all but page_head: there are no heads."""
-        return tuple(_AXES)
+        return HEADLESS_LAYOUTS
 
-    def geometry(self, pool: Pool, layers: int, tokens: int, tp: int) -> Geometry:
+    def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
         """Return the rows, the same on each rank."""
         channels, dtype = mla_row(pool)
-        return MlaGeometry(layers=layers, tokens=tokens, channels=channels, dtype=dtype)
+        shape = (layers, tokens, channels)
+        return (TensorLayout("kv", ("layer", "token", "channel"), shape, dtype),)
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
         """Count the latents: the rope part has another magnitude in every layer."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from hicachectl.kernels.layout import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.formats.kinds.pool import Pool
     from hicachectl.formats.layouts import Column, TensorLayout
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
@@ -117,8 +115,8 @@ def layout_check(expected: ObjectSpec, profile: Profile) -> LayoutCheck | None:
     lengths = dict(zip(stored.axes, stored.shape, strict=True))
     own = _row_order(stored.axes, lengths)
     rivals: dict[tuple[str, ...], tuple[RowOrder, list[str]]] = {}
-    for layout, axes in _known_orders(pool):
-        order = _row_order(axes, lengths)
+    for layout in kind.layouts(pool):
+        order = _row_order(stored.in_layout(layout).axes, lengths)
         rivals.setdefault(order.visible, (order, []))[1].append(layout)
     rivals.pop(own.visible, None)
     real = [i for i, layer in enumerate(stored_layers(expected, profile)) if layer is not None]
@@ -128,15 +126,6 @@ def layout_check(expected: ObjectSpec, profile: Profile) -> LayoutCheck | None:
     names = tuple(" or ".join(layouts) for _, layouts in rivals.values())
     scales = None if columns is None else columns[0].scales
     return LayoutCheck(profile.layout, names, test, expected.tensors, widths, scales)
-
-
-def _known_orders(pool: Pool) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the layouts that SGLang builds such a pool in, with their axes."""
-    kind = kind_of(pool)
-    geometry = kind.geometry(pool, layers=1, tokens=1, tp=1)
-    assert geometry is not None  # or the object had no tensors
-    for layout in kind.layouts(pool):
-        yield from ((layout, tensor.axes) for tensor in islice(geometry.tensors(layout), 1))
 
 
 def _row_order(axes: tuple[str, ...], lengths: dict[str, int]) -> RowOrder:

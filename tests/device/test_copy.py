@@ -16,8 +16,10 @@ from tests.checks.value_cases import expected_of, profile_of, tiny
 from tests.device.devices import DEVICES, torch
 
 from hicachectl.formats.copyplan import Axis, CopyPlan  # isort: skip
-from hicachectl.formats.kinds.mha import MhaGeometry  # isort: skip
-from hicachectl.formats.layouts import TensorLayout, flat_page  # isort: skip
+from hicachectl.formats.kinds.pool import Pool  # isort: skip
+from hicachectl.formats.layouts import TensorLayout  # isort: skip
+from hicachectl.formats.pools import pool_piece  # isort: skip
+from hicachectl.formats.profile import Profile  # isort: skip
 from hicachectl.formats.transfer import retargeted, transfer_plan  # isort: skip
 from hicachectl.kernels.copy_triton import strided_copy  # isort: skip
 from hicachectl.kernels.relayout import relayout  # isort: skip
@@ -135,15 +137,18 @@ def test_every_item_arrives_in_its_layer_slot_and_head_and_comes_back(
 @st.composite
 def random_forms(draw: st.DrawFn) -> PoolForm:
     if draw(st.booleans()):
-        geometry = MhaGeometry(
+        pool = Pool(
+            name="kv",
+            kind="mha",
             layers=draw(st.integers(1, 4)),
-            tokens=draw(st.integers(1, 5)),
-            heads=draw(st.integers(1, 3)),
-            head_dim=(dim := draw(st.integers(1, 24))),
-            v_head_dim=dim,
+            kv_heads=draw(st.integers(1, 3)),
+            head_dim=draw(st.integers(1, 24)),
             dtype=draw(st.sampled_from(("bfloat16", "float8_e4m3fn", "float32"))),
         )
-        return pool_form(flat_page(geometry, draw(st.sampled_from(MHA_LAYOUTS))))
+        page_size = draw(st.integers(1, 5))
+        piece = pool_piece(Profile(model="m", page_size=page_size, pools=(pool,)), pool)
+        assert piece is not None
+        return pool_form(piece.flat(draw(st.sampled_from(MHA_LAYOUTS))))
     axes = draw(st.sampled_from((("layer", "token", "channel"), ("token", "layer", "channel"))))
     shape = tuple(draw(st.integers(1, 5)) for _ in range(2))
     return pool_form((TensorLayout("kv", axes, (*shape, draw(st.integers(1, 80))), "uint8"),))

@@ -7,14 +7,13 @@ by channels, one object of each page and TP rank.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hicachectl.formats import kinds
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds.base import PoolKind, holder
 from hicachectl.formats.kinds.pool import PoolName
-from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS, Geometry, TensorLayout, check_layout
+from hicachectl.formats.layouts import TensorLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,27 +25,12 @@ if TYPE_CHECKING:
 NAMES = (PoolName(name="conv_state"),)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvGeometry(Geometry):
-    """Windows of `width` inputs of one rank's channels."""
-
-    layers: int
-    channels: int
-    width: int
-    dtype: str
-
-    def tensors(self, layout: str) -> Iterator[TensorLayout]:
-        """Yield the windows of all layers."""
-        check_layout(layout, PAGE_FIRST_LAYOUTS, "a pool of convolution windows")
-        shape = (self.layers, self.channels, self.width)
-        yield TensorLayout("window", ("layer", "channel", "tap"), shape, self.dtype)
-
-
 class ConvState(PoolKind):
     """Windows of short convolutions; `conv` of the pool states one, [channels, width]."""
 
     name = "conv_state"
     summary = "layers, conv: one window, [channels, width]."
+    words = "a pool of convolution windows"
     required = ("layers", "conv")
     shards = True
 
@@ -55,12 +39,11 @@ class ConvState(PoolKind):
         if [len(state.shape) for state in pool.conv] != [2]:
             yield "conv: a conv_state pool needs one window, [channels, width]"
 
-    def geometry(self, pool: Pool, layers: int, tokens: int, tp: int) -> Geometry:
+    def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
         """Return the windows of one rank's channels; the number of tokens does not matter."""
         channels, width = pool.conv[0].shape
-        return ConvGeometry(
-            layers=layers, channels=channels // tp, width=width, dtype=pool.conv[0].dtype
-        )
+        shape = (layers, channels // tp, width)
+        return (TensorLayout("window", ("layer", "channel", "tap"), shape, pool.conv[0].dtype),)
 
     def check_shards(self, pool: Pool, tp: int) -> None:
         """Refuse channels that ranks do not share out evenly."""

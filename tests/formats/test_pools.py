@@ -4,12 +4,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.kinds.dsa_indexer import IndexerGeometry
-from hicachectl.formats.kinds.mamba import StateGeometry, local_state_shape
-from hicachectl.formats.kinds.mha import MhaGeometry, local_kv_heads
-from hicachectl.formats.kinds.mla import MlaGeometry, mla_row
+from hicachectl.formats.kinds.mamba import local_state_shape
+from hicachectl.formats.kinds.mha import local_kv_heads
+from hicachectl.formats.kinds.mla import mla_row
 from hicachectl.formats.kinds.pool import Pool, StateTensor
-from hicachectl.formats.layouts import flat_page
+from hicachectl.formats.layouts import TensorLayout
 from hicachectl.formats.pools import (
     layer_shard_range,
     model_layer_count,
@@ -107,8 +106,9 @@ def test_a_rank_holds_its_share_of_the_heads_and_at_least_one(tp: int, heads: in
     assert local_kv_heads(8, tp) == heads
     piece = pool_piece(Profile(model="m", page_size=64, tp=tp, pools=(MHA,)), MHA)
     assert piece is not None
-    assert piece.geometry == MhaGeometry(
-        layers=6, tokens=64, heads=heads, head_dim=128, v_head_dim=128, dtype="bfloat16"
+    axes = ("layer", "token", "head", "channel")
+    assert piece.tensors == tuple(
+        TensorLayout(name, axes, (6, 64, heads, 128), "bfloat16") for name in "kv"
     )
 
 
@@ -116,8 +116,7 @@ def test_a_replicated_pool_keeps_all_its_heads() -> None:
     draft = replace(DRAFT, replicated=True)
     piece = pool_piece(Profile(model="m", tp=4, pools=(MLA, draft)), draft)
     assert piece is not None
-    assert isinstance(piece.geometry, MhaGeometry)
-    assert piece.geometry.heads == 4
+    assert [tensor.shape for tensor in piece.tensors] == [(2, 1, 4, 64)] * 2
 
 
 @pytest.mark.parametrize(
@@ -165,18 +164,17 @@ def test_each_group_of_a_state_must_divide() -> None:
 def test_mamba_states_take_the_linear_tp_size() -> None:
     piece = pool_piece(Profile(model="m", tp=1, linear_tp=4, pools=(MHA, MAMBA)), MAMBA)
     assert piece is not None
-    assert piece.geometry == StateGeometry(
-        layers=6,
-        states=(("temporal", (8, 128, 128), "float32"), ("conv_0", (2048, 3), "bfloat16")),
-    )
+    assert [(tensor.name, tensor.shape, tensor.dtype) for tensor in piece.tensors] == [
+        ("temporal", (6, 8, 128, 128), "float32"),
+        ("conv_0", (6, 2048, 3), "bfloat16"),
+    ]
 
 
 def test_a_model_without_ssm_state_has_conv_states_alone() -> None:
     mamba = replace(MAMBA, temporal=None)
     piece = pool_piece(Profile(model="m", pools=(MHA, mamba)), mamba)
     assert piece is not None
-    assert isinstance(piece.geometry, StateGeometry)
-    assert [name for name, _, _ in piece.geometry.states] == ["conv_0"]
+    assert [tensor.name for tensor in piece.tensors] == ["conv_0"]
 
 
 def test_a_stage_holds_its_layers_of_each_pool() -> None:
@@ -239,9 +237,8 @@ def test_layer_split_pads_kv_to_one_size() -> None:
         ((2, 3, 5), 0),
         ((4, 5), 1),
     ]
-    assert {piece.geometry for piece in pieces if piece} == {
-        MlaGeometry(layers=3, tokens=64, channels=576, dtype="bfloat16")
-    }
+    tensor = TensorLayout("kv", ("layer", "token", "channel"), (3, 64, 576), "bfloat16")
+    assert {piece.tensors for piece in pieces if piece} == {(tensor,)}
 
 
 def test_layer_split_does_not_pad_the_indexer() -> None:
@@ -271,18 +268,14 @@ def test_cp_without_layer_split_keeps_all_layers() -> None:
 def test_a_dcp_rank_holds_its_share_of_the_tokens_but_a_draft_all() -> None:
     draft = replace(MLA, name="draft", layers=1)
     profile = Profile(model="m", page_size=256, tp=4, dcp=4, pools=(MLA, draft))
-    tokens = [
-        piece.geometry.tokens
-        for piece in (pool_piece(profile, pool) for pool in profile.pools)
-        if piece and isinstance(piece.geometry, MlaGeometry)
-    ]
-    assert tokens == [64, 256]
+    pieces = [pool_piece(profile, pool) for pool in profile.pools]
+    assert [piece.tensors[0].shape for piece in pieces if piece] == [(5, 64, 576), (1, 256, 576)]
 
 
 def test_an_indexer_holds_its_own_layers() -> None:
     piece = pool_piece(Profile(model="m", page_size=64, tp=8, pools=(MLA, INDEXER)), INDEXER)
     assert piece is not None
-    assert piece.geometry == IndexerGeometry(layers=4, tokens=64, index_head_dim=128)
+    assert [tensor.shape for tensor in piece.tensors] == [(4, 64 * (128 + 4))]
 
 
 def test_opaque_and_logical_pools_have_bytes_without_form() -> None:
@@ -294,7 +287,7 @@ def test_opaque_and_logical_pools_have_bytes_without_form() -> None:
         assert first is not None
         assert second is not None
         assert (first.nbytes, second.nbytes) == (0, 1234)
-        assert first.geometry is second.geometry is None
+        assert first.tensors == second.tensors == ()
 
 
 def test_an_opaque_draft_lies_on_the_last_stage() -> None:
@@ -317,8 +310,7 @@ def test_the_ranks_k_add_up_to_the_unsharded_k(tp_heads: tuple[int, int], layers
     def k_bytes(tp: int) -> int:
         piece = pool_piece(Profile(model="m", page_size=4, tp=tp, pools=(kv,)), kv)
         assert piece is not None
-        assert piece.geometry is not None
-        return flat_page(piece.geometry, "page_first")[0].nbytes
+        return piece.flat("page_first")[0].nbytes
 
     assert k_bytes(tp) * tp == k_bytes(1)
 
