@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+AXES = ("tp", "pp", "cp", "dcp")  # along which objects have ranks
+
+Sizes = tuple[int | None, ...]  # of tp, pp, cp, dcp, and the DCP page
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -34,26 +38,28 @@ class Shard:
         """The rank along each axis."""
         return self.tp_rank, self.pp_rank, self.cp_rank, self.dcp_rank
 
+    @property
+    def sizes(self) -> Sizes:
+        """The size of each axis, and of the DCP page: what tells deployments apart."""
+        return self.tp_size, self.pp_size, self.cp_size, self.dcp_size, self.dcp_page_size
+
+    @property
+    def axes(self) -> tuple[tuple[str, int | None, int | None], ...]:
+        """The name, the rank and the size of each axis."""
+        return tuple(zip(AXES, self.ranks, self.sizes, strict=False))
+
     def ranks_text(self) -> str:
         """Say the ranks for people: `tp 0/2 pp 1/4`; "" without any."""
         return " ".join(
             f"{axis} {rank}/{'?' if size is None else size}"
-            for axis, rank, size in self._axes()
+            for axis, rank, size in self.axes
             if rank is not None
         )
 
     def sizes_text(self) -> str:
         """Say the sizes for people: `tp size 2`; "without TP ranks" where there are none."""
-        sizes = [f"{axis} size {size}" for axis, _, size in self._axes() if size is not None]
+        sizes = [f"{axis} size {size}" for axis, _, size in self.axes if size is not None]
         return " ".join(sizes) or "without TP ranks"
-
-    def _axes(self) -> tuple[tuple[str, int | None, int | None], ...]:
-        return (
-            ("tp", self.tp_rank, self.tp_size),
-            ("pp", self.pp_rank, self.pp_size),
-            ("cp", self.cp_rank, self.cp_size),
-            ("dcp", self.dcp_rank, self.dcp_size),
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.formats.objects import AXES
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -17,16 +19,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.objects import Shard
 
 TEXT_COLUMNS = ("model", "tag", "pool", "part")
-RANK_COLUMNS = (
-    "tp_rank",
-    "tp_size",
-    "pp_rank",
-    "pp_size",
-    "cp_rank",
-    "cp_size",
-    "dcp_rank",
-    "dcp_size",
-)
+RANK_COLUMNS = tuple(f"{axis}_{end}" for axis in AXES for end in ("rank", "size"))
 SPAN_COLUMNS = ("layers", "heads")  # half-open ranges, as in "0-16"
 
 

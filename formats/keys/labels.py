@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.kinds.pool import pool_name
+from hicachectl.formats.objects import AXES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,13 +24,7 @@ _NAMELESS = "-"  # of keys that show neither a tag nor a model
 
 # What would make two deployments share a label: white space ends the name.
 _RESERVED = re.compile(rf"[%\s\x00-\x1f]|^[{AMBIGUOUS}{_NAMELESS}]$")
-_SIZES = (
-    ("tp", "tp_size"),
-    ("pp", "pp_size"),
-    ("cp", "cp_size"),
-    ("dcp", "dcp_size"),
-    ("page", "dcp_page_size"),
-)
+_SIZES = (*AXES, "page")
 
 
 def group_label(codec: KeyCodec, model: str, tag: str, affixes: Iterable[Affix]) -> str:
@@ -60,8 +55,8 @@ def _reading(codec: KeyCodec, name: str, affix: Affix) -> Coordinate | None:
 
 
 def _sizes(shard: Shard) -> list[str]:
-    sizes = ((axis, getattr(shard, name)) for axis, name in _SIZES)
-    return [f"{axis}{size}" for axis, size in sizes if size is not None]
+    named = zip(_SIZES, shard.sizes, strict=True)
+    return [f"{name}{size}" for name, size in named if size is not None]
 
 
 def _spelled(name: str) -> str:

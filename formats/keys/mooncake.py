@@ -186,13 +186,7 @@ def _agrees(pool: str, part: str | None, is_mha: bool, shard: Shard) -> bool:
 
 def _within_sizes(shard: Shard) -> bool:
     """Whether each rank is below the size that the key states, where it states one."""
-    axes = (
-        (shard.tp_rank, shard.tp_size),
-        (shard.pp_rank, shard.pp_size),
-        (shard.cp_rank, shard.cp_size),
-        (shard.dcp_rank, shard.dcp_size),
-    )
-    return all(rank is None or size is None or rank < size for rank, size in axes)
+    return all(rank is None or size is None or rank < size for _, rank, size in shard.axes)
 
 
 def _rank_text(coordinate: Coordinate) -> str:

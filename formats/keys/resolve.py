@@ -18,18 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from hicachectl.formats.keys.base import Affix, KeyCodec
-    from hicachectl.formats.objects import Coordinate, Shard
+    from hicachectl.formats.objects import Coordinate, Sizes
 
 ANCHOR_POOL = "kv"
-
-Topology = tuple[int | None, ...]  # sizes of tp, pp, cp, dcp, and the DCP page
-
-_AXES = (
-    ("tp_rank", "tp_size"),
-    ("pp_rank", "pp_size"),
-    ("cp_rank", "cp_size"),
-    ("dcp_rank", "dcp_size"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +89,7 @@ def _choose(readings: tuple[Coordinate, ...], ranks: Mapping[object, set[object]
 
 def explained(reading: Coordinate) -> int:
     """Count the rank pairs of the text that a reading takes as such."""
-    return sum(getattr(reading.shard, rank) is not None for rank, _ in _AXES)
+    return sum(rank is not None for rank in reading.shard.ranks)
 
 
 def _is_complete(reading: Coordinate, ranks: Mapping[object, set[object]]) -> bool:
@@ -107,36 +98,30 @@ def _is_complete(reading: Coordinate, ranks: Mapping[object, set[object]]) -> bo
 
 def rank_count(reading: Coordinate) -> int:
     """Count the ranks that write together under a reading; 1 where its key names no sizes."""
-    return prod(
-        getattr(reading.shard, size) or 1
-        for rank, size in _AXES
-        if getattr(reading.shard, rank) is not None
-    )
+    return prod(size or 1 for _, rank, size in reading.shard.axes if rank is not None)
 
 
 def _ranks_seen(readings: Iterable[Coordinate]) -> dict[object, set[object]]:
     """Gather the rank tuples of each (model, tag, sizes), sidecars with their anchors."""
     seen: dict[object, set[object]] = defaultdict(set)
     for reading in readings:
-        seen[rank_set(reading)].add(tuple(getattr(reading.shard, rank) for rank, _ in _AXES))
+        seen[rank_set(reading)].add(reading.shard.ranks)
     return seen
 
 
 def rank_set(reading: Coordinate) -> object:
     """Return what the readings of all ranks that write together have in common."""
     shard = reading.shard
-    stated = tuple(
-        getattr(shard, size) if getattr(shard, rank) is not None else None for rank, size in _AXES
-    )
+    stated = tuple(None if rank is None else size for _, rank, size in shard.axes)
     return reading.model, reading.tag, stated, shard.dcp_page_size
 
 
-def deployment_of(coordinate: Coordinate) -> tuple[str, str, Topology]:
+def deployment_of(coordinate: Coordinate) -> tuple[str, str, Sizes]:
     """Return what tells the deployment of a reading from others: model, tag and sizes."""
-    return coordinate.model, coordinate.tag, topology(coordinate.shard)
+    return coordinate.model, coordinate.tag, coordinate.shard.sizes
 
 
-def _has_anchor(reading: Coordinate, deployments: Collection[tuple[str, str, Topology]]) -> bool:
+def _has_anchor(reading: Coordinate, deployments: Collection[tuple[str, str, Sizes]]) -> bool:
     """Whether some anchor's deployment can own a sidecar with this reading."""
     model, tag, own = deployment_of(reading)
     if (model, tag, own) in deployments:
@@ -145,11 +130,6 @@ def _has_anchor(reading: Coordinate, deployments: Collection[tuple[str, str, Top
     return pool_name(reading.pool).states and (model, tag, rankless(own)) in deployments
 
 
-def topology(shard: Shard) -> Topology:
-    """Return the sizes that tell one deployment's keys from another's."""
-    return (shard.tp_size, shard.pp_size, shard.cp_size, shard.dcp_size, shard.dcp_page_size)
-
-
-def rankless(sizes: Topology) -> Topology:
-    """Return the topology of a rank-replicated target whose Mamba keys have this one."""
+def rankless(sizes: Sizes) -> Sizes:
+    """Return the sizes of a rank-replicated target whose Mamba keys have these."""
     return (None if sizes[3] is None else sizes[0], *sizes[1:])

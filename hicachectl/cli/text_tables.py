@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.formats.objects import AXES
 from hicachectl.text.jsontext import join_present
 from hicachectl.text.units import human_age, human_column, human_sizes
 
@@ -34,7 +35,7 @@ def _sizes_text(rows: pa.Table) -> pa.StringArray:
         pc.binary_join_element_wise(
             f"{axis} ", pc.cast(rows.column(f"{axis}_size"), pa.string()), ""
         )
-        for axis in ("tp", "pp", "cp", "dcp")
+        for axis in AXES
     ]
     joined = join_present(texts, " ")
     return pc.if_else(pc.equal(joined, ""), None, joined)
@@ -182,7 +183,7 @@ def _pools_text(pools: pa.Array) -> pa.StringArray:
 def _ranks_text(rows: pa.Table) -> pa.StringArray:
     """`tp 0/2 pp 1/4`: the rank coordinates that each object's key says."""
     texts = []
-    for axis in ("tp", "pp", "cp", "dcp"):
+    for axis in AXES:
         rank, size = (
             pc.cast(rows.column(f"{axis}_{end}"), pa.string()) for end in ("rank", "size")
         )

@@ -19,7 +19,6 @@ from hicachectl.formats.keys.labels import group_label
 from hicachectl.formats.keys.resolve import (
     ANCHOR_POOL,
     Resolved,
-    Topology,
     deployment_of,
     rankless,
     resolve_affixes,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from hicachectl.formats.keys.base import Affix, KeyCodec
+    from hicachectl.formats.objects import Sizes
     from hicachectl.formats.profile import Profile
 
 IntArray = npt.NDArray[np.int64]
@@ -223,7 +223,7 @@ def _unlisted_specs(
     )
 
 
-def _owners(coordinate: Coordinate) -> set[tuple[str, str, Topology]]:
+def _owners(coordinate: Coordinate) -> set[tuple[str, str, Sizes]]:
     """Identities of the anchors that a side object can belong to."""
     model, tag, own = deployment_of(coordinate)
     # Mamba states carry their TP size beside an anchor that has none (MLA on file).
@@ -235,7 +235,7 @@ def _inferred_deployments(coordinates: Collection[Coordinate], codec: KeyCodec) 
     # Mamba states join any other object of their page, so that whether the store has anchors of
     # their deployment does not change what their group is.
     shared = {deployment_of(c) for c in coordinates if not pool_name(c.pool).states}
-    gathered: dict[tuple[str, str, Topology], list[Coordinate]] = defaultdict(list)
+    gathered: dict[tuple[str, str, Sizes], list[Coordinate]] = defaultdict(list)
     for coordinate in coordinates:
         identity = deployment_of(coordinate)
         owners = _owners(coordinate) & shared

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.base import SCAN_FIELDS
 from hicachectl.formats.keys.columns import coordinate_columns
+from hicachectl.formats.objects import AXES
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
 from hicachectl.pages.page_order import page_ranks
@@ -80,7 +81,7 @@ def page_rows(groups: PageGroups) -> pa.Table:
             "tag": tags.take(ids),
             **{
                 name: pa.array([getattr(shard, name) for shard in shards], pa.int32()).take(ids)
-                for name in ("tp_size", "pp_size", "cp_size", "dcp_size")
+                for name in (f"{axis}_size" for axis in AXES)
             },
             "state": pa.array(STATES).take(pa.array(groups.states)),
             "nbytes": pa.array(groups.nbytes, mask=groups.nbytes == UNKNOWN_BYTES),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds.pool import pool_name
+from hicachectl.formats.objects import AXES
 from hicachectl.formats.profile import Profile, profile_from_mapping
 from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.inventory import Inventory
 
-_AXES = ("tp", "pp", "cp", "dcp")
 _OTHER_SOURCES = "give --model-config with the server's flags, --server, or write a profile file"
 # The last release whose keys of states name no TP rank beside a KV object that all ranks share.
 _UNRANKED_STATES_SGLANG = "0.5.18"
@@ -40,7 +40,7 @@ class Choice:
         if self.model is not None and deployment.model != self.model.replace("/", "-"):
             return False
         specs = deployment.specs
-        return all(getattr(self, axis) in (None, _size(specs, axis)) for axis in _AXES)
+        return all(getattr(self, axis) in (None, _size(specs, axis)) for axis in AXES)
 
 
 def infer_profile(inventory: Inventory, scheme: str, choice: Choice | None = None) -> Profile:
@@ -116,7 +116,7 @@ def _described(deployment: Deployment) -> str:
 
 
 def _options(deployment: Deployment) -> str:
-    sizes = {axis: _size(deployment.specs, axis) for axis in _AXES}
+    sizes = {axis: _size(deployment.specs, axis) for axis in AXES}
     stated = [f"--{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "tp"]
     return " ".join([f"--model {quote(deployment.model)}", *stated])
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from hicachectl.formats.errors import FormatError, ProfileError, StoreUnavailable
 from hicachectl.formats.kinds import kind_of
+from hicachectl.formats.objects import AXES
 from hicachectl.profiles.stamps import stamp_differences
 from hicachectl.requests.hits import find_hits, inventory_of_chains
 
@@ -102,7 +103,7 @@ def deployment_text(document: Mapping[str, Any]) -> str:
     """Write a described deployment for people: `org/model tp 8`."""
     sizes = [
         f"{axis} {document[f'{axis}_size']}"
-        for axis in ("tp", "pp", "cp", "dcp")
+        for axis in AXES
         if axis == "tp" or document[f"{axis}_size"] > 1
     ]
     return " ".join([document["model"], *sizes])

@@ -15,6 +15,7 @@ from hicachectl.cli.options import (
     store_argument,
 )
 from hicachectl.cli.session import opened, progress, remark
+from hicachectl.formats.objects import AXES
 from hicachectl.requests.chain_options import asked_chains, asked_hashing, refuse_other_sources
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from hicachectl.requests.hits import Hits
 
 _SOURCES = ("prompts", "token_ids", "pages")
-_AXES = ("tp", "pp", "cp", "dcp")
 
 
 @click.command(
@@ -113,7 +113,7 @@ def _profile(ctx: click.Context, store: Store, options: dict[str, Any]) -> Profi
     from hicachectl.profiles.sources import profile_from_options, states_source
 
     if not states_source(options):
-        for_us = ("page_size", "speculative_algorithm", *_AXES)
+        for_us = ("page_size", "speculative_algorithm", *AXES)
         options = {**options, **dict.fromkeys(for_us)}
     return profile_from_options(options, store, warn=partial(remark, ctx))
 
@@ -128,7 +128,7 @@ def _deployment(
         return 0  # assign_affixes puts it first
     if not inventory.table.deployments and not any(r.readings for r in inventory.table.resolved):
         return None
-    sizes = {axis: options[axis] for axis in _AXES}
+    sizes = {axis: options[axis] for axis in AXES}
     return choose_deployment(inventory, Choice(model=options["model"], **sizes))
 
 

@@ -83,11 +83,12 @@ def _inferred(
     ctx: click.Context, store: str, model: str | None, options: dict[str, Any]
 ) -> Profile:
     from hicachectl.backends.capabilities import Archive
+    from hicachectl.formats.objects import AXES
     from hicachectl.pages.inventory import take_inventory
     from hicachectl.profiles.inference import Choice, infer_profile
     from hicachectl.profiles.sources import profile_from_options
 
-    sizes = {axis: options.pop(axis) for axis in ("tp", "pp", "cp", "dcp")}
+    sizes = {axis: options.pop(axis) for axis in AXES}
     profile_from_options(options)  # refuses the flags that choose nothing
     with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
         recorded = source.recorded_profile() if isinstance(source, Archive) else None
