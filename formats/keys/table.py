@@ -38,13 +38,9 @@ _UNKNOWN = -2
 
 def join_keys(affixes: Sequence[Affix], which: pa.Array, pages: pa.StringArray) -> pa.BinaryArray:
     """Spell keys. which: [n] the affix of each. pages: [n] its page hash; null where one is."""
-    before, after = (pa.array(texts, pa.string()) for texts in _ends(affixes))
+    before, after = (pa.array([affix[end] for affix in affixes], pa.string()) for end in (0, 1))
     keys = pc.binary_join_element_wise(before.take(which), pages, after.take(which), "")
     return pc.cast(keys, pa.binary())
-
-
-def _ends(affixes: Sequence[Affix]) -> tuple[list[str], list[str]]:
-    return [prefix for prefix, _ in affixes], [suffix for _, suffix in affixes]
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Store
+    from hicachectl.backends.urls import Config
 
 PROGRESS_DELAY_S = 1.0
 
@@ -44,11 +45,9 @@ def opened(
     """
     from hicachectl.backends.base import open_store
     from hicachectl.backends.capabilities import Leases
-    from hicachectl.backends.urls import load_config
 
     settings: Settings = ctx.obj
-    config = load_config(None if settings.config is None else str(settings.config))
-    store = open_store(text, config=config, create=create)
+    store = open_store(text, config=config_of(ctx), create=create)
     try:
         if store.traits.logs_natively and not settings.verbose:
             mute_native_logs()
@@ -62,12 +61,19 @@ def opened(
             store.close()
 
 
+def config_of(ctx: click.Context) -> Config:
+    """Read the config of the command line."""
+    from hicachectl.backends.urls import load_config
+
+    path = ctx.obj.config
+    return load_config(None if path is None else str(path))
+
+
 def store_name(ctx: click.Context, text: str) -> str:
     """Name the store of a STORE argument without opening it, and without a possible password."""
-    from hicachectl.backends.urls import load_config, parse_url
+    from hicachectl.backends.urls import parse_url
 
-    settings: Settings = ctx.obj
-    url = parse_url(text, load_config(None if settings.config is None else str(settings.config)))
+    url = parse_url(text, config_of(ctx))
     params = {name: value for name, value in url.params.items() if name != "metadata"}
     return str(replace(url, params=params))
 
@@ -75,34 +81,40 @@ def store_name(ctx: click.Context, text: str) -> str:
 @contextmanager
 def progress(ctx: click.Context, what: str, unit: str) -> Iterator[Callable[[int], None]]:
     """Show progress on stderr, on a terminal only, for what takes longer than a second."""
-    settings: Settings = ctx.obj
-    if settings.quiet or not sys.stderr.isatty():
-        yield lambda amount: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=what, unit=unit, unit_scale=True, delay=PROGRESS_DELAY_S, leave=False) as bar:
-        yield bar.update
+    with _bar(ctx, what, unit) as bar:
+        yield (lambda amount: None) if bar is None else bar.update
 
 
 @contextmanager
 def bytes_progress(ctx: click.Context, what: str) -> Iterator[Callable[[int, int], None]]:
     """Show bytes done of bytes in all, throughput and time left, as `progress` does."""
+    with _bar(ctx, what, "B", unit_divisor=1024) as bar:
+
+        def advance(amount: int, total: int) -> None:
+            if bar is not None:
+                bar.total = total
+                bar.update(amount)
+
+        yield advance
+
+
+@contextmanager
+def _bar(ctx: click.Context, what: str, unit: str, *, unit_divisor: int = 1000) -> Iterator[Any]:
     settings: Settings = ctx.obj
     if settings.quiet or not sys.stderr.isatty():
-        yield lambda amount, total: None
+        yield None
         return
     from tqdm import tqdm
 
     with tqdm(
-        desc=what, unit="B", unit_scale=True, unit_divisor=1024, delay=PROGRESS_DELAY_S, leave=False
+        desc=what,
+        unit=unit,
+        unit_scale=True,
+        unit_divisor=unit_divisor,
+        delay=PROGRESS_DELAY_S,
+        leave=False,
     ) as bar:
-
-        def advance(amount: int, total: int) -> None:
-            bar.total = total
-            bar.update(amount)
-
-        yield advance
+        yield bar
 
 
 def remark(ctx: click.Context, text: str) -> None:

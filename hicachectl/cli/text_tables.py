@@ -131,7 +131,7 @@ def hits_for_people(rows: pa.Table) -> pa.Table:
     page, pool, part, shard, _ = stops.flatten()
     ranks = _ranks_text(pa.Table.from_struct_array(shard))
     page = pc.binary_join_element_wise("page ", pc.utf8_slice_codeunits(page, 0, 16), "")
-    stopped = join_present([pool, part, pc.if_else(pc.equal(ranks, ""), None, ranks), page], " ")
+    stopped = join_present([pool, part, ranks, page], " ")
     counts = ("tokens", "kv_pages", "usable_pages", "usable_tokens")
     return pa.table(
         {

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -38,13 +38,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.objects import Coordinate
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.page_order import PageWords
-
-    class Understood(PageWords, Protocol):
-        """An inventory."""
-
-        @property
-        def table(self) -> AffixTable:
-            """What each affix stands for."""
 
     IntArray = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]
@@ -77,27 +70,26 @@ class _Contest:
 
 
 def decide_objects(
-    inventory: Understood, affix_ids: Ids, nbytes: IntArray
+    table: AffixTable, affix_ids: Ids, nbytes: IntArray, page_words: PageWords
 ) -> tuple[AffixTable, Ids]:
     """Return a table and affix ids by which each object of a contested affix has its own reading.
 
     nbytes: [objects], negative where the store lists none. Where no affix is contested, the table
     and the ids are those given, and nothing per object is kept.
     """
-    table = inventory.table
     readings = _Readings(table)
     if not readings.has_choice:
         return table, affix_ids
-    sizes = _count_sizes(affix_ids, nbytes)
+    readings.sizes = _count_sizes(affix_ids, nbytes)
     contests: dict[object, list[_Contest]] = defaultdict(list)
-    for contest in readings.contests(sizes):
+    for contest in readings.contests():
         contests[rank_set(contest.wide)].append(contest)
     if not contests:
         return table, affix_ids
     decided = _Decided(table, affix_ids)
-    listing = _Listing(inventory, readings, affix_ids, nbytes, contests)
+    listing = _Listing(page_words, readings, affix_ids, nbytes, contests)
     for among in contests.values():
-        pages = _Pages(listing, readings, sizes, among)
+        pages = _Pages(listing, readings, among)
         for contest in among:
             pages.decide(contest, decided)
     return decided.table(), decided.affix_ids
@@ -149,7 +141,7 @@ class _Readings:
         self.anchors: list[list[Coordinate]] = []  # by affix id, those that explain most first
         self.fellows: dict[object, list[int]] = defaultdict(list)  # affix ids by rank set
         self._sidecars: dict[object, dict[int, Coordinate]] = defaultdict(dict)
-        self._sizes: SizeCounts = {}
+        self.sizes: SizeCounts = {}  # counted only where there is a choice
         self._alike: dict[object, _Alike] = defaultdict(_Alike)
         self._largest: dict[object, list[tuple[int, int]]] = {}
         for number, (affix, resolved) in enumerate(zip(table.affixes, table.resolved, strict=True)):
@@ -190,23 +182,22 @@ class _Readings:
         """Whether any affix of an anchor has both kinds of readings."""
         return any(len(readings) > 1 and self._wide(readings) for readings in self.anchors)
 
-    def contests(self, sizes: SizeCounts) -> Iterator[_Contest]:
+    def contests(self) -> Iterator[_Contest]:
         """Find the affixes of anchors that may be two models'."""
-        self._sizes = sizes
         for number, readings in enumerate(self.anchors):
             taken, wide = self.table.resolved[number].coordinate, self._wide(readings)
             if wide is None or taken not in readings or len(readings) < 2:
                 continue
             if taken == wide:
                 narrow = tuple(r for r in readings if explained(r) < explained(wide))
-                if narrow and self._looks_shared(number, wide, sizes):
+                if narrow and self._looks_shared(number, wide):
                     yield _Contest(number, wide, narrow, _WIDE)
             elif explained(taken) < explained(wide):
                 yield _Contest(number, wide, (taken,), _NARROW)
 
-    def _looks_shared(self, affix: int, wide: Coordinate, sizes: SizeCounts) -> bool:
+    def _looks_shared(self, affix: int, wide: Coordinate) -> bool:
         """Tell from counts alone whether another model may write an affix's objects too."""
-        own, stated, alike = sizes.get(affix, {}), self.stated_size(affix), self.alike(wide)
+        own, stated, alike = self.sizes.get(affix, {}), self.stated_size(affix), self.alike(wide)
         if stated != UNKNOWN_SIZE:
             fits = own.keys() <= {stated}
         else:  # a size that no other TP rank has
@@ -220,7 +211,7 @@ class _Readings:
         """Return how many objects the fellow rank has that has the most."""
         key = rank_set(wide)
         if key not in self._largest:
-            totals = ((sum(self._sizes.get(f, {}).values()), f) for f in self.fellows[key])
+            totals = ((sum(self.sizes.get(f, {}).values()), f) for f in self.fellows[key])
             self._largest[key] = nlargest(2, totals)
         return next((count for count, fellow in self._largest[key] if fellow != affix), 0)
 
@@ -231,7 +222,7 @@ class _Readings:
             for affix, readings in enumerate(self.anchors):
                 for reading in readings:
                     place = rank_set(reading), reading.shard.pp_rank, reading.shard.cp_rank
-                    self._alike[place].add(affix, self._sizes.get(affix, {}))
+                    self._alike[place].add(affix, self.sizes.get(affix, {}))
         return self._alike[key]
 
     def stated_size(self, affix: int) -> int:
@@ -277,7 +268,7 @@ class _Listing:
 
     def __init__(
         self,
-        inventory: PageWords,
+        page_words: PageWords,
         readings: _Readings,
         affix_ids: Ids,
         nbytes: IntArray,
@@ -287,7 +278,7 @@ class _Listing:
         for among in contests.values():
             chosen[readings.concerned(among)] = True
         of_objects = chosen[affix_ids]
-        pages, _ = page_ranks(inventory, of_objects)
+        pages, _ = page_ranks(page_words, of_objects)
         rows = np.flatnonzero(of_objects)
         order = np.argsort(affix_ids[rows], kind="stable")
         self.rows, self.pages = rows[order], pages[order]
@@ -303,15 +294,8 @@ class _Listing:
 class _Pages:
     """The objects of one contested rank set and of the sidecars beside them, by page."""
 
-    def __init__(
-        self,
-        listing: _Listing,
-        readings: _Readings,
-        sizes: SizeCounts,
-        contests: list[_Contest],
-    ) -> None:
+    def __init__(self, listing: _Listing, readings: _Readings, contests: list[_Contest]) -> None:
         self._readings = readings
-        self._counts = sizes
         self._anchors = readings.fellows[rank_set(contests[0].wide)]
         affixes = readings.concerned(contests)
         pieces = [listing.places(affix) for affix in affixes]
@@ -435,7 +419,7 @@ class _Pages:
         alike = self._readings.alike(contest.wide)
         counts = alike.objects.copy()
         for affix in set(alike.affixes).difference(fellows):
-            counts.subtract(self._counts.get(affix, {}))
+            counts.subtract(self._readings.sizes.get(affix, {}))
         if not any(counts.values()):
             values, numbers = np.unique(own_sizes, return_counts=True)
             counts = Counter(dict(zip(values.tolist(), numbers.tolist(), strict=True)))

@@ -53,7 +53,7 @@ class PageGroups:
         self._inventory = inventory
         self.deployments = table.deployments
         in_group = ~inventory.is_foreign
-        ranks, distinct = page_ranks(inventory, in_group)
+        ranks, distinct = page_ranks(inventory.page_words, in_group)
         # In place: with millions of objects every further array would be felt.
         codes = self._deployments_of(np.flatnonzero(in_group))
         codes -= UNRESOLVED
@@ -165,11 +165,6 @@ class PageGroups:
                 )
             )
         return tables
-
-    @cached_property
-    def object_counts(self) -> IntArray:
-        """How many objects each group has."""
-        return np.bincount(self.of_object[self.of_object >= 0], minlength=len(self))
 
     @cached_property
     def nbytes(self) -> IntArray:

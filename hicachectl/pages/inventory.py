@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from hicachectl.pages.deployments import AffixTable, assign_affixes
 from hicachectl.pages.seen_sizes import with_seen_sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 
 _ASKED_AT_ONCE = 8192
-_FIRST_WORD = 0  # of a page hash: 64 bits tell the pages of a store apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +76,21 @@ class Inventory:
     @property
     def is_foreign(self) -> npt.NDArray[np.bool_]:
         """[objects] bool: which are no object of SGLang's, be there a hash in the key or not."""
-        return ~self.of_affixes(tuple(bool(one.readings) for one in self.table.resolved))
+        return ~self.by_affix([bool(one.readings) for one in self.table.resolved], False)
 
     @property
     def split_rows(self) -> IntArray:
         """Rows of the objects whose affix two models share, each decided for itself."""
-        return np.flatnonzero(self.of_affixes(self.table.split))
+        return np.flatnonzero(self.by_affix(self.table.split, False))
 
     def of_pool(self, pool: str) -> npt.NDArray[np.bool_]:
         """[objects] which are, by any reading, of a pool."""
         resolved = self.table.resolved
-        return self.of_affixes(tuple(any(r.pool == pool for r in one.readings) for one in resolved))
+        return self.by_affix([any(r.pool == pool for r in one.readings) for one in resolved], False)
 
-    def of_affixes(self, chosen: tuple[bool, ...]) -> npt.NDArray[np.bool_]:
-        """[objects] which have an affix out of some, by affix id; no foreign key has one."""
-        of_affixes: npt.NDArray[np.bool_] = np.array([*chosen, False])[self.affix_ids]
-        return of_affixes
-
-    def by_affix(self, values: tuple[int, ...], missing: int) -> IntArray:
-        """Spread a list indexed by affix id over the rows; `missing` for foreign keys."""
-        padded = np.array([*values, missing], dtype=np.int64)
-        return padded[self.affix_ids]
+    def by_affix(self, values: Sequence[int], missing: int) -> npt.NDArray[Any]:
+        """Spread numbers by affix id over the rows; `missing` for foreign keys."""
+        return np.array([*values, missing])[self.affix_ids]
 
 
 def take_inventory(
@@ -157,15 +150,12 @@ def _understood(
     objects = pa.Table.from_batches(batches, schema=batches[0].schema if batches else _SCHEMA)
     affix_ids = np.concatenate(ids)
     nbytes = objects.column("nbytes").fill_null(-1).to_numpy()
-    listed = Inventory(objects, affix_ids, table)
-    table, affix_ids = decide_objects(listed, affix_ids, nbytes)
-    inventory = Inventory(objects, affix_ids, table)
-    table = with_seen_sizes(
-        table, objects, affix_ids, lambda rows: inventory.page_words(rows, _FIRST_WORD)
-    )
+    page_words = Inventory(objects, affix_ids, table).page_words
+    table, affix_ids = decide_objects(table, affix_ids, nbytes, page_words)
+    table = with_seen_sizes(table, objects, affix_ids, page_words)
     refuse_contradiction(table, affix_ids, nbytes)
     pa.default_memory_pool().release_unused()
-    return replace(inventory, table=table)
+    return Inventory(objects, affix_ids, table)
 
 
 _SCHEMA = pa.schema({"key": pa.binary(), "nbytes": pa.int64(), "mtime_ns": pa.int64()})

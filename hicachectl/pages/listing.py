@@ -175,7 +175,7 @@ def _kinds(inventory: Inventory) -> tuple[pa.Table, npt.NDArray[np.int32]]:
 def _page_counts(inventory: Inventory, kind_ids: npt.NDArray[np.int32], kinds: int) -> Rows:
     """Count the distinct pages of each kind of objects; foreign objects have none."""
     known = ~inventory.is_foreign
-    pairs, distinct = page_ranks(inventory, known)
+    pairs, distinct = page_ranks(inventory.page_words, known)
     pairs += kind_ids[known].astype(np.int64) * distinct
     pairs.sort()
     first = np.diff(pairs, prepend=-1) != 0

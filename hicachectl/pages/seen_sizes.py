@@ -13,18 +13,17 @@ from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.pages.deployments import UNRESOLVED, AffixTable, SeenSize, SizeMix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy.typing as npt
 
     from hicachectl.formats.spec import ObjectSpec
+    from hicachectl.pages.page_order import PageWords
 
     IntArray = npt.NDArray[np.int64]
-    PageWords = Callable[[npt.NDArray[np.bool_]], npt.NDArray[np.uint64]]
 
 # A size that fewer pages have may be damage; one that more have is how some servers write.
 _PAGES = 3
 _SHARE_OF_PAGES = 0.05
+_FIRST_WORD = 0  # of a page hash: 64 bits tell the pages of a store apart
 
 
 def with_seen_sizes(
@@ -33,7 +32,6 @@ def with_seen_sizes(
     """Let specs without a stated size expect the one that more than half of their kind have.
 
     Kinds of which several sizes are established get a `SizeMix`, and expect no single size.
-    page_words: gives a word of the page hash of each object chosen, [objects] bool.
     """
     kinds, kind_of = _kinds(table)
     if not kinds:
@@ -128,7 +126,7 @@ def _mixes(
         {
             "kind": rows_kind[chosen],
             "size": objects.column("nbytes").fill_null(-1).to_numpy()[chosen],
-            "page": page_words(chosen),
+            "page": page_words(chosen, _FIRST_WORD),
         }
     )
     totals = pages.group_by("kind").aggregate([("page", "count_distinct")]).to_pylist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,14 +140,6 @@ def _ages(groups: PageGroups) -> str:
 # a place that holds no pages
 
 
-@dataclass(frozen=True, slots=True)
-class _Entries:
-    """Names in a directory: sub-directories, and all the rest."""
-
-    directories: list[str]
-    others: list[str]
-
-
 def _describe_place(store: Store, listed: Inventory) -> str:
     if not isinstance(store, FileStore):
         count = len(listed.objects)
@@ -155,34 +147,34 @@ def _describe_place(store: Store, listed: Inventory) -> str:
             return _EMPTY
         first = key_text(listed.objects.column("key").slice(0, 1).combine_chunks())[0].as_py()
         return f"the store has no pages, but {count} other objects, first: {first}"
-    entries = _entries(store.path)
-    if is_quarantine(store.path, [*entries.directories, *entries.others], os.path.lexists):
+    directories, others = _entries(store.path)
+    if is_quarantine(store.path, [*directories, *others], os.path.lexists):
         return (
             f"{store.path} is a quarantine, not a store; its pages are put back with "
             f"hicachectl restore {store.path} STORE"
         )
-    first = sorted(entries.directories)[:1] or sorted(entries.others)[:1]
+    first = sorted(directories)[:1] or sorted(others)[:1]
     if not first:
         return _EMPTY
     kinds = (
-        (len(entries.directories), "sub-directory", "sub-directories"),
-        (len(entries.others), "other file", "other files"),
+        (len(directories), "sub-directory", "sub-directories"),
+        (len(others), "other file", "other files"),
     )
     said = " and ".join(f"{n} {one if n == 1 else many}" for n, one, many in kinds if n)
     name = os.fsencode(first[0]).decode("utf-8", "backslashreplace")  # as keys are written
     return f"no HiCacheFile objects in {store.path}; it has {said}, first: {name}"
 
 
-def _entries(path: str) -> _Entries:
-    """Read the names in a directory, but for our own sub-directory."""
-    found = _Entries([], [])
+def _entries(path: str) -> tuple[list[str], list[str]]:
+    """Read the names in a directory but our own: sub-directories, and all the rest."""
+    directories: list[str] = []
+    others: list[str] = []
     try:
         with os.scandir(path) as entries:
             for entry in entries:
-                if entry.name == os.fsdecode(OWN_PREFIX):
-                    continue
-                is_directory = entry.is_dir(follow_symlinks=False)
-                (found.directories if is_directory else found.others).append(entry.name)
+                if entry.name != os.fsdecode(OWN_PREFIX):
+                    is_directory = entry.is_dir(follow_symlinks=False)
+                    (directories if is_directory else others).append(entry.name)
     except OSError as error:
         raise StoreUnavailable(f"cannot read {path}: {error.strerror}") from error
-    return found
+    return directories, others

@@ -143,7 +143,9 @@ def find_hits(
         return _no_hits(chains, page_names, page_of)
     table = _held_objects(inventory, deployment_id, page_names, own=own)
     needs = tuple(block for block in table.blocks if block.spec.listed)
-    pools = [PoolPages(_held(block, table.count)[page_of], _window(block)) for block in needs]
+    pools = [
+        PoolPages(_held(block, table.count)[page_of], block.spec.trailing_pages) for block in needs
+    ]
     kv = [pool.present for b, pool in zip(needs, pools, strict=True) if b.spec.pool == "kv"]
     offsets = chains.offsets
     allowed = restorable(pools, offsets)
@@ -202,10 +204,6 @@ def _held(block: SlotBlock, count: int) -> BoolArray:
     held = np.zeros(count, dtype=np.bool_)
     held[block.where(block.values == HELD).complete] = True
     return held
-
-
-def _window(block: SlotBlock) -> int:
-    return block.spec.trailing_pages if block.spec.trailing else ALL_PAGES
 
 
 def _no_hits(chains: Chains, page_names: pa.StringArray, page_of: IntArray) -> Hits:

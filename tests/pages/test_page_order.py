@@ -40,7 +40,7 @@ def test_ranks_are_the_places_among_the_sorted_distinct_pages(
     chosen = np.array([bits >> n & 1 for n in range(len(pages))], dtype=np.bool_)
     wanted = [page for page, taken in zip(pages, chosen, strict=True) if taken]
     places = {page: rank for rank, page in enumerate(sorted(set(wanted)))}
-    ranks, distinct = page_ranks(inventory, chosen)
+    ranks, distinct = page_ranks(inventory.page_words, chosen)
     assert ranks.tolist() == [places[page] for page in wanted]
     assert distinct == len(places)
 

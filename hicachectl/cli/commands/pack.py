@@ -8,7 +8,7 @@ import click
 
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import FILE
-from hicachectl.cli.session import bytes_progress, remark
+from hicachectl.cli.session import bytes_progress, config_of, remark
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,10 +109,9 @@ def repair(
 
 def _path(ctx: click.Context, pack: str) -> str:
     """Take a path, or a URL of a pack."""
-    from hicachectl.backends.urls import load_config, parse_url
+    from hicachectl.backends.urls import parse_url
 
-    config = ctx.obj.config
-    url = parse_url(pack, load_config(None if config is None else str(config)))
+    url = parse_url(pack, config_of(ctx))
     if url.scheme not in ("file", "pack"):
         raise click.UsageError(f"{pack}: is a {url.scheme} store; give the file of a pack")
     return url.path
