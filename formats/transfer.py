@@ -20,7 +20,7 @@ from hicachectl.formats.regions import LayerOrder, layer_order, object_regions
 from hicachectl.formats.spec import ObjectSpec, object_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from hicachectl.formats.profile import Profile
 
@@ -70,8 +70,8 @@ def transfer_plan(
     sources = object_specs(source, source_grammar)
     destinations = object_specs(destination, destination_grammar)
     if _is_plain(source, sources, destination, destinations):
-        matched = [(number, number) for number in range(len(sources))]
-        return _assembled(sources, destinations, [], matched)
+        units = [_whole_unit((n,), n, spec) for n, spec in enumerate(destinations)]
+        return TransferPlan(sources, destinations, tuple(units))
     check_profiles(source, destination)
     check_grammars(source, source_grammar, destination, destination_grammar)
     both = [*((source, e) for e in sources), *((destination, e) for e in destinations)]
@@ -80,41 +80,26 @@ def transfer_plan(
     copies = _copies(
         _regions(source, sources, orders), _regions(destination, destinations, orders), destinations
     )
-    return _assembled(sources, destinations, copies, _empty_matches(sources, destinations))
+    units = [
+        *_connected_units(copies, sources, destinations),
+        *_empty_units(sources, destinations),
+    ]
+    units.sort(key=lambda unit: unit.destinations)
+    return TransferPlan(sources, destinations, tuple(units))
 
 
-def retargeted(
-    profile: Profile,
-    *,
-    model: str | None = None,
-    tag: str | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    pp_partition: Sequence[int] | None = None,
-    tp_lcm_size: int | None = None,
-    layout: str | None = None,
-    sglang: str | None = None,
-) -> Profile:
-    """Describe the same pages as another deployment would store them; None keeps a value.
+def retargeted(profile: Profile, **changes: Any) -> Profile:
+    """Describe the same pages as another deployment would store them.
 
-    Another pp without a partition gets SGLang's own. Raises nothing: `transfer_plan` checks.
+    changes: fields of a profile; None keeps a value. Another pp without a partition gets SGLang's
+    own; where linear attention is sharded like attention, it still is. `transfer_plan` checks.
     """
-    stages = () if pp not in (None, profile.pp) else profile.pp_partition
-    changes: dict[str, Any] = {
-        "model": model,
-        "tag": tag,
-        "tp": tp,
-        # Where linear attention is sharded like attention, it still is.
-        "linear_tp": tp if profile.linear_tp == profile.tp else None,
-        "pp": pp,
-        "pp_partition": stages if pp_partition is None else tuple(pp_partition),
-        "tp_lcm_size": tp_lcm_size,
-        "layout": layout,
-        "sglang": sglang,
-    }
-    return structs.replace(
-        profile, **{name: new for name, new in changes.items() if new is not None}
-    )
+    new = {name: value for name, value in changes.items() if value is not None}
+    if new.get("pp", profile.pp) != profile.pp:
+        new.setdefault("pp_partition", ())
+    if "tp" in new and profile.linear_tp == profile.tp:
+        new["linear_tp"] = new["tp"]
+    return structs.replace(profile, **new)
 
 
 def _is_plain(
@@ -212,38 +197,20 @@ def _gap_text(expected: ObjectSpec) -> str:
     return f"{what}: the source does not hold all of it"
 
 
-def _empty_matches(
+def _empty_units(
     sources: Sequence[ObjectSpec], destinations: Sequence[ObjectSpec]
-) -> list[tuple[int | None, int]]:
-    """Find a source for each empty destination, if there is one."""
-    empty = [number for number, expected in enumerate(sources) if not expected.nbytes]
-    wanted = [number for number, expected in enumerate(destinations) if not expected.nbytes]
-    pairs: list[tuple[int | None, int]] = []
+) -> Iterator[TransferUnit]:
+    """Make a unit of each empty destination, with an empty source if there is one."""
+    empty = [number for number, spec in enumerate(sources) if not spec.nbytes]
+    wanted = [number for number, spec in enumerate(destinations) if not spec.nbytes]
     for position, number in enumerate(wanted):
-        pairs.append((empty[position % len(empty)] if empty else None, number))
-    return pairs
+        taken = (empty[position % len(empty)],) if empty else ()
+        yield _whole_unit(taken, number, destinations[number])
 
 
-def _assembled(
-    sources: tuple[ObjectSpec, ...],
-    destinations: tuple[ObjectSpec, ...],
-    copies: Sequence[CopyPlan],
-    whole: Iterable[tuple[int | None, int]],
-) -> TransferPlan:
-    """Sort copies into units; `whole` pairs destinations with the source that equals each."""
-    units = [
-        *_connected_units(copies, sources, destinations),
-        *(_whole_unit(one, two, destinations[two]) for one, two in whole),
-    ]
-    units.sort(key=lambda unit: unit.destinations)
-    return TransferPlan(sources, destinations, tuple(units))
-
-
-def _whole_unit(source: int | None, destination: int, expected: ObjectSpec) -> TransferUnit:
-    n = expected.nbytes
-    copies = (CopyPlan((), n),) if n else ()
-    taken = () if source is None else (source,)
-    return TransferUnit(taken, (destination,), copies, source is not None, expected.trailing)
+def _whole_unit(taken: tuple[int, ...], destination: int, spec: ObjectSpec) -> TransferUnit:
+    copies = (CopyPlan((), spec.nbytes),) if spec.nbytes else ()
+    return TransferUnit(taken, (destination,), copies, bool(taken), spec.trailing)
 
 
 def _connected_units(

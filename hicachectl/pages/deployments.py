@@ -29,7 +29,7 @@ from hicachectl.formats.objects import Coordinate, Shard
 from hicachectl.formats.spec import ObjectSpec, object_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from hicachectl.formats.keys.base import Affix, KeyCodec
     from hicachectl.formats.objects import Sizes
@@ -142,8 +142,8 @@ def assign_affixes(
     Affixes that the profile does not account for are grouped by model, tag and topology, and
     their deployments expect what was seen of them, no more.
     """
-    profiled = [] if profile is None else [profiled_deployment(profile, codec)]
-    known = {spec.affix: spec.coordinate for d in profiled for spec in d.specs}
+    specs = () if profile is None else profiled_deployment(profile, codec).specs
+    known = {spec.affix: spec.coordinate for spec in specs}
     resolved = resolve_affixes(affixes, codec, known)
     return make_table(affixes, [resolved[affix] for affix in affixes], codec, profile)
 
@@ -158,27 +158,26 @@ def make_table(
 
     affixes, resolved: [ids]. An affix can come several times, resolved to different things.
     """
-    profiled = [] if profile is None else [profiled_deployment(profile, codec)]
-    known = {(spec.affix, spec.coordinate) for d in profiled for spec in d.specs}
-    pairs = zip(affixes, resolved, strict=True)
-    rest = {(a, r.coordinate): r.coordinate for a, r in pairs if r.coordinate is not None}
-    rest = {key: coordinate for key, coordinate in rest.items() if key not in known}
-    for number, deployment in enumerate(profiled):
-        unlisted = _unlisted_specs(deployment, rest)
-        profiled[number] = replace(deployment, specs=deployment.specs + unlisted)
+    read = zip(affixes, (one.coordinate for one in resolved), strict=True)
+    rest = dict.fromkeys((affix, c) for affix, c in read if c is not None)
+    deployments: list[Deployment] = []
+    if profile is not None:
+        own = profiled_deployment(profile, codec)
+        for spec in own.specs:
+            rest.pop((spec.affix, spec.coordinate), None)
+        unlisted = _unlisted_specs(own, rest)
         for spec in unlisted:
             del rest[spec.affix, spec.coordinate]
-    deployments = [*profiled, *_inferred_deployments(rest.values(), codec)]
-    places = {
+        deployments.append(replace(own, specs=own.specs + unlisted))
+    deployments += _inferred_deployments([coordinate for _, coordinate in rest], codec)
+    places: dict[tuple[Affix, Coordinate | None], tuple[int, int]] = {
         (spec.affix, spec.coordinate): (number, position)
         for number, deployment in enumerate(deployments)
         for position, spec in enumerate(deployment.specs)
     }
     placed = [
-        (UNRESOLVED, UNRESOLVED)
-        if r.coordinate is None
-        else places.get((affix, r.coordinate), (UNRESOLVED, UNRESOLVED))
-        for affix, r in zip(affixes, resolved, strict=True)
+        places.get((affix, one.coordinate), (UNRESOLVED, UNRESOLVED))
+        for affix, one in zip(affixes, resolved, strict=True)
     ]
     return AffixTable(
         codec=codec,
@@ -209,7 +208,7 @@ def other_ranks(affixes: Collection[Affix], codec: KeyCodec) -> list[Affix]:
 
 
 def _unlisted_specs(
-    deployment: Deployment, coordinates: Mapping[tuple[Affix, Coordinate], Coordinate]
+    deployment: Deployment, coordinates: Iterable[tuple[Affix, Coordinate]]
 ) -> tuple[ObjectSpec, ...]:
     """Return specs for sidecars of a profile's anchors that the profile does not list.
 
