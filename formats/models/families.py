@@ -32,10 +32,6 @@ class Context:
     page_size: int
     draft: bool = False
 
-    def kv_dtype(self, config: HfConfig, *, dsa: bool = False) -> str:
-        """Resolve the element type of the KV pool."""
-        return kv_dtype(config, self.flags, dsa=dsa, draft=self.draft)
-
 
 PoolBuilder = Callable[["HfConfig", Context], tuple[Pool, ...]]
 
@@ -217,7 +213,7 @@ def _mha_pool(
     return Pool(
         name=name,
         kind="mha",
-        dtype=context.kv_dtype(config),
+        dtype=kv_dtype(config, context.flags, dsa=False, draft=context.draft),
         layers=_count_or_numbers(config, tuple(layers)),
         kv_heads=_kv_heads(config),
         head_dim=head_dim,
@@ -227,7 +223,7 @@ def _mha_pool(
 
 
 def _mla_pool(config: HfConfig, context: Context, layers: Iterable[int], *, dsa: bool) -> Pool:
-    dtype = context.kv_dtype(config, dsa=dsa)
+    dtype = kv_dtype(config, context.flags, dsa=dsa, draft=context.draft)
     return Pool(
         name="kv",
         kind="mla",

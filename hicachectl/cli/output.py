@@ -86,17 +86,16 @@ def write_document(
             _write_lines(stream, text(_colours(stream)))
         return
     # Whole before the first byte is written: half a document is worse than none.
-    members = [
-        f"{json.dumps(key)}: {_joined_list(rows) if key == name else json_text(value)}"
-        for key, value in document.items()
-    ]
-    with _destination(output, output_format) as stream:
-        stream.write(",\n".join([_document_head(), *members]) + "\n}\n")
+    members = {key: rows if key == name else value for key, value in document.items()}
+    write_text(document_text(members), output)
 
 
 def document_text(document: Mapping[str, Any]) -> str:
-    """Write a report without rows as a `json` document."""
-    members = [f"{json.dumps(k)}: {json_text(v)}" for k, v in document.items()]
+    """Write a report as a `json` document, its tables as lists of rows."""
+    members = (
+        f"{json.dumps(key)}: {_rows_text(v) if isinstance(v, pa.Table) else json_text(v)}"
+        for key, v in document.items()
+    )
     return ",\n".join([_document_head(), *members]) + "\n}\n"
 
 
@@ -161,7 +160,7 @@ def _joined(rows: pa.Table, separator: str) -> Iterator[str]:
         yield separator.join(text.to_pylist())
 
 
-def _joined_list(rows: pa.Table) -> str:
+def _rows_text(rows: pa.Table) -> str:
     return "[" + ",\n".join(_joined(rows, ",\n")) + "]"
 
 

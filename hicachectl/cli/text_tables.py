@@ -18,7 +18,7 @@ def pages_for_people(rows: pa.Table) -> pa.Table:
     """Make the text columns of `ls`; ">" marks what is aligned to the right."""
     return pa.table(
         {
-            "page": pc.utf8_slice_codeunits(rows.column("page"), 0, 16),
+            "page": _short(rows.column("page")),
             "model": rows.column("model"),
             "sizes": _sizes_text(rows),
             "pools": _pools_text(rows.column("pools")),
@@ -31,14 +31,9 @@ def pages_for_people(rows: pa.Table) -> pa.Table:
 
 def _sizes_text(rows: pa.Table) -> pa.StringArray:
     """`tp 4 pp 2`: what tells the deployments of one model apart."""
-    texts = [
-        pc.binary_join_element_wise(
-            f"{axis} ", pc.cast(rows.column(f"{axis}_size"), pa.string()), ""
-        )
-        for axis in AXES
-    ]
-    joined = join_present(texts, " ")
-    return pc.if_else(pc.equal(joined, ""), None, joined)
+    return _by_axis(
+        [pc.binary_join_element_wise(f"{axis} ", _text(rows, f"{axis}_size"), "") for axis in AXES]
+    )
 
 
 def objects_for_people(rows: pa.Table) -> pa.Table:
@@ -46,9 +41,9 @@ def objects_for_people(rows: pa.Table) -> pa.Table:
     return pa.table(
         {
             "key": rows.column("key"),
-            "model": pc.cast(rows.column("model"), pa.string()),
-            "pool": pc.cast(rows.column("pool"), pa.string()),
-            "part": pc.cast(rows.column("part"), pa.string()),
+            "model": _text(rows, "model"),
+            "pool": _text(rows, "pool"),
+            "part": _text(rows, "part"),
             "ranks": _ranks_text(rows),
             ">size": human_sizes(rows.column("nbytes")),
             ">age": _ages(rows.column("mtime")),
@@ -84,10 +79,6 @@ def _object_ends(keys: list[str]) -> pa.Array:
     return pa.array([re.sub("[0-9a-f]{64}", "…", key) for key in keys], pa.string())
 
 
-def _short(digests: pa.Array) -> pa.Array:
-    return pc.utf8_slice_codeunits(digests, 0, 16)
-
-
 def summary_for_people(rows: pa.Table) -> pa.Table:
     """Make the text columns of `ls --summary`."""
     return pa.table(
@@ -95,8 +86,8 @@ def summary_for_people(rows: pa.Table) -> pa.Table:
             "model": rows.column("model"),
             "tag": rows.column("tag"),
             "pool": rows.column("pool"),
-            ">pages": pc.cast(rows.column("pages"), pa.string()),
-            ">objects": pc.cast(rows.column("objects"), pa.string()),
+            ">pages": _text(rows, "pages"),
+            ">objects": _text(rows, "objects"),
             ">size": human_sizes(rows.column("nbytes")),
         }
     )
@@ -117,8 +108,8 @@ def removals_for_people(rows: pa.Table) -> pa.Table:
         {
             "model": totals.column("model"),
             "tag": totals.column("tag"),
-            ">pages": pc.cast(totals.column("page_count"), pa.string()),
-            ">objects": pc.cast(totals.column("objects_sum"), pa.string()),
+            ">pages": _text(totals, "page_count"),
+            ">objects": _text(totals, "objects_sum"),
             ">size": human_sizes(totals.column("nbytes_sum")),
             "state": totals.column("state"),
         }
@@ -130,16 +121,13 @@ def hits_for_people(rows: pa.Table) -> pa.Table:
     stops = rows.column("stopped_by").combine_chunks()
     page, pool, part, shard, _ = stops.flatten()
     ranks = _ranks_text(pa.Table.from_struct_array(shard))
-    page = pc.binary_join_element_wise("page ", pc.utf8_slice_codeunits(page, 0, 16), "")
+    page = pc.binary_join_element_wise("page ", _short(page), "")
     stopped = join_present([pool, part, ranks, page], " ")
     counts = ("tokens", "kv_pages", "usable_pages", "usable_tokens")
     return pa.table(
         {
-            ">chain": pc.cast(rows.column("chain"), pa.string()),
-            **{
-                f">{name.replace('_', ' ')}": pc.cast(rows.column(name), pa.string())
-                for name in counts
-            },
+            ">chain": _text(rows, "chain"),
+            **{f">{name.replace('_', ' ')}": _text(rows, name) for name in counts},
             "stopped by": pc.if_else(stops.is_valid(), stopped, None),
         }
     )
@@ -149,9 +137,9 @@ def restored_for_people(rows: pa.Table) -> pa.Table:
     """Make the text columns of `restore`."""
     return pa.table(
         {
-            "page": pc.utf8_slice_codeunits(rows.column("page"), 0, 16),
+            "page": _short(rows.column("page")),
             "model": rows.column("model"),
-            ">objects": pc.cast(rows.column("objects"), pa.string()),
+            ">objects": _text(rows, "objects"),
             ">size": human_sizes(rows.column("nbytes")),
             "found": pc.binary_join(rows.column("codes"), ","),
             "state": rows.column("state"),
@@ -184,11 +172,22 @@ def _ranks_text(rows: pa.Table) -> pa.StringArray:
     """`tp 0/2 pp 1/4`: the rank coordinates that each object's key says."""
     texts = []
     for axis in AXES:
-        rank, size = (
-            pc.cast(rows.column(f"{axis}_{end}"), pa.string()) for end in ("rank", "size")
-        )
+        rank, size = (_text(rows, f"{axis}_{end}") for end in ("rank", "size"))
         texts.append(
             pc.binary_join_element_wise(f"{axis} ", rank, "/", pc.fill_null(size, "?"), "")
         )
+    return _by_axis(texts)
+
+
+def _by_axis(texts: list[pa.StringArray]) -> pa.StringArray:
+    """Join what is said of each axis; null where nothing is."""
     joined = join_present(texts, " ")
     return pc.if_else(pc.equal(joined, ""), None, joined)
+
+
+def _text(rows: pa.Table, name: str) -> pa.Array:
+    return pc.cast(rows.column(name), pa.string())
+
+
+def _short(hashes: pa.Array) -> pa.Array:
+    return pc.utf8_slice_codeunits(hashes, 0, 16)

@@ -92,18 +92,14 @@ def command(
         if inventory.is_foreign.all():
             remark(ctx, explain_selection(source, listed, selection))
     if objects:
-        rows, human = (
-            listing.object_rows(inventory, pool=selection.pool),
-            text_tables.objects_for_people,
-        )
+        name, human = "objects", text_tables.objects_for_people
+        rows = listing.object_rows(inventory, pool=selection.pool)
     elif summary:
-        rows, human = (
-            listing.summary_rows(inventory, pool=selection.pool),
-            text_tables.summary_for_people,
-        )
+        name, human = "summary", text_tables.summary_for_people
+        rows = listing.summary_rows(inventory, pool=selection.pool)
     else:
-        rows, human = listing.page_rows(PageGroups(inventory)), text_tables.pages_for_people
-    name = "objects" if objects else "summary" if summary else "pages"
+        name, human = "pages", text_tables.pages_for_people
+        rows = listing.page_rows(PageGroups(inventory))
     _say_what_is_odd(ctx, inventory, judged=name != "pages" or profile is not None)
     write_rows(rows, name=name, human=human, output_format=output_format, output=output)
 
