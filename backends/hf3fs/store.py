@@ -479,7 +479,9 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         memory = self.memory(offsets, sizes, len(rows))
         server = self._needed_server()
         if not self._sizes.nbytes:
-            raise UnsupportedByBackend(f"{self.url}: to write pages a profile is needed")
+            raise UnsupportedByBackend(
+                f"{self.url}: only a profile states the sizes of pages to write: give --profile"
+            )
         self._sizes.refuse_strangers(self.url, keys_of(rows), sizes)
         if self.settings.snapshot is not None and not (saved := self._tables.saved()).checked:
             self._sizes.refuse_other_models(self.url, self._tables.looked_at(saved))

@@ -263,6 +263,37 @@ def test_a_bad_page_leaves_every_table(invoke: Invoke, place: Place) -> None:
         assert not [k for k, _ in table["key_to_index"] if k.startswith(page)]
 
 
+def contents(place: Place, rank: int, namespace: str) -> dict[str, bytes]:
+    """Read the page of each key where the saved tables say it is."""
+    nbytes, data = place.page_bytes[rank, namespace], place.file(rank, namespace).read_bytes()
+    indices = dict(place.table(f"{rank}:{namespace}")["key_to_index"])
+    return {key: data[at * nbytes : (at + 1) * nbytes] for key, at in indices.items()}
+
+
+def test_what_was_quarantined_is_put_back(invoke: Invoke, place: Place, tmp_path: Path) -> None:
+    """What is left of a page comes back under its keys, with the bytes it had."""
+    lost = first_key(place)
+    place.server.delete(1, [lost])
+    place.server.save()
+    before = contents(place, 0, "kv")
+    quarantine = tmp_path / "quarantine"
+    document = verified(
+        invoke, place, "--checks", "groups", "--repair", "quarantine", "--quarantine", quarantine,
+        "--repair-code", "missing-part", "--yes", exit_code=4,
+    )  # fmt: skip
+    assert document["repaired"] == 1
+    place.server.save()
+    assert before.keys() - contents(place, 0, "kv").keys() == {lost, f"{lost[:-1]}k"}
+    put_back = ("restore", quarantine, place.url, "--yes", "--format", "json")
+    refused = invoke(*put_back, exit_code=2)
+    assert "hf3fs" in refused.stderr
+    assert "--profile" in refused.stderr
+    restored = invoke(*put_back, "--profile", place.profile).document
+    assert (restored["pages"], restored["failed"]) == (1, 0)
+    place.server.save()
+    assert contents(place, 0, "kv") == before
+
+
 def test_without_a_server_a_repaired_snapshot_is_written_beside(
     invoke: Invoke, place: Place
 ) -> None:

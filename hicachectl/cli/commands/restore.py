@@ -11,7 +11,7 @@ import click
 
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
-from hicachectl.cli.options import lock_option, output_options, store_argument
+from hicachectl.cli.options import FILE, lock_option, output_options, store_argument
 from hicachectl.cli.session import opened, progress, remark, remark_unrecorded, store_name
 from hicachectl.text.vocabulary import LOCK
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Examples:
   hicachectl restore /tmp/hicache/.hicachectl/quarantine /tmp/hicache --dry-run
   hicachectl restore /var/quarantine prod: --pages 4ebfa8a1f3c3 --yes
+  hicachectl restore /var/quarantine hf3fs:///mnt/3fs/hicache --profile prod.toml
 """,
 )
 @click.argument("quarantine", metavar="QUARANTINE")
@@ -37,6 +38,12 @@ Examples:
     metavar="FILE|PREFIX",
     help="Only pages listed in FILE (a line is a page hash, or a row of ls --format jsonl, of "
     "which only its group is restored), or whose hash starts with PREFIX.",
+)
+@click.option(
+    "--profile",
+    "profile_file",
+    type=FILE,
+    help="Profile of the deployment (TOML or JSON); 3FS stores need it. See hicachectl-profile(1).",
 )
 @click.option("--dry-run", is_flag=True, help="List what would be restored, and change nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
@@ -49,6 +56,7 @@ def command(
     quarantine: str,
     store: str,
     pages: str | None,
+    profile_file: Path | None,
     dry_run: bool,
     yes: bool,
     lock: Path | None,
@@ -64,6 +72,7 @@ def command(
     from hicachectl.cli.output import write_document
     from hicachectl.move.reports import GroupReport
     from hicachectl.move.restore import restore_groups
+    from hicachectl.profiles.sources import profile_from_options
 
     require_consent(yes=yes, dry_run=dry_run)
     wanted = _wanted(pages)
@@ -75,6 +84,7 @@ def command(
         else:
             with opened(ctx, store) as source:
                 started, name = time.monotonic(), source.url
+                profile_from_options({"profile_file": profile_file}, source)
                 if not (yes or dry_run):
                     found = restore_groups(source, directory, wanted=wanted, dry_run=True)
                     asks = len(found.rows) > 0
