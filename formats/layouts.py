@@ -85,20 +85,24 @@ class Column:
     """A run of equal items in each row of a tensor.
 
     offset:      bytes from the start of the row.
+    axes, shape: what the items count, outermost first.
     scale_floor: for fp32 scales, the least that is legal; None for ordinary numbers.
     scales:      the column of scales for these codes, each for an equal share of them. Where a
                  scale of 0 is legal, the codes under it mean nothing and are not judged.
-    axes, shape: what the items count, outermost first.
     """
 
     name: str
     offset: int
-    items: int
     dtype: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
     scale_floor: float | None = None
     scales: Column | None = None
-    axes: tuple[str, ...] = ()
-    shape: tuple[int, ...] = ()
+
+    @property
+    def items(self) -> int:
+        """Items of the column in one row."""
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:

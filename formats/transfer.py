@@ -124,11 +124,7 @@ def _regions(
     profile: Profile, objects: Iterable[ObjectSpec], orders: dict[str, LayerOrder]
 ) -> list[tuple[Region, ...]]:
     pools = {pool.name: pool for pool in profile.pools}
-    found = []
-    for expected in objects:
-        name = expected.coordinate.pool
-        found.append(object_regions(profile, pools[name], expected, orders[name]))
-    return found
+    return [object_regions(profile, pools[one.pool], one, orders[one.pool]) for one in objects]
 
 
 class _Sources:

@@ -57,24 +57,9 @@ class DsaIndexer(PoolKind):
         dim = pool.index_head_dim
         tiles = dim // QUANT_BLOCK
         tokens = tensor.shape[-1] // (dim + tiles * _SCALE_BYTES)
-        scales = Column(
-            "scales",
-            tokens * dim,
-            tokens * tiles,
-            "float32",
-            SCALE_FLOOR,
-            axes=("token", "tile"),
-            shape=(tokens, tiles),
-        )
-        keys = Column(
-            "keys",
-            0,
-            tokens * dim,
-            code_dtype,
-            scales=scales,
-            axes=("token", "channel"),
-            shape=(tokens, dim),
-        )
+        at, tile_axes = tokens * dim, ("token", "tile")
+        scales = Column("scales", at, "float32", tile_axes, (tokens, tiles), SCALE_FLOOR)
+        keys = Column("keys", 0, code_dtype, ("token", "channel"), (tokens, dim), scales=scales)
         return keys, scales
 
     def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:

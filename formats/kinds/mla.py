@@ -116,16 +116,12 @@ class Mla(PoolKind):
             return None
         rank, rope = pool.kv_lora_rank, pool.qk_rope_head_dim
         tiles = rank // QUANT_BLOCK
-        scales = Column("scales", rank, tiles, "float32", 0.0, None, ("tile",), (tiles,))
-        codes = Column("codes", 0, rank, code_dtype, None, scales, ("channel",), (rank,))
+        scales = Column("scales", rank, "float32", ("tile",), (tiles,), scale_floor=0.0)
+        codes = Column("codes", 0, code_dtype, ("channel",), (rank,), scales=scales)
         if not rope:  # models without positions in their latents have none
             return codes, scales
         at = rank + scales.nbytes
-        return (
-            codes,
-            scales,
-            Column("rope", at, rope, "bfloat16", axes=("channel",), shape=(rope,)),
-        )
+        return codes, scales, Column("rope", at, "bfloat16", ("channel",), (rope,))
 
     def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
         """Return "k" for the pools that have a V where the model is an MHA one."""

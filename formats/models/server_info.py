@@ -235,17 +235,13 @@ def _notes(reply: _Reply) -> tuple[str, ...]:
             "the server reads its store options from a file: its tag and tp_lcm_size are not "
             "known; give --tag and --tp-lcm-size where it has them"
         )
-    if not isinstance(reply.values.get("env_vars"), Mapping):
-        notes += _environment_notes(reply)
+    tells_partition = isinstance(reply.values.get("env_vars"), Mapping)
+    if not tells_partition and reply.count("pp_size", 1) != 1:
+        notes.append(
+            "the server does not tell SGLANG_PP_LAYER_PARTITION; give --pp-partition where it is "
+            "set"
+        )
     return tuple(notes)
-
-
-def _environment_notes(reply: _Reply) -> list[str]:
-    if reply.count("pp_size", 1) == 1:
-        return []
-    return [
-        "the server does not tell SGLANG_PP_LAYER_PARTITION; give --pp-partition where it is set"
-    ]
 
 
 def _key_prefix(profile: Profile) -> str:

@@ -89,7 +89,7 @@ def _section(
     columns = kind_of(pool).columns(pool, tensor, code_dtype)
     if columns is None:
         row = tensor.shape[cut:]
-        columns = (Column("", 0, prod(row), tensor.dtype, axes=tensor.axes[cut:], shape=row),)
+        columns = (Column("", 0, tensor.dtype, tensor.axes[cut:], row),)
     axes, shape = tensor.axes[:cut], tensor.shape[:cut]
     table = RowTable(
         name=tensor.name,

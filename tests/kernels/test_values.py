@@ -67,7 +67,7 @@ def unsigned(dtype: str) -> str:
 
 
 def one_column(dtype: str, items: int, rows: int, floor: float | None = None) -> RowTable:
-    column = Column("", 0, items, dtype, scale_floor=floor)
+    column = Column("", 0, dtype, ("channel",), (items,), floor)
     return RowTable("t", 0, column.nbytes, ("row",), (rows,), (column,), ((0, rows),))
 
 
@@ -150,8 +150,8 @@ def test_scales_are_judged_as_numbers(bits: list[int], floor: float) -> None:
 
 
 def test_codes_under_a_zero_scale_mean_nothing() -> None:
-    scales = Column("scales", 8, 2, "float32", scale_floor=0.0)
-    codes = Column("codes", 0, 8, "float8_e4m3fn", scales=scales)
+    scales = Column("scales", 8, "float32", ("tile",), (2,), scale_floor=0.0)
+    codes = Column("codes", 0, "float8_e4m3fn", ("channel",), (8,), scales=scales)
     table = RowTable("t", 0, 16, ("row",), (2,), (codes, scales), ((0, 2),))
     block = np.full((1, 32), 0x7F, np.uint8)
     block[0, 8:16].view(np.float32)[:] = [0.0, 1.0]
