@@ -10,10 +10,11 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT, Arena, place
+from hicachectl.backends.base import Status
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.move.batches import Action, CopyBatch, CopyOptions, cut
 from hicachectl.move.copying import Executor
-from hicachectl.move.order import GroupObjects
+from hicachectl.move.order import Failures, GroupObjects
 from hicachectl.move.results import GroupStatus, MoveResult
 from hicachectl.pages.group_table import ABSENT
 
@@ -73,26 +74,52 @@ def copy_groups(
     """
     written = np.zeros(len(objects), dtype=np.bool_)
 
-    def settle(batch: _Batch, copied: MoveResult) -> None:
+    def include(batch: _Batch, copied: MoveResult) -> None:
         written[batch.places[copied.written]] = True
         result.include(batch.groups, copied)
 
     with nullcontext(arena) if arena else Arena(DEFAULT_BUFFER_BYTES) as memory:
         options = CopyOptions(buffer_bytes=memory.nbytes, verify=True)
-        executor = Executor(
+        executor: Executor[_Batch] = Executor(
             source, rows, destination, options,
-            settle=settle, arena=memory, backup=True, on_gone=on_gone,
+            arena=memory, failures=_failures(on_gone), preserve=True,
         )  # fmt: skip
-        executor.run(_batches(targets, objects, sizes, result, executor, memory.nbytes))
+        batches = _batches(targets, objects, sizes, result, executor, memory.nbytes)
+        executor.run(batches, on_done=include)
     return CopiedObjects(written, executor.full.is_set())
+
+
+def _failures(on_gone: str | None) -> Failures:
+    """Let a group fail by itself: one that exists, even with the same bytes, is a conflict.
+
+    on_gone: as in `copy_groups`.
+    """
+    changed = (Status.SHORT, Status.OVERSIZED, Status.CHANGED)
+    gone = GroupStatus.DONE if on_gone is None else GroupStatus.FAILED
+    return Failures(
+        statuses={Status.EXISTS: GroupStatus.CONFLICT, Status.GONE: gone},
+        details={
+            **dict.fromkeys(changed, "it changed while it was read"),
+            **({} if on_gone is None else {Status.GONE: on_gone}),
+        },
+        differs="the copy reads back with other bytes",
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch(CopyBatch):
-    """A batch of a backup. groups: [k] places in the result. places: [n] of its objects."""
+    """A batch of a backup. groups: [k] places in the result. places: [n] of its objects.
+
+    The objects that are read are those that are written, in one order.
+    """
 
     groups: IntArray = field(kw_only=True)
     places: IntArray = field(kw_only=True)
+
+    def key_read(self, index: int, listed: pa.Table) -> bytes:
+        """Return the key by which messages name the object."""
+        key: bytes = self.objects.keys[index].as_py()
+        return key
 
 
 def _batches(

@@ -119,6 +119,11 @@ class CopyBatch(Task):
     transforms: tuple[Transform, ...] = field(kw_only=True)
     back: int = field(kw_only=True)
 
+    def key_read(self, index: int, listed: pa.Table) -> bytes:
+        """Return the key, for messages, of an object that is read. listed: the source's rows."""
+        key: bytes = listed.column("key")[int(self.rows[index])].as_py()
+        return key
+
     @property
     def nbytes(self) -> int:
         """Bytes that the batch takes from the source, read or copied."""

@@ -21,7 +21,7 @@ from hicachectl.backends.hf3fs.page_tables import PageTables
 from hicachectl.io.pacing import Pace
 from hicachectl.io.pipeline import Loaded, Pipeline
 from hicachectl.move.batches import READS_BACK, Action, CopyBatch
-from hicachectl.move.order import CHANGES, publish, remove_once, roll_back
+from hicachectl.move.order import OF_MIGRATION, Failures, publish, remove_once, roll_back
 from hicachectl.move.results import GroupStatus, MoveResult
 from hicachectl.pages.group_table import ABSENT
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from hicachectl.move.batches import CopyOptions
 
 _HEAD_BYTES = 1024  # of an object, at most as a rule: its key, and its row in an index
-_CHANGED = "it changed while it was read"  # an object of a backup
 
 B = TypeVar("B", bound=CopyBatch)
 
@@ -53,10 +52,10 @@ class Executor(Generic[B]):
         destination: Store,
         options: CopyOptions,
         *,
-        settle: Callable[[B, MoveResult], None],
+        settle: Callable[[B, MoveResult], None] = lambda batch, result: None,
         arena: Arena | None = None,
-        backup: bool = False,
-        on_gone: str | None = None,
+        failures: Failures = OF_MIGRATION,
+        preserve: bool = False,
     ) -> None:
         """Prepare; nothing is read before `run`.
 
@@ -64,11 +63,9 @@ class Executor(Generic[B]):
         settle:  called with the result of each batch, in the thread that has copied it: also for
             batches at work when `run` is left early.
         arena:   memory to use, of `copy_memory`.
-        backup:  copies are what their sources are, owner and mode too. An object that exists is a
-            conflict, even if it is the same page's, and no room for one group stops no other.
-            Sources and destinations of a batch are the same objects, in one order.
-        on_gone: of a backup: why a group fails of which a source object is gone; None: that object
-            is left out, and the rest of its group is copied.
+        failures: of groups of which an object is not read or not written. An object that is left
+            out is the same in source and destination: a batch has both in one order.
+        preserve: copies keep the owner and mode of their sources, where the system copies.
         """
         self.destination = destination
         self.full = threading.Event()
@@ -79,12 +76,12 @@ class Executor(Generic[B]):
         self._options = options
         self._settle = settle
         self._arena = arena
-        self._backup = backup
-        self._on_gone = on_gone
+        self._failures = failures
+        self._preserve = preserve
         self._copier = copier_of(destination, source)
         self.copies = self._copier is not None
         self.racy = destination if isinstance(destination, RacyWrites) else None
-        if not backup:
+        if not preserve:
             keep_as_private(destination, source, listing=True)
             if self.racy is not None:
                 # Another server's object under the same key is the same page.
@@ -144,8 +141,9 @@ class Executor(Generic[B]):
     def _copy(self, loaded: Loaded) -> tuple[B, MoveResult]:
         """Copy a batch that was read; runs in a thread of the pipeline."""
         batch: B = loaded.task  # type: ignore[assignment]
-        result = MoveResult.of(batch.pages)
-        if (self.full.is_set() and not self._backup) or self.stopped:
+        result = MoveResult.of(batch.pages, objects=len(batch.objects))
+        stops = self._failures.statuses.get(Status.FULL) == GroupStatus.NO_ROOM
+        if (self.full.is_set() and stops) or self.stopped:
             result.statuses[:] = GroupStatus.NO_ROOM  # it would lack the prefix that had none
         else:
             self._publish(batch, loaded, result)
@@ -165,27 +163,18 @@ class Executor(Generic[B]):
                 _BatchCopy(self, batch, loaded.arena, base, result).run(unread)
             else:
                 self.full.set()
-                result.statuses[result.open] = GroupStatus.NO_ROOM
+                for group in np.flatnonzero(result.open).tolist():
+                    self._failures.settle(result, group, None, Status.FULL, "no room is left")
 
     def _settle_unread(self, batch: B, loaded: Loaded, result: MoveResult) -> IntArray:
         """Settle the groups of which an object could not be read; return what is left out."""
-        read, left_out = loaded.read, []
-        for index in np.flatnonzero(read.statuses).tolist():
-            status, row = Status(int(read.statuses[index])), int(batch.rows[index])
-            became = GroupStatus.FAILED
-            why = CHANGES.get(status) or read.errors.get(index, "cannot be read")
-            key = self._objects.column("key")[row].as_py()
-            if self._backup:
-                key = batch.objects.keys[index].as_py()
-                why = _CHANGED if status in CHANGES else why
-                why = self._on_gone or why if status is Status.GONE else why
-            elif status in (Status.GONE, Status.UNREACHABLE):
-                became = GroupStatus.GONE
-            if self._backup and status is Status.GONE and self._on_gone is None:
-                left_out.append(index)
-            else:
-                result.fail(int(batch.owners[index]), became, key, why)
-        return np.array(left_out, dtype=np.int64)
+        read = loaded.read
+        unread = np.flatnonzero(read.statuses)
+        for index in unread.tolist():
+            group, status = int(batch.owners[index]), Status(int(read.statuses[index]))
+            why = read.errors.get(index, "cannot be read")
+            self._failures.settle(result, group, batch.key_read(index, self._objects), status, why)
+        return unread[result.open[batch.owners[unread]]]
 
     @contextmanager
     def _room_for(self, batch: B) -> Iterator[bool]:
@@ -217,7 +206,7 @@ class Executor(Generic[B]):
             else:
                 origins = self._objects.take(pa.array(batch.origins[places]))
                 written = self._copier.copy_from(
-                    self._source, origins, rows, sizes, if_absent=if_absent, preserve=self._backup
+                    self._source, origins, rows, sizes, if_absent=if_absent, preserve=self._preserve
                 )
         if (written.statuses == Status.FULL).any():
             self.full.set()
@@ -246,7 +235,6 @@ class _BatchCopy:
         unread: places of objects to leave out.
         """
         batch, result, executor = self._batch, self._result, self._executor
-        backup = executor._backup
         there = np.flatnonzero(self._open() & (batch.there != ABSENT))
         if batch.action in READS_BACK:
             self._compare(there)
@@ -260,8 +248,7 @@ class _BatchCopy:
             result,
             write=self._write,
             undo=self._undo,
-            raced=GroupStatus.CONFLICT if backup else GroupStatus.RACED,
-            full=GroupStatus.FAILED if backup else GroupStatus.NO_ROOM,
+            failures=executor._failures,
         )
         if executor._options.verify:
             self._compare(np.flatnonzero(self._written & self._open()), ours=True)
@@ -287,13 +274,7 @@ class _BatchCopy:
 
     def _write(self, places: IntArray) -> Result:
         executor, batch = self._executor, self._batch
-        written = self._each(places, lambda some: executor._write(batch, some, self._offsets[some]))
-        if executor._backup:
-            for status in CHANGES:
-                changed = np.flatnonzero(written.statuses == status)
-                written.errors.update(dict.fromkeys(changed.tolist(), _CHANGED))
-                written.statuses[changed] = Status.ERROR
-        return written
+        return self._each(places, lambda some: executor._write(batch, some, self._offsets[some]))
 
     def _delete(self, places: IntArray) -> Result:
         return self._each(places, lambda some: self._store.delete(self._targets(some)))
@@ -340,12 +321,11 @@ class _BatchCopy:
             self._fail(at, GroupStatus.CONFLICT, why)
         elif self._executor.racy is not None:
             self._written[at] = False  # of another writer, whose object is not ours to remove
-            raced = GroupStatus.CONFLICT if self._executor._backup else GroupStatus.RACED
-            self._fail(at, raced, "another writer has written it")
-        elif self._executor._backup:
-            self._fail(at, failed, "the copy reads back with other bytes")
+            objects, why = self._batch.objects, "another writer has written it"
+            group, key = int(objects.owners[at]), objects.keys[at].as_py()
+            self._executor._failures.settle(self._result, group, key, Status.EXISTS, why)
         else:
-            self._fail(at, failed, "reads back with other bytes than were written")
+            self._fail(at, failed, self._executor._failures.differs)
 
     def _each(self, places: IntArray, call: Callable[[IntArray], Result]) -> Result:
         """Make calls that suit the destination; return their results as one."""

@@ -12,7 +12,7 @@ The sidecars of a group stay while one of its anchors does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,13 +29,6 @@ if TYPE_CHECKING:
     from hicachectl.move.results import MoveResult
 
 _ROUNDS = 5  # of a withdrawal
-
-# Changes to a source object since the listing.
-CHANGES = {
-    Status.SHORT: "is shorter than it was listed",
-    Status.OVERSIZED: "is longer than it was listed",
-    Status.CHANGED: "was written to while it was copied",
-}
 # What a group keeps although it is not done: the rest of it is written in a later attempt.
 _STAYS = (GroupStatus.DONE, GroupStatus.RACED)
 
@@ -58,6 +51,44 @@ class GroupObjects:
         return len(self.owners)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failures:
+    """What it means for a group that an object of it was not read or not written.
+
+    statuses: of the group; FAILED where none is named. DONE: the object is left out, and the rest
+        of the group goes on. NO_ROOM stops the groups behind it as well.
+    details: what to say in place of the store's own message.
+    differs: what to say of an object that reads back otherwise than it was written.
+    """
+
+    statuses: Mapping[Status, GroupStatus]
+    details: Mapping[Status, str] = field(default_factory=dict)
+    differs: str = "reads back with other bytes than were written"
+
+    def settle(
+        self, result: MoveResult, group: int, key: bytes | None, status: Status, message: str
+    ) -> None:
+        """Set the status of the group, if it is open."""
+        became = self.statuses.get(status, GroupStatus.FAILED)
+        result.fail(group, became, key, self.details.get(status, message))
+
+
+# Another writer's object under the same key is the same page.
+OF_MIGRATION = Failures(
+    statuses={
+        Status.FULL: GroupStatus.NO_ROOM,
+        Status.EXISTS: GroupStatus.RACED,
+        Status.GONE: GroupStatus.GONE,
+        Status.UNREACHABLE: GroupStatus.GONE,
+    },
+    details={
+        Status.SHORT: "is shorter than it was listed",
+        Status.OVERSIZED: "is longer than it was listed",
+        Status.CHANGED: "was written to while it was copied",
+    },
+)
+
+
 def publish(
     objects: GroupObjects,
     chosen: IntArray,
@@ -66,24 +97,25 @@ def publish(
     write: Callable[[IntArray], Result],
     undo: Callable[[IntArray], Result],
     flush: Callable[[], None] = lambda: None,
-    raced: GroupStatus = GroupStatus.RACED,
-    full: GroupStatus = GroupStatus.NO_ROOM,
+    failures: Failures = OF_MIGRATION,
 ) -> BoolArray:
     """Write objects of open groups, sidecars first; roll back the groups that did not succeed.
 
     chosen: places of the objects to write. write, undo: called with places.
     flush: called after the sidecars and after the anchors, where writing is not durable by itself.
-    raced: status of a group that has an object in the destination already.
-    full: status of a group that finds no room. NO_ROOM stops the groups behind it as well.
+    failures: of groups of which an object is not written.
     Return which objects were written and stayed: [n].
     """
     written = np.zeros(len(objects), dtype=np.bool_)
-    became = {Status.FULL: full, Status.EXISTS: raced, Status.GONE: GroupStatus.GONE}
     for stage in (~objects.anchors, objects.anchors):
         some = chosen[stage[chosen] & result.open[objects.owners[chosen]]]
         found = write(some)
         written[some[found.ok]] = True
-        _settle(objects, some, found, result, became)
+        for index in np.flatnonzero(~found.ok).tolist():
+            group, key = int(objects.owners[some[index]]), objects.keys[int(some[index])].as_py()
+            status = Status(int(found.statuses[index]))
+            why = found.errors.get(index, "cannot be written")
+            failures.settle(result, group, key, status, why)
         flush()
         _stop_behind(objects, chosen, result)
     roll_back(objects, written, result, undo=undo)
@@ -128,6 +160,8 @@ def remove_once(
     for stage in (objects.anchors, ~objects.anchors):
         some = chosen[stage[chosen]]
         some = some[~believed[objects.owners[some]]]
+        if not len(some):
+            continue
         found = remove(some)
         stays = (found.statuses != Status.OK) & (found.statuses != Status.GONE)
         believed[objects.owners[some[stays]]] = True
@@ -225,21 +259,6 @@ def withdraw(
     for group, place in zip(groups.tolist(), first.tolist(), strict=True):
         why = f"written anew {_ROUNDS} times, still not whole"
         result.fail(group, GroupStatus.FAILED, seen.objects.keys[place].as_py(), why)
-
-
-def _settle(
-    objects: GroupObjects,
-    places: IntArray,
-    found: Result,
-    result: MoveResult,
-    became: Mapping[Status, GroupStatus],
-) -> None:
-    """Set the status of the groups of which an object was not written."""
-    for index in np.flatnonzero(~found.ok).tolist():
-        place, status = int(places[index]), Status(int(found.statuses[index]))
-        group, key = int(objects.owners[place]), objects.keys[place].as_py()
-        why = CHANGES.get(status) or found.errors.get(index, "cannot be written")
-        result.fail(group, became.get(status, GroupStatus.FAILED), key, why)
 
 
 def _stop_behind(objects: GroupObjects, chosen: IntArray, result: MoveResult) -> None:

@@ -15,7 +15,7 @@ from hicachectl.backends.capabilities import open_mover
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import UsageError
 from hicachectl.move.backups import copy_groups, copy_memory, same_bytes
-from hicachectl.move.order import GroupObjects, publish
+from hicachectl.move.order import Failures, GroupObjects, publish
 from hicachectl.move.quarantine import Batch, Quarantine, batches, runs, sweep
 from hicachectl.move.recorded import RecordedGroups, look
 from hicachectl.move.reports import (
@@ -285,7 +285,7 @@ class _Restore:
             write=lambda places: self._explained(places, self._each(places, put)),
             undo=undo,
             flush=lambda: mover.flush(into_store=True),  # no anchor is durable before its sidecars
-            raced=GroupStatus.CONFLICT,
+            failures=Failures(statuses={Status.EXISTS: GroupStatus.CONFLICT}),
         )
 
     def _publish_copies(self, chosen: IntArray, ready: BoolArray) -> None:
@@ -325,17 +325,15 @@ class _Restore:
         return Result(statuses, errors)
 
     def _explained(self, places: IntArray, found: Result) -> Result:
-        """Say in words, with the key, why objects were not written; none that is lost is gone."""
-        statuses, errors = found.statuses.copy(), {}
+        """Say in words, with the key, why objects were not written."""
+        errors = {}
         for index in np.flatnonzero(~found.ok).tolist():
             key = self._objects.keys[int(places[index])].as_py().decode()
-            if statuses[index] == Status.EXISTS:
-                errors[index] = f"{key} {_IN_STORE}"
-            elif index in found.errors:
+            is_there = found.statuses[index] == Status.EXISTS
+            errors[index] = f"{key} {_IN_STORE if is_there else _NO_MORE}"
+            if index in found.errors:
                 errors[index] = f"{key}: {found.errors[index]}"
-            else:
-                statuses[index], errors[index] = Status.ERROR, f"{key} {_NO_MORE}"
-        return Result(statuses, errors)
+        return Result(found.statuses, errors)
 
     def rows(self, done: str) -> pa.Table:
         """Make the rows of the groups. done: state of those that are back, or would be."""

@@ -68,9 +68,10 @@ class MoveResult:
     written: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
 
     @classmethod
-    def of(cls, pages: pa.StringArray) -> MoveResult:
-        """Return the result of groups that are all open."""
-        return cls(pages, np.full(len(pages), GroupStatus.DONE, dtype=np.uint8))
+    def of(cls, pages: pa.StringArray, *, objects: int = 0) -> MoveResult:
+        """Return the result of groups that are all open. objects: of the batch, none written."""
+        statuses = np.full(len(pages), GroupStatus.DONE, dtype=np.uint8)
+        return cls(pages, statuses, written=np.zeros(objects, dtype=np.bool_))
 
     @property
     def open(self) -> BoolArray:

@@ -526,7 +526,8 @@ class _Worker:
 
         Of each batch of them the result that they are in, and their places there.
         """
-        for watched, result, places in self._watched:
+        for groups, result, places in self._watched:
+            watched = replace(groups)  # what it works out of each cell ends with it
             sight = look(self._store, watched)
             none = np.zeros(0, dtype=np.bool_)
             standing = watched.judge(sight.present, none)

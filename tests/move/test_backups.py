@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -155,3 +156,48 @@ def test_no_room_for_one_group_stops_no_other(
     assert result.statuses.tolist() == [GroupStatus.FAILED, GroupStatus.DONE, GroupStatus.DONE]
     assert [(p.key, p.detail) for p in result.problems] == [("page 3", "no space")]
     assert held(stores[1]) == group(1) | group(2)
+
+
+def test_a_batch_of_which_nothing_can_be_read_fails_its_groups(
+    stores: tuple[Store, Store], tmp_path: Path
+) -> None:
+    for number in range(GROUPS):
+        (tmp_path / "one" / f"{number}.bin").unlink()
+    result, done = copied(stores, on_gone="is gone")
+    assert result.statuses.tolist() == [GroupStatus.FAILED] * GROUPS
+    assert {p.detail for p in result.problems} == {"is gone"}
+    assert held(stores[1]) == set(np.flatnonzero(done.written)) == set()
+
+
+@pytest.mark.parametrize("on_gone", [None, "is gone"])
+def test_an_object_that_goes_between_reading_and_copying_is_left_out_or_fails_its_group(
+    stores: tuple[Store, Store],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    on_gone: str | None,
+) -> None:
+    copy_from = FileStore.copy_from
+
+    def gone(self: FileStore, source: Store, origins: Any, *args: Any, **opts: Any) -> Any:
+        (tmp_path / "one" / "4.bin").unlink(missing_ok=True)
+        return copy_from(self, source, origins, *args, **opts)
+
+    monkeypatch.setattr(FileStore, "copy_from", gone)
+    result, done = copied(stores, on_gone=on_gone)
+    first = GroupStatus.DONE if on_gone is None else GroupStatus.FAILED
+    assert result.statuses.tolist() == [GroupStatus.DONE, first, GroupStatus.DONE]
+    assert [(p.key, p.detail) for p in result.problems] == [("page 4", "is gone")] * bool(on_gone)
+    left = {4} if on_gone is None else group(1)
+    assert held(stores[1]) == set(np.flatnonzero(done.written)) == set(range(9)) - left
+
+
+def test_a_store_without_room_fails_groups_in_words(
+    stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileStore, "traits", replace(stores[1].traits, append_only=True))
+    monkeypatch.setattr(FileStore, "free_bytes", lambda self: 100)
+    result, done = copied(stores)
+    assert done.full
+    assert result.statuses.tolist() == [GroupStatus.FAILED] * GROUPS
+    assert len(result.problems) == GROUPS
+    assert held(stores[1]) == set()

@@ -910,3 +910,22 @@ def test_movers_are_what_they_say(store: Path) -> None:
             mover = opened.mover(aside)
         assert isinstance(mover, Mover)
         mover.close()
+
+
+def test_what_vanishes_while_it_is_copied_takes_no_copy_with_it(
+    tmp_path: Path, other_file_system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dsa_store(tmp_path, 2)
+    shorten(store / indexer(1))
+    copy_from = FileStore.copy_from
+
+    def vanish(*args: Any, **options: Any) -> Any:
+        (store / indexer(1)).unlink(missing_ok=True)
+        return copy_from(*args, **options)
+
+    monkeypatch.setattr(FileStore, "copy_from", vanish)
+    data = contents(store)[kv(1)]
+    outcome = repaired(store, quarantine=str(other_file_system))
+    assert (outcome.groups, outcome.failed) == (1, 0)
+    assert not (store / kv(1)).exists()
+    assert quarantined(other_file_system) == {kv(1): data}

@@ -338,3 +338,29 @@ def test_rows_of_ls_name_the_group_to_restore(invoke: Invoke, tmp_path: Path) ->
         assert [group["page"] for group in document["groups"]] == [row["page"]]
         assert document["bytes"] == row["nbytes"]
     assert contents(store) == before
+
+
+def test_a_copy_that_vanishes_while_it_is_restored_fails_its_page(
+    invoke: Invoke, store: Path, other_file_system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others of the page stay in the quarantine, under their record."""
+    repaired(store, quarantine=str(other_file_system))
+    copy_from = FileStore.copy_from
+
+    def vanish(self: FileStore, source: FileStore, origins: Any, *rest: Any, **options: Any) -> Any:
+        key = origins.column("key")[0].as_py()
+        os.unlink(key, dir_fd=source._directory)
+        monkeypatch.undo()
+        return copy_from(self, source, origins, *rest, **options)
+
+    monkeypatch.setattr(FileStore, "copy_from", vanish)
+    document = restored(invoke, other_file_system, store, "--yes", exit_code=4)
+    assert (document["pages"], document["failed"]) == (1, 1)
+    (failed,) = (group for group in document["groups"] if group["state"] == "failed")
+    assert failed["detail"].endswith("is in the quarantine no more")
+    assert not any(name.startswith(failed["page"]) for name in contents(store))
+    (record,) = other_file_system.glob("*/*.json")
+    (group,) = json.loads(record.read_text())["groups"]
+    assert group["page"] == failed["page"]
+    left = {int(path.name) for path in record.with_suffix("").iterdir()}
+    assert len(left & {taken["file"] for taken in group["objects"]}) == 1
