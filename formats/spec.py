@@ -172,15 +172,14 @@ def _pool_objects(profile: Profile, scheme: str, pool: Pool, anchor: bool) -> It
     _, shards, contents = _SCHEMES[scheme]
     model = profile.key_model if _names_model(profile, scheme) else ""
     tag = profile.tag if scheme == "mooncake" else ""
-    held: dict[tuple[int, int], PoolPiece | None] = {}  # the same for all TP ranks of a stage
+    # The same for all TP ranks of a stage.
+    held: dict[tuple[int, int], list[tuple[PoolPiece, str | None, tuple[TensorLayout, ...]]]] = {}
     for shard in shards(profile, pool):
         stage = shard.pp_rank or 0, shard.cp_rank or 0
         if stage not in held:
-            held[stage] = pool_piece(profile, pool, pp_rank=stage[0], cp_rank=stage[1])
-        piece = held[stage]
-        if piece is None:
-            continue
-        for part, tensors in contents(profile, piece):
+            piece = pool_piece(profile, pool, pp_rank=stage[0], cp_rank=stage[1])
+            held[stage] = [(piece, *one) for one in contents(profile, piece)] if piece else []
+        for piece, part, tensors in held[stage]:
             coordinate = Coordinate(model, pool.name, part, tag, shard)
             yield ObjectSpec(
                 affix=codec.affix(coordinate),
