@@ -41,16 +41,15 @@ def with_seen_sizes(
     mixes = _mixes(table, kind_of, rows_kind, counted, objects, page_words)
     mixed = {kind_of[mix.affix_ids[0]] for mix in mixes}
     common = {kind: size for kind, size in _common_sizes(counted).items() if kind not in mixed}
+
+    def sized(number: int, spec: ObjectSpec) -> ObjectSpec:
+        kind = kinds.get((number, *_size_kind(spec)))
+        if spec.nbytes != UNKNOWN_SIZE or kind not in common:
+            return spec
+        return replace(spec, nbytes=common[kind])
+
     deployments = tuple(
-        replace(
-            deployment,
-            specs=tuple(
-                replace(spec, nbytes=common.get(kinds[number, *_size_kind(spec)], UNKNOWN_SIZE))
-                if spec.nbytes == UNKNOWN_SIZE and (number, *_size_kind(spec)) in kinds
-                else spec
-                for spec in deployment.specs
-            ),
-        )
+        replace(deployment, specs=tuple(sized(number, spec) for spec in deployment.specs))
         for number, deployment in enumerate(table.deployments)
     )
     return replace(table, deployments=deployments, mixes=tuple(mixes))
