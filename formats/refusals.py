@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
@@ -10,8 +10,6 @@ from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageE
 from hicachectl.formats.kinds import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from hicachectl.formats.kinds.pool import Pool
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
@@ -27,11 +25,35 @@ _FIXED = {
 _GRAMMARS_WITHOUT_CP = ("mooncake", "hf3fs")
 
 
-def check_profiles(source: Profile, destination: Profile) -> None:
-    """Refuse deployments whose pages are not the same content.
+class Side(NamedTuple):
+    """A deployment that a page is taken from or made for; specs: its objects under a grammar."""
 
-    Raises UsageError where pages or their cut differ, ProfileError where the pools do.
+    profile: Profile
+    grammar: str
+    specs: tuple[ObjectSpec, ...]
+
+
+def check_transfer(source: Side, destination: Side) -> None:
+    """Refuse deployments between which a page cannot be transferred whole.
+
+    Raises UsageError where pages or their cut differ, ProfileError where the pools do,
+    UnsupportedByBackend where keys cannot name, or no copy can make, all that is held.
     """
+    _check_profiles(source.profile, destination.profile)
+    for profile, grammar, _ in (source, destination):
+        if profile.cp > 1 and profile.dcp == 1 and grammar in _GRAMMARS_WITHOUT_CP:
+            raise UnsupportedByBackend(
+                f"cp {profile.cp}: {grammar} keys name no context-parallel rank, so the pages of "
+                "ranks after the first are lost"
+            )
+    _check_pools(source.profile, destination.profile)
+    for profile, _, specs in (source, destination):
+        for spec in specs:
+            _check_shared_shard(profile, spec)
+
+
+def _check_profiles(source: Profile, destination: Profile) -> None:
+    """Refuse deployments whose pages are not the same content."""
     for profile, which in ((source, "source"), (destination, "destination")):
         if profile.inferred:
             raise UsageError(
@@ -54,28 +76,8 @@ def check_profiles(source: Profile, destination: Profile) -> None:
         _check_pool(ours[name], theirs[name])
 
 
-def check_grammars(
-    source: Profile, source_grammar: str, destination: Profile, destination_grammar: str
-) -> None:
-    """Refuse key grammars that cannot name all that a deployment holds.
-
-    Raises UnsupportedByBackend.
-    """
-    for profile, grammar in ((source, source_grammar), (destination, destination_grammar)):
-        if profile.cp > 1 and profile.dcp == 1 and grammar in _GRAMMARS_WITHOUT_CP:
-            raise UnsupportedByBackend(
-                f"cp {profile.cp}: {grammar} keys name no context-parallel rank, so the pages of "
-                "ranks after the first are lost"
-            )
-
-
-def check_pools(
-    source: Profile, destination: Profile, objects: Iterable[tuple[Profile, ObjectSpec]]
-) -> None:
-    """Refuse pools that cannot be cut or ordered anew.
-
-    objects: those of both sides. Raises UnsupportedByBackend and ProfileError.
-    """
+def _check_pools(source: Profile, destination: Profile) -> None:
+    """Refuse pools that cannot be cut or ordered anew."""
     # DeepSeek-V4 has one block of bytes a layer, in every host layout (DeepSeekV4PagedHostPool).
     ordered = kind_of(destination.pools[0]).has_bytes and source.layout != destination.layout
     for pool in destination.pools:
@@ -93,8 +95,6 @@ def check_pools(
                     f"linear_tp: {profile.linear_tp} beside tp {profile.tp}: which rank of the one "
                     "has which state is not in the keys"
                 )
-    for profile, expected in objects:
-        _check_shared_shard(profile, expected)
 
 
 def _check_pool(one: Pool, two: Pool) -> None:

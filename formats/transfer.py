@@ -15,12 +15,12 @@ from msgspec import structs
 
 from hicachectl.formats.copyplan import CopyPlan, Region, joined, overlap
 from hicachectl.formats.errors import UnsupportedByBackend
-from hicachectl.formats.refusals import check_grammars, check_pools, check_profiles
+from hicachectl.formats.refusals import Side, check_transfer
 from hicachectl.formats.regions import LayerOrder, layer_order, object_regions
 from hicachectl.formats.spec import ObjectSpec, object_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from hicachectl.formats.profile import Profile
 
@@ -69,17 +69,14 @@ def transfer_plan(
     """
     sources = object_specs(source, source_grammar)
     destinations = object_specs(destination, destination_grammar)
-    if _is_plain(source, sources, destination, destinations):
+    ours = Side(source, source_grammar, sources)
+    theirs = Side(destination, destination_grammar, destinations)
+    if _is_plain(ours, theirs):
         units = [_whole_unit((n,), n, spec) for n, spec in enumerate(destinations)]
         return TransferPlan(sources, destinations, tuple(units))
-    check_profiles(source, destination)
-    check_grammars(source, source_grammar, destination, destination_grammar)
-    both = [*((source, e) for e in sources), *((destination, e) for e in destinations)]
-    check_pools(source, destination, both)
+    check_transfer(ours, theirs)
     orders = {pool.name: layer_order(pool) for pool in source.pools}
-    copies = _copies(
-        _regions(source, sources, orders), _regions(destination, destinations, orders), destinations
-    )
+    copies = _copies(_regions(ours, orders), _regions(theirs, orders), destinations)
     units = [
         *_connected_units(copies, sources, destinations),
         *_empty_units(sources, destinations),
@@ -102,29 +99,26 @@ def retargeted(profile: Profile, **changes: Any) -> Profile:
     return structs.replace(profile, **new)
 
 
-def _is_plain(
-    source: Profile,
-    sources: Sequence[ObjectSpec],
-    destination: Profile,
-    destinations: Sequence[ObjectSpec],
-) -> bool:
+def _is_plain(source: Side, destination: Side) -> bool:
     """Tell whether nothing changes but the names of the objects' model and tag."""
-    same = structs.replace(
-        destination, model=source.model, tag=source.tag, sglang=source.sglang
-    ) == source and len(sources) == len(destinations)
-    return same and all(
+    old, new = source.profile, destination.profile
+    same = structs.replace(new, model=old.model, tag=old.tag, sglang=old.sglang) == old
+    if not same or len(source.specs) != len(destination.specs):
+        return False
+    return all(
         replace(two, affix=one.affix, coordinate=one.coordinate) == one
         and replace(two.coordinate, model=one.coordinate.model, tag=one.coordinate.tag)
         == one.coordinate
-        for one, two in zip(sources, destinations, strict=True)
+        for one, two in zip(source.specs, destination.specs, strict=True)
     )
 
 
-def _regions(
-    profile: Profile, objects: Iterable[ObjectSpec], orders: dict[str, LayerOrder]
-) -> list[tuple[Region, ...]]:
-    pools = {pool.name: pool for pool in profile.pools}
-    return [object_regions(profile, pools[one.pool], one, orders[one.pool]) for one in objects]
+def _regions(side: Side, orders: dict[str, LayerOrder]) -> list[tuple[Region, ...]]:
+    pools = {pool.name: pool for pool in side.profile.pools}
+    return [
+        object_regions(side.profile, pools[spec.pool], spec, orders[spec.pool])
+        for spec in side.specs
+    ]
 
 
 class _Sources:
