@@ -85,6 +85,11 @@ class Confirm(Store):
     Ask for few objects only: those that are asked for are evicted later than others.
     """
 
+    @property
+    @abstractmethod
+    def confirms(self) -> bool:
+        """Whether there is a server to ask."""
+
     @abstractmethod
     def read_confirmed(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True

@@ -210,6 +210,11 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
             live=self._server is not None,
         )
 
+    @property
+    def confirms(self) -> bool:
+        """Whether the URL names a metadata server."""
+        return self._server is not None
+
     def table_server(self) -> MetadataClient | None:
         """Give the metadata server that the URL names."""
         return self._server

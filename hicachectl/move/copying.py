@@ -17,7 +17,6 @@ import pyarrow as pa
 from hicachectl.backends.arena import place
 from hicachectl.backends.base import Result, Status, batch_spans
 from hicachectl.backends.capabilities import Confirm, RacyWrites, copier_of, keep_as_private
-from hicachectl.backends.hf3fs.page_tables import PageTables
 from hicachectl.io.pacing import Pace
 from hicachectl.io.pipeline import Loaded, Pipeline
 from hicachectl.move.batches import READS_BACK, Action, CopyBatch
@@ -128,8 +127,7 @@ class Executor(Generic[B]):
             deadline=options.deadline,
             pace=None if options.bytes_per_second is None else Pace(options.bytes_per_second),
             identify=False,
-            confirm=isinstance(self._source, PageTables)
-            and self._source.table_server() is not None,
+            confirm=isinstance(self._source, Confirm) and self._source.confirms,
             destination=self.destination,
             arena=self._arena,
         )
