@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicachectl.formats.errors import UsageError
+from hicachectl.formats.spec import object_specs
 from hicachectl.prewarm.forest import Forest, prefix_closed
 from hicachectl.prewarm.uses import Uses, walk_uses
 from hicachectl.prewarm.value import reuse_values
@@ -14,6 +16,7 @@ from hicachectl.prewarm.value import reuse_values
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from hicachectl.formats.profile import Profile
     from hicachectl.prewarm.trace import Trace
 
 
@@ -51,6 +54,22 @@ def plan_order(trace: Trace, *, budget: int | None = None) -> Plan:
     order, ranked = order[:budget], ranked[:budget]
     seen = None if trace.times is None else trace.times[uses.last[order]]
     return Plan(trace.forest, order, ranked, uses.counts[order], seen)
+
+
+def pages_within(budget: int, profile: Profile | None, *, hashed: bool) -> int:
+    """Count the pages that fit, each with every object of every rank but the trailing pools'.
+
+    budget: bytes of a file store. Raises UsageError where the size of a page is not known.
+    """
+    if not hashed:
+        raise UsageError("--budget: block ids have no size; give --budget-pages")
+    if profile is None:
+        raise UsageError("--budget: sizes need a profile; give --profile, or --budget-pages")
+    objects = object_specs(profile, "file")
+    page = sum(found.nbytes for found in objects if not found.trailing)
+    if not page:
+        raise UsageError("--budget: the profile gives pages no size; give --budget-pages")
+    return budget // page
 
 
 def _values(trace: Trace, uses: Uses) -> npt.NDArray[np.float64]:

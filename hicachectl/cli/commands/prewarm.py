@@ -239,9 +239,8 @@ def _plan_trace(
 ) -> None:
     """Plan from a trace alone, without any store."""
     from hicachectl.cli.output import write_json_lines
-    from hicachectl.prewarm.plan import plan_order
+    from hicachectl.prewarm.plan import pages_within, plan_order
     from hicachectl.prewarm.plan_file import plan_rows
-    from hicachectl.prewarm.sizes import pages_within
     from hicachectl.prewarm.trace import read_trace
     from hicachectl.profiles.sources import profile_from_options
 
