@@ -11,9 +11,10 @@ import pyarrow.compute as pc
 
 from hicachectl.checks.registry import is_structural
 from hicachectl.formats.keys.resolve import ANCHOR_POOL
-from hicachectl.move.recorded import ABSENT, RecordedGroups, Shape, facts_of
+from hicachectl.move.recorded import RecordedGroups, Shape, facts_of
 from hicachectl.move.reports import sums_by_group
 from hicachectl.pages.deployments import UNRESOLVED
+from hicachectl.pages.group_table import ABSENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -34,7 +34,7 @@ from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.files import VERSION
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.formats.quarantine import BEGUN, COPYING, DONE, FOLDER, RECORD, RUN
-from hicachectl.move.recorded import Record, dump_record, no_groups, parse_record
+from hicachectl.move.record_file import Record, dump_record, parse_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
@@ -161,12 +161,21 @@ def _parts_below(path: Path, store: Path) -> tuple[str, ...] | None:
 class Batch:
     """The groups of one record, on disk. Its folder is opened at the first use."""
 
-    def __init__(self, run: Directory, number: int, record: Record, *, done: bool) -> None:
+    def __init__(
+        self, run: Directory, number: int, record: Record | None = None, *, done: bool = False
+    ) -> None:
+        """Name a batch of a run. record: what was read; None: `begin` writes one."""
         self.run = run
         self.number = number
-        self.record = record
         self.done = done
+        self._record = record
         self._folder: Directory | None = None
+
+    @property
+    def record(self) -> Record:
+        """The record, of a batch that has one."""
+        assert self._record is not None
+        return self._record
 
     @property
     def name(self) -> str:
@@ -242,7 +251,7 @@ class Batch:
     def begin(self, record: Record) -> None:
         """Write the batch's record, durably, before anything leaves the store. Raises OSError."""
         self.run.write(self.name + BEGUN, dump_record(record))
-        self.record = record
+        self._record = record
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -298,8 +307,7 @@ class Run:
         """
         if self._directory is None:
             self._directory = self._make()
-        empty = Record("", "", "quarantine", 0.0, no_groups())
-        batch = Batch(self._directory, self._next, empty, done=False)
+        batch = Batch(self._directory, self._next)
         batch.run.make_directory(batch.name).close()
         self._next += 1
         return batch
@@ -396,7 +404,7 @@ def _swept_folder(run: Directory, name: str, *, copied: bool) -> list[str]:
 
     copied: the folder has copies only, of originals that are in the store.
     """
-    with Batch(run, int(name), Record("", "", "delete", 0.0, no_groups()), done=False) as batch:
+    with Batch(run, int(name)) as batch:
         if copied:
             batch.clear()
         if batch.folder.entries():

@@ -1,11 +1,10 @@
-"""Page groups that leave a store or come back, in columns; and their record on disk, as JSON."""
+"""Page groups that leave a store or come back, in columns, and what a look at the store says."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -14,14 +13,12 @@ import pyarrow.compute as pc
 from msgspec import Meta, Struct
 
 from hicachectl.checks.findings import SCHEMA
-from hicachectl.formats.documents import parse_json_object
-from hicachectl.formats.errors import FormatError
-from hicachectl.formats.forms import convert
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.labels import group_label
 from hicachectl.formats.keys.table import join_keys
 from hicachectl.move.reports import sums_by_group
 from hicachectl.move.results import GroupStatus
+from hicachectl.pages.group_table import ABSENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,23 +29,9 @@ if TYPE_CHECKING:
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.spec import ObjectSpec
 
-_MAX_VALUES = 16_000_000  # JSON values of one record; a thousand objects have some 10,000
-FORM = 1
-# Bounds of the numbers in a record, so that an Arrow column or the system refuses none of them.
-_INT64_MAX = 2**63 - 1
-_MOST_BYTES = 2**44  # of an object; the sum of a page is an int64
-_MOST_FILES = 999_999_999
-_MOST_SLOTS = 1 << 16
-_MOST_KEYS = 1 << 23  # of all groups; some shapes have thousands of slots that no page fills
-_MOST_VERSION = 1 << 16
-_LAST_MOMENT = 1e11
-
 _LOOKED_AT_ONCE = 1 << 20  # pairs of slots
 
-ABSENT = -1
-
-Mode = Literal["quarantine", "delete"]
-_Count = Annotated[int, Meta(ge=0, le=_INT64_MAX)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # one that an Arrow column does not refuse
 
 # What a store lists of an object, and the digest that a record can state.
 FACTS = pa.schema(
@@ -74,8 +57,8 @@ class Slot(Struct, frozen=True):
     suffix: str
     anchor: bool
     required: bool
-    trailing: _Count | None
-    sidecars: tuple[_Count, ...]
+    trailing: Count | None
+    sidecars: tuple[Count, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -425,200 +408,3 @@ def _equal(one: pa.ChunkedArray, other: pa.ChunkedArray) -> pa.ChunkedArray:
     """Compare values, of which null equals null."""
     nulls = pc.and_(one.is_null(), other.is_null())
     return pc.or_(pc.fill_null(pc.equal(one, other), False), nulls)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Record:
-    """What one batch took from where."""
-
-    store: str
-    scheme: str
-    mode: Mode
-    began: float
-    groups: RecordedGroups
-
-
-class _ObjectForm(Struct):
-    """An object as JSON has it; key: must be that of its slot. version: hexadecimal."""
-
-    key: str
-    slot: _Count
-    file: Annotated[int, Meta(ge=0, le=_MOST_FILES)]
-    unwanted: bool
-    nbytes: Annotated[int, Meta(ge=0, le=_MOST_BYTES)] | None
-    mtime_ns: Annotated[int, Meta(ge=-_INT64_MAX, le=_INT64_MAX)] | None
-    version: Annotated[str, Meta(max_length=_MOST_VERSION)] | None
-    blake3: str | None
-
-
-class _GroupForm(Struct):
-    """A group as JSON has it; shape: index into the record's."""
-
-    page: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    model: str
-    tag: str
-    findings: tuple[dict[str, str | None], ...]
-    shape: _Count
-    absent: tuple[_Count, ...]
-    objects: tuple[_ObjectForm, ...]
-
-
-class _RecordForm(Struct):
-    """A `Record` as JSON has it."""
-
-    quarantine: int
-    store: str
-    scheme: str
-    mode: Mode
-    began: Annotated[float, Meta(ge=0, le=_LAST_MOMENT)]
-    shapes: tuple[tuple[Slot, ...], ...]
-    groups: tuple[_GroupForm, ...]
-
-
-def dump_record(record: Record) -> bytes:
-    """Write a record as JSON, a group a line."""
-    groups = record.groups
-    used, first = np.unique(groups.shape_ids, return_index=True)
-    used = used[np.argsort(first)]  # in the order of the groups
-    numbers = {number: place for place, number in enumerate(used.tolist())}
-    shapes = tuple(groups.shapes[number].slots for number in used)
-    absent = np.flatnonzero(groups.absent)
-    absent_slots = (absent - groups.starts[groups.cell_owners[absent]]).tolist()
-    absent_ends = np.searchsorted(absent, groups.starts).tolist()
-    objects = _object_forms(groups)
-    ends = np.searchsorted(groups.owners, np.arange(len(groups) + 1)).tolist()
-    columns = (groups.pages, groups.models, groups.tags, groups.findings)
-    described = zip(
-        *(column.to_pylist() for column in columns), groups.shape_ids.tolist(), strict=True
-    )
-    lines = [
-        json.dumps(
-            {
-                "page": page,
-                "model": model,
-                "tag": tag,
-                "findings": findings,
-                "shape": numbers[shape],
-                "absent": absent_slots[absent_ends[n] : absent_ends[n + 1]],
-                "objects": objects[ends[n] : ends[n + 1]],
-            }
-        )
-        for n, (page, model, tag, findings, shape) in enumerate(described)
-    ]
-    head = _RecordForm(FORM, record.store, record.scheme, record.mode, record.began, shapes, ())
-    body = ",\n".join(lines)
-    text = json.dumps(msgspec.to_builtins(head)).removesuffix("]}")
-    return f"{text}\n{body}\n]}}\n".encode()
-
-
-def _object_forms(groups: RecordedGroups) -> list[dict[str, object]]:
-    keys = groups.keys_of(groups.cells).cast(pa.string()).to_pylist()
-    numbers = (column.tolist() for column in (groups.slots, groups.files, groups.unwanted))
-    facts = (groups.facts.column(name).to_pylist() for name in FACTS.names)
-    return [
-        {
-            "key": key,
-            "slot": slot,
-            "file": file,
-            "unwanted": unwanted,
-            "nbytes": nbytes,
-            "mtime_ns": mtime_ns,
-            "version": None if version is None else version.hex(),
-            "blake3": blake3,
-        }
-        for key, slot, file, unwanted, nbytes, mtime_ns, version, blake3 in zip(
-            keys, *numbers, *facts, strict=True
-        )
-    ]
-
-
-class _DamagedError(FormatError):
-    """Text of a record that is not JSON, beyond the bounds of one, or of another form."""
-
-
-def parse_record(text: bytes, *, source: str) -> Record:
-    """Read a record. Raises FormatError."""
-    try:
-        document = parse_json_object(text, "JSON", refusal=_DamagedError, max_values=_MAX_VALUES)
-        form = document.get("quarantine")
-        if form != FORM:
-            raise ValueError(f"form {form!r:.60}; this release reads {FORM}")
-        return _record(convert(document, _RecordForm, "JSON", refusal=_DamagedError))
-    except (_DamagedError, ValueError) as error:
-        raise FormatError(
-            f"{source}: not a quarantine record of form {FORM} ({str(error)[:200]}); its pages are "
-            "neither restored nor removed. To go on without them, move the file out of the "
-            "quarantine"
-        ) from error  # fmt: skip
-
-
-def _record(form: _RecordForm) -> Record:
-    """Make what a record says. Raises ValueError where parts of it contradict one another."""
-    msgspec.json.encode(form)  # UnicodeEncodeError for half a character, which nothing could print
-    for shape in form.shapes:
-        if len(shape) > _MOST_SLOTS:
-            raise ValueError(f"a page with {len(shape)} objects")
-        if any(sidecar >= len(shape) for slot in shape for sidecar in slot.sidecars):
-            raise ValueError("a sidecar that is no slot")
-    if any(group.shape >= len(form.shapes) for group in form.groups):
-        raise ValueError("a group of no shape")
-    if sum(len(form.shapes[group.shape]) for group in form.groups) > _MOST_KEYS:
-        raise ValueError(f"more than {_MOST_KEYS} keys")
-    taken = [one for group in form.groups for one in group.objects]
-    if len({one.file for one in taken}) != len(taken):
-        raise ValueError("a file number twice")
-    if len({one.key for one in taken}) != len(taken):
-        raise ValueError("a key twice")
-    for group in form.groups:
-        _check_slots(group, len(form.shapes[group.shape]))
-    groups = _recorded(form, taken)
-    _check_keys(groups, taken)
-    return Record(form.store, form.scheme, form.mode, form.began, groups)
-
-
-def _check_keys(groups: RecordedGroups, taken: list[_ObjectForm]) -> None:
-    for one, key in zip(taken, groups.keys_of(groups.cells).to_pylist(), strict=True):
-        if key != one.key.encode():
-            raise ValueError(f"key {one.key!r:.200} is not that of its slot")
-
-
-def _check_slots(group: _GroupForm, slots: int) -> None:
-    filled = [one.slot for one in group.objects]
-    if len(set(filled)) != len(filled) or any(n >= slots for n in (*filled, *group.absent)):
-        raise ValueError(f"page {group.page}: its objects do not fit its shape")
-
-
-def _recorded(form: _RecordForm, taken: list[_ObjectForm]) -> RecordedGroups:
-    """Put the groups of a record into columns. taken: the objects of all groups."""
-    groups = form.groups
-    shape_ids = np.array([group.shape for group in groups], dtype=np.int64)
-    widths = np.array([len(shape) for shape in form.shapes], dtype=np.int64)
-    starts = np.append(0, np.cumsum(widths[shape_ids]))
-    absent = np.zeros(starts[-1], dtype=np.bool_)
-    absent[[start + n for start, g in zip(starts.tolist(), groups) for n in g.absent]] = True  # noqa: B905 - one more start
-    versions = [None if one.version is None else bytes.fromhex(one.version) for one in taken]
-    facts = {
-        **{name: [getattr(one, name) for one in taken] for name in FACTS.names},
-        "version": versions,
-    }
-    texts = ([getattr(group, name) for group in groups] for name in ("page", "model", "tag"))
-    pages, models, tags = (pa.array(values, pa.string()) for values in texts)
-    return RecordedGroups(
-        pages=pages,
-        models=models,
-        tags=tags,
-        shapes=tuple(map(Shape, form.shapes)),
-        shape_ids=shape_ids,
-        findings=pa.array([group.findings for group in groups], FINDINGS),
-        absent=absent,
-        owners=np.repeat(np.arange(len(groups)), [len(group.objects) for group in groups]),
-        slots=np.array([one.slot for one in taken], dtype=np.int64),
-        files=np.array([one.file for one in taken], dtype=np.int64),
-        unwanted=np.array([one.unwanted for one in taken], dtype=np.bool_),
-        facts=pa.table(facts, schema=FACTS),
-    )
-
-
-def no_groups() -> RecordedGroups:
-    """Return no groups, as of a batch without a record."""
-    return _recorded(_RecordForm(FORM, "", "", "delete", 0.0, (), ()), [])

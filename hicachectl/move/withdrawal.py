@@ -27,7 +27,8 @@ from hicachectl.move.listed import ListedGroups
 from hicachectl.move.order import GroupObjects, Sighting, remove_once, withdraw
 from hicachectl.move.planning import RepairPlan
 from hicachectl.move.quarantine import Batch, Quarantine, Run, batches, runs, sweep
-from hicachectl.move.recorded import ABSENT, Mode, Record, RecordedGroups, Sight, look
+from hicachectl.move.record_file import Mode, Record
+from hicachectl.move.recorded import RecordedGroups, Sight, look
 from hicachectl.move.reports import (
     REMOVED,
     ROWS,
@@ -38,6 +39,7 @@ from hicachectl.move.reports import (
     total,
 )
 from hicachectl.move.results import GroupStatus, MoveResult
+from hicachectl.pages.group_table import ABSENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,17 +10,8 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.move.recorded import (
-    FACTS,
-    FINDINGS,
-    Record,
-    RecordedGroups,
-    Shape,
-    Slot,
-    dump_record,
-    parse_record,
-    same_objects,
-)
+from hicachectl.move.record_file import Record, dump_record, parse_record
+from hicachectl.move.recorded import FACTS, FINDINGS, RecordedGroups, Shape, Slot, same_objects
 from hicachectl.move.results import GroupStatus
 
 SLOTS = 4

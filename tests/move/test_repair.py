@@ -24,7 +24,7 @@ from hicachectl.backends.file.store import FileStore
 from hicachectl.checks.findings import findings
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.move.planning import plan_removal, plan_repair, with_descendants
-from hicachectl.move.recorded import dump_record, parse_record
+from hicachectl.move.record_file import dump_record, parse_record
 from hicachectl.move.restore import restore_groups
 from hicachectl.move.withdrawal import count_unfinished, finish_removals, remove_groups
 from tests.move.repairs import (
