@@ -21,7 +21,7 @@ from hicachectl.pages.group_table import ABSENT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.backends.base import BoolArray, IntArray, Store
+    from hicachectl.backends.base import IntArray, Store
 
 _BATCH_BYTES = 64 << 20  # in memory, with what is read back
 
@@ -40,18 +40,6 @@ def copy_memory(store: Store, nbytes: int = DEFAULT_BUFFER_BYTES) -> Iterator[Ar
             store.detach()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CopiedObjects:
-    """What a plain copy has written.
-
-    written: [n] whether an object was written, read back equal, and stayed.
-    full:    whether the destination had no room for one.
-    """
-
-    written: BoolArray
-    full: bool
-
-
 def copy_groups(
     source: Store,
     rows: pa.Table,
@@ -59,23 +47,23 @@ def copy_groups(
     targets: pa.Table,
     objects: GroupObjects,
     sizes: IntArray,
-    result: MoveResult,
+    pages: pa.StringArray,
     *,
     on_gone: str | None = None,
     arena: Arena | None = None,
-) -> CopiedObjects:
-    """Copy objects of open groups as a backup: to keys that must be free, each read back.
+) -> MoveResult:
+    """Copy objects of groups as a backup: to keys that must be free, each read back.
 
     rows, targets: [n] the same objects as rows of the source and of the destination. objects: their
-    keys for messages, and their groups, which are places in `result`. sizes: [n] bytes of each.
+    keys for messages, and their groups. sizes: [n] bytes of each. pages: [k] of the groups.
     on_gone: why a group fails of which a source object is gone; None: it is left out.
     arena: of `copy_memory`. A group that does not fit into the arena twice fails.
-    The groups end DONE, FAILED or CONFLICT. Raises StoreUnavailable.
+    Return the groups as DONE, FAILED or CONFLICT. Raises StoreUnavailable.
     """
-    written = np.zeros(len(objects), dtype=np.bool_)
+    result = MoveResult.of(pages, objects=len(objects))
 
     def include(batch: _Batch, copied: MoveResult) -> None:
-        written[batch.places[copied.written]] = True
+        result.written[batch.places[copied.written]] = True
         result.include(batch.groups, copied)
 
     with nullcontext(arena) if arena else Arena(DEFAULT_BUFFER_BYTES) as memory:
@@ -86,7 +74,8 @@ def copy_groups(
         )  # fmt: skip
         batches = _batches(targets, objects, sizes, result, executor, memory.nbytes)
         executor.run(batches, on_done=include)
-    return CopiedObjects(written, executor.full.is_set())
+    result.full = executor.full.is_set()
+    return result
 
 
 def _failures(on_gone: str | None) -> Failures:
@@ -130,7 +119,7 @@ def _batches(
     executor: Executor[_Batch],
     buffer_bytes: int,
 ) -> Iterator[_Batch]:
-    """Cut the open groups of a backup into batches; fail those that never fit."""
+    """Cut the groups of a backup into batches; fail those that never fit."""
     need = np.zeros(len(result.statuses), dtype=np.int64)
     np.add.at(need, objects.owners, 2 * (-(-sizes // ALIGNMENT) * ALIGNMENT))
     order = np.argsort(objects.owners, kind="stable")

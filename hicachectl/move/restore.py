@@ -294,16 +294,15 @@ class _Restore:
             self._store.flush()  # an earlier restore may have been killed before it synced
         objects, some = self._objects, pa.array(chosen)
         keys, mtimes = objects.keys.take(some), self._groups.facts.column("mtime_ns").take(some)
-        copies = MoveResult.of(self._groups.pages)
         with FileStore.within(self._batch.folder) as folder:
-            copy_groups(
+            copies = copy_groups(
                 folder,
                 pa.table({"key": self._names.take(some), "mtime_ns": mtimes}),
                 self._store,
                 pa.table({"key": keys, "mtime_ns": mtimes}),
                 GroupObjects(keys, objects.owners[chosen], objects.anchors[chosen]),
                 self._sizes[chosen],
-                copies,
+                self._groups.pages,
                 on_gone=_NO_MORE,
                 arena=self._memory(),
             )

@@ -58,6 +58,7 @@ class MoveResult:
         wrong with them, and the work goes on.
     objects, nbytes: what was moved and stayed.
     written:  [n] which objects of a batch were written and stayed.
+    full:     the destination had no room for an object of a backup.
     """
 
     pages: pa.StringArray
@@ -66,6 +67,7 @@ class MoveResult:
     objects: int = 0
     nbytes: int = 0
     written: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    full: bool = False
 
     @classmethod
     def of(cls, pages: pa.StringArray, *, objects: int = 0) -> MoveResult:

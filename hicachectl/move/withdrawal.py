@@ -460,24 +460,23 @@ class _Worker:
         cells, facts = groups.cells[places], groups.facts.take(pa.array(places))
         names = pa.array(groups.files[places]).cast(pa.string()).cast(pa.binary())
         unread = np.zeros(len(places), dtype=np.bool_)  # of a backup no server reads anchors
-        copies = MoveResult.of(groups.pages)
         with FileStore.within(batch.folder) as target:
-            found = copy_groups(
+            copies = copy_groups(
                 self._store,
                 sight.rows.take(pa.array(sight.at[cells])),
                 target,
                 pa.table({"key": names, "mtime_ns": facts.column("mtime_ns")}),
                 GroupObjects(groups.keys_of(cells), groups.owners[places], unread),
                 facts.column("nbytes").fill_null(0).to_numpy(),
-                copies,
+                groups.pages,
                 arena=self._memory(),
             )
-        self.full |= found.full
+        self.full |= copies.full
         for problem in copies.problems:
             key, why = (problem.key or "").encode(), f"cannot be copied: {problem.detail}"
             removal.result.fail(problem.group, GroupStatus.FAILED, key, why)
         copied = np.zeros(len(groups.owners), dtype=np.bool_)
-        copied[places[found.written]] = True
+        copied[places[copies.written]] = True
         self._forget_changed(removal, batch, copied)
 
     def _forget_changed(self, removal: _Removal, batch: Batch, copied: BoolArray) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from hicachectl.backends.base import Result, Status, open_store
 from hicachectl.backends.file.store import FileStore
-from hicachectl.move.backups import CopiedObjects, copy_groups, copy_memory, same_bytes
+from hicachectl.move.backups import copy_groups, copy_memory, same_bytes
 from hicachectl.move.order import GroupObjects
-from hicachectl.move.results import GroupStatus, MoveResult
+from hicachectl.move.results import GroupStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from hicachectl.backends.base import Store
+    from hicachectl.move.results import MoveResult
 
 GROUPS, SIZE = 3, 3
 MTIME_NS = 1_700_000_000 * 10**9
@@ -51,19 +52,16 @@ def rows(template: str = "{}.bin") -> pa.Table:
     )
 
 
-def copied(
-    stores: tuple[Store, Store], result: MoveResult | None = None, **options: Any
-) -> tuple[MoveResult, CopiedObjects]:
+def copied(stores: tuple[Store, Store], **options: Any) -> MoveResult:
     """Copy all groups; the owners are in no order."""
     numbers = np.arange(GROUPS * SIZE)
     names = pa.array([f"page {n}".encode() for n in numbers], pa.binary())
     objects = GroupObjects(names, numbers % GROUPS, numbers < GROUPS)
     sizes = np.array([len(content(n)) for n in range(len(numbers))])
-    result = result or MoveResult.of(pa.array([f"{n:064x}" for n in range(GROUPS)]))
-    done = copy_groups(
-        stores[0], rows(), stores[1], rows("copy-{}.bin"), objects, sizes, result, **options
+    pages = pa.array([f"{n:064x}" for n in range(GROUPS)])
+    return copy_groups(
+        stores[0], rows(), stores[1], rows("copy-{}.bin"), objects, sizes, pages, **options
     )
-    return result, done
 
 
 def held(store: Store) -> set[int]:
@@ -83,7 +81,7 @@ def group(number: int) -> set[int]:
 
 def test_all_that_is_asked_for_is_copied(stores: tuple[Store, Store]) -> None:
     with copy_memory(stores[0], 1 << 20) as memory:
-        result, done = copied(stores, arena=memory)
+        result = copied(stores, arena=memory)
         assert stores[0].arena is memory
         assert stores[1].arena is None
         sizes = [len(content(number)) for number in range(GROUPS * SIZE)]
@@ -94,46 +92,43 @@ def test_all_that_is_asked_for_is_copied(stores: tuple[Store, Store]) -> None:
         assert not same_bytes(stores[0], rows().slice(0, 1), stores[1], other, sizes[1])
     assert result.statuses.tolist() == [GroupStatus.DONE] * GROUPS
     assert (result.objects, result.nbytes, result.problems) == (GROUPS * SIZE, sum(sizes), [])
-    assert held(stores[1]) == set(np.flatnonzero(done.written)) == set(range(GROUPS * SIZE))
-    assert not done.full
+    assert held(stores[1]) == set(np.flatnonzero(result.written)) == set(range(GROUPS * SIZE))
+    assert not result.full
 
 
 def test_a_group_of_which_an_object_exists_is_a_conflict(
     stores: tuple[Store, Store], tmp_path: Path
 ) -> None:
     (tmp_path / "other" / "copy-1.bin").write_bytes(content(1))
-    result, done = copied(stores)
+    result = copied(stores)
     (tmp_path / "other" / "copy-1.bin").unlink()
     assert result.statuses.tolist() == [GroupStatus.DONE, GroupStatus.CONFLICT, GroupStatus.DONE]
     assert [problem.key for problem in result.problems] == ["page 1"]
-    assert held(stores[1]) == set(np.flatnonzero(done.written)) == group(0) | group(2)
+    assert held(stores[1]) == set(np.flatnonzero(result.written)) == group(0) | group(2)
 
 
 def test_an_object_that_is_gone_is_left_out_or_fails_its_group(
     stores: tuple[Store, Store], tmp_path: Path
 ) -> None:
     (tmp_path / "one" / "4.bin").unlink()
-    result, done = copied(stores, on_gone="is gone")
+    result = copied(stores, on_gone="is gone")
     assert result.statuses.tolist() == [GroupStatus.DONE, GroupStatus.FAILED, GroupStatus.DONE]
     assert [(p.key, p.detail) for p in result.problems] == [("page 4", "is gone")]
     assert held(stores[1]) == group(0) | group(2)
     stores[1].delete(rows("copy-{}.bin"))
-    result, done = copied(stores)
+    result = copied(stores)
     assert result.statuses.tolist() == [GroupStatus.DONE] * GROUPS
-    assert held(stores[1]) == set(np.flatnonzero(done.written)) == set(range(9)) - {4}
+    assert held(stores[1]) == set(np.flatnonzero(result.written)) == set(range(9)) - {4}
 
 
-def test_a_group_that_does_not_fit_or_is_settled_stays_behind(
+def test_a_group_that_does_not_fit_stays_behind(
     stores: tuple[Store, Store],
 ) -> None:
     with copy_memory(stores[0], 4096) as memory:
-        result, done = copied(stores, arena=memory)
+        result = copied(stores, arena=memory)
     assert result.statuses.tolist() == [GroupStatus.FAILED] * GROUPS
     assert {p.detail for p in result.problems} == {"larger than the buffer of 4096 bytes"}
-    result = MoveResult.of(pa.array([f"{n:064x}" for n in range(GROUPS)]))
-    result.fail(0, GroupStatus.KEPT, None, "")
-    result, done = copied(stores, result)
-    assert held(stores[1]) == set(np.flatnonzero(done.written)) == group(1) | group(2)
+    assert held(stores[1]) == set()
 
 
 def test_no_room_for_one_group_stops_no_other(
@@ -151,8 +146,8 @@ def test_no_room_for_one_group_stops_no_other(
         return Result(done.statuses, done.errors)
 
     monkeypatch.setattr(FileStore, "copy_from", short_of_room)
-    result, done = copied(stores)
-    assert done.full
+    result = copied(stores)
+    assert result.full
     assert result.statuses.tolist() == [GroupStatus.FAILED, GroupStatus.DONE, GroupStatus.DONE]
     assert [(p.key, p.detail) for p in result.problems] == [("page 3", "no space")]
     assert held(stores[1]) == group(1) | group(2)
@@ -163,10 +158,10 @@ def test_a_batch_of_which_nothing_can_be_read_fails_its_groups(
 ) -> None:
     for number in range(GROUPS):
         (tmp_path / "one" / f"{number}.bin").unlink()
-    result, done = copied(stores, on_gone="is gone")
+    result = copied(stores, on_gone="is gone")
     assert result.statuses.tolist() == [GroupStatus.FAILED] * GROUPS
     assert {p.detail for p in result.problems} == {"is gone"}
-    assert held(stores[1]) == set(np.flatnonzero(done.written)) == set()
+    assert held(stores[1]) == set(np.flatnonzero(result.written)) == set()
 
 
 @pytest.mark.parametrize("on_gone", [None, "is gone"])
@@ -183,12 +178,12 @@ def test_an_object_that_goes_between_reading_and_copying_is_left_out_or_fails_it
         return copy_from(self, source, origins, *args, **opts)
 
     monkeypatch.setattr(FileStore, "copy_from", gone)
-    result, done = copied(stores, on_gone=on_gone)
+    result = copied(stores, on_gone=on_gone)
     first = GroupStatus.DONE if on_gone is None else GroupStatus.FAILED
     assert result.statuses.tolist() == [GroupStatus.DONE, first, GroupStatus.DONE]
     assert [(p.key, p.detail) for p in result.problems] == [("page 4", "is gone")] * bool(on_gone)
     left = {4} if on_gone is None else group(1)
-    assert held(stores[1]) == set(np.flatnonzero(done.written)) == set(range(9)) - left
+    assert held(stores[1]) == set(np.flatnonzero(result.written)) == set(range(9)) - left
 
 
 def test_a_store_without_room_fails_groups_in_words(
@@ -196,8 +191,8 @@ def test_a_store_without_room_fails_groups_in_words(
 ) -> None:
     monkeypatch.setattr(FileStore, "traits", replace(stores[1].traits, append_only=True))
     monkeypatch.setattr(FileStore, "free_bytes", lambda self: 100)
-    result, done = copied(stores)
-    assert done.full
+    result = copied(stores)
+    assert result.full
     assert result.statuses.tolist() == [GroupStatus.FAILED] * GROUPS
     assert len(result.problems) == GROUPS
     assert held(stores[1]) == set()
