@@ -152,7 +152,9 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 store_argument = click.argument("store", metavar="STORE")
 
 
-def _stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Make one decorator of several options, which the help lists in their order."""
+
     def apply(function: F) -> F:
         for decorator in reversed(decorators):
             function = decorator(function)
@@ -161,7 +163,7 @@ def _stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
-output_options = _stack(
+output_options = stack(
     click.option(
         "--format",
         "output_format",
@@ -185,7 +187,7 @@ lease_wait_option = click.option(
     help="Mooncake: how long to wait for readers before a removal fails.  [default: 20s]",
 )
 
-profile_options = _stack(
+profile_options = stack(
     click.option(
         "--profile",
         "profile_file",
@@ -243,7 +245,7 @@ profile_options = _stack(
     ),
 )
 
-transform_options = _stack(
+transform_options = stack(
     click.option(
         "--to-profile", type=FILE, help="Profile of the deployment that the pages become pages of."
     ),
@@ -275,7 +277,7 @@ buffer_option = click.option(
 )
 bwlimit_option = click.option("--bwlimit", type=Size(), help="Read at most so many bytes a second.")
 
-request_options = _stack(
+request_options = stack(
     click.option(
         "--prompts",
         type=FILE,
@@ -296,7 +298,7 @@ request_options = _stack(
     ),
 )
 
-filter_options = _stack(
+filter_options = stack(
     click.option("--model", metavar="NAME", help="Only this model; a / may be written as such."),
     click.option("--pool", metavar="POOL", help="Only pages, or objects, of this pool."),
     click.option("--page", metavar="PREFIX", help="Only pages whose hash starts like this."),

@@ -56,8 +56,11 @@ class NumberKernel:
         """
         layers = len(self._layers)
         found = torch.zeros((count, 2), dtype=torch.bool, device=self._run.lane.device)
+        blocks = self._blocks[: count * layers]
         for piece, fields in self._fields:
-            for field, counts in zip(fields, self._counts(piece, fields, count), strict=True):
+            pool = self._run.lane.pools[self._run.most * piece.offset :]
+            counted = block_statistics(pool, blocks, piece.slot_bytes, fields)
+            for field, counts in zip(fields, counted, strict=True):
                 by_object = counts.reshape(count, layers, -1).sum(1)
                 scales = field.scale_floor is not None
                 bad = by_object[:, BAD_SCALE] if scales else by_object[:, NAN] + by_object[:, INF]
@@ -69,14 +72,6 @@ class NumberKernel:
     def suspects(self, seen: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
         """Return the flags, [count, 2]."""
         return seen[0].astype(np.bool_)
-
-    def _counts(self, piece: PoolPiece, fields: Sequence[Field], count: int) -> list[torch.Tensor]:
-        return block_statistics(
-            self._run.lane.pools[self._run.most * piece.offset :],
-            self._blocks[: count * len(self._layers)],
-            piece.slot_bytes,
-            fields,
-        )
 
 
 def fields_of(

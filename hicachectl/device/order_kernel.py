@@ -53,8 +53,19 @@ class OrderKernel:
 
     def correlate(self, count: int) -> list[Correlations]:
         """Correlate the rows of each look, the profile's order first: [count, sets] each."""
+        piece, run = self._run.pools.pieces[0], self._run
         return [
-            self._correlated(number, self._run.slots[:count]) for number in range(len(self._rows))
+            correlations(
+                run.lane.pools,
+                rows,
+                run.slots[:count],
+                look,
+                weights=(1.0, -1.0) if number else (0.5, 0.5),
+                slot_bytes=piece.slot_bytes,
+                tensor_bytes=run.most * piece.layers * piece.slot_bytes,
+                tensors=len(run.pools.pieces),
+            )
+            for number, (look, rows) in enumerate(zip(self._looks, self._rows, strict=True))
         ]
 
     def suspects(self, seen: Sequence[npt.NDArray[Any]]) -> BoolArray:
@@ -69,19 +80,6 @@ class OrderKernel:
             for gain, sets in zip(gains[1:], usable[1:], strict=True):
                 found[unseen, 0] |= is_hinted(gain[unseen], sets[unseen], MARGIN)
         return found
-
-    def _correlated(self, number: int, slots: torch.Tensor) -> Correlations:
-        piece, most = self._run.pools.pieces[0], self._run.most
-        return correlations(
-            self._run.lane.pools,
-            self._rows[number],
-            slots,
-            self._looks[number],
-            weights=(1.0, -1.0) if number else (0.5, 0.5),
-            slot_bytes=piece.slot_bytes,
-            tensor_bytes=most * piece.layers * piece.slot_bytes,
-            tensors=len(self._run.pools.pieces),
-        )
 
 
 def _row_places(look: OrderLook, pools: PoolForm, slots: int) -> IntArray:

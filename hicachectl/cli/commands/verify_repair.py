@@ -16,19 +16,17 @@ from hicachectl.cli.commands.verify_repair_tables import (
     writers_stopped_option,
 )
 from hicachectl.cli.consent import require_consent
-from hicachectl.cli.options import FILE, RepairCode
+from hicachectl.cli.options import FILE, RepairCode, stack
 from hicachectl.cli.session import progress, remark
 from hicachectl.formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hicachectl.backends.base import Store
     from hicachectl.move.planning import RepairPlan
     from hicachectl.move.reports import GroupReport
     from hicachectl.verify.verify import Report, Request
 
-_OPTIONS = (
+repair_options = stack(
     click.option(
         "--repair",
         type=click.Choice(["none", "quarantine", "delete"]),
@@ -58,13 +56,6 @@ _OPTIONS = (
     click.option("--yes", is_flag=True, help="Do not ask before a repair."),
     click.option("--dry-run", is_flag=True, help="Say what a repair would do, and change nothing."),
 )
-
-
-def repair_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of a repair to a command."""
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
 
 
 def refuse_early(options: dict[str, Any]) -> None:
