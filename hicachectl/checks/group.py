@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hicachectl.checks.findings import findings, object_findings
 from hicachectl.checks.registry import COSTS_HITS_ONLY, POOLS_APART
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import BoolArray, Missing, PageGroups
     from hicachectl.pages.inventory import IntArray
 
-_WORDS = {
-    "missing-pool": "the page's kv is there without it",
-    "missing-part": "other parts of the same pool and shard are there",
-    "missing-rank": "other ranks of the page are there",
-}
+_WORDS = (
+    ("missing-pool", "the page's kv is there without it"),
+    ("missing-part", "other parts of the same pool and shard are there"),
+    ("missing-rank", "other ranks of the page are there"),
+)
 
 
 def check_groups(given: CheckInput) -> Iterator[pa.Table]:
@@ -35,9 +36,20 @@ def check_groups(given: CheckInput) -> Iterator[pa.Table]:
     left of a group without its anchor.
     """
     groups, in_flight = given.groups, given.in_flight
-    for missing in groups.missing():
-        counted = ~in_flight[missing.groups] & (groups.states[missing.groups] != ORPHAN)
-        yield from _missing(groups, _chosen(missing, counted))
+    tables = [_missing(groups, missing, ~in_flight) for missing in groups.missing()]
+    lacking = pa.concat_tables(tables) if tables else pa.table({"kind": []})
+    for kind in pc.unique(lacking.column("kind")).to_pylist():
+        some = lacking.filter(pc.equal(lacking.column("kind"), kind))
+        code, detail = _WORDS[kind // 2]
+        yield findings(
+            code,
+            keys=some.column("keys"),
+            pages=some.column("pages"),
+            pools=some.column("pools"),
+            parts=some.column("parts"),
+            detail=detail,
+            rule=COSTS_HITS_ONLY if kind % 2 else None,
+        )
     yield object_findings(
         given.inventory,
         groups.rows_in((groups.states == ORPHAN) & ~in_flight),
@@ -47,31 +59,25 @@ def check_groups(given: CheckInput) -> Iterator[pa.Table]:
     )
 
 
-def _missing(groups: PageGroups, missing: Missing) -> Iterator[pa.Table]:
-    """Give a table for each code, with and without its rule, that some of the objects have."""
+def _missing(groups: PageGroups, missing: Missing, settled: BoolArray) -> pa.Table:
+    """Describe what settled groups with an anchor lack: keys, pages, pools, parts, and the kind.
+
+    kind: twice the number of the code in _WORDS, and one more where only hits are lost.
+    """
+    counted = settled[missing.groups] & (groups.states[missing.groups] != ORPHAN)
+    missing = replace(missing, groups=missing.groups[counted], specs=missing.specs[counted])
     specs = missing.deployment.specs
-    codes = _codes(groups, missing)
+    which = pa.array(missing.specs)
     costs_hits_only = np.array([spec.costs_hits_only for spec in specs])[missing.specs]
-    pools = pa.array([spec.pool for spec in specs])
-    parts = pa.array([spec.coordinate.part for spec in specs], pa.string())
-    for number, (code, detail) in enumerate(_WORDS.items()):
-        for rule in (None, COSTS_HITS_ONLY):
-            chosen = (codes == number) & (costs_hits_only == (rule is not None))
-            if chosen.any():
-                some = _chosen(missing, chosen)
-                yield findings(
-                    code,
-                    keys=key_text(groups.keys_of(some)),
-                    pages=groups.pages_at(some.groups),
-                    pools=pools.take(pa.array(some.specs)),
-                    parts=parts.take(pa.array(some.specs)),
-                    detail=detail,
-                    rule=rule,
-                )
-
-
-def _chosen(missing: Missing, chosen: BoolArray) -> Missing:
-    return replace(missing, groups=missing.groups[chosen], specs=missing.specs[chosen])
+    return pa.table(
+        {
+            "keys": key_text(groups.keys_of(missing)),
+            "pages": groups.pages_at(missing.groups),
+            "pools": pa.array([spec.pool for spec in specs]).take(which),
+            "parts": pa.array([spec.coordinate.part for spec in specs], pa.string()).take(which),
+            "kind": 2 * _codes(groups, missing) + costs_hits_only,
+        }
+    )
 
 
 def _codes(groups: PageGroups, missing: Missing) -> IntArray:
