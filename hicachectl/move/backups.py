@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from hicachectl.pages.group_table import ABSENT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.backends.base import IntArray, Store
+    from hicachectl.backends.base import BoolArray, IntArray, Store
 
 _BATCH_BYTES = 64 << 20  # in memory, with what is read back
 
@@ -49,15 +49,16 @@ def copy_groups(
     sizes: IntArray,
     pages: pa.StringArray,
     *,
+    arena: Arena,
     on_gone: str | None = None,
-    arena: Arena | None = None,
 ) -> MoveResult:
     """Copy objects of groups as a backup: to keys that must be free, each read back.
 
     rows, targets: [n] the same objects as rows of the source and of the destination. objects: their
     keys for messages, and their groups. sizes: [n] bytes of each. pages: [k] of the groups.
     on_gone: why a group fails of which a source object is gone; None: it is left out.
-    arena: of `copy_memory`. A group that does not fit into the arena twice fails.
+    arena: of `copy_memory`, attached to one of the stores. A group that does not fit into it twice
+    fails.
     Return the groups as DONE, FAILED or CONFLICT. Raises StoreUnavailable.
     """
     result = MoveResult.of(pages, objects=len(objects))
@@ -66,14 +67,13 @@ def copy_groups(
         result.written[batch.places[copied.written]] = True
         result.include(batch.groups, copied)
 
-    with nullcontext(arena) if arena else Arena(DEFAULT_BUFFER_BYTES) as memory:
-        options = CopyOptions(buffer_bytes=memory.nbytes, verify=True)
-        executor: Executor[_Batch] = Executor(
-            source, rows, destination, options,
-            arena=memory, failures=_failures(on_gone), preserve=True,
-        )  # fmt: skip
-        batches = _batches(targets, objects, sizes, result, executor, memory.nbytes)
-        executor.run(batches, on_done=include)
+    options = CopyOptions(buffer_bytes=arena.nbytes, verify=True)
+    executor: Executor[_Batch] = Executor(
+        source, rows, destination, options,
+        arena=arena, failures=_failures(on_gone), preserve=True,
+    )  # fmt: skip
+    batches = _batches(targets, objects, sizes, result, executor, arena.nbytes)
+    executor.run(batches, on_done=include)
     result.full = executor.full.is_set()
     return result
 
@@ -164,30 +164,26 @@ def _batches(
 
 
 def same_bytes(
-    one: Store,
-    row: pa.Table,
-    other: Store,
-    other_row: pa.Table,
-    nbytes: int,
-    *,
-    arena: Arena | None = None,
-) -> bool:
-    """Return whether an object of each of two stores has the same `nbytes` bytes.
+    one: Store, rows: pa.Table, other: Store, other_rows: pa.Table, sizes: IntArray, *, arena: Arena
+) -> BoolArray:
+    """Return which objects have the same bytes in two stores: [n].
 
-    arena: of `copy_memory`, attached to one of the stores.
+    rows, other_rows: [n] the same objects as rows of each store. sizes: [n] bytes of each.
+    arena: of `copy_memory`, attached to one of the stores. One that does not fit into it twice is
+    not the same.
     """
-    back = place(np.array([nbytes]))[1]
-    with nullcontext(arena) if arena else Arena(DEFAULT_BUFFER_BYTES) as memory:
-        if back + nbytes > memory.nbytes:
-            return False
-        for store, found, offset in ((one, row, 0), (other, other_row, back)):
-            attached = store.arena is memory
-            if not attached:
-                store.attach(memory)
-            try:
-                if not store.read_into(found, np.array([offset]), np.array([nbytes])).all_ok:
-                    return False
-            finally:
-                if not attached:
-                    store.detach()
-        return np.array_equal(memory.view(0, nbytes), memory.view(back, nbytes))
+    same = np.zeros(len(sizes), dtype=np.bool_)
+    with ExitStack() as exits:
+        for store in (one, other):
+            if store.arena is not arena:
+                store.attach(arena)
+                exits.callback(store.detach)
+        for n, nbytes in enumerate(sizes.tolist()):
+            (_, back), size = place(sizes[n : n + 1]), sizes[n : n + 1]
+            same[n] = (
+                back + nbytes <= arena.nbytes
+                and one.read_into(rows.slice(n, 1), np.array([0]), size).all_ok
+                and other.read_into(other_rows.slice(n, 1), np.array([back]), size).all_ok
+                and np.array_equal(arena.view(0, nbytes), arena.view(back, nbytes))
+            )
+    return same

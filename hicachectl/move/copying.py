@@ -39,9 +39,11 @@ B = TypeVar("B", bound=CopyBatch)
 class Executor(Generic[B]):
     """Copies batches from one store to another.
 
+    options, failures: as given.
     full:   set once the destination had no room for an object.
     copies: whether the destination copies objects of the source by itself.
     racy:   the destination, where another writer may win a key of ours.
+    read_back: how objects of the destination are read.
     """
 
     def __init__(
@@ -72,10 +74,10 @@ class Executor(Generic[B]):
         # What a store needs to read an object; a table in pieces is slow to pick from.
         wanted = [name for name in ("key", "locator") if name in objects.column_names]
         self._objects = objects.select(wanted).combine_chunks()
-        self._options = options
+        self.options = options
         self._settle = settle
         self._arena = arena
-        self._failures = failures
+        self.failures = failures
         self._preserve = preserve
         self._copier = copier_of(destination, source)
         self.copies = self._copier is not None
@@ -86,9 +88,9 @@ class Executor(Generic[B]):
                 # Another server's object under the same key is the same page.
                 self.racy.confirms_writes = False
         # What is newer than the listing is found by asking where it is.
-        self._read_back = destination.read_into
+        self.read_back = destination.read_into
         if isinstance(destination, Confirm):
-            self._read_back = destination.read_confirmed
+            self.read_back = destination.read_confirmed
         self._stopped = threading.Event()
         self._writing = threading.BoundedSemaphore(max(1, destination.limits.parallel_writes))
         self._counting = threading.Lock()
@@ -116,7 +118,7 @@ class Executor(Generic[B]):
         are finished first. Raises StoreUnavailable, and UsageError for a batch that is larger than
         the buffer.
         """
-        options = self._options
+        options = self.options
         pipeline = Pipeline(
             self._source,
             self._objects,
@@ -140,7 +142,7 @@ class Executor(Generic[B]):
         """Copy a batch that was read; runs in a thread of the pipeline."""
         batch: B = loaded.task  # type: ignore[assignment]
         result = MoveResult.of(batch.pages, objects=len(batch.objects))
-        stops = self._failures.statuses.get(Status.FULL) == GroupStatus.NO_ROOM
+        stops = self.failures.statuses.get(Status.FULL) == GroupStatus.NO_ROOM
         if (self.full.is_set() and stops) or self.stopped:
             result.statuses[:] = GroupStatus.NO_ROOM  # it would lack the prefix that had none
         else:
@@ -162,7 +164,7 @@ class Executor(Generic[B]):
             else:
                 self.full.set()
                 for group in np.flatnonzero(result.open).tolist():
-                    self._failures.settle(result, group, None, Status.FULL, "no room is left")
+                    self.failures.settle(result, group, None, Status.FULL, "no room is left")
 
     def _settle_unread(self, batch: B, loaded: Loaded, result: MoveResult) -> IntArray:
         """Settle the groups of which an object could not be read; return what is left out."""
@@ -171,7 +173,7 @@ class Executor(Generic[B]):
         for index in unread.tolist():
             group, status = int(batch.owners[index]), Status(int(read.statuses[index]))
             why = read.errors.get(index, "cannot be read")
-            self._failures.settle(result, group, batch.key_read(index, self._objects), status, why)
+            self.failures.settle(result, group, batch.key_read(index, self._objects), status, why)
         return unread[result.open[batch.owners[unread]]]
 
     @contextmanager
@@ -193,7 +195,7 @@ class Executor(Generic[B]):
             with self._counting:
                 self._promised -= has_room * nbytes
 
-    def _write(self, batch: B, places: IntArray, offsets: IntArray) -> Result:
+    def write(self, batch: B, places: IntArray, offsets: IntArray) -> Result:
         """Write some objects of a batch, or have them copied. offsets: [places] in the arena."""
         rows, sizes = batch.targets.take(pa.array(places)), batch.sizes[places]
         if_absent = batch.action is not Action.REPLACE
@@ -246,9 +248,9 @@ class _BatchCopy:
             result,
             write=self._write,
             undo=self._undo,
-            failures=executor._failures,
+            failures=executor.failures,
         )
-        if executor._options.verify:
+        if executor.options.verify:
             self._compare(np.flatnonzero(self._written & self._open()), ours=True)
             roll_back(batch.objects, self._written, result, undo=self._undo)
         result.written = kept = self._written & self._open()
@@ -272,7 +274,7 @@ class _BatchCopy:
 
     def _write(self, places: IntArray) -> Result:
         executor, batch = self._executor, self._batch
-        return self._each(places, lambda some: executor._write(batch, some, self._offsets[some]))
+        return self._each(places, lambda some: executor.write(batch, some, self._offsets[some]))
 
     def _delete(self, places: IntArray) -> Result:
         return self._each(places, lambda some: self._store.delete(self._targets(some)))
@@ -293,7 +295,7 @@ class _BatchCopy:
         offsets[places] = place(sizes[places])[0] + self._base + self._batch.back
 
         def call(some: IntArray) -> Result:
-            read = self._executor._read_back(
+            read = self._executor.read_back(
                 self._targets(some), offsets[some], sizes[some], identify=False
             )
             for index, at in enumerate(some.tolist()):
@@ -319,11 +321,10 @@ class _BatchCopy:
             self._fail(at, GroupStatus.CONFLICT, why)
         elif self._executor.racy is not None:
             self._written[at] = False  # of another writer, whose object is not ours to remove
-            objects, why = self._batch.objects, "another writer has written it"
-            group, key = int(objects.owners[at]), objects.keys[at].as_py()
-            self._executor._failures.settle(self._result, group, key, Status.EXISTS, why)
+            raced = self._executor.failures.statuses[Status.EXISTS]
+            self._fail(at, raced, "another writer has written it")
         else:
-            self._fail(at, failed, self._executor._failures.differs)
+            self._fail(at, failed, self._executor.failures.differs)
 
     def _each(self, places: IntArray, call: Callable[[IntArray], Result]) -> Result:
         """Make calls that suit the destination; return their results as one."""

@@ -224,18 +224,8 @@ class _Restore:
         rows = sight.rows.take(pa.array(sight.at[self._groups.cells[places]]))
         with FileStore.within(self._batch.folder) as folder:
             names = pa.table({"key": self._names.take(pa.array(places))})
-            equal = [
-                same_bytes(
-                    self._store,
-                    rows.slice(n, 1),
-                    folder,
-                    names.slice(n, 1),
-                    int(self._sizes[place]),
-                    arena=self._memory(),
-                )
-                for n, place in enumerate(places.tolist())
-            ]
-        return np.array(equal, dtype=np.bool_)
+            sizes = self._sizes[places]
+            return same_bytes(self._store, rows, folder, names, sizes, arena=self._memory())
 
     def put_back(self) -> None:
         """Put the groups back, and take those out of the record that are back."""

@@ -45,10 +45,6 @@ class Problem:
     group: int = -1
 
 
-def _with_group(problem: Problem, group: int) -> Problem:
-    return replace(problem, group=group)
-
-
 @dataclass(slots=True, eq=False)
 class MoveResult:
     """Statuses of k page groups that are moved together.
@@ -84,8 +80,7 @@ class MoveResult:
     def include(self, groups: IntArray, part: MoveResult) -> None:
         """Take over the result of some of the groups. groups: their places here."""
         self.statuses[groups] = part.statuses
-        of_problems = (int(groups[each.group]) for each in part.problems)
-        self.problems += map(_with_group, part.problems, of_problems)
+        self.problems += [replace(p, group=int(groups[p.group])) for p in part.problems]
         self.objects += part.objects
         self.nbytes += part.nbytes
 
