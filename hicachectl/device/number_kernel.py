@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.checks.tables import Section
-    from hicachectl.device.plans import PoolForm, PoolPiece
+    from hicachectl.device.plans import DevicePool, PoolForm
     from hicachectl.device.runs import DeviceRun
     from hicachectl.formats.layouts import TensorLayout
     from hicachectl.formats.profile import Profile
@@ -76,14 +76,14 @@ class NumberKernel:
 
 def fields_of(
     expected: ObjectSpec, profile: Profile, form: PoolForm
-) -> Iterator[tuple[PoolPiece, tuple[Field, ...]]]:
+) -> Iterator[tuple[DevicePool, tuple[Field, ...]]]:
     """Name the fields of the blocks of each pool: a block is one layer of one page slot."""
     sections = sections_of(expected, profile)
     for section, tensor, piece in zip(sections, expected.tensors, form.pieces, strict=True):
         yield piece, _fields(section, tensor, piece)
 
 
-def _fields(section: Section, tensor: TensorLayout, piece: PoolPiece) -> tuple[Field, ...]:
+def _fields(section: Section, tensor: TensorLayout, piece: DevicePool) -> tuple[Field, ...]:
     columns = section.table.columns
     if len(columns) == 1:
         # Numbers throughout, so that a row may be a token's, whatever the rows of the object were.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolPiece:
+class DevicePool:
     """One layer-first pool: [layers][slots][tokens][row_bytes] bytes.
 
     offset: bytes, for each slot, of the pools before it in the same memory.
@@ -44,7 +44,7 @@ class PoolForm:
     """The pools that hold objects of one kind, one after another in one memory."""
 
     tensors: tuple[TensorLayout, ...]
-    pieces: tuple[PoolPiece, ...]
+    pieces: tuple[DevicePool, ...]
 
     @property
     def page_bytes(self) -> int:
@@ -63,18 +63,18 @@ class PoolForm:
 
 def pool_form(tensors: Sequence[TensorLayout]) -> PoolForm:
     """Derive the pools of one kind of object from the tensors that it is made of."""
-    pieces: list[PoolPiece] = []
+    pieces: list[DevicePool] = []
     offset = 0
     for tensor in tensors:
         lengths = dict(zip(tensor.axes, tensor.shape, strict=True))
         layers, tokens = lengths["layer"], lengths.get("token", 1)
         row_bytes = tensor.nbytes // (layers * tokens)
-        pieces.append(PoolPiece(tensor.name, layers, tokens, row_bytes, offset))
+        pieces.append(DevicePool(tensor.name, layers, tokens, row_bytes, offset))
         offset += tensor.nbytes
     return PoolForm(tuple(tensors), tuple(pieces))
 
 
-def _plan(tensor: TensorLayout, piece: PoolPiece, slots: int) -> CopyPlan:
+def _plan(tensor: TensorLayout, piece: DevicePool, slots: int) -> CopyPlan:
     """Plan one tensor: in a pool, layers are outermost, then slots, tokens and heads."""
     source = tensor.strides
     rows: list[str] = [axis for axis in ("token", "head") if axis in source]

@@ -39,7 +39,7 @@ _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MESSAGE, _ERROR, _END = b"m", b"e", b"."
 
 
-class Tickets:
+class SharedCounter:
     """Numbers from 0 on, each drawn by one of the processes that share this across a fork."""
 
     def __init__(self) -> None:
@@ -67,12 +67,12 @@ class Tickets:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Child:
+class _Worker:
     pid: int
     inbox: connection.Connection
 
 
-class Children:
+class Workers:
     """Forked processes that each do the same work; iterate once, for the messages they send.
 
     What a child raises is raised to the iterating thread: a HicacheError as it is, anything else
@@ -86,7 +86,7 @@ class Children:
         work: called in each child, with what sends one message of JSON's types. Raises OSError
         when there can be no child at all.
         """
-        self._children: list[_Child] = []
+        self._children: list[_Worker] = []
         try:
             for _ in range(count):
                 self._fork(work)
@@ -145,7 +145,7 @@ class Children:
             if not pid:
                 others = [inbox, *(child.inbox for child in self._children)]
                 _live(work, outbox, others, parent, mask)
-            self._children.append(_Child(pid, inbox))
+            self._children.append(_Worker(pid, inbox))
         except OSError:
             inbox.close()
             raise
@@ -153,7 +153,7 @@ class Children:
             outbox.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _killed(self, child: _Child) -> UsageError:
+    def _killed(self, child: _Worker) -> UsageError:
         """Say how a child ended that has not said so itself."""
         self._children.remove(child)  # once waited for, its number may be another process's
         child.inbox.close()

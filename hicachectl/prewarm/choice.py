@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hicachectl.requests.hits import Hits
 
 
-class Choice:
+class PageChoice:
     """What of a survey is wanted, so that the prefixes of chains can be restored.
 
     hits: what the source has of the chains. names: pages that can be restored, rank: the place of

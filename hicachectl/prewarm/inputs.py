@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
-    """What is to be warmed; `prewarm_plan.Request` says what the first four are.
+class WarmingInputs:
+    """What is to be warmed; `PrewarmRequest` says what the first four are.
 
     starts: [chains] where in the trace's file the line of each begins; None: of no trace.
     """
@@ -39,7 +39,7 @@ class Wanted:
     starts: IntArray | None = None
 
 
-def read_wanted(profile: Profile, grammar: str, options: Mapping[str, Any]) -> Wanted:
+def read_wanted(profile: Profile, grammar: str, options: Mapping[str, Any]) -> WarmingInputs:
     """Read what is asked for. Raises UsageError and FormatError from the files.
 
     grammar: of the keys of the store that is copied from.
@@ -47,18 +47,19 @@ def read_wanted(profile: Profile, grammar: str, options: Mapping[str, Any]) -> W
     from hicachectl.requests.chains import hex_pages
 
     if options["all_"]:
-        return Wanted()
+        return WarmingInputs()
     if options["pages"]:
         return _listed_pages(profile, grammar, options)
     wanted = _read_chains(profile, options)
     assert wanted.chains is not None
     lone = bool((wanted.chains.offsets[1:] - wanted.chains.offsets[:-1] < 2).all())
     if lone and options["plan"]:
-        return Wanted(pages=hex_pages(wanted.chains.pages))  # nothing says what precedes them
+        # Nothing says which pages precede them.
+        return WarmingInputs(pages=hex_pages(wanted.chains.pages))
     return wanted
 
 
-def _listed_pages(profile: Profile, grammar: str, options: Mapping[str, Any]) -> Wanted:
+def _listed_pages(profile: Profile, grammar: str, options: Mapping[str, Any]) -> WarmingInputs:
     """Read --pages: chains, or pages of which nothing says what precedes them."""
     import pyarrow as pa
 
@@ -74,16 +75,16 @@ def _listed_pages(profile: Profile, grammar: str, options: Mapping[str, Any]) ->
     in_others = listed.only_in_others(label)
     if not listed.is_chained:
         pages, others = (pa.array(names, pa.string()) for names in (listed.pages, in_others))
-        return Wanted(pages=pages, in_others=others)
+        return WarmingInputs(pages=pages, in_others=others)
     if in_others:
         raise UsageError(
             f"{listed.source}: {len(in_others)} rows name groups of other deployments than the "
             f"profile's ({label}); leave them out of a file with chains"
         )
-    return Wanted(chains_of_pages(listed.chains(), profile.page_size), Ranker())
+    return WarmingInputs(chains_of_pages(listed.chains(), profile.page_size), Ranker())
 
 
-def _read_chains(profile: Profile, options: Mapping[str, Any]) -> Wanted:
+def _read_chains(profile: Profile, options: Mapping[str, Any]) -> WarmingInputs:
     from hicachectl.prewarm.plan_file import read_plan
     from hicachectl.prewarm.ranking import Ranker, chains_of_plan, chains_of_trace
     from hicachectl.prewarm.trace import read_trace
@@ -91,9 +92,9 @@ def _read_chains(profile: Profile, options: Mapping[str, Any]) -> Wanted:
     hashing = asked_hashing(profile, options)
     assert hashing is not None  # of a profile that is not inferred
     if options["plan"]:
-        return Wanted(*chains_of_plan(read_plan(options["plan"]), profile.page_size))
+        return WarmingInputs(*chains_of_plan(read_plan(options["plan"]), profile.page_size))
     if not options["trace"]:
-        return Wanted(asked_chains(options, hashing), Ranker())
+        return WarmingInputs(asked_chains(options, hashing), Ranker())
     trace = read_trace(options["trace"], profile)
     if not trace.forest.hashed:
         raise click.UsageError(
@@ -101,11 +102,11 @@ def _read_chains(profile: Profile, options: Mapping[str, Any]) -> Wanted:
             "them into keys; record token ids, or use --dry-run without stores"
         )
     ranker = Ranker(trace.times, trace.output_tokens)
-    return Wanted(chains_of_trace(trace, hashing), ranker, starts=trace.starts)
+    return WarmingInputs(chains_of_trace(trace, hashing), ranker, starts=trace.starts)
 
 
 def requests_for_servers(
-    wanted: Wanted, usable_pages: IntArray, profile: Profile, options: Mapping[str, Any]
+    wanted: WarmingInputs, usable_pages: IntArray, profile: Profile, options: Mapping[str, Any]
 ) -> Numbered:
     """Give what yields the requests with their numbers, as often as it is called.
 

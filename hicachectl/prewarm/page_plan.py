@@ -14,7 +14,7 @@ from hicachectl.move.batches import WRITING, Action, CopyOptions
 from hicachectl.move.survey import decide
 from hicachectl.move.work import PageWork
 from hicachectl.pages.group_table import WHOLE
-from hicachectl.prewarm.choice import Choice
+from hicachectl.prewarm.choice import PageChoice
 from hicachectl.prewarm.forest import grow_forest
 from hicachectl.requests.chains import raw_pages
 from hicachectl.requests.hits import find_hits
@@ -74,7 +74,7 @@ class PrewarmRequest:
 
 
 @dataclass(slots=True)
-class Plan:
+class PagePlan:
     """What is to be copied.
 
     wanted: rows of the survey, best first. items: those of them that are to be copied. cost: bytes
@@ -125,14 +125,14 @@ class Plan:
 
 def plan_chains(
     inventory: Inventory, survey: Survey, chains: Chains, request: PrewarmRequest
-) -> Plan:
+) -> PagePlan:
     """Choose what to copy: as much as can be restored, best first, within the budget."""
     assert request.rank is not None  # as there are chains
     hits = find_hits(inventory, 0, chains, own=True)
     requested = len(hits.page_names)
     usable = replace(hits.chains, reach=hits.usable_pages).within_reach()
     names, page_of = usable.distinct_pages()
-    choice = Choice(survey, hits, names, request.rank(usable, names, page_of))
+    choice = PageChoice(survey, hits, names, request.rank(usable, names, page_of))
     there = int((choice.actions == Action.SKIP).sum())
     cut = False
     if request.has_budget:
@@ -142,7 +142,7 @@ def plan_chains(
     forest = grow_forest(raw_pages(names), page_of.astype(np.int32), usable.offsets)
     places = choice.names_of(items)
     parents = forest.parents[places]
-    return Plan(
+    return PagePlan(
         survey=choice.survey,
         wanted=wanted,
         items=items,
@@ -158,7 +158,7 @@ def plan_chains(
     )
 
 
-def plan_pages(groups: PageGroups, survey: Survey, request: PrewarmRequest) -> Plan:
+def plan_pages(groups: PageGroups, survey: Survey, request: PrewarmRequest) -> PagePlan:
     """Choose whole pages, of whose prefixes nothing is known.
 
     Those of a list in its order. Else all of them: the newest first, but those of a minute in the
@@ -189,7 +189,7 @@ def plan_pages(groups: PageGroups, survey: Survey, request: PrewarmRequest) -> P
     fits = _within_budget(cost, request)
     kept = items[fits]
     names = survey.pages.filter(pa.array(whole))
-    return Plan(
+    return PagePlan(
         survey=survey,
         wanted=wanted[~np.isin(wanted, items[~fits])],
         items=kept,

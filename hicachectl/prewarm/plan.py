@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Plan:
+class TracePlan:
     """Blocks to warm, best first; none stands before a block of its prefix.
 
     order:     [planned] int64, indices into the forest.
@@ -41,7 +41,7 @@ class Plan:
         return len(self.order)
 
 
-def plan_order(trace: Trace, *, budget: int | None = None) -> Plan:
+def plan_order(trace: Trace, *, budget: int | None = None) -> TracePlan:
     """Order all blocks of a trace by what warming them is expected to save.
 
     The plan is for as long after the trace's last request as requests are apart on average.
@@ -53,7 +53,7 @@ def plan_order(trace: Trace, *, budget: int | None = None) -> Plan:
     order, ranked = _best_first(trace.forest, values)
     order, ranked = order[:budget], ranked[:budget]
     seen = None if trace.times is None else trace.times[uses.last[order]]
-    return Plan(trace.forest, order, ranked, uses.counts[order], seen)
+    return TracePlan(trace.forest, order, ranked, uses.counts[order], seen)
 
 
 def pages_within(budget: int, profile: Profile | None, *, hashed: bool) -> int:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.prewarm.forest import Forest
-    from hicachectl.prewarm.plan import Plan
+    from hicachectl.prewarm.plan import TracePlan
 
 _HEX = 2 * HASH_BYTES
 _ROWS_AT_ONCE = 1 << 18
@@ -55,7 +55,7 @@ class _Row(msgspec.Struct):
     parent: str | int | None = None
 
 
-def plan_rows(plan: Plan) -> Iterator[pa.Table]:
+def plan_rows(plan: TracePlan) -> Iterator[pa.Table]:
     """Make the rows of a plan's file, some at a time."""
     forest = plan.forest
     for start in range(0, len(plan), _ROWS_AT_ONCE):

@@ -23,7 +23,7 @@ from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import EVERYTHING
 from hicachectl.pages.unmatched import explain_selection
 from hicachectl.prewarm.choice import leave_misfits, leave_too_large
-from hicachectl.prewarm.page_plan import Plan, PrewarmRequest, plan_chains, plan_pages
+from hicachectl.prewarm.page_plan import PagePlan, PrewarmRequest, plan_chains, plan_pages
 from hicachectl.requests.hits import inventory_of_chains
 from hicachectl.requests.restorable import count_usable, deployment_document, stamp_remarks
 from hicachectl.text.units import human_size
@@ -121,7 +121,7 @@ def prewarm(
         else plan_chains(inventory, survey, request.chains, request)
     )
     left = [*_asked_for(misfits, _pages_to_fit(plan, request)), *_asked_for(large, plan.names)]
-    run = _Run(plan, source, destination, request, started)
+    run = _Prewarming(plan, source, destination, request, started)
     if request.dry_run:
         outcome = _finished(run)
         outcome.document |= {"copied_pages": len(plan.items), "bytes": int(plan.cost.sum())}
@@ -142,10 +142,10 @@ def prewarm(
     return outcome
 
 
-class _Run(NamedTuple):
+class _Prewarming(NamedTuple):
     """A plan, and between which stores and since when it is carried out."""
 
-    plan: Plan
+    plan: PagePlan
     source: Store
     destination: Store
     request: PrewarmRequest
@@ -157,7 +157,9 @@ class _Run(NamedTuple):
         return None if seconds is None else self.started + seconds
 
 
-def _executed(run: _Run, copying: CopyRun, on_copied: Callable[[int, int], None]) -> PrewarmOutcome:
+def _executed(
+    run: _Prewarming, copying: CopyRun, on_copied: Callable[[int, int], None]
+) -> PrewarmOutcome:
     """Copy, put into the order of eviction, and look; shortened when it is interrupted."""
     plan = run.plan
     total = max(int(plan.cost.sum()), 1)
@@ -287,7 +289,7 @@ def _after(moment: float | None) -> float | None:
     return None if moment is None else max(moment, time.monotonic()) + ENDING_SECONDS
 
 
-def _reason(full: bool, watch: Watch, complete: bool, plan: Plan) -> str | None:
+def _reason(full: bool, watch: Watch, complete: bool, plan: PagePlan) -> str | None:
     if full:
         return FULL
     if watch.lost():
@@ -297,7 +299,7 @@ def _reason(full: bool, watch: Watch, complete: bool, plan: Plan) -> str | None:
     return BUDGET if plan.cut else None
 
 
-def _finished(run: _Run, *, until: float | None = None) -> PrewarmOutcome:
+def _finished(run: _Prewarming, *, until: float | None = None) -> PrewarmOutcome:
     """Say what servers can restore from the destination in the end.
 
     What they can of pages that the source could not give was there already. A listing that takes
@@ -337,7 +339,7 @@ def _finished(run: _Run, *, until: float | None = None) -> PrewarmOutcome:
     return outcome
 
 
-def _whole_pages(plan: Plan, destination: Store, on_batch: Callable[[int], None]) -> int:
+def _whole_pages(plan: PagePlan, destination: Store, on_batch: Callable[[int], None]) -> int:
     """Count the pages asked for that the destination has whole by now."""
     (survey,) = survey_destination(
         destination, [plan.survey], destination.grammar, on_batch=on_batch
@@ -347,7 +349,7 @@ def _whole_pages(plan: Plan, destination: Store, on_batch: Callable[[int], None]
     return int((decide(survey, wanted, "skip") == Action.SKIP).sum())
 
 
-def _pages_to_fit(plan: Plan, request: PrewarmRequest) -> pa.StringArray:
+def _pages_to_fit(plan: PagePlan, request: PrewarmRequest) -> pa.StringArray:
     """Return the pages that were asked for and that an object of a wrong size may keep back.
 
     A chain of which servers can restore a page from SRC needs none of its misfits.
@@ -364,7 +366,7 @@ def _asked_for(left: list[Problem], names: pa.StringArray) -> list[Problem]:
     return [problem for problem in left if problem.page in wanted]
 
 
-def _conflicts(plan: Plan) -> list[Problem]:
+def _conflicts(plan: PagePlan) -> list[Problem]:
     """Name the pages of which the destination has another object."""
     pages = plan.survey.pages.take(pa.array(plan.conflicts)).to_pylist()
     why = "the destination has an object of another size under one of its keys"

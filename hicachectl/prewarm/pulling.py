@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.inventory import IntArray
-    from hicachectl.prewarm.through_server import Pulled
+    from hicachectl.prewarm.through_server import PullResult
     from hicachectl.requests.files import Request
 
 
@@ -43,7 +43,7 @@ def live_servers(urls: Sequence[str]) -> dict[str, LiveServer]:
 
 
 @dataclass(slots=True)
-class Report:
+class PullReport:
     """What one server has done; whole whenever the pulling is interrupted.
 
     pulled: of each request, at each DP rank. complete: whether it was asked for all. error: what
@@ -51,7 +51,7 @@ class Report:
     """
 
     server: str
-    pulled: list[Pulled]
+    pulled: list[PullResult]
     complete: bool = False
     error: str | None = None
 
@@ -76,7 +76,7 @@ def pull(
     *,
     jobs: int | None = None,
     deadline: float | None = None,
-    reports: list[Report],
+    reports: list[PullReport],
     on_done: Callable[[int], None] = lambda requests: None,
 ) -> None:
     """Ask each server, at each of its DP ranks, for the prefixes that the store has.
@@ -87,7 +87,7 @@ def pull(
     hashing = Hashing.of(profile)
     for url, live in servers.items():
         server = ThroughServer(url, ranks=live.ranks, jobs=_JOBS if jobs is None else jobs)
-        report = Report(url, server.pulled)
+        report = PullReport(url, server.pulled)
         reports.append(report)
         prefixes = (
             prefix_of(number, request, int(usable_pages[number]), hashing)
@@ -101,7 +101,7 @@ def pull(
             report.error = str(lost)
 
 
-def _row(pulled: Pulled, page_size: int) -> dict[str, Any]:
+def _row(pulled: PullResult, page_size: int) -> dict[str, Any]:
     return {
         "request": pulled.number,
         "dp_rank": pulled.dp_rank,

@@ -59,7 +59,7 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PullResult:
     """What became of a prefix at one DP rank; None where there is but one.
 
     cached_tokens: that the server did not compute. sources: of these, from the device, the host
@@ -122,7 +122,7 @@ def generate_body(prefix: Prefix, dp_rank: int | None) -> dict[str, Any]:
 
 
 # Of each thread: its results, what made it fail, and at its end None.
-_Done = queue.SimpleQueue[Pulled | BaseException | None]
+_Done = queue.SimpleQueue[PullResult | BaseException | None]
 
 
 class ThroughServer:
@@ -152,11 +152,11 @@ class ThroughServer:
         )
         self._path = f"{base}/generate"
         self._jobs, self._ranks = jobs, tuple(ranks)
-        self._pauses = _Pauses(pause_s, busy_patience_s)
+        self._pauses = _Backoff(pause_s, busy_patience_s)
         self._lock = threading.Lock()
         self._failed_in_a_row = 0
         self.complete = True
-        self.pulled: list[Pulled] = []
+        self.pulled: list[PullResult] = []
 
     def pull(
         self,
@@ -232,7 +232,7 @@ class ThroughServer:
         finally:
             done.put(None)
 
-    def _pull(self, prefix: Prefix, rank: int | None) -> Pulled:
+    def _pull(self, prefix: Prefix, rank: int | None) -> PullResult:
         body = json.dumps(generate_body(prefix, rank)).encode()
         try:
             reply = self._asked(body)
@@ -243,11 +243,11 @@ class ThroughServer:
                 self._failed_in_a_row += 1
                 if self._failed_in_a_row >= _GIVE_UP_AFTER:
                     raise
-            return Pulled(prefix.number, rank, prefix.pages, error=str(error))
+            return PullResult(prefix.number, rank, prefix.pages, error=str(error))
         with self._lock:
             self._failed_in_a_row = 0
         if reply.status != http.client.OK:
-            return Pulled(prefix.number, rank, prefix.pages, error=self._service.said(reply))
+            return PullResult(prefix.number, rank, prefix.pages, error=self._service.said(reply))
         return self._read(prefix, rank, reply)
 
     def _asked(self, body: bytes) -> Reply:
@@ -281,7 +281,7 @@ class ThroughServer:
         if reply.status == http.client.NOT_FOUND or 300 <= reply.status < 400:
             raise _RefusedForAllError(str(self._service.refused(self._path, reply)))
 
-    def _read(self, prefix: Prefix, rank: int | None, reply: Reply) -> Pulled:
+    def _read(self, prefix: Prefix, rank: int | None, reply: Reply) -> PullResult:
         try:
             meta = parse_json_object(reply.body, "answer")["meta_info"]
             cached = meta["cached_tokens"]
@@ -294,20 +294,20 @@ class ThroughServer:
             raise _RefusedForAllError(str(self._service.lost(what, self._service.hint))) from None
         if aborted:
             said = fit(str(reason.get("message") or "aborted"), _SAID_CHARS)
-            return Pulled(prefix.number, rank, prefix.pages, error=said)
+            return PullResult(prefix.number, rank, prefix.pages, error=said)
         asked = len(prefix.token_ids)
         for name, count in {"cached_tokens": cached, **sources}.items():
             if type(count) is not int or not 0 <= count <= asked:
                 what = f"{name}: the server states {shown(count)} for a request of {asked} tokens"
-                return Pulled(prefix.number, rank, prefix.pages, error=what)
-        return Pulled(prefix.number, rank, prefix.pages, cached, sources)
+                return PullResult(prefix.number, rank, prefix.pages, error=what)
+        return PullResult(prefix.number, rank, prefix.pages, cached, sources)
 
 
 class _RefusedForAllError(StoreUnavailable):
     """A refusal that no other request would escape."""
 
 
-class _Pauses:
+class _Backoff:
     """How long requests wait while a server is busy or fails; shared by all threads."""
 
     def __init__(self, pause_s: float, patience_s: float) -> None:

@@ -60,7 +60,7 @@ class Trace:
         return len(self.offsets) - 1
 
 
-class _Request(msgspec.Struct):
+class _TraceLine(msgspec.Struct):
     timestamp: float | str | None = None
     hash_ids: list[int] | None = None
     token_ids: list[int] | None = None
@@ -90,7 +90,7 @@ class _Lines:
         self.hashed: bool | None = None
         self.timed: bool | None = None
 
-    def add(self, request: _Request, start: int) -> None:
+    def add(self, request: _TraceLine, start: int) -> None:
         """Take a request of the line at `start`; raises FormatError saying what is wrong."""
         tokens = request.tokens
         if (tokens is None) == (request.hash_ids is None):
@@ -113,7 +113,7 @@ class _Lines:
             raise FormatError("hash_ids: an id does not fit into 64 bits") from error
         return len(ids)
 
-    def _hash(self, request: _Request) -> int:
+    def _hash(self, request: _TraceLine) -> int:
         if self._profile is None:
             raise UsageError(
                 "a trace of token ids needs the deployment's page size and kind of hash; "
@@ -129,7 +129,7 @@ class _Lines:
         return len(hashes)
 
 
-_REQUEST = msgspec.json.Decoder(_Request)
+_REQUEST = msgspec.json.Decoder(_TraceLine)
 
 
 def read_trace(path: Path, profile: Profile | None) -> Trace:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.prewarm.trace import Trace
-    from hicachectl.prewarm.uses import Links
+    from hicachectl.prewarm.uses import Conversations
 
     Codes = npt.NDArray[np.int64]
 
@@ -29,7 +29,7 @@ _LEFT_FACTOR = Factor("left", 2)  # a block that its conversation went on withou
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Traits:
+class RequestFactors:
     """Codes of requests, to be joined with those of a block in one of them.
 
     factors:  of the codes that `codes` returns, in its order.
@@ -70,7 +70,9 @@ class Traits:
         return np.column_stack((use, depth, tail, left, self.requests[requests]))
 
 
-def take_traits(trace: Trace, links: Links, times: npt.NDArray[np.float64]) -> Traits:
+def take_traits(
+    trace: Trace, links: Conversations, times: npt.NDArray[np.float64]
+) -> RequestFactors:
     """Code every request by what may tell whether, and when, it is carried on."""
     lengths = np.diff(trace.offsets)
     going_on = links.source >= 0
@@ -90,14 +92,14 @@ def take_traits(trace: Trace, links: Links, times: npt.NDArray[np.float64]) -> T
         tails[open_ended] = lengths[open_ended] - 1
     if trace.forest.hashed:  # only full pages have hashes
         tails[:] = -1
-    return Traits(
+    return RequestFactors(
         (_USE_FACTOR, _DEPTH_FACTOR, _TAIL_FACTOR, _LEFT_FACTOR, *columns),
         np.column_stack(list(columns.values())),
         tails,
     )
 
 
-def _added_tokens(trace: Trace, links: Links) -> Codes:
+def _added_tokens(trace: Trace, links: Conversations) -> Codes:
     """Count what each prompt adds to its conversation's last prompt and answer; -1: unknown."""
     tokens, before = trace.input_tokens, links.source
     going_on = before >= 0

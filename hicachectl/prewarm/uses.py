@@ -32,7 +32,7 @@ class Uses:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Links:
+class Conversations:
     """Which requests carry on which, as the turns of a conversation do; all [requests].
 
     known:  int64, leading blocks that were used before.
@@ -69,7 +69,7 @@ def walk_uses(trace: Trace) -> Uses:
     return Uses(previous, earlier, last, counts)
 
 
-def link_requests(trace: Trace, uses: Uses) -> Links:
+def link_requests(trace: Trace, uses: Uses) -> Conversations:
     """Link each request to the one that last used the deepest block it shares.
 
     A block that more requests used than that one's conversation has had is a prompt that
@@ -91,4 +91,6 @@ def link_requests(trace: Trace, uses: Uses) -> Links:
             turns[request] = turns[user] + 1
             first[request] = first[user]
             left[user] = min(left[user], request)
-    return Links(known, *(np.array(column, np.int32) for column in (source, turns, first, left)))
+    return Conversations(
+        known, *(np.array(column, np.int32) for column in (source, turns, first, left))
+    )

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.prewarm.hazard import Hazards, Waits, age_edges, fit_hazards
-from hicachectl.prewarm.traits import Traits, take_traits
-from hicachectl.prewarm.uses import Links, Uses, link_requests
+from hicachectl.prewarm.traits import RequestFactors, take_traits
+from hicachectl.prewarm.uses import Conversations, Uses, link_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ class Reuse:
     """
 
     hazards: Hazards
-    traits: Traits
+    traits: RequestFactors
     groups: Index
     group_of: Index
     ages: Floats
@@ -101,7 +101,12 @@ def fit_reuse(trace: Trace, times: Floats, now: float, uses: Uses) -> Reuse | No
 
 
 def _waits(
-    trace: Trace, times: Floats, now: float, uses: Uses, links: Links, traits: Traits
+    trace: Trace,
+    times: Floats,
+    now: float,
+    uses: Uses,
+    links: Conversations,
+    traits: RequestFactors,
 ) -> tuple[Waits, Index]:
     """Collect the waits that began at a sample of the requests, and the codes of their cells."""
     stride = -(-len(trace) // _SAMPLED_REQUESTS)
@@ -126,8 +131,8 @@ def _waits(
 def _cells(
     trace: Trace,
     times: Floats,
-    links: Links,
-    traits: Traits,
+    links: Conversations,
+    traits: RequestFactors,
     waits: tuple[Index, Index, Index, Index],
 ) -> tuple[Waits, Index]:
     """Code waits, a wait that is left behind as one that ends and one that takes over.
@@ -155,7 +160,9 @@ def _cells(
     return found, traits.codes(*np.divmod(distinct, traits.block_levels))
 
 
-def _alike(trace: Trace, uses: Uses, links: Links, traits: Traits) -> tuple[Index, Index]:
+def _alike(
+    trace: Trace, uses: Uses, links: Conversations, traits: RequestFactors
+) -> tuple[Index, Index]:
     """Group blocks that have the same chances: of one last request, and of one code in it.
 
     Returns the groups' keys and each block's group.

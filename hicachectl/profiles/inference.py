@@ -26,7 +26,7 @@ _UNRANKED_STATES_SGLANG = "0.5.18"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PoolGuess:
     """Which deployment of a store is meant; what is None is left open."""
 
     model: str | None = None
@@ -43,20 +43,20 @@ class Choice:
         return all(getattr(self, axis) in (None, _size(specs, axis)) for axis in AXES)
 
 
-def infer_profile(inventory: Inventory, scheme: str, choice: Choice | None = None) -> Profile:
+def infer_profile(inventory: Inventory, scheme: str, choice: PoolGuess | None = None) -> Profile:
     """State the shards, pools and object sizes that were seen of the one deployment of a store.
 
     scheme: of the store's keys. Raises ProfileError when there is no deployment or the choice is
     open, and where a profile cannot say what was seen.
     """
-    chosen = choose_deployment(inventory, choice or Choice())
+    chosen = choose_deployment(inventory, choice or PoolGuess())
     deployment = _seen(inventory, inventory.table.deployments[chosen])
     profile = _profile(deployment)
     _check_says_all(profile, deployment, scheme)
     return profile
 
 
-def choose_deployment(inventory: Inventory, choice: Choice) -> int:
+def choose_deployment(inventory: Inventory, choice: PoolGuess) -> int:
     """Find the one deployment of a store that is meant: its number in the inventory.
 
     Raises ProfileError when there is none or the choice is open.

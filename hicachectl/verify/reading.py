@@ -19,7 +19,7 @@ from hicachectl.checks.findings import object_findings
 from hicachectl.checks.sizes import oversized_rule
 from hicachectl.formats.catalog import DIGEST_BYTES
 from hicachectl.formats.spec import UNKNOWN_SIZE
-from hicachectl.io.forking import Children, Tickets
+from hicachectl.io.forking import SharedCounter, Workers
 from hicachectl.io.pacing import Pace
 from hicachectl.io.pipeline import Pipeline
 from hicachectl.verify.reading_plan import TASK_BYTES, places_of, tasks_of, windows_of
@@ -250,7 +250,7 @@ class _Reader:
         """Read in forked processes; False when the system has none for us."""
         windows = windows_of(len(self._plan.rows), readers=processes)
         try:
-            tickets = Tickets()
+            tickets = SharedCounter()
         except OSError:
             return False
         # Made before the fork, so that its table of keys is one for all.
@@ -267,7 +267,7 @@ class _Reader:
             send([unsent, *self._result.take_notes()])
 
         try:
-            children = Children(processes, work)
+            children = Workers(processes, work)
         except OSError:
             return False
         finally:

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class VerifyRequest:
     """What to verify, and how.
 
     checks: groups of them. identity: fields in which an object must be as recorded to count as the
@@ -119,7 +119,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class VerifyReport:
     """The result of a verification; `document` has the members of the JSON contract.
 
     inventory, groups: what was judged, for a repair. catalog: the one to keep, where asked for.
@@ -165,12 +165,12 @@ def not_begun(store: str) -> dict[str, Any]:
 
 def verify_store(
     store: Store,
-    request: Request,
+    request: VerifyRequest,
     *,
     on_listed: Callable[[int], None] = lambda objects: None,
     on_read: Callable[[int, int], None] = lambda nbytes, total: None,
     on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
-) -> Report:
+) -> VerifyReport:
     """Scan a store, run the checks, and gather what they find.
 
     Groups younger than the grace are in flight: no check judges them. on_listed is told objects
@@ -179,15 +179,15 @@ def verify_store(
     told for how long, and for how many groups. Raises StoreUnavailable, and ProfileError where
     the profile cannot be the one that wrote the store.
     """
-    return _Run(store, request).report(on_listed, on_read, on_wait)
+    return _Verification(store, request).report(on_listed, on_read, on_wait)
 
 
 @dataclass(slots=True)
-class _Run:
+class _Verification:
     """One verification: the store, what was asked, and what has been seen of it so far."""
 
     store: Store
-    request: Request
+    request: VerifyRequest
     started: float = field(default_factory=time.monotonic)
     now_ns: int = field(default_factory=time.time_ns)
     planned: dict[str, int] = field(default_factory=dict)  # objects to read, by check
@@ -198,7 +198,7 @@ class _Run:
         on_listed: Callable[[int], None],
         on_read: Callable[[int, int], None],
         on_wait: Callable[[float, int], None],
-    ) -> Report:
+    ) -> VerifyReport:
         request = self.request
         if self._reads:  # said before a long listing, and of an empty store too
             refuse_missing(request.devices)
@@ -264,7 +264,7 @@ class _Run:
         skipped = self._skipped(given, listed, plan, reading, impossible) | untold
         ran = [name for name in request.checks if self._ran(name, impossible, skipped)]
         document = self._document(given, plan, reading, found)
-        return Report(
+        return VerifyReport(
             document=document | {"checks": ran, "skipped_checks": list(skipped)},
             findings=found,
             remarks=(

@@ -34,7 +34,7 @@ from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.profile import Profile
 from hicachectl.formats.spec import object_specs
 from hicachectl.io.pipeline import Pipeline, batches
-from hicachectl.verify.verify import Request, verify_store
+from hicachectl.verify.verify import VerifyRequest, verify_store
 from tests.kvgen import KvGenerator
 
 if TYPE_CHECKING:
@@ -384,7 +384,7 @@ def measure_verify(device: torch.device, options: argparse.Namespace) -> None:
 def verify_once(
     directory: Path, case: Case, jobs: int | None, catalog: bool, device: torch.device
 ) -> tuple[float, float]:
-    request = Request(
+    request = VerifyRequest(
         profile=case.profile,
         devices=(str(device),),
         jobs=jobs,

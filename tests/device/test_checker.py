@@ -29,7 +29,7 @@ from hicachectl.device.lanes import Lane, allocate_lanes, lane_bytes, slab_size 
 from hicachectl.device.providers import TorchProvider, TritonProvider  # isort: skip
 from hicachectl.formats.spec import object_specs  # isort: skip
 from triton.runtime.errors import PTXASError  # isort: skip
-from hicachectl.verify.verify import Report, Request, verify_store  # isort: skip
+from hicachectl.verify.verify import VerifyReport, VerifyRequest, verify_store  # isort: skip
 from tests.checks.repeats import registered  # isort: skip
 from tests.stores import OLD, page  # isort: skip
 from tests.checks.value_cases import tiny  # isort: skip
@@ -91,13 +91,13 @@ def put(path: Path, content: bytes) -> None:
     os.utime(path, (OLD, OLD))
 
 
-def verified(store: Path, profile: Profile, *names: str, **fields: Any) -> Report:
-    request = Request(profile=profile, devices=names or ("cpu",), jobs=JOBS, **fields)
+def verified(store: Path, profile: Profile, *names: str, **fields: Any) -> VerifyReport:
+    request = VerifyRequest(profile=profile, devices=names or ("cpu",), jobs=JOBS, **fields)
     with FileStore(store) as source:
         return verify_store(source, request)
 
 
-def found(report: Report) -> list[dict[str, Any]]:
+def found(report: VerifyReport) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = report.findings.to_pylist()
     return rows
 
@@ -125,7 +125,7 @@ def test_the_bytes_of_objects_that_could_not_be_read_are_not_judged(
     for path in paths[:2]:  # what the arena then has in place of each
         put(path, b"\xff" * path.stat().st_size)
     on_device(device)
-    request = Request(profile=profile, devices=names, jobs=1)
+    request = VerifyRequest(profile=profile, devices=names, jobs=1)
     with Changing(store) as source:
         source.change = paths[0].unlink
         report = verify_store(source, request)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.formats.errors import StoreUnavailable, UsageError
-from hicachectl.io.forking import Children, Tickets
+from hicachectl.io.forking import SharedCounter, Workers
 from tests.waiting import PATIENCE_S, alive, wait_until
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_every_ticket_is_drawn_once_by_processes_that_race() -> None:
-    tickets = Tickets()
+    tickets = SharedCounter()
 
     def work(send: Send) -> None:
         send(list(tickets.deal(range(20_000))))
 
-    with Children(8, work) as children:
+    with Workers(8, work) as children:
         drawn = [number for part in children for number in part]
     tickets.close()
     assert sorted(drawn) == list(range(20_000))
@@ -53,7 +53,7 @@ def test_messages_of_any_size_arrive_whole_and_no_process_is_left() -> None:
             send(["é\udc80" * size, size])
 
     before = set(children_of(os.getpid()))
-    with Children(3, work) as children:
+    with Workers(3, work) as children:
         messages = list(children)
     assert sorted(size for _, size in messages) == sorted([0, 1, 100_000, 3_000_000] * 3)
     assert all(text == "é\udc80" * size for text, size in messages)
@@ -65,7 +65,7 @@ def test_an_error_of_ours_in_a_child_is_raised_as_it_is(kind: type[Exception]) -
     def work(_send: Send) -> None:
         raise kind("what, and the remedy")
 
-    with Children(2, work) as children, pytest.raises(kind, match=r"^what, and the remedy$"):
+    with Workers(2, work) as children, pytest.raises(kind, match=r"^what, and the remedy$"):
         list(children)
 
 
@@ -74,7 +74,7 @@ def test_a_bug_in_a_child_is_raised_with_its_traceback() -> None:
         _ = 1 // 0
 
     with (
-        Children(2, divide_by_nothing) as children,
+        Workers(2, divide_by_nothing) as children,
         pytest.raises(RuntimeError, match=r"(?s)in divide_by_nothing.*ZeroDivisionError"),
     ):
         list(children)
@@ -88,7 +88,7 @@ def test_a_child_that_is_killed_is_an_error_and_no_wait_for_ever() -> None:
         time.sleep(2 * PATIENCE_S)
 
     started = time.monotonic()
-    with Children(2, work) as children:
+    with Workers(2, work) as children:
         messages = iter(children)
         os.kill(next(messages), signal.SIGKILL)
         with pytest.raises(UsageError, match=r"signal 9 \(Killed\).*--buffer-bytes"):
@@ -104,7 +104,7 @@ def test_leaving_early_ends_children_that_would_send_for_ever() -> None:
         while True:
             send("x" * 10_000)
 
-    with Children(2, work) as children:
+    with Workers(2, work) as children:
         assert next(iter(children)) == "x" * 10_000
     assert set(children_of(os.getpid())) == before
 
@@ -112,11 +112,11 @@ def test_leaving_early_ends_children_that_would_send_for_ever() -> None:
 def test_children_leave_without_their_parents_output_and_clean_up() -> None:
     code = """
 import atexit, sys
-from hicachectl.io.forking import Children
+from hicachectl.io.forking import Workers
 atexit.register(print, "cleaned up")
 sys.stdout.write("once ")
 try:
-    with Children(3, lambda send: send(1)) as children:
+    with Workers(3, lambda send: send(1)) as children:
         print(len(list(children)))
 finally:
     print("finally")
@@ -129,11 +129,11 @@ finally:
 
 SLEEPERS = """
 import os, sys, time
-from hicachectl.io.forking import Children
+from hicachectl.io.forking import Workers
 def work(send):
     send(os.getpid())
     time.sleep(600)
-with Children(3, work) as children:
+with Workers(3, work) as children:
     for pid in children:
         print(pid, flush=True)
 """
@@ -162,7 +162,7 @@ def test_the_signals_of_a_terminal_or_a_service_are_the_parents_to_answer() -> N
             os.kill(os.getpid(), number)
         send("still here")
 
-    with Children(2, work) as children:
+    with Workers(2, work) as children:
         assert list(children) == ["still here"] * 2
 
 
@@ -178,7 +178,7 @@ def test_no_process_to_be_had_is_told_and_fewer_are_made_do(
         return fork()
 
     monkeypatch.setattr(os, "fork", limited)
-    with Children(5, lambda send: send(1)) as children:
+    with Workers(5, lambda send: send(1)) as children:
         assert list(children) == [1, 1]
     with pytest.raises(BlockingIOError):
-        Children(5, lambda send: send(1))
+        Workers(5, lambda send: send(1))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.prewarm.hazard import Factor, Waits, age_edges, fit_hazards
-from hicachectl.prewarm.plan import Plan, plan_order
+from hicachectl.prewarm.plan import TracePlan, plan_order
 from hicachectl.prewarm.uses import link_requests, walk_uses
 from hicachectl.prewarm.value import fit_reuse
 from tests.bench.bench_prewarm_plan import captured
@@ -25,7 +25,7 @@ def chains(draw: st.DrawFn) -> list[list[int]]:
     return draw(st.lists(st.sampled_from(paths), max_size=30))
 
 
-def names(plan: Plan) -> list[int]:
+def names(plan: TracePlan) -> list[int]:
     found: list[int] = plan.forest.names[plan.order].tolist()
     return found
 

@@ -14,7 +14,7 @@ import pytest
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.formats.hashing import page_hashes_hex, restorable_pages
 from hicachectl.prewarm import through_server
-from hicachectl.prewarm.through_server import Prefix, Pulled, ThroughServer, dp_ranks, prefix_of
+from hicachectl.prewarm.through_server import Prefix, PullResult, ThroughServer, dp_ranks, prefix_of
 from hicachectl.requests.chains import Hashing
 from hicachectl.requests.files import Request
 from tests.backends.http_scripts import Call, serving
@@ -22,7 +22,7 @@ from tests.backends.http_scripts import Call, serving
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    Play = Callable[..., tuple[list[Pulled], list[Call]]]
+    Play = Callable[..., tuple[list[PullResult], list[Call]]]
 
 FAST: dict[str, Any] = {"pause_s": 0.02, "api_key": "", "request_timeout_s": 10.0}
 PATIENCE_S = 60
@@ -51,7 +51,7 @@ def play() -> Play:
 
     def pull(
         script: Callable[[Call, int], None], **options: Any
-    ) -> tuple[list[Pulled], list[Call]]:
+    ) -> tuple[list[PullResult], list[Call]]:
         calls: list[Call] = []
         lock = threading.Lock()
 

@@ -11,7 +11,7 @@ import pytest
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.profile import dump_profile, parse_profile
-from hicachectl.verify.verify import Request, verify_store
+from hicachectl.verify.verify import VerifyRequest, verify_store
 from tests.checks.value_cases import expected_of, tiny
 from tests.kvgen import KvGenerator
 from tests.stores import OLD, page
@@ -207,7 +207,7 @@ def test_a_file_that_shrinks_between_listing_and_reading(store: Path) -> None:
             super().attach(arena)
             os.truncate(target, 100)
 
-    report = verify_store(Shrinking(store), Request(profile=parse_profile(GQA)))
+    report = verify_store(Shrinking(store), VerifyRequest(profile=parse_profile(GQA)))
     found = report.findings.to_pylist()
     assert [(f["code"], f["key"]) for f in found] == [("truncated", target.name)]
     assert "100 bytes when read" in found[0]["detail"]
@@ -227,7 +227,7 @@ def test_an_object_that_cannot_be_read_is_a_finding_and_the_run_goes_on(store: P
                     result.errors[index] = "Input/output error"
             return result
 
-    report = verify_store(Failing(store), Request(profile=parse_profile(GQA)))
+    report = verify_store(Failing(store), VerifyRequest(profile=parse_profile(GQA)))
     found = report.findings.to_pylist()
     assert [(f["code"], f["severity"], f["key"]) for f in found] == [
         ("unreadable", "error", target.name)
@@ -242,7 +242,7 @@ def test_evicted_while_reading_is_gone(store: Path) -> None:
             for path in store.glob(f"{page(1)}*"):
                 path.unlink()
 
-    report = verify_store(Evicting(store), Request(profile=parse_profile(GQA)))
+    report = verify_store(Evicting(store), VerifyRequest(profile=parse_profile(GQA)))
     assert len(report.findings) == 0
     assert report.document["gone"] == 4
 

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pytest
 
 from hicachectl.backends.file.store import FileStore
-from hicachectl.verify.verify import Request, _Run, verify_store
+from hicachectl.verify.verify import VerifyRequest, _Verification, verify_store
 from tests.stores import DSA, page, put, put_pages
 
 if TYPE_CHECKING:
@@ -367,7 +367,7 @@ def test_pages_evicted_during_the_scan_are_gone_and_no_finding(tmp_path: Path) -
                 (tmp_path / f"{page(number)}_m_1_2.bin").unlink()
             (tmp_path / "kept").rename(tmp_path / f"{page(39)}_m_0_2.bin")
 
-    report = verify_store(Evicting(tmp_path), Request(checks=("groups", "sizes")))
+    report = verify_store(Evicting(tmp_path), VerifyRequest(checks=("groups", "sizes")))
     assert report.findings.column("key").to_pylist() == [f"{page(0)}_m_0_2.bin"]
     assert report.document["gone"] == 10
 
@@ -435,7 +435,7 @@ def test_objects_whose_size_is_not_listed_are_said(tmp_path: Path) -> None:
                 at = batch.schema.get_field_index("nbytes")
                 yield batch.set_column(at, "nbytes", sizes)
 
-    report = verify_store(Silent(tmp_path), Request(checks=("sizes",)))
+    report = verify_store(Silent(tmp_path), VerifyRequest(checks=("sizes",)))
     assert report.document["findings"] is None
     assert not len(report.findings)
     assert "sizes" in report.document["skipped_checks"]
@@ -452,7 +452,7 @@ def test_what_is_written_while_a_long_listing_goes_on_is_in_flight(tmp_path: Pat
     put_pages(tmp_path, range(4), "_m_0_2", "_m_1_2", mtime=time.time() - 3600)
     put_pages(tmp_path, range(4, 8), "_m_0_2", mtime=time.time())
     with FileStore(tmp_path) as store:
-        run = _Run(store, Request(checks=("groups",)))
+        run = _Verification(store, VerifyRequest(checks=("groups",)))
         run.now_ns -= 300 * 10**9
         assert run.report(*IGNORE).document["counts"] == {"missing-rank": 4}  # the clock is wrong
         run.started -= 300

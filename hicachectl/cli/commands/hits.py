@@ -122,14 +122,14 @@ def _deployment(
     inventory: Inventory, profile: Profile | None, options: dict[str, Any]
 ) -> int | None:
     """Find whose servers are meant: the profile's, else the only one that the store shows."""
-    from hicachectl.profiles.inference import Choice, choose_deployment
+    from hicachectl.profiles.inference import PoolGuess, choose_deployment
 
     if profile is not None:
         return 0  # assign_affixes puts it first
     if not inventory.table.deployments and not any(r.readings for r in inventory.table.resolved):
         return None
     sizes = {axis: options[axis] for axis in AXES}
-    return choose_deployment(inventory, Choice(model=options["model"], **sizes))
+    return choose_deployment(inventory, PoolGuess(model=options["model"], **sizes))
 
 
 def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
-    from hicachectl.prewarm.inputs import Wanted
+    from hicachectl.prewarm.inputs import WarmingInputs
     from hicachectl.prewarm.page_plan import PrewarmRequest
     from hicachectl.prewarm.prewarm import PrewarmOutcome
     from hicachectl.prewarm.pulling import LiveServer
@@ -298,7 +298,7 @@ def _worked(
 
 def _request(
     ctx: click.Context, store: Store, options: dict[str, Any]
-) -> tuple[PrewarmRequest, Wanted]:
+) -> tuple[PrewarmRequest, WarmingInputs]:
     from hicachectl.move.batches import CopyOptions
     from hicachectl.prewarm.page_plan import PrewarmRequest
     from hicachectl.profiles.destination import destination_profile
@@ -364,17 +364,17 @@ def _pull(
     ctx: click.Context,
     servers: dict[str, LiveServer],
     profile: Profile,
-    wanted: Wanted,
+    wanted: WarmingInputs,
     outcome: PrewarmOutcome,
     options: dict[str, Any],
     started: float,
 ) -> None:
     """Have servers pull what DST has of each request, and note what each answered."""
-    from hicachectl.prewarm.pulling import Report, pull
+    from hicachectl.prewarm.pulling import PullReport, pull
 
     limit = options["deadline"]
     document = outcome.document
-    reports: list[Report] = []
+    reports: list[PullReport] = []
     try:
         with progress(ctx, "pulling", " requests") as advance:
             pull(

@@ -85,7 +85,7 @@ def _inferred(
     from hicachectl.backends.capabilities import Archive
     from hicachectl.formats.objects import AXES
     from hicachectl.pages.inventory import take_inventory
-    from hicachectl.profiles.inference import Choice, infer_profile
+    from hicachectl.profiles.inference import PoolGuess, infer_profile
     from hicachectl.profiles.sources import profile_from_options
 
     sizes = {axis: options.pop(axis) for axis in AXES}
@@ -95,6 +95,6 @@ def _inferred(
         if recorded is not None and model is None and not any(sizes.values()):
             return recorded
         inventory = take_inventory(source, on_batch=advance)
-        profile = infer_profile(inventory, source.grammar, Choice(model=model, **sizes))
+        profile = infer_profile(inventory, source.grammar, PoolGuess(model=model, **sizes))
     remark(ctx, f"inferred from {store}: only shards, pools and sizes that were seen")
     return profile

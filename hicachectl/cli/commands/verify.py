@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.verify.sampling import Sample
-    from hicachectl.verify.verify import Report, Request
+    from hicachectl.verify.verify import VerifyReport, VerifyRequest
 
 
 class _Command(click.Command):
@@ -271,7 +271,7 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
         raise click.UsageError("--sample-slice needs --sample")
 
 
-def _refuse_impossible_checks(ctx: click.Context, store: Store, request: Request) -> None:
+def _refuse_impossible_checks(ctx: click.Context, store: Store, request: VerifyRequest) -> None:
     """Fail on a check that was named and cannot run."""
     if ctx.get_parameter_source("checks") is click.core.ParameterSource.DEFAULT:
         return
@@ -279,7 +279,7 @@ def _refuse_impossible_checks(ctx: click.Context, store: Store, request: Request
         raise click.UsageError(f"--checks {check}: {why}; or leave out {check}")
 
 
-def _refuse_what_is_lacking(store: Any, request: Request, options: dict[str, Any]) -> None:
+def _refuse_what_is_lacking(store: Any, request: VerifyRequest, options: dict[str, Any]) -> None:
     """Fail on options that make no sense for the store, before it is read."""
     unknown = sorted(set(request.identity) - set(store.traits.version_fields))
     if unknown:
@@ -304,12 +304,12 @@ def _refuse_what_is_lacking(store: Any, request: Request, options: dict[str, Any
         check_stamp_place(store, request.real_profile.key_model)
 
 
-def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> Request:
+def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyRequest:
     from hicachectl.checks.catalogs import load_catalog
     from hicachectl.device.devices import parse_devices
     from hicachectl.pages.selection import Selection
     from hicachectl.profiles.sources import profile_from_options
-    from hicachectl.verify.verify import Request
+    from hicachectl.verify.verify import VerifyRequest
 
     path = options["catalog"]
     begins = options["update_catalog"] and path is not None and not path.exists()
@@ -323,7 +323,7 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> Request
         looks_only=options["repair"] == "none" and not keeps,
         warn=partial(remark, ctx),
     )
-    return Request(
+    return VerifyRequest(
         profile=profile,
         checks=options["checks"],
         selection=Selection(
@@ -367,7 +367,11 @@ def _sample(text: str | None, number: int | None) -> Sample | None:
 
 
 def _keep_records(
-    ctx: click.Context, store: Any, request: Request, report: Report, options: dict[str, Any]
+    ctx: click.Context,
+    store: Any,
+    request: VerifyRequest,
+    report: VerifyReport,
+    options: dict[str, Any],
 ) -> None:
     """Write the catalog and the stamp, where asked for."""
     if report.catalog is not None:
@@ -383,7 +387,7 @@ def _keep_records(
         remark(ctx, f"stamped: {path}")
 
 
-def _lines(report: Report, colour: bool) -> Iterator[str]:
+def _lines(report: VerifyReport, colour: bool) -> Iterator[str]:
     from hicachectl.cli.output import table_lines
     from hicachectl.text.units import human_size
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.move.planning import RepairPlan
     from hicachectl.move.reports import GroupReport
-    from hicachectl.verify.verify import Report, Request
+    from hicachectl.verify.verify import VerifyReport, VerifyRequest
 
 repair_options = stack(
     click.option(
@@ -72,7 +72,7 @@ def refuse_early(options: dict[str, Any]) -> None:
     require_consent(yes=options["yes"], dry_run=options["dry_run"])
 
 
-def refuse_without_profile(request: Request) -> None:
+def refuse_without_profile(request: VerifyRequest) -> None:
     """Refuse to repair by expectations that come from the store itself."""
     if request.repairs and request.real_profile is None:
         raise UsageError(
@@ -95,11 +95,11 @@ def earlier_runs(ctx: click.Context, store: Store, options: dict[str, Any]) -> E
 def repaired(
     ctx: click.Context,
     store: Store,
-    request: Request,
-    report: Report,
+    request: VerifyRequest,
+    report: VerifyReport,
     options: dict[str, Any],
     earlier: EarlierRuns | None,
-) -> tuple[Report, bool]:
+) -> tuple[VerifyReport, bool]:
     """Repair what a report asks for; the report with its counts, and whether all went well.
 
     earlier: as `earlier_runs` gave it.
@@ -145,7 +145,7 @@ def repaired(
 
 
 def _with_descendants(
-    plan: RepairPlan, request: Request, report: Report, options: dict[str, Any]
+    plan: RepairPlan, request: VerifyRequest, report: VerifyReport, options: dict[str, Any]
 ) -> RepairPlan:
     from hicachectl.move.planning import with_descendants
     from hicachectl.requests.chains import Hashing, hex_chains
@@ -157,7 +157,7 @@ def _with_descendants(
     return with_descendants(plan, report.groups, chains)
 
 
-def _question(store: Store, report: Report, plan: RepairPlan, options: dict[str, Any]) -> str:
+def _question(store: Store, report: VerifyReport, plan: RepairPlan, options: dict[str, Any]) -> str:
     from hicachectl.text.units import human_size
 
     nbytes = human_size(report.groups.total_bytes(plan.groups))

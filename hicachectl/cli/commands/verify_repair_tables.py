@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.backends.hf3fs.page_tables import PageTables, TableState
     from hicachectl.move.planning import RepairPlan
-    from hicachectl.verify.verify import Report
+    from hicachectl.verify.verify import VerifyReport
 
 _SAVES_S = 150.0  # the metadata server saves every 60 s by default; two saves, and some
 _POLL_S = 0.5
@@ -28,7 +28,7 @@ writers_stopped_option = click.option(
 )
 
 
-def repair_tables(ctx: click.Context, store: Store, report: Report, *, dry_run: bool) -> None:
+def repair_tables(ctx: click.Context, store: Store, report: VerifyReport, *, dry_run: bool) -> None:
     """Delete keys whose entries in a table are wrong, all keys of a page at once."""
     from hicachectl.backends.hf3fs.page_tables import PageTables
     from hicachectl.move.page_table_repair import bad_rows, delete_keys, plan_repair
@@ -63,7 +63,11 @@ def repair_tables(ctx: click.Context, store: Store, report: Report, *, dry_run: 
 
 
 def write_repaired_snapshot(
-    ctx: click.Context, store: Store, report: Report, plan: RepairPlan, options: dict[str, Any]
+    ctx: click.Context,
+    store: Store,
+    report: VerifyReport,
+    plan: RepairPlan,
+    options: dict[str, Any],
 ) -> bool:
     """Write tables without the bad groups beside the snapshot, where no server answers for them.
 
