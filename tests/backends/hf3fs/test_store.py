@@ -186,6 +186,7 @@ def test_without_a_server_the_snapshot_alone_is_listed_and_read(place: Place) ->
         _, (found,) = read(store, rows_of([KEY]), [PAGE_BYTES])
         assert found == page(1)
         list(store.scan())
+        assert not store.confirms
         assert re.match(r"listed from a snapshot saved [0-9]s ago", store.remarks[0])
         with pytest.raises(UnsupportedByBackend, match="server="):
             store.delete(rows_of([KEY]))
@@ -421,6 +422,7 @@ def test_confirming_tells_where_keys_are_now_and_makes_them_the_most_recent(
     rows = scanned_rows(store, [KEY, OTHER, THIRD])
     place.delete(OTHER)
     place.server.confirm(0, [(name_of(THIRD), 0)])
+    assert store.confirms
     assert store.confirm(rows).tolist() == [Status.OK, Status.GONE, Status.CHANGED]
     assert place.server.keys_by_recency(0) == [name_of(KEY), name_of(THIRD)]
     assert store.touched_keys == 2  # those that are there
