@@ -10,24 +10,24 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT, Arena, place
-from hicachectl.backends.base import Status
-from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
+from hicachectl.backends.base import Result, Status
 from hicachectl.move.batches import Action, CopyBatch, CopyOptions, cut
 from hicachectl.move.copying import Executor
-from hicachectl.move.order import Failures, GroupObjects
+from hicachectl.move.order import Failures, GroupObjects, publish
 from hicachectl.move.results import GroupStatus, MoveResult
 from hicachectl.pages.group_table import ABSENT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from hicachectl.backends.base import BoolArray, IntArray, Store
 
+MEMORY_BYTES = 512 << 20  # touched only as far as objects need it
 _BATCH_BYTES = 64 << 20  # in memory, with what is read back
 
 
 @contextmanager
-def copy_memory(store: Store, nbytes: int = DEFAULT_BUFFER_BYTES) -> Iterator[Arena]:
+def copy_memory(store: Store, nbytes: int = MEMORY_BYTES) -> Iterator[Arena]:
     """Attach an arena to a store for many calls of `copy_groups`.
 
     Stores that register memory do so once. Pages are taken when they are first touched.
@@ -57,8 +57,8 @@ def copy_groups(
     rows, targets: [n] the same objects as rows of the source and of the destination. objects: their
     keys for messages, and their groups. sizes: [n] bytes of each. pages: [k] of the groups.
     on_gone: why a group fails of which a source object is gone; None: it is left out.
-    arena: of `copy_memory`, attached to one of the stores. A group that does not fit into it twice
-    fails.
+    arena: of `copy_memory`, attached to one of the stores. Of a group that does not fit into it
+    twice, the objects are copied one by one; an object that does not fails.
     Return the groups as DONE, FAILED or CONFLICT. Raises StoreUnavailable.
     """
     result = MoveResult.of(pages, objects=len(objects))
@@ -72,10 +72,62 @@ def copy_groups(
         source, rows, destination, options,
         arena=arena, failures=_failures(on_gone), preserve=True,
     )  # fmt: skip
-    batches = _batches(targets, objects, sizes, result, executor, arena.nbytes)
+    need = np.zeros(len(pages), dtype=np.int64)
+    np.add.at(need, objects.owners, 2 * _aligned(sizes))
+    large = need > arena.nbytes
+    lone = np.bincount(objects.owners, minlength=len(pages)) == 1
+    for at in np.flatnonzero((large & lone)[objects.owners]).tolist():
+        why = f"larger than the buffer of {arena.nbytes // 2} bytes"
+        key = objects.keys[at].as_py()
+        result.fail(int(objects.owners[at]), GroupStatus.FAILED, key, why)
+    fitting = np.flatnonzero(~large)
+    batches = _batches(targets, objects, sizes, result, executor, fitting, arena.nbytes)
     executor.run(batches, on_done=include)
     result.full = executor.full.is_set()
+
+    def copy_alone(places: IntArray) -> MoveResult:
+        some, owners = pa.array(places), np.arange(len(places))
+        return copy_groups(
+            source, rows.take(some), destination, targets.take(some),
+            GroupObjects(objects.keys.take(some), owners, objects.anchors[places]), sizes[places],
+            pages.take(pa.array(objects.owners[places])), arena=arena, on_gone=on_gone,
+        )  # fmt: skip
+
+    def undo(places: IntArray) -> Result:
+        return destination.undo_writes(targets.take(pa.array(places)))
+
+    by_object = np.flatnonzero((large & ~lone)[objects.owners])
+    if len(by_object):
+        _copy_by_object(objects, by_object, result, copy_alone, undo, executor.failures)
+        result.nbytes += int(sizes[by_object[result.written[by_object]]].sum())
     return result
+
+
+def _copy_by_object(
+    objects: GroupObjects,
+    chosen: IntArray,
+    result: MoveResult,
+    copy_alone: Callable[[IntArray], MoveResult],
+    undo: Callable[[IntArray], Result],
+    failures: Failures,
+) -> None:
+    """Publish groups that do not fit into memory, an object at a time.
+
+    chosen: places of their objects. copy_alone: copies objects, each as a group of its own.
+    """
+
+    def write(places: IntArray) -> Result:
+        copied = copy_alone(places)
+        result.full |= copied.full
+        statuses = np.full(len(places), Status.ERROR, dtype=np.uint8)
+        statuses[copied.open] = Status.GONE  # left out
+        statuses[copied.written] = Status.OK
+        statuses[copied.statuses == GroupStatus.CONFLICT] = Status.EXISTS
+        return Result(statuses, {each.group: each.detail for each in copied.problems})
+
+    written = publish(objects, chosen, result, write=write, undo=undo, failures=failures)
+    result.written |= written
+    result.objects += int(written.sum())
 
 
 def _failures(on_gone: str | None) -> Failures:
@@ -117,20 +169,16 @@ def _batches(
     sizes: IntArray,
     result: MoveResult,
     executor: Executor[_Batch],
+    fitting: IntArray,
     buffer_bytes: int,
 ) -> Iterator[_Batch]:
-    """Cut the groups of a backup into batches; fail those that never fit."""
-    need = np.zeros(len(result.statuses), dtype=np.int64)
-    np.add.at(need, objects.owners, 2 * (-(-sizes // ALIGNMENT) * ALIGNMENT))
+    """Cut groups of a backup into batches. fitting: the groups."""
     order = np.argsort(objects.owners, kind="stable")
-    for place_ in order[need[objects.owners[order]] > buffer_bytes].tolist():
-        group, key = int(objects.owners[place_]), objects.keys[place_].as_py()
-        why = f"larger than the buffer of {buffer_bytes} bytes"
-        result.fail(group, GroupStatus.FAILED, key, why)
-    order = order[result.open[objects.owners[order]]]
+    order = order[np.isin(objects.owners[order], fitting)]
     groups, starts, counts = np.unique(objects.owners[order], return_index=True, return_counts=True)
+    need = np.add.reduceat(2 * _aligned(sizes[order]), starts) if len(order) else starts
     spans = cut(
-        need[groups],
+        need,
         counts,
         first_bytes=_BATCH_BYTES,
         most_bytes=min(_BATCH_BYTES, buffer_bytes),
@@ -161,6 +209,11 @@ def _batches(
             groups=own,
             places=some,
         )
+
+
+def _aligned(sizes: IntArray) -> IntArray:
+    aligned: IntArray = -(-sizes // ALIGNMENT) * ALIGNMENT
+    return aligned
 
 
 def same_bytes(

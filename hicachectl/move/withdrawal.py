@@ -22,7 +22,7 @@ from hicachectl.backends.capabilities import open_mover
 from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.quarantine import BEGUN
-from hicachectl.move.backups import copy_groups, copy_memory
+from hicachectl.move.backups import MEMORY_BYTES, copy_groups, copy_memory
 from hicachectl.move.listed import ListedGroups
 from hicachectl.move.order import GroupObjects, Sighting, remove_once, withdraw
 from hicachectl.move.planning import RepairPlan
@@ -64,6 +64,7 @@ def remove_groups(
     quarantine: str | None = None,
     dry_run: bool = False,
     settle_seconds: float = SETTLE_SECONDS,
+    buffer_bytes: int = MEMORY_BYTES,
     on_progress: Callable[[int], None] = lambda groups: None,
 ) -> GroupReport:
     """Remove the groups of a plan from the store.
@@ -72,6 +73,7 @@ def remove_groups(
     since the scan are told from damaged ones. mode delete keeps nothing; its quarantine then has
     only the records of what is being done.
     settle_seconds: how long to watch a store with a writer for pages it has half written.
+    buffer_bytes: memory for copies, if less than `MEMORY_BYTES`.
     on_progress is told how many groups were dealt with. Raises UsageError on a quarantine that
     cannot be one, StoreUnavailable; what happens to one object is in the result.
     """
@@ -83,7 +85,8 @@ def remove_groups(
         return _rehearsed(groups, plan, listed, mode, place)
     newest_ns = int(groups.newest_ns.max()) if len(groups) else 0
     live = newest_ns > time.time_ns() - int(LIVE_SECONDS * 1e9)
-    with _Worker(store, place, mode, watches=live) as worker:
+    memory_bytes = min(buffer_bytes, MEMORY_BYTES)
+    with _Worker(store, place, mode, watches=live, memory_bytes=memory_bytes) as worker:
         for batch in listed.batches():
             worker.work(batch)
             on_progress(len(batch))
@@ -317,7 +320,13 @@ class _Worker:
     """Takes batches of groups out of one store."""
 
     def __init__(
-        self, store: Store, place: Quarantine | None, mode: Mode, *, watches: bool = False
+        self,
+        store: Store,
+        place: Quarantine | None,
+        mode: Mode,
+        *,
+        watches: bool = False,
+        memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         self.full = False  # the quarantine has no room: nothing more is begun
         self.tried = 0
@@ -326,7 +335,7 @@ class _Worker:
         self._mode: Mode = mode
         self._run = None if place is None else Run(place)
         self._exits = ExitStack()
-        self._memory = cache(lambda: self._exits.enter_context(copy_memory(store)))
+        self._memory = cache(lambda: self._exits.enter_context(copy_memory(store, memory_bytes)))
         self._watches = watches
         self._watched: list[tuple[RecordedGroups, MoveResult, IntArray]] = []
         self._rows: list[pa.Table] = []

@@ -133,6 +133,7 @@ def repaired(
             mode=options["repair"],
             quarantine=options["quarantine"],
             dry_run=options["dry_run"],
+            buffer_bytes=options["buffer_bytes"],
             on_progress=advance,
         )
     release_leaked(ctx, store, options)
