@@ -1,0 +1,52 @@
+"""Wording that several modules share, so that the same problem reads the same everywhere.
+
+A message names the object or option first, then says what happened, then gives the next step:
+`PLACE: what happened; next step`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+GIVE_PROFILE = "give --profile, --model-config or --server"
+
+
+def reason_of(error: Exception) -> str:
+    """Return the system's text for an error, without its number and file name."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def failed(place: object, action: str, error: Exception, next_step: str = "") -> str:
+    """Return the message for a failed system call.
+
+    place: file, directory or URL. action: follows "cannot", such as "read the snapshot".
+    """
+    return with_next(f"{place}: cannot {action}: {reason_of(error)}", next_step)
+
+
+def with_next(problem: str, next_step: str) -> str:
+    """Append the next step, where there is one, to a problem."""
+    return f"{problem}; {next_step}" if next_step else problem
+
+
+def not_one_of(name: str, value: object, choices: Iterable[object]) -> str:
+    """Return the message for a value that is not among the choices."""
+    return f"{name}: {value!r} is not one of {', '.join(map(str, choices))}"
+
+
+def lock_held(path: object) -> str:
+    """Return the message for a run that did nothing because of a lock."""
+    return f"{path}: another process holds this lock; nothing was done"
+
+
+def needs_profile(what: str) -> str:
+    """Return the message for a request that only a profile can serve."""
+    return f"{what} needs a profile; {GIVE_PROFILE}"
+
+
+def inferred_refused(what: str) -> str:
+    """Return the message for a request that an inferred profile cannot serve."""
+    return f"{what} needs a given profile, not one inferred from the store; {GIVE_PROFILE}"
