@@ -1,7 +1,8 @@
-"""The README's examples for schedulers: what they call exists, and their files are valid."""
+"""Examples in README.md and hicachectl-scheduling(7): commands parse, files are valid."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -16,13 +17,13 @@ import yaml
 from hicachectl.cli.group import cli
 from tests.skips import need_tool
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 
 
-def blocks() -> list[str]:
-    """The indented blocks of the README."""
+def readme_blocks() -> list[str]:
+    """Return the indented blocks of the README."""
     found: list[list[str]] = [[]]
-    for line in README.read_text().splitlines():
+    for line in (ROOT / "README.md").read_text().splitlines():
         if line.startswith("    ") or (not line.strip() and found[-1]):
             found[-1].append(line)
         elif found[-1]:
@@ -30,14 +31,27 @@ def blocks() -> list[str]:
     return [dedent("\n".join(block)).strip() + "\n" for block in found if block]
 
 
+def manual_blocks() -> list[str]:
+    """Return the literal blocks of hicachectl-scheduling(7), without the escapes of mdoc."""
+    source = (ROOT / "man" / "hicachectl-scheduling.7").read_text()
+    found = re.findall(r"^\.Bd -literal$\n(.*?)^\.Ed$", source, re.MULTILINE | re.DOTALL)
+    return [text.replace("\\-", "-").replace("\\e", "\\") for text in found]
+
+
 def block_with(text: str) -> str:
-    """The only block that contains a text."""
-    (block,) = [block for block in blocks() if text in block]
+    """Return the only block of the manual page that contains a text."""
+    (block,) = [block for block in manual_blocks() if text in block]
     return block
 
 
+def crontab_lines() -> list[str]:
+    """Return the lines for cron of both documents."""
+    lines = [line for block in readme_blocks() + manual_blocks() for line in block.splitlines()]
+    return [line for line in lines if "* * " in line and "hicachectl -q" in line]
+
+
 def check_arguments(arguments: list[str]) -> None:
-    """Let click read a command line, and run nothing."""
+    """Parse a command line with click without running the command."""
     own = next(at for at, text in enumerate(arguments) if not text.startswith("-"))
     with click.Context(cli, **cli.context_settings) as ctx:
         command = cli.get_command(ctx, arguments[own])
@@ -47,9 +61,9 @@ def check_arguments(arguments: list[str]) -> None:
 
 
 def commands() -> list[list[str]]:
-    """Every `hicachectl …` of the README's blocks."""
+    """Return the arguments of each `hicachectl …` in the README's blocks."""
     found = []
-    for block in blocks():
+    for block in readme_blocks():
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("hicachectl "):
                 found.append(shlex.split(line, comments=True)[1:])
@@ -61,22 +75,29 @@ def test_the_commands_of_the_readme_are_understood(arguments: list[str]) -> None
     check_arguments(arguments)
 
 
-def test_the_crontab_line_is_understood() -> None:
-    fields = block_with("40 5 * * 1-5  hicachectl").split(None, 5)
+def test_both_documents_have_the_same_lines_for_cron() -> None:
+    lines = crontab_lines()
+    assert len(lines) == 4
+    assert lines[:2] == lines[2:]
+
+
+@pytest.mark.parametrize("line", crontab_lines()[:2], ids=["verify", "prewarm"])
+def test_a_crontab_line_is_understood(line: str) -> None:
+    fields = line.split(None, 5)
     assert len(fields) == 6
+    assert "%" not in fields[5].replace("\\%", "")  # cron makes an unescaped one a line end
     check_arguments(shlex.split(fields[5])[1:])
 
 
 def test_the_units_of_systemd_are_valid(tmp_path: Path) -> None:
-    text = block_with("OnCalendar=")
-    service, timer = text.split("\n\n[Unit]", 1)
+    service, timer = block_with("ExecStart="), block_with("OnCalendar=")
     (line,) = [line for line in service.splitlines() if line.startswith("ExecStart=")]
     check_arguments(shlex.split(line.removeprefix("ExecStart="))[1:])
     tool = need_tool("systemd-analyze", "systemd")
     (tmp_path / "hicachectl-prewarm.service").write_text(
         service.replace("/usr/local/bin/hicachectl", "/bin/true")
     )
-    (tmp_path / "hicachectl-prewarm.timer").write_text("[Unit]" + timer)
+    (tmp_path / "hicachectl-prewarm.timer").write_text(timer)
     done = subprocess.run(
         [tool, "verify", *map(str, tmp_path.iterdir())],
         capture_output=True,
