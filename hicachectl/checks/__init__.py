@@ -1,1 +1,1 @@
-"""One module per family of findings."""
+"""Checks of stores, and their findings."""

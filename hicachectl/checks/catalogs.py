@@ -1,4 +1,4 @@
-"""Catalog files, and what a run makes of them: compare, then carry forward."""
+"""Read, compare and update catalogs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from hicachectl.backends.disk.durable import whole_file
 from hicachectl.formats.catalog import SCHEMA, Catalog, read_catalog, write_catalog
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
     from hicachectl.backends.disk.permissions import Permissions
     from hicachectl.pages.inventory import IntArray
 
-UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)  # what became of an object since it was recorded
+UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)  # change of an object since its entry was recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Digested:
-    """Objects that were digested in a run, [n] each.
+    """Digested objects; each field [n].
 
     identities: [n, len(identity_fields)] uint64. digests: [n, 32] uint8.
     """
@@ -44,33 +45,36 @@ class Digested:
 
 
 def load_catalog(path: Path) -> Catalog:
-    """Read a catalog file. Raises UsageError when it cannot be read, FormatError on its content."""
+    """Read a catalog file.
+
+    Raises UsageError if the file cannot be read, FormatError if the content is not a catalog.
+    """
     try:
-        # To map a FIFO would wait for a writer, where no signal is taken.
+        # Opening a FIFO would block, deaf to signals, until a writer comes.
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError(0, "not a regular file")
         with pa.memory_map(str(path)) as mapped:
             return read_catalog(mapped.read_buffer(), source=str(path))
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+        raise UsageError(failed(path, "read the catalog", error)) from error
 
 
 def save_catalog(catalog: Catalog, path: Path, readable_by: Permissions | None = None) -> None:
-    """Replace a catalog file, whole or not at all. Raises UsageError.
+    """Replace a catalog file atomically. Raises UsageError if the file cannot be written.
 
-    readable_by: who may list the store; a new catalog is no more readable.
+    readable_by: the users who may list the store; a new catalog is readable to them at most.
     """
     with whole_file(path, durable=True, readable_by=readable_by) as stream:
         stream.write(write_catalog(catalog))
 
 
 def compare(catalog: Catalog, digested: Digested, fields: tuple[str, ...]) -> npt.NDArray[np.int8]:
-    """Say what became of each object: UNKNOWN to the catalog, SAME, REWRITTEN or a MISMATCH.
+    """Return UNKNOWN (no entry), SAME, REWRITTEN or MISMATCH for each object, [n].
 
-    fields: the identity fields that must be equal for an object to be the one recorded. Without
-    any in common with the catalog, nothing shows that an object was rewritten.
+    fields: identity fields; if all are equal, the object was not rewritten. If the catalog has
+    none of them, every difference is a MISMATCH.
     """
-    if not len(catalog.entries):  # nothing to take the place of what is unknown
+    if not len(catalog.entries):  # `take` needs an entry
         return np.full(len(digested), UNKNOWN, dtype=np.int8)
     places = _places(catalog, digested.keys)
     known = places >= 0
@@ -94,10 +98,10 @@ def carry_forward(
     present: pa.BinaryArray,
     now_ns: int,
 ) -> Catalog:
-    """Make the catalog after a run: what was digested, and what was recorded and is still there.
+    """Return the catalog after a run: the digested objects, and other entries still in the store.
 
-    A mismatch keeps its old entry, so that the next run reports it too. present: every key the
-    store has.
+    A mismatch keeps its old entry, so the next run reports the mismatch again. present: all keys
+    of the store.
     """
     kept = SCHEMA.empty_table() if catalog is None else catalog.entries
     recorded = np.flatnonzero(outcome != MISMATCH)
@@ -140,7 +144,7 @@ def _places(catalog: Catalog, keys: pa.BinaryArray) -> IntArray:
 def _same_object(
     catalog: Catalog, recorded: pa.Table, digested: Digested, fields: tuple[str, ...]
 ) -> npt.NDArray[np.bool_]:
-    """Say whether the identity that was recorded is still the object's, in the given fields."""
+    """Return which objects have the recorded values in the identity fields, [n]."""
     used = [f for f in fields if f in catalog.identity_fields and f in digested.identity_fields]
     if not used:
         return np.ones(len(digested), dtype=np.bool_)
@@ -157,7 +161,7 @@ def _same_object(
 
 
 def _rows(column: pa.Array | pa.ChunkedArray, width: int) -> npt.NDArray[np.uint8]:
-    """Binary values of one width as [n, width] uint8."""
+    """Return binary values of one width as [n, width] uint8."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     fixed = pc.cast(column, pa.binary(width))
@@ -167,7 +171,7 @@ def _rows(column: pa.Array | pa.ChunkedArray, width: int) -> npt.NDArray[np.uint
 
 
 def _fixed(values: npt.NDArray[np.uint8]) -> pa.Array:
-    """[n, width] uint8 as fixed-size binary, not copied."""
+    """Return [n, width] uint8 as fixed-size binary, without a copy."""
     width = values.shape[1]
     flat = pa.py_buffer(np.ascontiguousarray(values).reshape(-1))
     return pa.Array.from_buffers(pa.binary(width), len(values), [None, flat])

@@ -1,4 +1,4 @@
-"""Check `digests`: objects whose bytes are no longer those that a catalog recorded."""
+"""Check `digests`: compare the bytes of objects with a catalog."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def check_digests(given: CheckInput) -> Iterator[pa.Table]:
-    """Report what the comparison with a catalog found: digest-mismatch and re-recorded."""
+    """Yield digest-mismatch and re-recorded findings from a comparison with a catalog."""
     if given.digested is None or given.compared is None:
         return
     rows = np.flatnonzero(given.digested)
     mismatches = rows[given.compared == MISMATCH]
-    detail = "other bytes than recorded, and not rewritten"
+    detail = "bytes differ from the catalog, but the store shows no rewrite since"
     rule = VERSIONS_RECUR if given.store.traits.versions_recur else None
     yield object_findings(given.inventory, mismatches, "digest-mismatch", detail, rule=rule)
     rewritten = rows[given.compared == REWRITTEN]
-    detail = "rewritten since it was recorded"
+    detail = "rewritten since the catalog recorded the object"
     yield object_findings(given.inventory, rewritten, "re-recorded", detail)

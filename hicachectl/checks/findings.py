@@ -1,4 +1,4 @@
-"""Findings: one thing wrong each, as rows of an Arrow table."""
+"""Tables of findings: one row for each problem."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def findings(
     detail: str | pa.Array,
     rule: str | None = None,
 ) -> pa.Table:
-    """Make a finding of one code for each key. detail: of all of them, or [keys] of each.
+    """Return one finding of a code for each key.
 
-    rule: the one of the code's rules that holds. Raises ValueError on a code or a rule that no
-    registered check declares, also where there are no keys.
+    detail: one text for all, or [keys]. rule: the code's rule that applies. Raises ValueError if
+    no registered check declares the code or the rule, even without keys.
     """
     severity = severity_of(code, rule)
     return _table(len(keys), code, severity, pages, pools, parts, keys, detail)
@@ -49,7 +49,7 @@ def object_findings(
     *,
     rule: str | None = None,
 ) -> pa.Table:
-    """Make a finding for each of some objects. detail: of all of them, or [rows] of each.
+    """Return one finding of a code for each row; detail: one text for all, or [rows].
 
     Raises ValueError as `findings` does.
     """
@@ -66,12 +66,12 @@ def object_findings(
 
 
 def reasons(code: str, *, pages: pa.Array, detail: str) -> pa.Table:
-    """Make rows that say why pages are removed where no finding asked for it."""
+    """Return rows that give the reason for removing pages without a finding."""
     return _table(len(pages), code, "info", pages, None, None, None, detail)
 
 
 def _table(count: int, *columns: str | pa.Array | None) -> pa.Table:
-    """Make a table of SCHEMA; what is no array holds for each of its rows."""
+    """Return a table of SCHEMA; a column that is not an array is repeated for each row."""
     texts = [
         pa.repeat(pa.scalar(column, pa.string()), count)
         if column is None or isinstance(column, str)
@@ -82,7 +82,7 @@ def _table(count: int, *columns: str | pa.Array | None) -> pa.Table:
 
 
 def without_repeats(found: pa.Table, earlier: Iterable[pa.Table]) -> pa.Table:
-    """Leave out findings of which an earlier one, of one of some tables, has the code and key."""
+    """Return the findings whose code and key no earlier finding has."""
     codes = pc.unique(found.column("code"))
     said = pa.concat_tables([SCHEMA.empty_table(), *earlier])
     said = said.filter(pc.is_in(said.column("code"), codes.drop_null()))
@@ -91,7 +91,7 @@ def without_repeats(found: pa.Table, earlier: Iterable[pa.Table]) -> pa.Table:
 
 
 def combine(tables: Iterable[pa.Table]) -> pa.Table:
-    """Gather all findings in one table: the worst first, then by code, page and key."""
+    """Return all findings in one table, worst severity first, then by code, page and key."""
     table = pa.concat_tables([SCHEMA.empty_table(), *tables]).combine_chunks()
     ranked = table.append_column("rank", pa.array(-severity_ranks(table)))
     order = [(name, "ascending") for name in ("rank", "code", "page", "key")]
@@ -99,7 +99,7 @@ def combine(tables: Iterable[pa.Table]) -> pa.Table:
 
 
 def severity_ranks(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Return the place of each finding's severity in `SEVERITIES`."""
+    """Return the index in `SEVERITIES` of each finding's severity, [n]."""
     encoded = table.column("severity").combine_chunks().dictionary_encode()
     ranks = np.array([SEVERITIES.index(s) for s in encoded.dictionary.to_pylist()], dtype=np.int64)
     return ranks[encoded.indices.to_numpy()] if len(table) else np.zeros(0, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Check `groups`: pages of which something is missing."""
+"""Check `groups`: page groups that lack objects."""
 
 from __future__ import annotations
 
@@ -23,17 +23,24 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray
 
 _WORDS = (
-    ("missing-pool", "the page's kv is there without it"),
-    ("missing-part", "other parts of the same pool and shard are there"),
-    ("missing-rank", "other ranks of the page are there"),
+    (
+        "missing-pool",
+        "object missing while the page's kv is present: servers would restore the page without it",
+    ),
+    ("missing-part", "object missing while other parts of the same pool and shard are present"),
+    (
+        "missing-rank",
+        "object missing while other ranks of the page are present: hits are lost, but no wrong "
+        "data is read",
+    ),
 )
 
 
 def check_groups(given: CheckInput) -> Iterator[pa.Table]:
-    """Find what settled groups lack, and what is left of groups without an anchor.
+    """Yield findings for incomplete groups that are not in flight.
 
-    missing-rank, -part and -pool for each missing object, orphan-sidecar for each object that is
-    left of a group without its anchor.
+    missing-rank, -part or -pool for each missing object of a group with an anchor;
+    orphan-sidecar for each object of a group without an anchor.
     """
     groups, in_flight = given.groups, given.in_flight
     tables = [_missing(groups, missing, ~in_flight) for missing in groups.missing()]
@@ -54,15 +61,15 @@ def check_groups(given: CheckInput) -> Iterator[pa.Table]:
         given.inventory,
         groups.rows_in((groups.states == ORPHAN) & ~in_flight),
         "orphan-sidecar",
-        "its page has no kv object, so that no server will ever read it",
+        "the page has no kv object: no server reads this object",
         rule=POOLS_APART if given.store.traits.evicts_pools_apart else None,
     )
 
 
 def _missing(groups: PageGroups, missing: Missing, settled: BoolArray) -> pa.Table:
-    """Describe what settled groups with an anchor lack: keys, pages, pools, parts, and the kind.
+    """Return the missing objects of settled groups with an anchor.
 
-    kind: twice the number of the code in _WORDS, and one more where only hits are lost.
+    kind: twice the index in _WORDS, plus 1 if the absence only costs hits.
     """
     counted = settled[missing.groups] & (groups.states[missing.groups] != ORPHAN)
     missing = replace(missing, groups=missing.groups[counted], specs=missing.specs[counted])
@@ -81,7 +88,7 @@ def _missing(groups: PageGroups, missing: Missing, settled: BoolArray) -> pa.Tab
 
 
 def _codes(groups: PageGroups, missing: Missing) -> IntArray:
-    """Say what the absence of each object is called: [missing] indices into _WORDS."""
+    """Return the finding code of each missing object: [missing] indices into _WORDS."""
     pool, part, rank = range(3)
     specs, table = missing.deployment.specs, groups.tables[missing.deployment_id]
     own = missing.groups - groups.span(missing.deployment_id).start
@@ -102,7 +109,7 @@ def _codes(groups: PageGroups, missing: Missing) -> IntArray:
 
 
 def _by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
-    """Give each distinct value, with the places that have it, rising."""
+    """Yield each distinct value with its indices, ascending."""
     order = np.argsort(values, kind="stable")
     distinct, starts = np.unique(values[order], return_index=True)
     yield from zip(distinct.tolist(), np.split(order, starts[1:]), strict=False)

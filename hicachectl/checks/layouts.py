@@ -1,4 +1,4 @@
-"""Check one object's bytes against the other layouts SGLang could have stored the pool in."""
+"""Check whether an object's bytes lie in another SGLang layout than the profile's."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayoutCheck:
-    """Finds pages whose rows lie in the order of another layout than the profile's.
+    """Check for pages whose rows lie in the order of another layout.
 
-    tensors: those of the object, all of one axis order.
-    widths:  channels to compare, of each tensor.
-    scales:  of the codes that the rows of the only tensor begin with; None of plain numbers.
-    rivals:  names of the layouts of each other order.
+    rivals:  layouts of each other order, as text.
+    tensors: the object's tensors, all in one axis order.
+    widths:  channels to compare in each tensor.
+    scales:  of the codes that start each row of the only tensor; None for plain numbers.
     """
 
     layout: str
@@ -51,22 +51,22 @@ class LayoutCheck:
     scales: Column | None
 
     def __call__(self, objects: Bytes) -> Iterator[ValueIssue]:
-        """Find pages [n, nbytes] in another order."""
+        """Yield an issue for each page of [n, nbytes] in another order."""
         found = self.test.contradictions(partial(self._read, objects), len(objects))
         for index, verdict in sorted(found.items(), key=lambda item: item[0]):
             yield ValueIssue(index, "layout-mismatch", self._describe(verdict))
 
     def unseen(self, objects: Bytes) -> BoolArray:
-        """Tell which pages [n, nbytes] do not show the profile's order at a first look."""
+        """Return which pages [n, nbytes] do not show the profile's order at a first look."""
         return self.test.unseen(partial(self._read, objects), np.arange(len(objects)))
 
     def hinted(self, objects: Bytes) -> BoolArray:
-        """Tell which pages [n, nbytes] show the order of a rival at a first look."""
+        """Return which pages [n, nbytes] show a rival's order at a first look."""
         return self.test.hinted(partial(self._read, objects), np.arange(len(objects)))
 
     @property
     def looks(self) -> list[OrderLook]:
-        """The numbers that `unseen` compares, then for each rival those that `hinted` compares."""
+        """The numbers that `unseen` compares, then those of `hinted` for each rival."""
         first = self._look(self.test.first_sets, FIRST_CHANNELS)
         return [first, *(self._look(sets, SECOND_CHANNELS) for sets in self.test.second_sets)]
 
@@ -85,7 +85,7 @@ class LayoutCheck:
         )
 
     def _read(self, objects: Bytes, pages: IntArray, rows: IntArray, channels: int) -> Floats:
-        """Read log magnitudes of some channels: [pages, tensors, rows, channels]."""
+        """Return log magnitudes of some channels: [pages, tensors, rows, channels]."""
         places = (pages[:, np.newaxis], rows)
         if self.scales is not None:
             return _read_codes(objects, self.tensors[0], self.scales, places, channels)[:, None]
@@ -96,14 +96,14 @@ class LayoutCheck:
         rival = self.rivals[verdict.rival]
         return (
             f"rows lie in the order of {rival}, not of {self.layout}: tokens of one layer and "
-            f"head resemble each other (correlation {verdict.other:.2f}) read as {rival}, and "
-            f"not ({verdict.own:.2f}) read as {self.layout}; {verdict.sigma:.0f} standard errors "
+            f"head correlate at {verdict.other:.2f} when read as {rival}, but at "
+            f"{verdict.own:.2f} when read as {self.layout}; {verdict.sigma:.0f} standard errors "
             f"over {verdict.sets} sets of rows"
         )
 
 
 def layout_check(expected: ObjectSpec, profile: Profile) -> LayoutCheck | None:
-    """Prepare the check for one kind of object; None where no order could be told from another."""
+    """Return the check for one spec; None if no other order is distinguishable."""
     pool = profile.pool(expected.coordinate.pool)
     if pool is None or not expected.tensors:
         return None
@@ -143,7 +143,7 @@ def _read_floats(
 def _read_codes(
     objects: Bytes, tensor: TensorLayout, scales: Column, places: _Places, channels: int
 ) -> Floats:
-    """Read codes times scales; fp8 logarithms have three mantissa bits, so take as many here."""
+    """Read codes times scales; the scales keep three mantissa bits, as fp8 logarithms have."""
     stored = _rows(objects, tensor)
     codes = log_magnitudes(_spread(stored[..., : scales.offset], channels)[places])
     ends = scales.offset + scales.nbytes
@@ -160,10 +160,10 @@ def _rows(objects: Bytes, tensor: TensorLayout) -> Bytes:
 
 
 def _spread(items: Any, channels: int) -> Any:
-    """View evenly spaced channels of rows, as many as asked for or a few more."""
+    """Return a view of at least `channels` evenly spaced channels of each row."""
     return items[..., :: _channel_step(items.shape[-1], channels)]
 
 
 def _channel_step(width: int, channels: int) -> int:
-    # A power of two, so that every tile of 128 codes gives as many.
+    # A power of two takes equally many channels from each tile of 128 codes.
     return 1 << (max(1, width // channels).bit_length() - 1)

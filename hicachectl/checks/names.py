@@ -1,4 +1,4 @@
-"""Check `names`: keys that are no object of SGLang's, or that several readings fit."""
+"""Check `names`: keys that SGLang does not write, or that have several readings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_names(given: CheckInput) -> Iterator[pa.Table]:
-    """Find foreign-object, stale-temporary and ambiguous-key, from names alone."""
+    """Yield foreign-object, stale-temporary and ambiguous-key findings, from keys alone."""
     inventory = given.inventory
     foreign = np.flatnonzero(inventory.is_foreign)
     yield from _foreign(inventory, foreign, given.now_ns - given.grace_ns)
@@ -30,9 +30,9 @@ def check_names(given: CheckInput) -> Iterator[pa.Table]:
 
 
 def stale_temporaries(objects: pa.Table | pa.RecordBatch, settled_ns: int) -> pa.BooleanArray:
-    """Tell which files a write left behind: temporary ones, last written to by then.
+    """Return which files are temporary and not written after settled_ns (Unix nanoseconds).
 
-    objects: with key and mtime_ns; an unknown time counts as old. settled_ns: Unix nanoseconds.
+    objects: has key and mtime_ns; an unknown time counts as old.
     """
     temporary = pc.match_substring_regex(objects.column("key"), TEMPORARY_PATTERN)
     settled = pc.less_equal(pc.fill_null(objects.column("mtime_ns"), 0), settled_ns)
@@ -48,22 +48,22 @@ def _foreign(inventory: Inventory, rows: np.ndarray, settled_ns: int) -> Iterato
     yield findings(
         "stale-temporary",
         keys=key_text(keys.filter(stale_temporaries(objects, settled_ns))),
-        detail="left by a write that did not finish; nothing reads it, safe to delete",
+        detail="left by an unfinished write; no server reads the file, so deleting it is safe",
     )
     yield findings(
         "foreign-object",
         keys=key_text(keys.filter(warm_up)),
-        detail="warm-up key of a Mooncake client",
+        detail="warm-up key of a Mooncake client, not a page",
     )
     yield findings(
         "foreign-object",
         keys=key_text(keys.filter(pc.invert(pc.or_(temporary, warm_up)))),
-        detail="not a key that SGLang writes",
+        detail="not a key that SGLang writes; no server reads the object",
     )
 
 
 def _ambiguous(inventory: Inventory) -> Iterator[pa.Table]:
-    """One finding for each ambiguous affix, at its first object: all its keys read alike."""
+    """Yield one finding for each ambiguous affix, with its first key."""
     described = ambiguous_affixes(inventory)
     if not described:
         return

@@ -1,4 +1,4 @@
-"""Check the page tables of a 3FS store: what keys, free pages and data files say of each other."""
+"""Check the page tables of a 3FS store: compare keys, free pages and data files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     BoolArray = npt.NDArray[np.bool_]
     IntArray = npt.NDArray[np.int64]
 
-_NAMED_PAGES = 8  # leaked ones that a finding lists
+_NAMED_PAGES = 8  # leaked pages, or ranks, that a finding lists
 _COMPARED_AT_ONCE = 1 << 20
 _PAGE_AND_REST = r"(?s)^(?P<page>[0-9a-f]{64})(?P<rest>.*)$"
 _NS = 1_000_000_000
@@ -34,13 +34,14 @@ _NS = 1_000_000_000
 def check_page_tables(
     state: TableState, *, grace_s: float, earlier: Sequence[TableState] | None = None
 ) -> Iterator[pa.Table]:
-    """Find what is wrong with saved tables: tables of findings, some of them empty.
+    """Yield tables of findings about saved page tables, some of them empty.
 
-    earlier: states that were saved before; what is not leaked in all of them is being written, and
-    no finding; nothing is where there are none. None: all of it is one.
+    earlier: states saved before. A page counts as leaked only if it is leaked in all of them;
+    other pages may be in use by a writer. An empty sequence reports no leaked page, None reports
+    all.
 
-    On a live store page-index-free is a suspicion: the server gathers keys before free pages, so
-    that a key deleted in between is in both. It holds for a key that is still there on that page.
+    On a live store page-index-free is only a suspicion: the server saves keys before free pages,
+    so a key deleted in between is in both. The finding holds if the key keeps that page.
     """
     known = [{table.name: table for table in saved.tables} for saved in earlier or ()]
     for table in state.tables:
@@ -54,11 +55,11 @@ def check_page_tables(
     yield from _page_counts(state.tables)
 
 
-# what tables hold: also what repair goes by
+# contents of tables, used by repair too
 
 
 def holders(table: PageTable) -> IntArray:
-    """Count the keys that have each key's page, [m]."""
+    """Return how many keys have each key's page, [m]."""
     held_by = np.ones(len(table.indices), dtype=np.int64)
     ordered = np.sort(table.indices)
     repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
@@ -70,18 +71,18 @@ def holders(table: PageTable) -> IntArray:
 
 
 def mapped_and_free(table: PageTable) -> BoolArray:
-    """Say which keys have a page that is free, [m] bool."""
+    """Return which keys have a page that is free, [m] bool."""
     return np.isin(table.indices, table.free)
 
 
 def out_of_range(table: PageTable) -> BoolArray:
-    """Say which keys have a page that the table has not, [m] bool."""
+    """Return which keys have a page outside the table, [m] bool."""
     return table.indices >= table.num_pages
 
 
 @dataclass(frozen=True, slots=True)
 class PageRuns:
-    """Sets of consecutive pages, in order: as small as the table, however many pages it claims."""
+    """Runs of consecutive pages, in order; no larger than the table, however many pages it has."""
 
     starts: IntArray
     lengths: IntArray
@@ -90,7 +91,7 @@ class PageRuns:
         return int(self.lengths.sum())
 
     def first(self, count: int) -> list[int]:
-        """List the first pages, at most `count`."""
+        """Return the first pages, at most `count`."""
         pages: list[int] = []
         for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
             pages += range(start, start + min(length, count - len(pages)))
@@ -100,7 +101,7 @@ class PageRuns:
 
 
 def leaked_pages(*tables: PageTable) -> PageRuns:
-    """Find pages that are neither free nor held by a key, in any of several states of one table."""
+    """Return the pages that are neither free nor held by a key in any state of one table."""
     lists = [pages for table in tables for pages in (table.free, table.indices)]
     num_pages = min(table.num_pages for table in tables)
     known = np.concatenate([np.array([-1, num_pages]), *lists])
@@ -122,9 +123,15 @@ def leaked_pages(*tables: PageTable) -> PageRuns:
 def _shared(table: PageTable) -> pa.Table:
     counts = holders(table)
     rows = np.flatnonzero(counts > 1)
-    # Those of one page stand together.
+    # Keys of one page stand together.
     rows = rows[np.argsort(table.indices[rows], kind="stable")]
-    detail = ("page ", table.indices[rows], " is held by ", counts[rows], " keys")
+    detail = (
+        "page ",
+        table.indices[rows],
+        " is held by ",
+        counts[rows],
+        " keys: at most one of them reads its own bytes",
+    )
     return _key_findings("page-index-shared", table, rows, *detail)
 
 
@@ -138,7 +145,7 @@ def _out_of_range(table: PageTable) -> pa.Table:
 
 def _mapped_and_free(table: PageTable) -> pa.Table:
     rows = np.flatnonzero(mapped_and_free(table))
-    detail = ("page ", table.indices[rows], " is also free: it is given to the next writer")
+    detail = ("page ", table.indices[rows], " is also free: the next writer may overwrite the page")
     return _key_findings("page-index-free", table, rows, *detail)
 
 
@@ -148,7 +155,7 @@ def _leaked(table: PageTable, *before: PageTable) -> pa.Table:
     named = ", ".join(map(str, pages)) + (", …" if len(leaked) > len(pages) else "")
     detail = (
         f"{len(leaked)} of {table.num_pages} pages of {table.name} are neither free nor held by a "
-        f"key, and lost until they are released: {named}"
+        f"key, so servers cannot use them until they are released: {named}"
     )
     return _table_findings("page-leaked", table.namespace, [detail] if pages else [])
 
@@ -160,12 +167,15 @@ def _checked_file(table: PageTable, state: TableState, grace_s: float) -> Iterat
         yield _wrong_stride(table, file, bytes_per_page)
     behind_ns = file.mtime_ns - state.saved_at_ns
     if behind_ns > grace_s * _NS:
-        detail = f"{file.path} was written {_duration(behind_ns)} after the snapshot was saved"
+        detail = (
+            f"{file.path} was written {_duration(behind_ns)} after the snapshot was saved: the "
+            "saved tables may not describe the file"
+        )
         yield _table_findings("snapshot-stale", table.namespace, [detail])
 
 
 def _duration(length_ns: int) -> str:
-    """Write a duration for people: milliseconds, seconds, or hours, minutes and seconds."""
+    """Return a duration as text in milliseconds, seconds, or hours, minutes and seconds."""
     if length_ns >= 60 * _NS:
         return str(timedelta(seconds=length_ns // _NS))
     if length_ns >= _NS:
@@ -184,14 +194,14 @@ def _wrong_stride(table: PageTable, file: DataFile, bytes_per_page: int) -> pa.T
     whole = file.nbytes // bytes_per_page
     detail = (
         f"{table.name} has {table.num_pages} pages, but {file.path} has {whole} of "
-        f"{bytes_per_page} bytes: what wrote it has pages of another size, or the file was cut"
+        f"{bytes_per_page} bytes: the file was written with another page size, or cut"
     )
     wrong = whole != table.num_pages
     return _table_findings("page-count-mismatch", table.namespace, [detail] if wrong else [])
 
 
 def _page_counts(tables: Sequence[PageTable]) -> Iterator[pa.Table]:
-    """Compare ranks: each has a file of the same size."""
+    """Yield a finding for each namespace whose ranks have files of different sizes."""
     ranks: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for table in tables:
         ranks[table.namespace][table.num_pages].append(table.rank)
@@ -211,7 +221,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _key_findings(code: str, table: PageTable, rows: IntArray, *detail: str | IntArray) -> pa.Table:
-    """Make a finding of each row; detail: what to join."""
+    """Return a finding for each row; detail: texts and [rows] numbers, joined."""
     keys = key_text(table.names_at(rows).combine_chunks())
     page, rest = pc.extract_regex(keys, _PAGE_AND_REST).flatten()
     part = pc.if_else(
@@ -232,7 +242,7 @@ def _key_findings(code: str, table: PageTable, rows: IntArray, *detail: str | In
 
 
 def _table_findings(code: str, namespace: str, details: Sequence[str]) -> pa.Table:
-    """Make a finding of each detail, about a whole table."""
+    """Return a finding about a whole table for each detail."""
     return findings(
         code,
         keys=pa.nulls(len(details), pa.string()),

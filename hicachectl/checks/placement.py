@@ -1,4 +1,4 @@
-"""Where a store keeps its own copies of an object: copies that differ, or that are slow to get."""
+"""Check a store's replicas: replicas that differ in size, and objects without a fast replica."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _IN_MEMORY = pa.array(["memory", "nof"])  # nof: the memory of another host, ove
 
 
 def check_placement(given: CheckInput) -> Iterator[pa.Table]:
-    """Find replica-mismatch and disk-only, in a scan that has `replicas`."""
+    """Yield replica-mismatch and disk-only findings; the scan must have `replicas`."""
     inventory = given.inventory
-    if not len(inventory.objects):  # which came in no batch, and so without columns
+    if not len(inventory.objects):  # an empty scan has no batch, hence no column `replicas`
         return
     column = inventory.objects.column("replicas").combine_chunks()
     counts = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
@@ -34,7 +34,7 @@ def check_placement(given: CheckInput) -> Iterator[pa.Table]:
         return
     smallest, largest = (f.reduceat(sizes, starts) for f in (np.minimum, np.maximum))
     fast = np.logical_or.reduceat(in_memory, starts)
-    uneven, detail = rows[smallest != largest], "its replicas differ in size"
+    uneven, detail = rows[smallest != largest], "replicas of the object differ in size"
     yield object_findings(inventory, uneven, "replica-mismatch", detail)
-    detail = "no replica in memory: slow to restore"
+    detail = "no replica in memory, so restoring the object is slow"
     yield object_findings(inventory, rows[~fast], "disk-only", detail)

@@ -1,8 +1,7 @@
-"""The checks and the codes of their findings: the one list that commands, reports and repair read.
+"""Registry of checks and their finding codes, for commands, reports and repair.
 
-A check is registered with all that is known of it: its codes with their severities, what it needs,
-its function, and the device kernel where there is one. Functions are named by module, so that help
-imports none of them. Another package registers a check of its own:
+A check has codes with severities, needs, a function, and perhaps a device kernel. Functions are
+named by module, so help imports none of them. Other packages can register checks:
 
     register(ValueCheck(name=…, group=VALUES, codes=(Code("my-code", "warning"),), prepare=…))
 """
@@ -35,21 +34,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SEVERITIES = ("info", "warning", "error")
 
-# Rules that change the severity of a finding. Which of them holds, the check says.
+# Rules that change the severity of a finding. The check chooses the rule.
 COSTS_HITS_ONLY = "costs-hits-only"  # a draft or a trailing pool: no server reads wrong data
-POOLS_APART = "pools-apart"  # the store evicts each pool by itself: some sidecars are always left
+POOLS_APART = "pools-apart"  # the store evicts each pool separately: orphans are normal
 REFUSED_WHOLE = "refused-whole"  # the store refuses to read an object of another size: a miss
-VERSIONS_RECUR = "versions-recur"  # the object may have been rewritten unnoticed
+VERSIONS_RECUR = "versions-recur"  # versions repeat, so a rewrite may go unnoticed
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """One code of findings.
+    """A code of findings.
 
-    severity: one of SEVERITIES. rules: the severity under each of the rules that change it.
-    structural: the finding says that a page group lacks something; no object of it is damaged.
-    absent: its key is of an object that is not there.
-    remedy: what to do about a finding that is about no page, so that no repair acts on it.
+    severity: one of SEVERITIES. rules: severity under each rule that changes it.
+    structural: the page group lacks objects; none of its objects is damaged.
+    absent: the finding's key names a missing object.
+    remedy: next step for findings that are not about a page; repair does not act on them.
     """
 
     name: str
@@ -62,33 +61,33 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class CheckGroup:
-    """Checks that `--checks` chooses together. summary: their line in the help."""
+    """Checks that `--checks` selects together. summary: the group's line in the help."""
 
     name: str
     summary: str
 
 
 class Need(Enum):
-    """What a check needs; `verify.coverage.unmet_needs` says why a store or a request lacks it."""
+    """Requirements of checks; `verify.coverage.unmet_needs` explains unmet ones."""
 
-    SIZES = auto()  # of objects: listed, or told by a profile
-    REPLICAS = auto()  # the store lists its copies of each object
+    SIZES = auto()  # object sizes, listed or from a profile
+    REPLICAS = auto()  # the store lists the replicas of each object
     PAGE_TABLES = auto()  # the store has tables of keys and pages
-    PROFILE = auto()  # a real one, not inferred from the store
-    TENSORS = auto()  # a profile that tells what the bytes of objects are
-    DIGESTS = auto()  # recorded before, or to be recorded
+    PROFILE = auto()  # a given profile, not one inferred from the store
+    TENSORS = auto()  # a profile that describes the bytes of objects
+    DIGESTS = auto()  # recorded digests, or a catalog to record
     BYTES = auto()  # objects are read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckInput:
-    """A store as it was listed and, after the reading, what was found in its objects.
+    """Input of checks: the listing and, if objects were read, their digests.
 
-    in_flight: [groups] those that servers may be writing. profile: None where none was given.
-    now_ns: Unix time of the run's start. tables: of a store with page tables, as they were then.
-    digested: [objects] bool, those with a valid digest: [objects, 32] uint8. compared: of these,
-    what `checks.catalogs.compare` says; None where none were compared. remark is told what the
-    user should know, skip what cannot be told (as in `skipped_checks`) and why.
+    in_flight: [groups] bool. profile: None if none was given. now_ns: Unix time of the run's
+    start, ns. tables: page tables at that time, if the store has them. digests: [objects, 32]
+    uint8, valid where digested: [objects] bool. compared: `checks.catalogs.compare` of the
+    digested objects; None without a comparison. remark: takes a text for the user. skip: takes
+    the name and the reason of an entry in `skipped_checks`.
     """
 
     store: Store
@@ -109,10 +108,10 @@ class CheckInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Check:
-    """One check.
+    """A check.
 
-    group: None for a check that always runs. function: gives tables of findings, or says where
-    what gives them is, as "package.module:name"; None where reading notes them as it meets them.
+    group: None for a check that always runs. function: yields tables of findings; may be given
+    as "package.module:name"; None if the findings are noted while objects are read.
     """
 
     name: str
@@ -122,18 +121,18 @@ class Check:
     function: Callable[[CheckInput], Iterator[pa.Table]] | str | None = None
 
     def find(self, given: CheckInput) -> Iterator[pa.Table]:
-        """Run the check: tables of findings, some of them empty."""
+        """Run the check; yield tables of findings, some of them empty."""
         if self.function is not None:
             yield from resolved(self.function)(given)
 
 
 @dataclass(frozen=True, slots=True)
 class ValueIssue:
-    """One thing wrong with one object.
+    """A problem of one object.
 
-    index:  which of the objects checked together.
-    code:   one that the check declares.
-    detail: what, how many, in which tensors and layers, and the first place.
+    index:  of the object, among those checked together.
+    code:   one of the check's codes.
+    detail: what is wrong, how often, in which tensors and layers, and where first.
     """
 
     index: int
@@ -145,11 +144,10 @@ class ValueIssue:
 class ValueCheck(Check):
     """A check of the bytes of objects whose tensors a profile describes.
 
-    prepare: makes, for objects of one spec, the function that finds issues in some of them, bytes
-        [n, nbytes]; None where it has nothing to say of them. Threads share that function.
-    kernel: a class, `device.runs.DeviceKernel`, that finds suspects on a device. Where there is
-        none, or it does not support the objects, the processor checks every object, with
-        `--device` too.
+    prepare: returns the function that finds issues in objects of one spec, bytes [n, nbytes];
+        None if the check does not apply to the spec. Threads share the function.
+    kernel: a `device.runs.DeviceKernel` that finds suspects on a device. Without one that
+        supports the objects, the CPU checks every object, even with `--device`.
     """
 
     group: CheckGroup
@@ -159,7 +157,7 @@ class ValueCheck(Check):
 
 
 def resolved(function: F | str) -> F:
-    """Return a function that may be given by its place."""
+    """Return a function; import one given as "package.module:name"."""
     if not isinstance(function, str):
         return function
     module, _, name = function.partition(":")
@@ -167,27 +165,27 @@ def resolved(function: F | str) -> F:
     return found
 
 
-# --- what is registered ---
+# --- registration ---
 
 _CODES: dict[str, Code] = {}
 _CHECKS: dict[str, Check] = {}
 
 
 def register(check: Check) -> None:
-    """Add a check to those that run. Raises ValueError on a name or a code that is taken."""
+    """Register a check. Raises ValueError if its name or a code is taken, or a severity unknown."""
     if check.name in _CHECKS:
-        raise ValueError(f"{check.name}: there is such a check already")
+        raise ValueError(f"{check.name}: a check of this name already exists")
     for code in check.codes:
         if code.severity not in SEVERITIES or not set(code.rules.values()) <= set(SEVERITIES):
-            raise ValueError(f"{code.name}: a severity is one of {', '.join(SEVERITIES)}")
+            raise ValueError(f"{code.name}: severities must be one of {', '.join(SEVERITIES)}")
         if _CODES.get(code.name, code) != code:
-            raise ValueError(f"{code.name}: there is another such code")
+            raise ValueError(f"{code.name}: another check declares this code differently")
     _CHECKS[check.name] = check
     _CODES.update({code.name: code for code in check.codes})
 
 
 def unregister(name: str) -> None:
-    """Take a check back, with the codes that no other one has."""
+    """Remove a check, and its codes that no other check declares."""
     check = _CHECKS.pop(name)
     kept = {code.name for other in _CHECKS.values() for code in other.codes}
     for code in check.codes:
@@ -196,7 +194,7 @@ def unregister(name: str) -> None:
 
 
 def checks(groups: Collection[str] | None = None) -> list[Check]:
-    """List the checks, of some groups and those that always run; None: all."""
+    """Return the checks of the groups and the checks that always run; None: all checks."""
     return [
         check
         for check in _CHECKS.values()
@@ -205,63 +203,63 @@ def checks(groups: Collection[str] | None = None) -> list[Check]:
 
 
 def group_names() -> tuple[str, ...]:
-    """Name the groups that `--checks` chooses from."""
+    """Return the names of the groups that `--checks` accepts."""
     return tuple(_groups())
 
 
 def value_groups() -> frozenset[str]:
-    """Name the groups with checks of objects' bytes."""
+    """Return the names of the groups with value checks."""
     return frozenset(check.group.name for check in checks() if isinstance(check, ValueCheck))
 
 
 def reading_groups() -> frozenset[str]:
-    """Name the groups with checks that need objects to be read."""
+    """Return the names of the groups with checks that read objects."""
     return frozenset(
         check.group.name for check in checks() if check.group and Need.BYTES in check.needs
     )
 
 
 def severity_of(code: str, rule: str | None = None) -> str:
-    """Return the severity of a finding; rule: the one of its code's rules that holds.
+    """Return the severity of a finding; rule: the code's rule that applies.
 
-    Raises ValueError on a code or a rule that no check declares.
+    Raises ValueError if no check declares the code or the rule.
     """
     if code not in _CODES:
-        raise ValueError(f"{code}: no such finding code")
+        raise ValueError(f"{code}: no check declares this finding code")
     if rule is None:
         return _CODES[code].severity
     if rule not in _CODES[code].rules:
-        raise ValueError(f"{rule}: no such rule of {code}")
+        raise ValueError(f"{rule}: not a rule of {code}")
     return _CODES[code].rules[rule]
 
 
 def codes() -> tuple[Code, ...]:
-    """List the codes of all checks."""
+    """Return the codes of all checks."""
     return tuple(_CODES.values())
 
 
 def page_codes() -> tuple[str, ...]:
-    """Name the codes of findings about one page group, which `verify --repair` can take away."""
+    """Return the codes of findings about one page group: `verify --repair` can act on these."""
     return tuple(code.name for code in codes() if not code.remedy)
 
 
 def remedies() -> dict[str, str]:
-    """Return what to do about each code that is about no page."""
+    """Return the remedy of each code that is not about a page."""
     return {code.name: code.remedy for code in codes() if code.remedy}
 
 
 def absent_codes() -> tuple[str, ...]:
-    """Name the codes of findings about objects that are not there."""
+    """Return the codes of findings about missing objects."""
     return tuple(code.name for code in codes() if code.absent)
 
 
 def is_structural(code: str) -> bool:
-    """Whether a code says that a group lacks something: once it is whole, nothing is wrong."""
+    """Return whether a code says that a group lacks objects."""
     return code in _CODES and _CODES[code].structural
 
 
 def groups_help(width: int = 92) -> str:
-    """Describe the groups in lines of a help text."""
+    """Return the lines that describe the groups in a help text."""
     groups = _groups().values()
     column = max(len(group.name) for group in groups) + 2
     return "\n".join(
@@ -279,19 +277,19 @@ def _groups() -> dict[str, CheckGroup]:
     return {check.group.name: check.group for check in checks() if check.group}
 
 
-# --- the product's own checks ---
+# --- built-in checks ---
 
 NAMES = CheckGroup("names", "keys that SGLang did not write, or that can be read in several ways")
-GROUPS = CheckGroup("groups", "pages of which an object is missing")
-SIZES = CheckGroup("sizes", "objects that are shorter or longer than their deployment writes them")
+GROUPS = CheckGroup("groups", "pages that lack objects")
+SIZES = CheckGroup("sizes", "objects shorter or longer than their deployment writes them")
 VALUES = CheckGroup(
     "values",
     "NaN, infinities, zeros, scales and memory layout; reads objects, needs a profile",
 )
 DIGESTS = CheckGroup(
     "digests",
-    "bytes that changed since they were recorded; reads objects, needs --catalog, but for packs, "
-    "which record digests themselves",
+    "bytes that differ from the recorded digests; reads objects, needs --catalog, except for "
+    "packs, which store digests",
 )
 
 _HITS_ONLY = {COSTS_HITS_ONLY: "warning"}
@@ -299,14 +297,14 @@ _TRUNCATED = Code("truncated", "error")
 _OVERSIZED = Code("oversized", "error", {REFUSED_WHOLE: "warning"})
 _DIGEST_MISMATCH = Code("digest-mismatch", "error", {VERSIONS_RECUR: "warning"})
 _REPLICA_MISMATCH = Code("replica-mismatch", "warning")
-# About a key and its page in a store's own table.
+# About a key and its page in the page tables of a 3FS store.
 PAGE_INDEX_CODES = (
     Code("page-index-shared", "error"),
     Code("page-index-out-of-range", "error"),
     Code("page-index-free", "error"),
 )
 
-# In the order in which findings of one code and key, and codes in messages, come.
+# In the order of codes in messages, and of findings with the same code and key.
 for _check in (
     Check(
         name="stamp",
@@ -315,8 +313,8 @@ for _check in (
             Code(
                 "stamp-mismatch",
                 "error",
-                remedy="the store holds pages of another deployment: remove them with "
-                "hicachectl rm STORE --model, then stamp the store anew with --stamp",
+                remedy="the store has pages of another deployment: remove them with "
+                "hicachectl rm STORE --model, then write a new stamp with verify --stamp",
             ),
         ),
         function="hicachectl.profiles.stamps:check_stamp",
@@ -334,12 +332,12 @@ for _check in (
             Code(
                 "foreign-object",
                 "info",
-                remedy="SGLang did not write the object and never reads it: remove it by hand",
+                remedy="SGLang never reads the object: remove the object by hand",
             ),
             Code(
                 "stale-temporary",
                 "warning",
-                remedy="remove them with hicachectl rm STORE --temporaries",
+                remedy="remove the files with hicachectl rm STORE --temporaries",
             ),
         ),
         function="hicachectl.checks.names:check_names",
@@ -369,14 +367,14 @@ for _check in (
             Code(
                 "mixed-sizes",
                 "warning",
-                remedy="give --profile, which says which of the sizes is wrong",
+                remedy="give --profile: the profile shows which of the sizes is wrong",
             ),
         ),
         needs=frozenset({Need.SIZES}),
         function="hicachectl.checks.sizes:check_mixed_sizes",
     ),
     Check(
-        name="reading",  # noted in `reading`, whichever check has the objects read
+        name="reading",  # noted while `verify.reading` reads objects for any check
         group=None,
         codes=(_TRUNCATED, _OVERSIZED, Code("unreadable", "error")),
         needs=frozenset({Need.BYTES}),
@@ -415,8 +413,8 @@ for _check in (
             Code(
                 "disk-only",
                 "info",
-                remedy="servers can read the objects, but slowly: hicachectl prewarm "
-                "--through-server brings them into memory",
+                remedy="servers can read the objects, but slowly: load them into memory with "
+                "hicachectl prewarm --through-server",
             ),
         ),
         needs=frozenset({Need.REPLICAS}),
@@ -430,7 +428,7 @@ for _check in (
         function="hicachectl.checks.replicas:check_replicas",
     ),
     Check(
-        name="availability",  # noted in `reading`: what the store says of an object it has not
+        name="availability",  # noted in `verify.reading`, if the store cannot return an object
         group=None,
         codes=(_DIGEST_MISMATCH, Code("no-replica", "warning"), Code("unwritten-page", "error")),
         needs=frozenset({Need.BYTES}),
@@ -444,12 +442,12 @@ for _check in (
             Code(
                 "snapshot-stale",
                 "warning",
-                remedy="wait until the metadata server has saved its tables, and verify again",
+                remedy="wait until the metadata server has saved its tables, then verify again",
             ),
             Code(
                 "page-leaked",
                 "warning",
-                remedy="--repair with --writers-stopped releases leaked pages",
+                remedy="release leaked pages with verify --repair and --writers-stopped",
             ),
             Code(
                 "page-count-mismatch",

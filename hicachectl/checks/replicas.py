@@ -1,4 +1,4 @@
-"""Check `values`, between objects: TP ranks that hold the same KV heads must hold equal bytes."""
+"""Check `values` across objects: TP ranks with the same KV heads must have equal bytes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ NO_REPLICAS = -1
 
 
 def replica_sets(table: AffixTable) -> npt.NDArray[np.int64]:
-    """Count sets of affixes whose objects must be equal on each page; NO_REPLICAS elsewhere.
+    """Return the replica set of each affix, [affixes + 1]; NO_REPLICAS if none, or foreign keys.
 
-    SGLang gives each TP rank one KV head, and the same to several, where there are more ranks
-    than heads (ModelConfig.get_num_kv_heads).
+    Objects of one page and set must be equal: with more TP ranks than KV heads, SGLang gives a
+    head to several ranks (ModelConfig.get_num_kv_heads).
     """
     numbers: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for affix, (deployment, spec) in enumerate(zip(table.deployment_ids, table.specs, strict=True)):
@@ -42,7 +42,7 @@ def replica_sets(table: AffixTable) -> npt.NDArray[np.int64]:
 
 
 def _shared_head(deployment: Deployment, spec: ObjectSpec) -> tuple[object, ...] | None:
-    """Return the share that a rank holds with others, and what else tells its objects apart."""
+    """Return a key that ranks with the same heads share; None if no head is shared."""
     profile, shard = deployment.profile, spec.coordinate.shard
     pool = None if profile is None else profile.pool(spec.pool)
     if profile is None or pool is None or shard.tp_rank is None:
@@ -54,7 +54,7 @@ def _shared_head(deployment: Deployment, spec: ObjectSpec) -> tuple[object, ...]
 
 
 def check_replicas(given: CheckInput) -> Iterator[pa.Table]:
-    """Find digested objects that differ from the lowest rank's copy of the same heads."""
+    """Yield replica-mismatch for objects that differ from the lowest rank's copy."""
     inventory, digests, digested = given.inventory, given.digests, given.digested
     if digests is None or digested is None:
         return
@@ -74,5 +74,5 @@ def check_replicas(given: CheckInput) -> Iterator[pa.Table]:
         inventory,
         np.sort(rows[differs]),
         "replica-mismatch",
-        "another TP rank holds the same KV heads with other bytes",
+        "bytes differ from the lowest TP rank's copy of the same KV heads",
     )

@@ -1,4 +1,4 @@
-"""Check `sizes`: objects whose bytes are not what their deployment writes."""
+"""Check `sizes`: objects of a size that their deployment does not write."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _SCALED_ROWS = Fraction(1152, 656)  # bytes of an MLA row of 512 + 64 values
 
 
 def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
-    """Find truncated and oversized objects of settled groups."""
+    """Yield truncated and oversized findings for objects that are not in flight."""
     inventory = given.inventory
     expected = expected_sizes(inventory.table)[inventory.affix_ids]
     actual = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
-    for mix in inventory.table.mixes:  # what is of none of the sizes is compared with the first
+    for mix in inventory.table.mixes:  # an object of another size is compared with the first
         established = np.isin(actual, [size.nbytes for size in mix.sizes])
         of_mix = np.isin(inventory.affix_ids, mix.affix_ids)
         expected[of_mix & ~established] = mix.sizes[0].nbytes
@@ -48,7 +48,7 @@ def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
 
 
 def check_mixed_sizes(given: CheckInput) -> Iterator[pa.Table]:
-    """Report each kind of object that has several sizes, as servers of several settings write."""
+    """Yield mixed-sizes for each kind of object that servers have written in several sizes."""
     inventory = given.inventory
     present = np.unique(inventory.affix_ids)
     mixes = [mix for mix in inventory.table.mixes if np.isin(present, mix.affix_ids).any()]
@@ -69,8 +69,8 @@ def _described(mix: SizeMix) -> str:
         for size in mix.sizes
     ]
     return (
-        f"model {model!r} {shard.sizes_text()}: {'; '.join(texts)}. "
-        f"{_likely_reason(mix)} Give --profile to judge the pages by the servers that run now"
+        f"model {model!r} {shard.sizes_text()}: {'; '.join(texts)}; {_likely_reason(mix)}; "
+        "give --profile to judge the pages by the running servers"
     )
 
 
@@ -85,33 +85,33 @@ def _written(oldest_ns: int | None, newest_ns: int | None) -> str:
 
 
 def _likely_reason(mix: SizeMix) -> str:
-    """Guess from the ratio of the two most common sizes what differs between their writers."""
+    """Return the likely reason for the ratio of the two most common sizes."""
     one, two = (size.nbytes for size in mix.sizes[:2])
     ratio = Fraction(max(one, two), min(one, two))
     if ratio == 2:
-        return "The ratio 2 suggests another KV cache dtype, or else another page size."
+        return "the ratio 2 suggests different KV cache dtypes or page sizes"
     if ratio == _SCALED_ROWS:
-        return "The ratio is that of MLA rows in bfloat16 and in fp8 with scales."
+        return "the ratio suggests MLA rows in bfloat16 and in fp8 with scales"
     text = f"{float(ratio):.4g}"
-    return f"The ratio {text} suggests another page size, number of layers or of heads."
+    return f"the ratio {text} suggests different page sizes, layer counts or head counts"
 
 
 def oversized_rule(grammar: str) -> str | None:
-    """Return the rule for objects that are too long, by the grammar of their keys."""
-    # SGLang reads the head of a file that is too long; Mooncake refuses such an object: a miss.
+    """Return the severity rule of oversized objects, by the grammar of their keys."""
+    # SGLang reads the start of an oversized file; Mooncake refuses such an object: a miss.
     return REFUSED_WHOLE if grammar == "mooncake" else None
 
 
 def expected_sizes(table: AffixTable) -> IntArray:
-    """Return the bytes that objects of each affix should have; UNKNOWN_SIZE where nothing says.
+    """Return the expected bytes of an object, [affixes + 1]; UNKNOWN_SIZE if not known.
 
-    One more entry, the last, stands for foreign keys.
+    The last entry is for foreign keys.
     """
     sizes = [UNKNOWN_SIZE if spec is None else spec.nbytes for spec in table.specs]
     return np.array([*sizes, UNKNOWN_SIZE], dtype=np.int64)
 
 
 def _difference(actual: IntArray, expected: IntArray) -> pa.Array:
-    """Put into words how many bytes each object has, and should have: [objects]."""
+    """Return the actual and the expected bytes of each object as text: [objects]."""
     has, wanted = (pc.cast(pa.array(sizes), pa.string()) for sizes in (actual, expected))
     return pc.binary_join_element_wise(has, " bytes, expected ", wanted, "")

@@ -1,6 +1,7 @@
-"""The form of an object for value checks: tensors as tables of rows, and what each item is called.
+"""Tensors of objects as tables of rows, for value checks.
 
-What a row holds, its kind says (`formats.kinds`). Padding layers: SGLang srt/mem_cache/pool_host/.
+The kind (`formats.kinds`) defines the columns of a row. Source of padding layers: SGLang
+srt/mem_cache/pool_host/.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _ROW_AXES = ("layer", "token")
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One tensor of an object as a table of rows.
+    """A tensor of an object as a table of rows.
 
-    layers: model layer number of each stored layer, None for padding.
+    layers: model layer number of each stored layer; None for padding.
     """
 
     table: RowTable
@@ -42,12 +43,12 @@ class Section:
     dtype: str
 
     def coordinates(self, rows: IntArray) -> dict[str, IntArray]:
-        """Give what row numbers stand for; a layer as its number in the model."""
+        """Return the coordinates of rows along each axis; layers as model layer numbers."""
         numbers = np.array([-1 if layer is None else layer for layer in self.layers])
         return {**self._unravelled(rows), "layer": numbers[self.stored_layer(rows)]}
 
     def stored_layer(self, rows: IntArray) -> IntArray:
-        """Give the place of each row's layer among those stored."""
+        """Return the index of each row's layer among the stored layers."""
         return self._unravelled(rows)["layer"]
 
     def _unravelled(self, rows: IntArray) -> dict[str, IntArray]:
@@ -56,7 +57,7 @@ class Section:
 
 
 def sections_of(expected: ObjectSpec, profile: Profile) -> tuple[Section, ...]:
-    """Cut an object into tables; none where the form of its bytes is not known."""
+    """Return the tensors of an object as tables; none if the profile does not list its pool."""
     pool = profile.pool(expected.coordinate.pool)
     if pool is None:
         return ()
@@ -66,7 +67,7 @@ def sections_of(expected: ObjectSpec, profile: Profile) -> tuple[Section, ...]:
 
 
 def stored_layers(expected: ObjectSpec, profile: Profile) -> tuple[int | None, ...]:
-    """List the model layer of each stored layer: padding, as None, lies before packed drafts."""
+    """Return the model layer of each stored layer; padding (None) lies before packed drafts."""
     packed = 0
     if not pool_name(expected.pool).draft:
         total = model_layer_count(profile)
@@ -77,7 +78,7 @@ def stored_layers(expected: ObjectSpec, profile: Profile) -> tuple[int | None, .
 
 
 def _code_dtype(profile: Profile, pool: Pool) -> str:
-    """Name the fp8 dtype of quantised codes: SGLang's is_fp8_fnuz decides for a whole process."""
+    """Return the fp8 dtype of quantised codes: SGLang's is_fp8_fnuz holds for a whole process."""
     fnuz = "float8_e4m3fnuz"
     return fnuz if fnuz in (pool.dtype, profile.pools[0].dtype) else "float8_e4m3fn"
 
@@ -104,7 +105,7 @@ def _section(
 
 
 def _row_axes(tensor: TensorLayout) -> int:
-    """Count the leading axes that number rows: layer and token at least, more for long rows."""
+    """Return how many leading axes number rows: layer and token, and more for long rows."""
     cut = 1 + max(i for i, axis in enumerate(tensor.axes) if axis in _ROW_AXES)
     while len(tensor.axes) - cut > 1 and prod(tensor.shape[cut:]) * tensor.itemsize > _ROW_BYTES:
         cut += 1
@@ -114,7 +115,7 @@ def _row_axes(tensor: TensorLayout) -> int:
 def _runs(
     axes: Sequence[str], shape: Sequence[int], layers: tuple[int | None, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """List half-open ranges of rows whose layer is not padding."""
+    """Return half-open ranges of rows whose layer is not padding."""
     real = np.array([layer is not None for layer in layers], dtype=np.int8)
     axis = list(axes).index("layer")
     along = real.reshape([-1 if i == axis else 1 for i in range(len(axes))])

@@ -1,10 +1,10 @@
-"""Check `values`: numbers that no healthy object holds; and what runs all checks of bytes.
+"""Check `values`: run the checks of bytes, and find numbers that no healthy object has.
 
-All that can be said without the model's weights. NaN, Inf and scales out of range are counted
-exactly. Zero bytes are reported for an object, a layer of a tensor, or a token's row in a layer:
-a hole or a page that was never written reads as zeros, and what a model computes does not. A bf16
-row of exact zeros does not occur, and codes that underflow in float8_e4m3fn and float8_e5m2 keep
-their signs. float8_e4m3fnuz has no -0, so there only an object that is zero throughout counts.
+The checks do not need the model's weights. NaN, Inf and scales out of range are counted exactly.
+Zero bytes are reported for an object, a layer of a tensor, or a token's row in a layer: holes and
+unwritten pages read as zeros. A model computes no bf16 row of exact zeros, and underflowing codes
+in float8_e4m3fn and float8_e5m2 keep their signs. float8_e4m3fnuz has no -0, so only an object of
+zeros counts.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _NAMED_NUMBERS = 4
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """Values of one tensor in one layer; extremes and mean are of the finite ones.
+    """Statistics of one tensor in one layer; extremes and mean cover finite values only.
 
-    tensor: quantised codes appear as what they stand for, under the tensor's own name; a row's
-        rope part and the scales as tensors of their own.
+    tensor: quantised codes are dequantised, under the tensor's name; a row's rope part and the
+        scales are separate tensors.
     layer:  model layer number.
     """
 
@@ -68,22 +68,22 @@ class TensorStats:
 
 @dataclass(slots=True)
 class _Damage:
-    """What was found in one object, for each row of a section (given by its number)."""
+    """Problems of one object's rows: bad items by code and section, zero bytes by section."""
 
     counts: dict[tuple[str, int], IntArray] = field(default_factory=dict)
     zero: dict[int, BoolArray] = field(default_factory=dict)
 
 
 class ValueChecker:
-    """The value checks for objects of one spec. Threads may share it.
+    """Value checks for objects of one spec. Threads may share a checker.
 
-    prepared: what finds issues, for each check that has something to say of such objects.
+    prepared: the function of each check that applies to the spec.
     """
 
     def __init__(
         self, expected: ObjectSpec, profile: Profile, groups: Collection[str] | None = None
     ) -> None:
-        """Prepare the registered checks of some groups; of all groups by default."""
+        """Prepare the registered value checks of the groups; None: of all groups."""
         self.expected = expected
         self.profile = profile
         self.prepared: dict[ValueCheck, FindIssues] = {}
@@ -95,7 +95,7 @@ class ValueChecker:
 
     @property
     def groups(self) -> frozenset[str]:
-        """Name the groups of the prepared checks."""
+        """Names of the groups of the prepared checks."""
         return frozenset(check.group.name for check in self.prepared)
 
     def check(
@@ -104,12 +104,11 @@ class ValueChecker:
         rows: IntArray | None = None,
         checks: Collection[ValueCheck] | None = None,
     ) -> list[ValueIssue]:
-        """Find what is wrong with objects [n, nbytes], one issue for each object and code.
+        """Return the issues of objects [n, nbytes], one for each object and code.
 
-        rows: those of the objects to look at, rising; None: all. checks: those to run; None: all.
-        The bytes of an object must be contiguous; the objects may lie apart. Needs a few MB beside
-        them. Raises ValueError on another size than the expected, and on an issue with a code that
-        its check does not declare.
+        rows: objects to check, ascending; None: all. checks: checks to run; None: all. Each
+        object's bytes must be contiguous; objects may lie apart. Needs a few MB of memory. Raises
+        ValueError if nbytes is not the expected size, or a check does not declare its issue's code.
         """
         _refuse(objects, self.expected.nbytes)
         if rows is None:
@@ -117,7 +116,7 @@ class ValueChecker:
         if not len(rows):
             return []
         first, last = int(rows[0]), int(rows[-1])
-        together = last - first + 1 == len(rows)  # a copy is only made of objects between others
+        together = last - first + 1 == len(rows)  # consecutive objects need no copy
         some = objects[first : last + 1] if together else objects[rows]
         issues: list[ValueIssue] = []
         for check, find in self.prepared.items():
@@ -127,9 +126,9 @@ class ValueChecker:
         return [replace(issue, index=int(rows[issue.index])) for issue in issues]
 
     def stats(self, content: Bytes) -> list[TensorStats]:
-        """Summarise each tensor and layer of one object [nbytes], padding left out.
+        """Return statistics of each tensor and layer of one object [nbytes], without padding.
 
-        Raises ValueError on another size than the expected.
+        Raises ValueError if nbytes is not the expected size.
         """
         objects = content[np.newaxis]
         _refuse(objects, self.expected.nbytes)
@@ -138,20 +137,20 @@ class ValueChecker:
 
 
 def _declared(check: ValueCheck, issues: Iterable[ValueIssue]) -> list[ValueIssue]:
-    """Return the issues that a check found, if it declares their codes."""
+    """Return a check's issues. Raises ValueError if the check does not declare a code."""
     found = list(issues)
     for name in {issue.code for issue in found}.difference(code.name for code in check.codes):
-        raise ValueError(f"the check {check.name} declares no code {name}")
+        raise ValueError(f"{check.name}: the check does not declare code {name}")
     return found
 
 
 def _refuse(objects: Bytes, nbytes: int) -> None:
     if objects.ndim != 2 or objects.shape[1] != nbytes:
-        raise ValueError(f"objects of shape {objects.shape}, expected [n, {nbytes}]")
+        raise ValueError(f"objects: shape {objects.shape}, expected [n, {nbytes}]")
 
 
 def number_check(expected: ObjectSpec, profile: Profile) -> FindIssues | None:
-    """Prepare the check of numbers; None where all of an object is padding."""
+    """Return the check of numbers for one spec; None if the whole object is padding."""
     sections = sections_of(expected, profile)
     if not any(section.table.runs for section in sections):
         return None
@@ -159,7 +158,7 @@ def number_check(expected: ObjectSpec, profile: Profile) -> FindIssues | None:
 
 
 def _number_issues(sections: tuple[Section, ...], objects: Bytes) -> list[ValueIssue]:
-    """Find NaN, infinities, bad scales and zeros: one issue for each object and code."""
+    """Return NaN, infinities, bad scales and zeros: one issue for each object and code."""
     damages: dict[int, _Damage] = {}
     for number, section in enumerate(sections):
         _scan(objects, number, section.table, damages)
@@ -174,7 +173,7 @@ def _number_issues(sections: tuple[Section, ...], objects: Bytes) -> list[ValueI
 
 
 def _blocks(objects: Bytes, table: RowTable) -> Iterator[tuple[int, int, Bytes]]:
-    """Cut a table of all objects into blocks: first object, first row, [objects, bytes]."""
+    """Yield the blocks of a table of all objects: first object, first row, [objects, bytes]."""
     for start, stop in table.runs:
         rows = max(1, _BLOCK_BYTES // table.pitch)
         together = max(1, _BLOCK_BYTES // ((stop - start) * table.pitch))
@@ -185,7 +184,7 @@ def _blocks(objects: Bytes, table: RowTable) -> Iterator[tuple[int, int, Bytes]]
 
 
 def _scan(objects: Bytes, number: int, table: RowTable, damages: dict[int, _Damage]) -> None:
-    """Add what is wrong with one section of all objects to their damages."""
+    """Scan one section of all objects; add the problems to `damages`."""
 
     def damage_of(index: int) -> _Damage:
         return damages.setdefault(index, _Damage())
@@ -204,13 +203,13 @@ def _scan(objects: Bytes, number: int, table: RowTable, damages: dict[int, _Dama
             marks[number][row + zero[zero_objects == i]] = True
 
 
-# --- words ---
+# --- details ---
 
 
 def _describe(
     sections: tuple[Section, ...], content: Bytes, damage: _Damage
 ) -> Iterator[tuple[str, str]]:
-    """Give each code of one object's damage, with what was found."""
+    """Yield each code of one object's problems, with the detail."""
     for code in _COUNTED:
         found = [
             _describe_items(sections[number], content, code, counts)
@@ -230,19 +229,19 @@ def _describe(
         for text in _describe_zero_rows(sections[number], marks)
     ]
     if everywhere:
-        yield "all-zero", "the whole object is zero bytes"
+        yield "all-zero", "every byte of the object is zero"
     elif zero:
         yield "all-zero", "; ".join(zero)
 
 
 def _describe_items(section: Section, content: Bytes, code: str, counts: IntArray) -> str:
-    """Say how many items are bad, in which layers and tokens, and where the first one is."""
+    """Return the number of bad items, their layers and tokens, and the first position as text."""
     rows = np.flatnonzero(counts)
     where = section.coordinates(rows)
     first = {axis: int(numbers[0]) for axis, numbers in where.items()}
     column, items, value = _first_item(section, content, int(rows[0]), code)
     place = _place({**first, **items}) + (f" of {column}" if column else "")
-    worth = f", is {value:g}" if code == "bad-scale" else ""
+    worth = f", value {value:g}" if code == "bad-scale" else ""
     count = _counted(int(counts[rows].sum()), *_COUNTED[code])
     return f"{section.table.name}: {count} in {_extent(where)}, the first at {place}{worth}"
 
@@ -250,7 +249,7 @@ def _describe_items(section: Section, content: Bytes, code: str, counts: IntArra
 def _first_item(
     section: Section, content: Bytes, row: int, code: str
 ) -> tuple[str, dict[str, int], float]:
-    """Find the first bad item of a row: its column, its place in it, its value."""
+    """Return the first bad item of a row: its column, its indices in the column, its value."""
     table = section.table
     block = table.block(content, row, row + 1)
     for column in table.columns:
@@ -264,13 +263,13 @@ def _first_item(
 
 
 def _describe_zero_rows(section: Section, zero: BoolArray) -> Iterator[str]:
-    """Say which layers of a tensor are zero bytes throughout, and which tokens' rows are."""
+    """Yield texts about the layers and the token rows of a tensor that are all zero bytes."""
     if section.dtype == "float8_e4m3fnuz":
         return
     name = section.table.name
     layers, tokens = _zero_units(section, zero)
     if layers:
-        yield f"{name}: {_numbers('layer', layers)} all zero bytes"
+        yield f"{name}: every byte of {_numbers('layer', layers)} is zero"
     if tokens:
         layer, token = tokens[0]
         where = {"layer": np.array([n for n, _ in tokens])}
@@ -283,7 +282,7 @@ def _describe_zero_rows(section: Section, zero: BoolArray) -> Iterator[str]:
 
 
 def _zero_units(section: Section, zero: BoolArray) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the layers whose rows are all zero, and of other layers the tokens whose rows are."""
+    """Return the all-zero layers, and (layer, token) of all-zero token rows in other layers."""
     axes, shape = section.table.axes, section.table.shape
     units = [axis for axis in ("layer", "token") if axis in axes]
     pieces = zero.reshape(shape).transpose(
@@ -304,7 +303,7 @@ def _zero_units(section: Section, zero: BoolArray) -> tuple[list[int], list[tupl
 
 
 def _extent(where: dict[str, IntArray]) -> str:
-    """Name the layers, and the tokens where rows tell them, that something touches."""
+    """Return the layers, and the tokens if known, as text."""
     parts = [
         _numbers(axis, np.unique(where[axis]).tolist())
         for axis in ("layer", "token")
@@ -326,7 +325,7 @@ def _numbers(word: str, numbers: list[int]) -> str:
 
 
 def _place(numbers: dict[str, int]) -> str:
-    """Say a place, the layer and token first."""
+    """Return a position as text, layer and token first."""
     order = ("layer", "token", "head")
     rest = [axis for axis in numbers if axis not in order]
     named = [axis for axis in order if axis in numbers] + rest
@@ -345,13 +344,13 @@ def _statistics(section: Section, objects: Bytes) -> Iterator[TensorStats]:
             continue
         block = content[stored == number].reshape(1, -1)
         for column in table.columns:
-            # Codes appear as what they stand for, under the tensor's own name.
+            # Dequantised codes have the tensor's own name.
             part = f".{column.name}" if column.name and column.scales is None else ""
             yield _summary(table.name + part, layer, *_values(block, table, column))
 
 
 def _values(block: Bytes, table: RowTable, column: Column) -> tuple[Floats, BoolArray, BoolArray]:
-    """Give what the items of a column stand for, and which are NaN and Inf."""
+    """Return the values of a column, and which of them are NaN and Inf."""
     bits = item_bits(block, table, column)
     values = to_float32(bits, column.dtype)
     nan, inf = is_nan(bits, column.dtype), is_inf(bits, column.dtype)
