@@ -168,7 +168,7 @@ def test_a_catalog_that_is_no_file_is_refused_and_not_waited_for(store: Path) ->
             [*command, catalog], capture_output=True, text=True, check=False, timeout=60
         )
         assert done.returncode == 2
-        assert f"cannot read {catalog}: not a regular file" in done.stderr
+        assert f"{catalog}: cannot read the catalog: not a regular file" in done.stderr
 
 
 def test_options_that_contradict_are_refused(invoke: Invoke, store: Path) -> None:

@@ -52,9 +52,9 @@ def test_a_check_that_emits_an_undeclared_code_fails() -> None:
 
 
 def test_a_severity_changes_by_declared_rules_only() -> None:
-    with pytest.raises(ValueError, match="pools-apart: no such rule of truncated"):
+    with pytest.raises(ValueError, match="pools-apart: not a rule of truncated"):
         findings("truncated", keys=ONE_KEY, detail="", rule="pools-apart")
-    with pytest.raises(ValueError, match="pools-apart: no such rule of truncated"):
+    with pytest.raises(ValueError, match="pools-apart: not a rule of truncated"):
         findings("truncated", keys=ONE_KEY[:0], detail="", rule="pools-apart")
 
 

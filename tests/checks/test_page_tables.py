@@ -114,7 +114,9 @@ def test_every_key_of_a_shared_page_is_named() -> None:
     keys = [f"{PAGE}-k", f"{PAGE}-v", "b", f"{PAGE}_mamba_0_2", "c"]
     rows = found_in(table_of([3, 4, 3, 5, 3], [], 6, keys=keys), earlier=[])
     assert [row["key"] for row in rows] == [f"0:kv:{key}" for key in (f"{PAGE}-k", "b", "c")]
-    assert {row["detail"] for row in rows} == {"page 3 is held by 3 keys"}
+    assert {row["detail"] for row in rows} == {
+        "page 3 is held by 3 keys: at most one of them reads its own bytes"
+    }
     assert {(row["code"], row["severity"], row["pool"]) for row in rows} == {
         ("page-index-shared", "error", "kv")
     }
@@ -135,7 +137,7 @@ def test_a_page_that_is_mapped_and_free_is_an_error_of_its_key() -> None:
     (row,) = found_in(table_of([2, 1], [0, 2], 3, rank=7, namespace="indexer"))
     assert (row["code"], row["severity"]) == ("page-index-free", "error")
     assert (row["key"], row["pool"]) == ("7:indexer:key-0", "indexer")
-    assert row["detail"] == "page 2 is also free: it is given to the next writer"
+    assert row["detail"] == "page 2 is also free: the next writer may overwrite the page"
 
 
 def test_leaked_pages_are_counted_and_the_first_ones_named() -> None:
@@ -203,6 +205,9 @@ def test_ranks_with_other_page_counts_are_told_by_namespace() -> None:
     assert row["detail"].endswith(": 4 pages at rank 0, 1; 6 pages at rank 2")
 
 
+STALE = "the saved tables may not describe the file"
+
+
 @pytest.mark.parametrize(("behind_s", "stale"), [(-9999, False), (60, False), (61, True)])
 def test_a_file_written_long_after_the_snapshot_makes_it_stale(behind_s: int, stale: bool) -> None:
     rows = found_in(
@@ -212,7 +217,7 @@ def test_a_file_written_long_after_the_snapshot_makes_it_stale(behind_s: int, st
     )
     assert codes(rows) == ({"snapshot-stale": [None]} if stale else {})
     assert [row["detail"] for row in rows] == [
-        "/f was written 0:01:01 after the snapshot was saved"
+        "/f was written 0:01:01 after the snapshot was saved: " + STALE
     ] * stale
 
 
@@ -228,7 +233,7 @@ def test_how_stale_a_snapshot_is_reads_well(behind_ns: int, said: str) -> None:
         saved_at_ns=10_000 * S,
         grace_s=0,
     )
-    assert row["detail"] == f"/f was written {said} after the snapshot was saved"
+    assert row["detail"] == f"/f was written {said} after the snapshot was saved: {STALE}"
 
 
 def test_each_kind_of_damage_that_sglang_s_server_lets_happen_is_found(

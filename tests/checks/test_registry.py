@@ -126,20 +126,22 @@ def test_a_code_that_its_check_does_not_declare_is_an_error_of_ours(
 
     with (
         registered(prepare=prepare),
-        pytest.raises(ValueError, match="repeats declares no code nan"),
+        pytest.raises(ValueError, match="repeats: the check does not declare code nan"),
     ):
         verified(invoke, store, "--checks", "repeats")
 
 
 def test_names_and_codes_are_declared_once() -> None:
     with registered() as check:
-        with pytest.raises(ValueError, match="repeats: there is such a check already"):
+        with pytest.raises(ValueError, match="repeats: a check of this name already exists"):
             register(check)
         other = Check(name="other", group=None, codes=(Code("repeated-byte", "error"),))
-        with pytest.raises(ValueError, match="repeated-byte: there is another such code"):
+        with pytest.raises(
+            ValueError, match="repeated-byte: another check declares this code differently"
+        ):
             register(other)
     wrong = Check(name="other", group=None, codes=(Code("other-code", "fatal"),))
-    with pytest.raises(ValueError, match="other-code: a severity is one of"):
+    with pytest.raises(ValueError, match="other-code: severities must be one of"):
         register(wrong)
 
 

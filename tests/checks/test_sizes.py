@@ -47,7 +47,7 @@ def test_pages_of_two_sizes_are_one_finding_and_none_is_called_truncated(
     }  # fmt: skip
     assert "16384 bytes on 12 pages (60%), written 2023-11-14 22:13 UTC" in finding["detail"]
     assert "8192 bytes on 8 pages (40%), written 2023-12-14 22:13 UTC" in finding["detail"]
-    assert "another KV cache dtype" in finding["detail"]
+    assert "different KV cache dtypes" in finding["detail"]
     assert "sizes" not in document["skipped_checks"]
     assert verify(invoke, store, "--fail-on", "error")["counts"] == {"mixed-sizes": 1}
     assert "1 mixed-sizes" in invoke("verify", store, exit_code=4).stdout
@@ -90,7 +90,7 @@ def test_each_kind_of_key_has_its_finding(invoke: Invoke, store: Path) -> None:
     by_pool = {f["pool"]: f for f in found}
     assert {f["code"] for f in found} == {"mixed-sizes"}
     assert sorted(f["pool"] for f in found) == ["draft", "kv"]
-    assert "The ratio 3 suggests another page size" in by_pool["draft"]["detail"]
+    assert "the ratio 3 suggests different page sizes" in by_pool["draft"]["detail"]
     draft = verify(invoke, store, "--pool", "draft", exit_code=4)
     assert draft["counts"] == {"mixed-sizes": 1}
     assert verify(invoke, store, "--model", "n")["counts"] == {}
@@ -111,7 +111,7 @@ def test_a_store_without_times_has_no_ages(invoke: Invoke, tmp_path: Path) -> No
             rows = pa.table({"key": [f"{page(number)}{rank}.bin".encode() for rank in RANKS]})
             assert store.write_from(rows, np.array([0, 8192]), sizes, if_absent=True).all_ok
     (finding,) = verify(invoke, url, exit_code=4)["findings"]
-    assert "2048 bytes on 4 pages (50%); 4096 bytes on 4 pages (50%). " in finding["detail"]
+    assert "2048 bytes on 4 pages (50%); 4096 bytes on 4 pages (50%); the" in finding["detail"]
 
 
 def test_pages_of_a_mix_are_never_repaired(invoke: Invoke, store: Path, tmp_path: Path) -> None:

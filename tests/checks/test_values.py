@@ -170,16 +170,20 @@ def put(dtype: str, start: int, stop: int, item: int, value: float) -> Any:
 PLACE = "in layer 1, token 2, the first at layer 1, token 2"
 SCALED_DAMAGE = [
     (put("u1", 0, 256, 130, 0x7F), "nan", f"kv: 1 NaN {PLACE}, channel 130 of codes"),
-    (put("<f4", 256, 264, 1, -1), "bad-scale", f"kv: 1 bad scale {PLACE}, tile 1 of scales, is -1"),
+    (
+        put("<f4", 256, 264, 1, -1),
+        "bad-scale",
+        f"kv: 1 bad scale {PLACE}, tile 1 of scales, value -1",
+    ),
     (
         put("<f4", 256, 264, 0, np.nan),
         "bad-scale",
-        f"kv: 1 bad scale {PLACE}, tile 0 of scales, is nan",
+        f"kv: 1 bad scale {PLACE}, tile 0 of scales, value nan",
     ),
     (
         put("<f4", 256, 264, 0, np.inf),
         "bad-scale",
-        f"kv: 1 bad scale {PLACE}, tile 0 of scales, is inf",
+        f"kv: 1 bad scale {PLACE}, tile 0 of scales, value inf",
     ),
     (put("<u2", 264, 296, 3, 0x7F80), "inf", f"kv: 1 Inf {PLACE}, channel 3 of rope"),
     (lambda row: row.fill(0), "all-zero", f"kv: 1 token row of zero bytes {PLACE}"),
@@ -225,9 +229,7 @@ def test_scales_of_the_indexer(scale: float, *, bad: bool) -> None:
     issues = checker.check(objects)
     assert codes_of(issues) == ([(2, "bad-scale")] if bad else [])
     if bad:
-        told = (
-            "indexer: 1 bad scale in layer 1, the first at layer 1, token 3, tile 0 of scales, is"
-        )
+        told = "indexer: 1 bad scale in layer 1, the first at layer 1, token 3, tile 0 of scales, value"
         assert issues[0].detail.startswith(told)
 
 
@@ -269,7 +271,7 @@ def test_damage_in_recurrent_states(name: str, code: str, place: str) -> None:
 def test_an_object_of_zeros_is_one_issue(kind: str) -> None:
     checker, _, objects = prepared(kind, "page_first")
     objects[1] = 0
-    assert checker.check(objects) == [ValueIssue(1, "all-zero", "the whole object is zero bytes")]
+    assert checker.check(objects) == [ValueIssue(1, "all-zero", "every byte of the object is zero")]
 
 
 def test_zero_layers_and_zero_tokens_are_told_apart() -> None:
@@ -282,7 +284,7 @@ def test_zero_layers_and_zero_tokens_are_told_apart() -> None:
         ValueIssue(
             0,
             "all-zero",
-            "k: layer 1 all zero bytes; v: 2 token rows of zero bytes in layer 2, tokens 0, 3, "
+            "k: every byte of layer 1 is zero; v: 2 token rows of zero bytes in layer 2, tokens 0, 3, "
             "the first at layer 2, token 0",
         )
     ]
@@ -305,7 +307,7 @@ def test_a_zero_state_layer_is_found_in_rows_cut_small() -> None:
     layer = expected.tensors[0].nbytes // 2
     objects[0, layer : 2 * layer] = 0
     (issue,) = ValueChecker(expected, profile).check(objects)
-    assert (issue.code, issue.detail) == ("all-zero", "temporal: layer 1 all zero bytes")
+    assert (issue.code, issue.detail) == ("all-zero", "temporal: every byte of layer 1 is zero")
 
 
 def test_underflow_is_no_hole() -> None:
@@ -351,7 +353,7 @@ def test_padding_layers_may_hold_anything(layout: str, row: str) -> None:
     rows[0, 2] = 0  # the packed draft, after the padding
     rows[1, 0] = 0
     details = [issue.detail for issue in checker.check(objects)]
-    assert details == ["kv: layer 3 all zero bytes", "kv: layer 2 all zero bytes"]
+    assert details == ["kv: every byte of layer 3 is zero", "kv: every byte of layer 2 is zero"]
 
 
 def test_opaque_pools_are_not_looked_at() -> None:
