@@ -229,7 +229,8 @@ def test_scales_of_the_indexer(scale: float, *, bad: bool) -> None:
     issues = checker.check(objects)
     assert codes_of(issues) == ([(2, "bad-scale")] if bad else [])
     if bad:
-        told = "indexer: 1 bad scale in layer 1, the first at layer 1, token 3, tile 0 of scales, value"
+        where = "in layer 1, the first at layer 1, token 3, tile 0 of scales"
+        told = f"indexer: 1 bad scale {where}, value"
         assert issues[0].detail.startswith(told)
 
 
@@ -284,8 +285,8 @@ def test_zero_layers_and_zero_tokens_are_told_apart() -> None:
         ValueIssue(
             0,
             "all-zero",
-            "k: every byte of layer 1 is zero; v: 2 token rows of zero bytes in layer 2, tokens 0, 3, "
-            "the first at layer 2, token 0",
+            "k: every byte of layer 1 is zero; "
+            "v: 2 token rows of zero bytes in layer 2, tokens 0, 3, the first at layer 2, token 0",
         )
     ]
 
