@@ -1,4 +1,4 @@
-"""Copy page groups as backups: to keys that must be free, each read back and compared."""
+"""Copy page groups as backups: only to unused keys, with every copy read back and compared."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import BoolArray, IntArray, Store
 
-MEMORY_BYTES = 512 << 20  # touched only as far as objects need it
-_BATCH_BYTES = 64 << 20  # in memory, with what is read back
+MEMORY_BYTES = 512 << 20  # pages are touched only as objects need them
+_BATCH_BYTES = 64 << 20  # in memory, including the bytes read back
 
 
 @contextmanager
 def copy_memory(store: Store, nbytes: int = MEMORY_BYTES) -> Iterator[Arena]:
     """Attach an arena to a store for many calls of `copy_groups`.
 
-    Stores that register memory do so once. Pages are taken when they are first touched.
+    A store that registers memory registers it once.
     """
     with Arena(nbytes) as arena:
         store.attach(arena)
@@ -52,13 +52,14 @@ def copy_groups(
     arena: Arena,
     on_gone: str | None = None,
 ) -> MoveResult:
-    """Copy objects of groups as a backup: to keys that must be free, each read back.
+    """Copy objects of groups to unused keys; read back and compare each copy.
 
-    rows, targets: [n] the same objects as rows of the source and of the destination. objects: their
-    keys for messages, and their groups. sizes: [n] bytes of each. pages: [k] of the groups.
-    on_gone: why a group fails of which a source object is gone; None: it is left out.
-    arena: of `copy_memory`, attached to one of the stores. Of a group that does not fit into it
-    twice, the objects are copied one by one; an object that does not fails.
+    rows, targets: [n] the objects as rows of the source and of the destination.
+    objects: their groups, and keys for messages. sizes: [n] bytes. pages: [k] hashes of the groups.
+    on_gone: message that fails a group if a source object vanished; None: leave the object out.
+    arena: from `copy_memory`, attached to one of the stores. Objects and the bytes read back must
+    both fit: larger groups are copied an object at a time, and a larger object fails.
+
     Return the groups as DONE, FAILED or CONFLICT. Raises StoreUnavailable.
     """
     result = MoveResult.of(pages, objects=len(objects))
@@ -77,7 +78,7 @@ def copy_groups(
     large = need > arena.nbytes
     lone = np.bincount(objects.owners, minlength=len(pages)) == 1
     for at in np.flatnonzero((large & lone)[objects.owners]).tolist():
-        why = f"larger than the buffer of {arena.nbytes // 2} bytes"
+        why = f"has {sizes[at]} bytes, but the copy buffer has {arena.nbytes // 2}"
         key = objects.keys[at].as_py()
         result.fail(int(objects.owners[at]), GroupStatus.FAILED, key, why)
     fitting = np.flatnonzero(~large)
@@ -113,7 +114,7 @@ def _copy_by_object(
 ) -> None:
     """Publish groups that do not fit into memory, an object at a time.
 
-    chosen: places of their objects. copy_alone: copies objects, each as a group of its own.
+    chosen: indices of their objects. copy_alone: copies each object as a separate group.
     """
 
     def write(places: IntArray) -> Result:
@@ -131,7 +132,7 @@ def _copy_by_object(
 
 
 def _failures(on_gone: str | None) -> Failures:
-    """Let a group fail by itself: one that exists, even with the same bytes, is a conflict.
+    """Return the rules of a backup: an object that exists is a conflict, even with equal bytes.
 
     on_gone: as in `copy_groups`.
     """
@@ -140,25 +141,25 @@ def _failures(on_gone: str | None) -> Failures:
     return Failures(
         statuses={Status.EXISTS: GroupStatus.CONFLICT, Status.GONE: gone},
         details={
-            **dict.fromkeys(changed, "it changed while it was read"),
+            **dict.fromkeys(changed, "changed while being read"),
             **({} if on_gone is None else {Status.GONE: on_gone}),
         },
-        differs="the copy reads back with other bytes",
+        differs="the copy's bytes differ from the original",
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch(CopyBatch):
-    """A batch of a backup. groups: [k] places in the result. places: [n] of its objects.
+    """A batch of a backup. groups: [k], places: [n] indices of its groups and objects.
 
-    The objects that are read are those that are written, in one order.
+    The same objects are read and written, in the same order.
     """
 
     groups: IntArray = field(kw_only=True)
     places: IntArray = field(kw_only=True)
 
     def key_read(self, index: int, listed: pa.Table) -> bytes:
-        """Return the key by which messages name the object."""
+        """Return the key of an object for messages."""
         key: bytes = self.objects.keys[index].as_py()
         return key
 
@@ -172,7 +173,7 @@ def _batches(
     fitting: IntArray,
     buffer_bytes: int,
 ) -> Iterator[_Batch]:
-    """Cut groups of a backup into batches. fitting: the groups."""
+    """Yield batches of the groups that fit into memory. fitting: these groups."""
     order = np.argsort(objects.owners, kind="stable")
     order = order[np.isin(objects.owners[order], fitting)]
     groups, starts, counts = np.unique(objects.owners[order], return_index=True, return_counts=True)
@@ -221,9 +222,9 @@ def same_bytes(
 ) -> BoolArray:
     """Return which objects have the same bytes in two stores: [n].
 
-    rows, other_rows: [n] the same objects as rows of each store. sizes: [n] bytes of each.
-    arena: of `copy_memory`, attached to one of the stores. One that does not fit into it twice is
-    not the same.
+    rows, other_rows: [n] the objects as rows of each store. sizes: [n] bytes.
+    arena: from `copy_memory`, attached to one of the stores. An object that does not fit twice
+    counts as different.
     """
     same = np.zeros(len(sizes), dtype=np.bool_)
     with ExitStack() as exits:

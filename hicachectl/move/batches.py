@@ -1,4 +1,4 @@
-"""Batches of page groups that are copied together: what is read, made and written, and where."""
+"""Batches of page groups that are copied together, and their layout in memory."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from hicachectl.formats.transfer import TransferUnit
     from hicachectl.move.order import GroupObjects
 
-_JOBS = 3  # one reads while others write, or wait for the disk
+_JOBS = 3  # one reads while the others write or wait for the disk
 
 
 class Action(IntEnum):
-    """What is done with a page group."""
+    """Action for a page group."""
 
-    NOTHING = 0  # it has nothing that could be copied, or was not chosen
-    SKIP = 1  # the destination has it whole
+    NOTHING = 0  # the group cannot be copied or was not chosen
+    SKIP = 1  # the destination has the whole group
     COPY = 2
-    COMPLETE = 3  # the destination has a part: add the rest, if that part is the same
-    COMPARE = 4  # the destination has it whole: read both
-    REPLACE = 5  # remove what the destination has, and copy
-    CONFLICT = 6  # the destination has another object under one of its keys
+    COMPLETE = 3  # the destination has a part: if that part is equal, add the rest
+    COMPARE = 4  # the destination has the whole group: read both sides
+    REPLACE = 5  # remove the group at the destination, then copy
+    CONFLICT = 6  # the destination has another object under one of the group's keys
 
 
 WRITING = (Action.COPY, Action.COMPLETE, Action.REPLACE)
@@ -42,10 +42,10 @@ READS_BACK = (Action.COMPLETE, Action.COMPARE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOptions:
-    """How to copy.
+    """Options of a copy.
 
-    jobs: threads. verify: read back and compare what was written. move: then remove it from the
-    source. pin: protect it from eviction, for pin_seconds or the store's default. deadline:
+    jobs: threads. verify: read back and compare each copy. move: then remove the original. pin:
+    protect copies from eviction, for pin_seconds or the store's default. deadline:
     `time.monotonic()` after which no batch is begun.
     """
 
@@ -60,16 +60,16 @@ class CopyOptions:
 
     @property
     def job_count(self) -> int:
-        """How many batches are copied at a time."""
+        """Number of batches copied at a time."""
         return self.jobs or _JOBS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transform:
-    """Objects of `count` groups that one unit makes of others.
+    """Objects of `count` groups that one unit makes from source objects.
 
-    sources, destinations: (offset, step, nbytes) of each source and destination of the unit: where
-    that of the first group is in the batch's memory, and how far it is to that of the next.
+    sources, destinations: (offset, step, nbytes) of each source and destination of the unit. The
+    offset in the batch's memory is the first group's; the step leads to the next group's.
     """
 
     unit: TransferUnit
@@ -78,7 +78,7 @@ class Transform:
     destinations: tuple[tuple[int, int, int], ...]
 
     def apply(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Make the destinations, in the batch's memory."""
+        """Write the destination objects into the batch's memory."""
         sources, destinations = (
             [_strided(memory, self.count, *block) for block in blocks]
             for blocks in (self.sources, self.destinations)
@@ -90,20 +90,19 @@ class Transform:
 class CopyBatch(Task):
     """Page groups that are copied together, all with one action.
 
-    Memory of a batch: the objects that are read, each 4 KiB-aligned in the order of `rows`; then
-    the objects made of them; then, where the destination is read back, its objects. An object
-    that is a run of bytes of its source has no place of its own. Offsets count from the batch's
-    own memory.
+    Memory of a batch: the source objects, each 4 KiB-aligned in the order of `rows`; then the
+    transformed objects; then, with read-back, the destination's objects. An object that equals a
+    run of bytes of its source stays in place. Offsets count from the start of the batch's memory.
 
     pages:      [k] page hash of each group.
-    owners:     [rows] the group of each object that is read.
-    objects:    [n] objects of the destination; `keys` are those of messages.
+    owners:     [rows] group of each source object.
+    objects:    [n] objects of the destination, with keys for messages.
     targets:    [n] `key` and `mtime_ns` of the same objects.
-    sizes, offsets: [n] bytes of each, and where they are.
-    there:      [n] bytes that the destination has under the key already, or ABSENT.
+    sizes, offsets: [n] bytes and offset of each object.
+    there:      [n] bytes already present under the key at the destination, or ABSENT.
     origins:    [n] row of the first source object of each, or ABSENT.
-    by_system:  the destination copies the objects from the source by itself.
-    back:       where the objects that are read back begin.
+    by_system:  whether the destination copies the objects from the source by itself.
+    back:       offset of the objects that are read back.
     """
 
     action: Action = field(kw_only=True)
@@ -120,23 +119,23 @@ class CopyBatch(Task):
     back: int = field(kw_only=True)
 
     def key_read(self, index: int, listed: pa.Table) -> bytes:
-        """Return the key, for messages, of an object that is read. listed: the source's rows."""
+        """Return the key of a source object, for messages. listed: the source's rows."""
         key: bytes = listed.column("key")[int(self.rows[index])].as_py()
         return key
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the batch takes from the source, read or copied."""
+        """Bytes that the batch reads or copies from the source."""
         return int((self.capacities if len(self.rows) else self.sizes).sum())
 
 
 def cut(
     nbytes: IntArray, objects: IntArray, *, first_bytes: int, most_bytes: int, most_objects: int
 ) -> Iterator[slice]:
-    """Cut groups, in their order, into batches of limited size, or of one group.
+    """Yield consecutive slices of groups, each within the limits or of a single group.
 
-    nbytes, objects: [groups] what each group adds to a batch. first_bytes: of the first batch,
-    so that writing soon begins; each may be twice as large as the one before.
+    nbytes, objects: [groups] demand of each group. first_bytes: limit of the first batch, so that
+    writing begins soon; each further limit may double.
     """
     by_bytes, by_objects = np.cumsum(nbytes), np.cumsum(objects)
     start, limit = 0, min(first_bytes, most_bytes)
@@ -154,6 +153,6 @@ def cut(
 def _strided(
     memory: npt.NDArray[np.uint8], count: int, offset: int, step: int, nbytes: int
 ) -> npt.NDArray[np.uint8]:
-    """View objects of one size that lie at equal steps: [count, nbytes] uint8."""
+    """Return a view of equal-sized objects at equal steps: [count, nbytes] uint8."""
     whole = memory[offset : offset + step * (count - 1) + nbytes]
     return np.lib.stride_tricks.as_strided(whole, shape=(count, nbytes), strides=(step, 1))

@@ -1,8 +1,7 @@
-"""Copy page groups from one store to another: read, make, publish, read back, roll back.
+"""Copy page groups from one store to another: read, transform, publish, read back, roll back.
 
-A batch says which objects of the source it takes, which objects of the destination it makes of
-them, and where all of them are in memory. `Executor` runs batches through the pipeline, in its
-threads, and returns the result of each. It knows no survey and no command.
+A batch lists its source objects, the destination objects to make, and their places in memory.
+`Executor` runs batches in the threads of a pipeline. It depends on no survey and no command.
 """
 
 from __future__ import annotations
@@ -31,19 +30,18 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import BoolArray, IntArray, Store
     from hicachectl.move.batches import CopyOptions
 
-_HEAD_BYTES = 1024  # of an object, at most as a rule: its key, and its row in an index
+_HEAD_BYTES = 1024  # usual maximum for an object's key and its row in an index
 
 B = TypeVar("B", bound=CopyBatch)
 
 
 class Executor(Generic[B]):
-    """Copies batches from one store to another.
+    """Executor of batches that copy from one store to another.
 
-    options, failures: as given.
     full:   set once the destination had no room for an object.
     copies: whether the destination copies objects of the source by itself.
-    racy:   the destination, where another writer may win a key of ours.
-    read_back: how objects of the destination are read.
+    racy:   the destination if another writer may win one of our keys, else None.
+    read_back: reads objects of the destination.
     """
 
     def __init__(
@@ -60,18 +58,18 @@ class Executor(Generic[B]):
     ) -> None:
         """Prepare; nothing is read before `run`.
 
-        objects: the rows of the source's listing that batches name.
-        settle:  called with the result of each batch, in the thread that has copied it: also for
-            batches at work when `run` is left early.
-        arena:   memory to use, of `copy_memory`.
-        failures: of groups of which an object is not read or not written. An object that is left
-            out is the same in source and destination: a batch has both in one order.
-        preserve: copies keep the owner and mode of their sources, where the system copies.
+        objects: the source's listing; batches refer to its rows.
+        settle:  called with the result of each batch in the thread that copied the batch, also for
+            batches at work when `run` ends early.
+        arena:   memory to use, from `copy_memory`.
+        failures: what a failed object means for its group. To leave objects out, a batch must have
+            its source and destination objects in the same order.
+        preserve: keep owner and mode of the source files if the system copies.
         """
         self.destination = destination
         self.full = threading.Event()
         self._source = source
-        # What a store needs to read an object; a table in pieces is slow to pick from.
+        # Only the columns that reading needs, in one chunk: `take` from many chunks is slow.
         wanted = [name for name in ("key", "locator") if name in objects.column_names]
         self._objects = objects.select(wanted).combine_chunks()
         self.options = options
@@ -85,16 +83,16 @@ class Executor(Generic[B]):
         if not preserve:
             keep_as_private(destination, source, listing=True)
             if self.racy is not None:
-                # Another server's object under the same key is the same page.
+                # Another server's object under the same key belongs to the same page.
                 self.racy.confirms_writes = False
-        # What is newer than the listing is found by asking where it is.
+        # Objects newer than the listing are located by asking the server.
         self.read_back = destination.read_into
         if isinstance(destination, Confirm):
             self.read_back = destination.read_confirmed
         self._stopped = threading.Event()
         self._writing = threading.BoundedSemaphore(max(1, destination.limits.parallel_writes))
         self._counting = threading.Lock()
-        self._promised = 0  # bytes to the batches that are being written
+        self._promised = 0  # bytes reserved for batches being written
 
     def stop(self) -> None:
         """Begin no further batch."""
@@ -112,11 +110,10 @@ class Executor(Generic[B]):
         jobs: int | None = None,
         on_done: Callable[[B, MoveResult], None] = lambda batch, result: None,
     ) -> bool:
-        """Copy batches, one after the other as far as threads allow; return whether all were begun.
+        """Copy batches, begun in order; return whether all were begun.
 
-        on_done is called in the thread that calls `run`. After an exception the batches at work
-        are finished first. Raises StoreUnavailable, and UsageError for a batch that is larger than
-        the buffer.
+        on_done: called in the thread that calls `run`. On an exception, batches at work finish
+        first. Raises StoreUnavailable, and UsageError if a batch is larger than the buffer.
         """
         options = self.options
         pipeline = Pipeline(
@@ -139,12 +136,12 @@ class Executor(Generic[B]):
         return pipeline.complete and not self.stopped
 
     def _copy(self, loaded: Loaded) -> tuple[B, MoveResult]:
-        """Copy a batch that was read; runs in a thread of the pipeline."""
+        """Copy a loaded batch, in a thread of the pipeline."""
         batch: B = loaded.task  # type: ignore[assignment]
         result = MoveResult.of(batch.pages, objects=len(batch.objects))
         stops = self.failures.statuses.get(Status.FULL) == GroupStatus.NO_ROOM
         if (self.full.is_set() and stops) or self.stopped:
-            result.statuses[:] = GroupStatus.NO_ROOM  # it would lack the prefix that had none
+            result.statuses[:] = GroupStatus.NO_ROOM  # its prefix found no room
         else:
             self._publish(batch, loaded, result)
         self._settle(batch, result)
@@ -164,10 +161,10 @@ class Executor(Generic[B]):
             else:
                 self.full.set()
                 for group in np.flatnonzero(result.open).tolist():
-                    self.failures.settle(result, group, None, Status.FULL, "no room is left")
+                    self.failures.settle(result, group, None, Status.FULL, "no room left")
 
     def _settle_unread(self, batch: B, loaded: Loaded, result: MoveResult) -> IntArray:
-        """Settle the groups of which an object could not be read; return what is left out."""
+        """Settle groups with an unread object; return the indices of objects to leave out."""
         read = loaded.read
         unread = np.flatnonzero(read.statuses)
         for index in unread.tolist():
@@ -178,9 +175,9 @@ class Executor(Generic[B]):
 
     @contextmanager
     def _room_for(self, batch: B) -> Iterator[bool]:
-        """Promise a batch its room while it is being written; or say that there is none.
+        """Reserve a batch's room during its write; yield whether there is enough.
 
-        Asked only of a store that does not get the room back when writes are rolled back.
+        Only for append-only stores, which never regain the room of writes rolled back.
         """
         new = (batch.there == ABSENT) | (batch.action is Action.REPLACE)
         nbytes = int((batch.sizes[new] + _HEAD_BYTES).sum())
@@ -196,7 +193,7 @@ class Executor(Generic[B]):
                 self._promised -= has_room * nbytes
 
     def write(self, batch: B, places: IntArray, offsets: IntArray) -> Result:
-        """Write some objects of a batch, or have them copied. offsets: [places] in the arena."""
+        """Write or system-copy objects of a batch. offsets: [places] bytes into the arena."""
         rows, sizes = batch.targets.take(pa.array(places)), batch.sizes[places]
         if_absent = batch.action is not Action.REPLACE
         with self._writing:
@@ -214,7 +211,7 @@ class Executor(Generic[B]):
 
 
 class _BatchCopy:
-    """One batch in memory, on its way into the destination."""
+    """Write of one loaded batch into the destination."""
 
     def __init__(
         self, executor: Executor[Any], batch: CopyBatch, arena: Arena, base: int, result: MoveResult
@@ -226,13 +223,13 @@ class _BatchCopy:
         self._base = base
         self._offsets = batch.offsets + base
         self._result = result
-        self._written = np.zeros(len(batch.objects), dtype=np.bool_)  # by us, just now
-        self._equal = np.zeros(len(batch.objects), dtype=np.bool_)  # compared, and the same
+        self._written = np.zeros(len(batch.objects), dtype=np.bool_)  # by this run
+        self._equal = np.zeros(len(batch.objects), dtype=np.bool_)  # compared and equal
 
     def run(self, unread: IntArray) -> None:
-        """Compare what is there, write what is missing, roll back what stays half done.
+        """Compare existing objects, write missing objects, roll back unfinished groups.
 
-        unread: places of objects to leave out.
+        unread: indices of objects to leave out.
         """
         batch, result, executor = self._batch, self._result, self._executor
         there = np.flatnonzero(self._open() & (batch.there != ABSENT))
@@ -261,7 +258,7 @@ class _BatchCopy:
             result.statuses[same] = GroupStatus.SAME
 
     def _open(self) -> BoolArray:
-        """Which objects are of groups that nothing has gone wrong with: [objects]."""
+        """Return which objects belong to open groups: [objects]."""
         is_open: BoolArray = self._result.open[self._batch.objects.owners]
         return is_open
 
@@ -286,9 +283,9 @@ class _BatchCopy:
         return self._batch.targets.take(pa.array(places))
 
     def _compare(self, places: IntArray, *, ours: bool = False) -> None:
-        """Read objects of the destination and compare them with what they should be.
+        """Read objects of the destination and compare them with the bytes to write.
 
-        ours: we have just written them, so that it is no conflict when they differ.
+        ours: this run just wrote the objects, so a difference is a failure and not a conflict.
         """
         sizes = self._batch.sizes
         offsets = np.zeros(len(sizes), dtype=np.int64)
@@ -311,23 +308,23 @@ class _BatchCopy:
         if status is Status.OK and np.array_equal(mine, self._arena.view(back, size)):
             self._equal[at] = True
         elif status is Status.GONE and not ours:
-            pass  # evicted since it was listed: to be written
+            pass  # evicted since the listing: still to be written
         elif status is Status.GONE:
-            self._fail(at, failed, "left the destination before it could be read back")
+            self._fail(at, failed, "vanished from the destination before being read back")
         elif status in (Status.ERROR, Status.UNREACHABLE, Status.DAMAGED):
             self._fail(at, failed, f"cannot be read back: {error}")
         elif not ours:
             why = "the destination has other bytes under this key"
             self._fail(at, GroupStatus.CONFLICT, why)
         elif self._executor.racy is not None:
-            self._written[at] = False  # of another writer, whose object is not ours to remove
+            self._written[at] = False  # another writer's object: must not be rolled back
             raced = self._executor.failures.statuses[Status.EXISTS]
-            self._fail(at, raced, "another writer has written it")
+            self._fail(at, raced, "another writer has written this key")
         else:
             self._fail(at, failed, self._executor.failures.differs)
 
     def _each(self, places: IntArray, call: Callable[[IntArray], Result]) -> Result:
-        """Make calls that suit the destination; return their results as one."""
+        """Call within the destination's batch limits; return the results as one."""
         statuses = np.zeros(len(places), dtype=np.uint8)
         errors: dict[int, str] = {}
         for span in batch_spans(self._batch.sizes[places], self._store.limits):

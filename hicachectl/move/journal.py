@@ -1,11 +1,10 @@
-"""What a migration has done, a line for each batch: read by `--resume`.
+"""Journal of a migration, read by `--resume`: one JSON line for each completed batch.
 
-Lines are JSON. The first says which migration it is, and is durable before any other. A line that
-was cut off by a crash is the last, and one that a power failure has torn has zero bytes: these are
-dropped, and what they would have said is found out again from the destination. Each line has a
-digest of its text, its place and the journal's owner: a journal that was altered, or has lines of
-another one, is refused, since a move deletes what a journal calls copied. Form 1, of earlier
-releases, has no digests.
+The first line identifies the migration and is durable before any other line. The reader drops a
+last line without its end (a crash) and lines with zero bytes (a power failure); a resumed run finds
+their pages again at the destination. Each line has a digest of its text, its offset and the
+journal's owner. An altered journal, or one with lines of another journal, is refused, because a
+move deletes the pages that the journal calls copied. Form 1, of earlier releases, has no digests.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.backends.disk.copying import write_bytes
 from hicachectl.backends.disk.durable import is_named, lock, make_directories, sync_name
 from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
 FORM = 2
-_UNDIGESTED = 1  # the form of earlier releases, whose lines have no digests; it is still resumed
+_UNDIGESTED = 1  # form of earlier releases, without digests; still resumed
 _HASH_DIGITS = 64
 _OWNER_BYTES = 8
 _OWNER = re.compile(f"[0-9a-f]{{{2 * _OWNER_BYTES}}}")
@@ -46,16 +46,16 @@ _MOST_LINE_BYTES = 64 << 20  # a batch of a million pages
 
 
 class JournalHeld(UsageError):
-    """Another process is doing the same migration."""
+    """Another process runs the same migration."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What earlier runs have done: pages of each route, by its name.
+    """Pages that earlier runs completed, by the name of their route.
 
-    owner: what they marked unfinished writes with; "" where not even that was written.
-    copied: whole at the destination. verified: of these, those that were compared there.
-    removed: taken from the source since.
+    owner: mark of their unfinished writes; "" if the journal has no whole line.
+    copied: whole at the destination. verified: copied and compared there.
+    removed: copied and then removed from the source.
     """
 
     owner: str = ""
@@ -65,16 +65,16 @@ class Progress:
 
     @property
     def pages(self) -> int:
-        """How many pages were copied."""
+        """Number of copied pages."""
         return sum(map(len, self.copied.values()))
 
     def unremoved(self, route: str) -> set[str]:
-        """Pages that were copied and are still to be taken from the source."""
+        """Return the pages that were copied but not yet removed from the source."""
         return self.copied[route] - self.removed[route]
 
 
 def profile_text(profile: Profile) -> str:
-    """Spell a profile for the identity of a journal, as all releases have spelled it.
+    """Return a profile's text in the identity of a journal; it is the same in all releases.
 
     The identity names the journal, so the text keeps two fields that profiles no longer have.
     """
@@ -89,10 +89,10 @@ def profile_text(profile: Profile) -> str:
 def journal_path(
     identity: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> tuple[Path, str]:
-    """Name the journal of a migration, in the user's state directory (XDG base directories).
+    """Return the path of a migration's journal in the user's state directory (XDG), and a remark.
 
-    Return a remark too, "" as a rule: where no home can be written to, the journal lies in a
-    directory of the user's below TMPDIR. Raises UsageError where somebody else could write there.
+    Without a writable home, the path is in a private directory below TMPDIR and the remark says
+    so; otherwise the remark is "". Raises UsageError if others could write to that directory.
     """
     text = json.dumps(identity, sort_keys=True)
     name = Path("migrations", hashlib.sha256(text.encode()).hexdigest()[:32] + ".jsonl")
@@ -112,36 +112,39 @@ def journal_path(
             own.mkdir(0o700)
         found = own.lstat()
     except OSError as error:
-        raise UsageError(f"{own}: {error.strerror}; set XDG_STATE_HOME") from error
+        raise UsageError(failed(own, "use the directory", error, "set XDG_STATE_HOME")) from error
     is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
-        raise UsageError(f"{own}: not a directory of yours alone; set XDG_STATE_HOME")
-    remark = f"{state} cannot be written to: the journal is in {own}; XDG_STATE_HOME changes that"
+        raise UsageError(
+            f"{own}: must be a directory that only you own and can open; set XDG_STATE_HOME"
+        )
+    remark = f"{state}: not writable, so the journal is in {own}; XDG_STATE_HOME changes that"
     return own / name, remark
 
 
 def _can_be_written_to(directory: Path) -> bool:
-    """Say whether a directory, or the nearest of its parents that exists, can be written to."""
+    """Return whether a directory, or its nearest existing parent, can be written to."""
     while not os.path.lexists(directory):
         directory = directory.parent
     return os.access(directory, os.W_OK | os.X_OK) and directory.is_dir()
 
 
 def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
-    """Read what earlier runs of a migration have done; None where there is no journal.
+    """Return the progress of earlier runs; None without a journal.
 
-    Raises FormatError for a journal of something else, UsageError where it cannot be read.
+    Raises FormatError if the journal is damaged or another migration's, UsageError if it cannot be
+    read.
     """
     try:
         descriptor = _opened(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+        raise UsageError(failed(path, "read the journal", error)) from error
     progress, form = Progress(), None
     with os.fdopen(descriptor, "rb") as stream:
         for number, (start, line) in enumerate(_whole_lines(stream, path), 1):
-            if b"\0" in line:  # torn by a power failure, and perhaps joined to the next one
+            if b"\0" in line:  # torn by a power failure, and perhaps joined to the next line
                 if number == 1:
                     return progress
                 continue
@@ -153,8 +156,8 @@ def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
             undigested = form == _UNDIGESTED and digest is None
             if not undigested and digest != _digest(entry, progress.owner, start):
                 raise FormatError(
-                    f"{path}: line {number} was altered; move the file away, and what it said is "
-                    "found out again"
+                    f"{path}: line {number} was altered; move the file away, and the next run "
+                    "checks the destination instead"
                 )
             if number > 1:
                 _add(progress, entry, path, number)
@@ -162,37 +165,37 @@ def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
 
 
 def _opened(path: Path, flags: int) -> int:
-    """Open a journal; what is no regular file is refused, and never waited for. Raises OSError."""
+    """Open a journal. Raises OSError, also if it is not a regular file; never waits for a FIFO."""
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "not a regular file; move it out of the way")
+    raise OSError(errno.EINVAL, "not a regular file; move it away")
 
 
 def _whole_lines(stream: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Give where each line begins, and the line; one that was cut off is left out."""
+    """Yield the offset and text of each whole line; skip a last line that was cut off."""
     start = 0
     while line := stream.readline(_MOST_LINE_BYTES):
         if not line.endswith(b"\n"):
             if len(line) == _MOST_LINE_BYTES:
-                raise FormatError(f"{path}: not a journal; move it out of the way")
+                raise FormatError(f"{path}: not a journal; move the file away")
             return
         yield start, line[:-1]
         start += len(line)
 
 
 def _owner(head: Mapping[str, Any], identity: Mapping[str, Any], path: Path) -> str:
-    """Return the owner that the first line names. Raises FormatError for another migration's."""
+    """Return the owner in the first line. Raises FormatError if it is another migration's."""
     owner = head.get("owner")
     is_ours = head.get("migration") in (FORM, _UNDIGESTED) and head.get("identity") == identity
     if not is_ours or not isinstance(owner, str) or not _OWNER.fullmatch(owner):
-        raise FormatError(f"{path}: not the journal of this migration; move it out of the way")
+        raise FormatError(f"{path}: not the journal of this migration; move the file away")
     return owner
 
 
 def _digest(entry: Mapping[str, Any], owner: str, start: int) -> str:
-    """Digest what a line says, where it begins, and whose journal it is in."""
+    """Return the digest of a line's entry, its offset and the journal's owner."""
     text = json.dumps([owner, start, entry])
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
 
@@ -213,22 +216,24 @@ def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: line {number}: not JSON; move the file away") from error
     if not isinstance(entry, dict):
-        raise FormatError(f"{path}: line {number}: not an object")
+        raise FormatError(f"{path}: line {number}: not a JSON object; move the file away")
     return entry
 
 
 def _pages(entry: Mapping[str, Any], path: Path, number: int) -> list[str]:
     text = entry.get("pages")
     if not isinstance(text, str) or len(text) % _HASH_DIGITS:
-        raise FormatError(f"{path}: line {number}: no page hashes")
+        raise FormatError(
+            f"{path}: line {number}: `pages` is not a list of page hashes; move the file away"
+        )
     return [text[at : at + _HASH_DIGITS] for at in range(0, len(text), _HASH_DIGITS)]
 
 
 class Journal:
-    """A journal that is written to, from several threads; a killed process loses no line.
+    """Journal open for writing, from several threads. A killed process loses no line.
 
-    It is held by one process at a time. One that nothing was noted in is removed at the end.
-    owner: 16 hex digits, the same for all runs that write to it.
+    One process at a time holds the lock. A journal without entries is removed at the end.
+    owner: 16 hex digits, the same in all runs of the migration.
     """
 
     def __init__(
@@ -240,12 +245,12 @@ class Journal:
         fresh: bool,
         durable: bool,
     ) -> None:
-        """Open a journal; fresh: empty it.
+        """Open a journal; fresh: empty it first.
 
-        earlier: what `read_journal` found. durable: each line is on the disk before anything
-        follows from it; else a power failure may lose some lines but the first: what they say is
-        found out again, at the cost of reading. Raises UsageError where it cannot be written,
-        JournalHeld where another process has it.
+        earlier: result of `read_journal`. durable: sync each line to disk before returning;
+        otherwise a power failure may lose lines except the first, and a resumed run reads their
+        pages again. Raises UsageError if the journal cannot be written, JournalHeld if another
+        process holds the lock.
         """
         self.path = path
         self.owner = (earlier and earlier.owner) or os.urandom(_OWNER_BYTES).hex()
@@ -256,7 +261,7 @@ class Journal:
             make_directories(path.parent)
             self._file = _held(path)
         except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}") from error
+            raise UsageError(failed(path, "write the journal", error)) from error
         try:
             if fresh or (earlier is not None and not earlier.owner):
                 os.ftruncate(self._file, 0)
@@ -270,11 +275,11 @@ class Journal:
             raise
 
     def copied(self, route: str, pages: pa.StringArray, *, verified: bool) -> None:
-        """Note pages that are at the destination; verified: and were compared there."""
+        """Note pages that are at the destination. verified: they were compared there."""
         self._note(route, pages.to_pylist(), "verified" if verified else "copied")
 
     def removed(self, route: str, pages: Sequence[str]) -> None:
-        """Note pages that were taken from the source."""
+        """Note pages that were removed from the source."""
         self._note(route, pages, "removed")
 
     def _note(self, route: str, pages: Sequence[str], what: str) -> None:
@@ -293,12 +298,12 @@ class Journal:
                 if durable:
                     os.fdatasync(self._file)
             except OSError as error:
-                with suppress(OSError):  # what comes next must not join a torn line
+                with suppress(OSError):  # the next line must not join a torn line
                     os.ftruncate(self._file, end)
-                raise UsageError(f"cannot write {self.path}: {error.strerror}") from error
+                raise UsageError(failed(self.path, "write the journal", error)) from error
 
     def _cut_torn_line(self) -> None:
-        """Drop a last line that a crash has cut off, so that the next does not join it."""
+        """Drop a last line that was cut off by a crash: the next line would join it."""
         size = os.lseek(self._file, 0, os.SEEK_END)
         end = size
         while end:
@@ -312,11 +317,11 @@ class Journal:
             os.ftruncate(self._file, end)
 
     def end(self) -> None:
-        """Say that it has served its purpose: it is removed when it is closed."""
+        """Remove the journal when it is closed: the migration is complete."""
         self._noted = False
 
     def close(self) -> None:
-        """Close it."""
+        """Close the journal; remove it if it is complete or has no entries."""
         if not self._noted:
             self.path.unlink(missing_ok=True)
         os.close(self._file)
@@ -329,15 +334,15 @@ class Journal:
 
 
 def _held(path: Path) -> int:
-    """Open a file for this process alone. Raises OSError, JournalHeld where another has it."""
+    """Open and lock a journal. Raises OSError, JournalHeld if another process holds the lock."""
     while True:
         descriptor = _opened(path, os.O_RDWR | os.O_CREAT)
         try:
             if not lock(descriptor, optional=True):
                 raise JournalHeld(
-                    f"another process is doing this migration and holds {path}; nothing was done"
+                    f"{path}: another process is running this migration; nothing was done"
                 )
-            if is_named(descriptor, str(path)):  # else whoever held it has removed it
+            if is_named(descriptor, str(path)):  # else the previous holder has removed it
                 return descriptor
         except BaseException:
             os.close(descriptor)

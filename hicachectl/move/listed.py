@@ -1,4 +1,4 @@
-"""The groups of a plan as they were listed, in batches, for `withdraw`."""
+"""Listed groups of a removal plan, in batches."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
-BATCH_OBJECTS = 1024  # about what a killed run leaves to be finished
-_BATCH_SLOTS = 1 << 18  # that a batch asks about, filled or not
+BATCH_OBJECTS = 1024  # about what a killed run leaves unfinished
+_BATCH_SLOTS = 1 << 18  # slots that a batch asks about, filled or not
 
 
 class ListedGroups:
-    """The groups of a plan, with their objects as they were listed.
+    """Groups of a plan, with their objects as listed.
 
-    An object that was listed twice is one object, as it was listed last.
+    An object that was listed twice counts once, as last listed.
     """
 
     def __init__(self, inventory: Inventory, groups: PageGroups, plan: RepairPlan) -> None:
@@ -57,22 +57,22 @@ class ListedGroups:
 
     @property
     def counts(self) -> IntArray:
-        """How many objects each group has: [groups of the plan]."""
+        """Objects of each group: [groups of the plan]."""
         return np.diff(self._starts)
 
     @property
     def nbytes(self) -> pa.Int64Array:
-        """Bytes of each group: [groups of the plan], null where a size is not known."""
+        """Bytes of each group: [groups of the plan], null if a size is unknown."""
         sizes = self._inventory.take(self._rows, ["nbytes"]).column("nbytes")
         return sums_by_group(sizes, np.repeat(np.arange(len(self)), self.counts), len(self))
 
     @property
     def names(self) -> tuple[pa.StringArray, pa.StringArray]:
-        """Model and tag of each group: [groups of the plan], "" where the keys show none."""
+        """Model and tag of each group: [groups of the plan], "" if the keys show none."""
         return self._names_of(self._plan.groups)
 
     def batches(self) -> Iterator[RecordedGroups]:
-        """Give the groups in batches of about BATCH_OBJECTS objects."""
+        """Yield the groups in batches of about BATCH_OBJECTS objects."""
         ids = np.unique(self._groups.deployment_ids[self._plan.groups])
         deployments = [self._groups.deployments[n] for n in ids.tolist() if n != UNRESOLVED]
         most = _BATCH_SLOTS // max((1, *(len(each.specs) for each in deployments)))
@@ -91,12 +91,12 @@ class ListedGroups:
         objects = self._inventory.take(rows)
         reasons, about = self._reasons_of(numbers)
         codes = filter(is_structural, pc.unique(reasons.column("code")).to_pylist())
-        # None of its objects is unwanted once a group lacks nothing any more.
+        # Structural findings blame no object: once whole again, the group may stay.
         structural = pc.is_in(reasons.column("code"), pa.array(codes, pa.string())).to_numpy()
         keys = reasons.column("key").combine_chunks().cast(pa.binary())
         blamed, whole = _blamed(keys, about, ~structural, objects, owners)
         lost, lost_slots = self._lost(first, last)
-        # With a key of another model's object the group will never be whole.
+        # A group whose key belongs to another model's object never becomes whole.
         whole = np.union1d(np.union1d(whole, lost), np.flatnonzero(self._outright(numbers)))
         shapes, shape_ids, slots = self._shaped(numbers, rows, owners, lost, lost_slots)
         models, tags = self._names_of(numbers)
@@ -123,9 +123,9 @@ class ListedGroups:
         return found
 
     def _reasons_of(self, numbers: IntArray) -> tuple[pa.Table, IntArray]:
-        """Return why some groups are removed: rows of reasons, and the place of each one's group.
+        """Return the reasons for removing groups, and the index in `numbers` of each one's group.
 
-        numbers: rising where there are any reasons.
+        numbers: ascending if there are reasons.
         """
         if not len(self._reasons):
             return self._reasons, np.zeros(0, dtype=np.int64)
@@ -147,7 +147,7 @@ class ListedGroups:
     ) -> tuple[tuple[Shape, ...], IntArray, IntArray]:
         """Return the shapes of some groups, the shape of each group, and the slot of each object.
 
-        lost, gaps: [m] groups, rising, and slots of theirs that are another model's.
+        lost, gaps: [m] groups, ascending, and their slots that belong to another model.
         """
         ids = self._groups.deployment_ids[numbers]
         affix_ids = self._inventory.affix_ids[rows]
@@ -180,7 +180,7 @@ class ListedGroups:
         return self._shapes[number]
 
     def _unread_shape(self, pattern: tuple[int, ...]) -> Shape:
-        """Return the shape of objects that can be read in several ways: all belong together."""
+        """Return the shape of a group of ambiguous keys: all its objects belong together."""
         if pattern not in self._shapes:
             table = self._inventory.table
             affixes = [table.affixes[number] for number in pattern[1:]]
@@ -194,10 +194,10 @@ class ListedGroups:
         return self._lost_by[start:end] - first, self._lost_slots[start:end]
 
     def _slots_of_others(self) -> tuple[IntArray, IntArray]:
-        """Find the slots whose key an object of another group of the page has.
+        """Find slots whose key belongs to an object of another group of the page.
 
-        Only where two models have such keys: their objects are no part of the group.
-        Return the place of each one's group in the plan, rising, and the slot.
+        This happens only if two models share keys. The object is not part of the slot's group.
+        Return the index in the plan of each slot's group, ascending, and the slot.
         """
         nothing = np.zeros(0, dtype=np.int64)
         if not any(self._inventory.table.split):
@@ -228,7 +228,7 @@ class ListedGroups:
 
 
 def _last_of_each(owners: IntArray, kinds: npt.NDArray[np.int32]) -> IntArray:
-    """Return the last place of each pair, in the order of places. owners: rising."""
+    """Return the last index of each pair, ascending. owners: ascending."""
     order = np.lexsort((kinds, owners))
     of_owner, of_kind = owners[order], kinds[order]
     last = np.ones(len(order), dtype=np.bool_)
@@ -239,10 +239,10 @@ def _last_of_each(owners: IntArray, kinds: npt.NDArray[np.int32]) -> IntArray:
 def _blamed(
     keys: pa.BinaryArray, about: IntArray, counts: BoolArray, objects: pa.Table, owners: IntArray
 ) -> tuple[BoolArray, IntArray]:
-    """Return the objects that reasons name, [n], and the groups of which all objects are blamed.
+    """Return the objects that reasons name, [n], and the groups blamed as a whole.
 
-    keys, about, counts: [reasons] the key that a reason names, the group that it is about, and
-    whether it is about an object that is there. A reason without a key is about all of a group.
+    keys, about, counts: [reasons] the key and the group of a reason, and whether the reason is
+    about a present object. A reason without a key blames the whole group.
     """
     keyless = keys.is_null().to_numpy(zero_copy_only=False)
     at = pc.index_in(keys, value_set=objects.column("key").combine_chunks(), skip_nulls=True)
@@ -255,7 +255,7 @@ def _blamed(
 
 
 def _by_group(reasons: pa.Table, about: IntArray, count: int) -> pa.ListArray:
-    """Return the reasons of each group: [count]. about: the group of each, rising."""
+    """Return the reasons of each group: [count]. about: group of each reason, ascending."""
     columns = [column.combine_chunks() for column in reasons.columns]
     rows = pa.StructArray.from_arrays(columns, fields=list(reasons.schema))
     offsets = np.searchsorted(about, np.arange(count + 1))
@@ -265,9 +265,9 @@ def _by_group(reasons: pa.Table, about: IntArray, count: int) -> pa.ListArray:
 def _alike(
     groups: IntArray, owners: IntArray, values: npt.NDArray[Any], firsts: IntArray
 ) -> Iterator[tuple[tuple[int, ...], IntArray]]:
-    """Sort groups by the values that each has: give a first value and the others, and the groups.
+    """Yield each distinct pattern (first value, values) with the groups that have it.
 
-    groups, firsts: [m], rising. owners, values: [n] the group of each value, rising.
+    groups, firsts: [m], ascending. owners, values: [n] group of each value, ascending.
     """
     if not len(groups):
         return

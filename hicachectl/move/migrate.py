@@ -1,4 +1,4 @@
-"""Move a store's page groups to another store, as they are or as another deployment has them."""
+"""Copy or move page groups to another store, unchanged or transformed for another deployment."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _SAMPLE_OBJECTS = 1024
 
 @dataclass(slots=True)
 class MigrationOutcome:
-    """What a migration did, or would do.
+    """Outcome of a migration or of its dry run.
 
-    document: the members of the JSON contract. problems: conflicts and failures. remarks: what to
-    know besides. journal: where its state is kept, where it is not complete.
+    document: the members of the JSON contract. problems: conflicts and failures. remarks: further
+    messages. journal: path of the journal if the migration is incomplete.
     """
 
     document: dict[str, Any]
@@ -58,7 +58,7 @@ class MigrationOutcome:
 
     @property
     def all_well(self) -> bool:
-        """Whether nothing failed or conflicted, and the destination had room."""
+        """Whether no group failed or conflicted, and the destination had room."""
         document = self.document
         troubled = document["failed"] or document["conflicts"]
         return not troubled and document["stopped_by"] != FULL
@@ -73,13 +73,13 @@ def migrate(
     on_begun: Callable[[], None] = lambda: None,
     on_moved: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> MigrationOutcome:
-    """Copy page groups from a store to another; what is there already stays.
+    """Copy page groups from one store to another.
 
-    on_listed is told objects as they are listed, on_moved bytes as groups are done and how many
-    there are in all; on_begun is called before anything is written. Raises UsageError,
-    ProfileError and UnsupportedByBackend before that, StoreUnavailable for a lost store.
-    Interrupted at any point, what was begun is finished or taken back, and the journal says how
-    far it came.
+    on_listed: called with the number of objects listed. on_begun: called before the first write.
+    on_moved: called with the bytes of completed groups and the total. Raises UsageError,
+    ProfileError and UnsupportedByBackend before the first write, StoreUnavailable if a store is
+    lost. After an interrupt, groups at work are finished or rolled back, and the journal names the
+    completed groups.
     """
     migration = _Migration(source, destination, request)
     plan = migration.plan(on_listed)
@@ -89,7 +89,7 @@ def migrate(
 
 
 def not_begun(source: str, destination: str) -> MigrationOutcome:
-    """Return the outcome of a migration between two URLs that another run's lock stopped."""
+    """Return the outcome of a migration between two URLs that found the lock held."""
     document: dict[str, Any] = {"source": source, "destination": destination}
     counts = ("pages", "objects", "bytes", "skipped", "gone", "conflicts", "failed", "moved")
     document |= dict.fromkeys(counts, 0)
@@ -98,19 +98,19 @@ def not_begun(source: str, destination: str) -> MigrationOutcome:
 
 
 class _Migration:
-    """One migration, from what was asked for to its outcome."""
+    """One migration, from its request to its outcome."""
 
     def __init__(self, source: Store, destination: Store, request: MigrationRequest) -> None:
-        """Refuse what cannot be done; nothing has been listed yet."""
+        """Check the request and read the journal, before any listing."""
         self._started = time.monotonic()
         self._source = source
         self._destination = destination
         self._request = request
         if not destination.traits.writes:
-            raise UsageError(f"{destination.url}: cannot be written to")
+            raise UsageError(f"{destination.url}: this store cannot be written to")
         if request.options.move and not source.traits.deletes:
             raise UsageError(
-                f"{source.url}: --move: its objects cannot be deleted; copy without it"
+                f"{source.url}: objects of this store cannot be deleted; leave out --move"
             )
         target = request.destination_profile or request.profile
         self._stores = StorePair(source, destination, request.profile, target)
@@ -126,14 +126,14 @@ class _Migration:
         self._earlier = self._progress if request.resume else None
 
     def plan(self, on_listed: Callable[[int], None]) -> MigrationPlan:
-        """List both stores, and decide what is done with each group."""
+        """List both stores, and choose an action for each group."""
         plan = plan_migration(self._stores, self._request, on_listed)
         plan.settle_existing(self._request, self._earlier)
         plan.leave_too_large(self._request.options)
         return plan
 
     def rehearse(self, plan: MigrationPlan) -> MigrationOutcome:
-        """Say what would be done."""
+        """Return the outcome of a dry run."""
         result = RunResult()
         result.objects, result.nbytes = plan.demand()
         result.counts[GroupStatus.DONE] = plan.count(*WRITING)
@@ -152,7 +152,7 @@ class _Migration:
         on_begun: Callable[[], None],
         on_moved: Callable[[int, int], None],
     ) -> MigrationOutcome:
-        """Copy, and with --move remove from the source."""
+        """Copy; with --move, also remove from the source."""
         options, total = self._request.options, plan.demand()[1]
         try:
             opened = Journal(
@@ -160,7 +160,7 @@ class _Migration:
                 self._identity,
                 earlier=self._progress,
                 fresh=self._earlier is None,
-                durable=options.move,  # only what is deleted from the source hangs on it
+                durable=options.move,  # only deletions from the source depend on the journal
             )
         except JournalHeld as held:
             outcome = self._outcome(plan, RunResult(complete=False), is_held=True)
@@ -185,7 +185,7 @@ class _Migration:
 
             result = run.copy(plan.works(), on_done=on_done)
             if plan.count(Action.SKIP):
-                self._destination.flush()  # what was there already is reported as well
+                self._destination.flush()  # the report counts skipped pages as safe, too
             ended = result.complete and not result.count(GroupStatus.FAILED)
             if ended:
                 journal.end()
@@ -193,19 +193,19 @@ class _Migration:
         outcome.journal = None if ended else self._journal_path
         if self._destination.traits.evicts and (lack is not None or result.full):
             outcome.remarks.append(
-                f"{self._destination.url}: has not the room, and evicts to make some: what was "
-                "copied first may be gone again"
+                f"{self._destination.url}: the pages need more room than is free, and this store "
+                "evicts: the first copied pages may already be evicted"
             )
         return outcome
 
     def _lacking(self, nbytes: int) -> str | None:
-        """Say what room the destination lacks."""
+        """Return the message for a destination with too little room, else None."""
         free = self._destination.free_bytes()
         if free is None or nbytes <= free:
             return None
         return (
-            f"{self._destination.url}: {human_size(nbytes)} to write, {human_size(free)} free; "
-            "choose fewer pages (--match, --pages-from), make room, or give --no-space-check"
+            f"{self._destination.url}: {human_size(nbytes)} to write, but only {human_size(free)} "
+            "free; choose fewer pages (--match, --pages-from), make room or give --no-space-check"
         )
 
     def _outcome(
@@ -235,9 +235,9 @@ class _Migration:
             remarks.append(self._place_remark)
         if self._progress is not None and earlier is None:
             remarks.append(
-                f"an earlier run of this migration did not end ({self._progress.pages} pages were "
-                "copied); what it copied is not copied again, and --resume would have gone on "
-                "from its journal"
+                f"An earlier run of this migration was interrupted after {self._progress.pages} "
+                "copied pages, which are not copied again; --resume would have continued from "
+                "its journal"
             )
         return MigrationOutcome(document, problems, [*remarks, *self._source.remarks])
 
@@ -245,9 +245,9 @@ class _Migration:
 def _estimated_seconds(
     source: Store, plan: MigrationPlan, options: CopyOptions, nbytes: int
 ) -> float | None:
-    """Return how long reading `nbytes` takes, from reading a little; None where that disturbs.
+    """Return the seconds to read `nbytes`, from a small sample; None if reading has side effects.
 
-    Writing overlaps with reading, and is not tried: a slower destination takes longer.
+    Writing overlaps with reading and is not measured: a slower destination takes longer.
     """
     if options.bytes_per_second is not None:
         return nbytes / options.bytes_per_second
@@ -272,7 +272,7 @@ def _estimated_seconds(
 
 
 def _sample(plan: MigrationPlan) -> tuple[IntArray, IntArray]:
-    """Return rows and sizes of the first objects that would be read."""
+    """Return rows and sizes of the first objects to read."""
     rows = sizes = np.zeros(0, dtype=np.int64)
     if (work := next(plan.works(), None)) is not None:
         _, _, rows = work.survey.rows.objects(work.items[:_SAMPLE_OBJECTS])

@@ -1,4 +1,4 @@
-"""What a migration is asked to do, and what is done with each page group of its source."""
+"""Migration requests, and plans with an action for each page group of the source."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray, Inventory
     from hicachectl.requests.files import PageList
 
-# What an earlier run left half done at the destination comes first.
+# Groups that an earlier run left incomplete at the destination come first.
 _ORDER = (Action.COMPLETE, Action.COPY, Action.COMPARE, Action.REPLACE)
 
 
@@ -50,11 +50,10 @@ _ORDER = (Action.COMPLETE, Action.COPY, Action.COMPARE, Action.REPLACE)
 class MigrationRequest:
     """What to copy, and how.
 
-    profile: of the deployment that wrote the source; None: as far as its keys tell, and then
-    every object keeps key and bytes. destination_profile: of what it is to become, None: the same.
-    pages: only these.
-    partial, damaged: also groups that are not whole, or have findings of severity error.
-    resume: go on from the journal of an earlier run.
+    profile: of the deployment that wrote the source; None: every object keeps key and bytes.
+    destination_profile: of the new deployment; None: the same. pages: only these.
+    partial, damaged: include groups that are not whole, or have findings of severity error.
+    resume: continue from the journal of an earlier run.
     """
 
     profile: Profile | None = None
@@ -73,11 +72,11 @@ class MigrationRequest:
 
 @dataclass(slots=True)
 class MigrationPlan:
-    """The page groups of a source, and what is done with each.
+    """Page groups of a source, with an action for each.
 
-    actions:  for each survey [n] the action of each of its groups.
-    remarks:  what stays behind, and why.
-    too_large, problems: groups that do not fit into the buffer, and the first of them.
+    actions:  for each survey, [n] the action of each group.
+    remarks:  which groups are not copied, and why.
+    too_large: number of groups that do not fit into the buffer. problems: the first of them.
     """
 
     inventory: Inventory
@@ -89,13 +88,13 @@ class MigrationPlan:
     problems: list[Problem] = field(default_factory=list)
 
     def count(self, *wanted: Action) -> int:
-        """Count the groups with one of some actions."""
+        """Return the number of groups with one of some actions."""
         return sum(int(np.isin(actions, wanted).sum()) for actions in self.actions)
 
     def works(self) -> Iterator[PageWork]:
-        """Give every group its turn: those first that an earlier run left half done.
+        """Yield the work of all groups: groups that an earlier run left incomplete come first.
 
-        Then by age, the oldest first, as their writer made them: parents before children.
+        Then the oldest come first, which is the order of their writer: parents before children.
         """
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             first_rows = np.full(survey.rows.count, np.iinfo(np.int64).max)
@@ -108,7 +107,7 @@ class MigrationPlan:
                     yield PageWork(survey, items, action)
 
     def demand(self) -> tuple[int, int]:
-        """Count objects and bytes that will be written."""
+        """Return the number of objects and of bytes to write."""
         objects = nbytes = 0
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             for table, chosen in (
@@ -120,7 +119,7 @@ class MigrationPlan:
         return objects, nbytes
 
     def leave_too_large(self, options: CopyOptions) -> None:
-        """Leave out the groups that need more memory than --buffer-bytes, and note each."""
+        """Leave out groups that need more memory than --buffer-bytes, with a problem for each."""
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             for action in _ORDER:
                 work = PageWork(survey, np.flatnonzero(actions == action), action)
@@ -138,9 +137,9 @@ class MigrationPlan:
     def settle_existing(self, request: MigrationRequest, earlier: Progress | None) -> None:
         """Settle the actions of groups that the destination has whole.
 
-        What the journal says was copied (and compared, where that is asked for) is not replaced
-        or compared again. What is there for another reason is compared before it is removed from
-        the source, and so is what an interrupted run may have written without reading it back.
+        Groups that the journal calls copied (or, with verification, compared) are not replaced or
+        compared again. A move compares all other groups before their removal from the source. A
+        resumed run with verification compares groups that may not have been read back.
         """
         options = request.options
         compares = options.move or (options.verify and request.resume)
@@ -159,10 +158,10 @@ class MigrationPlan:
                 actions[skipped] = Action.COMPARE
 
     def left_in_source(self, earlier: Progress) -> Iterator[tuple[Survey, IntArray]]:
-        """List the groups that an interrupted run has removed from the source in part.
+        """Yield the groups that an interrupted run partly removed from the source.
 
-        They were compared before; the rest of them is removed where the destination still has all
-        that is made of them, in its size.
+        The interrupted run compared these groups. The rest may be removed if the destination still
+        has all their targets in the right size.
         """
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             unfinished = _among(survey, earlier.unremoved(survey.route.name))
@@ -176,9 +175,9 @@ class MigrationPlan:
 def plan_migration(
     stores: StorePair, request: MigrationRequest, on_listed: Callable[[int], None]
 ) -> MigrationPlan:
-    """List both stores, and decide what is done with each group."""
+    """List both stores, and choose an action for each group."""
     source = stores.source
-    # What is removed from the source is told by its version from what a server wrote since.
+    # A move needs versions: objects rewritten since the listing must stay.
     columns = {"version"} & source.traits.columns if request.options.move else ()
     listed = take_inventory(source, request.profile, columns=columns, on_batch=on_listed)
     inventory = select(listed, request.selection)
@@ -192,27 +191,27 @@ def plan_migration(
     if not len(groups):
         plan.remarks.append(explain_selection(source, listed, request.selection))
     elif not chosen.any():
-        plan.remarks.append("nothing matches --pages-from")
+        plan.remarks.append("No page of SRC matches --pages-from")
 
     unfit = np.zeros(len(groups), dtype=np.bool_)
     for survey in surveys:
         unfit[survey.groups] = survey.unfit
     reasons = [
         *_reasons(source, inventory, groups, request, [s.route.deployment_id for s in surveys]),
-        (unfit, "with objects whose size is unknown or not the profile's"),
+        (unfit, "with objects of a size that is unknown or differs from the profile"),
     ]
     for behind, why in reasons:
         count = int((chosen & behind).sum())
         chosen &= ~behind
         if count:
-            plan.remarks.append(f"left behind: {_counted(count, 'page')} {why}")
+            plan.remarks.append(f"Not copied: {_counted(count, 'page')} {why}")
     plan.actions = [decide(survey, chosen[survey.groups], request.if_exists) for survey in surveys]
     if foreign := int(inventory.is_foreign.sum()):
-        why = "whose keys are not understood; hicachectl verify lists them"
-        plan.remarks.append(f"left behind: {_counted(foreign, 'object')} {why}")
+        why = "with unknown keys; hicachectl verify lists them"
+        plan.remarks.append(f"Not copied: {_counted(foreign, 'object')} {why}")
     if named is not None and named.unmatched:
         rows = _counted(named.unmatched, "row")
-        plan.remarks.append(f"{rows} of --pages-from name no group of SRC")
+        plan.remarks.append(f"--pages-from: {rows} without a matching group in SRC")
     return plan
 
 
@@ -223,22 +222,22 @@ def _reasons(
     request: MigrationRequest,
     deployments: Collection[int],
 ) -> Iterator[tuple[BoolArray, str]]:
-    """Give the groups that stay behind, [groups] each, and why. deployments: those of routes."""
+    """Yield the groups not to copy, [groups] each, and the reason. deployments: of the routes."""
     ambiguous = groups.deployment_ids == UNRESOLVED
     others = ~np.isin(groups.deployment_ids, list(deployments)) & ~ambiguous
-    yield others, "of other deployments than the profile's"
-    yield ambiguous, "with ambiguous keys, which hicachectl ls describes"
+    yield others, "not written by the profile's deployment"
+    yield ambiguous, "with ambiguous keys; hicachectl ls describes them"
     in_flight = _in_flight(groups, request.grace_seconds)
-    yield in_flight, "being written; run again for them"
+    yield in_flight, "still being written; run again to copy them"
     if not request.partial:
-        yield groups.states != WHOLE, "not whole (--include-partial)"
+        yield groups.states != WHOLE, "not whole; --include-partial copies them"
     if not request.damaged:
         damaged = _damaged(source, inventory, groups, in_flight)
-        yield damaged, "with errors that hicachectl verify lists (--include-damaged)"
+        yield damaged, "with errors; hicachectl verify lists them, --include-damaged copies them"
 
 
 def _in_flight(groups: PageGroups, grace_seconds: float) -> BoolArray:
-    """Return which groups a server may be writing: young ones, where the store has times."""
+    """Return which groups a server may be writing: young and not whole, if the store has times."""
     age = time.time_ns() - groups.newest_ns
     young: BoolArray = (age < int(grace_seconds * 1e9)) & (groups.states != WHOLE)
     return young
@@ -247,7 +246,7 @@ def _in_flight(groups: PageGroups, grace_seconds: float) -> BoolArray:
 def _damaged(
     source: Store, inventory: Inventory, groups: PageGroups, in_flight: BoolArray
 ) -> BoolArray:
-    """Return which groups have findings of severity error that listing can tell: [groups]."""
+    """Return which groups have errors that a listing alone shows: [groups]."""
     tables, _ = check_tables(source, saved_tables(source), grace_seconds=0)
     given = CheckInput(store=source, inventory=inventory, groups=groups, in_flight=in_flight)
     found = combine([*check_groups(given), *check_sizes(given), *tables])

@@ -1,13 +1,13 @@
 """The order in which objects of page groups are written and removed.
 
-This module alone knows that order. A server believes in a page once it sees the page's anchor, and
-SGLang's file backend writes a page's sidecars before its anchor and keeps objects that exist. So:
+A server treats a page as present once the page's anchor exists. SGLang's file backend writes
+sidecars before the anchor and never overwrites an object. This module alone sets the order:
 
 - `publish` writes sidecars, then anchors. A reader finds each group whole or without its anchor.
-- `withdraw` removes anchors, then sidecars, and looks again until each group is whole or gone.
-- `roll_back` removes what this run wrote, and never an object of another writer.
+- `withdraw` removes anchors, then sidecars, and repeats until each group is whole or gone.
+- `roll_back` removes objects of this run only, never those of another writer.
 
-The sidecars of a group stay while one of its anchors does.
+If an anchor cannot be removed, its group keeps its sidecars.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.move.results import MoveResult
 
 _ROUNDS = 5  # of a withdrawal
-# What a group keeps although it is not done: the rest of it is written in a later attempt.
+# Groups that keep their written objects; a later attempt writes the rest of a RACED group.
 _STAYS = (GroupStatus.DONE, GroupStatus.RACED)
 
 
@@ -38,8 +38,8 @@ class GroupObjects:
     """Objects of page groups that are moved together.
 
     keys:    [n] binary.
-    owners:  [n] the group of each object: its place in the `MoveResult`. Groups that are wanted
-        first have the smaller numbers.
+    owners:  [n] group of each object, as an index into the `MoveResult`. Smaller numbers come
+        first.
     anchors: [n] whether the object is an anchor of its group.
     """
 
@@ -53,27 +53,27 @@ class GroupObjects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """What it means for a group that an object of it was not read or not written.
+    """Status of a group after one of its objects could not be read or written.
 
-    statuses: of the group; FAILED where none is named. DONE: the object is left out, and the rest
-        of the group goes on. NO_ROOM stops the groups behind it as well.
-    details: what to say in place of the store's own message.
-    differs: what to say of an object that reads back otherwise than it was written.
+    statuses: status of the group for each status of the object; FAILED if not listed. DONE: leave
+        the object out and go on with the rest. NO_ROOM also stops the groups that follow.
+    details: messages that replace the store's own.
+    differs: message for an object that reads back with other bytes.
     """
 
     statuses: Mapping[Status, GroupStatus]
     details: Mapping[Status, str] = field(default_factory=dict)
-    differs: str = "reads back with other bytes than were written"
+    differs: str = "the bytes read back differ from the bytes written"
 
     def settle(
         self, result: MoveResult, group: int, key: bytes | None, status: Status, message: str
     ) -> None:
-        """Set the status of the group, if it is open."""
+        """Set the status of the group if the group is open."""
         became = self.statuses.get(status, GroupStatus.FAILED)
         result.fail(group, became, key, self.details.get(status, message))
 
 
-# Another writer's object under the same key is the same page.
+# Another writer's object under the same key belongs to the same page.
 OF_MIGRATION = Failures(
     statuses={
         Status.FULL: GroupStatus.NO_ROOM,
@@ -82,9 +82,9 @@ OF_MIGRATION = Failures(
         Status.UNREACHABLE: GroupStatus.GONE,
     },
     details={
-        Status.SHORT: "is shorter than it was listed",
-        Status.OVERSIZED: "is longer than it was listed",
-        Status.CHANGED: "was written to while it was copied",
+        Status.SHORT: "shorter than in the listing",
+        Status.OVERSIZED: "longer than in the listing",
+        Status.CHANGED: "changed during the copy",
     },
 )
 
@@ -101,10 +101,10 @@ def publish(
 ) -> BoolArray:
     """Write objects of open groups, sidecars first; roll back the groups that did not succeed.
 
-    chosen: places of the objects to write. write, undo: called with places.
-    flush: called after the sidecars and after the anchors, where writing is not durable by itself.
-    failures: of groups of which an object is not written.
-    Return which objects were written and stayed: [n].
+    chosen: indices of the objects to write. write, undo: called with indices.
+    flush: makes writes durable; called after the sidecars and after the anchors.
+    failures: what a failed write means for its group.
+    Return which objects were written and not rolled back: [n].
     """
     written = np.zeros(len(objects), dtype=np.bool_)
     for stage in (~objects.anchors, objects.anchors):
@@ -129,15 +129,15 @@ def roll_back(
     *,
     undo: Callable[[IntArray], Result],
 ) -> None:
-    """Remove what this run wrote of groups that did not succeed, anchors first.
+    """Remove the objects that this run wrote of unsuccessful groups, anchors first.
 
-    written: [n] which objects this run wrote; those that are removed are cleared in place.
+    written: [n] objects that this run wrote; removed objects are cleared in place.
     """
     places = np.flatnonzero(written)
     left = places[~np.isin(result.statuses[objects.owners[places]], _STAYS)]
 
     def stuck(place: int, why: str) -> None:
-        detail = f"was written, and cannot be taken back: {why}"
+        detail = f"written, but cannot be removed again: {why}"
         result.note(int(objects.owners[place]), objects.keys[place].as_py(), detail)
 
     remove_once(objects, left, remove=undo, on_error=stuck)
@@ -151,10 +151,10 @@ def remove_once(
     remove: Callable[[IntArray], Result],
     on_error: Callable[[int, str], None],
 ) -> None:
-    """Remove objects, anchors first; the sidecars of a group stay where an anchor does.
+    """Remove objects, anchors first; if an anchor cannot be removed, keep its group's sidecars.
 
-    chosen: places. remove: called with places. on_error: told the place of an object that could
-    not be removed, and why.
+    chosen: indices. remove: called with indices. on_error: called with the index and the reason
+    for each object that could not be removed.
     """
     believed = np.zeros(int(objects.owners.max(initial=-1)) + 1, dtype=np.bool_)
     for stage in (objects.anchors, ~objects.anchors):
@@ -170,9 +170,9 @@ def remove_once(
 
 
 def _take_each(objects: GroupObjects, take: Callable[[int], Status]) -> Result:
-    """Remove one object after the other, group by group; where an anchor stays, the rest stays.
+    """Remove one object after the other, group by group; skip a group whose anchor stays.
 
-    What is not tried is CHANGED.
+    Skipped objects are CHANGED.
     """
     statuses = np.full(len(objects), Status.CHANGED, dtype=np.uint8)
     errors: dict[int, str] = {}
@@ -195,12 +195,11 @@ def _take_each(objects: GroupObjects, take: Callable[[int], Status]) -> Result:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sighting:
-    """What a store holds, as of one look, of the groups that must leave it.
+    """Objects of the groups to remove, as one look at the store found them.
 
-    objects:  all that is there of these groups; those of one group in the order in which they
-        leave, anchors aside.
-    rows:     [n] the same objects as a listing has them.
-    recorded: [n] number of the recorded object that each still is, or -1.
+    objects:  all present objects of these groups. Within a group, sidecars stand in removal order.
+    rows:     [n] the same objects as rows of a listing.
+    recorded: [n] number of the recorded object that this object still is, or -1.
     """
 
     objects: GroupObjects
@@ -217,18 +216,18 @@ def withdraw(
     take: Callable[[Sighting], Callable[[int], Status]] | None = None,
     note: Callable[[Sighting, IntArray, Result], None] = lambda seen, places, found: None,
 ) -> None:
-    """Remove groups until each is gone, or whole without what was wrong with it.
+    """Remove groups until each is gone, or is whole again without its fault.
 
-    A server that looks while a group is half gone can put an anchor beside an old sidecar. So each
-    round looks at every group again and removes what is neither whole nor gone.
+    A server that reads a half-removed group can write a new anchor beside an old sidecar. Each
+    round therefore looks at every group again and removes those that are neither whole nor gone.
 
-    pending: groups, places in `result`.
-    look: asks the store about groups; returns what must leave, nothing of groups that are settled.
-    remove: called with places among the objects of a sighting.
-    take: where every object is a call of its own: returns what removes an object by its place, and
-        may raise OSError. The anchors and sidecars of one group then leave before those of the
-        next, so that a group is half gone for microseconds only.
-    note: told what was removed, or tried.
+    pending: groups, as indices into `result`.
+    look: asks the store about groups; returns the objects to remove, none of settled groups.
+    remove: called with indices into the objects of a sighting.
+    take: for stores that remove one object a call. Returns a function that removes an object by
+        its index and may raise OSError. Each group leaves before the next begins, so that a group
+        is incomplete for microseconds only.
+    note: called with the objects that were tried and the result.
     """
     for _ in range(_ROUNDS):
         seen = look(pending)
@@ -257,12 +256,12 @@ def withdraw(
     seen = look(pending)
     groups, first = np.unique(seen.objects.owners, return_index=True)
     for group, place in zip(groups.tolist(), first.tolist(), strict=True):
-        why = f"written anew {_ROUNDS} times, still not whole"
+        why = f"still incomplete after {_ROUNDS} attempts: a server keeps writing it; run again"
         result.fail(group, GroupStatus.FAILED, seen.objects.keys[place].as_py(), why)
 
 
 def _stop_behind(objects: GroupObjects, chosen: IntArray, result: MoveResult) -> None:
-    """Where a group found no room, write none behind it: they would lack their prefix."""
+    """Stop the groups after one without room: they would lack their prefix."""
     full = np.flatnonzero(result.statuses == GroupStatus.NO_ROOM)
     if len(full):
         behind = np.unique(objects.owners[chosen])

@@ -1,8 +1,9 @@
-"""Repair a 3FS store's page tables: take bad keys and leaked pages out without new damage.
+"""Repair the page tables of a 3FS store: remove bad keys and leaked pages without new damage.
 
-The metadata server frees the page of each key it deletes, whoever else holds that page, and gives
-it to the next writer. So keys of one page go in one call, only while they are where the snapshot
-had them; a key whose page is free, which may be another's by now, is moved off it before.
+When the metadata server deletes a key, it frees the key's page and gives that page to the next
+writer, even if another key still maps to the page. Therefore all keys of a page are deleted in one
+call, and only while they map to the page of the snapshot. If the page is free already, another key
+may own it by now; the bad keys are first mapped to new pages.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
 """
 
@@ -35,17 +36,17 @@ if TYPE_CHECKING:
 
 MAX_BATCH = 128  # SGLang's STORAGE_BATCH_SIZE
 PAUSE_S = 0.02
-# For each page it frees, the server looks through its list of free pages, and answers no engine
-# meanwhile: measured 12 ms for 2,000,000 of them, 1.6 s for a call with 128 keys.
+# For each freed page the server searches its list of free pages, and blocks all engines meanwhile:
+# measured 12 ms for 2,000,000 free pages, so 1.6 s for a call with 128 keys.
 _LOOKED_AT = 4_000_000
-_MOST_LEAKED = 1 << 28  # pages that are listed to be freed, 2 GiB of numbers
+_MOST_LEAKED = 1 << 28  # leaked pages to list: 2 GiB of int64
 
 
 @dataclass(frozen=True, slots=True)
 class BadPage:
-    """A page whose keys are to go, and all of them: keys in the order of the snapshot.
+    """A page to be cleared, with all its keys in the order of the snapshot.
 
-    free: it was free as well, so that it may have become another key's.
+    free: whether the page was also free; then another key may own the page by now.
     """
 
     index: int
@@ -55,10 +56,10 @@ class BadPage:
 
 @dataclass(frozen=True, slots=True)
 class TableRepair:
-    """What is to be done to one table through its server.
+    """Repair of one table through its server.
 
-    left: keys of pages that the table has not. To delete one would put its page among the free
-        ones, and the next writer past the end of the file; a repaired snapshot leaves them out.
+    left: keys of pages outside the table, which stay. Deleting such a key would free its page, and
+        the next writer would write past the end of the file. A repaired snapshot omits these keys.
     """
 
     table: PageTable
@@ -68,14 +69,14 @@ class TableRepair:
 
 @dataclass(frozen=True, slots=True)
 class TableRepairResult:
-    """What became of keys: deleted, or left since they had moved or gone since the snapshot."""
+    """Keys deleted, and keys left because they changed or vanished since the snapshot."""
 
     deleted: tuple[str, ...]
     changed: tuple[str, ...]
 
 
 def bad_rows(table: PageTable, keys: Collection[bytes]) -> BoolArray:
-    """Find keys, written RANK:NAMESPACE:KEY, and those that share a page with one: [m] bool."""
+    """Return which rows have one of some keys (RANK:NAMESPACE:KEY), or share its page: [m] bool."""
     prefix = f"{table.name}:".encode()
     own = [key for key in keys if key.startswith(prefix)]
     named = pc.is_in(table.keys, pa.array(own, pa.binary())).to_numpy(zero_copy_only=False)
@@ -84,7 +85,7 @@ def bad_rows(table: PageTable, keys: Collection[bytes]) -> BoolArray:
 
 
 def plan_repair(table: PageTable, bad: BoolArray) -> TableRepair:
-    """Plan to delete the keys that `bad_rows` gave."""
+    """Plan to delete the keys found by `bad_rows`."""
     lost, free = out_of_range(table), mapped_and_free(table)
     rows = np.flatnonzero(bad & ~lost)
     rows = rows[np.argsort(table.indices[rows], kind="stable")]
@@ -104,10 +105,10 @@ def delete_keys(
     stopped: threading.Event,
     pause_s: float = PAUSE_S,
 ) -> Iterator[TableRepairResult]:
-    """Delete what a plan says in small batches with pauses, and tell of each; ends at `stopped`.
+    """Delete keys of a plan in small batches with pauses; yield each result; end at `stopped`.
 
-    Keys are asked for before, which makes them the most recent: none is evicted in between.
-    Raises StoreUnavailable; what was told until then is done.
+    Each batch first looks up its keys: that makes them the most recently used, so none is evicted
+    meanwhile. Raises StoreUnavailable; the batches yielded before are done.
     """
     most = _batch_size(repair.table)
     for batch in _batches(repair.pages, most):
@@ -119,24 +120,25 @@ def delete_keys(
 
 
 def releasable(name: str, earlier: Snapshot, later: Snapshot, *, stopped_at_ns: int) -> IntArray:
-    """List the leaked pages of a table that nobody writes to: int64, ascending.
+    """Return the leaked pages of a table without writers: int64, ascending.
 
-    Both snapshots have to be from after the engines stopped, at `stopped_at_ns`: the time of a
-    snapshot is that of its end, and only one that was begun after another one ended is known to
-    have begun after the stop. Raises UsageError where they are not, or too much is leaked.
+    Both snapshots must be newer than `stopped_at_ns`, when the engines stopped. A snapshot's time
+    is its end, so only the later snapshot is sure to have begun after the stop. Raises UsageError
+    if the snapshots are older, or more than `_MOST_LEAKED` pages are leaked.
     """
     if not stopped_at_ns < earlier.saved_at_ns < later.saved_at_ns:
         raise UsageError(
-            "leaked pages are released by two snapshots that the metadata server saved one after "
-            "the other after every writer stopped; wait for it to save again"
+            "Releasing leaked pages needs two snapshots, one after the other, saved after every "
+            "writer stopped; wait until the metadata server has saved again"
         )
     tables = [t for each in (later, earlier) for t in each.tables if t.name == name]
     if len(tables) != 2:
-        raise UsageError(f"the two snapshots do not both have a table {name}")
+        raise UsageError(f"{name}: this table is missing from one of the two snapshots")
     runs = leaked_pages(*tables)
     if len(runs) > _MOST_LEAKED:
         raise UsageError(
-            f"{name}: {len(runs)} pages are in no list, more than are released; clear the table"
+            f"{name}: {len(runs)} leaked pages, but at most {_MOST_LEAKED} can be released; "
+            "clear the table"
         )
     return _listed(runs.starts, runs.lengths)
 
@@ -149,7 +151,7 @@ def release_pages(
     stopped: threading.Event,
     pause_s: float = PAUSE_S,
 ) -> Iterator[int]:
-    """Free pages that `releasable` gave in small batches; gives how many each had."""
+    """Free pages found by `releasable` in small batches; yield the size of each batch."""
     most = _batch_size(table)
     for start in range(0, len(pages), most):
         if stopped.is_set():
@@ -162,10 +164,10 @@ def release_pages(
 
 
 def repaired_table(table: PageTable, bad: BoolArray, *, release_leaked: bool = False) -> PageTable:
-    """Make a table without the keys that `bad_rows` gave, each page in one list at most.
+    """Return the table without the keys found by `bad_rows`, and each page in at most one list.
 
-    release_leaked: also free what is in no list. Only where no engine has reserved pages that it
-        will confirm. Raises UsageError where that is too much.
+    release_leaked: also free pages that are in no list; only safe if no engine has reserved pages
+        that it will still confirm. Raises UsageError if more than `_MOST_LEAKED` are leaked.
     """
     kept = ~bad & ~out_of_range(table)
     indices = table.indices[kept]
@@ -176,7 +178,10 @@ def repaired_table(table: PageTable, bad: BoolArray, *, release_leaked: bool = F
     if release_leaked:
         runs = leaked_pages(replace(table, free=free, indices=indices))
         if len(runs) > _MOST_LEAKED:
-            raise UsageError(f"{table.name}: {len(runs)} pages are in no list, more than are freed")
+            raise UsageError(
+                f"{table.name}: {len(runs)} leaked pages, but at most {_MOST_LEAKED} can be freed; "
+                "clear the table"
+            )
         free = np.concatenate([free, _listed(runs.starts, runs.lengths)])
     return replace(table, free=free, keys=table.keys.filter(pa.array(kept)), indices=indices)
 
@@ -186,7 +191,7 @@ def _texts(table: PageTable, rows: IntArray) -> list[str]:
 
 
 def _listed(starts: IntArray, lengths: IntArray) -> IntArray:
-    """List the numbers of runs."""
+    """Return the numbers in runs of consecutive numbers."""
     before = np.cumsum(lengths) - lengths
     listed: IntArray = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
     return listed
@@ -197,7 +202,7 @@ def _batch_size(table: PageTable) -> int:
 
 
 def _batches(pages: Sequence[BadPage], most: int) -> Iterator[list[BadPage]]:
-    """Cut into batches of at most so many keys, and of one page whatever it has."""
+    """Yield batches of at most so many keys, or of a single page."""
     batch: list[BadPage] = []
     keys = 0
     for page in pages:
@@ -228,7 +233,7 @@ def _delete(
 
 
 def _move(client: MetadataClient, table: PageTable, keys: Sequence[str]) -> None:
-    """Map keys to pages that we reserve, so that to delete them frees those and no other."""
+    """Map keys to newly reserved pages, so that deleting the keys frees only these pages."""
     place = table.rank, table.namespace
     strangers = [f"hicachectl-{os.urandom(16).hex()}" for _ in keys]
     pages = [index for _, index in client.reserve(*place, strangers)]

@@ -1,4 +1,4 @@
-"""Which page groups are to be taken away, and why: plans for `verify --repair` and `rm`."""
+"""Plans of `verify --repair` and `rm`: which page groups to remove, and why."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ _NOBODY = -1
 
 @dataclass(frozen=True, slots=True)
 class RepairPlan:
-    """Groups to take away.
+    """Groups to remove.
 
-    groups: their numbers, rising. outright: those of them that go whatever their objects are.
-    reasons: rows of findings.SCHEMA; about: [reasons] the group of each, rising.
-    unplaced: by code, how many findings ask for repair but are about no group: foreign keys, the
-        whole store.
+    groups: numbers, ascending. outright: groups removed regardless of their present objects.
+    reasons: rows of findings.SCHEMA. about: [reasons] group of each reason, ascending.
+    unplaced: counts by code of repairable findings without a group: foreign keys, the whole store.
     """
 
     groups: IntArray
@@ -48,12 +47,11 @@ class RepairPlan:
 
 @dataclass(frozen=True, slots=True)
 class Criteria:
-    """Which groups `rm` takes: those that meet all that is given.
+    """Filters of `rm`; a group must match all that are given.
 
-    model: "/" or "-" alike. tp, pp, cp: sizes as `ls` shows them. all_deployments: whether a page
-    that is listed without a group may name the groups of several deployments. before: Unix
-    seconds; older is what was last written to before. Groups of ambiguous keys meet no filter:
-    the state "unknown" or a list of pages must name them.
+    model: with "/" or "-". tp, pp, cp: sizes as `ls` shows them. all_deployments: a page listed
+    without a group may name groups of several deployments. before: Unix seconds of the last write.
+    Groups of ambiguous keys match only the state "unknown" or a list of pages.
     """
 
     model: str | None = None
@@ -67,9 +65,9 @@ class Criteria:
     states: Collection[str] | None = None
 
     def chosen(self, groups: PageGroups, store: str = "STORE") -> IntArray:
-        """Return the numbers of the groups that meet them. A group without times is never old.
+        """Return the numbers of the matching groups. A group without times never matches `before`.
 
-        store: for the message of UsageError, raised where a bare page names several groups.
+        Raises UsageError, which names `store`, if a bare page names several groups.
         """
         keep = np.append([self._fits(d) for d in groups.deployments], self._fits_any)
         keep = keep.astype(np.bool_)[groups.deployment_ids]
@@ -88,12 +86,12 @@ class Criteria:
 
     @property
     def filters(self) -> bool:
-        """Whether anything but a list of pages and the states is asked for."""
+        """Whether a filter other than pages and states is given."""
         return self.before is not None or not self._fits_any
 
     @property
     def _fits_any(self) -> bool:
-        """Whether groups of no known deployment meet what is asked of a deployment."""
+        """Whether no filter on the deployment is given."""
         asked = (self.model, self.tag, self.tp, self.pp, self.cp)
         return all(value is None for value in asked)
 
@@ -112,10 +110,10 @@ class Criteria:
 
 
 def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] = ()) -> RepairPlan:
-    """Plan to take away every group with an error, and those with a finding of other `codes`.
+    """Plan to remove every group with an error or with a finding of one of `codes`.
 
-    A finding is about the group that its key belongs to, be the object there or missing; one
-    without a key is about all groups of its page. Groups of ambiguous keys stay.
+    A finding with a key is about the group of that key, whether the object is present or missing.
+    A finding without a key is about all groups of its page. Groups of ambiguous keys stay.
     """
     wanted = severity_ranks(found) == SEVERITIES.index("error")
     named = pc.is_in(found.column("code"), value_set=pa.array(list(codes), pa.string()))
@@ -132,7 +130,7 @@ def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] =
 
 
 def plan_removal(groups: PageGroups, chosen: IntArray, why: str) -> RepairPlan:
-    """Plan to take away the chosen groups, whatever they hold."""
+    """Plan to remove the chosen groups, regardless of their objects."""
     numbers = np.unique(chosen)
     return RepairPlan(numbers, numbers, _outright(groups, numbers, "removed", why), numbers)
 
@@ -140,9 +138,9 @@ def plan_removal(groups: PageGroups, chosen: IntArray, why: str) -> RepairPlan:
 def with_descendants(
     plan: RepairPlan, groups: PageGroups, chains: Iterable[Sequence[str]]
 ) -> RepairPlan:
-    """Add the groups that stand after a removed page in a chain: nothing can hit them any more.
+    """Add the groups after a removed page in a chain: no request can hit them any more.
 
-    chains: page hashes of each, in order.
+    chains: page hashes of each chain, in order.
     """
     removed = _pages_by_deployment(groups, plan.groups)
     unreachable: dict[int, set[str]] = defaultdict(set)
@@ -156,7 +154,7 @@ def with_descendants(
     ]
     numbers = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *found]))
     new = np.setdiff1d(numbers[numbers != _NOBODY], plan.groups)
-    why = "a page before it in its chain is taken away, so that no server can reach it"
+    why = "an earlier page of its chain is removed, so no server can reach this page"
     about = np.concatenate([plan.about, new])
     order = np.argsort(about, kind="stable")
     reasons = pa.concat_tables([plan.reasons, _outright(groups, new, "descendant", why)])
@@ -172,7 +170,7 @@ def with_descendants(
 def _place(groups: PageGroups, found: pa.Table) -> tuple[IntArray, IntArray]:
     """Pair findings with groups: [pairs] rows of `found`, [pairs] group numbers.
 
-    Groups of ambiguous keys get none: what is ambiguous does not go because of a profile.
+    Groups of ambiguous keys get no finding: a profile must not cause their removal.
     """
     keys = pc.cast(found.column("key"), pa.binary()).combine_chunks()
     pages, affix_ids = (splitter := KeySplitter()).split(pc.fill_null(keys, b""))
@@ -182,14 +180,14 @@ def _place(groups: PageGroups, found: pa.Table) -> tuple[IntArray, IntArray]:
             homes[spec.affix].add(number)
     keyed = affix_ids != FOREIGN
     keyless = ~keyed & keys.is_null().to_numpy(zero_copy_only=False)
-    # A key that two models have is about the object there, or about one that the other lacks.
+    # A key of two models is about the present object, or about the model that lacks the object.
     owners = groups.owners(keys)
     lacks = pc.is_in(found.column("code"), value_set=pa.array(absent_codes())).to_numpy()
     owned = np.flatnonzero((owners != _NOBODY) & ~lacks)
     owned = owned[groups.deployment_ids[owners[owned]] != UNRESOLVED]
     rows: list[IntArray] = [owned]
     about: list[IntArray] = [owners[owned]]
-    # Of thousands of deployments, findings are about a few.
+    # Findings are about few of thousands of deployments.
     named: dict[int, list[int]] = defaultdict(list)
     for affix_id, affix in enumerate(splitter.affixes):
         for number in homes[affix]:

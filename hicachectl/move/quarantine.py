@@ -1,18 +1,18 @@
-"""The quarantine on disk: objects taken out of a store, and a record of why and where from.
+"""The quarantine on disk: objects removed from a store, with records of their origin.
 
-    DIR/RUN/000000.begun    record of groups that are being taken away
-    DIR/RUN/000000.json     the record once all of them are: what the quarantine holds
-    DIR/RUN/000000/17       an object; its record says which
+    DIR/RUN/000000.begun    record of a batch whose groups are being removed
+    DIR/RUN/000000.json     record of a completed batch: the groups that the quarantine holds
+    DIR/RUN/000000/17       object number 17 of the batch; the record names its key
     DIR/RUN/000000.copying  empty; the folder is being filled with copies and has no record yet
 
-A record is durable before anything leaves the store, so that the next run can finish what one
-that was killed had begun. A folder with objects and without a record, unless a `.copying` file
-says that its originals are all in the store, may hold the only copies: nothing deletes it.
-Objects are numbered: no path is made from a key. A run holds a lock (flock) on its folder.
+A record is durable before the first object leaves the store, so the next run can finish the batch
+of a killed run. A folder with objects but without a record may hold the only copies and is never
+deleted, unless a `.copying` file shows that all originals are in the store.
+Paths contain object numbers, never keys. A run holds a lock (flock) on its folder.
 Records are JSON and can be read without this tool.
 
-Everything is opened below the quarantine's own directory without following links, and only
-where its owner is trusted (`backends.disk.directory`).
+Entries are opened below the quarantine's directory, without following links, and only if their
+owner is trusted (`backends.disk.directory`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.files import VERSION
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.formats.quarantine import BEGUN, COPYING, DONE, FOLDER, RECORD, RUN
+from hicachectl.formats.wording import failed
 from hicachectl.move.record_file import Record, dump_record, parse_record
 
 if TYPE_CHECKING:
@@ -45,35 +46,35 @@ if TYPE_CHECKING:
 _MAX_RECORD_BYTES = 64 << 20  # a thousand objects are half a megabyte
 _LEFTOVER = re.compile(r"\.[0-9]{6}\.(begun|json|copying)\.tmp")
 _OBJECT = re.compile(r"0|[1-9][0-9]{0,8}")
-# Objects that came meanwhile, and unfinished copies.
+# Unrecorded objects that a server wrote meanwhile, and unfinished copies.
 _PASSING = re.compile(r"new-[0-9a-f]{16}|\.hicachectl-[0-9a-f]{32}\.tmp")
 
 
 class Quarantine:
-    """Where the quarantine of a store is; it need not be there yet.
+    """Place of a store's quarantine, which need not exist yet.
 
-    path: for messages. own: it is the one that lies in the store itself and moves with it.
+    path: for messages. own: whether the quarantine lies in the store and moves with the store.
     """
 
     def __init__(self, store: Store, path: Path | None = None) -> None:
-        """Use a path that an option names, or the store's own quarantine. Raises UsageError.
+        """Use a given path, or the store's own quarantine. Raises UsageError without either.
 
-        A path that leads through the store's directory is followed by links up to there only.
+        In a path through the store's directory, links are followed only down to that directory.
         """
         self._beside = store if isinstance(store, SideFiles) else None
         side = None if self._beside is None else self._beside.side_directory()
         default = None if side is None else side / "quarantine"
         if path is None and default is None:
-            raise UsageError(f"{store.url}: name a directory for its objects: --quarantine DIR")
+            raise UsageError(f"{store.url}: no default quarantine; give --quarantine DIR")
         self.path: Path = path or default  # type: ignore[assignment]
         self._below = None if side is None else _parts_below(self.path, side.parent)
         self.own = side is not None and self._below == (side.name, "quarantine")
 
     @classmethod
     def of(cls, store: Store, quarantine: str | None) -> Self | None:
-        """Return a store's quarantine: the one named, else the one beside the store.
+        """Return the named quarantine, else the store's own; None if there is neither.
 
-        None where none is named and the store has no place. Raises UsageError where it cannot be.
+        Raises UsageError if the name cannot be a quarantine.
         """
         from hicachectl.backends.urls import parse_url
 
@@ -83,35 +84,37 @@ class Quarantine:
         url = parse_url(quarantine)
         path = Path(url.path)
         if url.scheme != "file" or (path.exists() and not path.is_dir()):
-            raise UsageError(f"--quarantine {quarantine}: must be a directory")
+            raise UsageError(f"--quarantine {quarantine}: must be a local directory")
         if beside is not None and os.path.realpath(path) == os.path.realpath(beside.parent):
-            raise UsageError(f"--quarantine {quarantine}: is the store itself")
+            raise UsageError(
+                f"--quarantine {quarantine}: is the store itself; give another directory"
+            )
         return cls(store, path)
 
     @contextmanager
     def opened(self, *, writes: bool) -> Iterator[Directory | None]:
-        """Open its directory, if there is one; writes: files in it are to be changed.
+        """Open the directory, or yield None if missing. writes: whether files will be changed.
 
-        Raises StoreUnavailable, also for an OSError inside, and UntrustedError.
+        Raises StoreUnavailable, also for an OSError in the body, and UntrustedError.
         """
         directory = None
         try:
             directory = self.find(writes=writes)
             yield directory
         except OSError as error:
-            raise StoreUnavailable(f"cannot work in {self.path}: {error.strerror}") from error
+            raise StoreUnavailable(failed(self.path, "use the quarantine", error)) from error
         finally:
             if directory is not None:
                 directory.close()
 
     def make(self) -> Directory | None:
-        """Open its directory, made where there is none. Raises OSError, UntrustedError."""
+        """Open the directory; create it if missing. Raises OSError, UntrustedError."""
         return self._open(writes=True, makes=True)
 
     def find(self, *, writes: bool) -> Directory | None:
-        """Open its directory; None where there is none. Raises OSError, UntrustedError.
+        """Open the directory; return None if missing. Raises OSError, UntrustedError.
 
-        writes: files in it are to be changed.
+        writes: whether files will be changed.
         """
         return self._open(writes=writes, makes=False)
 
@@ -133,7 +136,7 @@ class Quarantine:
         return here
 
     def _named(self, writes: bool, makes: bool) -> tuple[Directory | None, Sequence[str]]:
-        """Open the deepest directory of the path that is there, and name the others."""
+        """Open the deepest existing directory of the path; return it and the missing names."""
         found, missing = self.path.absolute(), list[str]()
         while not found.is_dir() and found != found.parent:
             missing.insert(0, found.name)
@@ -145,7 +148,7 @@ class Quarantine:
 
 
 def _parts_below(path: Path, store: Path) -> tuple[str, ...] | None:
-    """Return the names that lead from the store's directory to a path; None where none do."""
+    """Return the path's names below the store's directory; None if the path is elsewhere."""
     try:
         here = store.stat()
     except OSError:
@@ -159,12 +162,12 @@ def _parts_below(path: Path, store: Path) -> tuple[str, ...] | None:
 
 
 class Batch:
-    """The groups of one record, on disk. Its folder is opened at the first use."""
+    """Groups of one record, on disk. The folder is opened at its first use."""
 
     def __init__(
         self, run: Directory, number: int, record: Record | None = None, *, done: bool = False
     ) -> None:
-        """Name a batch of a run. record: what was read; None: `begin` writes one."""
+        """Name a batch of a run. record: as read; None: `begin` writes one."""
         self.run = run
         self.number = number
         self.done = done
@@ -173,30 +176,30 @@ class Batch:
 
     @property
     def record(self) -> Record:
-        """The record, of a batch that has one."""
+        """The record, which must exist."""
         assert self._record is not None
         return self._record
 
     @property
     def name(self) -> str:
-        """Name of its folder in the run."""
+        """Name of the batch's folder in the run."""
         return f"{self.number:06d}"
 
     @property
     def folder(self) -> Directory:
-        """Where its objects are. Raises FileNotFoundError, UntrustedError."""
+        """Folder of the objects. Raises FileNotFoundError, UntrustedError."""
         if self._folder is None:
             self._folder = self.run.directory(self.name)
         return self._folder
 
     def take_up(self) -> None:
-        """Go on with a batch that a killed run has begun: its folder is there afterwards."""
+        """Prepare to finish a batch of a killed run; create its folder if missing."""
         self.run.make_directory(self.name, exist_ok=True).close()
         if _remove(self.run, self.name + COPYING):
             self.run.sync()
 
     def has_folder(self) -> bool:
-        """Say whether the folder is there."""
+        """Return whether the folder exists."""
         return self.run.has(self.name)
 
     def close(self) -> None:
@@ -212,10 +215,10 @@ class Batch:
         self.close()
 
     def held(self) -> dict[int, int]:
-        """Bytes of each object that is here, by number.
+        """Return the bytes of each object in the folder, by number.
 
-        Raises UntrustedError for a link, a special file, or a file whose owner is not trusted
-        and which is not the very file that the record names: an object keeps its owner.
+        Raises UntrustedError for a link, a special file, or a file whose owner is not trusted. The
+        very file that the record names may have any owner: an object keeps its owner.
         """
         groups = self.record.groups
         versions = groups.facts.column("version").to_pylist()
@@ -237,7 +240,7 @@ class Batch:
             return {}
 
     def write(self, groups: RecordedGroups) -> None:
-        """Record as done what of these groups is here; without any, let go of the batch."""
+        """Record the objects of these groups in the folder as done; discard an empty batch."""
         here = groups.with_objects(np.isin(groups.files, list(self.held())))
         kept = here.take(np.unique(here.owners))
         if not len(kept):
@@ -249,20 +252,20 @@ class Batch:
         self.run.sync()
 
     def begin(self, record: Record) -> None:
-        """Write the batch's record, durably, before anything leaves the store. Raises OSError."""
+        """Write the record durably, before an object leaves the store. Raises OSError."""
         self.run.write(self.name + BEGUN, dump_record(record))
         self._record = record
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Say, until there is a record, that the originals of all copies are in the store."""
+        """Mark the folder, until a record exists, as copies whose originals are in the store."""
         self.run.write(self.name + COPYING, b"")
         yield
         _remove(self.run, self.name + COPYING)
         self.run.sync()  # before an original leaves the store
 
     def rewrite(self, groups: RecordedGroups) -> None:
-        """Replace the record by one of these groups only; without any, let go of the batch."""
+        """Reduce the record to these groups; discard the batch if there are none."""
         if len(groups):
             record = replace(self.record, groups=groups)
             self.run.write(self.name + (DONE if self.done else BEGUN), dump_record(record))
@@ -270,9 +273,9 @@ class Batch:
             self.discard()
 
     def discard(self) -> None:
-        """Delete the objects and then the record, which until then says what to delete.
+        """Delete the objects, then the record that lists them.
 
-        Raises OSError where an object or anything else stays; the record stays as well.
+        Raises OSError if the folder cannot be emptied; the record then stays.
         """
         if self.has_folder():
             self.clear()
@@ -284,14 +287,14 @@ class Batch:
         self.run.sync()
 
     def clear(self, keep: Container[int] = ()) -> None:
-        """Delete objects and passing files; what this tool does not name stays."""
+        """Delete objects and temporary files, except the objects in `keep` and foreign files."""
         for name in self._entries():
             if _PASSING.fullmatch(name) or (_OBJECT.fullmatch(name) and int(name) not in keep):
                 _remove(self.folder, name)
 
 
 class Run:
-    """One run's folder in a quarantine, locked while it is open; made when first needed."""
+    """Folder of one run in a quarantine, created at the first batch and locked while open."""
 
     def __init__(self, quarantine: Quarantine) -> None:
         self._quarantine = quarantine
@@ -301,9 +304,9 @@ class Run:
         self._next = 0
 
     def new_batch(self) -> Batch:
-        """Make a batch with an empty folder and no record yet.
+        """Create a batch with an empty folder and no record yet. Raises OSError.
 
-        Raises OSError; the quarantine's own directory is made where there is none.
+        Creates the quarantine's directory if missing.
         """
         if self._directory is None:
             self._directory = self._make()
@@ -315,11 +318,11 @@ class Run:
     def _make(self) -> Directory:
         parent = self._parent = self._quarantine.make()
         if parent is None:
-            raise FileNotFoundError(errno.ENOENT, "no place for it")
+            raise FileNotFoundError(errno.ENOENT, "the quarantine cannot be created")
         while True:
             stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
             self._name = f"{stamp}-{os.urandom(3).hex()}"
-            # Before it is locked another process can take it for a leftover, and remove it.
+            # Until the folder is locked, another process may remove it as a leftover.
             with suppress(FileNotFoundError):
                 made = parent.make_directory(self._name)
                 if made.lock() and made.is_still(self._name, parent):
@@ -327,7 +330,7 @@ class Run:
                 made.close()
 
     def close(self) -> None:
-        """Unlock the folder, or remove it where it holds no batch."""
+        """Unlock the folder; remove it if it has no batch."""
         if self._directory is not None and self._parent is not None:
             sweep(self._directory, self._parent, self._name)
             self._directory.close()
@@ -336,29 +339,29 @@ class Run:
 
 
 def runs(quarantine: Directory) -> Iterator[tuple[str, Directory]]:
-    """Give the runs of a quarantine one after the other, oldest first: name, open directory.
+    """Yield name and open directory of each run of a quarantine, oldest first.
 
-    A run's own folder is a quarantine of that run alone, named "". Raises UntrustedError for any
-    entry that is a link, a special file or of an owner who is not trusted; OSError.
+    If the directory is the folder of a run, yield only that run, named "". Raises UntrustedError
+    if an entry is a link, a special file or of an untrusted owner, OSError.
     """
     found = quarantine.checked_entries()
     if any(map(RECORD.fullmatch, found)):
         yield "", quarantine
         return
     for name in [name for name, facts in found.items() if stat.S_ISDIR(facts.st_mode)]:
-        # Another process may just have finished with it.
+        # Another process may just have removed the run.
         with suppress(FileNotFoundError), quarantine.directory(name) as run:
             yield name, run
 
 
 def batches(run: Directory, wanted: Callable[[str], bool] = lambda suffix: True) -> Iterator[Batch]:
-    """Read the records of a run whose suffix is wanted, a batch at a time.
+    """Yield the batches of a run, with records read, whose record has a wanted suffix.
 
-    Raises FormatError on a damaged record, UntrustedError for what is no plain entry of a trusted
-    owner, OSError.
+    Raises FormatError if a record is damaged, UntrustedError if an entry is a link, a special file
+    or of an untrusted owner, OSError.
     """
     numbers: dict[str, str] = {}
-    # Where a run was killed between the two, the done record comes last and counts.
+    # If a run was killed between writing both, the done record sorts last and counts.
     for name in run.checked_entries():
         if match := RECORD.fullmatch(name):
             numbers[match[1]] = match[2]
@@ -373,11 +376,11 @@ def batches(run: Directory, wanted: Callable[[str], bool] = lambda suffix: True)
 
 
 def sweep(run: Directory, parent: Directory, name: str) -> list[str]:
-    """Delete what a killed run left over, and the run's folder when it is empty.
+    """Delete the leftovers of a killed run, and the run's folder once empty.
 
-    Deleted are empty folders without a record, folders of copies that were not recorded yet,
-    half-written records, and the begun record of a batch that is done. Folders with objects and
-    without a record stay: their paths are returned. Raises UntrustedError.
+    Leftovers are empty folders without a record, folders of unrecorded copies, half-written
+    records, and begun records of completed batches. Folders with objects but without a record
+    stay; return their paths. Raises UntrustedError.
     """
     stay: list[str] = []
     with suppress(OSError):
@@ -400,9 +403,9 @@ def sweep(run: Directory, parent: Directory, name: str) -> list[str]:
 
 
 def _swept_folder(run: Directory, name: str, *, copied: bool) -> list[str]:
-    """Remove a folder without a record, if it is empty; else return its path.
+    """Remove a folder without a record if it is empty, else return its path.
 
-    copied: the folder has copies only, of originals that are in the store.
+    copied: the folder has only copies; the originals are in the store.
     """
     with Batch(run, int(name)) as batch:
         if copied:
@@ -421,7 +424,7 @@ def _inode(version: bytes | None) -> int | None:
 
 
 def _remove(directory: Directory, name: str) -> bool:
-    """Remove a file; whether it was there."""
+    """Remove a file; return whether it existed."""
     with suppress(FileNotFoundError):
         directory.remove(name)
         return True
@@ -432,5 +435,8 @@ def _read_record(run: Directory, name: str) -> Record:
     text = run.read(name, _MAX_RECORD_BYTES + 1)
     source = f"{run.path}/{name}"
     if len(text) > _MAX_RECORD_BYTES:
-        raise FormatError(f"{source}: larger than {_MAX_RECORD_BYTES} bytes, not a record")
+        raise FormatError(
+            f"{source}: larger than {_MAX_RECORD_BYTES} bytes, so not a quarantine record; "
+            "move the file away"
+        )
     return parse_record(text, source=source)

@@ -1,4 +1,4 @@
-"""The record of a batch of page groups on disk: JSON, checked before it is believed."""
+"""Record of a batch of page groups on disk: JSON, checked when read."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
 from hicachectl.move.recorded import FACTS, FINDINGS, Count, RecordedGroups, Shape, Slot
 
-_MAX_VALUES = 16_000_000  # JSON values of one record; a thousand objects have some 10,000
+_MAX_VALUES = 16_000_000  # JSON values of one record; 1,000 objects have about 10,000
 FORM = 1
-# Bounds of the numbers in a record, so that an Arrow column or the system refuses none of them.
+# Bounds of the numbers in a record: all fit into Arrow columns and system calls.
 _INT64_MAX = 2**63 - 1
 _MOST_BYTES = 2**44  # of an object; the sum of a page is an int64
 _MOST_FILES = 999_999_999
 _MOST_SLOTS = 1 << 16
-_MOST_KEYS = 1 << 23  # of all groups; some shapes have thousands of slots that no page fills
+_MOST_KEYS = 1 << 23  # of all groups; a shape may have thousands of slots that no page fills
 _MOST_VERSION = 1 << 16
 _LAST_MOMENT = 1e11
 
@@ -32,7 +32,7 @@ Mode = Literal["quarantine", "delete"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """What one batch took from where."""
+    """Groups that one batch removed, and their store."""
 
     store: str
     scheme: str
@@ -42,7 +42,7 @@ class Record:
 
 
 class _ObjectForm(Struct):
-    """An object as JSON has it; key: must be that of its slot. version: hexadecimal."""
+    """An object in JSON. key: must equal the key of the slot. version: hexadecimal."""
 
     key: str
     slot: Count
@@ -55,7 +55,7 @@ class _ObjectForm(Struct):
 
 
 class _GroupForm(Struct):
-    """A group as JSON has it; shape: index into the record's."""
+    """A group in JSON. shape: index into the record's shapes."""
 
     page: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     model: str
@@ -67,7 +67,7 @@ class _GroupForm(Struct):
 
 
 class _RecordForm(Struct):
-    """A `Record` as JSON has it."""
+    """A `Record` in JSON."""
 
     quarantine: int
     store: str
@@ -79,7 +79,7 @@ class _RecordForm(Struct):
 
 
 def dump_record(record: Record) -> bytes:
-    """Write a record as JSON, a group a line."""
+    """Return a record as JSON, one group a line."""
     groups = record.groups
     used, first = np.unique(groups.shape_ids, return_index=True)
     used = used[np.argsort(first)]  # in the order of the groups
@@ -136,11 +136,11 @@ def _object_forms(groups: RecordedGroups) -> list[dict[str, object]]:
 
 
 class _DamagedError(FormatError):
-    """Text of a record that is not JSON, beyond the bounds of one, or of another form."""
+    """The text is not JSON, exceeds a bound or has another form."""
 
 
 def parse_record(text: bytes, *, source: str) -> Record:
-    """Read a record. Raises FormatError."""
+    """Return the record in a text. Raises FormatError."""
     try:
         document = parse_json_object(text, "JSON", refusal=_DamagedError, max_values=_MAX_VALUES)
         form = document.get("quarantine")
@@ -149,29 +149,29 @@ def parse_record(text: bytes, *, source: str) -> Record:
         return _record(convert(document, _RecordForm, "JSON", refusal=_DamagedError))
     except (_DamagedError, ValueError) as error:
         raise FormatError(
-            f"{source}: not a quarantine record of form {FORM} ({str(error)[:200]}); its pages are "
-            "neither restored nor removed. To go on without them, move the file out of the "
+            f"{source}: not a quarantine record of form {FORM} ({str(error)[:200]}); its pages can "
+            "be neither restored nor removed; to go on without them, move the file out of the "
             "quarantine"
         ) from error  # fmt: skip
 
 
 def _record(form: _RecordForm) -> Record:
-    """Make what a record says. Raises ValueError where parts of it contradict one another."""
-    msgspec.json.encode(form)  # UnicodeEncodeError for half a character, which nothing could print
+    """Return the record in a form. Raises ValueError if its parts contradict one another."""
+    msgspec.json.encode(form)  # raises UnicodeEncodeError for text that is not valid UTF-8
     for shape in form.shapes:
         if len(shape) > _MOST_SLOTS:
-            raise ValueError(f"a page with {len(shape)} objects")
+            raise ValueError(f"a page has {len(shape)} slots, more than {_MOST_SLOTS}")
         if any(sidecar >= len(shape) for slot in shape for sidecar in slot.sidecars):
-            raise ValueError("a sidecar that is no slot")
+            raise ValueError("a sidecar names a missing slot")
     if any(group.shape >= len(form.shapes) for group in form.groups):
-        raise ValueError("a group of no shape")
+        raise ValueError("a group names a missing shape")
     if sum(len(form.shapes[group.shape]) for group in form.groups) > _MOST_KEYS:
         raise ValueError(f"more than {_MOST_KEYS} keys")
     taken = [one for group in form.groups for one in group.objects]
     if len({one.file for one in taken}) != len(taken):
-        raise ValueError("a file number twice")
+        raise ValueError("two objects have the same file number")
     if len({one.key for one in taken}) != len(taken):
-        raise ValueError("a key twice")
+        raise ValueError("two objects have the same key")
     for group in form.groups:
         _check_slots(group, len(form.shapes[group.shape]))
     groups = _recorded(form, taken)
@@ -182,7 +182,7 @@ def _record(form: _RecordForm) -> Record:
 def _check_keys(groups: RecordedGroups, taken: list[_ObjectForm]) -> None:
     for one, key in zip(taken, groups.keys_of(groups.cells).to_pylist(), strict=True):
         if key != one.key.encode():
-            raise ValueError(f"key {one.key!r:.200} is not that of its slot")
+            raise ValueError(f"key {one.key!r:.200} differs from the key of its slot")
 
 
 def _check_slots(group: _GroupForm, slots: int) -> None:
@@ -192,7 +192,7 @@ def _check_slots(group: _GroupForm, slots: int) -> None:
 
 
 def _recorded(form: _RecordForm, taken: list[_ObjectForm]) -> RecordedGroups:
-    """Put the groups of a record into columns. taken: the objects of all groups."""
+    """Return the groups of a record as columns. taken: the objects of all groups."""
     groups = form.groups
     shape_ids = np.array([group.shape for group in groups], dtype=np.int64)
     widths = np.array([len(shape) for shape in form.shapes], dtype=np.int64)

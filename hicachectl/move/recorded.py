@@ -1,4 +1,4 @@
-"""Page groups that leave a store or come back, in columns, and what a look at the store says."""
+"""Page groups to remove or restore, as columns, and looks at their objects in a store."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 _LOOKED_AT_ONCE = 1 << 20  # pairs of slots
 
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # one that an Arrow column does not refuse
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # fits into an Arrow column
 
-# What a store lists of an object, and the digest that a record can state.
+# Columns of a listing, and the digest that a record can have.
 FACTS = pa.schema(
     [
         ("nbytes", pa.int64()),
@@ -46,11 +46,11 @@ FINDINGS = pa.list_(pa.struct(list(SCHEMA)))
 
 
 class Slot(Struct, frozen=True):
-    """An object that a page of a deployment can have; its key is prefix, page hash, suffix.
+    """An object that a page of a deployment can have. Its key: prefix, page hash, suffix.
 
-    required: a page without the object is not whole.
-    trailing: number of a set that a page has all or nothing of; None outside of such sets.
-    sidecars: of an anchor, the slots that the anchor's writer has written before it.
+    required: whether a page without the object is not whole.
+    trailing: number of a set that a page has completely or not at all; None without such a set.
+    sidecars: for an anchor, the slots that its writer writes before it.
     """
 
     prefix: str
@@ -63,13 +63,13 @@ class Slot(Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """The slots of a deployment's pages, also as arrays: [slots] each."""
+    """Slots of a deployment's pages, also as arrays: [slots] each."""
 
     slots: tuple[Slot, ...]
 
     @classmethod
     def of(cls, specs: Sequence[ObjectSpec]) -> Shape:
-        """Make the shape of a deployment's pages: a slot for each spec."""
+        """Return the shape of a deployment's pages: a slot for each spec."""
         sets: dict[object, int] = {}
         sidecars = [n for n, spec in enumerate(specs) if spec.awaited and not spec.anchor]
         return cls(
@@ -79,7 +79,7 @@ class Shape:
                     suffix=spec.affix[1],
                     anchor=spec.anchor,
                     required=spec.awaited,
-                    # Which unlisted objects a page has together, nothing tells.
+                    # Unlisted objects: unknown which of them a page has together.
                     trailing=(
                         sets.setdefault(spec.object_set, len(sets))
                         if spec.trailing and spec.listed
@@ -95,7 +95,7 @@ class Shape:
 
     @classmethod
     def of_unread(cls, affixes: Sequence[Affix], anchors: Sequence[bool]) -> Shape:
-        """Make the shape of objects that belong together, although their keys are ambiguous."""
+        """Return the shape of a group with ambiguous keys: all objects are required."""
         pairs = zip(affixes, anchors, strict=True)
         return cls(tuple(Slot(*affix, anchor, True, None, ()) for affix, anchor in pairs))
 
@@ -103,7 +103,7 @@ class Shape:
         return len(self.slots)
 
     def without(self, lost: Sequence[int]) -> tuple[Shape, IntArray]:
-        """Leave out some slots; also return the new number of each slot, or ABSENT: [slots]."""
+        """Return the shape without some slots, and each slot's new number or ABSENT: [slots]."""
         stays = np.ones(len(self), dtype=np.bool_)
         stays[list(lost)] = False
         places: IntArray = np.where(stays, np.cumsum(stays) - 1, ABSENT)
@@ -116,22 +116,22 @@ class Shape:
 
     @cached_property
     def affixes(self) -> list[Affix]:
-        """Text of each slot's key before and after the page hash."""
+        """Prefix and suffix of each slot's key."""
         return [(slot.prefix, slot.suffix) for slot in self.slots]
 
     @cached_property
     def anchors(self) -> BoolArray:
-        """Which slots are anchors."""
+        """Whether each slot is an anchor."""
         return np.array([slot.anchor for slot in self.slots], dtype=np.bool_)
 
     @cached_property
     def required(self) -> BoolArray:
-        """Which slots a whole page fills."""
+        """Whether a whole page fills each slot."""
         return np.array([slot.required for slot in self.slots], dtype=np.bool_)
 
     @cached_property
     def trailing(self) -> IntArray:
-        """Number of each slot's trailing set, from 0 without gaps; ABSENT outside of such sets."""
+        """Number of each slot's trailing set, from 0 without gaps; ABSENT without such a set."""
         numbers: dict[int, int] = {}
         found = (slot.trailing for slot in self.slots)
         return np.array(
@@ -141,7 +141,7 @@ class Shape:
 
     @cached_property
     def sidecars(self) -> tuple[IntArray, IntArray]:
-        """Pairs of an anchor and a sidecar that is written before it: [pairs] slots each."""
+        """Pairs of an anchor and a sidecar written before it: [pairs] slots each."""
         pairs = [(n, other) for n, slot in enumerate(self.slots) for other in slot.sidecars]
         both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return both[:, 0], both[:, 1]
@@ -149,17 +149,17 @@ class Shape:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RecordedGroups:
-    """Page groups and their objects, as a listing or a record has them.
+    """Page groups and their objects, from a listing or a record.
 
-    A cell is a slot of a group; the cells of a group follow one another in the order of its shape.
+    A cell is one slot of one group. Cells are ordered by group, then as in the group's shape.
 
     pages, models, tags: [k] strings.
-    shapes: distinct ones. shape_ids: [k] the shape of each group.
+    shapes: distinct shapes. shape_ids: [k] the shape of each group.
     findings: [k] of FINDINGS: why a group is removed.
-    absent: [cells] whether the empty slot is no reason for the removal.
-    owners: [n] the group of each object, rising. slots: [n] within the group's shape.
+    absent: [cells] whether the slot was empty and this was no reason for the removal.
+    owners: [n] group of each object, ascending. slots: [n] slot in the group's shape.
     files: [n] number of the object in the folder of its batch.
-    unwanted: [n] whether the group is removed because of the object.
+    unwanted: [n] whether the object is a reason for the removal.
     facts: [n] rows of FACTS.
     """
 
@@ -181,53 +181,53 @@ class RecordedGroups:
 
     @cached_property
     def starts(self) -> IntArray:
-        """Where the cells of each group begin, and where the last one's end: [k + 1]."""
+        """First cell of each group, and the number of cells: [k + 1]."""
         widths = np.array([len(shape) for shape in self.shapes], dtype=np.int64)
         return np.append(0, np.cumsum(widths[self.shape_ids]))
 
     @cached_property
     def cell_owners(self) -> IntArray:
-        """The group of each cell: [cells]."""
+        """Group of each cell: [cells]."""
         return np.repeat(np.arange(len(self)), np.diff(self.starts))
 
     @property
     def cells(self) -> IntArray:
-        """The cell of each object: [n]."""
+        """Cell of each object: [n]."""
         cells: IntArray = self.starts[self.owners] + self.slots
         return cells
 
     @cached_property
     def _slots_of_cells(self) -> IntArray:
-        """The slot of each cell, in a list of all shapes' slots one after the other: [cells]."""
+        """Slot of each cell, as an index into the slots of all shapes in sequence: [cells]."""
         ends = np.cumsum([len(shape) for shape in self.shapes], dtype=np.int64)
         first = np.append(0, ends)[self.shape_ids] - self.starts[:-1]
         return np.arange(self.starts[-1]) + np.repeat(first, np.diff(self.starts))
 
     def keys_of(self, cells: IntArray) -> pa.BinaryArray:
-        """Spell the keys of some cells."""
+        """Return the keys of some cells."""
         affixes = [affix for shape in self.shapes for affix in shape.affixes]
         pages = self.pages.take(pa.array(self.cell_owners[cells]))
         return join_keys(affixes, pa.array(self._slots_of_cells[cells]), pages)
 
     @cached_property
     def anchors(self) -> BoolArray:
-        """Which cells are of anchors: [cells]."""
+        """Whether each cell is an anchor's: [cells]."""
         of_slots = np.concatenate([np.zeros(0, np.bool_), *(s.anchors for s in self.shapes)])
         anchors: BoolArray = of_slots[self._slots_of_cells]
         return anchors
 
     @property
     def counts(self) -> IntArray:
-        """How many objects each group has: [k]."""
+        """Number of objects of each group: [k]."""
         return np.bincount(self.owners, minlength=len(self))
 
     @property
     def nbytes(self) -> pa.Int64Array:
-        """Bytes of each group's objects, null where that of one is not known: [k]."""
+        """Bytes of each group's objects, null if a size is unknown: [k]."""
         return sums_by_group(self.facts.column("nbytes"), self.owners, len(self))
 
     def labels(self, scheme: str) -> list[str]:
-        """Name each group as `ls` does under "group": [k]. scheme: of the store's keys."""
+        """Return the "group" text of `ls` for each group: [k]. scheme: of the store's keys."""
         codec, found = codec_for(scheme), []
         affixes = [shape.affixes for shape in self.shapes]
         ends = np.searchsorted(self.owners, np.arange(len(self) + 1)).tolist()
@@ -239,7 +239,7 @@ class RecordedGroups:
         return found
 
     def take(self, groups: IntArray) -> RecordedGroups:
-        """Return only some of the groups. groups: rising."""
+        """Return some of the groups. groups: ascending."""
         places = np.full(len(self), ABSENT, dtype=np.int64)
         places[groups] = np.arange(len(groups))
         kept = places[self.owners] != ABSENT
@@ -256,7 +256,7 @@ class RecordedGroups:
         )
 
     def with_objects(self, kept: BoolArray) -> RecordedGroups:
-        """Return the groups with only some objects. kept: [n]."""
+        """Return the groups with only some of their objects. kept: [n]."""
         return replace(
             self,
             owners=self.owners[kept],
@@ -267,7 +267,7 @@ class RecordedGroups:
         )
 
     def as_seen(self, sight: Sight, unwanted: BoolArray) -> RecordedGroups:
-        """Return the groups with the objects of a look. unwanted: [cells]."""
+        """Return the groups with the objects that a look found. unwanted: [cells]."""
         cells = np.flatnonzero(sight.present)
         owners = self.cell_owners[cells]
         return replace(
@@ -282,10 +282,11 @@ class RecordedGroups:
     def judge(self, present: BoolArray, known: BoolArray) -> npt.NDArray[np.uint8]:
         """Return the status of each group if nothing more is removed: [k] GroupStatus.
 
-        GONE: without objects. KEPT: whole, with nothing unwanted. IN_FLIGHT: all of the group is
-        new, and came in order: a server is writing it. DONE: the group must leave.
+        GONE: no objects. KEPT: whole, without unwanted objects. IN_FLIGHT: all objects are new and
+        were written in order, so a server is writing the group. DONE: the group must leave.
 
-        present: [cells] what is there. known: [n] which objects are still what is there.
+        present: [cells] whether an object exists. known: [n] whether the recorded object still
+        exists unchanged.
         """
         any_there, any_unwanted, any_known = (
             self._groups_with(owners)
@@ -295,7 +296,7 @@ class RecordedGroups:
                 self.owners[known],
             )
         )
-        # A writer skips no sidecar but one that was there, and is not any more.
+        # A writer only skips a sidecar that exists, so a missing sidecar was removed meanwhile.
         overtaken = self._overtaken(present)
         statuses = np.full(len(self), GroupStatus.IN_FLIGHT, dtype=np.uint8)
         statuses[any_known | overtaken] = GroupStatus.DONE
@@ -310,7 +311,7 @@ class RecordedGroups:
         return found
 
     def _whole(self, present: BoolArray) -> BoolArray:
-        """Return which groups have all that a page needs, their absent slots aside: [k]."""
+        """Return which groups are whole, not counting absent slots: [k]."""
         required = np.concatenate([np.zeros(0, np.bool_), *(s.required for s in self.shapes)])
         trailing = np.concatenate([np.zeros(0, np.int64), *(s.trailing for s in self.shapes)])
         asked = present | ~self.absent
@@ -327,7 +328,7 @@ class RecordedGroups:
         return ~lacks & ~self._groups_with(owners[first[some]])
 
     def _overtaken(self, present: BoolArray) -> BoolArray:
-        """Return which groups have an anchor without a sidecar that is written before it: [k]."""
+        """Return which groups have an anchor but lack a sidecar written before it: [k]."""
         found = np.zeros(len(self), dtype=np.bool_)
         for number, shape in enumerate(self.shapes):
             anchors, sidecars = shape.sidecars
@@ -342,9 +343,9 @@ class RecordedGroups:
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """What a store holds of some groups, as of one look.
+    """Objects of some groups, as one look at the store found them.
 
-    rows: a table as a scan gives it. at: [cells] the row of each cell, or ABSENT.
+    rows: with the columns of a scan. at: [cells] row of each cell, or ABSENT.
     """
 
     rows: pa.Table
@@ -352,12 +353,12 @@ class Sight:
 
     @property
     def present(self) -> BoolArray:
-        """Which cells are there."""
+        """Whether each cell has an object: [cells]."""
         present: BoolArray = self.at != ABSENT
         return present
 
     def known(self, groups: RecordedGroups, *, versions: bool = True) -> BoolArray:
-        """Return which objects of the groups are still what is there: [n]. As `same_objects`."""
+        """Return which objects still exist unchanged: [n]. versions: as in `same_objects`."""
         rows = self.at[groups.cells]
         there = np.flatnonzero(rows != ABSENT)
         known = np.zeros(len(rows), dtype=np.bool_)
@@ -368,7 +369,7 @@ class Sight:
 
 
 def look(store: Store, groups: RecordedGroups, pending: IntArray | None = None) -> Sight:
-    """Ask a store for every object that groups can have. pending: only some of the groups."""
+    """Look up every object that groups can have. pending: only these groups."""
     columns = ["nbytes", "mtime_ns", "version"]
     columns += ["locator"] if "locator" in store.traits.columns else []
     asked = np.zeros(len(groups), dtype=np.bool_)
@@ -383,7 +384,7 @@ def look(store: Store, groups: RecordedGroups, pending: IntArray | None = None) 
 
 
 def facts_of(rows: pa.Table) -> pa.Table:
-    """Return the columns of FACTS of rows that a store lists; null where they have none."""
+    """Return the columns of FACTS of listed rows; missing columns are null."""
     names = rows.column_names
     columns = [
         rows.column(field.name) if field.name in names else pa.nulls(len(rows), field.type)
@@ -393,9 +394,9 @@ def facts_of(rows: pa.Table) -> pa.Table:
 
 
 def same_objects(one: pa.Table, other: pa.Table, *, versions: bool = True) -> BoolArray:
-    """Return which rows of two tables of facts are of the same objects: [n].
+    """Return which rows of two tables of facts are the same objects: [n].
 
-    Versions decide; where a row has none, or versions do not count, size and time do.
+    Versions decide. Size and time decide for rows without a version, or if not `versions`.
     """
     alike = pc.and_(*(_equal(one.column(n), other.column(n)) for n in ("nbytes", "mtime_ns")))
     if versions:
@@ -405,6 +406,6 @@ def same_objects(one: pa.Table, other: pa.Table, *, versions: bool = True) -> Bo
 
 
 def _equal(one: pa.ChunkedArray, other: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Compare values, of which null equals null."""
+    """Compare values; null equals null."""
     nulls = pc.and_(one.is_null(), other.is_null())
     return pc.or_(pc.fill_null(pc.equal(one, other), False), nulls)

@@ -1,4 +1,4 @@
-"""What runs that remove or restore page groups report: a row for each group, and sums."""
+"""Reports of runs that remove or restore page groups: a row for each group, and sums."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 REMOVED = "removed"
 WOULD_REMOVE = "would-remove"  # in a dry run
-GONE = "gone"  # it had vanished before we came
-KEPT = "kept"  # a server has rewritten what was wrong with it
-IN_FLIGHT = "in-flight"  # removed; a server is writing it anew
+GONE = "gone"  # vanished before the removal
+KEPT = "kept"  # a server has rewritten the faulty objects
+IN_FLIGHT = "in-flight"  # removed; a server is writing the page again
 RESTORED = "restored"
 WOULD_RESTORE = "would-restore"  # in a dry run
 CONFLICT = "conflict"
@@ -47,15 +47,15 @@ ROWS = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """What a run that removes or restores page groups did.
+    """Report of a run that removes or restores page groups.
 
-    rows: a row for each group that was tried, or would be; `state` is one of the words above.
+    rows: one for each group tried, or to be tried; `state` is one of the words above.
     moved: objects quarantined or restored. deleted: objects. gone: objects that had vanished.
-    nbytes: of the groups moved or deleted; None where a size is not known.
+    nbytes: of the groups moved or deleted; None if a size is unknown.
     failures: (key or place, message). untried: groups left because the quarantine is full.
-    place: the quarantine that the objects are in; None where nothing is kept.
-    unrecorded: folders of the quarantine with objects that no record names; left alone, since
-    they may be the only copies. busy: runs of the quarantine that another process works on.
+    place: the quarantine of the objects; None if nothing is kept.
+    unrecorded: quarantine folders with objects but no record; they stay, because they may hold the
+    only copies. busy: runs of the quarantine that another process has locked.
     """
 
     rows: pa.Table = field(default_factory=ROWS.empty_table, repr=False)
@@ -70,51 +70,51 @@ class GroupReport:
     busy: int = 0
 
     def count(self, *states: str) -> int:
-        """Count the rows in some states."""
+        """Return the number of rows in some states."""
         found: int = pc.sum(pc.is_in(self.rows.column("state"), pa.array(states))).as_py() or 0
         return found
 
     @property
     def groups(self) -> int:
-        """How many page groups were removed or restored."""
+        """Number of page groups removed or restored."""
         pages = self.rows.filter(self.rows.column("page").is_valid())
         return GroupReport(rows=pages).count(*_DONE)
 
     @property
     def kept(self) -> int:
-        """How many groups were left alone, since a server had rewritten what was wrong."""
+        """Number of groups left alone because a server had rewritten the faulty objects."""
         return self.count(KEPT)
 
     @property
     def conflicts(self) -> int:
-        """How many groups have an object in the store again."""
+        """Number of groups with an object in the store again."""
         return self.count(CONFLICT)
 
     @property
     def failed(self) -> int:
-        """How many groups failed."""
+        """Number of groups that failed."""
         return self.count(FAILED)
 
     @property
     def remaining(self) -> int:
-        """How many groups should have gone and are still there."""
+        """Number of groups that were to be removed but remain."""
         return self.failed + self.untried
 
 
 def states_of(statuses: npt.NDArray[np.uint8], done: str) -> pa.StringArray:
-    """Return the word for each status. done: the word for DONE."""
+    """Return the state of each status. done: the state for DONE."""
     texts = [_TEXTS.get(status, FAILED) for status in GroupStatus]
     texts[GroupStatus.DONE] = done
     return pa.array(texts).take(pa.array(statuses))
 
 
 def named(texts: pa.StringArray) -> pa.StringArray:
-    """Return names, with null in place of "", for the rows of a result."""
+    """Return names with null in place of ""."""
     return pc.if_else(pc.equal(texts, ""), None, texts)
 
 
 def sums_by_group(sizes: pa.ChunkedArray | pa.Array, owners: IntArray, count: int) -> pa.Int64Array:
-    """Sum sizes by group: [count], null where one is not known."""
+    """Return the sums of sizes by group: [count], null if a size is unknown."""
     sums = np.zeros(count, dtype=np.int64)
     np.add.at(sums, owners, sizes.fill_null(0).to_numpy())
     unknown = np.zeros(count, dtype=np.bool_)
@@ -124,6 +124,6 @@ def sums_by_group(sizes: pa.ChunkedArray | pa.Array, owners: IntArray, count: in
 
 
 def total(sizes: pa.ChunkedArray | pa.Array) -> int | None:
-    """Sum sizes; None where one is not known."""
+    """Return the sum of sizes; None if a size is unknown."""
     found: int | None = pc.sum(sizes, skip_nulls=False, min_count=0).as_py()
     return found

@@ -1,4 +1,4 @@
-"""Put quarantined page groups back: sidecars first, anchors last, never over what is there."""
+"""Restore quarantined page groups: sidecars first, anchors last, never over existing objects."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from hicachectl.move.recorded import Sight
     from hicachectl.requests.files import PageList
 
-    # Which of some groups are wanted, [k]; also given the scheme of their keys.
+    # Returns which groups are wanted, [k]. Arguments: the groups and the scheme of their keys.
     Wanted = Callable[[RecordedGroups, str], BoolArray]
 
-_NO_MORE = "is in the quarantine no more"
-_IN_STORE = "is in the store"
+_NO_MORE = "is missing from the quarantine"
+_IN_STORE = "already exists in the store"
 
 _COLUMNS = pa.schema(
     [
@@ -72,7 +72,7 @@ def starting_with(prefix: str) -> Wanted:
 
 
 def listed_groups(listed: PageList) -> Wanted:
-    """Want the groups that the rows of a page list name; a row without a label, all of a page."""
+    """Want the groups named in a page list; a row without a label names all groups of a page."""
     named: dict[str, set[str | None]] = {}
     for page, label in zip(listed.pages, listed.groups, strict=True):
         named.setdefault(page, set()).add(label)
@@ -98,14 +98,15 @@ def restore_groups(
     dry_run: bool = False,
     on_progress: Callable[[int], None] = lambda groups: None,
 ) -> GroupReport:
-    """Put the wanted groups of a quarantine back; their records go with them.
+    """Restore the wanted groups of a quarantine, and remove them from its records.
 
-    A group of which any object is in the store is a conflict, and stays as it is. One that a
-    killed run had only begun to take away becomes what it was before. The rows of the result also
-    have `codes`, of the findings that each group was taken away for, and `detail`. Raises
-    UsageError where there is no quarantine or it is of another kind of store, FormatError on a
-    damaged record, UntrustedError for links and for files of owners who are not trusted, all before
-    anything is moved; StoreUnavailable.
+    If any object of a group already exists in the store, the group is a conflict and stays in the
+    quarantine. A group whose removal was interrupted becomes complete again. The rows of the
+    result also have `codes`, of the findings that caused the removal, and `detail`.
+
+    Raises, before any change: UsageError if the quarantine is missing or of another kind of store,
+    FormatError if a record is damaged, UntrustedError if an entry is a link or its owner is not
+    trusted. Raises StoreUnavailable.
     """
     place = Quarantine(store, quarantine)
     state = WOULD_RESTORE if dry_run else RESTORED
@@ -114,7 +115,9 @@ def restore_groups(
     unrecorded: list[str] = []
     with ExitStack() as exits, place.opened(writes=not dry_run) as directory:
         if directory is None:
-            raise UsageError(f"{place.path}: no such directory; name one that --quarantine filled")
+            raise UsageError(
+                f"{place.path}: no such directory; name a directory given to --quarantine"
+            )
         memory = cache(lambda: exits.enter_context(copy_memory(store)))
         _check(store, directory, wanted)
         for name, run in runs(directory):
@@ -145,7 +148,7 @@ def restore_groups(
 
 
 def _check(store: Store, directory: Directory, wanted: Wanted) -> None:
-    """Refuse bad records, links and files of strangers before anything is moved."""
+    """Raise the errors of bad records, links and untrusted files before any change."""
     for _, run in runs(directory):
         for batch in batches(run):
             if len(_chosen(store, batch, wanted)):
@@ -153,26 +156,26 @@ def _check(store: Store, directory: Directory, wanted: Wanted) -> None:
 
 
 def _chosen(store: Store, batch: Batch, wanted: Wanted) -> IntArray:
-    """Return which groups of a batch are wanted: places in its record."""
+    """Return the wanted groups of a batch, as indices into its record."""
     record = batch.record
     chosen = np.flatnonzero(wanted(record.groups, record.scheme))
-    if not len(chosen) or record.mode == "delete":  # the next rm completes that
+    if not len(chosen) or record.mode == "delete":  # the next removal completes the deletion
         return chosen[:0]
     if record.scheme != store.grammar:
         raise UsageError(
-            f"{batch.run.path}: was taken from {record.store}, a {record.scheme} "
-            f"store; {store.url} has keys of another form"
+            f"{batch.run.path}: its pages are from {record.store}, a {record.scheme} store; "
+            f"{store.url} is a {store.grammar} store; give a {record.scheme} store"
         )
     return chosen
 
 
 class _Restore:
-    """Puts back groups of one batch. lost: how many objects are nowhere."""
+    """Restore of groups of one batch. lost: how many objects are in neither place."""
 
     def __init__(
         self, store: Store, batch: Batch, chosen: IntArray, memory: Callable[[], Arena]
     ) -> None:
-        """Look where the objects are. chosen: groups, places in the record."""
+        """Find the objects. chosen: groups, as indices into the record."""
         self._memory = memory
         self._store = store
         self._batch = batch
@@ -185,13 +188,13 @@ class _Restore:
         held = batch.held()
         self._sizes = np.array([held.get(file, -1) for file in groups.files.tolist()], np.int64)
         self._here, self._double, self.lost = self._assessed()
-        self._refused = ~self._result.open  # these come first in a listing
+        self._refused = ~self._result.open  # listed first
 
     def _assessed(self) -> tuple[BoolArray, BoolArray, int]:
         """Find where objects are, and fail the groups that cannot be restored.
 
-        Return the objects that are only in the quarantine, [n], and those that are also in the
-        store: copied there, and not yet deleted here; and how many are in neither.
+        Return the objects that are only in the quarantine, [n]; those that are also in the store,
+        [n], because an earlier restore was interrupted; and how many are in neither.
         """
         groups, objects = self._groups, self._objects
         sight = look(self._store, groups)
@@ -208,7 +211,7 @@ class _Restore:
         resized = ~there & held & (expected >= 0) & (self._sizes != expected)
         for place in np.flatnonzero(lost | resized).tolist():
             size = int(self._sizes[place])
-            problem = f"has {size} bytes in the quarantine, had {expected[place]}"
+            problem = f"has {size} bytes in the quarantine, but had {expected[place]} in the store"
             key = objects.keys[place].as_py()
             why = _NO_MORE if lost[place] else problem
             self._fail(int(groups.owners[place]), GroupStatus.FAILED, key, why)
@@ -228,10 +231,10 @@ class _Restore:
             return same_bytes(self._store, rows, folder, names, sizes, arena=self._memory())
 
     def put_back(self) -> None:
-        """Put the groups back, and take those out of the record that are back."""
+        """Restore the groups, and remove the restored groups from the record."""
         if not self._result.open.any():
             return
-        if self._batch.has_folder():  # else an earlier restore was interrupted at its end
+        if self._batch.has_folder():  # missing if an earlier restore was interrupted at its end
             self._publish()
         groups = self._batch.record.groups
         back = self._chosen[self._result.open]
@@ -249,12 +252,12 @@ class _Restore:
             with mover:
                 self._publish_files(chosen, mover)
         for place in np.flatnonzero(self._double & ready).tolist():
-            # Only now are the objects in the store durable.
+            # The objects in the store are durable only now.
             with suppress(FileNotFoundError):
                 self._batch.folder.remove(str(self._groups.files[place]))
 
     def _publish_files(self, chosen: IntArray, mover: Mover) -> None:
-        """Rename files into the store, and those of groups that fail back."""
+        """Rename files into the store; rename files of failed groups back."""
         files = self._groups.files
 
         def put(place: int, key: bytes) -> Status:
@@ -279,7 +282,7 @@ class _Restore:
         )
 
     def _publish_copies(self, chosen: IntArray, ready: BoolArray) -> None:
-        """Copy files into the store; the copies of groups that fail are deleted."""
+        """Copy files into the store; delete the copies of failed groups."""
         if (ready & ~self._here).any():
             self._store.flush()  # an earlier restore may have been killed before it synced
         objects, some = self._objects, pa.array(chosen)
@@ -302,7 +305,7 @@ class _Restore:
             self._fail(problem.group, status, (problem.key or "").encode(), why)
 
     def _each(self, places: IntArray, call: Callable[[int, bytes], Status]) -> Result:
-        """Call for one object after the other. call: given the place and the key of each."""
+        """Call a function with the index and key of each object; return the statuses."""
         statuses = np.zeros(len(places), dtype=np.uint8)
         errors: dict[int, str] = {}
         keys = self._objects.keys.take(pa.array(places)).to_pylist()
@@ -314,7 +317,7 @@ class _Restore:
         return Result(statuses, errors)
 
     def _explained(self, places: IntArray, found: Result) -> Result:
-        """Say in words, with the key, why objects were not written."""
+        """Return the result with a message, including the key, for each object not written."""
         errors = {}
         for index in np.flatnonzero(~found.ok).tolist():
             key = self._objects.keys[int(places[index])].as_py().decode()
@@ -325,9 +328,9 @@ class _Restore:
         return Result(found.statuses, errors)
 
     def rows(self, done: str) -> pa.Table:
-        """Make the rows of the groups. done: state of those that are back, or would be."""
+        """Return the rows of the groups. done: state of groups that are restored, or would be."""
         groups, result = self._groups, self._result
-        # Of groups that are back, only what came back counts.
+        # For restored groups, only the objects moved by this run count.
         counted = groups.with_objects(self._here | ~result.open[groups.owners])
         details = {problem.group: problem.detail for problem in reversed(result.problems)}
         columns = {

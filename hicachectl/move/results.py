@@ -1,4 +1,4 @@
-"""Results of moving page groups, whichever way they move."""
+"""Results of copying, removing and restoring page groups."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 class GroupStatus(IntEnum):
     """Status of one page group."""
 
-    DONE = 0  # moved as asked, or compared and found equal
-    GONE = 1  # it vanished from its source before it was moved
+    DONE = 0  # moved as requested, or compared and found equal
+    GONE = 1  # vanished from the source before the move
     FAILED = 2
-    CONFLICT = 3  # the destination holds another object under one of its keys
+    CONFLICT = 3  # the destination holds another object under one of the group's keys
     NO_ROOM = 4  # not written: the destination is full
-    RACED = 5  # another writer wrote an object of it meanwhile: compare, then complete
-    KEPT = 6  # left alone: a server has rewritten what was wrong with it
-    IN_FLIGHT = 7  # a server is writing it
+    RACED = 5  # another writer wrote one of its objects meanwhile: compare, then complete
+    KEPT = 6  # left alone: a server has rewritten the faulty objects
+    IN_FLIGHT = 7  # a server is writing the group
     SAME = 8  # compared and found equal: nothing was written
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What kept a group from being moved: its page, the key at fault where one is, and why.
+    """Reason why a group was not moved. key: the object at fault, if there is one.
 
-    group: its place in the `MoveResult`; -1 where there is none.
+    group: index of the group in the `MoveResult`, or -1.
     """
 
     page: str
@@ -50,11 +50,10 @@ class MoveResult:
     """Statuses of k page groups that are moved together.
 
     pages:    [k] page hash of each group.
-    statuses: [k] uint8 of GroupStatus. Groups that are DONE so far are open: nothing has gone
-        wrong with them, and the work goes on.
-    objects, nbytes: what was moved and stayed.
-    written:  [n] which objects of a batch were written and stayed.
-    full:     the destination had no room for an object of a backup.
+    statuses: [k] uint8 of GroupStatus. A group that is still DONE is open: the work on it goes on.
+    objects, nbytes: objects moved and not rolled back, and their bytes.
+    written:  [n] whether each object of a batch was written and not rolled back.
+    full:     whether the destination had no room for an object of a backup.
     """
 
     pages: pa.StringArray
@@ -67,25 +66,25 @@ class MoveResult:
 
     @classmethod
     def of(cls, pages: pa.StringArray, *, objects: int = 0) -> MoveResult:
-        """Return the result of groups that are all open. objects: of the batch, none written."""
+        """Return a result with all groups open. objects: how many the batch has, none written."""
         statuses = np.full(len(pages), GroupStatus.DONE, dtype=np.uint8)
         return cls(pages, statuses, written=np.zeros(objects, dtype=np.bool_))
 
     @property
     def open(self) -> BoolArray:
-        """Which groups nothing has gone wrong with: [k]."""
+        """Groups without a problem so far: [k]."""
         is_open: BoolArray = self.statuses == GroupStatus.DONE
         return is_open
 
     def include(self, groups: IntArray, part: MoveResult) -> None:
-        """Take over the result of some of the groups. groups: their places here."""
+        """Take over the result of some of the groups. groups: their indices in this result."""
         self.statuses[groups] = part.statuses
         self.problems += [replace(p, group=int(groups[p.group])) for p in part.problems]
         self.objects += part.objects
         self.nbytes += part.nbytes
 
     def fail(self, group: int, status: GroupStatus, key: bytes | None, detail: str) -> None:
-        """Set the status of an open group; the first reason counts."""
+        """Set the status of an open group; only the first reason counts."""
         if self.statuses[group] != GroupStatus.DONE:
             return
         self.statuses[group] = status
@@ -98,17 +97,19 @@ class MoveResult:
         self.problems.append(Problem(self.pages[group].as_py(), text, detail, group))
 
 
-MOST_PROBLEMS = 1000  # to remember
+MOST_PROBLEMS = 1000  # that a run remembers
 
 
 @dataclass(slots=True, eq=False)
 class RunResult:
-    """Results of batches, summed.
+    """Sum of the results of batches.
 
     counts:   [GroupStatus] how many groups ended with each status.
-    objects, nbytes: what was written and stayed. moved: groups that left the source.
-    full:     the destination had no room. complete: everything was begun.
-    problems: the first of them.
+    objects, nbytes: objects written and not rolled back, and their bytes.
+    moved:    groups that left the source.
+    full:     whether the destination had no room.
+    complete: whether every batch was begun.
+    problems: the first MOST_PROBLEMS problems.
     """
 
     counts: IntArray = field(default_factory=lambda: np.zeros(len(GroupStatus), dtype=np.int64))
@@ -136,5 +137,5 @@ class RunResult:
         self.note(problems)
 
     def note(self, problems: Iterable[Problem]) -> None:
-        """Remember problems, unless there are too many."""
+        """Remember problems, at most MOST_PROBLEMS."""
         self.problems += islice(problems, MOST_PROBLEMS - len(self.problems))

@@ -1,4 +1,4 @@
-"""How pages get from one store to another: by which keys, and which objects become which."""
+"""Routes from one store to another: which objects become which, under which keys."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """How pages of one deployment of the source become pages of the destination.
+    """Route of the pages of one deployment.
 
-    sources: the objects that a page's are made of, in the order of the indices in `units`; they
-        are the first specs of the deployment, and objects of its others stay behind.
-    targets: the objects that a page gets at the destination, in the order of the indices in
-        `units`; of UNKNOWN_SIZE are those that have as many bytes as their source.
+    sources: the source objects of a page; `units` has indices into them. They are the first specs
+        of the deployment; objects of its other specs are not copied.
+    targets: the destination objects of a page; `units` has indices into them. A target of
+        UNKNOWN_SIZE has as many bytes as its source.
     verbatim: whether every object keeps its bytes.
     """
 
@@ -42,23 +42,23 @@ class Route:
 
     @property
     def name(self) -> str:
-        """Name the deployment of the source in journals and messages."""
+        """Name of the source's deployment in journals and messages."""
         deployment = self.deployment
         rank = deployment.shard.sizes_text() if deployment.specs else ""
         return " ".join(filter(None, (deployment.tag, deployment.model, rank)))
 
     def keys(self, targets: IntArray, pages: pa.StringArray) -> pa.BinaryArray:
-        """Spell the keys of targets, one for each page."""
+        """Return the keys of targets, one for each page."""
         return join_keys([target.affix for target in self.targets], pa.array(targets), pages)
 
     @cached_property
     def sizes(self) -> IntArray:
-        """Bytes expected of each source: [sources], UNKNOWN_SIZE where only the listing tells."""
+        """Expected bytes of each source: [sources], UNKNOWN_SIZE if only the listing tells."""
         return np.array([source.nbytes for source in self.sources], dtype=np.int64)
 
     @cached_property
     def unit_of_target(self) -> IntArray:
-        """The unit that fills each target: [targets]."""
+        """Unit that makes each target: [targets]."""
         units = np.zeros(len(self.targets), dtype=np.int64)
         for number, unit in enumerate(self.units):
             units[list(unit.destinations)] = number
@@ -66,12 +66,12 @@ class Route:
 
     @cached_property
     def target_bytes(self) -> IntArray:
-        """Bytes of each target: [targets], UNKNOWN_SIZE where they are its source's."""
+        """Bytes of each target: [targets], UNKNOWN_SIZE if as many as its source."""
         return np.array([target.nbytes for target in self.targets], dtype=np.int64)
 
     @cached_property
     def expected_bytes(self) -> IntArray:
-        """Bytes that objects of each target should have: [targets], UNKNOWN_SIZE without any."""
+        """Bytes that each target should have: [targets], UNKNOWN_SIZE if unknown."""
         expected, sizes = self.target_bytes.copy(), self.sizes
         for unit in self.units:
             for target, source in zip(unit.destinations, unit.sources, strict=False):
@@ -81,7 +81,7 @@ class Route:
 
 
 def verbatim_routes(deployments: tuple[Deployment, ...]) -> Iterator[Route]:
-    """Let every object of every deployment keep its key and its bytes."""
+    """Yield a route for each deployment in which every object keeps its key and bytes."""
     for number, deployment in enumerate(deployments):
         specs = deployment.specs
         yield Route(
@@ -98,7 +98,7 @@ def verbatim_routes(deployments: tuple[Deployment, ...]) -> Iterator[Route]:
 
 
 def planned_route(deployment: Deployment, plan: TransferPlan) -> Route:
-    """Follow a plan from the deployment of a profile, the first of its store."""
+    """Return the route of a plan. deployment: the profile's, the first of its store."""
     return Route(
         deployment_id=0,
         deployment=deployment,

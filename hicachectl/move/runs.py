@@ -1,4 +1,4 @@
-"""Copy page groups in order; try again what was raced or had no room; note what is done."""
+"""Copy page groups in order, retry raced groups and groups without room, and keep the journal."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
-# Large enough that a call is worth it and a sync is shared, small enough that several are at work.
+# Large enough to share calls and syncs, small enough that several batches are at work.
 _BATCH_BYTES = 64 << 20
 _LEAST_OBJECTS = 256
-_LAST_BYTES = 256 << 10  # of a batch, while the last room is filled
-# Before each pass over what came to the destination meanwhile, for its writer to finish. What a
-# killed one had begun Mooncake gives up after 30 s.
+_LAST_BYTES = 256 << 10  # of a batch, when filling the last room
+# Waits before each retry of raced groups, so that their writer can finish. Mooncake drops the
+# unfinished objects of a killed writer after 30 s.
 _WAIT_SECONDS = (0.5, 1.5, 4.0, 10.0, 20.0)
-_LEASE_SECONDS = 15.0  # longer than those that reading grants last, as a rule
+_LEASE_SECONDS = 15.0  # usually longer than the leases that reading grants
 
 
 class CopyRun:
-    """Copies page groups from one store to another, and with `move` removes them from the first.
+    """Copy of page groups from one store to another; `move` also removes them from the source.
 
-    result: of all that was done so far.
+    result: sum of all batches so far.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CopyRun:
         self._raced: dict[int, tuple[Survey, list[int]]] = {}
         self._without_room: list[PageWork] = []
         self._left_out = False  # whether batches were not even begun
-        # Groups to remove from the source, and when the leases that reading granted have ended.
+        # Groups to remove from the source, and the time when the leases of reading have ended.
         self._leaving: deque[tuple[float, Survey, IntArray]] = deque()
 
     def stop(self) -> None:
@@ -82,11 +82,10 @@ class CopyRun:
         *,
         on_done: Callable[[PageBatch, MoveResult], None] = lambda batch, result: None,
     ) -> RunResult:
-        """Process works, one after the other as far as threads allow.
+        """Process works in order.
 
-        on_done is called in the thread that calls `copy`. After an exception the batches at work
-        are finished first. Raises StoreUnavailable, and UsageError for a group that is larger than
-        the buffer.
+        on_done: called in the thread that calls `copy`. On an exception, batches at work finish
+        first. Raises StoreUnavailable, and UsageError if a group is larger than the buffer.
         """
         works, full = list(works), self._executor.full
         self._pass(works, on_done)
@@ -98,7 +97,7 @@ class CopyRun:
             time.sleep(seconds)
             self._try_again(on_done)
         for survey, items in self._raced.values():
-            why = "is being written by another, or was by one that was killed; run again"
+            why = "another writer is writing this page or was killed while writing it; run again"
             self._fail(survey, np.array(items, dtype=np.int64), why)
         self._remove(self._free(all_=True))
         self.result.full = full.is_set()
@@ -106,7 +105,7 @@ class CopyRun:
         return self.result
 
     def remove(self, survey: Survey, items: IntArray) -> None:
-        """Remove groups from the source, which were compared at the destination before."""
+        """Remove groups from the source; they must have been compared at the destination."""
         self._remove([(survey, items)])
 
     def _pass(
@@ -116,7 +115,7 @@ class CopyRun:
         *,
         alone: bool = False,
     ) -> None:
-        """Process works. alone: in small batches, one after the other."""
+        """Process works. alone: in small batches, one at a time."""
         options = self._options
         jobs = 1 if alone else options.job_count
         most_bytes = min(_LAST_BYTES if alone else _BATCH_BYTES, options.buffer_bytes // jobs)
@@ -144,10 +143,10 @@ class CopyRun:
     def _fill_up(
         self, works: Sequence[PageWork], on_done: Callable[[PageBatch, MoveResult], None]
     ) -> None:
-        """Copy once more, until there is no room, what was begun and had none.
+        """Copy groups without room again, in order, until the room ends.
 
-        Batches that take the last room from one another are all rolled back, and what one of them
-        lacked is there again: alone, and in their order, some of them fit.
+        Concurrent batches take the last room from one another and are all rolled back. That frees
+        room: one at a time, some of their groups fit.
         """
         last = []
         for work in works:
@@ -165,9 +164,9 @@ class CopyRun:
             self._executor.full.set()
 
     def _try_again(self, on_done: Callable[[PageBatch, MoveResult], None]) -> None:
-        """Compare what others have finished meanwhile; of what they have not, write one group.
+        """Compare the groups that other writers finished; of unfinished groups, write one first.
 
-        Once that succeeds, a killed writer's objects are given up, and the others are written too.
+        Its success shows that the store has dropped a killed writer's objects; then write the rest.
         """
         raced, self._raced = self._raced, {}
         finished, unfinished = [], []
@@ -188,7 +187,7 @@ class CopyRun:
             self._pass(given_up, on_done)
 
     def _begun_by_others(self, work: PageWork) -> BoolArray:
-        """Return which groups have an object that another writer has begun: [items]."""
+        """Return which groups have an object that another writer has not finished: [items]."""
         found, racy = np.zeros(len(work.items), dtype=np.bool_), self._executor.racy
         if racy is not None:
             at, targets, _ = work.survey.there.objects(work.items)
@@ -197,16 +196,16 @@ class CopyRun:
         return found
 
     def _settle(self, batch: PageBatch, result: MoveResult) -> None:
-        """Count what became of a batch, and let the journal have what is done."""
+        """Count the result of a batch, and note completed groups in the journal."""
         survey, options = batch.survey, self._options
         done = batch.items[np.isin(result.statuses, (GroupStatus.DONE, GroupStatus.SAME))]
         if options.move:
             left_over = survey.left_over[done]
-            why = "copied, and left in the source: it has objects that were not copied"
+            why = "copied, but kept in the source, because some of its objects were not copied"
             self._fail(survey, done[left_over], why)
             done = done[~left_over]
             if len(done) and batch.action in READS_BACK:
-                # What is there may be another writer's, and is to be the only copy.
+                # The copy may be another writer's, still unsynced, and is about to be the only one.
                 self._destination.flush()
         if self._journal is not None and len(done):
             pages = survey.pages.take(pa.array(done))
@@ -232,7 +231,7 @@ class CopyRun:
             self.result.fail([Problem(page, None, why) for page in pages])
 
     def _free(self, *, all_: bool = False) -> Iterator[tuple[Survey, IntArray]]:
-        """Give the groups to remove that no lease holds any more."""
+        """Yield the groups to remove whose leases have ended. all_: all groups."""
         while True:
             with self._lock:
                 if not self._leaving or not (all_ or self._leaving[0][0] <= time.monotonic()):
@@ -251,5 +250,5 @@ class CopyRun:
                 self._journal.removed(survey.route.name, pages)
             with self._lock:
                 self.result.moved += len(pages)
-                why = "copied, and cannot be removed from the source: "
+                why = "copied, but cannot be removed from the source: "
                 self.result.fail([replace(p, detail=why + p.detail) for p in removed.problems])

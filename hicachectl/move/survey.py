@@ -1,4 +1,4 @@
-"""What of a source is to be moved, and what of it the destination already has."""
+"""Surveys: which objects of a source are to be copied, and which the destination has."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray, Inventory
 
 _ASKED_AT_ONCE = 8192
-_MANY = 3  # objects of a wrong size that are no damage any more
+_MANY = 3  # so many objects of a wrong size mean another topology, not damage
 
 IfExists = Literal["skip", "verify", "overwrite"]
-_Objects = tuple["IntArray", "IntArray", "IntArray"]  # of each: its group, its target, its bytes
+_Objects = tuple["IntArray", "IntArray", "IntArray"]  # group, target and bytes of each object
 
 
 @dataclass(frozen=True, eq=False)
 class Survey:
-    """The groups of one route, and two stores' objects of these: tables that count n groups.
+    """The n groups of one route, with their objects in both stores.
 
     groups: [n] group numbers of the source. pages: [n] their hashes.
-    rows: the route's sources; slots are rows of the source's inventory.
-    sizes: bytes of each row of the inventory; UNKNOWN_SIZE where neither store nor profile says.
-    wanted: the targets that the destination is to have; slots are their bytes, UNSIZED where a
-        source is not of the size that its unit takes, or of none that is known.
-    there: the targets that the destination has; slots are their bytes, or UNSIZED.
-    strays: [n] whether a group has objects that are none of the route's sources.
-    times: mtime_ns of each row of the inventory, null where the store keeps none.
+    rows:   the route's sources; slots are rows of the source's inventory.
+    sizes:  bytes of each row of the inventory; UNKNOWN_SIZE if neither store nor profile gives one.
+    wanted: targets to have at the destination; slots are their bytes, UNSIZED if a source has an
+        unknown size or not the size that its unit takes.
+    there:  targets present at the destination; slots are their bytes, or UNSIZED.
+    strays: [n] whether a group has objects that are not sources of the route.
+    times:  mtime_ns of each row of the inventory, null if the store keeps none.
     """
 
     route: Route
@@ -67,20 +67,17 @@ class Survey:
 
     @cached_property
     def lacking(self) -> GroupTable:
-        """The wanted targets that the destination lacks."""
+        """Wanted targets that the destination lacks."""
         return self.wanted.without(self.there)
 
     @property
     def touched(self) -> GroupTable:
-        """The targets of all units that have any of their sources."""
+        """Targets of all units with at least one source."""
         return made_of(self.route, self.rows, self.sizes, partly=True)
 
     @cached_property
     def left_over(self) -> BoolArray:
-        """Which groups have objects that nothing is made of: [n].
-
-        A copy is not all of those. Replicas, which nothing needs to be made of, do not count.
-        """
+        """Groups with objects that are not copied: [n]. Replicas of copied objects do not count."""
         left = self.strays.copy()
         for unit in self.route.units:
             groups, complete = self.rows.holders(unit.sources)
@@ -89,16 +86,16 @@ class Survey:
 
     @cached_property
     def unfit(self) -> BoolArray:
-        """Which groups have a source whose size is unknown or not the route's: [n]."""
+        """Groups with a source of unknown size, or not of the route's size: [n]."""
         blocks = self.wanted.blocks
         return self.wanted.where(block.values == UNSIZED for block in blocks).having()
 
     def keys(self, items: IntArray, targets: IntArray) -> pa.BinaryArray:
-        """Spell the key of one target of each of some groups."""
+        """Return the keys of targets, one for each of some groups."""
         return self.route.keys(targets, self.pages.take(pa.array(items)))
 
     def as_if_written(self, items: IntArray) -> Survey:
-        """Return the survey of a destination that has all that is wanted of some groups."""
+        """Return the survey as if the destination had all wanted targets of some groups."""
         places, targets, sizes = self.wanted.objects(items)
         written = items[places], targets, sizes
         known = self.there.objects(np.arange(self.there.count))
@@ -106,19 +103,19 @@ class Survey:
 
 
 class StorePair:
-    """A source, a destination, and how pages get from one to the other.
+    """A source, a destination, and the transfer between them.
 
-    profile: of the source; None: as far as its keys tell.
+    profile: of the source; None: what its keys show.
     target:  of the destination; None: the same as the source's.
-    grammar: of the keys that are written: the destination's own; a new pack takes the source's.
+    grammar: of the written keys: the destination's; a new pack takes the source's.
     """
 
     def __init__(
         self, source: Store, destination: Store, profile: Profile | None, target: Profile | None
     ) -> None:
-        """Plan the transfer, and tell the destination its grammar and profile.
+        """Plan the transfer; set the destination's grammar and profile.
 
-        Raises UsageError, ProfileError or UnsupportedByBackend where pages cannot be transferred.
+        Raises UsageError, ProfileError or UnsupportedByBackend if pages cannot be transferred.
         """
         self.source = source
         self.destination = destination
@@ -134,7 +131,7 @@ class StorePair:
             destination.use_profile(target)
 
     def _planned(self) -> TransferPlan | None:
-        """Plan the transfer of a page; None where all objects keep key and bytes."""
+        """Plan the transfer of a page; return None if all objects keep key and bytes."""
         source, profile = self.source, self.profile
         same = source.url == self.destination.url
         if self.target in (None, profile) and self.grammar == source.grammar:
@@ -143,15 +140,15 @@ class StorePair:
             return None
         if profile is None or profile.inferred:
             raise UsageError(
-                f"{source.url}: keys or bytes are to change, and only a profile says what they "
-                "mean: give --profile, or --model-config"
+                f"{source.url}: changing keys or bytes needs a given profile, not one inferred "
+                "from the store; give --profile or --model-config"
             )
         plan = transfer_plan(profile, source.grammar, self.target or profile, self.grammar)
         old, new = ({o.coordinate for o in objs} for objs in (plan.sources, plan.destinations))
         if same and old & new:
             raise UsageError(
-                f"{source.url}: what is written would get keys of what is read; migrate to another "
-                "store, or to another --to-model or --to-tag"
+                f"{source.url}: the new objects would have keys of the objects being read; migrate "
+                "to another store, or give another --to-model or --to-tag"
             )
         return plan
 
@@ -163,9 +160,9 @@ class StorePair:
         first_only: bool = False,
         on_batch: Callable[[int], None] = lambda objects: None,
     ) -> list[Survey]:
-        """Survey the groups of each deployment on both sides. first_only: of the first deployment.
+        """Survey the groups of each deployment on both sides. first_only: only the first.
 
-        Raises ProfileError where the destination holds another topology under the same keys,
+        Raises ProfileError if the destination holds another topology under the same keys,
         StoreUnavailable.
         """
         deployments = inventory.table.deployments
@@ -179,7 +176,7 @@ class StorePair:
 def survey_source(
     inventory: Inventory, groups: PageGroups, routes: Iterable[Route]
 ) -> list[Survey]:
-    """Survey the groups of each route; nothing is known of the destination yet."""
+    """Survey the groups of each route in the source only."""
     sizes = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
     if (sizes == UNKNOWN_SIZE).any():
         expected = expected_sizes(inventory.table)[inventory.affix_ids]
@@ -192,7 +189,7 @@ def survey_source(
 
 def _survey(groups: PageGroups, route: Route, sizes: IntArray, times: pa.Int64Array) -> Survey:
     table, span = groups.tables[route.deployment_id], groups.span(route.deployment_id)
-    # An object set is of sources only, or of none.
+    # An object set holds either sources only or no source.
     taken = [block for block in table.blocks if block.columns[0] < len(route.sources)]
     others = [block for block in table.blocks if block.columns[0] >= len(route.sources)]
     rows = GroupTable(route.sources, table.count, tuple(taken))
@@ -212,8 +209,8 @@ def _survey(groups: PageGroups, route: Route, sizes: IntArray, times: pa.Int64Ar
 def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = False) -> GroupTable:
     """Return the targets that units make of sources; slots are their bytes, or UNSIZED.
 
-    rows, sizes: as in a survey. partly: units that lack some of their sources count, and the size
-    of sources does not.
+    rows, sizes: as in a survey. partly: include units that lack some of their sources, and ignore
+    the sizes of sources.
     """
     found: list[_Objects] = []
     for unit in route.units:
@@ -224,7 +221,7 @@ def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = F
         sources = np.array(unit.sources, dtype=np.int64)
         actual = sizes[rows.slots(groups, sources)]
         expected = route.target_bytes[list(unit.destinations)]
-        if expected[0] == UNKNOWN_SIZE:  # as many as the one source has
+        if expected[0] == UNKNOWN_SIZE:  # the size of the single source
             nbytes = np.where(actual == UNKNOWN_SIZE, UNSIZED, actual)
         else:
             unfit = (actual != route.sizes[sources]).any(axis=1, keepdims=True)
@@ -235,9 +232,9 @@ def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = F
 
 
 def compare(wanted: GroupTable, there: GroupTable) -> tuple[BoolArray, BoolArray, BoolArray]:
-    """Say of each group whether a destination has, lacks, and has otherwise any wanted target.
+    """Return which groups have, lack, or have in another size any wanted target: [n] each.
 
-    wanted, there: as in a survey. Otherwise: of another size, where both are known.
+    wanted, there: as in a survey. An unknown size fits any.
     """
     some, lacks, differs = np.zeros((3, wanted.count), dtype=np.bool_)
     for block, theirs in zip(wanted.blocks, there.blocks, strict=True):
@@ -249,7 +246,7 @@ def compare(wanted: GroupTable, there: GroupTable) -> tuple[BoolArray, BoolArray
 
 
 def decide(survey: Survey, chosen: BoolArray, if_exists: IfExists) -> npt.NDArray[np.int8]:
-    """Decide what is done with each group: [n] of Action. chosen: [n], which are wanted."""
+    """Return the action for each group: [n] of Action. chosen: [n] whether a group is wanted."""
     some, lacks, differs = compare(survey.wanted, survey.there)
     actions = np.full(len(survey.groups), Action.COPY, dtype=np.int8)
     actions[some] = Action.COMPLETE
@@ -269,10 +266,10 @@ def survey_destination(
     *,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> list[Survey]:
-    """Find what the destination has of what the surveyed pages become; return the surveys with it.
+    """Return the surveys with the targets that the destination has.
 
-    grammar: of the keys that are to be written. Raises ProfileError where it holds another
-    topology under the same keys, StoreUnavailable.
+    grammar: of the keys to write. Raises ProfileError if the destination holds another topology
+    under the same keys, StoreUnavailable.
     """
     if store.traits.lists_late:
         return [replace(survey, there=_asked(store, survey)) for survey in surveys]
@@ -295,7 +292,7 @@ def survey_destination(
 
 
 class _SeenSizes:
-    """The sizes that objects of each affix have: how many of the smallest and of the largest."""
+    """Counts of the objects of each affix by size."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int], int] = {}
@@ -308,25 +305,25 @@ class _SeenSizes:
             self._counts[affix, size] = self._counts.get((affix, size), 0) + count
 
     def of(self, affix: int) -> dict[int, int]:
-        """Count the objects of an affix by their size."""
+        """Return the number of objects of an affix by size."""
         return {size: n for (of, size), n in self._counts.items() if of == affix}
 
 
 class _TargetFinder:
-    """Finds the objects of a listing that are targets of surveyed pages.
+    """Search of a listing for targets of surveyed pages.
 
-    found: what was found in each batch of the listing.
+    found: the targets found in each batch of the listing.
     """
 
     def __init__(self, survey: Survey) -> None:
         self.found: list[_Objects] = []
         self._targets = {target.affix: at for at, target in enumerate(survey.route.targets)}
-        self._target_of = np.array([ABSENT])  # of each affix; last of FOREIGN
+        self._target_of = np.array([ABSENT])  # target of each affix; the last is for FOREIGN
         self._pages = survey.pages
         words = _first_words(survey.pages, np.arange(len(survey.pages)))
         self._order = np.argsort(words, kind="stable")
         self._words = words[self._order]
-        # SHA-256 does not do that; whoever writes to the source can.
+        # SHA-256 never gives equal first words; page hashes made up by a writer of the source can.
         self._alike = bool((self._words[1:] == self._words[:-1]).any())
 
     def add(
@@ -348,7 +345,7 @@ class _TargetFinder:
             self.found.append((at, target[mine], sizes[mine]))
 
     def _places(self, pages: pa.StringArray, mine: IntArray) -> IntArray:
-        """Return the places of some of a batch's pages among those of the survey, or ABSENT."""
+        """Return the index in the survey of some pages of a batch, or ABSENT."""
         wanted = pages.take(pa.array(mine))
         if self._alike:
             known: IntArray = (
@@ -368,7 +365,7 @@ def _first_words(pages: pa.StringArray, rows: IntArray) -> npt.NDArray[np.uint64
 
 
 def _asked(store: Store, survey: Survey) -> GroupTable:
-    """Ask for each key, of a store whose listing is behind."""
+    """Return the targets found by key, for a store whose listing lags behind."""
     at, targets, _ = survey.touched.objects(np.arange(len(survey.groups)))
     objects = []
     for start in range(0, len(at), _ASKED_AT_ONCE):
@@ -384,7 +381,7 @@ def _asked(store: Store, survey: Survey) -> GroupTable:
 
 
 def _targets(route: Route, count: int, objects: Iterable[_Objects]) -> GroupTable:
-    """Put targets into the slots of `count` groups; of several for one the first stays."""
+    """Fill a table of `count` groups with targets; the first target of a slot stays."""
     nothing = np.zeros(0, dtype=np.int64)
     columns = zip((nothing, nothing, nothing), *objects, strict=True)
     return fill_table(route.targets, count, *(np.concatenate(column) for column in columns))
@@ -393,10 +390,10 @@ def _targets(route: Route, count: int, objects: Iterable[_Objects]) -> GroupTabl
 def _refuse_other_topology(
     store: Store, route: Route, affixes: list[Affix], seen: _SeenSizes, grammar: str
 ) -> None:
-    """Refuse keys that others' objects have: what they hold would be taken for this deployment's.
+    """Raise ProfileError if another topology uses our keys: servers would mix up the objects.
 
-    Such are many objects of another size under our keys and none of ours; and where keys carry no
-    TP size, ranks beyond ours.
+    The signs: several objects of another size and none of ours; or, if keys carry no TP size,
+    higher ranks than ours.
     """
     numbers = {affix: number for number, affix in enumerate(affixes)}
     for target, nbytes in zip(route.targets, route.expected_bytes.tolist(), strict=True):
@@ -406,9 +403,9 @@ def _refuse_other_topology(
         if sum(counts.values()) >= _MANY:
             size = max(counts, key=lambda s: counts[s])
             raise ProfileError(
-                f"{store.url}: holds {target.coordinate.pool} objects of {size} bytes under the "
-                f"keys that objects of {nbytes} bytes would get: another topology or dtype; "
-                "remove them (hicachectl rm), or migrate to another --to-tag or --to-model"
+                f"{store.url}: already holds {target.coordinate.pool} objects of {size} bytes "
+                f"under keys whose objects should have {nbytes} bytes: another topology or dtype; "
+                "remove them (hicachectl rm), or give another --to-tag or --to-model"
             )
     if grammar == "mooncake":
         _refuse_further_ranks(store, route, affixes, grammar)
@@ -427,7 +424,7 @@ def _refuse_further_ranks(store: Store, route: Route, affixes: list[Affix], gram
             shared = (reading.model, reading.tag, reading.pool, reading.part) in own
             if shared and rank is not None and rank > max(ranks):
                 raise ProfileError(
-                    f"{store.url}: holds objects of TP rank {rank} of {reading.model}, whose "
-                    f"keys a deployment of TP size {max(ranks) + 1} shares: Mooncake keys carry no "
-                    "TP size; remove them (hicachectl rm), or migrate to another --to-tag"
+                    f"{store.url}: already holds objects of TP rank {rank} of {reading.model}, but "
+                    f"the new TP size is {max(ranks) + 1}: Mooncake keys carry no TP size, so both "
+                    "would share keys; remove them (hicachectl rm), or give another --to-tag"
                 )

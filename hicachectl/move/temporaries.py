@@ -1,4 +1,4 @@
-"""Remove the temporary files that unfinished writes have left in a file store."""
+"""Remove temporary files of unfinished writes from a file store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
 
-GRACE_SECONDS = 60.0  # as verify's default: a younger one may be of a write that goes on
+GRACE_SECONDS = 60.0  # verify's default; a younger file may belong to a running write
 
 _COLUMNS = ("nbytes", "mtime_ns")
 
@@ -39,9 +39,9 @@ def find_temporaries(
     before: float | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> pa.Table:
-    """List the temporary files that `verify` calls stale: key, nbytes, mtime_ns.
+    """Return the temporary files that `verify` calls stale: key, nbytes, mtime_ns.
 
-    before: Unix seconds; only files last written to before. Files younger than GRACE_SECONDS are
+    before: Unix seconds; only files last written earlier. Files younger than GRACE_SECONDS are
     never listed. Raises StoreUnavailable.
     """
     newest_ns = time.time_ns() - int(GRACE_SECONDS * 1e9)
@@ -62,9 +62,9 @@ def remove_temporaries(
     dry_run: bool = False,
     on_progress: Callable[[int], None] = lambda files: None,
 ) -> GroupReport:
-    """Delete temporary files, except those that were written to since they were listed.
+    """Delete temporary files, except files written since the listing.
 
-    The rows of the result have the columns of results.ROWS, with no page, and `key`.
+    The result has rows with the columns of reports.ROWS, without a page, and `key`.
     Raises StoreUnavailable.
     """
     states = np.full(len(stale), WOULD_REMOVE if dry_run else GONE, dtype=object)

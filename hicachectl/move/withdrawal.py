@@ -1,7 +1,7 @@
-"""Remove page groups from a store: to its quarantine, or for good.
+"""Remove page groups from a store: into its quarantine, or permanently.
 
-Each batch of groups has a durable record before anything of it leaves; a run that finds the record
-of a killed one finishes it.
+Each batch has a durable record before its first object leaves the store. If a run is killed, the
+next run finds the record and finishes the batch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hicachectl.backends.capabilities import open_mover
 from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.quarantine import BEGUN
+from hicachectl.formats.wording import failed
 from hicachectl.move.backups import MEMORY_BYTES, copy_groups, copy_memory
 from hicachectl.move.listed import ListedGroups
 from hicachectl.move.order import GroupObjects, Sighting, remove_once, withdraw
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
 
 SETTLE_SECONDS = 1.0  # longer than a server takes from a page's sidecars to its anchor
-LIVE_SECONDS = 300.0  # a store that was written to so recently has a writer
+LIVE_SECONDS = 300.0  # a store with a more recent write is taken to have a writer
 
 
 def remove_groups(
@@ -69,17 +70,19 @@ def remove_groups(
 ) -> GroupReport:
     """Remove the groups of a plan from the store.
 
-    inventory: with the column `version` where the store has versions, so that objects rewritten
-    since the scan are told from damaged ones. mode delete keeps nothing; its quarantine then has
-    only the records of what is being done.
-    settle_seconds: how long to watch a store with a writer for pages it has half written.
-    buffer_bytes: memory for copies, if less than `MEMORY_BYTES`.
-    on_progress is told how many groups were dealt with. Raises UsageError on a quarantine that
-    cannot be one, StoreUnavailable; what happens to one object is in the result.
+    inventory: with the column `version` if the store has versions; versions show which objects
+    were rewritten since the scan.
+    mode: "delete" keeps no objects; the quarantine then holds only the records of batches at work.
+    settle_seconds: how long to watch a store with a writer for half-written pages.
+    buffer_bytes: memory for copies, at most `MEMORY_BYTES`.
+    on_progress: called with the number of groups processed.
+
+    Raises UsageError if the quarantine is unusable, StoreUnavailable. Failures of single objects
+    are in the result.
     """
     place = Quarantine.of(store, quarantine)
     if place is None and mode == "quarantine":
-        raise UsageError(f"{store.url}: name a directory for its objects: --quarantine DIR")
+        raise UsageError(f"{store.url}: no default quarantine; give --quarantine DIR")
     listed = ListedGroups(inventory, groups, plan)
     if dry_run:
         return _rehearsed(groups, plan, listed, mode, place)
@@ -99,10 +102,10 @@ def remove_groups(
 def withdraw_listed(
     store: Store, inventory: Inventory, groups: PageGroups, numbers: IntArray
 ) -> MoveResult:
-    """Delete groups from a store, as they were listed, without a record of it.
+    """Delete listed groups from a store, without a record.
 
-    A group that a server has rewritten since stays where it is whole again.
-    inventory: with the column `version` where the store has versions.
+    A group that a server has made whole again since the listing stays.
+    inventory: with the column `version` if the store has versions.
     numbers: [k] groups. Return their statuses in this order: DONE, GONE, KEPT, IN_FLIGHT or FAILED.
     Raises StoreUnavailable.
     """
@@ -120,11 +123,11 @@ def withdraw_listed(
 
 
 def finish_removals(store: Store, quarantine: str | None = None) -> GroupReport:
-    """Complete what runs that were killed had begun on this store.
+    """Finish the batches that killed runs began on this store.
 
-    To be called before the scan by every run that removes something. What another process is
-    working on is left to it. Raises FormatError on a damaged record, UntrustedError for links and
-    for files of owners who are not trusted, both before anything is changed; StoreUnavailable.
+    Every run that removes groups calls this before its scan. Batches of running processes are
+    skipped. Raises, before any change, FormatError if a record is damaged, and UntrustedError if
+    an entry is a link or its owner is not trusted. Raises StoreUnavailable.
     """
     place, unrecorded = Quarantine.of(store, quarantine), list[str]()
     if place is None:
@@ -144,7 +147,7 @@ def finish_removals(store: Store, quarantine: str | None = None) -> GroupReport:
 
 
 def count_unfinished(store: Store, quarantine: str | None = None) -> int:
-    """Count the groups that `finish_removals` would complete. Raises as that does."""
+    """Count the groups that `finish_removals` would complete. Raises the same errors."""
     place, count = Quarantine.of(store, quarantine), 0
     if place is not None:
         with place.opened(writes=False) as directory:
@@ -156,7 +159,10 @@ def count_unfinished(store: Store, quarantine: str | None = None) -> int:
 
 
 def _begun(run: Directory, store: Store, place: Quarantine) -> Iterator[Batch]:
-    """Batches of a run that were begun on this store; beside it lie its own, wherever it moved."""
+    """Yield the batches of a run that were begun on this store.
+
+    A quarantine inside the store moves with the store, so its records may name an earlier URL.
+    """
     for batch in batches(run, lambda suffix: suffix == BEGUN):
         record = batch.record
         if record.scheme == store.grammar and (place.own or record.store == store.url):
@@ -170,7 +176,7 @@ def _rehearsed(
     mode: Mode,
     place: Quarantine | None,
 ) -> GroupReport:
-    """Return the result of a run in which nothing fails or changes meanwhile."""
+    """Return the result of a dry run: every group of the plan would be removed."""
     objects, nbytes = int(listed.counts.sum()), listed.nbytes
     keeps = mode == "quarantine"
     models, tags = listed.names
@@ -188,10 +194,10 @@ def _rehearsed(
 class _Removal:
     """Page groups of one batch while they leave a store.
 
-    groups: as they were when the removal began. result: of groups that nothing was done to, what
-    is there tells. touched: [k] groups of which objects have left.
-    removed, new: [k] recorded objects that were removed, and others. gone: [k] objects that had
-    vanished. sight: what is there, where that was looked at a moment ago.
+    groups: as they were when the removal began. touched: [k] groups with objects removed.
+    standing: [k] status of each group as of the last look; the result of untouched groups.
+    removed, new: [k] counts of removed objects, recorded and unrecorded. gone: [k] vanished
+    objects. sight: the last look at the store, if still fresh.
     """
 
     def __init__(self, store: Store, groups: RecordedGroups) -> None:
@@ -206,7 +212,7 @@ class _Removal:
 
     @classmethod
     def of_listed(cls, store: Store, listed: RecordedGroups) -> Self:
-        """Look at listed groups again: what has changed since the scan is not what was found."""
+        """Look at listed groups again: findings no longer hold for objects changed since."""
         sight = look(store, listed)
         unwanted = np.zeros(len(sight.at), dtype=np.bool_)
         unwanted[listed.cells[sight.known(listed) & listed.unwanted]] = True
@@ -220,28 +226,28 @@ class _Removal:
 
     @property
     def pending(self) -> IntArray:
-        """The groups that must leave, and of which nothing has failed."""
+        """Groups that must leave and have not failed."""
         return np.flatnonzero(self.result.open & (self.standing == GroupStatus.DONE))
 
     @property
     def whole_again(self) -> IntArray:
-        """The groups that were left alone, since they are whole."""
+        """Groups that were left alone because they are whole."""
         return np.flatnonzero(~self.touched & (self.standing == GroupStatus.KEPT))
 
     def fail(self, place: int, detail: str) -> None:
-        """Note that an object kept its group from leaving. place: of the object."""
+        """Mark a group as failed because of one of its objects. place: index of the object."""
         groups = self.groups
         (key,) = groups.keys_of(groups.cells[place : place + 1]).to_pylist()
         self.result.fail(int(groups.owners[place]), GroupStatus.FAILED, key, detail)
 
     def leave(self, mover: Mover | None) -> None:
-        """Remove the pending groups: by rename where there is a mover, else by key.
+        """Remove the pending groups: by rename if there is a mover, else by key.
 
-        By rename, a group's anchors and sidecars go within microseconds, and are synced with the
-        whole batch: a sync between them would give a server milliseconds in which to write an
-        anchor beside a damaged sidecar. A power failure can therefore keep a sidecar's rename and
-        lose its anchor's; the record, durable before the first rename, names the page for the next
-        run. By key, what a server rewrites right after the look goes as well.
+        Renames remove a group's anchors and sidecars within microseconds; one sync follows the
+        whole batch. A sync in between would give a server milliseconds to write an anchor beside a
+        damaged sidecar. After a power failure a sidecar may therefore be gone and its anchor back;
+        the record is durable before the first rename and names the page for the next run.
+        Removal by key also removes objects that a server rewrites right after the look.
         """
         self._left = np.zeros(len(self.groups.owners), dtype=np.bool_)
 
@@ -259,7 +265,7 @@ class _Removal:
                 mover.flush(into_store=False)
         except OSError as error:
             for group in np.flatnonzero(self.touched).tolist():
-                why = f"not certain to be on disk: {error.strerror}"
+                why = f"removed, but the removal may not be on disk: {error.strerror}"
                 self.result.fail(group, GroupStatus.FAILED, b"", why)
         settled = self.result.open & ~self.touched
         self.result.statuses[settled] = self.standing[settled]
@@ -274,14 +280,13 @@ class _Removal:
         cells = np.flatnonzero(sight.present & (self.standing[owners] == GroupStatus.DONE))
         recorded = np.full(len(owners), ABSENT, dtype=np.int64)
         recorded[groups.cells[known]] = np.flatnonzero(known)
-        # What is unwanted goes right after the anchors: no anchor that comes back may find it.
+        # Unwanted objects go right after the anchors, before a server can write an anchor again.
         unwanted = np.append(groups.unwanted, False)[recorded[cells]]
         cells = cells[np.lexsort((~unwanted, owners[cells]))]
         objects = GroupObjects(groups.keys_of(cells), owners[cells], groups.anchors[cells])
         return Sighting(objects, sight.rows.take(pa.array(sight.at[cells])), recorded[cells])
 
     def _delete(self, seen: Sighting, places: IntArray) -> Result:
-        """Delete objects by key."""
         step = self._store.limits.batch_objects
         statuses, errors = np.zeros(len(places), dtype=np.uint8), {}
         for start in range(0, len(places), step):
@@ -292,7 +297,7 @@ class _Removal:
         return Result(statuses, errors)
 
     def _taker(self, mover: Mover, seen: Sighting) -> Callable[[int], Status]:
-        """Return what renames an object: a recorded one to the file that its record names."""
+        """Return a function that renames an object: to its recorded file, or to a new name."""
         keys = seen.objects.keys.to_pylist()
         versions = seen.rows.column("version").to_pylist()
         recorded = seen.recorded.tolist()
@@ -306,7 +311,7 @@ class _Removal:
         return take
 
     def _note(self, seen: Sighting, places: IntArray, found: Result) -> None:
-        """Count what has left."""
+        """Count the objects that were removed or had vanished."""
         owners, recorded = seen.objects.owners[places], seen.recorded[places]
         is_gone, is_recorded = found.statuses == Status.GONE, recorded != ABSENT
         self._left[recorded[is_recorded & (found.ok | is_gone)]] = True
@@ -317,7 +322,7 @@ class _Removal:
 
 
 class _Worker:
-    """Takes batches of groups out of one store."""
+    """Removal of batches of groups from one store."""
 
     def __init__(
         self,
@@ -328,7 +333,7 @@ class _Worker:
         watches: bool = False,
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
-        self.full = False  # the quarantine has no room: nothing more is begun
+        self.full = False  # the quarantine has no room: no further batch is begun
         self.tried = 0
         self._store = store
         self._place = place
@@ -340,7 +345,7 @@ class _Worker:
         self._watched: list[tuple[RecordedGroups, MoveResult, IntArray]] = []
         self._rows: list[pa.Table] = []
         self._results: list[MoveResult] = []
-        self._sizes = [pa.array([], pa.int64())]  # of the groups taken away
+        self._sizes = [pa.array([], pa.int64())]  # bytes of the removed groups
         self._moved = self._deleted = self._gone = 0
         self._failures: list[tuple[str, str]] = []
 
@@ -353,7 +358,7 @@ class _Worker:
                 self._run.close()
 
     def work(self, listed: RecordedGroups) -> None:
-        """Take a batch away, from its record to its end."""
+        """Remove a batch, from writing its record to closing it."""
         removal = _Removal.of_listed(self._store, listed)
         settled = removal.standing != GroupStatus.DONE
         if not settled.all():
@@ -362,7 +367,7 @@ class _Worker:
         self._note(removal, self._mode)
 
     def finish(self, batch: Batch) -> None:
-        """Take away what is left of the groups of a batch that a killed run had begun."""
+        """Remove the rest of a batch that a killed run began."""
         batch.take_up()
         removal = _Removal(self._store, batch.record.groups)
         groups = removal.groups
@@ -375,14 +380,14 @@ class _Worker:
                 _drop_doubles(mover, groups, held)
             elif batch.record.mode == "quarantine":
                 for place in np.flatnonzero(~held).tolist():
-                    removal.fail(place, "its copy is in the quarantine no more")
+                    removal.fail(place, "its copy is missing from the quarantine")
             self._take(removal, np.arange(len(groups)), batch, mover)
         self._note(removal, batch.record.mode)
 
     def settle(self, seconds: float) -> None:
-        """Look after the groups taken away, and take what a server half wrote of them meanwhile.
+        """Watch the removed groups for some seconds, and remove what servers half wrote of them.
 
-        One that had looked for a sidecar just before it was taken writes its anchor later.
+        A server that saw a sidecar just before its removal writes the anchor later.
         """
         deadline = time.monotonic() + seconds
         while self._watched and time.monotonic() < deadline:
@@ -395,7 +400,7 @@ class _Worker:
             result.statuses[places] = GroupStatus.IN_FLIGHT
 
     def result(self, untried: int = 0) -> GroupReport:
-        """Sum up."""
+        """Return the sum of all batches. untried: groups that were not begun."""
         keeps = self._mode == "quarantine"
         states = [states_of(result.statuses, REMOVED) for result in self._results]
         tables = [
@@ -414,11 +419,11 @@ class _Worker:
         )
 
     def _carry_out(self, removal: _Removal, mode: Mode) -> None:
-        """Take groups away under a record, with copies of them where they cannot be moved."""
-        if self._run is None:  # mode delete, and no place for a record
+        """Remove groups under a record; copy them first if they cannot be renamed."""
+        if self._run is None:  # mode delete, without a quarantine for records
             removal.leave(None)
             return
-        removal.sight = None  # it is old once there is a record
+        removal.sight = None  # outdated once the record is written
         with ExitStack() as exits:
             try:
                 batch = exits.enter_context(self._run.new_batch())
@@ -442,7 +447,7 @@ class _Worker:
     def _take(
         self, removal: _Removal, recorded: IntArray, batch: Batch, mover: Mover | None
     ) -> None:
-        """Take recorded groups away; the record is done once none of them has failed."""
+        """Remove recorded groups; close the record if no group failed."""
         removal.leave(mover)
         if (removal.result.statuses[recorded] == GroupStatus.FAILED).any():
             return
@@ -453,13 +458,13 @@ class _Worker:
                 left = np.setdiff1d(recorded, removal.whole_again)
                 batch.write(removal.groups.take(left))
         except OSError as error:
-            # The record of what was begun is there, and the next run finishes it.
+            # The begun record stays, so the next run finishes the batch.
             self._failures.append((batch.run.path, error.strerror or str(error)))
 
     def _copy(self, removal: _Removal, batch: Batch) -> None:
-        """Copy every object of the groups that must leave into the folder of the batch.
+        """Copy every object of the pending groups into the folder of the batch.
 
-        A group of which one object fails stays, without copies.
+        If one object fails, its group stays in the store and its copies are deleted.
         """
         from hicachectl.backends.file.store import FileStore
 
@@ -468,7 +473,7 @@ class _Worker:
         places = np.flatnonzero(sight.present[groups.cells] & np.isin(groups.owners, pending))
         cells, facts = groups.cells[places], groups.facts.take(pa.array(places))
         names = pa.array(groups.files[places]).cast(pa.string()).cast(pa.binary())
-        unread = np.zeros(len(places), dtype=np.bool_)  # of a backup no server reads anchors
+        unread = np.zeros(len(places), dtype=np.bool_)  # no anchors: servers never read a backup
         with FileStore.within(batch.folder) as target:
             copies = copy_groups(
                 self._store,
@@ -489,7 +494,7 @@ class _Worker:
         self._forget_changed(removal, batch, copied)
 
     def _forget_changed(self, removal: _Removal, batch: Batch, copied: BoolArray) -> None:
-        """Record only copies of what is still there as it was copied; remove the others."""
+        """Record only the copies whose originals are unchanged or gone; delete the others."""
         groups, pending = removal.groups, removal.pending
         sight = look(self._store, groups, pending)
         unchanged = sight.known(groups) | ~sight.present[groups.cells]
@@ -501,18 +506,16 @@ class _Worker:
         removal.groups = groups.with_objects(kept | ~chosen)
 
     def _refuse(self, removal: _Removal, error: OSError) -> None:
-        """Give up a batch that has no record: nothing of it was touched."""
+        """Fail a batch that has no record; its objects are untouched."""
         where = str(self._place.path) if self._place is not None else ""
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise StoreUnavailable(
-                f"cannot write to the quarantine {where}: {error.strerror}"
-            ) from error
+            raise StoreUnavailable(failed(where, "write to the quarantine", error)) from error
         self.full = True
         self._failures.append((where, error.strerror or str(error)))
         removal.result.statuses[removal.pending] = GroupStatus.FAILED
 
     def _note(self, removal: _Removal, mode: Mode) -> None:
-        """Enter what became of a batch of groups."""
+        """Add the outcome of a batch to the sums."""
         groups, result = removal.groups, removal.result
         taken, new = int(removal.removed.sum()), int(removal.new.sum())
         self._moved += taken if mode == "quarantine" else 0
@@ -532,18 +535,18 @@ class _Worker:
             self._watched.append((groups.with_objects(none).take(places), result, places))
 
     def _unsettled(self) -> Iterator[tuple[_Removal, MoveResult, IntArray]]:
-        """Look at the watched groups; give those of which something is there that is not whole.
+        """Yield the watched groups that are present but not whole, a batch at a time.
 
-        Of each batch of them the result that they are in, and their places there.
+        Each batch comes with the result that lists its groups, and their indices there.
         """
         for groups, result, places in self._watched:
-            watched = replace(groups)  # what it works out of each cell ends with it
+            watched = replace(groups)  # a fresh copy, so that cached properties are freed with it
             sight = look(self._store, watched)
             none = np.zeros(0, dtype=np.bool_)
             standing = watched.judge(sight.present, none)
             open_ = np.isin(standing, (GroupStatus.IN_FLIGHT, GroupStatus.DONE))
             if open_.any():
-                # None of the objects is unwanted once their group is whole.
+                # No object counts as unwanted: a whole group may stay.
                 unblamed = np.zeros(len(sight.at), dtype=np.bool_)
                 removal = _Removal(self._store, watched.as_seen(sight, unblamed))
                 removal.standing = standing
@@ -551,7 +554,7 @@ class _Worker:
 
 
 def _drop_doubles(mover: Mover, groups: RecordedGroups, held: BoolArray) -> None:
-    """Take out of the store what a power failure has left in both places."""
+    """Remove from the store the objects that a power failure left in both places."""
     objects = GroupObjects(
         groups.keys_of(groups.cells), groups.owners, groups.anchors[groups.cells]
     )

@@ -1,4 +1,4 @@
-"""Page groups to process with one action, in order, and the batches that they are cut into."""
+"""Page groups to process with one action, and their batches."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ class PageWork:
     action: Action
 
     def only(self, chosen: BoolArray | slice) -> PageWork:
-        """Return the work on some of the groups. chosen: of the items."""
+        """Return the work for some of the groups. chosen: of the items."""
         return replace(self, items=self.items[chosen])
 
     def bytes_in_memory(self, *, verify: bool) -> IntArray:
-        """Return the bytes that each group needs in memory at once: [items]."""
+        """Return the bytes that each group needs in memory: [items]."""
         return self._demand(verify or self.action in READS_BACK)[0]
 
     def batches(
         self, *, verify: bool, copies: bool, most_bytes: int, most_objects: int
     ) -> Iterator[PageBatch]:
-        """Cut the groups, in their order, into batches of limited size, or of one group.
+        """Yield batches of the groups, in order, each within the limits or of a single group.
 
-        The first are smaller, so that writing soon begins.
-        verify: what is written is read back as well. copies: the destination can copy objects of
-        the source by itself.
+        The first batches are smaller, so that writing begins soon.
+        verify: also read back written objects. copies: the destination can copy objects of the
+        source by itself.
         """
         back = verify or self.action in READS_BACK
         by_system = copies and self.survey.route.verbatim and not back
@@ -68,7 +68,7 @@ class PageWork:
             yield _Layout(self.only(span)).batch(back=back, by_system=by_system)
 
     def _demand(self, back: bool) -> tuple[IntArray, IntArray]:
-        """Return the bytes of memory, and the objects read or written, of each group: [items]."""
+        """Return the bytes of memory and the objects to read or write, of each group: [items]."""
         route, wanted = self.survey.route, self.survey.wanted
         times, beside, counts = np.zeros((3, len(route.targets)), dtype=np.int64)
         for unit in route.units:
@@ -77,7 +77,7 @@ class PageWork:
             times[targets] = made + back
             counts[targets[0]] = max(len(unit.sources), len(targets))
             if unit.identity:
-                times[targets] += 1  # the source, of as many bytes
+                times[targets] += 1  # the source has as many bytes
             else:
                 beside[targets[0]] = _aligned(route.sizes[list(unit.sources)]).sum()
         nbytes, objects = np.zeros((2, len(self.items)), dtype=np.int64)
@@ -98,24 +98,24 @@ class PageBatch(CopyBatch):
     items: IntArray = field(kw_only=True)
 
     def work(self, chosen: BoolArray) -> PageWork:
-        """Return what is left to do of some of the groups. chosen: [k]."""
+        """Return the work that remains for some of the groups. chosen: [k]."""
         return PageWork(self.survey, self.items[chosen], self.action)
 
 
 def too_large(page: str, need: int, buffer_bytes: int) -> Problem:
-    """Say that a group is not copied because it does not fit into the buffer."""
+    """Return the problem of a group that does not fit into the buffer."""
     return Problem(
         page,
         None,
-        f"needs {need} bytes in memory at once, --buffer-bytes has {buffer_bytes}; not copied",
+        f"not copied: needs {need} bytes of memory, but --buffer-bytes is {buffer_bytes}; raise it",
     )
 
 
-_Reads = list[tuple[int, "IntArray"]]  # number of the first read, and the offsets, of a source
+_Reads = list[tuple[int, "IntArray"]]  # number of a source's first read, and its offsets
 
 
 class _Layout:
-    """Choose what a batch reads and makes, and where: all sources, then what is made of them."""
+    """Memory layout of a batch: all source objects, then the transformed objects."""
 
     def __init__(self, work: PageWork) -> None:
         self._work = work
@@ -142,7 +142,7 @@ class _Layout:
         self._transforms: list[Transform] = []
 
     def batch(self, *, back: bool, by_system: bool) -> PageBatch:
-        """Return the batch. back: with room for what is read back."""
+        """Return the batch. back: with room for objects read back."""
         read = [self._read(unit) for unit in self._units]
         read_bytes = self._end
         for unit, (owners, reads) in zip(self._units, read, strict=True):
@@ -188,7 +188,7 @@ class _Layout:
         return offsets
 
     def _read(self, unit: TransferUnit) -> tuple[IntArray, _Reads]:
-        """Place the sources of a unit, for the groups that are to have what it makes."""
+        """Place the sources of a unit, for the groups that need its targets."""
         owners = np.flatnonzero(self._wanted[unit.destinations[0]] != ABSENT)
         reads: _Reads = []
         for source in unit.sources:
@@ -231,9 +231,9 @@ class _Layout:
 
 
 def _runs(route: Route, unit: TransferUnit) -> list[CopyPlan] | None:
-    """Find each destination of a unit as one run of bytes in a source; None where one is made.
+    """Return the aligned run of source bytes that equals each destination of a unit.
 
-    Runs begin where objects of their own would: aligned.
+    None if a destination is not such a run.
     """
     runs = sorted(unit.copies, key=lambda copy: copy.destination)
     whole = [copy.destination for copy in runs] == list(range(len(unit.destinations))) and all(

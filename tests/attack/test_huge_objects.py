@@ -63,7 +63,7 @@ def test_a_migration_leaves_it_behind_and_copies_the_rest(
     assert (document["failed"], document["complete"]) == (1, True)
     (problem,) = document["problems"]
     assert problem["page"] == store[1]
-    assert "--buffer-bytes has 1073741824" in problem["detail"]
+    assert "--buffer-bytes is 1073741824" in problem["detail"]
     assert problem["page"] in done.stderr
 
 

@@ -69,7 +69,9 @@ def test_a_directory_that_others_can_write_to_keeps_no_journal(
         own.chmod(0o777)
     else:
         own.write_text("")
-    with pytest.raises(UsageError, match="not a directory of yours alone; set XDG_STATE_HOME"):
+    with pytest.raises(
+        UsageError, match="must be a directory that only you own and can open; set XDG_STATE_HOME"
+    ):
         journal_path({"a": 1}, {"HOME": "/dev/null/home"})
     assert list(victim.iterdir()) == []
 
@@ -79,7 +81,7 @@ def test_a_directory_of_somebody_else_keeps_no_journal(temporary: Path) -> None:
     own = temporary / f"hicachectl-{os.geteuid()}"
     own.mkdir(0o700)
     os.chown(own, NOBODY, NOBODY)
-    with pytest.raises(UsageError, match="not a directory of yours alone"):
+    with pytest.raises(UsageError, match="must be a directory that only you own and can open"):
         journal_path({"a": 1}, {"HOME": "/dev/null/home"})
 
 

@@ -275,7 +275,7 @@ def test_a_killed_migration_that_is_not_resumed_is_completed(
 ) -> None:
     earlier = place(JOURNALS / f"{name}-{release}.tar.gz", tmp_path)
     document = migrated(invoke, *earlier.command[1:])
-    assert "an earlier run of this migration did not end" in document["stderr"]
+    assert "An earlier run of this migration was interrupted" in document["stderr"]
     assert (document["complete"], document["resumed"], document["failed"]) == (True, 0, 0)
     assert contents(earlier.target) == earlier.after
     assert journals(tmp_path / "home") == []

@@ -166,7 +166,7 @@ def test_what_is_not_whole_damaged_or_in_flight_stays_behind(
     assert document["pages"] == PAGES - 3
     assert "1 page not whole" in document["stderr"]
     assert "1 page with errors" in document["stderr"]
-    assert "1 page being written" in document["stderr"]
+    assert "1 page still being written" in document["stderr"]
     assert {name[:64] for name in names[:6]}.isdisjoint(name[:64] for name in contents(target))
 
 
@@ -204,7 +204,7 @@ def test_rows_of_ls_name_the_group_to_copy(
     listed.write_text(json.dumps({"page": shared, "group": f"{MODEL} tp16"}))
     document = migrated(invoke, source, target, "--pages-from", listed)
     assert document["pages"] == document["skipped"] == 0
-    assert "1 row of --pages-from name" in document["stderr"]
+    assert "--pages-from: 1 row without a matching group" in document["stderr"]
     listed.write_text(shared)
     migrated(invoke, source, target, "--pages-from", listed)
     assert set(contents(target)) == {n for n in contents(source) if n.startswith(shared)}
@@ -275,7 +275,7 @@ def test_the_same_place_is_refused(invoke: Invoke, source: Path, profile: Path) 
     assert "are the same" in output.stderr
     options = ("--profile", profile, "--to-layout", "page_first_direct")
     output = invoke("migrate", source, source, *options, exit_code=2)
-    assert "keys of what is read" in output.stderr
+    assert "keys of the objects being read" in output.stderr
 
 
 def test_pages_can_get_other_keys_in_the_same_place(
@@ -392,7 +392,7 @@ def test_a_buffer_that_is_too_small_for_a_page_names_it(
     assert {problem["page"] for problem in document["problems"]} == {
         name[:64] for name in contents(source)
     }
-    assert "--buffer-bytes has 8192; not copied" in document["stderr"]
+    assert "memory, but --buffer-bytes is 8192; raise it" in document["stderr"]
 
 
 def test_a_lock_that_is_held_ends_the_run_at_once(
@@ -492,7 +492,7 @@ def test_objects_of_foreign_names_are_left_behind_and_counted(
 ) -> None:
     put(source, "notes.txt")
     document = migrated(invoke, source, target)
-    assert "left behind: 1 object whose keys are not understood" in document["stderr"]
+    assert "Not copied: 1 object with unknown keys" in document["stderr"]
     assert not (target / "notes.txt").exists()
 
 

@@ -151,7 +151,7 @@ def test_a_journal_on_a_full_disk_ends_the_run_and_is_of_use_later(
         patch.setattr(os, "write", write_until_full)
         output = invoke("migrate", source, target, *SMALL, exit_code=2)
     (line,) = output.stderr.splitlines()
-    assert "cannot write" in line
+    assert "cannot write the journal" in line
     assert "No space left" in line
     assert len(journals(tmp_path / "home")) == 1
     document = migrated(invoke, source, target, "--resume")
@@ -188,7 +188,7 @@ def test_a_byte_that_changes_before_it_is_read_back_is_noticed(
     assert (document["failed"], document["pages"]) == (1, PAGES - 1)
     (problem,) = document["problems"]
     assert (problem["key"], problem["page"]) == (name, name[:64])
-    assert "reads back with other bytes" in problem["detail"]
+    assert "the bytes read back differ from the bytes written" in problem["detail"]
     page = {n: held for n, held in before.items() if n[:64] == name[:64]}
     # Nothing believes in it at the destination, and the source still has it.
     assert contents(target) == {n: held for n, held in before.items() if n not in page}

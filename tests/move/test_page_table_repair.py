@@ -248,9 +248,9 @@ def test_snapshots_that_are_not_both_from_after_the_stop_release_nothing(
 
 def test_an_absurd_number_of_leaked_pages_is_refused() -> None:
     table = replace(empty_table(3), num_pages=1 << 32)
-    with pytest.raises(UsageError, match="are in no list"):
+    with pytest.raises(UsageError, match="leaked pages, but at most"):
         releasable("0:kv", Snapshot(2, (table,)), Snapshot(3, (table,)), stopped_at_ns=1)
-    with pytest.raises(UsageError, match="are in no list"):
+    with pytest.raises(UsageError, match="leaked pages, but at most"):
         repaired_table(table, np.zeros(0, dtype=np.bool_), release_leaked=True)
 
 

@@ -559,7 +559,9 @@ def test_an_anchor_that_never_stays_away_is_said(store: Path) -> None:
         store, lambda key: rewrite(store / kv(1), value) if key == kv(1).encode() else None
     )
     assert (outcome.groups, outcome.remaining) == (0, 1)
-    assert outcome.failures == ((kv(1), "written anew 5 times, still not whole"),)
+    assert outcome.failures == (
+        (kv(1), "still incomplete after 5 attempts: a server keeps writing it; run again"),
+    )
 
 
 def test_what_a_live_server_half_wrote_afterwards_goes(
@@ -689,7 +691,9 @@ def test_nothing_is_deleted_whose_copy_was_lost(
         path.unlink()
     with FileStore(store) as opened:
         outcome = finish_removals(opened, str(other_file_system))
-    assert [message for _, message in outcome.failures] == ["its copy is in the quarantine no more"]
+    assert [message for _, message in outcome.failures] == [
+        "its copy is missing from the quarantine"
+    ]
     assert contents(store) == before
 
 
