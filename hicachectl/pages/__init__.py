@@ -1,1 +1,1 @@
-"""What a store holds: its scan, page groups, and the rows that list them."""
+"""Listings of stores, page groups, and the rows of `ls`."""

@@ -1,4 +1,4 @@
-"""Put into words which keys of a store can be read in several ways, and what was decided."""
+"""Describe keys with several readings, and the decisions about them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def ambiguous_affixes(inventory: Inventory) -> dict[int, str]:
-    """Describe the keys that stay ambiguous: by affix id, how many, and what they can be."""
+    """Return texts about the ambiguous keys, by affix id: their number and their readings."""
     table, counts = inventory.table, _counts(inventory)
     found = {}
     for number, resolved in enumerate(table.resolved):
@@ -23,7 +23,7 @@ def ambiguous_affixes(inventory: Inventory) -> dict[int, str]:
 
 
 def ambiguity_remark(inventory: Inventory) -> str:
-    """Describe the ambiguous keys in one line, and what would tell; "" without any."""
+    """Return one line about the ambiguous keys and the remedy; "" without such keys."""
     found = list(ambiguous_affixes(inventory).values())
     if not found:
         return ""
@@ -32,7 +32,7 @@ def ambiguity_remark(inventory: Inventory) -> str:
 
 
 def split_remarks(inventory: Inventory) -> list[str]:
-    """Describe the keys that two models share and that were told apart object by object."""
+    """Return lines about keys that two models share, and how many are of each."""
     table, counts = inventory.table, _counts(inventory)
     said: dict[str, list[str]] = {}
     for number, is_split in enumerate(table.split):
@@ -49,11 +49,14 @@ def split_remarks(inventory: Inventory) -> list[str]:
 
 
 def remedy(inventory: Inventory) -> str:
-    """Say what to do about ambiguous keys."""
+    """Return the next step for ambiguous keys."""
     profile = inventory.table.profile
     if profile is None or profile.inferred:
-        return "give a profile to tell"
-    return "neither the profile nor their pages and sizes tell; rm --state unknown removes them"
+        return "give --profile to decide"
+    return (
+        "profile, pages and sizes do not decide; remove the keys with "
+        "hicachectl rm STORE --state unknown"
+    )
 
 
 def _counts(inventory: Inventory) -> list[int]:

@@ -1,12 +1,12 @@
-"""Decide object by object between two models whose keys are spelled alike.
+"""Decide, object by object, between two models whose keys look alike.
 
-`<hash>_m_0_2.bin` is TP rank 0 of 2 of a model m, or the whole page of a model m_0_2. Where a
-store has both, the affix cannot tell, but the object can: under the wide reading (ranks of m) its
-page has fellow ranks, which the narrow reading (m_0_2) does not explain, and its size is that of
-the one model or of the other. What neither tells stays open.
+`<hash>_m_0_2.bin` is TP rank 0 of 2 of model m (the wide reading), or the whole page of model
+m_0_2 (the narrow reading). If a store has both models, two facts about an object decide: fellow
+ranks on its page, which only the wide reading explains, and its size. Otherwise the object stays
+ambiguous.
 
-Lost ranks are far more common than such names. So a lone object of the size of the wide reading is
-one whose fellows were lost, unless there are very many of them.
+Lost ranks are far more common than such model names. So a lone object of the wide size counts as a
+rank without its fellows, unless there are very many.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     BoolArray = npt.NDArray[np.bool_]
     Ids = npt.NDArray[np.int32]
 
-SizeCounts = dict[int, dict[int, int]]  # affix id to size to the number of objects
+SizeCounts = dict[int, dict[int, int]]  # number of objects by affix id and size
 
 _WIDE, _NARROW, _OPEN, _NONE = range(4)
 
-_MANY = 3  # objects of a size that are no damage
-# An affix that has so many objects without fellow ranks, and so many more than its fellows have,
-# may be another model's too.
+_MANY = 3  # this many objects of one size are not damage
+# An affix may be another model's too, if this many of its objects have no fellow ranks, and this
+# many times more than of any fellow.
 _MANY_LONE = 20
 _SHARE = 0.05
 _TIMES_FELLOWS = 3
@@ -57,10 +57,10 @@ _TIMES_FELLOWS = 3
 
 @dataclass(frozen=True, slots=True)
 class _Contest:
-    """An affix of anchors that two kinds of readings fit.
+    """An affix of anchors with a wide reading and narrow readings.
 
-    narrow: those that explain less of the text than the wide one, the most first; with a profile
-    that names the affix, that reading alone. taken: which of _WIDE and _NARROW the table takes.
+    narrow: readings that explain less of the affix than `wide`, most first; if the table's reading
+    is narrow, only that. taken: the table's reading, _WIDE or _NARROW.
     """
 
     affix: int
@@ -72,10 +72,10 @@ class _Contest:
 def decide_objects(
     table: AffixTable, affix_ids: Ids, nbytes: IntArray, page_words: PageWords
 ) -> tuple[AffixTable, Ids]:
-    """Return a table and affix ids by which each object of a contested affix has its own reading.
+    """Return a table and affix ids that give each object of a contested affix its reading.
 
-    nbytes: [objects], negative where the store lists none. Where no affix is contested, the table
-    and the ids are those given, and nothing per object is kept.
+    nbytes: [objects], negative if not listed. Without contested affixes, return the arguments; no
+    memory per object is used.
     """
     readings = _Readings(table)
     if not readings.has_choice:
@@ -100,7 +100,7 @@ def _count_sizes(affix_ids: Ids, nbytes: IntArray) -> SizeCounts:
     ids, own = (affix_ids, nbytes) if known.all() else (affix_ids[known], nbytes[known])
     one = np.zeros(int(ids.max(initial=-1)) + 1, dtype=np.int64)
     one[ids] = own
-    if (one[ids] == own).all():  # one size for each, as in most stores, needs no grouping
+    if (one[ids] == own).all():  # in most stores each affix has one size: no grouping needed
         counts = np.bincount(ids, minlength=len(one)).tolist()
         return {n: {size: counts[n]} for n, size in enumerate(one.tolist()) if counts[n]}
     counted = (
@@ -117,9 +117,9 @@ def _count_sizes(affix_ids: Ids, nbytes: IntArray) -> SizeCounts:
 
 @dataclass(slots=True)
 class _Alike:
-    """Affixes whose objects have the same size.
+    """Affixes whose objects should have the same size.
 
-    objects: how many have each size. having: how many of the affixes do.
+    objects: number of objects by size. having: number of affixes by size.
     """
 
     affixes: list[int] = field(default_factory=list)
@@ -127,26 +127,26 @@ class _Alike:
     having: Counter[int] = field(default_factory=Counter)
 
     def add(self, affix: int, sizes: Mapping[int, int]) -> None:
-        """Add an affix, given how many of its objects have each size."""
+        """Add an affix; sizes: number of its objects by size."""
         self.affixes.append(affix)
         self.objects.update(sizes)
         self.having.update(sizes.keys())
 
 
 class _Readings:
-    """What the affixes of a table can stand for, whatever a profile takes them as."""
+    """All readings of a table's affixes, whatever the profile chose."""
 
     def __init__(self, table: AffixTable) -> None:
         self.table = table
-        self.anchors: list[list[Coordinate]] = []  # by affix id, those that explain most first
+        self.anchors: list[list[Coordinate]] = []  # by affix id, most explaining first
         self.fellows: dict[object, list[int]] = defaultdict(list)  # affix ids by rank set
         self._sidecars: dict[object, dict[int, Coordinate]] = defaultdict(dict)
-        self.sizes: SizeCounts = {}  # counted only where there is a choice
+        self.sizes: SizeCounts = {}  # counted only if there is a choice
         self._alike: dict[object, _Alike] = defaultdict(_Alike)
         self._largest: dict[object, list[tuple[int, int]]] = {}
         for number, (affix, resolved) in enumerate(zip(table.affixes, table.resolved, strict=True)):
             found = resolved.readings
-            if len(found) == 1:  # a profile may have named this one of several
+            if len(found) == 1:  # a profile may have chosen this one from several
                 found = table.codec.readings(*affix)
             kv = [reading for reading in found if reading.pool == ANCHOR_POOL]
             self.anchors.append(sorted(kv, key=explained, reverse=True))
@@ -160,12 +160,12 @@ class _Readings:
     def sidecars(
         self, wide: Coordinate, narrow: Coordinate
     ) -> dict[int, tuple[Coordinate, Coordinate]]:
-        """Find the affixes that stand beside an anchor under both of its readings."""
+        """Return the affixes of sidecars that fit an anchor under both of its readings."""
         ours, theirs = (self._sidecars.get((r.model, r.tag, r.shard), {}) for r in (wide, narrow))
         return {number: (ours[number], theirs[number]) for number in ours.keys() & theirs.keys()}
 
     def concerned(self, contests: list[_Contest]) -> list[int]:
-        """List the affixes of the anchors of a rank set, and of the sidecars beside them."""
+        """Return the affixes of a rank set's anchors and of the sidecars beside them."""
         found = set(self.fellows[rank_set(contests[0].wide)])
         for contest in contests:
             for narrow in contest.narrow:
@@ -173,17 +173,17 @@ class _Readings:
         return sorted(found)
 
     def _wide(self, readings: list[Coordinate]) -> Coordinate | None:
-        """Return the reading that explains most, of those that have fellow ranks in the store."""
+        """Return the reading that explains most and has fellow ranks in the store."""
         shared = (r for r in readings if rank_count(r) > 1)
         return next((r for r in shared if len(self.fellows[rank_set(r)]) > 1), None)
 
     @property
     def has_choice(self) -> bool:
-        """Whether any affix of an anchor has both kinds of readings."""
+        """Whether any anchor affix has several readings, one of them wide."""
         return any(len(readings) > 1 and self._wide(readings) for readings in self.anchors)
 
     def contests(self) -> Iterator[_Contest]:
-        """Find the affixes of anchors that may be two models'."""
+        """Yield the anchor affixes that two models may share."""
         for number, readings in enumerate(self.anchors):
             taken, wide = self.table.resolved[number].coordinate, self._wide(readings)
             if wide is None or taken not in readings or len(readings) < 2:
@@ -196,11 +196,11 @@ class _Readings:
                 yield _Contest(number, wide, (taken,), _NARROW)
 
     def _looks_shared(self, affix: int, wide: Coordinate) -> bool:
-        """Tell from counts alone whether another model may write an affix's objects too."""
+        """Return whether another model may write an affix too, judged by counts alone."""
         own, stated, alike = self.sizes.get(affix, {}), self.stated_size(affix), self.alike(wide)
         if stated != UNKNOWN_SIZE:
             fits = own.keys() <= {stated}
-        else:  # a size that no other TP rank has
+        else:  # another TP rank must have each size too
             fits = len(alike.affixes) < 2 or all(alike.having[size] > 1 for size in own)
         if len(own) > 1 or not fits:
             return True
@@ -208,7 +208,7 @@ class _Readings:
         return count - most >= max(_MANY_LONE, _SHARE * count)
 
     def _most(self, wide: Coordinate, affix: int) -> int:
-        """Return how many objects the fellow rank has that has the most."""
+        """Return the largest number of objects of any fellow rank."""
         key = rank_set(wide)
         if key not in self._largest:
             totals = ((sum(self.sizes.get(f, {}).values()), f) for f in self.fellows[key])
@@ -216,7 +216,7 @@ class _Readings:
         return next((count for count, fellow in self._largest[key] if fellow != affix), 0)
 
     def alike(self, wide: Coordinate) -> _Alike:
-        """Return the affixes of the other TP ranks, whose objects have the same size."""
+        """Return the affixes of all TP ranks of a stage; their objects have the same size."""
         key = rank_set(wide), wide.shard.pp_rank, wide.shard.cp_rank
         if not self._alike:
             for affix, readings in enumerate(self.anchors):
@@ -232,7 +232,7 @@ class _Readings:
 
 
 class _Decided:
-    """Gathers what objects are decided to be, as further ids of their affixes."""
+    """Decided objects, under additional ids of their affixes."""
 
     def __init__(self, table: AffixTable, affix_ids: Ids) -> None:
         self.affix_ids = affix_ids
@@ -240,7 +240,7 @@ class _Decided:
         self._numbers: dict[tuple[int, Resolved], int] = {}
 
     def set(self, affix: int, rows: IntArray, resolved: Resolved) -> None:
-        """Let some objects of an affix be what they are decided to be."""
+        """Record the resolution of some objects of an affix."""
         if not len(rows):
             return
         if not self._numbers:
@@ -250,21 +250,21 @@ class _Decided:
         self.affix_ids[rows] = number
 
     def table(self) -> AffixTable:
-        """Return the table with the further ids."""
+        """Return the table with the additional ids."""
         old = self._table
         if not self._numbers:
             return old
         resolved = [*old.resolved, *(resolved for _, resolved in self._numbers)]
         left = np.bincount(self.affix_ids[self.affix_ids >= 0], minlength=len(resolved))
         for affix, decided in self._numbers:
-            if not left[affix]:  # nothing is what the affix alone was taken as
+            if not left[affix]:  # no object keeps the affix's own resolution
                 resolved[affix] = decided
         affixes = [*old.affixes, *(old.affixes[affix] for affix, _ in self._numbers)]
         return make_table(affixes, resolved, old.codec, old.profile)
 
 
 class _Listing:
-    """The objects of all contested rank sets and of the sidecars beside them, by affix."""
+    """Objects of all contested rank sets and of the sidecars beside them, by affix."""
 
     def __init__(
         self,
@@ -287,12 +287,12 @@ class _Listing:
         self._starts = np.searchsorted(affix_ids[self.rows], affixes)
 
     def places(self, affix: int) -> IntArray:
-        """Say where the objects of an affix are."""
+        """Return the indices of an affix's objects."""
         return np.arange(self._starts[affix], self._starts[affix + 1])
 
 
 class _Pages:
-    """The objects of one contested rank set and of the sidecars beside them, by page."""
+    """Objects of one contested rank set and of the sidecars beside them, by page."""
 
     def __init__(self, listing: _Listing, readings: _Readings, contests: list[_Contest]) -> None:
         self._readings = readings
@@ -308,12 +308,12 @@ class _Pages:
         self._wide = self._on_page(self._anchors)
 
     def decide(self, contest: _Contest, decided: _Decided) -> None:
-        """Decide the objects of a contested affix, and the sidecars of their pages."""
+        """Decide the objects of a contested affix, and the sidecars on their pages."""
         narrow = self._narrow(contest)
         explains = set(self._readings.fellows[rank_set(narrow)])
         fellows = [affix for affix in self._anchors if affix not in explains]
         explained_here = [affix for affix in self._anchors if affix in explains]
-        beyond = self._wide > self._on_page(explained_here)  # [pages] which leave ranks over
+        beyond = self._wide > self._on_page(explained_here)  # [pages] with unexplained ranks
         mine = self._of_affix(contest.affix)
         choice = self._choose(contest, fellows, mine, beyond)
         self._note(decided, contest.affix, mine, choice, (contest.wide, narrow))
@@ -325,7 +325,7 @@ class _Pages:
             beside = self._of_affix(affix)
             pages = self._pages[beside]
             choice, has_fellows = of_page[pages], beyond[pages]
-            # Beside another model's anchor, fellow ranks may have sidecars of their own.
+            # Beside another model's anchor, a sidecar may belong to the fellow ranks.
             choice[(choice == _NARROW) & has_fellows] = _OPEN
             orphaned = choice == _NONE
             choice[orphaned] = np.where(has_fellows[orphaned], _WIDE, _OPEN)
@@ -349,11 +349,11 @@ class _Pages:
                 decided.set(affix, self._rows[places][choice == which], resolved)
 
     def _of_affix(self, affix: int) -> slice:
-        """Say where the objects of an affix are; nowhere if it is of another rank set."""
+        """Return the span of an affix's objects; empty if the affix is of another rank set."""
         return self._spans.get(affix, slice(0, 0))
 
     def _on_page(self, affixes: list[int]) -> IntArray:
-        """Count the objects of some affixes on each page."""
+        """Return how many objects of some affixes each page has: [pages]."""
         pages = [self._pages[self._of_affix(affix)] for affix in affixes]
         counts: IntArray = np.bincount(
             np.concatenate([np.zeros(0, dtype=np.int64), *pages]), minlength=self._count
@@ -362,14 +362,14 @@ class _Pages:
 
     @cached_property
     def _lone(self) -> dict[int, int]:
-        """Count for each anchor's affix its objects on pages without any fellow rank."""
+        """Number of objects on pages without a fellow rank, by anchor affix."""
         alone = self._wide[self._pages] == 1
         return {
             affix: int(np.count_nonzero(alone[self._of_affix(affix)])) for affix in self._anchors
         }
 
     def _narrow(self, contest: _Contest) -> Coordinate:
-        """Choose the narrow reading: one with ranks of its own if a page has just these."""
+        """Return the first narrow reading with ranks that a page has exactly, else the last."""
         for reading in contest.narrow[:-1]:
             own = self._on_page(self._readings.fellows[rank_set(reading)])
             if ((own == rank_count(reading)) & (own == self._wide)).any():
@@ -379,7 +379,7 @@ class _Pages:
     def _choose(
         self, contest: _Contest, fellows: list[int], mine: slice, beyond: BoolArray
     ) -> npt.NDArray[np.int8]:
-        """Decide the objects of an affix. beyond: [pages] which have fellows, other ranks."""
+        """Return a decision for each object of an affix. beyond: [pages] with fellow ranks."""
         sizes, has_fellows = self._sizes[mine], beyond[self._pages[mine]]
         wide_sizes = self._wide_sizes(contest, fellows, sizes[has_fellows])
         fits_wide = np.isin(sizes, wide_sizes) | (sizes < 0)
@@ -392,8 +392,8 @@ class _Pages:
         choice[tie] = contest.taken
         if (
             contest.taken == _WIDE
-            # On a live store one rank is ahead of the others: only a profile tells that from
-            # another model's pages.
+            # On a live store one rank is ahead of the others. Only a profile tells such pages from
+            # another model's.
             and not self._is_profiled(contest)
             and has_fellows.any()
             and self._is_much(int(tie.sum()), len(sizes), fellows)
@@ -402,9 +402,9 @@ class _Pages:
         return choice
 
     def _is_much(self, lone: int, count: int, fellows: list[int]) -> bool:
-        """Tell whether so many lone objects of an affix may be another model's.
+        """Return whether so many lone objects of an affix may be another model's.
 
-        Evictions and failures of a rank make some: of its fellows they make about as many.
+        Evictions and failed ranks cause lone objects too, but about as many of each fellow.
         """
         if lone < max(_MANY_LONE, _SHARE * count):
             return False
@@ -412,9 +412,9 @@ class _Pages:
         return lone >= _TIMES_FELLOWS * most
 
     def _wide_sizes(self, contest: _Contest, fellows: list[int], own_sizes: IntArray) -> list[int]:
-        """List the sizes that objects have under the wide reading.
+        """Return the sizes of objects under the wide reading.
 
-        own_sizes: of the objects that have fellow ranks, which tell where no fellow is alike.
+        own_sizes: of the objects with fellow ranks; used if no other TP rank shows a size.
         """
         alike = self._readings.alike(contest.wide)
         counts = alike.objects.copy()
@@ -431,12 +431,12 @@ class _Pages:
         return common
 
     def _is_profiled(self, contest: _Contest) -> bool:
-        """Tell whether a profile names the affix."""
+        """Return whether the profile names the affix."""
         table = self._readings.table
         return table.profile is not None and table.deployment_ids[contest.affix] == 0
 
     def _narrow_size(self, contest: _Contest, sizes: IntArray) -> int | None:
-        """Find the size under the narrow reading. sizes: of lone objects that are not wide."""
+        """Return the size under the narrow reading. sizes: of lone objects without a wide size."""
         stated = self._readings.stated_size(contest.affix)
         if contest.taken == _NARROW and stated != UNKNOWN_SIZE:
             return stated

@@ -1,4 +1,4 @@
-"""A profile that cannot be the one that wrote a store, told apart from damage."""
+"""Refuse a profile that contradicts the store, as opposed to damaged objects."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int64]
 
-# Objects of a wrong size on fewer pages may be damage; on more they are another deployment's,
-# if none has the right size and nearly all share one.
+# Objects of a wrong size on fewer pages may be damaged. On more pages another deployment wrote
+# them, if no object has the right size and nearly all have the same.
 _PAGES = 3
 _NEARLY_ALL = 0.9
 
@@ -25,10 +25,10 @@ _NEARLY_ALL = 0.9
 def refuse_contradiction(
     table: AffixTable, affix_ids: npt.NDArray[np.int32], nbytes: IntArray
 ) -> None:
-    """Raise ProfileError when a profile contradicts the store, with both numbers.
+    """Raise ProfileError if a profile contradicts the store, with both numbers.
 
-    That is when nothing of the store is the profile's, or when the objects of one of its pools
-    have another size throughout. affix_ids, nbytes: [objects].
+    A profile contradicts a store without any of its objects, or with another size for all objects
+    of a pool. affix_ids, nbytes: [objects].
     """
     profiled = table.deployments[:1] if table.deployments else ()
     if not profiled or profiled[0].profile is None:
@@ -43,7 +43,8 @@ def refuse_contradiction(
         wanted = _describe(profiled[0].specs[0])
         found = "; ".join(sorted({_describe(d.specs[0]) for d in table.deployments[1:]}))
         raise ProfileError(
-            f"the profile contradicts the store: it expects {wanted}, the store has {found}"
+            f"the profile contradicts the store: the profile expects {wanted}, the store has "
+            f"{found}; check model, tag and TP, PP, CP sizes"
         )
 
 
@@ -55,14 +56,14 @@ def _refuse_sizes(deployment: Deployment, pool: str, specs: IntArray, nbytes: In
     if not len(found) or len(found) < _PAGES * of_pool.sum() or (wanted == found).any():
         return
     pairs, counts = np.unique(np.stack([wanted, found]), axis=1, return_counts=True)
-    # Stages and CP ranks have sizes of their own: as many pairs as distinct expectations.
+    # Sizes differ by stage and CP rank: as many pairs as distinct expected sizes.
     common = np.sort(counts)[::-1][: len(np.unique(wanted))].sum()
     if common >= _NEARLY_ALL * len(found):
         want, has = pairs[:, counts.argmax()].tolist()
         raise ProfileError(
-            f"the profile contradicts the store: {pool} objects should have {want} bytes, "
-            f"those in the store have {has} ({common} of {len(found)}); check dtype, page size, "
-            "layers and TP size"
+            f"the profile contradicts the store: the profile expects {want} bytes for {pool} "
+            f"objects, the store has {has} bytes ({common} of {len(found)} objects); check dtype, "
+            "page size, layers and TP size"
         )
 
 

@@ -1,8 +1,7 @@
-"""Which objects the pages of a store must have: from a profile, else from what was seen.
+"""Deployments of a store and the specs of their pages, from a profile or from the keys seen.
 
-A deployment is one (model, tag, topology) whose ranks wrote together. Its specs are the objects
-that its pages can have, one for each distinct affix, so that everything later is a join on affix
-ids.
+A deployment is one (model, tag, topology). Its specs are the objects that its pages can have, one
+for each distinct affix; later steps join on affix ids.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ UNRESOLVED = -1  # deployment id of an affix that is foreign or ambiguous
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The objects that pages of one deployment can have; profile is None if they were inferred."""
+    """A deployment and the objects that its pages can have; profile: None if inferred."""
 
     model: str
     tag: str
@@ -51,20 +50,20 @@ class Deployment:
 
     @property
     def shard(self) -> Shard:
-        """The shard whose sizes `ls` shows: that of the first spec, an anchor if there is one."""
+        """The shard whose sizes `ls` shows: the first spec's, an anchor if there is one."""
         return self.specs[0].coordinate.shard if self.specs else Shard()
 
     def label(self, codec: KeyCodec, specs: Iterable[ObjectSpec] | None = None) -> str:
-        """Return the label of a group that has all objects, or only some of them."""
+        """Return the label of a group that has the objects of some specs; None: of all."""
         specs = self.specs if specs is None else specs
         return group_label(codec, self.model, self.tag, (spec.affix for spec in specs))
 
 
 @dataclass(frozen=True, slots=True)
 class SeenSize:
-    """One size of a kind of object: how many pages and objects have it, and when written.
+    """A size of a kind of object, with the number of its pages and objects and its write times.
 
-    oldest_ns, newest_ns: Unix nanoseconds; None where the store keeps no times.
+    oldest_ns, newest_ns: Unix nanoseconds; None if the store keeps no times.
     """
 
     nbytes: int
@@ -76,10 +75,10 @@ class SeenSize:
 
 @dataclass(frozen=True, slots=True)
 class SizeMix:
-    """A kind of object of which no profile states the size, and that several sizes are common of.
+    """A kind of object with several common sizes, none stated by a profile.
 
-    affix_ids: the affixes of the kind. coordinate: of one of them. sizes: the established ones,
-    that of most pages first. pages: with any object of the kind.
+    affix_ids: all affixes of the kind. coordinate: of one of them. sizes: the common sizes, most
+    pages first. pages: number of pages with any object of the kind.
     """
 
     affix_ids: tuple[int, ...]
@@ -90,14 +89,14 @@ class SizeMix:
 
 @dataclass(frozen=True)
 class AffixTable:
-    """What each distinct affix of a store stands for; all lists are indexed by affix id.
+    """Deployment and spec of each distinct affix of a store; lists are indexed by affix id.
 
     An affix whose objects are decided one by one (`contested`) has an id for each decision.
 
     deployment_ids: index into `deployments`, or UNRESOLVED.
     spec_ids: index into that deployment's specs.
-    codec: of the store's keys. profile: that the table was made with.
-    mixes: kinds of objects that have several sizes.
+    codec: of the store's keys. profile: used to make the table.
+    mixes: kinds of objects with several sizes.
     """
 
     codec: KeyCodec
@@ -110,7 +109,7 @@ class AffixTable:
     mixes: tuple[SizeMix, ...] = ()
 
     def spec(self, affix_id: int) -> ObjectSpec | None:
-        """Return what an affix stands for; None if it is foreign or ambiguous."""
+        """Return the spec of an affix; None if the affix is foreign or ambiguous."""
         deployment = self.deployment_ids[affix_id]
         if deployment == UNRESOLVED:
             return None
@@ -123,13 +122,13 @@ class AffixTable:
 
     @cached_property
     def page_starts(self) -> IntArray:
-        """Bytes of a key before its page hash, by affix id; -1 without a hash, and at the end."""
+        """Bytes before a key's page hash, by affix id; -1 without a hash, and as last entry."""
         known = np.array([*(bool(one.readings) for one in self.resolved), False])
         return np.where(known, page_starts(self.affixes), -1)
 
     @property
     def split(self) -> tuple[bool, ...]:
-        """Say of each affix id whether other objects of its affix have another id."""
+        """Whether other objects of the same affix have another id, by affix id."""
         counts = Counter(self.affixes)
         return tuple(counts[affix] > 1 for affix in self.affixes)
 
@@ -137,10 +136,10 @@ class AffixTable:
 def assign_affixes(
     affixes: Sequence[Affix], codec: KeyCodec, profile: Profile | None
 ) -> AffixTable:
-    """Resolve the affixes of a store and sort them into deployments.
+    """Resolve the affixes of a store and assign them to deployments.
 
-    Affixes that the profile does not account for are grouped by model, tag and topology, and
-    their deployments expect what was seen of them, no more.
+    Affixes that the profile does not list form deployments by model, tag and topology, with specs
+    from the keys alone.
     """
     specs = () if profile is None else profiled_deployment(profile, codec).specs
     known = {spec.affix: spec.coordinate for spec in specs}
@@ -154,9 +153,9 @@ def make_table(
     codec: KeyCodec,
     profile: Profile | None,
 ) -> AffixTable:
-    """Sort affixes into deployments by what each is resolved to.
+    """Assign affixes to deployments by their resolved coordinates.
 
-    affixes, resolved: [ids]. An affix can come several times, resolved to different things.
+    affixes, resolved: [ids]. An affix can occur several times with different resolutions.
     """
     read = zip(affixes, (one.coordinate for one in resolved), strict=True)
     rest = dict.fromkeys((affix, c) for affix, c in read if c is not None)
@@ -198,9 +197,9 @@ def profiled_deployment(profile: Profile, codec: KeyCodec) -> Deployment:
 
 
 def other_ranks(affixes: Collection[Affix], codec: KeyCodec) -> list[Affix]:
-    """List the further affixes of models that some affixes could be TP ranks of.
+    """Return the affixes of fellow TP ranks, under any reading of some affixes.
 
-    Where objects of these are beside those, the keys are not of the deployment that they seem.
+    Objects with these show that keys of the given affixes belong to another deployment.
     """
     readings = [reading for affix in affixes for reading in codec.readings(*affix)]
     ranks = {codec.affix(coordinate) for coordinate in _with_fellow_ranks(readings)}
@@ -210,9 +209,9 @@ def other_ranks(affixes: Collection[Affix], codec: KeyCodec) -> list[Affix]:
 def _unlisted_specs(
     deployment: Deployment, coordinates: Iterable[tuple[Affix, Coordinate]]
 ) -> tuple[ObjectSpec, ...]:
-    """Return specs for sidecars of a profile's anchors that the profile does not list.
+    """Return specs for sidecars that the profile does not list, beside anchors that it lists.
 
-    They are no orphans, and nothing says which of them a page should have.
+    Such sidecars are not orphans, and no page is expected to have one.
     """
     anchors = {deployment_of(spec.coordinate) for spec in deployment.specs if spec.anchor}
     return tuple(
@@ -223,16 +222,16 @@ def _unlisted_specs(
 
 
 def _owners(coordinate: Coordinate) -> set[tuple[str, str, Sizes]]:
-    """Identities of the anchors that a side object can belong to."""
+    """Return the identities of the anchors that a sidecar can belong to."""
     model, tag, own = deployment_of(coordinate)
-    # Mamba states carry their TP size beside an anchor that has none (MLA on file).
+    # Keys of Mamba states have a TP size even if the anchor's have none (MLA on file).
     shared = {(model, tag, rankless(own))} if pool_name(coordinate.pool).states else set()
     return {(model, tag, own)} | shared
 
 
 def _inferred_deployments(coordinates: Collection[Coordinate], codec: KeyCodec) -> list[Deployment]:
-    # Mamba states join any other object of their page, so that whether the store has anchors of
-    # their deployment does not change what their group is.
+    # Mamba states join any other object of their page: their group must not depend on whether the
+    # store has anchors of their deployment.
     shared = {deployment_of(c) for c in coordinates if not pool_name(c.pool).states}
     gathered: dict[tuple[str, str, Sizes], list[Coordinate]] = defaultdict(list)
     for coordinate in coordinates:
@@ -260,7 +259,7 @@ def _inferred_specs(found: list[Coordinate], codec: KeyCodec) -> tuple[ObjectSpe
 
 
 def _with_fellow_ranks(found: list[Coordinate]) -> set[Coordinate]:
-    """Add the TP ranks that a key itself implies: one that says rank 1 of 2 has a rank 0."""
+    """Add the TP ranks that keys imply: rank 1 of 2 implies rank 0."""
     any_rank = {
         replace(coordinate, shard=replace(coordinate.shard, tp_rank=0))
         for coordinate in found
@@ -270,7 +269,7 @@ def _with_fellow_ranks(found: list[Coordinate]) -> set[Coordinate]:
         replace(coordinate, shard=replace(coordinate.shard, tp_rank=rank))
         for coordinate in any_rank
         for rank in range(coordinate.shard.tp_size or 0)
-        # Under DCP a TP rank is of one DCP rank only (HiCacheStorageConfig.__post_init__).
+        # Under DCP a TP rank has only one DCP rank (HiCacheStorageConfig.__post_init__).
         if rank % (coordinate.shard.dcp_size or 1) == (coordinate.shard.dcp_rank or 0)
     }
 
@@ -279,14 +278,14 @@ def _rank_order(spec: ObjectSpec) -> tuple[object, ...]:
     shard = spec.coordinate.shard
     ranks = (shard.pp_rank, shard.cp_rank, shard.dcp_rank, shard.tp_rank)
     sizes = spec.coordinate.part or "", shard.tp_size or 0
-    # Affixes last: a rank of None and a rank of 0 would tie, in the order of a set.
+    # The affix breaks the tie between rank None and rank 0, since sets have no order.
     return *(rank or 0 for rank in ranks), *sizes, spec.affix
 
 
 def _anchor_pool(pools: set[str]) -> str:
-    """Name the pool that makes a page exist: kv; without one, DeepSeek-V4's first all_pages pool.
+    """Return the anchor pool: kv; if missing, DeepSeek-V4's first all_pages pool.
 
-    Without either, what is left are sidecars whose anchor is gone.
+    With neither, the objects are sidecars that lost their kv.
     """
     compressed = sorted(
         p for p in pools if p.startswith("deepseek_v4_") and default_hit_policy(p) == "all_pages"

@@ -1,4 +1,4 @@
-"""The slots of a deployment's page groups: which object each page has for each spec."""
+"""Slots of a deployment's page groups, one for each group and spec."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ BoolArray = npt.NDArray[np.bool_]
 SlotArray = npt.NDArray[Any]  # of any integer type
 
 ABSENT = -1  # value of an empty slot
-UNSIZED = -2  # value of a slot whose object is there, of a size that nothing tells
+UNSIZED = -2  # value of a filled slot whose object has no known size
 WHOLE, PARTIAL, ORPHAN, UNKNOWN = range(4)
 
 _MANY_SETS = np.iinfo(np.int16).max
-_SPARSE = 8  # times as many slots as objects: sorting the objects is cheaper than marking slots
-_LOOKED_AT_ONCE = 1 << 24  # slots that are searched for empty ones
+_SPARSE = 8  # slots per object; above this, sorting objects is cheaper than marking slots
+_LOOKED_AT_ONCE = 1 << 24  # slots
 
 
 @dataclass(frozen=True, eq=False)
 class SlotBlock:
-    """The filled slots of one object set, in the order of groups, and of specs within a group.
+    """Filled slots of one object set, ordered by group, then spec.
 
-    columns: [k] positions of the set's specs. spec: the first of these. groups: [n] the groups
-    that have any object of the set, rising. starts: [n + 1] where each group's slots begin.
-    places: [slots] the place of each slot's spec in `columns`. values: [slots].
+    columns: [k] positions of the set's specs. spec: the first of them. groups: [n] groups with any
+    object of the set, ascending. starts: [n + 1] start of each group's slots. places: [slots]
+    index into `columns`. values: [slots].
     """
 
     columns: IntArray
@@ -47,34 +47,34 @@ class SlotBlock:
 
     @property
     def counts(self) -> IntArray:
-        """How many objects of the set each of its groups has: [n], at least 1."""
+        """Number of objects of each group: [n], at least 1."""
         return np.diff(self.starts)
 
     @cached_property
     def rows(self) -> IntArray:
-        """The place of each slot's group in `groups`: [slots]."""
+        """Index of each slot's group in `groups`: [slots]."""
         return np.repeat(np.arange(len(self.groups)), self.counts)
 
     @property
     def owners(self) -> IntArray:
-        """The group of each slot: [slots]."""
+        """Group of each slot: [slots]."""
         return self.groups[self.rows]
 
     @property
     def positions(self) -> IntArray:
-        """The position of each slot's spec: [slots]."""
+        """Position of each slot's spec: [slots]."""
         return self.columns[self.places]
 
     @property
     def complete(self) -> IntArray:
-        """The groups that have every object of the set, rising."""
+        """Groups that have every object of the set, ascending."""
         complete: IntArray = self.groups[self.counts == len(self.columns)]
         return complete
 
     def find(self, groups: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the slots of some groups: [m] places in `groups`, [m] numbers of slots.
+        """Return the filled slots of some groups: [m] indices into `groups`, [m] slot numbers.
 
-        In the order of `groups`, and of specs within a group.
+        Ordered by the argument `groups`, then spec.
         """
         if not len(self.groups):
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -91,14 +91,14 @@ class SlotBlock:
         return np.repeat(found, counts), slots
 
     def of(self, groups: IntArray) -> SlotArray:
-        """Return the slots of some groups: [groups, k], ABSENT where a group lacks the object."""
+        """Return the slots of some groups: [groups, k], ABSENT if the group lacks the object."""
         dense = np.full((len(groups), len(self.columns)), ABSENT, dtype=self.values.dtype)
         at, slots = self.find(groups)
         dense[at, self.places[slots]] = self.values[slots]
         return dense
 
     def where(self, keep: BoolArray) -> SlotBlock:
-        """Return the block with only some of its slots. keep: [slots]."""
+        """Return the block with only the slots in keep: [slots]."""
         counts = np.bincount(self.rows[keep], minlength=len(self.groups))
         left = counts > 0
         return replace(
@@ -110,7 +110,7 @@ class SlotBlock:
         )
 
     def match(self, other: SlotBlock) -> SlotArray:
-        """Return what another block of the same set has in each slot: [slots], or ABSENT."""
+        """Return another block's value for each slot, or ABSENT: [slots]; both of the same set."""
         mine, theirs = self._codes, other._codes
         if not len(theirs):
             return np.full(len(mine), ABSENT, dtype=other.values.dtype)
@@ -120,7 +120,7 @@ class SlotBlock:
 
     @property
     def _codes(self) -> IntArray:
-        """Number each slot by its group and spec: [slots], rising."""
+        """Unique code of each slot by group and spec: [slots], ascending."""
         codes: IntArray = self.owners * len(self.columns) + self.places
         return codes
 
@@ -129,11 +129,11 @@ class SlotBlock:
 class GroupTable:
     """Slots of the groups of one deployment, one for each group and spec.
 
-    A slot is ABSENT or holds a value that its user chooses: the row of an object in a listing, or
-    its size. Filled slots are kept by object set, empty ones not at all: an object that claims to
-    be one of 4,096 takes one slot, and not 4,096.
+    A slot is ABSENT or has a value chosen by the caller: an object's row in a listing, or its
+    size. Only filled slots take memory, so an object that claims to be one of 4,096 takes one.
+    A spec's position is its index in `specs`.
 
-    count: of groups, which are numbered from 0.
+    count: number of groups.
     """
 
     specs: Sequence[ObjectSpec]
@@ -144,20 +144,20 @@ class GroupTable:
     def states(self) -> npt.NDArray[np.int8]:
         """WHOLE, PARTIAL or ORPHAN for each group.
 
-        A page is whole with all objects that are listed; of a trailing set it can have none.
+        A whole group has all listed objects, except that it may lack a whole trailing set.
         """
         states = np.full(self.count, WHOLE, dtype=np.int8)
         for block in self.blocks:
             if block.spec.listed:
                 states[self._lacking(block)] = PARTIAL
-        # Sidecars that stand in for kv cannot lose it (DeepSeek-V4 on Mooncake).
+        # Without kv objects (DeepSeek-V4 on Mooncake) no group is an orphan.
         if all(spec.pool == "kv" for spec in self.specs if spec.anchor):
             states[~self.having(block for block in self.blocks if block.spec.anchor)] = ORPHAN
         return states
 
     @cached_property
     def counts(self) -> IntArray:
-        """How many objects each group has: [groups]."""
+        """Number of objects of each group: [groups]."""
         counts = np.zeros(self.count, dtype=np.int64)
         for block in self.blocks:
             counts[block.groups] += block.counts
@@ -165,21 +165,21 @@ class GroupTable:
 
     @cached_property
     def sums(self) -> IntArray:
-        """The sum of each group's slots, of those that are not negative: [groups]."""
+        """Sum of each group's non-negative slots: [groups]."""
         sums = np.zeros(self.count, dtype=np.int64)
         for block in self.blocks:
             np.add.at(sums, block.owners, np.maximum(block.values, 0))
         return sums
 
     def having(self, blocks: Iterable[SlotBlock] | None = None) -> BoolArray:
-        """Return which groups have an object, or one of some sets: [groups]."""
+        """Return which groups have an object, of any block or of the given ones: [groups]."""
         found = np.zeros(self.count, dtype=np.bool_)
         for block in self.blocks if blocks is None else blocks:
             found[block.groups] = True
         return found
 
     def used(self, groups: IntArray) -> IntArray:
-        """Return the positions of the specs that any of some groups has an object of, rising."""
+        """Return the positions of specs with an object in any of some groups, ascending."""
         found = np.zeros(len(self.specs), dtype=np.bool_)
         for block in self.blocks:
             _, slots = block.find(groups)
@@ -187,7 +187,7 @@ class GroupTable:
         return np.flatnonzero(found)
 
     def slots(self, groups: IntArray, positions: IntArray) -> SlotArray:
-        """Return the slots of some groups for some specs: [groups, positions]."""
+        """Return the slots of some groups and specs: [groups, positions]."""
         dense = np.full((len(groups), len(positions)), ABSENT, dtype=np.int64)
         column_of = np.full(len(self.specs), ABSENT, dtype=np.int64)
         column_of[positions] = np.arange(len(positions))
@@ -199,9 +199,9 @@ class GroupTable:
         return dense
 
     def objects(self, groups: IntArray) -> tuple[IntArray, IntArray, SlotArray]:
-        """Return the objects of some groups: [n] places in `groups`, [n] positions, [n] values.
+        """Return the objects of some groups: [n] indices into `groups`, [n] positions, [n] values.
 
-        In the order of `groups`, and of specs within a group.
+        Ordered by `groups`, then spec.
         """
         nothing = np.zeros(0, dtype=np.int64)
         found: list[tuple[IntArray, IntArray, SlotArray]] = [(nothing, nothing, nothing)]
@@ -213,7 +213,7 @@ class GroupTable:
         return at[order], positions[order], values[order]
 
     def holders(self, positions: Sequence[int]) -> tuple[IntArray, BoolArray]:
-        """Return the groups that have an object of any of the specs, rising; and which have all."""
+        """Return the groups with an object of any of the specs, ascending, and which have all."""
         if not len(positions):
             return np.arange(self.count), np.ones(self.count, dtype=np.bool_)
         asked = self._mark(positions)
@@ -225,7 +225,7 @@ class GroupTable:
         return holders, counts[holders] == len(positions)
 
     def has_any(self, groups: IntArray, positions: Sequence[int]) -> BoolArray:
-        """Return which of some groups have an object of any of the specs: [groups]."""
+        """Return which groups have an object of any of the specs: [groups]."""
         found, asked = np.zeros(len(groups), dtype=np.bool_), self._mark(positions)
         for block in self._blocks_of(positions):
             at, slots = block.find(groups)
@@ -233,19 +233,19 @@ class GroupTable:
         return found
 
     def where(self, kept: Iterable[BoolArray]) -> GroupTable:
-        """Return the table with only some slots. kept: for each block [slots], which of them."""
+        """Return the table with only some slots. kept: a mask [slots] for each block."""
         pairs = zip(self.blocks, kept, strict=True)
         return replace(self, blocks=tuple(block.where(keep) for block, keep in pairs))
 
     def without(self, other: GroupTable) -> GroupTable:
-        """Return the table without the slots that another table of the same specs has."""
+        """Return the table without the slots that another table of the same specs fills."""
         pairs = zip(self.blocks, other.blocks, strict=True)
         return self.where(own.match(theirs) == ABSENT for own, theirs in pairs)
 
     def missing(self) -> tuple[IntArray, IntArray]:
-        """Return the empty slots that keep groups from being whole: [n] groups, [n] specs.
+        """Return the empty slots that make groups partial: [n] groups, [n] specs.
 
-        In the order of groups, and of specs within a group.
+        Ordered by group, then spec.
         """
         of_groups, of_specs = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for block in self.blocks:
@@ -267,19 +267,18 @@ class GroupTable:
 
     @cached_property
     def _block_of(self) -> IntArray:
-        """The number of each spec's block: [specs]."""
+        """Index of each spec's block: [specs]."""
         numbers = np.zeros(len(self.specs), dtype=np.int64)
         for number, block in enumerate(self.blocks):
             numbers[block.columns] = number
         return numbers
 
     def _blocks_of(self, positions: Sequence[int] | IntArray) -> Iterator[SlotBlock]:
-        """Give the blocks of some specs."""
         numbers = self._block_of[np.array(positions, dtype=np.int64)]
         return (self.blocks[number] for number in np.unique(numbers).tolist())
 
     def _lacking(self, block: SlotBlock) -> IntArray:
-        """Return the groups that lack an object of a set and ought to have it, rising."""
+        """Return the groups that need an object of the block but lack it, ascending."""
         if block.spec.trailing:
             lacking: IntArray = block.groups[block.counts < len(block.columns)]
             return lacking
@@ -295,10 +294,10 @@ def fill_table(
     positions: npt.NDArray[Any],
     values: SlotArray,
 ) -> GroupTable:
-    """Put objects into the slots of `count` groups.
+    """Return a table of `count` groups with some objects.
 
-    groups, positions, values: [objects] the group and the spec of each, and what its slot is to
-    hold: not ABSENT. Of several objects for one slot the first stays.
+    groups, positions, values: [objects] the group, spec and value of each; values are not ABSENT.
+    Of several objects for one slot the first is kept.
     """
     sets = object_sets(specs)
     set_of = np.zeros(len(specs), dtype=np.int16 if len(sets) < _MANY_SETS else np.int32)
@@ -327,11 +326,11 @@ def fill_table(
 
 
 def _sorted(codes: IntArray, values: SlotArray, slots: int) -> tuple[IntArray, SlotArray]:
-    """Return the distinct codes, rising, and the first value of each. slots: above all codes."""
-    if slots <= _SPARSE * len(codes):  # this many slots need no sort
+    """Return the distinct codes, ascending, and the first value of each. slots: above all codes."""
+    if slots <= _SPARSE * len(codes):  # mark the slots, without a sort
         dense = np.full(slots, ABSENT, dtype=values.dtype)
         dense[codes] = values
-        if (dense[codes] == values).all():  # also where two objects of a slot are the same
+        if (dense[codes] == values).all():  # no slot has two different values
             filled = np.flatnonzero(dense != ABSENT)
             return filled, dense[filled]
     distinct, first = np.unique(codes, return_index=True)

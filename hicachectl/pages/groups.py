@@ -1,4 +1,4 @@
-"""Page groups: the objects of a store by page and deployment, and what each page lacks."""
+"""Page groups: a store's objects by page and deployment, and the objects that groups lack."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 UNKNOWN_BYTES = -1
 
-_MOST_UNUSED = 4  # codes for each that is there
+_MOST_UNUSED = 4  # possible codes per object; above this, codes are sorted
 
 BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Objects that groups of one deployment lack: group `groups[i]` lacks spec `specs[i]`."""
+    """Missing objects of one deployment: group `groups[i]` lacks spec `specs[i]`."""
 
     deployment_id: int
     deployment: Deployment
@@ -41,11 +41,11 @@ class Missing:
 
 
 class PageGroups:
-    """The objects of an inventory, grouped by page and deployment.
+    """Objects of an inventory, grouped by page and deployment.
 
-    A group is a row number 0..len-1, ordered by deployment and then page; all arrays are indexed
-    by it unless they say otherwise. Objects whose key is ambiguous form groups of their own per
-    page, in state unknown; foreign objects are in no group (-1).
+    Groups are numbered from 0, by deployment, then page. Arrays are indexed by group unless stated
+    otherwise. The ambiguous keys of a page form a separate group in state unknown; foreign
+    objects are in no group (-1).
     """
 
     def __init__(self, inventory: Inventory) -> None:
@@ -54,7 +54,7 @@ class PageGroups:
         self.deployments = table.deployments
         in_group = ~inventory.is_foreign
         ranks, distinct = page_ranks(inventory.page_words, in_group)
-        # In place: with millions of objects every further array would be felt.
+        # In place, to save memory: a store has millions of objects.
         codes = self._deployments_of(np.flatnonzero(in_group))
         codes -= UNRESOLVED
         codes *= distinct
@@ -76,31 +76,28 @@ class PageGroups:
 
     @property
     def pages(self) -> pa.StringArray:
-        """The page hash of each group."""
+        """Page hash of each group."""
         return self.pages_at(slice(None))
 
     def pages_at(self, groups: IntArray | slice) -> pa.StringArray:
-        """Give the page hash of some groups."""
+        """Return the page hashes of some groups."""
         return self._inventory.pages(self._rows[groups]).combine_chunks()
 
     def find(self, deployment_id: int, pages: pa.StringArray) -> IntArray:
-        """Return a deployment's group of each page; -1 where it has none, or the page is null."""
+        """Return a deployment's group of each page; -1 if none, or if the page is null."""
         span = self.span(deployment_id)
         at = pc.index_in(pages, value_set=self.pages_at(span), skip_nulls=True)
         known = at.is_valid().to_numpy(zero_copy_only=False)
         return np.where(known, at.fill_null(0).to_numpy() + span.start, -1)
 
     def rows_in(self, chosen: BoolArray) -> IntArray:
-        """Return the rows of the objects of chosen groups, in the listing's order.
-
-        chosen: [groups].
-        """
+        """Return the rows of chosen groups' objects, in listing order. chosen: [groups]."""
         return np.flatnonzero(np.append(chosen, False)[self.of_object])
 
     def objects_of(self, groups: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the rows of the objects of some groups, one group after the other.
+        """Return the rows of some groups' objects, group by group.
 
-        Also returns where each group's rows begin, and where the last one's end: [groups + 1].
+        Also returns the start of each group's rows and the end of the last: [groups + 1].
         """
         order, starts = self._by_group
         lengths = starts[groups + 1] - starts[groups]
@@ -110,13 +107,13 @@ class PageGroups:
 
     @cached_property
     def _by_group(self) -> tuple[IntArray, IntArray]:
-        """Rows by group, in the listing's order within each, and where each group begins."""
+        """Rows by group, then in listing order, and the start of each group."""
         order = np.argsort(self.of_object, kind="stable")
         starts = np.searchsorted(self.of_object[order], np.arange(len(self) + 1))
         return order, starts
 
     def owners(self, keys: pa.BinaryArray) -> IntArray:
-        """Return the group of the object with each key if two models have such keys, else -1."""
+        """Return the group of each key's object if two models share its affix, else -1."""
         of_group = np.full(len(keys), -1, dtype=np.int64)
         rows = self._inventory.split_rows
         if len(rows):
@@ -127,21 +124,20 @@ class PageGroups:
         return of_group
 
     def _deployments_of(self, objects: IntArray) -> IntArray:
-        """Return the deployment of some objects."""
         table = self._inventory.table
         of_affix = np.array([*table.deployment_ids, UNRESOLVED], dtype=np.int64)
         deployments: IntArray = of_affix[self._inventory.affix_ids[objects]]
         return deployments
 
     def span(self, deployment_id: int) -> slice:
-        """Return the groups of a deployment, which follow one another."""
+        """Return the span of a deployment's groups."""
         return slice(int(self._starts[deployment_id]), int(self._starts[deployment_id + 1]))
 
     @cached_property
     def tables(self) -> list[GroupTable]:
-        """The table of each deployment, whose slots hold rows of the inventory as int32.
+        """Table of each deployment; slots are rows of the inventory, int32.
 
-        Group g of a deployment's table is the group span(deployment).start + g.
+        Group g of a table is group span(deployment).start + g.
         """
         rows = np.flatnonzero(self.of_object >= self._starts[0]).astype(np.int32)
         deployments = self.deployment_ids[self.of_object[rows]]
@@ -168,7 +164,7 @@ class PageGroups:
 
     @cached_property
     def nbytes(self) -> IntArray:
-        """Bytes of each group's objects; UNKNOWN_BYTES where the size of one is not known."""
+        """Bytes of each group's objects; UNKNOWN_BYTES if any size is not known."""
         nbytes = self._reduce(np.add, "nbytes")
         sizes = self._inventory.objects.column("nbytes")
         if sizes.null_count:
@@ -177,20 +173,20 @@ class PageGroups:
         return nbytes
 
     def total_bytes(self, groups: IntArray) -> int | None:
-        """Sum the bytes of some groups; None where that of one is not known."""
+        """Return the bytes of some groups; None if any size is not known."""
         nbytes = self.nbytes[groups]
         return None if (nbytes == UNKNOWN_BYTES).any() else int(nbytes.sum())
 
     @cached_property
     def newest_ns(self) -> IntArray:
-        """Mtime of each group's newest object, Unix nanoseconds; 0 where the store keeps none."""
+        """Mtime of each group's newest object, Unix nanoseconds; 0 if the store keeps no times."""
         if not self.has_times:
             return np.zeros(len(self), dtype=np.int64)
         return self._reduce(np.maximum, "mtime_ns")
 
     @property
     def has_times(self) -> bool:
-        """Whether the store says when objects were written."""
+        """Whether the store lists write times."""
         times = self._inventory.objects.column("mtime_ns")
         return bool(times.null_count < len(times))
 
@@ -203,12 +199,12 @@ class PageGroups:
 
     @property
     def labels(self) -> list[str]:
-        """The distinct labels that `label_ids` count; the first is that of ambiguous keys."""
+        """Distinct labels, indexed by `label_ids`; the first is for ambiguous keys."""
         return self._labelled[0]
 
     @property
     def label_ids(self) -> IntArray:
-        """The label of each group: what its keys show of its deployment, as in `ls`."""
+        """Label of each group, as in `ls`: the deployment as far as its keys show it."""
         return self._labelled[1]
 
     @cached_property
@@ -221,7 +217,7 @@ class PageGroups:
             own = deployment.label(codec)
             labels = [deployment.label(codec, [block.spec]) for block in table.blocks]
             ids = {label: numbers.setdefault(label, len(numbers)) for label in (own, *labels)}
-            # Objects with the deployment's own label name the group, else its first object.
+            # Objects with the deployment's label decide the group's label, else the first object.
             order = sorted(range(len(labels)), key=lambda at: (labels[at] == own, -at))
             of_groups = label_ids[self.span(number)]
             for at in order:
@@ -237,7 +233,7 @@ class PageGroups:
         return states
 
     def missing(self) -> Iterator[Missing]:
-        """List what groups that are not whole lack, a deployment at a time."""
+        """Yield the missing objects of each deployment."""
         for number, table in enumerate(self.tables):
             groups, specs = table.missing()
             if len(groups):
@@ -245,22 +241,22 @@ class PageGroups:
                 yield Missing(number, self.deployments[number], start + groups, specs)
 
     def keys_of(self, missing: Missing) -> pa.BinaryArray:
-        """Spell the missing keys, exactly as the server would have written them."""
+        """Return the missing keys, exactly as servers write them."""
         affixes = [spec.affix for spec in missing.deployment.specs]
         return join_keys(affixes, pa.array(missing.specs), self.pages_at(missing.groups))
 
 
 def _numbered(codes: IntArray, limit: int) -> tuple[IntArray, IntArray]:
-    """Give each row the number of its code, in the order of codes, and each code its first row.
+    """Return the rank of each row's code, and the first row of each distinct code.
 
-    limit: above all codes, none of which is negative.
+    limit: above all codes; codes are not negative.
     """
     if limit > _MOST_UNUSED * len(codes):
         _, first, numbers = np.unique(codes, return_index=True, return_inverse=True)
         return numbers, first
-    used = np.zeros(limit, dtype=np.bool_)  # this many codes need no sort
+    used = np.zeros(limit, dtype=np.bool_)  # mark the codes, without a sort
     used[codes] = True
     numbers = (np.cumsum(used) - 1)[codes]
     first = np.zeros(np.count_nonzero(used), dtype=np.int64)
-    first[numbers[::-1]] = np.arange(len(codes))[::-1]  # of equal ones the last stays
+    first[numbers[::-1]] = np.arange(len(codes))[::-1]  # the last assignment is the first row
     return numbers, first

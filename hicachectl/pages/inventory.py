@@ -1,4 +1,4 @@
-"""What a store holds: its scan as one Arrow table, every key understood."""
+"""The inventory: a store's listing as one Arrow table, with all keys parsed."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _ASKED_AT_ONCE = 8192
 class Inventory:
     """All objects of a store.
 
-    objects: columns of the scan: key binary, nbytes and mtime_ns int64, and those asked for.
-             Tables of many chunks: see `take`.
-    affix_ids: int32 a row, index into `affixes`, negative for a foreign key. Objects of one affix
-             have several ids where they are decided one by one, as its readings are contested.
+    objects: columns of the scan: key binary, nbytes and mtime_ns int64, and the requested ones;
+             in many chunks, see `take`.
+    affix_ids: [objects] int32, index into the table's `affixes`, negative for a foreign key. An
+             affix has several ids if its objects are decided one by one (`contested`).
     """
 
     objects: pa.Table
@@ -44,16 +44,16 @@ class Inventory:
     table: AffixTable
 
     def take(self, rows: IntArray, columns: Collection[str] | None = None) -> pa.Table:
-        """Give some objects, in the order of rows; all columns, or those named."""
+        """Return some objects, in the order of rows, with all columns or the named ones."""
         objects = self.objects if columns is None else self.objects.select(list(columns))
         return take_rows(objects, rows)
 
     def only(self, rows: IntArray) -> Inventory:
-        """Leave out all objects but some."""
+        """Return an inventory of some rows."""
         return replace(self, objects=self.take(rows), affix_ids=self.affix_ids[rows])
 
     def pages(self, rows: IntArray | None = None) -> pa.ChunkedArray:
-        """Give the page hash of each object, or of some: strings, null for a foreign object."""
+        """Return the page hash of each object, or of some, as a string; null if foreign."""
         keys, ids = self.objects.column("key"), self.affix_ids
         if rows is not None:
             keys, ids = self.take(rows, ["key"]).column("key"), ids[rows]
@@ -62,7 +62,10 @@ class Inventory:
         return pa.chunked_array(cut, pa.string())
 
     def page_words(self, rows: npt.NDArray[np.bool_], word: int) -> npt.NDArray[np.uint64]:
-        """Give a quarter of the page hash of each object chosen: [objects] bool, none foreign."""
+        """Return a 64-bit word of the page hash of each object in rows.
+
+        rows: [objects] bool, without foreign objects. word: 0 to 3.
+        """
         starts = self.table.page_starts
         words = np.empty(np.count_nonzero(rows), dtype=np.uint64)
         filled = 0
@@ -75,21 +78,21 @@ class Inventory:
 
     @property
     def is_foreign(self) -> npt.NDArray[np.bool_]:
-        """[objects] bool: which are no object of SGLang's, be there a hash in the key or not."""
+        """[objects] bool: keys that are not SGLang's, with or without a hash in the key."""
         return ~self.by_affix([bool(one.readings) for one in self.table.resolved], False)
 
     @property
     def split_rows(self) -> IntArray:
-        """Rows of the objects whose affix two models share, each decided for itself."""
+        """Rows of objects whose affix two models share, decided one by one."""
         return np.flatnonzero(self.by_affix(self.table.split, False))
 
     def of_pool(self, pool: str) -> npt.NDArray[np.bool_]:
-        """[objects] which are, by any reading, of a pool."""
+        """Return which objects are of a pool under any reading: [objects]."""
         resolved = self.table.resolved
         return self.by_affix([any(r.pool == pool for r in one.readings) for one in resolved], False)
 
     def by_affix(self, values: Sequence[int], missing: int) -> npt.NDArray[Any]:
-        """Spread numbers by affix id over the rows; `missing` for foreign keys."""
+        """Return each row's value, from values by affix id; `missing` for foreign keys."""
         return np.array([*values, missing])[self.affix_ids]
 
 
@@ -100,22 +103,22 @@ def take_inventory(
     columns: Collection[str] = (),
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
-    """Scan a store and understand its keys.
+    """Scan a store and parse its keys.
 
-    columns: of the scan, beside key, nbytes and mtime_ns. on_batch is told the number of objects
-    of each batch as it arrives. Memory: about 120 bytes an object. Raises StoreUnavailable, and
-    ProfileError where the profile cannot be the one that wrote the store.
+    columns: of the scan, besides key, nbytes and mtime_ns. on_batch: called with the number of
+    objects of each batch. Memory: about 120 bytes per object. Raises StoreUnavailable, and
+    ProfileError if the profile contradicts the store.
     """
     wanted = {"key", "nbytes", "mtime_ns", *columns}
-    if "locator" in store.traits.columns:  # which its reads are faster with
+    if "locator" in store.traits.columns:  # makes reads faster
         wanted.add("locator")
     return _understood(store.scan(wanted), store.grammar, profile, on_batch)
 
 
 def look_up(store: Store, keys: pa.BinaryArray, profile: Profile | None = None) -> Inventory:
-    """Ask a store for some keys, and understand what is there of them.
+    """Return the inventory of some keys, without a scan.
 
-    For a few keys, or a store whose listing is behind. Raises like `take_inventory`.
+    For few keys, or a store whose listing is out of date. Raises like `take_inventory`.
     """
     some = (keys.slice(start, _ASKED_AT_ONCE) for start in range(0, len(keys), _ASKED_AT_ONCE))
     found = (store.look(pa.table({"key": part}), ("nbytes", "mtime_ns")) for part in some)
@@ -124,7 +127,7 @@ def look_up(store: Store, keys: pa.BinaryArray, profile: Profile | None = None) 
 
 
 def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[pa.Array, slice]]:
-    """Give the chunks of a column, and which of its rows each has."""
+    """Yield the chunks of a column with their rows."""
     start = 0
     for chunk in column.chunks:
         yield chunk, slice(start, start + len(chunk))

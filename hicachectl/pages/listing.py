@@ -1,4 +1,4 @@
-"""The rows that `ls` prints, as Arrow tables: objects, pages, totals."""
+"""Rows of `ls` as Arrow tables: objects, pages, totals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Rows = npt.NDArray[np.int64]
 
 
 def key_text(keys: pa.Array) -> pa.StringArray:
-    r"""Keys as text; bytes that are not UTF-8 are written \xNN."""
+    r"""Return keys as text; bytes that are not UTF-8 are written \xNN."""
     try:
         return pc.cast(keys, pa.string())
     except pa.ArrowInvalid:
@@ -37,12 +37,12 @@ def key_text(keys: pa.Array) -> pa.StringArray:
 
 
 def seconds(times_ns: pa.Array) -> pa.Array:
-    """Unix nanoseconds as float seconds."""
+    """Return Unix nanoseconds as float seconds."""
     return pc.divide(pc.cast(times_ns, pa.float64(), safe=False), 1e9)
 
 
 def object_rows(inventory: Inventory, rows: Rows | None = None, *, pool: str = "") -> pa.Table:
-    """Make a row per object, in the columns of `ls --objects`; `rows` and `pool` pick some."""
+    """Return a row per object in the columns of `ls --objects`, for some rows or one pool."""
     if pool:
         rows = np.flatnonzero(inventory.of_pool(pool))
     objects = inventory.objects if rows is None else inventory.take(rows)
@@ -60,14 +60,13 @@ def object_rows(inventory: Inventory, rows: Rows | None = None, *, pool: str = "
 
 
 def _column(objects: pa.Table, name: str) -> pa.Array | pa.ChunkedArray:
-    """Give a column that not every scan has."""
     if name in objects.column_names:
         return objects.column(name)
     return pa.nulls(len(objects), SCAN_FIELDS[name].type)
 
 
 def page_rows(groups: PageGroups) -> pa.Table:
-    """Make a row per page group, in the columns of `ls`."""
+    """Return a row per page group in the columns of `ls`."""
     ids = pa.array(groups.deployment_ids, mask=groups.deployment_ids == UNRESOLVED)
     models = pa.array([d.model or None for d in groups.deployments], pa.string())
     tags = pa.array([d.tag or None for d in groups.deployments], pa.string())
@@ -93,7 +92,7 @@ def page_rows(groups: PageGroups) -> pa.Table:
 
 
 def _pool_counts(groups: PageGroups) -> pa.StructArray:
-    """{pool: {present, expected}} of each group; a pool its deployment does not have is null."""
+    """Return {pool: {present, expected}} of each group; null for pools of other deployments."""
     pools = sorted({s.pool for d in groups.deployments for s in d.specs}, key=_pool_order) or ["kv"]
     counts = {pool: np.zeros((2, len(groups)), dtype=np.int32) for pool in pools}
     lacks = {pool: np.ones(len(groups), dtype=np.bool_) for pool in pools}
@@ -131,9 +130,9 @@ def _missing_keys(groups: PageGroups) -> pa.ListArray:
 
 
 def summary_rows(inventory: Inventory, *, pool: str = "") -> pa.Table:
-    """Total by model, tag and pool: pages, objects, bytes. Foreign objects are a row of nulls.
+    """Return pages, objects and bytes by model, tag and pool; nulls stand for foreign objects.
 
-    Bytes are null where the size of an object is not known.
+    Bytes are null if any size is not known.
     """
     if pool:
         inventory = inventory.only(np.flatnonzero(inventory.of_pool(pool)))
@@ -160,9 +159,9 @@ def summary_rows(inventory: Inventory, *, pool: str = "") -> pa.Table:
 
 
 def _kinds(inventory: Inventory) -> tuple[pa.Table, npt.NDArray[np.int32]]:
-    """Give the distinct kinds of objects, in the columns _KIND, and the number of each row's."""
+    """Return the distinct kinds of objects, in the columns _KIND, and each row's kind number."""
     resolved = inventory.table.resolved
-    ids = np.arange(-1, len(resolved), dtype=np.int32)  # the first stands for foreign keys
+    ids = np.arange(-1, len(resolved), dtype=np.int32)  # -1: foreign keys
     said = coordinate_columns(resolved, ids)
     texts = zip(*(said[name].to_pylist() for name in _KIND), strict=True)
     numbers: dict[tuple[str | None, ...], int] = {}
@@ -173,7 +172,7 @@ def _kinds(inventory: Inventory) -> tuple[pa.Table, npt.NDArray[np.int32]]:
 
 
 def _page_counts(inventory: Inventory, kind_ids: npt.NDArray[np.int32], kinds: int) -> Rows:
-    """Count the distinct pages of each kind of objects; foreign objects have none."""
+    """Return the number of distinct pages of each kind; foreign objects have none."""
     known = ~inventory.is_foreign
     pairs, distinct = page_ranks(inventory.page_words, known)
     pairs += kind_ids[known].astype(np.int64) * distinct

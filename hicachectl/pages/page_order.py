@@ -1,4 +1,4 @@
-"""The pages of many objects as small numbers, without a copy of their hashes as texts."""
+"""Number the pages of many objects, without a copy of their hashes as text."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ IntArray = npt.NDArray[np.int64]
 _WORDS = 4  # of 64 bits, in a page hash
 
 
-# A quarter of the page hash of each object chosen, as numbers: `Inventory.page_words`.
+# One word of the page hash of each chosen object: `Inventory.page_words`.
 PageWords = Callable[[npt.NDArray[np.bool_], int], npt.NDArray[np.uint64]]
 
 
 def page_ranks(page_words: PageWords, chosen: npt.NDArray[np.bool_]) -> tuple[IntArray, int]:
-    """Give the pages of some objects numbers, in the order of their hashes.
+    """Return the rank of each chosen object's page by hash, [chosen] int64, and the page count.
 
-    chosen: [objects] bool, none of them foreign. Gives the number of each one's page, [chosen]
-    int64, and how many pages there are.
+    chosen: [objects] bool, without foreign objects.
     """
     words = page_words(chosen, 0)
     order = np.argsort(words)
@@ -30,7 +29,7 @@ def page_ranks(page_words: PageWords, chosen: npt.NDArray[np.bool_]) -> tuple[In
     for word in range(1, _WORDS):
         words = page_words(chosen, word)[order]
         same &= words[1:] == words[:-1]
-    if (same != begins_alike).any():  # SHA-256 does not do that
+    if (same != begins_alike).any():  # equal first words only: does not happen with SHA-256
         order, same = _by_all_words(page_words, chosen)
     numbers = np.zeros(len(order), dtype=np.int64)
     np.cumsum(~same, out=numbers[1:])
@@ -42,7 +41,7 @@ def page_ranks(page_words: PageWords, chosen: npt.NDArray[np.bool_]) -> tuple[In
 def _by_all_words(
     page_words: PageWords, chosen: npt.NDArray[np.bool_]
 ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Sort by whole hashes: the order, and which of it are equal to the one before."""
+    """Return the order by whole hashes, and which hashes equal the one before."""
     words = [page_words(chosen, word) for word in range(_WORDS)]
     order = np.lexsort(words[::-1])
     same = np.ones(max(len(order) - 1, 0), dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""Object sizes that a store shows where no profile states them: the common one, or several."""
+"""Object sizes seen in a store, for specs whose size no profile states."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int64]
 
-# A size that fewer pages have may be damage; one that more have is how some servers write.
+# A size on fewer pages may be damage. A size on more pages is common: some servers write it.
 _PAGES = 3
 _SHARE_OF_PAGES = 0.05
-_FIRST_WORD = 0  # of a page hash: 64 bits tell the pages of a store apart
+_FIRST_WORD = 0  # of a page hash; 64 bits distinguish the pages of a store
 
 
 def with_seen_sizes(
     table: AffixTable, objects: pa.Table, affix_ids: npt.NDArray[np.int32], page_words: PageWords
 ) -> AffixTable:
-    """Let specs without a stated size expect the one that more than half of their kind have.
+    """Return the table with sizes for specs without one: the size of most objects of their kind.
 
-    Kinds of which several sizes are established get a `SizeMix`, and expect no single size.
+    A kind with several common sizes gets a `SizeMix` instead.
     """
     kinds, kind_of = _kinds(table)
     if not kinds:
@@ -56,7 +56,7 @@ def with_seen_sizes(
 
 
 def _kinds(table: AffixTable) -> tuple[dict[tuple[object, ...], int], list[int]]:
-    """Give a number to each kind of object without a stated size, and the kind of each affix."""
+    """Return a number for each kind of object without a stated size, and each affix's kind."""
     kinds: dict[tuple[object, ...], int] = {}
     kind_of = []
     for number, spec in zip(table.deployment_ids, table.specs, strict=True):
@@ -68,7 +68,7 @@ def _kinds(table: AffixTable) -> tuple[dict[tuple[object, ...], int], list[int]]
 
 
 def _size_kind(spec: ObjectSpec) -> tuple[object, ...]:
-    """Return a key that objects of equal size share: pools differ by stage, not by TP rank."""
+    """Return a key that objects of equal size share: sizes differ by stage, not by TP rank."""
     coordinate, shard = spec.coordinate, spec.coordinate.shard
     spans = (shard.layers, shard.heads)
     widths = tuple(None if span is None else span[1] - span[0] for span in spans)
@@ -76,7 +76,7 @@ def _size_kind(spec: ObjectSpec) -> tuple[object, ...]:
 
 
 def _counted(kinds: IntArray, objects: pa.Table) -> pa.Table:
-    """Count the objects of each kind and size, with the times of their writes."""
+    """Count objects by kind and size, with their first and last write times."""
     columns = {"kind": kinds, "size": objects.column("nbytes").fill_null(-1).to_numpy()}
     times = objects.column("mtime_ns")
     aggregates: list[object] = [([], "count_all")]
@@ -88,7 +88,7 @@ def _counted(kinds: IntArray, objects: pa.Table) -> pa.Table:
 
 
 def _common_sizes(counted: pa.Table) -> dict[int, int]:
-    """Find the size that more than half of the objects of a kind have, where there is one."""
+    """Return the size of more than half of a kind's objects, for kinds that have one."""
     totals: dict[int, int] = {}
     found = counted.select(["kind", "size", "count_all"]).to_pylist()
     for row in found:
@@ -108,8 +108,8 @@ def _mixes(
     objects: pa.Table,
     page_words: PageWords,
 ) -> list[SizeMix]:
-    """Find the kinds of which several sizes are established; an empty object is none."""
-    # Pages are counted only for the kinds that can have such: in most stores, for none.
+    """Return the kinds with several common sizes; empty objects do not count."""
+    # Count pages only for kinds with several frequent sizes: in most stores, for none.
     many = counted.filter(
         pc.and_(
             pc.greater(counted.column("size"), 0),

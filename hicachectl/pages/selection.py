@@ -1,4 +1,4 @@
-"""Filters on what a store holds, shared by the commands."""
+"""Filters on page groups, shared by the commands."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What to look at; None and "" select everything.
+    """Filters on page groups; None and "" select everything.
 
     model: served name, "/" or "-" alike. page: a prefix of page hashes. since: Unix seconds,
-    against the newest object of a group. pool: whole groups that have an object of it. states:
-    names out of `vocabulary.STATES`.
+    compared with a group's newest object. pool: selects groups with an object of the pool.
+    states: names in `vocabulary.STATES`.
     """
 
     model: str = ""
@@ -39,10 +39,10 @@ EVERYTHING = Selection()
 
 
 def select(inventory: Inventory, selection: Selection) -> Inventory:
-    """Return the inventory without the groups that the selection leaves out.
+    """Return the inventory of the selected groups.
 
-    Raises UsageError on a page prefix that is no hexadecimal, and where `since` asks for times
-    that the store does not keep.
+    Raises UsageError if the page prefix is not hexadecimal, or if `since` is given and the store
+    keeps no times.
     """
     if not selection:
         return inventory
@@ -59,11 +59,11 @@ def _chosen(groups: PageGroups, inventory: Inventory, selection: Selection) -> B
     if selection.page:
         prefix = selection.page.lower()
         if not set(prefix) <= set("0123456789abcdef"):
-            raise UsageError(f"{selection.page!r} is no prefix of a page hash (hexadecimal)")
+            raise UsageError(f"{selection.page!r}: not a prefix of a page hash (hexadecimal)")
         chosen &= pc.starts_with(groups.pages, prefix).to_numpy(zero_copy_only=False)
     if selection.since is not None:
         if len(groups) and not groups.has_times:
-            raise UsageError("--since: the store does not say when objects were written")
+            raise UsageError("--since: the store keeps no write times")
         chosen &= groups.newest_ns >= int(selection.since * 1e9)
     if selection.states:
         wanted = [STATES.index(state) for state in selection.states]

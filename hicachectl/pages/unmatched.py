@@ -1,4 +1,4 @@
-"""Explain why a command found no page: the place holds something else, or no page matches."""
+"""Explain why a command found no page: no pages in the store, or no match."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hicachectl.backends.disk.files import OWN_PREFIX
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.quarantine import is_quarantine
+from hicachectl.formats.wording import failed
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.listing import key_text
 from hicachectl.pages.selection import Selection, select
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
 
 _NAMED = 8
-_OPTIONS = {"states": "state"}  # of filters, where the option has another name
+_OPTIONS = {"states": "state"}  # filters whose option has another name
 _EMPTY = "the store is empty"
 
 
 def explain_nothing(store: Store, listed: Inventory, filters: Mapping[str, bool]) -> str:
-    """Explain why nothing of a store was chosen, in one line.
+    """Return the reason why no page was chosen, in one line.
 
-    listed: the whole store. filters: the options given, such as "--model a/b", and whether each
-    matches anything by itself.
+    listed: the whole store. filters: the given options, such as "--model a/b", and whether each
+    alone matches a page.
     """
     groups = PageGroups(listed)
     if not len(groups):
@@ -47,11 +48,11 @@ def explain_nothing(store: Store, listed: Inventory, filters: Mapping[str, bool]
         return f"no page matches all of {', '.join(filters)}"
     alone = alone or list(filters)
     known = [_what_is_there(store, groups, listed, text.split(" ", 1)[0]) for text in alone]
-    return "; ".join([f"nothing matches {' or '.join(alone)}", *filter(None, dict.fromkeys(known))])
+    return "; ".join([f"no page matches {' or '.join(alone)}", *filter(None, dict.fromkeys(known))])
 
 
 def explain_selection(store: Store, listed: Inventory, selection: Selection) -> str:
-    """Explain why a selection left nothing of a store, in one line."""
+    """Return the reason why a selection matches no page, in one line."""
     parts = {
         field.name: value
         for field in fields(selection)
@@ -70,7 +71,7 @@ def explain_selection(store: Store, listed: Inventory, selection: Selection) -> 
 
 
 def option_text(name: str, value: Any) -> str:
-    """Write a filter as on the command line; a point in time as an age."""
+    """Return a filter as on the command line; times without their value."""
     option = f"--{_OPTIONS.get(name, name).replace('_', '-')}"
     if name in ("since", "before"):
         return option
@@ -78,7 +79,7 @@ def option_text(name: str, value: Any) -> str:
 
 
 def _what_is_there(store: Store, groups: PageGroups, listed: Inventory, option: str) -> str:
-    """Say what a store has of what an option names."""
+    """Return the values that the store has for an option."""
     used = np.bincount(groups.deployment_ids[groups.deployment_ids >= 0])
     counted = list(zip(groups.deployments, used.tolist(), strict=False))
     said = ""
@@ -105,7 +106,7 @@ def _what_is_there(store: Store, groups: PageGroups, listed: Inventory, option: 
 
 
 def _listed(what: str, found: Iterable[tuple[Any, int]]) -> str:
-    """Name what is there, with the number of pages of each where that is known."""
+    """Return the values as text, with their page counts if known."""
     pages: Counter[Any] = Counter()
     for name, count in found:
         if name or name == 0:
@@ -122,10 +123,10 @@ def _listed(what: str, found: Iterable[tuple[Any, int]]) -> str:
 
 def _no_tags(store: Store, groups: PageGroups) -> str:
     if store.grammar != "mooncake":
-        return f"keys of {store.grammar} stores carry no tag"
+        return f"keys of {store.grammar} stores have no tag"
     if any(deployment.profile is not None for deployment in groups.deployments):
-        return "no key has a tag"
-    return "a tag cannot be told from a model name without a profile: give --profile"
+        return "no key in the store has a tag"
+    return "without a profile, tags cannot be told from model names; give --profile"
 
 
 def _ages(groups: PageGroups) -> str:
@@ -137,7 +138,7 @@ def _ages(groups: PageGroups) -> str:
     return f"pages in the store were written {oldest} to {newest} ago"
 
 
-# a place that holds no pages
+# stores without pages
 
 
 def _describe_place(store: Store, listed: Inventory) -> str:
@@ -146,11 +147,11 @@ def _describe_place(store: Store, listed: Inventory) -> str:
         if not count:
             return _EMPTY
         first = key_text(listed.objects.column("key").slice(0, 1).combine_chunks())[0].as_py()
-        return f"the store has no pages, but {count} other objects, first: {first}"
+        return f"the store has no pages, only other objects ({count}); the first: {first}"
     directories, others = _entries(store.path)
     if is_quarantine(store.path, [*directories, *others], os.path.lexists):
         return (
-            f"{store.path} is a quarantine, not a store; its pages are put back with "
+            f"{store.path} is a quarantine, not a store; put its pages back with "
             f"hicachectl restore {store.path} STORE"
         )
     first = sorted(directories)[:1] or sorted(others)[:1]
@@ -162,11 +163,11 @@ def _describe_place(store: Store, listed: Inventory) -> str:
     )
     said = " and ".join(f"{n} {one if n == 1 else many}" for n, one, many in kinds if n)
     name = os.fsencode(first[0]).decode("utf-8", "backslashreplace")  # as keys are written
-    return f"no HiCacheFile objects in {store.path}; it has {said}, first: {name}"
+    return f"{store.path} has no HiCacheFile objects, only {said}; the first: {name}"
 
 
 def _entries(path: str) -> tuple[list[str], list[str]]:
-    """Read the names in a directory but our own: sub-directories, and all the rest."""
+    """Return the names in a directory, except our own: sub-directories, and all others."""
     directories: list[str] = []
     others: list[str] = []
     try:
@@ -176,5 +177,5 @@ def _entries(path: str) -> tuple[list[str], list[str]]:
                     is_directory = entry.is_dir(follow_symlinks=False)
                     (directories if is_directory else others).append(entry.name)
     except OSError as error:
-        raise StoreUnavailable(f"cannot read {path}: {error.strerror}") from error
+        raise StoreUnavailable(failed(path, "read the directory", error)) from error
     return directories, others

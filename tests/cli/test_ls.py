@@ -217,7 +217,7 @@ def test_ambiguous_keys_get_a_line_on_stderr(invoke: Invoke, tmp_path: Path) -> 
     put_pages(tmp_path, range(1), "_x_0_4")
     said = invoke("ls", tmp_path).stderr
     meanings = "kv of model 'x_0_4' or kv of model 'x' tp 0/4"
-    assert f"1 key <hash>_x_0_4.bin can be {meanings}; give a profile to tell" in said
+    assert f"1 key <hash>_x_0_4.bin can be {meanings}; give --profile to decide" in said
 
 
 def test_topologies_of_one_model_are_told_apart(invoke: Invoke, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_warm_up_key_is_information(invoke: Invoke, cluster: Cluster, profile:
     cluster.clear()
     cluster.put(key, bytes(4096))
     said = invoke("ls", cluster.url).stderr
-    assert f"the store has no pages, but 1 other objects, first: {key}" in said
+    assert f"the store has no pages, only other objects (1); the first: {key}" in said
 
 
 def test_a_short_and_a_long_object_are_told_apart_in_severity(
@@ -188,10 +188,10 @@ def test_a_tag_that_only_a_profile_can_tell_is_not_silently_absent(
 ) -> None:
     before = sorted(cluster.list_keys())
     said = invoke("rm", cluster.url, "--tag", "prod", "--yes").stderr
-    assert "nothing matches --tag prod" in said
+    assert "no page matches --tag prod" in said
     assert "give --profile" in said
     said = invoke("rm", cluster.url, "--tag", "prod", "--profile", profile, "--yes").stderr
-    assert "nothing matches --tag prod; no key has a tag" in said
+    assert "no page matches --tag prod; no key in the store has a tag" in said
     assert sorted(cluster.list_keys()) == before
 
 

@@ -59,19 +59,21 @@ def test_a_directory_of_another_layout_is_not_called_empty(
     (tmp_path / "newest").symlink_to("0a")
     told = said(invoke, command[0], tmp_path, *command[1:])
     assert "empty" not in told
-    assert f"no HiCacheFile objects in {tmp_path}; it has 3 sub-directories" in told
-    assert told.endswith(" and 2 other files, first: 0a")
+    assert f"{tmp_path} has no HiCacheFile objects, only 3 sub-directories" in told
+    assert told.endswith(" and 2 other files; the first: 0a")
 
 
 def test_names_that_are_not_text_are_escaped_as_keys_are(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"caf\xe9\n")).mkdir()
-    assert said(invoke, "ls", tmp_path).endswith(r"first: caf\xe9\x0a")
+    assert said(invoke, "ls", tmp_path).endswith(r"; the first: caf\xe9\x0a")
 
 
 def test_one_sub_directory_is_enough(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     told = said(invoke, "rm", tmp_path, "--model", "x/a", "--dry-run")
-    assert told.endswith(f"{tmp_path}; it has 1 sub-directory, first: objects")
+    assert told.endswith(
+        f"{tmp_path} has no HiCacheFile objects, only 1 sub-directory; the first: objects"
+    )
     told = said(invoke, "migrate", tmp_path, tmp_path.with_name("new"), "--dry-run")
     assert "1 sub-directory" in told
     told = said(invoke, "show", tmp_path, "ab", exit_code=2)
@@ -110,7 +112,7 @@ FILTERED = [
 def test_a_filter_that_matches_nothing_is_named(
     invoke: Invoke, store: Path, command: tuple[str, ...], options: tuple[str, ...], told: str
 ) -> None:
-    assert f"nothing matches {told}" in said(invoke, command[0], store, *command[1:], *options)
+    assert f"no page matches {told}" in said(invoke, command[0], store, *command[1:], *options)
     if command == ("verify",):
         out = invoke("verify", store, *options, "--format", "json").stdout
         assert json.loads(out)["skipped_checks"] == ["everything"]
@@ -118,20 +120,20 @@ def test_a_filter_that_matches_nothing_is_named(
 
 def test_states_are_counted(invoke: Invoke, store: Path) -> None:
     told = said(invoke, "ls", store, "--state", "orphan,partial")
-    assert "nothing matches --state orphan,partial; states in the store: whole (6 pages)" in told
+    assert "no page matches --state orphan,partial; states in the store: whole (6 pages)" in told
 
 
 def test_filters_that_match_apart_but_not_together(invoke: Invoke, store: Path) -> None:
     told = said(invoke, "ls", store, "--model", "x/a", "--pool", "indexer")
     assert "no page matches all of --model x/a, --pool indexer" in told
     told = said(invoke, "ls", store, "--model", "nosuch", "--pool", "indexer")
-    assert "nothing matches --model nosuch; models" in told
+    assert "no page matches --model nosuch; models" in told
     assert "indexer" not in told
 
 
 REMOVED = [
     (("--model", "no/such"), "--model no/such; models in the store: c (2 pages), x-a (4 pages)"),
-    (("--tag", "prod"), "--tag prod; keys of file stores carry no tag"),
+    (("--tag", "prod"), "--tag prod; keys of file stores have no tag"),
     (("--before", "9000d"), "--before; pages in the store were written "),
     (("--state", "orphan"), "--state orphan; states in the store: whole (6 pages)"),
 ]
@@ -142,7 +144,7 @@ REMOVED = [
 def test_rm_names_the_filter_that_matches_nothing(
     invoke: Invoke, store: Path, options: tuple[str, ...], told: str, how: str
 ) -> None:
-    assert f"nothing matches {told}" in said(invoke, "rm", store, *options, how)
+    assert f"no page matches {told}" in said(invoke, "rm", store, *options, how)
 
 
 def test_rm_names_a_list_of_pages_that_are_not_there(
@@ -150,7 +152,7 @@ def test_rm_names_a_list_of_pages_that_are_not_there(
 ) -> None:
     listed = tmp_path / "pages"
     listed.write_text(page(77))
-    assert "nothing matches --pages" in said(invoke, "rm", store, "--pages", listed, "--yes")
+    assert "no page matches --pages" in said(invoke, "rm", store, "--pages", listed, "--yes")
     listed.write_text(page(1))
     told = said(invoke, "rm", store, "--pages", listed, "--model", "c", "--yes")
     assert "no page matches all of" in told
@@ -159,8 +161,8 @@ def test_rm_names_a_list_of_pages_that_are_not_there(
 def test_migrate_names_what_matches_nothing(invoke: Invoke, store: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     told = said(invoke, "migrate", store, new, "--model", "nosuch")
-    assert "nothing matches --model nosuch; models in the store: c (2 pages)" in told
-    assert "nothing matches --page 0123456789" in said(
+    assert "no page matches --model nosuch; models in the store: c (2 pages)" in told
+    assert "no page matches --page 0123456789" in said(
         invoke, "migrate", store, new, "--match", "0123456789"
     )
     listed = tmp_path / "pages"
@@ -176,7 +178,7 @@ def test_prewarm_says_that_the_source_has_no_pages(invoke: Invoke, tmp_path: Pat
     arguments = ("prewarm", new, "--from", other, "--all", "--profile", tmp_path / "profile.toml")
     for how in ((), ("--dry-run",)):
         said_lines = invoke(*arguments, *how).stderr
-        assert f"no HiCacheFile objects in {other}; it has 1 sub-directory" in said_lines
+        assert f"{other} has no HiCacheFile objects, only 1 sub-directory" in said_lines
 
 
 def test_restore_says_that_there_is_nothing_to_restore(invoke: Invoke, tmp_path: Path) -> None:
