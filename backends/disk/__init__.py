@@ -1,1 +1,1 @@
-"""Files and directories of a local disk: durable, bounded, never through links."""
+"""Local files: durable writes, bounded reads, no links followed."""

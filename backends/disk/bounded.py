@@ -1,8 +1,8 @@
-"""Read files that somebody else wrote: whole up to a bound, or by lines of bounded length.
+"""Read untrusted files up to a size limit, whole or line by line.
 
-A file that an option names may be a pipe, as of `<(...)`, or a device, as /dev/stdin; its end, or
-the bound, ends the reading. A file that another file names must be regular: opening a FIFO would
-wait for a writer.
+A file that an option names may be a pipe (`<(...)`) or a device (/dev/stdin): reading stops at its
+end or at the limit. A file that another file names must be regular: opening a FIFO would wait for
+a writer.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import stat
 from typing import TYPE_CHECKING, BinaryIO
 
 from hicachectl.formats.errors import FormatError, HicacheError, UsageError
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-MAX_LINE_BYTES = 256 << 20  # a request of a million tokens has some 8 MB
+MAX_LINE_BYTES = 256 << 20  # a request of a million tokens takes about 8 MB
 
 
 def read_bounded(
@@ -29,30 +30,27 @@ def read_bounded(
     where: str = "",
     refusal: type[HicacheError] | None = None,
 ) -> bytes:
-    """Read a whole file of at most `limit` bytes.
+    """Return the content of a file of at most `limit` bytes.
 
-    what: the kind of file that is expected, as "a profile", for the message about a larger one.
-    regular: refuse anything but a regular file. where: names the file in messages; default: its
-    path. refusal: raised for every failure; default: UsageError where the file cannot be read,
-    FormatError where it is larger.
+    what: the expected kind, such as "a profile". regular: refuse a file that is not regular.
+    where: the file's name in messages; default: its path. refusal: raised for every failure;
+    default: UsageError if the file cannot be read, FormatError if it is too large.
     """
     name = where or str(path)
     try:
         with _opened(path, regular) as file:
             data = file.read(limit + 1)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        reason = getattr(error, "strerror", None) or error
-        raise (refusal or UsageError)(f"cannot read {name}: {reason}") from error
+        raise (refusal or UsageError)(failed(name, "read", error)) from error
     if len(data) > limit:
-        raise (refusal or FormatError)(f"{name}: larger than {limit} bytes: not {what}")
+        raise (refusal or FormatError)(f"{name}: larger than {limit} bytes, so not {what}")
     return data
 
 
 def read_lines(path: Path, limit: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Give the number, from 1, and the bytes of each line, its end included.
+    """Yield each line's number, from 1, and bytes, including the line end.
 
-    Raises UsageError where the file cannot be read, FormatError for a line of more than `limit`
-    bytes.
+    Raises UsageError if the file cannot be read, FormatError if a line has more than `limit` bytes.
     """
     try:
         with path.open("rb") as file:
@@ -63,13 +61,12 @@ def read_lines(path: Path, limit: int = MAX_LINE_BYTES) -> Iterator[tuple[int, b
                     raise FormatError(f"{path}: line {number}: longer than {limit} bytes")
                 yield number, line
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot read {path}: {reason}") from error
+        raise UsageError(failed(path, "read", error)) from error
 
 
 def _opened(path: Path | str, regular: bool) -> BinaryIO:
     if not regular:
-        return open(path, "rb")  # noqa: PTH123 - a text is not normalised
+        return open(path, "rb")  # noqa: PTH123 - Path would normalise a string
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

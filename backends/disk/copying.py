@@ -1,4 +1,4 @@
-"""Bytes into open files: from memory, or from another file by the system itself where it can."""
+"""Write to open files, from memory or from another file (inside the kernel if it can)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import threading
 
 from hicachectl.backends.disk.durable import UNSUPPORTED
 
-# Of a call: for larger ones Linux (6.18, ext4) looks for large folios in the page cache, which cost
-# up to four times as much processor time as the copy itself. It stays in the processor's cache too.
+# Bytes per call, which fit the processor's cache. For larger calls Linux (6.18, ext4) searches the
+# page cache for large folios, at up to four times the processor time of the copy.
 WRITE_BYTES = 256 << 10
-# From what size on a file's way to the disk is begun at once, so that the sync of its batch finds
-# little left to do. Smaller ones would cost more calls than that saves.
+# From this many bytes, writeback starts at once, which leaves little for the batch's sync. For
+# smaller files the calls cost more than they save.
 _EARLY_BYTES = 256 << 10
-# The two file systems have no such call, or not between them.
+# copy_file_range is missing, or does not work between these two file systems.
 _NOT_BY_THE_SYSTEM = UNSUPPORTED | {errno.EXDEV}
 
 _SYNC_FILE_RANGE_WRITE = 2
@@ -31,9 +31,9 @@ def write_bytes(data: memoryview, target: int) -> None:
 
 
 def copy_bytes(source: int, nbytes: int, target: int) -> None:
-    """Copy the first bytes of a file to another one, both open; shared where that is possible.
+    """Copy the first `nbytes` of an open file to another, sharing disk blocks if possible.
 
-    Raises EOFError where the source has not so many, OSError.
+    Raises EOFError if the source is shorter, OSError.
     """
     done = 0
     while done < nbytes:
@@ -43,7 +43,7 @@ def copy_bytes(source: int, nbytes: int, target: int) -> None:
             if error.errno not in _NOT_BY_THE_SYSTEM:
                 raise
             break
-        if not count:  # the end, or a file system that says so of what it cannot copy
+        if not count:  # end of file, or a file system that cannot copy and returns 0
             break
         done += count
     if done < nbytes:
@@ -52,7 +52,7 @@ def copy_bytes(source: int, nbytes: int, target: int) -> None:
 
 
 def _begin_to_store(descriptor: int, nbytes: int) -> None:
-    """Let the system begin to bring a file to the disk; a later sync tells of errors."""
+    """Start the writeback of a file; a later sync reports errors."""
     if nbytes >= _EARLY_BYTES and hasattr(_LIBC, "sync_file_range"):
         whole = ctypes.c_int64(0), ctypes.c_int64(nbytes)
         _LIBC.sync_file_range(descriptor, *whole, _SYNC_FILE_RANGE_WRITE)
@@ -74,7 +74,7 @@ _OWN = threading.local()
 
 
 def _buffer() -> memoryview:
-    """Give the memory of this thread: new memory for each file would cost more than the copy."""
+    """Return this thread's buffer: allocating one per file would cost more than the copy."""
     if not hasattr(_OWN, "buffer"):
         _OWN.buffer = memoryview(bytearray(WRITE_BYTES))
     buffer: memoryview = _OWN.buffer

@@ -1,9 +1,9 @@
-"""Directories by their descriptors, so that nothing below what an option names is a link.
+"""Directories used through their descriptors, without following links.
 
 An option (STORE, --quarantine, the parent of --lock) may name a directory through links. Each
-level below is opened relative to the level above, without following links and without waiting
-for a FIFO. Entries are regular files and directories of owners that the directory trusts; any
-other entry raises UntrustedError.
+level below is opened relative to the level above, without following links or waiting for a FIFO.
+Entries must be regular files or directories of trusted owners; any other entry raises
+UntrustedError.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ _KINDS = {
 class Trust:
     """The owners whose files below a directory are used.
 
-    These are the user of this process, root, the owner of the directory, and its group where the
-    group may write to it. A file system can give new files another owner (NFS that squashes
-    root); a writer finds out by a file that it creates.
+    They are this process's user, root, the directory's owner, and the members of its group if the
+    group may write. A file system can give new files another owner (NFS that squashes root): a
+    writer creates a file to learn that owner.
     """
 
     def __init__(self, facts: os.stat_result, *, writes: bool) -> None:
-        """Trust by what the system says of a directory. writes: files may be created there."""
+        """Derive the owners from a directory's stat. writes: a file may be created to learn one."""
         self.permissions = Permissions.within(facts)
         self._may_probe = writes
         self._owners = {_ROOT, os.geteuid(), facts.st_uid}
         self._group = facts.st_gid if facts.st_mode & stat.S_IWGRP else None
-        # Where all may write, a set-group-ID directory gives its group to everyone's files.
+        # A set-group-ID directory that everyone may write to gives its group to everyone's files.
         self._group_shows = not facts.st_mode & stat.S_IWOTH
 
     def includes(self, facts: os.stat_result, directory: int) -> bool:
-        """Say whether the owner of a file is trusted. directory: the descriptor of its parent."""
+        """Return whether a file's owner is trusted. directory: the descriptor of its parent."""
         if facts.st_uid in self._owners or self._is_of_group(facts):
             return True
         if self._may_probe:
@@ -89,10 +89,10 @@ def _owner_of_new_files(directory: int) -> set[int]:
 
 
 class Directory:
-    """An open directory whose entries are reached by its descriptor.
+    """An open directory, with its entries opened relative to its descriptor.
 
-    path: for messages, and for nothing else. All methods raise OSError, and UntrustedError for an
-    entry that is a link, is of another kind than asked for, or has an owner who is not trusted.
+    path: for messages only. All methods raise OSError, and UntrustedError for an entry that is a
+    link, is not of the requested kind, or has an untrusted owner.
     """
 
     def __init__(self, descriptor: int, path: str, trust: Trust) -> None:
@@ -104,9 +104,9 @@ class Directory:
 
     @classmethod
     def named(cls, path: str, *, writes: bool, trust: Trust | None = None) -> Self:
-        """Open a directory that an option names; links on the way are followed.
+        """Open a directory that an option names; links in the path are followed.
 
-        trust: of the store that it belongs to; without one, the directory's own.
+        trust: that of the store that the directory belongs to; default: derived from the directory.
         """
         descriptor = os.open(path, _OPEN_NAMED)
         return cls(descriptor, path, trust or Trust(os.fstat(descriptor), writes=writes))
@@ -123,11 +123,11 @@ class Directory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # looking
+    # reading
 
     def entries(self) -> dict[str, os.stat_result]:
-        """List what is in the directory, by name, in the order of names; nothing is judged."""
-        own = os.open(".", _OPEN_DIRECTORY, dir_fd=self.descriptor)  # with a position of its own
+        """Return the stat of each entry by name, sorted by name, without checks."""
+        own = os.open(".", _OPEN_DIRECTORY, dir_fd=self.descriptor)  # a separate read position
         found = {}
         try:
             with os.scandir(own) as entries:
@@ -139,14 +139,14 @@ class Directory:
         return dict(sorted(found.items()))
 
     def checked_entries(self) -> dict[str, os.stat_result]:
-        """List what is in the directory, each a regular file or a directory of a trusted owner."""
+        """Return the stat of each entry by name; each entry passes `check`."""
         found = self.entries()
         for name, facts in found.items():
             self.check(name, facts)
         return found
 
     def check(self, name: str, facts: os.stat_result, *, any_owner: bool = False) -> None:
-        """Raise UntrustedError unless facts are of a file or directory of a trusted owner."""
+        """Raise UntrustedError unless the entry is a trusted owner's regular file or directory."""
         if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
             raise self._refusal(name, facts)
         if not (any_owner or self.trust.includes(facts, self.descriptor)):
@@ -157,7 +157,7 @@ class Directory:
             )
 
     def has(self, name: str) -> bool:
-        """Say whether there is an entry of a name."""
+        """Return whether an entry exists."""
         try:
             os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
@@ -165,7 +165,7 @@ class Directory:
         return True
 
     def directory(self, name: str) -> Directory:
-        """Open a directory in this one."""
+        """Open a sub-directory."""
         descriptor = self._open(name, _OPEN_DIRECTORY)
         try:
             self.check(name, os.fstat(descriptor))
@@ -196,17 +196,17 @@ class Directory:
             raise
 
     def _refusal(self, name: str, facts: os.stat_result) -> UntrustedError:
-        kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "no regular file")
+        kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "not a regular file")
         return UntrustedError(
-            f"{self._spell(name)}: is {kind}; here only regular files and directories are used, "
-            "and no links are followed; move it away"
+            f"{self._spell(name)}: is {kind}, which is not allowed in this place "
+            "(links are never followed); move it away"
         )
 
     def _spell(self, name: str) -> str:
         return os.path.join(self.path, name)  # noqa: PTH118 - names that are not UTF-8
 
     def open_lock(self, name: str) -> int:
-        """Open a file to be locked, and make it where there is none: a descriptor."""
+        """Open a file for locking, creating a missing one; return the descriptor."""
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         try:
             # In a sticky directory the system may refuse O_CREAT for another user's file.
@@ -226,12 +226,12 @@ class Directory:
             raise
         return descriptor
 
-    # changing
+    # writing
 
     def make_directory(self, name: str, *, exist_ok: bool = False) -> Directory:
-        """Make a directory, durably, and open it.
+        """Create a directory durably and open it.
 
-        It is no more readable than this one, and than the directory that decides on the trust.
+        Its permissions are limited to those of this directory and of the trust.
         """
         try:
             os.mkdir(name, self._readable & 0o777 | 0o700, dir_fd=self.descriptor)
@@ -246,10 +246,7 @@ class Directory:
         return made
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file whole or not at all, on disk when this returns.
-
-        The file is no more readable than a directory made here.
-        """
+        """Write a file atomically and durably, with permissions limited as in `make_directory`."""
         partial = f".{name}.tmp"
         with suppress(FileNotFoundError):
             self.remove(partial)
@@ -263,9 +260,9 @@ class Directory:
         return self._facts.st_mode & self.trust.permissions.for_group(self._facts.st_gid)
 
     def _give_away(self, descriptor: int) -> None:
-        """Give something new to the owner and group of this directory, where root made it.
+        """Give a new entry this directory's group and, as root, its owner.
 
-        Where the group cannot be this directory's, the group gets no more than everyone.
+        If the group cannot be set, the entry's group gets no more rights than everyone.
         """
         owner = self._facts.st_uid
         if not self.trust.permissions.may_own(owner):
@@ -273,7 +270,7 @@ class Directory:
         give_file(descriptor, owner, self._facts.st_gid)
 
     def remove(self, name: str) -> None:
-        """Unlink a file; a link goes itself, whatever it names."""
+        """Unlink a file, or a link itself."""
         os.unlink(name, dir_fd=self.descriptor)
 
     def remove_directory(self, name: str) -> None:
@@ -285,12 +282,12 @@ class Directory:
         sync_directory(self.descriptor)
 
     def is_still(self, name: str, parent: Directory) -> bool:
-        """Say whether this directory is the one of a name in its parent."""
+        """Return whether a name in the parent still names this directory."""
         return is_named(self.descriptor, name, parent.descriptor)
 
     def lock(self) -> bool:
-        """Lock the directory until it is closed; False while another process has the lock.
+        """Lock the directory until it is closed; return False if another process has the lock.
 
-        A file system without locks gives True.
+        Returns True on a file system without locks.
         """
         return lock(self.descriptor, optional=True)

@@ -1,7 +1,7 @@
-"""Durable names, files that appear whole or not at all, and locks.
+"""Durable names, atomically written files, and locks.
 
-Two writers keep a sequence of their own, for cost: `FileStore` syncs a batch of objects with one
-syncfs, and a pack is appended to under its own name, with one fdatasync for each batch.
+Two writers do without `new_file`, for speed: `FileStore` syncs a batch of objects with one syncfs,
+and a pack is appended to in place, with one fdatasync per batch.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hicachectl.backends.disk.permissions import Permissions, as_umask_says
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-# The file system has no such call, or not for this.
+# The file system lacks a call, or refuses it for these files.
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# NFS locks only what is open for writing (EBADF), which no directory is.
+# NFS locks only files open for writing (EBADF); directories never are.
 _NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 _RENAME_NOREPLACE = 1
-_AT_FDCWD = -100  # in place of a descriptor: the name is a path
+_AT_FDCWD = -100  # instead of a descriptor: the name is a path
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -37,16 +38,16 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def sync_directory(directory: int) -> None:
-    """Make the names in an open directory durable. Raises OSError."""
+    """Make the entries of an open directory durable. Raises OSError."""
     try:
         os.fsync(directory)
     except OSError as error:
-        if error.errno not in UNSUPPORTED:  # some network file systems need none
+        if error.errno not in UNSUPPORTED:  # some network file systems need no sync
             raise
 
 
 def sync_name(path: str | os.PathLike[str], directory: int | None = None) -> None:
-    """Make one name durable: sync the directory that has it. Raises OSError."""
+    """Make one name durable by syncing its directory. Raises OSError."""
     parent = os.path.dirname(path) or "."  # noqa: PTH120 - keeps names that are not UTF-8
     descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
     try:
@@ -56,21 +57,21 @@ def sync_name(path: str | os.PathLike[str], directory: int | None = None) -> Non
 
 
 def sync_file_system(directory: int) -> bool:
-    """Make all files of a directory's file system durable; False where there is no such call."""
+    """Make all files of a directory's file system durable; return False if syncfs is missing."""
     if not hasattr(_LIBC, "syncfs"):
         return False
     if not _LIBC.syncfs(directory):
         return True
     number = ctypes.get_errno()
-    if number == errno.ENOSYS:  # some sandboxes have no such call
+    if number == errno.ENOSYS:  # in some sandboxes
         return False
     raise OSError(number, os.strerror(number))
 
 
 def make_directories(path: str | os.PathLike[str]) -> list[str]:
-    """Make a directory and its missing parents, durably; return those made, innermost first.
+    """Create a directory and its missing parents durably; return the new ones, innermost first.
 
-    Raises OSError. Directories that another process makes meanwhile are not returned.
+    Directories that another process creates meanwhile are not returned. Raises OSError.
     """
     missing = []
     here = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
@@ -87,9 +88,10 @@ def make_directories(path: str | os.PathLike[str]) -> list[str]:
 
 
 def rename_noreplace(source: int | None, old: bytes, target: int | None, new: bytes) -> bool:
-    """Rename unless `new` is there (FileExistsError); False where the system cannot.
+    """Rename without replacing; return False if the system lacks that call.
 
-    source, target: descriptors of directories; None where the name is a path.
+    source, target: descriptors of directories; None if the name is a path. Raises FileExistsError
+    if `new` exists, OSError.
     """
     if not hasattr(_LIBC, "renameat2"):
         return False
@@ -103,10 +105,10 @@ def rename_noreplace(source: int | None, old: bytes, target: int | None, new: by
 
 
 def move_noreplace(source: int | None, old: bytes, target: int | None, new: bytes) -> None:
-    """Rename a file unless `new` is there (FileExistsError); link where no rename can do that.
+    """Rename a file without replacing, or link and unlink it if the system lacks that rename.
 
-    source, target: as in `rename_noreplace`. After a crash, a file that was linked may have both
-    names.
+    Parameters and errors are those of `rename_noreplace`. A crash between link and unlink leaves
+    the file with both names.
     """
     if not rename_noreplace(source, old, target, new):
         os.link(old, new, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
@@ -126,16 +128,16 @@ def new_file(
     replaces: bool = True,
     durable: bool = True,
 ) -> Iterator[int]:
-    """Give the descriptor of a new file, which gets its name once the block ends normally.
+    """Yield the descriptor of a new file, which gets its name when the block ends normally.
 
     mode:      permissions of the file while it is written, less the umask.
-    partial:   its name until then, in the same directory; default: a random one.
-    directory: a descriptor, where `path` starts from there.
-    replaces:  whether a file of that name is replaced; else it raises FileExistsError.
-    durable:   the bytes are on the disk before the name is, and the name when this ends.
+    partial:   temporary name in the same directory; default: random.
+    directory: descriptor that `path` is relative to.
+    replaces:  replace an existing file; else raise FileExistsError.
+    durable:   sync the bytes before the rename, and the name after it.
     Raises OSError.
     """
-    # Not made of the file's name, which may be as long as a name can be.
+    # Not derived from the file's name, which may already have the maximum length.
     partial = partial or f".hicachectl-{os.getpid()}-{secrets.token_hex(8)}.tmp"
     partial = os.path.join(os.path.dirname(path), partial)  # noqa: PTH118, PTH120
     descriptor = os.open(partial, CREATE_FILE, mode, dir_fd=directory)
@@ -151,7 +153,7 @@ def new_file(
         else:
             move_noreplace(directory, os.fsencode(partial), directory, os.fsencode(path))
     except BaseException:
-        with suppress(OSError):  # the first error is the one to tell
+        with suppress(OSError):  # the first error is the one to report
             os.unlink(partial, dir_fd=directory)
         raise
     if durable:
@@ -167,13 +169,13 @@ def whole_file(
     permissions: int | None = None,
     readable_by: Permissions | None = None,
 ) -> Iterator[IO[Any]]:
-    """Give a stream whose bytes replace a file that an option names, once the block ends normally.
+    """Yield a stream that replaces a file named by an option when the block ends normally.
 
-    A symbolic link is followed. What is no regular file (a device, a pipe) is written directly.
-    mode: "w" writes UTF-8. durable: as `new_file`.
-    permissions: of the file; else those of the file that is replaced, or as the umask says.
-    readable_by: a new file is no more readable than this.
-    Raises UsageError where the file cannot be written; a closed pipe stays a BrokenPipeError.
+    A symbolic link is followed. A device or pipe is written directly.
+    mode: "w" writes UTF-8. durable: as in `new_file`.
+    permissions: default: those of the replaced file, else those that the umask allows.
+    readable_by: upper limit of a new file's permissions.
+    Raises UsageError if the file cannot be written, BrokenPipeError for a closed pipe.
     """
     encoding = None if "b" in mode else "utf-8"
     try:
@@ -195,7 +197,7 @@ def whole_file(
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+        raise UsageError(failed(path, "write", error)) from error
 
 
 def _facts_of(path: Path) -> os.stat_result | None:
@@ -209,9 +211,9 @@ def _facts_of(path: Path) -> os.stat_result | None:
 
 
 def lock(descriptor: int, *, optional: bool = False) -> bool:
-    """Lock an open file (flock) until it is closed; False while another process has the lock.
+    """Lock an open file (flock) until closed; return False if another process has the lock.
 
-    optional: True also where the file system has no locks. Raises OSError.
+    optional: return True if the file system has no locks. Raises OSError.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -226,7 +228,7 @@ def lock(descriptor: int, *, optional: bool = False) -> bool:
 def is_named(
     descriptor: int, path: str, directory: int | None = None, *, follow: bool = False
 ) -> bool:
-    """Say whether a name is still that of an open file: ask after locking what may be replaced.
+    """Return whether a name still names an open file; check this after locking.
 
     follow: the name may be a link to the file.
     """

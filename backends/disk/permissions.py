@@ -1,4 +1,4 @@
-"""Who may read what: so that no file is made more readable than what it was made from."""
+"""Permissions that keep new files no more readable than their sources."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NOBODY = -1
-_LIST = 0o5  # what a user needs of a directory to find and to open its files
+_LIST = 0o5  # rights on a directory that suffice to list and open its files
 
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """Permission bits, and the group that those of the group are for.
+    """Permission bits, with the group that the group bits apply to.
 
-    group None: no group in particular. owner: who may read beside them, None where everyone may,
-    NOBODY where the sources have several owners. The bits of the owner are not restricted.
+    group: None if the sources have several groups. owner: the user who may also read, None if
+    everyone may, NOBODY if the sources have several owners. The owner's bits are not restricted.
     """
 
     bits: int = 0o777
@@ -26,14 +26,14 @@ class Permissions:
 
     @classmethod
     def of_file(cls, facts: os.stat_result) -> Permissions:
-        """Who may read a file, by what the system says of it."""
+        """Return the permissions of a file."""
         bits = facts.st_mode & 0o777 | 0o700
-        bits |= (bits & 0o444) >> 2  # as a directory would have them
+        bits |= (bits & 0o444) >> 2  # who may read may also search a directory
         return cls(bits, facts.st_gid, None if bits & 0o004 else facts.st_uid)
 
     @classmethod
     def within(cls, directory: os.stat_result) -> Permissions:
-        """Who may read the files of a directory, as far as the directory decides."""
+        """Return the permissions that a directory allows for its files."""
         bits = 0o700
         for shift in (3, 0):
             if directory.st_mode >> shift & _LIST == _LIST:
@@ -41,22 +41,22 @@ class Permissions:
         return cls(bits, directory.st_gid, None if bits & 0o004 else directory.st_uid)
 
     def may_own(self, user: int) -> bool:
-        """Say whether a file of these permissions can be given to a user."""
+        """Return whether a user may own a file with these permissions."""
         return self.owner in (None, user)
 
     def for_group(self, group: int) -> int:
-        """Return the bits for a file of a group; another group gets no more than everyone."""
+        """Return the bits for a file of a group; a foreign group gets no more than everyone."""
         return self.bits if group == self.group else with_foreign_group(self.bits)
 
     def both(self, other: Permissions) -> Permissions:
-        """Who has both permissions."""
+        """Return the permissions that both grant."""
         owner = self.owner if other.owner in (None, self.owner) else other.owner
         if None not in (self.owner, other.owner) and self.owner != other.owner:
             owner = NOBODY
         if self.group == other.group:
             return Permissions(self.bits & other.bits, self.group, owner)
         mine, theirs = with_foreign_group(self.bits), with_foreign_group(other.bits)
-        if mine == self.bits:  # the group has nothing of its own
+        if mine == self.bits:  # the group has no more rights than everyone
             return Permissions(mine & other.bits, other.group, owner)
         if theirs == other.bits:
             return Permissions(self.bits & theirs, self.group, owner)
@@ -64,18 +64,15 @@ class Permissions:
 
 
 def with_foreign_group(mode: int) -> int:
-    """Return the permissions of a copy whose group is not the source's.
-
-    What the source gave to its group alone is not for the members of another one.
-    """
+    """Return the mode of a copy in another group, without the rights of the source's group."""
     return stat.S_IMODE(mode) & (~0o070 | (mode & 0o007) << 3)
 
 
 def give_file(descriptor: int, owner: int, group: int, *, mode: int | None = None) -> None:
-    """Give an open file to a user and a group, as far as the system lets us.
+    """Set an open file's owner (as root) and group, as far as the system allows.
 
-    mode: what its permissions become; else they stay. Where the group cannot be changed, it gets
-    no more than everyone. Raises OSError.
+    mode: new permissions; default: unchanged. If the group cannot be set, the file's group gets
+    no more rights than everyone. Raises OSError.
     """
     facts = os.fstat(descriptor)
     if (facts.st_uid, facts.st_gid) != (owner, group):
@@ -89,12 +86,12 @@ def give_file(descriptor: int, owner: int, group: int, *, mode: int | None = Non
 
 
 def as_umask_says(permissions: Permissions, group: int) -> int:
-    """Return the mode of a new file of a group, as open(2) would make it."""
+    """Return the mode that open(2) would give a new file of a group."""
     return 0o666 & permissions.for_group(group) & ~_umask()
 
 
 def _umask() -> int:
-    # os.umask can only ask by changing it, for all threads.
+    # os.umask can only be read by changing it, for all threads.
     with suppress(OSError):
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         for line in status.splitlines():

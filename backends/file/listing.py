@@ -1,4 +1,4 @@
-"""Directories of objects as batches of Arrow: names, and what the system says of the files."""
+"""List a directory's files as Arrow batches of names, sizes, times and versions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
 SCAN_ROWS = 16384
-_OBJECT_END = ".bin"  # of the names that HiCacheFile gives
+_OBJECT_END = ".bin"  # suffix of HiCacheFile's names
 # Arrow's stat releases the GIL: two workers keep up with the thread that reads names.
 SCAN_WORKERS = 2
 
 
 @dataclass(slots=True)
 class SkippedEntries:
-    """Entries named like objects that are neither files nor directories: number, and the first."""
+    """Number and first name of entries named like objects that are not files or directories."""
 
     count: int = 0
     first: str = ""
@@ -43,14 +43,13 @@ class SkippedEntries:
 def scan_directory(
     directory: int, path: str, schema: Any, left_out: SkippedEntries
 ) -> Generator[Any, None, None]:
-    """List the regular files of a directory as batches of a scan's schema.
+    """Yield the regular files of a directory as batches with a scan's schema.
 
-    directory: its descriptor. path: its name. left_out: counts links, FIFOs and the like. A file
-    that cannot be asked for its size is listed without one. Raises OSError.
+    directory: its descriptor. left_out: counts links, FIFOs and the like. Raises OSError.
     """
     read = batch_reader(directory, path, schema)
     pending: deque[Any] = deque()
-    # Versions need a stat call from Python, where a second thread only fights for the GIL.
+    # Versions need Python's stat, where a second thread only competes for the GIL.
     workers = 1 if "version" in schema.names else SCAN_WORKERS
     pool = ThreadPoolExecutor(workers, thread_name_prefix="hicachectl-scan")
     try:
@@ -65,14 +64,14 @@ def scan_directory(
 
 
 def names_in(directory: int, left_out: SkippedEntries) -> Iterator[list[str]]:
-    """Read the names of regular files, some thousands at once."""
+    """Yield the names of regular files, at most SCAN_ROWS at a time."""
 
     def leave_out(entry: os.DirEntry[str]) -> bool:
         if entry.name.endswith(_OBJECT_END) and not entry.is_dir(follow_symlinks=False):
             left_out.add(entry.name)
         return False
 
-    # A descriptor of its own: scans at the same time must not share a position.
+    # Concurrent scans must not share a read position.
     own = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
     try:
         with os.scandir(own) as entries:
@@ -88,16 +87,16 @@ def names_in(directory: int, left_out: SkippedEntries) -> Iterator[list[str]]:
 
 
 def batch_reader(directory: int, path: str, schema: Any) -> Callable[[list[str]], Any]:
-    """How names become a batch of `schema`: the cheapest way that has all its columns."""
+    """Return the cheapest function from names to a batch with all columns of `schema`."""
 
     def only_names(names: list[str]) -> Any:
         return scan_batch(schema, {"key": _key_array(names)}, len(names))
 
     def read(names: list[str]) -> Any:
-        # Arrow takes UTF-8 text only, and asks for no inode.
+        # Arrow accepts only UTF-8 names and returns no inode.
         arrow = "version" not in schema.names and path.isascii()
         if arrow and "".join(names).isascii():
-            with suppress(OSError):  # one file that cannot be asked fails them all
+            with suppress(OSError):  # if stat fails for one file, Arrow fails the batch
                 return _ask_arrow(path, schema, names)
         return ask_each(directory, schema, names)
 
@@ -105,7 +104,7 @@ def batch_reader(directory: int, path: str, schema: Any) -> Callable[[list[str]]
 
 
 def _ask_arrow(path: str, schema: Any, names: list[str]) -> Any:
-    """Size and mtime by way of Arrow, which asks the system without holding the GIL."""
+    """Return a batch with size and mtime, from Arrow's stat, which releases the GIL."""
     prefix = path + "/"
     infos = LocalFileSystem().get_file_info([prefix + name for name in names])
     sizes = [info.size for info in infos]
@@ -123,7 +122,7 @@ def _ask_arrow(path: str, schema: Any, names: list[str]) -> Any:
 
 
 def ask_each(directory: int, schema: Any, names: list[str]) -> Any:
-    """Make a batch of `schema` of the files that are there, one stat each. Raises OSError."""
+    """Return a batch of the existing files, one stat each. Raises OSError."""
     found: list[str] = []
     facts: list[tuple[int | None, int | None, bytes | None]] = []
     fact: tuple[int | None, int | None, bytes | None]
@@ -153,7 +152,7 @@ def ask_each(directory: int, schema: Any, names: list[str]) -> Any:
 
 
 def _key_array(names: list[str]) -> Any:
-    """File names as a binary array, from one joined buffer instead of a bytes object each."""
+    """Return file names as a binary array, without a bytes object per name."""
     joined = os.fsencode("".join(names))
     lengths = list(map(len, names))
     if sum(lengths) != len(joined):

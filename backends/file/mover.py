@@ -1,4 +1,4 @@
-"""Files renamed between a store's directory and another, as a quarantine is filled and emptied."""
+"""Rename files between a store's directory and another one, such as a quarantine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FileMover(Mover):
-    """Renames between a store's directory and another one, by their descriptors."""
+    """Renames between the directories of a store and of a quarantine."""
 
     def __init__(
         self,
@@ -27,17 +27,17 @@ class FileMover(Mover):
         there: int,
         status_of: Callable[[int, OSError, dict[int, str]], Status],
     ) -> None:
-        """Take two descriptors, of which the second is closed with this.
+        """Use two descriptors: the store's directory, and another that `close` closes.
 
-        status_of: what an error of the store's directory means, as `FileStore` sees it.
+        status_of: `FileStore._failed`.
         """
         self._here = here
         self._there = there
         self._status_of = status_of
-        self._into_store: bool | None = None  # where the renames since the last flush went
+        self._into_store: bool | None = None  # direction of the renames since the last flush
 
     def take(self, key: bytes, name: str, version: bytes | None = None) -> Status:
-        """Rename, unless the file is no longer the one listed."""
+        """Rename the file unless its version has changed."""
         target = os.fsencode(name)
         check_key(key)
         check_key(target)
@@ -47,22 +47,22 @@ class FileMover(Mover):
             if not stat.S_ISREG(listed.st_mode) or version not in (None, version_of(listed)):
                 return Status.CHANGED
             if not durable.rename_noreplace(self._here, key, self._there, target):
-                # Not by a link: a writer's new file of the name would be unlinked.
+                # With link and unlink, the unlink could remove a writer's new file.
                 os.rename(key, target, src_dir_fd=self._here, dst_dir_fd=self._there)
         except OSError as error:
             if not os.fstat(self._there).st_nlink:
-                raise OSError(errno.ECANCELED, "its new directory was removed") from error
+                raise OSError(errno.ECANCELED, "the quarantine directory was removed") from error
             return self._missing(error)
         moved = os.stat(target, dir_fd=self._there, follow_symlinks=False)
         if moved.st_ino == listed.st_ino:
             return Status.OK
         # A writer renamed another file to the key between the two calls.
         if self.put_back(name, key) == Status.EXISTS:
-            os.unlink(target, dir_fd=self._there)  # and again, after that one was taken
+            os.unlink(target, dir_fd=self._there)  # a writer has replaced the key once more
         return Status.CHANGED
 
     def put_back(self, name: str, key: bytes) -> Status:
-        """Rename, or link where the file system has no rename that spares what is there."""
+        """Rename without replacing, or link if the file system lacks that rename."""
         source = os.fsencode(name)
         check_key(source)
         check_new_key(key)
@@ -70,7 +70,7 @@ class FileMover(Mover):
         try:
             held = os.stat(source, dir_fd=self._there, follow_symlinks=False)
             if not stat.S_ISREG(held.st_mode):
-                raise OSError(errno.EINVAL, "is no regular file in the quarantine")
+                raise OSError(errno.EINVAL, "is not a regular file in the quarantine")
             move_noreplace(self._there, source, self._here, key)
         except FileExistsError:
             return Status.EXISTS
@@ -79,7 +79,7 @@ class FileMover(Mover):
         return Status.OK
 
     def drop_double(self, key: bytes, name: str) -> None:
-        """Unlink the key where both names are of the same file."""
+        """Unlink the key if both names are links to the same file."""
         target = os.fsencode(name)
         check_key(key)
         check_key(target)
@@ -89,26 +89,26 @@ class FileMover(Mover):
                 os.unlink(key, dir_fd=self._here)
 
     def flush(self, *, into_store: bool) -> None:
-        """Sync both directories, first the one that gained names: no object loses both."""
+        """Sync both directories, the one with new names first: no object loses both names."""
         directories = (self._here, self._there) if into_store else (self._there, self._here)
         for directory in directories:
             sync_directory(directory)
         self._into_store = None
 
     def _turn(self, *, into_store: bool) -> None:
-        """Flush the renames that went the other way: no order of syncs is right for both."""
+        """Flush renames of the other direction, which need another order of syncs."""
         if self._into_store is (not into_store):
             self.flush(into_store=not into_store)
         self._into_store = into_store
 
     def close(self) -> None:
-        """Close the directory's descriptor."""
+        """Close the descriptor of the other directory."""
         descriptor, self._there = self._there, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def _missing(self, error: OSError) -> Status:
-        """Give the status of an error that is none, or raise it."""
+        """Return GONE for a missing file; raise every other error."""
         if self._status_of(0, error, {}) == Status.GONE:
             return Status.GONE
         raise error

@@ -1,9 +1,9 @@
-"""SGLang's file store: one file per object in one directory, the file name is the key.
+"""SGLang's file store: one directory with one file per object; the file name is the key.
 
-Source: sglang srt/mem_cache/hicache_storage.py :: HiCacheFile. Only regular files are objects;
-symbolic links are not followed, sub-directories (our own `.hicachectl` among them) are left alone.
-Leftovers of unfinished writes (`.<32 hex>.tmp` of SGLang, `.hicachectl-<32 hex>.tmp` of ours)
-are listed like objects, for a check to report.
+Source: sglang srt/mem_cache/hicache_storage.py :: HiCacheFile. Only regular files are objects.
+Symbolic links are not followed; sub-directories, such as our `.hicachectl`, are ignored.
+Temporary files of unfinished writes (SGLang: `.<32 hex>.tmp`, hicachectl:
+`.hicachectl-<32 hex>.tmp`) are listed like objects, for a check to report.
 """
 
 from __future__ import annotations
@@ -70,15 +70,16 @@ from hicachectl.backends.file.listing import SkippedEntries, ask_each, names_in,
 from hicachectl.backends.file.mover import FileMover
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator
 
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
-# The 16 bytes of a temporary name: its owner, the process, and a number.
+# The 16 bytes of a temporary name: 8 of the owner, 4 of the process, 4 of a counter.
 _OWNER_BYTES, _TOKEN_BYTES = 8, 12
-# A new file of a random name is refused: the directory takes no other either.
+# Errors that every new file in the directory would get.
 _NO_NEW_FILES = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _WORDS = {
     errno.ELOOP: "is a symbolic link",
@@ -89,21 +90,21 @@ _VERSION_BYTES = VERSION.size
 
 
 class _Ownership(NamedTuple):
-    """What new files are made: mode less the umask, and user and group where they are given."""
+    """Mode of new files, less the umask, and their user and group if set."""
 
     mode: int
     owner: tuple[int, int] | None
 
 
 class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, SystemCopy, Touch):
-    """A HiCacheFile directory, used by path: nothing is created, resized or touched by looking."""
+    """A HiCacheFile directory; reads and listings create, resize and touch nothing."""
 
     limits: Limits = Limits(
-        batch_objects=1024,  # one syncfs each: 1.2-1.5 times the cost of not syncing at all
+        batch_objects=1024,  # one syncfs per batch: 1.2-1.5 times the cost of no sync
         batch_bytes=256 << 20,
         parallel_reads=4,
         parallel_writes=2,
-        forkable=True,  # all that reading needs is the directory's descriptor
+        forkable=True,  # reading needs only the directory's descriptor
     )
     grammar = "file"
     traits: ClassVar[Traits] = Traits(
@@ -117,8 +118,8 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
     def __init__(self, path: str | os.PathLike[str], opened: int | None = None) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
         self._left_out = SkippedEntries()
-        self._made: list[str] = []  # directories of ours, the innermost first
-        self._seen = self._limit = Permissions()  # of what was read, and for what is written
+        self._made: list[str] = []  # directories that `create` made, innermost first
+        self._seen = self._limit = Permissions()  # of files read, and for files written
         self._noting = threading.Lock()
         self._token = b""  # of temporary names
         self.own_temporaries(os.urandom(_OWNER_BYTES).hex(), sweep=False)
@@ -139,13 +140,13 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         self._use_owner(facts)
 
     def _use_owner(self, facts: os.stat_result) -> None:
-        """Decide whose new files are: with root's rights the owner's of the directory."""
+        """Set the owner of new files: as root, the directory's owner."""
         self._owner = None if os.geteuid() or not facts.st_uid else (facts.st_uid, facts.st_gid)
         self._own_group = facts.st_gid if facts.st_mode & stat.S_ISGID else os.getegid()
         self._new = _Ownership(0o666, self._owner)
 
     def _for_new(self, permissions: Permissions) -> _Ownership:
-        """Say what a new file is to be, made of sources of some permissions."""
+        """Return mode and owner of a new file made from such sources."""
         owner = self._owner
         if owner is not None and permissions.may_own(owner[0]):
             return _Ownership(0o666 & permissions.for_group(owner[1]), owner)
@@ -153,7 +154,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
 
     @classmethod
     def within(cls, directory: Directory) -> Self:
-        """Use an open directory, by its descriptor: its path is not looked up again."""
+        """Open the store in an open directory, without looking up its path."""
         return cls(directory.path, directory.descriptor)
 
     @classmethod
@@ -163,25 +164,25 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
 
     @classmethod
     def create(cls, url: StoreUrl) -> Self:
-        """Open the directory of a `file:` URL; a missing one is made, as SGLang does.
+        """Open the directory of a `file:` URL, or create it, as SGLang does.
 
-        It is removed again if nothing was written to it.
+        `close` removes a created directory that is still empty. Raises StoreUnavailable.
         """
         try:
             made = make_directories(url.path)
         except OSError as error:
-            raise StoreUnavailable(f"{url.path}: cannot be made: {error.strerror}") from error
+            raise StoreUnavailable(failed(url.path, "create the directory", error)) from error
         store = cls(url.path)
         store._made = made
         return store
 
     def readable_by(self, *, listing: bool = False) -> Permissions:
-        """Return who may read the files that were read, by their modes and the directory's."""
+        """Return the permissions common to all files read and to the directory."""
         directory = Permissions.within(os.fstat(self._directory))
         return directory if listing else self._seen.both(directory)
 
     def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
-        """Narrow the modes of new files; listing: and of directories that this store has made."""
+        """Limit the modes of new files; listing: also of directories that `create` made."""
         with self._noting:
             limit = self._limit = self._limit.both(permissions)
             self._new = self._for_new(limit)
@@ -199,7 +200,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
                 raise self._unavailable(error) from error
 
     def _note_readable(self, modes: int, groups: set[int], owners: set[int]) -> None:
-        """Note what all files of a call have in common: their modes, group and owner."""
+        """Record the permissions common to all files of a call; modes: their bitwise AND."""
         group = groups.pop() if len(groups) == 1 else None
         owner = owners.pop() if len(owners) == 1 else NOBODY
         seen = Permissions(modes & 0o777 | 0o700, group, None if modes & 0o004 else owner)
@@ -207,11 +208,11 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             self._seen = self._seen.both(seen)
 
     def side_directory(self) -> Path:
-        """Name the sub-directory that SGLang ignores and its `clear()` leaves."""
+        """Return the sub-directory, which SGLang ignores and its `clear()` keeps."""
         return Path(self.path) / os.fsdecode(OWN_PREFIX)
 
     def open_side_directory(self, *, writes: bool, makes: bool = False) -> Directory | None:
-        """Open `.hicachectl`, by the descriptor of the store's directory."""
+        """Open `.hicachectl` through the store's descriptor."""
         name, trust = os.fsdecode(OWN_PREFIX), self.trust(writes=writes)
         with Directory(os.dup(self._directory), self.path, trust) as here:
             if makes:
@@ -219,22 +220,22 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             return here.directory(name) if here.has(name) else None
 
     def trust(self, *, writes: bool) -> Trust:
-        """Trust by the store's directory."""
+        """Return the trust derived from the store's directory."""
         return Trust(os.fstat(self._directory), writes=writes)
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Close the directory; remove created directories that are empty."""
         descriptor, self._directory = self._directory, -1
         if descriptor >= 0:
             os.close(descriptor)
-            with suppress(OSError):  # one that is not empty
+            with suppress(OSError):  # not empty
                 for directory in self._made:
                     os.rmdir(directory)  # noqa: PTH106 - names that are not UTF-8
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
-        """List every regular file; the version is made of inode, mtime, ctime and size.
+        """List every regular file; the version consists of inode, mtime, ctime and size.
 
-        A file that cannot be asked for its size is listed without one.
+        If stat fails for a file, the file is listed with null columns.
         """
         self._left_out = SkippedEntries()
         schema = scan_schema(columns)
@@ -245,18 +246,18 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Name what the last listing left out: links, FIFOs, sockets and devices."""
+        """Report links, FIFOs, sockets and devices that the last listing left out."""
         if not self._left_out.count:
             return ()
         return (
-            f"{self.path}: left alone {self._left_out.count} entries that are named like objects "
-            f"and are links, FIFOs, sockets or devices, such as {self._left_out.first}",
+            f"{self.path}: ignored {self._left_out.count} entries named like objects that are "
+            f"links, FIFOs, sockets or devices, such as {self._left_out.first}",
         )
 
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read whole files; nothing is read of one that has not the size expected."""
+        """Read whole files; a file whose size is not its capacity is not read."""
         memory = self.memory(offsets, capacities, len(rows))
         statuses = np.zeros(len(rows), dtype=np.uint8)
         nbytes = np.full(len(rows), -1, dtype=np.int64)
@@ -264,8 +265,8 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         errors: dict[int, str] = {}
         sizes = [-1] * len(rows)
         modes, groups, owners = 0o777, set[int](), set[int]()
-        # This loop is most of what reading small objects costs: names are looked up once, and
-        # the checks of a healthy key made for all keys together.
+        # Most of the cost of reading small objects is this loop: look up attributes once, and
+        # check healthy keys together.
         pack, read, here = VERSION.pack_into, self._read, self._directory
         keys = keys_of(rows)
         check = None if are_plain(keys) else check_key
@@ -302,9 +303,9 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return ReadResult(statuses, errors, nbytes=nbytes, versions=fields)
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Let the system begin to read files that are not in memory yet."""
+        """Let the system start reading files that are not in memory yet."""
         for key, capacity in zip(keys_of(rows), capacities.tolist(), strict=True):
-            with suppress(OSError):  # the read will say what is wrong
+            with suppress(OSError):  # the read will report the error
                 check_key(key)
                 descriptor = self._open(key, self._directory)
                 try:
@@ -320,7 +321,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         *,
         if_absent: bool,
     ) -> Result:
-        """Write a batch: temporary files, one sync, rename, sync of the directory."""
+        """Write temporary files, sync them together, rename them, and sync the directory."""
         memory = self.memory(offsets, sizes, len(rows))
         times = mtimes_of(rows)
         places = list(zip(offsets.tolist(), sizes.tolist(), strict=True))
@@ -333,7 +334,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return self._publish(keys_of(rows), stage, if_absent=if_absent)
 
     def can_copy_from(self, source: Store) -> bool:
-        """Whether a store's objects are files."""
+        """Return whether a store is a file store."""
         return isinstance(source, FileStore)
 
     def copy_from(
@@ -346,9 +347,11 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         if_absent: bool,
         preserve: bool = False,
     ) -> Result:
-        """Let the system copy files, in the way of `write_from`."""
+        """Let the system copy files, with the steps of `write_from`."""
         if not isinstance(source, FileStore):
-            raise UnsupportedByBackend(f"{self.url}: takes no objects right from {source.url}")
+            raise UnsupportedByBackend(
+                f"{self.url}: cannot copy objects directly from {source.url}"
+            )
         within = Permissions.within(os.fstat(source._directory))
         files, nbytes, times = keys_of(origins), sizes.tolist(), mtimes_of(rows)
 
@@ -374,9 +377,9 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         *,
         if_absent: bool,
     ) -> Result:
-        """Make temporary files, all durable before the first gets its name.
+        """Create temporary files, sync all, then rename them to their keys.
 
-        stage: makes the file of one row, and gives its name, or why there is none.
+        stage: creates one row's file; returns its name, or a status.
         """
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -412,7 +415,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return Result(statuses, errors)
 
     def delete(self, rows: Rows) -> Result:
-        """Unlink files, durably; readers that have one open finish."""
+        """Unlink files durably; readers with an open file finish."""
         keys = keys_of(rows)
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -423,14 +426,14 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             return Status.OK
 
         self._each(range(len(keys)), unlink, statuses, errors)
-        # An anchor must not come back after a crash once its sidecars are gone.
+        # After a crash, an anchor must not reappear without its sidecars.
         deleted = np.flatnonzero(statuses == Status.OK).tolist()
         if deleted:
             self._synced(partial(sync_directory, self._directory), deleted, statuses, errors)
         return Result(statuses, errors)
 
     def flush(self) -> None:
-        """Sync the file system: other writers, and runs that were killed, have synced nothing."""
+        """Sync the file system: servers and killed runs sync nothing."""
         try:
             if not sync_file_system(self._directory):
                 os.sync()
@@ -439,8 +442,8 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             raise self._unavailable(error) from error
 
     def own_temporaries(self, owner: str, *, sweep: bool) -> None:
-        """Name temporary files after `owner`; sweep: remove those that are there."""
-        # No two processes give the same name, even where an owner is two at once.
+        """Put `owner` into the names of temporary files; sweep: remove existing ones."""
+        # Two processes with the same owner still get different names.
         self._token = owner.encode() + os.urandom(_TOKEN_BYTES - _OWNER_BYTES).hex().encode()
         if not sweep:
             return
@@ -455,14 +458,14 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             raise self._unavailable(error) from error
 
     def exists(self, rows: Rows) -> BoolArray:
-        """Say which keys are regular files, one stat each."""
+        """Return which keys are regular files, one stat each."""
         keys = keys_of(rows)
         return np.fromiter(map(self._is_there, keys), dtype=np.bool_, count=len(keys))
 
     def touch(self, rows: Rows) -> BoolArray:
-        """Set modification times to now: the order of eviction that a server begins with.
+        """Set modification times to now: a server that starts evicts in their order.
 
-        A server that runs keeps an order of its own, which files do not show.
+        A running server keeps its own order in memory.
         """
         now = time.time_ns()
         touched = np.zeros(len(rows), dtype=np.bool_)
@@ -486,11 +489,11 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return pa.Table.from_batches([batch])
 
     def mover(self, directory: Directory) -> FileMover | None:
-        """Open what renames files into a directory of the same file system and mount."""
+        """Return a mover to a directory; None if it is on another file system or mount."""
         target = os.dup(directory.descriptor)
         try:
-            # Sub-volumes of one mount differ in their device; mounts are told apart before names
-            # are looked up, so that none needs to be there.
+            # Sub-volumes of one mount differ in their device. Between mounts, the rename fails with
+            # EXDEV, even for a missing name.
             name = OWN_PREFIX + b"-" + os.urandom(16).hex().encode()
             crosses = os.fstat(target).st_dev != os.fstat(self._directory).st_dev
             try:
@@ -510,7 +513,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return FileMover(self._directory, target, self._failed)
 
     def free_bytes(self) -> int | None:
-        """Count what the file system leaves to users who are not root."""
+        """Return the file system's free bytes for users other than root."""
         space = os.fstatvfs(self._directory)
         return space.f_bavail * space.f_frsize
 
@@ -518,7 +521,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
 
     @staticmethod
     def _open(key: bytes, here: int) -> int:
-        """Open a file to be read; its atime stays, where the system lets us: for the owner."""
+        """Open a file for reading; as its owner, without an atime update."""
         try:
             return os.open(key, _READ_FLAGS | os.O_NOATIME, dir_fd=here)
         except PermissionError as error:
@@ -528,7 +531,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
 
     @classmethod
     def _read(cls, key: bytes, here: int, target: memoryview) -> tuple[int, os.stat_result]:
-        """Give the file's size and facts; its bytes are in `target` when that is as long."""
+        """Return a file's size and stat; read the file if `target` has exactly that size."""
         descriptor = cls._open(key, here)
         try:
             facts = os.fstat(descriptor)
@@ -560,16 +563,14 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
     def _write_temporary(
         self, fill: Callable[[int], None], mtime_ns: int | None, new: _Ownership | None = None
     ) -> bytes:
-        """Create a file under a name that SGLang ignores, not yet synced."""
+        """Create an unsynced temporary file; return its name, which SGLang ignores."""
         mode, owner = new or self._new
         name = b"%s-%s%08x.tmp" % (OWN_PREFIX, self._token, next(self._numbers) & 0xFFFFFFFF)
         try:
             descriptor = os.open(name, CREATE_FILE, mode, dir_fd=self._directory)
         except OSError as error:
             if error.errno in _NO_NEW_FILES:
-                raise StoreUnavailable(
-                    f"{self.path}: cannot be written to: {error.strerror}"
-                ) from error
+                raise StoreUnavailable(failed(self.path, "write to the store", error)) from error
             raise
         try:
             if owner is not None:
@@ -588,9 +589,10 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
     def _copy_temporary(
         self, origin: int, size: int, mtime_ns: int | None, within: Permissions, *, preserve: bool
     ) -> bytes | Status:
-        """Create a copy of an open file, if that has its size and keeps its bytes meanwhile.
+        """Copy an open file to a temporary file; return its name, or a status.
 
-        within: permissions of the source's directory. preserve: copy owner and mode.
+        The source must have `size` bytes and stay unchanged. within: permissions of its
+        directory. preserve: copy owner and mode.
         """
         before = os.fstat(origin)
         if not stat.S_ISREG(before.st_mode):
@@ -618,7 +620,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return Status.CHANGED
 
     def _rename(self, temporary: bytes, key: bytes, *, if_absent: bool) -> None:
-        """Give a temporary file its name. Raises FileExistsError when that is taken."""
+        """Rename a temporary file to its key. Raises FileExistsError."""
         here = self._directory
         if if_absent:
             move_noreplace(here, temporary, here, key)
@@ -626,7 +628,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             os.replace(temporary, key, src_dir_fd=here, dst_dir_fd=here)
 
     def _sync_data(self, names: Collection[bytes]) -> None:
-        """Make files durable: by one syncfs, far cheaper than an fsync each where there is one."""
+        """Sync files, by one syncfs if possible: far cheaper than an fsync each."""
         if sync_file_system(self._directory):
             return
         for name in names:
@@ -636,7 +638,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             finally:
                 os.close(descriptor)
 
-    # what went wrong
+    # errors
 
     def _each(
         self,
@@ -658,7 +660,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         statuses: np.ndarray[Any, np.dtype[np.uint8]],
         errors: dict[int, str],
     ) -> bool:
-        """Whether a sync worked; if not, none of the rows that were ok so far is certain."""
+        """Sync, and return whether that succeeded; if not, OK rows get its error."""
         try:
             sync()
         except OSError as error:
@@ -669,7 +671,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return True
 
     def _failed(self, index: int, error: OSError, errors: dict[int, str]) -> Status:
-        """Give the status of a system call that failed for one row."""
+        """Return the status of a row's failed system call. Raises StoreUnavailable."""
         if error.errno in LOST or self._removed(error):
             raise self._unavailable(error) from error
         if error.errno == errno.ENOENT:
@@ -681,14 +683,14 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
 
     def _removed(self, error: OSError) -> bool:
         if error.errno == errno.EBADF and self._directory < 0:
-            raise ValueError("the store is closed")
+            raise ValueError("The store is closed")
         return error.errno == errno.ENOENT and not os.fstat(self._directory).st_nlink
 
     def _unavailable(self, error: OSError) -> StoreUnavailable:
-        remedies = {
-            errno.ENOENT: "no such directory; check the path, or create it",
-            errno.ENOTDIR: "not a directory; give the directory that holds the objects",
-            errno.EACCES: "permission denied; run as the user of the server, or as its group",
+        next_steps = {
+            errno.ENOENT: "check the path, or create the directory",
+            errno.ENOTDIR: "give the directory with the objects",
+            errno.EACCES: "run as the server's user or as a member of its group",
         }
-        reason = remedies.get(error.errno or 0) or f"{error.strerror}; is the file system mounted?"
-        return StoreUnavailable(f"{self.path}: {reason}")
+        next_step = next_steps.get(error.errno or 0, "check that the file system is mounted")
+        return StoreUnavailable(failed(self.path, "use the store", error, next_step))

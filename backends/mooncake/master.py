@@ -1,9 +1,8 @@
-"""The admin side of a Mooncake master: what it holds, asked over HTTP without touching a lease.
+"""HTTP client of a Mooncake master's admin service, which changes neither objects nor leases.
 
-Only endpoints that change nothing are used: `/get_all_keys`, `/batch_query_keys`,
-`/get_segments_detail` and `/health`; all but the last tell of the default tenant alone. Masters
-before 0.3.12 answer `/batch_query_keys` in the way of a reader, which extends leases: `check`
-refuses them.
+Endpoints: `/health` and, for the default tenant only, `/get_all_keys`, `/batch_query_keys` and
+`/get_segments_detail`. Masters before 0.3.12 extend leases on `/batch_query_keys`; `check` refuses
+them.
 Source: Mooncake mooncake-store/src/master_admin_service.cpp, include/types.h :: ErrorCode.
 """
 
@@ -36,23 +35,23 @@ from hicachectl.formats.forms import decode
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
-TIMEOUT_S = 15.0  # for a whole answer; of a listing, for each piece of it
-# Measured with 100,000 keys of 83 bytes: 40 KiB took 20 % longer, 160 and 320 KiB 10 %; a second
-# request in flight saved 20 to 25 %, a third nothing, though the master's server has 4 threads.
+TIMEOUT_S = 15.0  # seconds for a whole answer, or for each block of a listing
+# Measured with 100,000 keys of 83 bytes: URLs of 40 KiB took 20 % longer, of 160 and 320 KiB 10 %.
+# A second request in flight saved 20 to 25 %, a third nothing (the master has 4 threads).
 URL_BYTES = 80 << 10
 IN_FLIGHT = 2
 MAX_KEY_BYTES = 1 << 20
 MAX_OBJECT_BYTES = 1 << 40
-MAX_LISTING_BYTES = 64 << 30  # some 700 million keys
+MAX_LISTING_BYTES = 64 << 30  # about 700 million keys
 
-_SAFE = b",-./:_~" + (string.ascii_letters + string.digits).encode()  # the comma parts keys
+_SAFE = b",-./:_~" + (string.ascii_letters + string.digits).encode()  # the comma separates keys
 _UNSAFE = re.compile(b"[^" + re.escape(_SAFE) + b"]")
 _ESCAPES = {bytes([byte]): b"%%%02X" % byte for byte in range(256)}
 _PROBE = "hicachectl-probe-"
 
 _INTERNAL_ERROR = -1
 _NOT_READY = -703
-# The reply names errors; these are the ones that asking about keys can give.
+# Numbers of the errors that a query of keys can name.
 _CODES = {
     "INTERNAL_ERROR": _INTERNAL_ERROR,
     "INVALID_KEY": -400,
@@ -76,22 +75,22 @@ ANSWER_SCHEMA = pa.schema(
 )
 
 _WRONG_PORT = "the admin port is the master's --metrics_port, 9003 by default"
-_OLD_MASTER = "Mooncake 0.3.12 or newer is needed"
+_OLD_MASTER = "use Mooncake 0.3.12 or newer"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Memory that one storage process gives to the cluster."""
+    """Memory that one storage process contributes to the cluster."""
 
     name: str
     endpoint: str  # as in a replica's location
     protocol: str
-    status: str  # "OK", or how far it is on its way out
+    status: str  # "OK", or a stage of the segment's removal
     used_bytes: int
     capacity_bytes: int
 
 
-# Replies, in the master's own words; a field that is missing or of another type is an error.
+# Replies, with the master's field names; a missing field or a wrong type is an error.
 
 
 class _Buffer(msgspec.Struct, gc=False):
@@ -150,9 +149,9 @@ _NO_BUFFERS = [_Buffer(0, 0, "")]
 
 
 class MasterAdmin:
-    """One master's HTTP endpoints, safe to call from threads; every failure is StoreUnavailable.
+    """One master's HTTP endpoints, thread-safe. Every failure raises StoreUnavailable.
 
-    address: host:port of its metrics and admin service. timeout_s: for each answer as a whole.
+    address: host:port of the metrics and admin service. timeout_s: seconds for a whole answer.
     """
 
     def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -164,32 +163,32 @@ class MasterAdmin:
         self._threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="hicachectl-master")
 
     def close(self) -> None:
-        """Close the connections; what other threads ask fails."""
-        self._http.close()  # first: it ends what the threads wait for
+        """Close the connections; requests of other threads fail."""
+        self._http.close()  # first, because it ends the threads' requests
         self._threads.shutdown(cancel_futures=True)
 
     def check(self) -> None:
-        """Make sure that a master is here, serves, and can be asked without extending leases."""
+        """Raise unless a master serves here and answers queries without extending leases."""
         reply = self._http.get("/health")
         if reply.status == http.client.OK and reply.body.strip() == b"OK":
-            raise self._http.lost(f"an old master; {_OLD_MASTER}")
+            raise self._http.lost(f"the master is too old; {_OLD_MASTER}")
         try:
             health = decode(_HEALTH, reply.body)
         except FormatError:
-            raise self._http.lost("what answers is no Mooncake master", _WRONG_PORT) from None
+            raise self._http.lost("the answer is not a Mooncake master's", _WRONG_PORT) from None
         if not health.service_ready:
-            leader = health.leader_address or "not known to it"
+            leader = health.leader_address or "unknown to this master"
             raise self._http.lost(
                 f"the master does not serve (role {health.role}, state {health.ha_state})",
-                f"name the leader and its admin address; the leader is {leader}",
+                f"name the leader and its admin address (leader: {leader})",
             )
         self._check_looking()
 
     def key_batches(self, most: int) -> Generator[Any, None, None]:
-        """List the default tenant's keys as binary arrays of at most `most`, none of them empty.
+        """Yield the default tenant's keys as binary arrays with 1 to `most` keys.
 
-        Keys without a readable replica are left out by the master; one that contains a newline
-        comes as two. Memory is bounded by a batch, however many keys there are.
+        The master leaves out keys without a readable replica; a key with a newline comes as two.
+        Memory is bounded by one batch.
         """
         pending = pa.array([], pa.binary())
         for lines in self._lines("/get_all_keys"):
@@ -203,16 +202,15 @@ class MasterAdmin:
             yield pending
 
     def query(self, keys: Any) -> Any:
-        """Ask about keys: a record batch of ANSWER_SCHEMA, in the order of `keys`.
+        """Query keys; return a record batch of ANSWER_SCHEMA, in the order of `keys`.
 
-        keys: binary array, without nulls.
-        code:     0, or the master's negative error: -704 gone, -703 not yet written. Null where
-            the key cannot be asked about, like all the rest of its row: it is empty, is not
-            UTF-8, or contains a comma.
-        nbytes:   of the first memory replica, else of one on disk.
+        keys:     binary array without nulls.
+        code:     0, or the master's negative error: -704 gone, -703 not yet written. The row is
+            null for a key that cannot be queried: empty, not UTF-8, or with a comma.
+        nbytes:   size of the first memory replica, else of one on disk.
         mismatch: whether replicas differ in size.
-        version:  size, a hash of the memory replicas' sorted endpoints, and the address of the
-            first, each uint64 of little endian. Null for objects that are only on disk.
+        version:  size, hash of the memory replicas' sorted endpoints, and address of the first,
+            each uint64 little-endian. Null for objects only on disk.
         replicas: memory, nof (memory over fabrics), disk, local_disk.
         """
         texts = _texts(keys)
@@ -227,12 +225,14 @@ class MasterAdmin:
         return answers.take(pa.array(places, pa.int64(), mask=~askable))
 
     def segments(self) -> list[Segment]:
-        """List the memory of the cluster."""
+        """Return the memory segments of the cluster."""
         reply = self._ok("/get_segments_detail")
         try:
             items = decode(_SEGMENTS, reply).segments
         except FormatError as error:
-            raise self._http.lost(f"/get_segments_detail cannot be read: {error}") from None
+            raise self._http.lost(
+                f"/get_segments_detail: the reply cannot be read: {error}"
+            ) from None
         return [
             Segment(
                 item.segment_name,
@@ -246,7 +246,7 @@ class MasterAdmin:
         ]
 
     def free_bytes(self) -> int:
-        """Count the unused bytes of the segments that take objects."""
+        """Return the unused bytes of the segments with status OK."""
         return sum(
             max(0, segment.capacity_bytes - segment.used_bytes)
             for segment in self.segments()
@@ -254,8 +254,8 @@ class MasterAdmin:
         )
 
     def _check_looking(self) -> None:
-        # The change that made this request harmless also added `nof_values` to each key's answer,
-        # and what asks about a key that no one has grants no lease on any version.
+        # The change that stopped the extension of leases also added `nof_values` to each answer.
+        # A query of a missing key grants no lease in any version.
         probe = _PROBE + secrets.token_hex(16)
         path = f"/batch_query_keys?keys={probe}"
         reply = self._http.get(path)
@@ -264,12 +264,12 @@ class MasterAdmin:
         body = self._checked(path, reply)
         if probe.encode() in body and b'"nof_values"' not in body:
             raise self._http.lost(
-                f"the master extends the lease of each object it is asked about; {_OLD_MASTER}"
+                f"the master extends the leases of queried objects; {_OLD_MASTER}"
             )
         self._decoded(body)
 
     def _answers(self, keys: Any, texts: list[str]) -> Any:
-        """Ask about keys that can all be asked about, several requests at a time."""
+        """Query keys that can all be queried, with several requests at a time."""
         ends = np.cumsum(pc.binary_length(keys).to_numpy(zero_copy_only=False) + 1) // URL_BYTES
         cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(texts)]
         chunks = [texts[start:end] for start, end in pairwise(cuts) if end > start]
@@ -283,7 +283,7 @@ class MasterAdmin:
         failed = threading.Event()
 
         def ask(chunk: Sequence[str]) -> Any:
-            if failed.is_set():  # a thread takes the next chunk before the caller hears of it
+            if failed.is_set():  # threads take chunks until the caller sees the error
                 return None
             try:
                 return self._ask(chunk)
@@ -299,15 +299,15 @@ class MasterAdmin:
         try:
             return _answer_batch([found[key] for key in keys])
         except KeyError:
-            raise self._http.lost("/batch_query_keys left out keys it was asked about") from None
+            raise self._http.lost("/batch_query_keys left out keys of the request") from None
         except (OverflowError, ValueError) as error:
-            raise self._http.lost(f"/batch_query_keys has numbers out of range: {error}") from None
+            raise self._http.lost(f"/batch_query_keys: numbers are out of range: {error}") from None
 
     def _decoded(self, body: bytes) -> dict[str, _Item]:
         try:
             return decode(_BATCH, body).data
         except FormatError as error:
-            raise self._http.lost(f"/batch_query_keys cannot be read: {error}") from None
+            raise self._http.lost(f"/batch_query_keys: the reply cannot be read: {error}") from None
 
     def _ok(self, path: str) -> bytes:
         return self._checked(path, self._http.get(path))
@@ -318,12 +318,12 @@ class MasterAdmin:
         return reply.body
 
     def _lines(self, path: str) -> Iterator[Any]:
-        """Give the whole lines of a reply as binary arrays, one for each block read."""
+        """Yield the whole lines of a reply as binary arrays, one per block read."""
         rest, total = b"", 0
         for block in self._http.stream(path, "text/plain"):
             total += len(block)
             if total > MAX_LISTING_BYTES:
-                raise self._http.lost(f"{path} does not end after {MAX_LISTING_BYTES} bytes")
+                raise self._http.lost(f"{path}: the reply is longer than {MAX_LISTING_BYTES} bytes")
             head, newline, tail = block.rpartition(b"\n")
             if newline:
                 text, rest = rest + head, tail
@@ -331,16 +331,16 @@ class MasterAdmin:
             else:
                 rest += tail
             if len(rest) > MAX_KEY_BYTES:
-                raise self._http.lost(f"{path} has a line of more than {MAX_KEY_BYTES} bytes")
+                raise self._http.lost(f"{path}: a line is longer than {MAX_KEY_BYTES} bytes")
         if rest:
-            raise self._http.lost(f"{path} ends within a key")
+            raise self._http.lost(f"{path}: the reply ends within a key")
 
 
 # keys
 
 
 def _texts(keys: Any) -> list[str] | None:
-    """Give keys as text; None where one of them is none."""
+    """Return keys as text; None if one is not UTF-8."""
     try:
         texts: list[str] = keys.cast(pa.string()).to_pylist()
     except pa.ArrowInvalid:
@@ -349,10 +349,10 @@ def _texts(keys: Any) -> list[str] | None:
 
 
 def _askable(key: bytes) -> bool:
-    """Whether the master can be asked about a key: it parts keys at commas, decoded or not."""
+    """Return whether a key can be queried: the master splits at commas, even encoded ones."""
     try:
         key.decode()
-    except UnicodeDecodeError:  # the master's JSON writer fails on the whole request
+    except UnicodeDecodeError:  # the master's JSON writer would fail the whole request
         return False
     return bool(key) and b"," not in key
 
@@ -372,7 +372,7 @@ def _no_answers() -> Any:
 
 
 def _answer_batch(items: Sequence[_Item]) -> Any:
-    """Turn items into columns. Raises OverflowError or ValueError for impossible numbers."""
+    """Return items as columns. Raises OverflowError or ValueError for impossible numbers."""
     rows, kinds, locations, sizes = _replicas(items)
     counts = np.bincount(rows, minlength=len(items))
     starts = np.cumsum(counts) - counts
@@ -404,7 +404,7 @@ def _error_codes(items: Sequence[_Item]) -> npt.NDArray[np.int32]:
 
 
 def _replicas(items: Sequence[_Item]) -> tuple[npt.NDArray[np.int64], Any, Any, Any]:
-    """Flatten: the row, kind, location and size of each replica, by row and memory first."""
+    """Return row, kind, location and size of each replica, by row, memory first."""
     rows: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
     kinds: list[str] = []
     locations: list[str] = []
@@ -433,7 +433,7 @@ def _replicas(items: Sequence[_Item]) -> tuple[npt.NDArray[np.int64], Any, Any, 
 def _versions(
     items: Sequence[_Item], sizes: npt.NDArray[np.int64], fine: npt.NDArray[np.bool_]
 ) -> Any:
-    """Tell objects apart by where they lie; null for those that are only on disk."""
+    """Return versions made from size and location; null for objects only on disk."""
     buffers = [item.values or _NO_BUFFERS for item in items]
     fields = np.empty((len(items), 3), dtype="<u8")
     fields[:, 0] = sizes

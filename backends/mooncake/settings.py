@@ -1,9 +1,9 @@
-"""How to reach a Mooncake cluster: the store URL, SGLang's JSON config, SGLang's environment.
+"""Settings of a Mooncake cluster, from the store URL, SGLang's JSON config or its environment.
 
-A URL's parameters win one by one; the rest comes from a single source, as SGLang has it: the
-JSON file that SGLANG_HICACHE_MOONCAKE_CONFIG_PATH names, if that is set, else the MOONCAKE_*
-variables. Source: sglang srt/mem_cache/storage/mooncake_store/mooncake_store.py ::
-MooncakeStoreConfig, MooncakeBaseStore._load_config; srt/environ.py.
+Each URL parameter overrides one setting. The others come from one source, as in SGLang: the JSON
+file of SGLANG_HICACHE_MOONCAKE_CONFIG_PATH if set, else the MOONCAKE_* variables.
+Source: sglang srt/mem_cache/storage/mooncake_store/mooncake_store.py :: MooncakeStoreConfig,
+MooncakeBaseStore._load_config; srt/environ.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PROTOCOL = re.compile(r"[A-Za-z0-9_+-]+")
 _FLAGS = {"true": True, "1": True, "yes": True, "y": True,
           "false": False, "0": False, "no": False, "n": False}  # fmt: skip
 
-# What SGLang's environment and its JSON config call a setting.
+# Names of the settings in SGLang's environment and in its JSON config.
 _VARIABLES = {
     "master": "MOONCAKE_MASTER",
     "client": "MOONCAKE_CLIENT",
@@ -62,7 +62,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MooncakeSettings:
-    """What a guest of a Mooncake cluster needs; `str` gives a URL for messages, without secrets."""
+    """Settings of a guest of a Mooncake cluster; `str` returns a URL without secrets."""
 
     master: str  # host:port of the RPC service
     admin: str  # host:port of the master's HTTP service
@@ -82,7 +82,7 @@ class MooncakeSettings:
 
 
 class _SettingsForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_KEYS):
-    """The settings of one source, with SGLang's defaults; only their types are checked."""
+    """Settings of one source, with SGLang's defaults; only types are checked."""
 
     master: str | None = None
     client: str | None = None
@@ -93,7 +93,7 @@ class _SettingsForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     device: str = ""
     local_hostname: str = ""
     tenant: str | None = None
-    # Memory and disk that a server contributes: of no use to a guest.
+    # Memory and disk that a server contributes; unused by a guest.
     global_segment_size: int | str = 0
     check_server: bool = False
     enable_ssd_offload: bool = False
@@ -102,23 +102,23 @@ class _SettingsForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SettingsSource:
-    """The settings of a source, and how messages name it."""
+    """Settings of one source, and its name in messages."""
 
-    where: str  # put before a setting's name
+    where: str  # prefix of a setting's name
     error: type[HicacheError]
     names: Mapping[str, str]  # of the settings in that source
     stated: _SettingsForm
 
     def name(self, field: str) -> str:
-        """Name a setting as the source does."""
+        """Return the source's name of a setting."""
         return self.where + self.names.get(field, field)
 
 
 def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> MooncakeSettings:
-    """Find out how to reach the cluster that a URL names.
+    """Return the settings of the cluster that a URL names.
 
-    Raises UsageError for the URL, the environment, and modes that a guest cannot use; FormatError
-    for the JSON config.
+    Raises UsageError for a bad URL or environment and for modes that a guest cannot use,
+    FormatError for a bad JSON config.
     """
     if url.path not in ("", "/"):
         raise UsageError(
@@ -140,10 +140,10 @@ def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> MooncakeSettings
 
 
 def split_address(text: str, what: str, error: type[HicacheError] = UsageError) -> tuple[str, int]:
-    """Split host:port, an IPv6 host in brackets; raises `error`, which names `what`."""
+    """Split host:port, with an IPv6 host in brackets. Raises `error`, which names `what`."""
     match = _ADDRESS.fullmatch(text)
     if match is None or not 1 <= int(match[3]) <= 65535 or (match[1] and not _is_ipv6(match[1])):
-        raise error(f"{what}: {text!r} is no address; write HOST:PORT, or [IPV6]:PORT")
+        raise error(f"{what}: {text!r} is not an address; write HOST:PORT or [IPV6]:PORT")
     return match[1] or match[2], int(match[3])
 
 
@@ -156,11 +156,11 @@ def _is_ipv6(host: str) -> bool:
 
 
 def _shown(url: StoreUrl) -> str:
-    """Name a URL without its parameters, which may hold a password of the metadata server."""
+    """Return a URL without parameters, which may hold the metadata server's password."""
     return f"mooncake://{url.host}"
 
 
-# the settings, one by one
+# single settings
 
 
 def _master(url: StoreUrl, given: _SettingsSource) -> str:
@@ -170,12 +170,12 @@ def _master(url: StoreUrl, given: _SettingsSource) -> str:
     stated = given.stated
     if stated.standalone:
         raise UsageError(
-            f"{given.name('standalone')} is set: servers use a store process of their host, which "
-            "a guest cannot; name the master, as in mooncake://HOST:50051"
+            f"{given.name('standalone')} is set: servers use a store process on their host, which "
+            "a guest cannot use; name the master, as in mooncake://HOST:50051"
         )
     if stated.master is None:
         only = (
-            f"{given.name('client')} alone does not do" if stated.client else "no master is named"
+            f"{given.name('client')} alone is not enough" if stated.client else "no master is named"
         )
         raise UsageError(
             f"{_shown(url)}: {only}; write mooncake://HOST:50051, or set MOONCAKE_MASTER or "
@@ -184,8 +184,8 @@ def _master(url: StoreUrl, given: _SettingsSource) -> str:
     name = given.name("master")
     if "://" in stated.master:
         raise UsageError(
-            f"{name}: masters elect a leader by {stated.master.partition('://')[0]}; name the "
-            "leader, as in mooncake://HOST:50051?admin=HOST:9003"
+            f"{name}: leader election by {stated.master.partition('://')[0]} is not supported; "
+            "name the leading master, as in mooncake://HOST:50051?admin=HOST:9003"
         )
     split_address(stated.master, name, given.error)
     return stated.master
@@ -198,12 +198,12 @@ def _admin(url: StoreUrl, given: _SettingsSource, master: str) -> str:
     name = given.name("metrics_port")
     port = str(given.stated.metrics_port)
     if not port.isdecimal() or not port.isascii() or not 1 <= int(port[:6]) <= 65535:
-        raise given.error(f"{name}: {port!r} is no port number")
+        raise given.error(f"{name}: {port!r} is not a port number")
     return f"{master.rpartition(':')[0]}:{int(port)}"
 
 
 def _text(url: StoreUrl, given: _SettingsSource, field: str, *, empty: bool = False) -> str:
-    """Take a setting that Mooncake itself will understand or not."""
+    """Return a setting whose meaning only Mooncake checks."""
     stated = url.params.get(field)
     value: str = getattr(given.stated, field) if stated is None else stated
     if not value.isprintable() or not (value or empty):
@@ -220,7 +220,7 @@ def _protocol(url: StoreUrl, given: _SettingsSource) -> str:
 
 
 def _device(value: str) -> str:
-    """Take a device's name; SGLang's map from ranks to devices has no entry for us."""
+    """Return a device name; SGLang's map from ranks to devices has no entry for us."""
     return "" if value.strip().startswith("{") else value
 
 
@@ -231,13 +231,13 @@ def _refuse_tenant(url: StoreUrl, given: _SettingsSource) -> None:
     if tenant != _DEFAULT_TENANT:
         name = given.name("tenant") if stated is None else f"{_shown(url)}: tenant"
         raise UsageError(
-            f"{name}: {tenant!r} cannot be used: the master lists the objects of the tenant "
-            f"{_DEFAULT_TENANT!r} only"
+            f"{name}: {tenant!r} cannot be used: the master lists only the objects of the tenant "
+            f"{_DEFAULT_TENANT!r}"
         )
 
 
 def _without_secrets(metadata: str) -> str:
-    """Show of a metadata server's URL only the scheme where the rest may hold a password."""
+    """Return a metadata server's URL, or only its scheme if the rest may hold a password."""
     if "@" not in metadata and "?" not in metadata:
         return metadata
     scheme, separator, _ = metadata.partition("://")
@@ -259,11 +259,11 @@ def _from_environment(environ: Mapping[str, str]) -> _SettingsSource:
 
 
 def _from_file(path: str, environ: Mapping[str, str]) -> _SettingsSource:
-    """Read SGLang's JSON config; what it leaves out has SGLang's defaults, not the variables'."""
+    """Read SGLang's JSON config; missing settings get SGLang's defaults, not the variables."""
     where = f"{CONFIG_VARIABLE} {path}"
     config = read_config(path, where)
     if "protocol" not in config and "MOONCAKE_PROTOCOL" in environ:
-        # The one setting that the environment gives where the file does not.
+        # The only setting with the environment as a fallback.
         config["protocol"] = environ["MOONCAKE_PROTOCOL"]
     stated = convert(config, _SettingsForm, where)
     if "master_server_address" not in config and "client_server_address" not in config:
@@ -273,7 +273,7 @@ def _from_file(path: str, environ: Mapping[str, str]) -> _SettingsSource:
 
 
 def _hostname(environ: Mapping[str, str], configured: str) -> str:
-    """Take the name of this machine; the environment wins over the file."""
+    """Return this machine's name; the environment overrides the file."""
     own = environ.get("MOONCAKE_LOCAL_HOSTNAME")
     return (
         own

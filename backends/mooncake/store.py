@@ -1,7 +1,7 @@
 """SGLang's Mooncake store: objects in the memory of a cluster, listed by its master.
 
-What is listed and asked about goes over the master's HTTP endpoints, which grant no lease and
-change no eviction order; the data client is set up when objects are first read or written.
+Listings and queries use the master's HTTP service and change neither leases nor eviction order. The
+data client connects at the first read or write.
 Source: sglang srt/mem_cache/storage/mooncake_store/mooncake_store.py :: MooncakeStore.
 """
 
@@ -57,24 +57,24 @@ if TYPE_CHECKING:
     Codes = npt.NDArray[np.int64]
 
 SCAN_ROWS = 16384
-LEASE_SECONDS = 10.0  # of Mooncake 0.3.13; --default_kv_lease_ttl of the master
+LEASE_SECONDS = 10.0  # the master's --default_kv_lease_ttl in Mooncake 0.3.13
 _LEASE_POLL_SECONDS = 0.5
-_LEASE_RETRIES = 3  # of a read that was too slow for its lease: the machine may have been busy
+_LEASE_RETRIES = 3  # of a read that outlasted its lease, as on a busy machine
 _TCP = "tcp"
-_CARD_READERS = 4  # not measured: no RDMA network was at hand
+_CARD_READERS = 4  # not measured on an RDMA network
 _WITH_MESSAGE = (Status.ERROR, Status.UNREACHABLE)
-_NOT_TEXT = "the key is not UTF-8: Mooncake has no such keys"
-_PIN_TOO_LONG = "refused: --pin-ttl is longer than the --max_kv_soft_pin_ttl of the master"
-_READ_BACK_BYTES = 64 << 20  # at once
+_NOT_TEXT = "the key is not UTF-8, which Mooncake does not support"
+_PIN_TOO_LONG = "--pin-ttl is longer than the master's --max_kv_soft_pin_ttl"
+_READ_BACK_BYTES = 64 << 20  # per call
 
 
 class MooncakeStore(Leases, Pins, RacyWrites, Touch):
-    """The default tenant's objects, used as a guest that contributes no segment."""
+    """The default tenant's objects, accessed as a guest without a segment."""
 
     limits: Limits = Limits(
-        batch_objects=128,  # SGLang's own batches are of 128 pages
+        batch_objects=128,  # SGLang's batches have 128 pages
         batch_bytes=256 << 20,
-        parallel_reads=2,  # one is begun while the other ends
+        parallel_reads=2,  # one starts while the other ends
         parallel_writes=2,
     )
     grammar = "mooncake"
@@ -84,7 +84,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         writes=True,
         deletes=True,
         evicts=True,
-        versions_recur=True,  # freed memory is used again
+        versions_recur=True,  # freed memory is reused
         logs_natively=True,
     )
     lease_wait_seconds: float = 2 * LEASE_SECONDS
@@ -92,7 +92,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     def __init__(self, settings: MooncakeSettings) -> None:
         self._settings = settings
         if settings.protocol != _TCP:
-            # The network card copies, so that threads are free to work on what came before.
+            # The network card copies, so threads can process earlier objects meanwhile.
             self.limits = replace(self.limits, parallel_reads=_CARD_READERS)
         self.url = str(settings)
         self._admin = MasterAdmin(settings.admin)
@@ -111,7 +111,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> Self:
-        """Reach the master that a URL, the environment or SGLang's config names."""
+        """Connect to the master that the URL, the environment or SGLang's config names."""
         return cls(settings_from(url, os.environ))
 
     def close(self) -> None:
@@ -131,10 +131,10 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         super().attach(arena)
 
     def detach(self) -> None:
-        """Undo the registration."""
+        """Unregister the arena."""
         if self._registered is not None and self._client is not None:
             if self._client.abandoned and self.arena is not None:
-                self._kept.append(self.arena.array)  # mapped as long as it is looked at
+                self._kept.append(self.arena.array)  # a reference keeps the memory mapped
             else:
                 self._client.unregister(self._registered)
         self._registered = None
@@ -143,17 +143,17 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     # listing
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
-        """List the default tenant's objects; those without a readable replica are not listed.
+        """List the default tenant's objects that have a readable replica.
 
-        An object that is gone, or not yet whole, when its size is asked for is left out. A key
-        with a comma cannot be asked about: it has no size, unless `allow_leases` is set.
+        Objects removed or incomplete when their size is queried are left out. Keys with a comma
+        cannot be queried: their size is null unless `allow_leases` is set.
         """
         schema = scan_schema(columns)
         for keys in self._admin.key_batches(SCAN_ROWS):
             yield self._described(schema, keys)
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """Ask for a few objects again; for those with commas in their keys, in a listing of all."""
+        """Query a few objects again; keys with commas are searched in a full listing."""
         keys = _key_array(rows)
         answer = self._admin.query(keys)
         unaskable = _unaskable(answer)
@@ -164,15 +164,15 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         return pa.Table.from_batches([self._batch(scan_schema(columns), keys, answer)])
 
     def exists(self, rows: Rows) -> BoolArray:
-        """Say which objects are there and readable."""
+        """Return which objects exist and are readable."""
         return self._found(rows)[0]
 
     def unfinished(self, rows: Rows) -> BoolArray:
-        """Say which keys a writer has begun and not finished, where the master can tell."""
+        """Return which keys have an unfinished write, as far as the master reports it."""
         return self._found(rows)[1]
 
     def _found(self, rows: Rows) -> tuple[BoolArray, BoolArray]:
-        """Say which objects are readable, and which somebody has begun to write."""
+        """Return which objects are readable, and which have an unfinished write."""
         keys = _key_array(rows)
         answer = self._admin.query(keys)
         unaskable = _unaskable(answer)
@@ -182,17 +182,17 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         return there, _codes(answer) == NOT_READY
 
     def free_bytes(self) -> int | None:
-        """Count what the cluster's segments have room for."""
+        """Return the free bytes of the cluster's segments."""
         return self._admin.free_bytes()
 
     def _described(self, schema: Any, keys: Any) -> Any:
-        """Make a batch of listed keys; asks the master only for columns that need it."""
+        """Return a batch of listed keys; query the master only if a column needs it."""
         if not set(schema.names) & {"nbytes", "version", "replicas"}:
             return scan_batch(schema, {"key": keys}, len(keys))
         return self._batch(schema, keys, self._admin.query(keys))
 
     def _batch(self, schema: Any, keys: Any, answer: Any) -> Any:
-        """Make a batch of what the master said of keys that are there."""
+        """Return a batch of existing keys and the master's answers."""
         unaskable = _unaskable(answer)
         sizes = answer.column("nbytes")
         if self.allow_leases and unaskable.any():
@@ -207,7 +207,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         return scan_batch(schema, columns, len(columns["key"]))
 
     def _leased_sizes(self, keys: Any, sizes: Any, places: IntArray) -> Any:
-        """Ask for sizes in the way that grants leases, one call each."""
+        """Query sizes with one call each, which grants leases."""
         found = sizes.to_pylist()
         for place_ in places.tolist():
             key = _text(keys[place_].as_py())
@@ -216,7 +216,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         return pa.array(found, pa.int64())
 
     def _listed(self, wanted: Any) -> Any:
-        """Find which of some keys the master lists."""
+        """Return the wanted keys that the master lists."""
         found = [
             keys.filter(pa.array(_is_in(keys, wanted)))
             for keys in self._admin.key_batches(SCAN_ROWS)
@@ -228,7 +228,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read whole objects; each is leased, so that what is identified is what was read."""
+        """Read whole objects; the lease keeps each in place until its version is queried."""
         self.memory(offsets, capacities, len(rows))
         keys = _texts(rows)
         codes = np.full(len(rows), INVALID, dtype=np.int64)
@@ -258,7 +258,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     def _transferred(
         self, keys: Sequence[str], addresses: list[int], capacities: list[int]
     ) -> Codes:
-        """Read objects; those whose leases ended before the batch did, again and one by one."""
+        """Read objects; retry those whose lease ended too early, one by one."""
         codes = self._data().get_into(keys, addresses, capacities)
         for at in np.flatnonzero(codes == LEASE_EXPIRED).tolist() * _LEASE_RETRIES:
             if codes[at] == LEASE_EXPIRED:
@@ -274,9 +274,9 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         nbytes: IntArray,
         versions: npt.NDArray[np.uint64],
     ) -> None:
-        """Ask which object each was that was read, and whether the others are there, of what size.
+        """Query versions of the objects read, and existence and sizes of the others.
 
-        Those whose keys have commas are asked in the way that grants a lease: the read tried to.
+        Queries of keys with commas grant leases, like the failed read.
         """
         answer = self._admin.query(_key_array(rows).take(pa.array(places)))
         codes, sizes = _codes(answer), answer.column("nbytes").fill_null(-1).to_numpy()
@@ -297,13 +297,11 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         *,
         if_absent: bool,
     ) -> Result:
-        """Put objects, and read them back: a put of a key that exists is answered like any other.
+        """Put objects and read them back, because a put of an existing key also succeeds.
 
-        Without `confirms_writes` nothing is read back, and an object that another writer has put
-        since this one asked for its key is called OK.
-
-        Without if_absent, an object that is there is removed first, once no reader has a lease.
-        A cluster evicts what has no lease or pin to make room; FULL means that it could not.
+        Without `confirms_writes` nothing is read back: a key that another writer put after our
+        query gets OK. Without if_absent, an existing object is removed once no reader has a lease.
+        A full cluster evicts objects without lease or pin; FULL means that this was not enough.
         """
         self.memory(offsets, sizes, len(rows))
         keys = _texts(rows)
@@ -312,7 +310,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         for at, key in enumerate(keys):
             if key is None or not sizes[at]:
                 statuses[at] = Status.ERROR
-                errors[at] = _NOT_TEXT if key is None else "Mooncake stores no empty objects"
+                errors[at] = _NOT_TEXT if key is None else "Mooncake cannot store empty objects"
         begun = self._make_room(rows, statuses, errors, if_absent=if_absent)
         places = np.flatnonzero(statuses == Status.OK)
         if len(places):
@@ -341,7 +339,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         *,
         if_absent: bool,
     ) -> BoolArray:
-        """Mark what is there as existing, or remove it; which others somebody has begun: [rows]."""
+        """Mark existing objects, or remove them; return which others have begun writes: [rows]."""
         fine = np.flatnonzero(statuses == Status.OK)
         chosen = as_table(rows).take(pa.array(fine))
         begun = np.zeros(len(rows), dtype=np.bool_)
@@ -356,10 +354,10 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         return begun
 
     def _settle_begun(self, rows: Rows, places: IntArray, statuses: npt.NDArray[np.uint8]) -> None:
-        """Mark as existing what another writer is still at.
+        """Mark objects that another writer has not finished as existing.
 
-        A put of it is answered with success, and is none. It stays so where that writer was
-        killed, until the master's --put_start_discard_timeout_sec.
+        Our put of such a key reports success but stores nothing. If that writer was killed, the
+        key is blocked until the master's --put_start_discard_timeout_sec.
         """
         if len(places):
             readable = self.exists(as_table(rows).take(pa.array(places)))
@@ -374,7 +372,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         statuses: npt.NDArray[np.uint8],
         errors: dict[int, str],
     ) -> None:
-        """Compare what the cluster has with what was put; other bytes are another writer's."""
+        """Compare stored objects with our bytes; different bytes are another writer's."""
         assert self.arena is not None
         for chunk in _chunks(sizes, _READ_BACK_BYTES):
             where, total = place(sizes[chunk])
@@ -386,7 +384,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
                     mine = self.arena.view(int(offsets[chunk][index]), size)
                     if code == NOT_FOUND:
                         statuses[at] = Status.ERROR
-                        errors[int(at)] = "evicted as soon as it was put; the cluster is full"
+                        errors[int(at)] = "evicted right after the write; the cluster is full"
                     elif code < 0 and code != INVALID:
                         statuses[at] = Status.ERROR
                         errors[int(at)] = f"cannot be read back: {message_of(code)}"
@@ -398,7 +396,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     def _read_copy(
         self, keys: Sequence[str], copy: Arena, offsets: IntArray, sizes: IntArray
     ) -> Codes:
-        """Read objects into memory of their own."""
+        """Read objects into separate memory."""
         client = self._data()
         client.register(copy.address, copy.nbytes)
         try:
@@ -407,11 +405,11 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
             client.unregister(copy.address)
 
     def pin_writes(self, seconds: float | None) -> None:
-        """Pin objects by soft pins, for so long or the --default_kv_soft_pin_ttl of the master."""
+        """Set soft pins on written objects; default: the master's --default_kv_soft_pin_ttl."""
         self._pins, self._pin_seconds = True, seconds
 
     def delete(self, rows: Rows) -> Result:
-        """Remove objects, waiting for the leases of readers to end; never by force."""
+        """Remove objects after readers' leases have ended; never force the removal."""
         keys = _texts(rows)
         codes = np.full(len(rows), NOT_FOUND, dtype=np.int64)
         pending = np.flatnonzero([key is not None for key in keys])
@@ -430,7 +428,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         return Result(statuses, errors)
 
     def touch(self, rows: Rows) -> BoolArray:
-        """Lease objects, batch by batch: those whose leases end first are evicted first."""
+        """Lease objects batch by batch: the master evicts the earliest-ending leases first."""
         keys = _texts(rows)
         codes = np.zeros(len(rows), dtype=np.int64)
         for start in range(0, len(rows), self.limits.batch_objects):
@@ -442,14 +440,14 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     def _data(self) -> MooncakeClient:
         with self._opening:
             if self._closed:
-                raise ValueError("the store is closed")
+                raise ValueError("The store is closed")
             if self._client is None:
                 self._client = MooncakeClient(self._settings)
             return self._client
 
     def _addresses(self, offsets: IntArray) -> list[int]:
         if self.arena is None:
-            raise ValueError("attach an arena first")
+            raise ValueError("Attach an arena first")
         addresses: list[int] = (self.arena.address + offsets).tolist()
         return addresses
 
@@ -461,7 +459,7 @@ def _note_errors(
     codes: Codes,
     fine: tuple[int, ...],
 ) -> None:
-    """Mark the rows at `places` whose code is none of the `fine` ones."""
+    """Record the errors of rows at `places`, except for codes in `fine`."""
     for at, code in zip(places.tolist(), codes.tolist(), strict=True):
         if code not in fine:
             statuses[at] = Status.FULL if code == NO_SPACE else Status.ERROR
@@ -469,7 +467,7 @@ def _note_errors(
 
 
 def _chunks(sizes: IntArray, most_bytes: int) -> list[slice]:
-    """Cut objects into runs of at most so many bytes, or of one object."""
+    """Split objects into runs of at most `most_bytes`, or of one larger object."""
     ends = np.cumsum(sizes)
     chunks, start = [], 0
     while start < len(sizes):
@@ -492,13 +490,13 @@ def _texts(rows: Rows) -> list[str | None]:
 
 
 def _key_array(rows: Rows) -> Any:
-    """Give the keys of rows as one binary array."""
+    """Return the keys of rows as one binary array."""
     keys = rows.column("key")
     return keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
 
 
 def _codes(answer: Any) -> Codes:
-    """Codes of the master's answer; what could not be asked is 1."""
+    """Return the codes of the master's answer; 1 for keys that cannot be queried."""
     codes: Codes = answer.column("code").fill_null(1).to_numpy().astype(np.int64)
     return codes
 
@@ -516,6 +514,6 @@ def _is_in(keys: Any, some: Any) -> BoolArray:
 
 
 def _version_rows(versions: Any) -> npt.NDArray[np.uint64]:
-    """Spell versions as numbers: [n, fields]; 0 for objects on disk, which have none."""
+    """Return versions as numbers, [n, fields]; 0 for objects only on disk."""
     joined = b"".join(versions.fill_null(b"\0" * VERSION_BYTES).to_pylist())
     return np.frombuffer(joined, dtype="<u8").reshape(len(versions), VERSION_BYTES // 8)

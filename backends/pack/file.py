@@ -1,4 +1,4 @@
-"""A pack file by its descriptor: reading its index, walking its records, appending to it."""
+"""Read the index and records of an open pack file, and append to it."""
 
 from __future__ import annotations
 
@@ -35,26 +35,27 @@ from hicachectl.formats.pack.records import (
     parse_record,
     parse_trailer,
 )
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hicachectl.formats.pack.planes import Plane
 
-_HEAD_BYTES = RECORD_BYTES + 256  # of a record and most keys, in one read
+_HEAD_BYTES = RECORD_BYTES + 256  # one read gets the head of a record with most keys
 
 
 class UnfinishedPackError(FormatError):
-    """A pack without its last bytes: it is being written, or was cut off."""
+    """A pack without a trailer: it is being written, or was cut off."""
 
 
 class OtherContentError(FormatError):
-    """The content of a record is not what its digest says."""
+    """The content of a record does not match its digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackContents:
-    """A valid pack. entries: ENTRIES. end: where its last byte is."""
+    """A valid pack. entries: a table of ENTRIES. end: its size in bytes."""
 
     pack_id: bytes
     metadata: Metadata
@@ -64,9 +65,9 @@ class PackContents:
 
 @dataclass(slots=True)
 class PackEntries:
-    """The objects of a pack as columns that grow; a key that comes again replaces the earlier.
+    """The objects of a pack, as growing columns; a repeated key replaces the earlier one.
 
-    rows: the place of each key in the columns. Threads may add and look at the same time.
+    rows: index of each key in the columns. Threads may add and read concurrently.
     """
 
     rows: dict[bytes, int] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class PackEntries:
 
     @classmethod
     def of(cls, table: pa.Table) -> PackEntries:
-        """Copy what a table of ENTRIES has."""
+        """Copy a table of ENTRIES."""
         made = cls()
         made._keys = table.column("key").to_pylist()
         made.rows = dict(zip(made._keys, range(len(table)), strict=True))
@@ -96,7 +97,7 @@ class PackEntries:
         return len(self.rows)
 
     def add(self, record: Record, offset: int) -> None:
-        """Note an object and where its record is."""
+        """Add an object with its record's offset."""
         with self._turn:
             for name, value in (
                 ("nbytes", record.nbytes),
@@ -111,7 +112,7 @@ class PackEntries:
             self.rows[record.key] = len(self._keys) - 1
 
     def place(self, row: int) -> RecordPlace:
-        """Say where an object lies, by its value in `rows`."""
+        """Return an object's place, by its index in `rows`."""
         return RecordPlace(
             self._numbers["offset"][row],
             self._numbers["length"][row],
@@ -121,7 +122,7 @@ class PackEntries:
         )
 
     def table(self) -> pa.Table:
-        """Give what is there now as a table of ENTRIES, in the order of the file."""
+        """Return the current objects as a table of ENTRIES, in file order."""
         with self._turn:
             digests = pa.py_buffer(bytes(self._digests))
             columns = {
@@ -138,7 +139,7 @@ class PackEntries:
         return table if alive is None else table.take(pa.array(alive, pa.int64()))
 
     def picked(self, rows: Sequence[int]) -> pa.Table:
-        """Give some objects as a table of ENTRIES, by their values in `rows`."""
+        """Return some objects as a table of ENTRIES, by their indices in `rows`."""
         places = [self.place(row) for row in rows]
         columns = {
             "key": [self._keys[row] for row in rows],
@@ -149,43 +150,40 @@ class PackEntries:
 
 
 def open_pack(path: str, flags: int) -> int:
-    """Open a pack file; a new one is only for its owner. Raises StoreUnavailable."""
+    """Open a pack file; only the owner may read a new one. Raises StoreUnavailable."""
     try:
         # A FIFO must not block.
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
-        remedies = {
-            errno.ENOENT: "no such pack; check the path",
-            errno.EISDIR: "is no regular file; give the pack file",
-        }
-        reason = remedies.get(error.errno or 0) or error.strerror or str(error)
-        raise StoreUnavailable(f"{path}: {reason}") from error
+        next_steps = {errno.ENOENT: "check the path", errno.EISDIR: "give the pack file"}
+        next_step = next_steps.get(error.errno or 0, "")
+        raise StoreUnavailable(failed(path, "open the pack", error, next_step)) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise StoreUnavailable(f"{path}: is no regular file; give the pack file")
+        raise StoreUnavailable(f"{path}: is not a regular file; give the pack file")
     return descriptor
 
 
 def lock_pack(descriptor: int, path: str) -> None:
-    """Become the only writer of the pack at a path, until the descriptor is closed.
+    """Lock the pack for this writer until the descriptor is closed.
 
-    Raises StoreUnavailable, also where the file was removed or replaced since it was opened: the
-    writer before may have done so, and what is written to it would be nowhere.
+    Raises StoreUnavailable, also if the previous writer has removed or replaced the file since the
+    opening: writes would be lost.
     """
     try:
         is_ours = lock(descriptor)
     except OSError as error:
-        raise StoreUnavailable(f"{path}: cannot be locked: {error.strerror}") from error
+        raise StoreUnavailable(failed(path, "lock the pack", error)) from error
     if not is_ours:
         raise StoreUnavailable(
-            f"{path}: another process is writing to this pack; wait until it has ended"
+            f"{path}: another process is writing to this pack; wait until it ends"
         )
     if not is_named(descriptor, path, follow=True):
         raise StoreUnavailable(f"{path}: was removed or replaced while it was opened; try again")
 
 
 def read_exactly(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fill buffers from one place of the file. Raises OSError, FormatError where it ends early."""
+    """Fill buffers from an offset of the file. Raises OSError, FormatError if it ends early."""
     left = [buffer for buffer in buffers if len(buffer)]
     while left:
         count = os.preadv(descriptor, left, offset)
@@ -199,10 +197,10 @@ def read_exactly(descriptor: int, buffers: Sequence[memoryview], offset: int) ->
 
 
 def load_pack(descriptor: int, path: str) -> PackContents:
-    """Read and check the index of a valid pack.
+    """Return the checked index of a valid pack.
 
-    Raises UnfinishedPackError where there is none at the end, FormatError for what is no pack or
-    damaged. Memory: a few times the index, which is never larger than the file.
+    Raises UnfinishedPackError if no index is at the end, FormatError if the file is damaged or not
+    a pack. Memory: a few times the index, which is at most as large as the file.
     """
     size = os.fstat(descriptor).st_size
     pack_id = read_header(descriptor, path)
@@ -213,21 +211,19 @@ def load_pack(descriptor: int, path: str) -> PackContents:
     if trailer is None:
         raise UnfinishedPackError(
             f"{path}: the pack is not finished: it is being written, or was cut off; "
-            f"if nobody writes to it, {remedy}"
+            f"if no process writes to it, {remedy}"
         )
     offset, length = trailer
     if offset < HEADER_BYTES or offset + length + TRAILER_BYTES != size:
-        raise FormatError(
-            f"{path}: its index is not where its end says (offset {offset}); {remedy}"
-        )
+        raise FormatError(f"{path}: the trailer names a wrong index offset ({offset}); {remedy}")
     try:
         record = read_record(descriptor, offset, pack_id)
         content = read_content(descriptor, record, offset)
         if record.kind is not Kind.INDEX or record.length != length:
-            raise FormatError("is of another kind or length than its end says")
+            raise FormatError("the record's kind or length differs from the trailer")
     except FormatError as error:
         raise FormatError(
-            f"{path}: its index (offset {offset}) is damaged: {error}; {remedy}"
+            f"{path}: the index (offset {offset}) is damaged: {error}; {remedy}"
         ) from error
     entries, metadata = read_index(content, end=offset, source=path)
     return PackContents(pack_id, metadata, entries, size)
@@ -250,18 +246,18 @@ def read_record(descriptor: int, offset: int, pack_id: bytes) -> Record:
 
 
 def read_content(descriptor: int, record: Record, offset: int) -> memoryview:
-    """Read the content of a record that is one raw plane, no index larger than the file.
+    """Return the content of an index or metadata record.
 
-    Raises FormatError where its digest is another.
+    Raises FormatError if the record is compressed, cut off or does not match its digest.
     """
     if record.stored != (record.nbytes,):
-        raise FormatError("it is compressed, which none is")
+        raise FormatError("the record is compressed, which is not allowed here")
     if record.length > os.fstat(descriptor).st_size - offset:
-        raise FormatError("the file ends within it")
+        raise FormatError("the file ends within the record")
     content = memoryview(bytearray(record.nbytes))
     read_exactly(descriptor, [content], offset + record.content_offset)
     if blake3(content).digest() != record.digest:
-        raise FormatError("it is not what its digest says")
+        raise FormatError("the content does not match its digest")
     return content
 
 
@@ -274,7 +270,7 @@ def read_metadata(descriptor: int, record: Record, offset: int) -> Metadata:
 
 @dataclass(frozen=True, slots=True)
 class RecordPlace:
-    """Where an object's record is and what it must hold: a row of the index."""
+    """A row of the index: place and expected content of an object's record."""
 
     offset: int
     length: int
@@ -284,12 +280,12 @@ class RecordPlace:
 
     @classmethod
     def of(cls, record: Record, offset: int) -> RecordPlace:
-        """Take it from the record itself."""
+        """Return the place that a record itself states."""
         return cls(offset, record.length, record.nbytes, len(record.stored), record.digest)
 
 
 class ObjectReader:
-    """Reads objects out of records. One for each thread; keeps memory for the largest so far."""
+    """Reader of objects, one per thread; it keeps memory for the largest object so far."""
 
     def __init__(self, descriptor: int, pack_id: bytes) -> None:
         self._descriptor = descriptor
@@ -298,9 +294,9 @@ class ObjectReader:
         self._scratch = bytearray()
 
     def read(self, key: bytes, place: RecordPlace, out: memoryview) -> None:
-        """Fill `out`, of `place.nbytes` bytes, with an object; what is not compressed comes there
-        directly. Raises OSError, FormatError where the record is damaged, and OtherContentError
-        where its content is.
+        """Read an object into `out`, of `place.nbytes` bytes.
+
+        Raises OSError, FormatError if the record is damaged, OtherContentError if its content is.
         """
         head_bytes = RECORD_BYTES + len(key)
         stored = place.length - head_bytes
@@ -313,11 +309,11 @@ class ObjectReader:
         read_exactly(self._descriptor, [head, content], place.offset)
         record = parse_record(head, self._pack_id)
         if record.kind is not Kind.OBJECT or record.key != key or self._differs(record, place):
-            raise FormatError("its record is not the one that the index names")
+            raise FormatError("the record differs from its index entry")
         if not direct:
             self._decoder.decode(list(_cut(content, record.stored)), out)
         if blake3(out).digest() != place.digest:
-            raise OtherContentError("its content is not what its digest says")
+            raise OtherContentError("the content does not match its digest")
 
     @staticmethod
     def _differs(record: Record, place: RecordPlace) -> bool:
@@ -332,7 +328,7 @@ def _cut(content: memoryview, lengths: Sequence[int]) -> Iterator[memoryview]:
 
 
 def write_fully(descriptor: int, buffers: Sequence[Plane], offset: int) -> int:
-    """Write buffers one after another at one place, and say where that ends. Raises OSError."""
+    """Write consecutive buffers at an offset; return the end offset. Raises OSError."""
     left = [memoryview(buffer) for buffer in buffers if len(buffer)]
     while left:
         count = os.pwritev(descriptor, left, offset)
@@ -345,7 +341,7 @@ def write_fully(descriptor: int, buffers: Sequence[Plane], offset: int) -> int:
 
 
 def plain_record(kind: Kind, content: bytes) -> Record:
-    """Make the record of an index or of metadata."""
+    """Return the record of an index or of metadata."""
     return Record(
         kind=kind,
         key=b"",
@@ -358,9 +354,9 @@ def plain_record(kind: Kind, content: bytes) -> Record:
 def append_index(
     descriptor: int, pack_id: bytes, entries: pa.Table, metadata: Metadata, at: int
 ) -> int:
-    """Finish a pack: write its index and trailer at `at`, durably, and nothing after them.
+    """Finish a pack durably: write index and trailer at `at`, truncate the rest, return the end.
 
-    The records are durable before the trailer is there to name them. Raises OSError.
+    The records are durable before the trailer is written. Raises OSError.
     """
     content = write_index(entries, metadata)
     record = plain_record(Kind.INDEX, content)

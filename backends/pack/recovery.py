@@ -1,4 +1,4 @@
-"""Packs without a usable index: what their records say, and how an index is made of that."""
+"""Rebuild the index of a pack from its records."""
 
 from __future__ import annotations
 
@@ -39,27 +39,28 @@ from hicachectl.formats.pack.records import (
     build_record,
     parse_trailer,
 )
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import pyarrow as pa
 
-# Only what was written since the last sync can be torn, however well its head reads: at most what
-# a few calls write. The content of earlier records is checked when it is read.
+# Only records since the last sync can be torn after a valid head, and a few calls write less than
+# this. The content of earlier records is checked when it is read.
 CHECKED_TAIL_BYTES = 1 << 30
-_MOST_CHECKED_BYTES = 256 << 20  # of one object, which has to be in memory
+_MOST_CHECKED_BYTES = 256 << 20  # per object, which must fit into memory
 _SEARCH_BYTES = 4 << 20
 _COPY_BYTES = 8 << 20
 
 
 @dataclass(slots=True)
 class ScannedPack:
-    """What the records of a file say, without its index.
+    """Contents of a pack according to its records, without its index.
 
-    end: where the last whole record ends. cut_bytes: what follows that; unfinished: whether that
-    begins with the head of an object. damaged_bytes: stretches between records that are none;
-    damaged: objects among the checked whose content is not what its digest says.
+    end: offset after the last whole record. cut_bytes: bytes after that offset. unfinished: whether
+    they begin with an object's head. damaged_bytes: bytes between records.
+    damaged: checked objects whose content does not match their digest.
     """
 
     pack_id: bytes
@@ -75,11 +76,10 @@ class ScannedPack:
 def walk(
     descriptor: int, path: str, *, on_bytes: Callable[[int, int], None] = lambda nbytes, total: None
 ) -> ScannedPack:
-    """Read the heads of all records, and the content of the last ones.
+    """Read the heads of all records and check the content of the last ones.
 
-    on_bytes is told bytes as they are passed, and how many there are. Where something between
-    records is damaged, the next record is looked for. Memory: about 500 bytes an object. Raises
-    FormatError for what is no pack.
+    on_bytes: called with the bytes just passed and the file's size. Damage between records is
+    skipped. Memory: about 500 bytes per object. Raises FormatError if the file is not a pack.
     """
     size = os.fstat(descriptor).st_size
     found = ScannedPack(read_header(descriptor, path))
@@ -110,7 +110,7 @@ def walk(
 
 
 def _record_at(descriptor: int, at: int, size: int, pack_id: bytes) -> Record | None:
-    """Read the head of a record that is whole; None where there is none."""
+    """Return the head of a whole record at an offset, else None."""
     try:
         record = read_record(descriptor, at, pack_id)
     except FormatError:
@@ -119,7 +119,7 @@ def _record_at(descriptor: int, at: int, size: int, pack_id: bytes) -> Record | 
 
 
 def _after_damage(descriptor: int, at: int, size: int, pack_id: bytes) -> tuple[int, bool] | None:
-    """Find where records go on, and whether a trailer alone is skipped; None where nowhere."""
+    """Return the next record's offset, and whether only a trailer is skipped; else None."""
     if parse_trailer(os.pread(descriptor, TRAILER_BYTES, at), pack_id) is not None:
         return at + TRAILER_BYTES, True
     start = at + 1
@@ -163,7 +163,7 @@ def _note(
 
 
 def _metadata_of_index(descriptor: int, at: int, record: Record, path: str) -> Metadata | None:
-    """Read the copy that an index keeps."""
+    """Return an index's copy of the metadata, None if the index is damaged."""
     try:
         return read_index(read_content(descriptor, record, at), end=at, source=path)[1]
     except FormatError:
@@ -172,10 +172,10 @@ def _metadata_of_index(descriptor: int, at: int, record: Record, path: str) -> M
 
 @dataclass(frozen=True, slots=True)
 class PackRepair:
-    """What a repair saved, or would have.
+    """Result of a repair or its dry run.
 
-    objects, nbytes: in the pack now, and the bytes of their contents. damaged, damaged_bytes,
-    cut_bytes, unfinished: as `ScannedPack`. was_valid: there was nothing to repair.
+    objects, nbytes: objects in the pack now, and the bytes of their contents. damaged,
+    damaged_bytes, cut_bytes, unfinished: as in `ScannedPack`. was_valid: no repair was needed.
     """
 
     objects: int
@@ -194,11 +194,11 @@ def repair(
     dry_run: bool = False,
     on_bytes: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> PackRepair:
-    """Make a pack valid with every record that is whole: in place, or as a new file.
+    """Make a valid pack from all whole records, in place or as a new file.
 
-    In place only a tail that holds no whole record is cut away. output: a file that is not there
-    yet; the pack is then left alone. Raises UsageError where it is, FormatError where nothing can
-    be saved, StoreUnavailable while a writer is at work and on failures of the system.
+    In place, only a tail without a whole record is cut off. output: a new file, for which the pack
+    stays unchanged. Raises UsageError if output exists, FormatError if nothing can be saved,
+    StoreUnavailable if another process writes to the pack or a system call fails.
     """
     if output is not None and Path(output).exists():
         raise _taken(output)
@@ -212,7 +212,9 @@ def repair(
                 return _summary(whole.entries)
         found = walk(descriptor, path, on_bytes=on_bytes)
         if found.metadata is None:
-            raise FormatError(f"{path}: nothing says what its keys are; no object can be saved")
+            raise FormatError(
+                f"{path}: the grammar of the pack's keys is unknown, so no object can be saved"
+            )
         entries = found.entries.table()
         if writes_here:
             append_index(descriptor, found.pack_id, entries, found.metadata, found.end)
@@ -220,13 +222,13 @@ def repair(
             _copy(descriptor, found, entries, output)
         return _summary(entries, found)
     except OSError as error:
-        raise StoreUnavailable(f"{path}: cannot be repaired: {error.strerror}") from error
+        raise StoreUnavailable(failed(path, "repair the pack", error)) from error
     finally:
         os.close(descriptor)
 
 
 def _taken(output: str) -> UsageError:
-    return UsageError(f"{output}: there is such a file; give a name for a new one")
+    return UsageError(f"{output}: already exists; choose another name")
 
 
 def _summary(entries: pa.Table, walked: ScannedPack | None = None) -> PackRepair:
@@ -244,14 +246,14 @@ def _summary(entries: pa.Table, walked: ScannedPack | None = None) -> PackRepair
 
 
 def _copy(descriptor: int, found: ScannedPack, entries: pa.Table, output: str) -> None:
-    """Write a new pack of some records of another, all or nothing.
+    """Write a new pack atomically from another's records.
 
-    Its passing file, unlike that of `new_file`, is locked, and a later run replaces it: a killed
-    run leaves at most one file as large as the pack.
+    Unlike in `new_file`, the temporary file is locked, and a later run replaces it: killed runs
+    leave at most one file, as large as the pack.
     """
     import pyarrow as pa
 
-    assert found.metadata is not None  # or there would be nothing to copy
+    assert found.metadata is not None  # `repair` has checked this
     partial = Path(output).with_name(f".{Path(output).name}.tmp")
     target = _created(partial)
     try:
@@ -284,9 +286,9 @@ def _copy(descriptor: int, found: ScannedPack, entries: pa.Table, output: str) -
 
 
 def _created(partial: Path) -> int:
-    """Create and lock the passing file of a new pack, in the place of one that a killed run left.
+    """Create and lock the temporary file of a new pack, replacing that of a killed run.
 
-    Raises StoreUnavailable while another process writes to it, OSError.
+    Raises StoreUnavailable if another process writes to the file, OSError.
     """
     with suppress(FileNotFoundError):
         abandoned = os.open(partial, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

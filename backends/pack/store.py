@@ -1,7 +1,7 @@
-"""Packs as stores: one file with the objects of another store, their keys and its profile.
+"""Packs as stores: one file with the objects and keys of another store, and its profile.
 
-A pack is read by its index and written by appending; `formats.pack` has its form. While it is
-written it has no valid end, and only its writer, which holds a lock, sees what is in it.
+A pack is read by its index and written by appending; `formats.pack` defines the format. A pack that
+is being written has no valid end: only its writer, which holds a lock, can read it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.pack.index import column_of
 from hicachectl.formats.pack.records import DIGEST_BYTES, RECORD_BYTES
 from hicachectl.formats.profile import dump_profile, parse_profile
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator
@@ -59,12 +60,12 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
 SCAN_ROWS = 16384
-# The file system itself is gone: no answer about one object means anything.
+# The file system itself is unreachable: no answer about an object is valid.
 _LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
 
 
 class _Listed:
-    """The objects of a valid pack, found by where they lie or by key."""
+    """The objects of a valid pack, found by offset or by key."""
 
     def __init__(self, finished: PackContents) -> None:
         self._entries = finished.entries
@@ -75,7 +76,7 @@ class _Listed:
         return self._entries
 
     def find(self, rows: Rows) -> IntArray:
-        """Give the row of each key, -1 where it is not there: [n] int64."""
+        """Return the index row of each key, -1 if missing: [n] int64."""
         found = np.full(len(rows), -1, dtype=np.int64)
         if "locator" in rows.schema.names and len(self._offsets) and len(rows):
             found = self._located(as_table(rows).select(["key", "locator"]).combine_chunks())
@@ -87,7 +88,7 @@ class _Listed:
         return found
 
     def places(self, rows: IntArray) -> list[RecordPlace]:
-        """Say where some objects lie."""
+        """Return the places of some objects."""
         picked = self._entries.take(pa.array(rows)).select(
             ["offset", "length", "nbytes", "planes", "digest"]
         )
@@ -98,7 +99,7 @@ class _Listed:
         return self._entries.take(pa.array(rows))
 
     def _located(self, rows: pa.Table) -> IntArray:
-        """Find rows of this pack by their offset; the key must be the one that is there."""
+        """Return index rows by offset, -1 if another key is there."""
         locators = rows.column("locator").fill_null(-1).to_numpy()
         near = np.searchsorted(self._offsets, locators)
         near = np.minimum(near, len(self._offsets) - 1)
@@ -115,7 +116,7 @@ class _Listed:
 
 
 class _OpenPack:
-    """The same for a pack that is being written."""
+    """The objects of a pack that is being written."""
 
     def __init__(self, entries: PackEntries) -> None:
         self._entries = entries
@@ -136,17 +137,17 @@ class _OpenPack:
 
 
 class PackStore(Announces, Archive, FilePermissions, Resumable):
-    """One pack file, open to be read, or by `create` to be written to.
+    """One pack file, open for reading or, by `create`, for writing.
 
-    Its objects have the keys of the store they came from: `grammar` names their form.
+    Objects keep the keys of the store they came from, with that store's `grammar`.
     """
 
     limits: Limits = Limits(
         batch_objects=256,
-        batch_bytes=64 << 20,  # one fdatasync each
+        batch_bytes=64 << 20,  # one fdatasync per batch
         parallel_reads=4,
-        parallel_writes=2,  # so that one compresses while the other waits for the disk
-        forkable=True,  # all that reading needs is the file's descriptor
+        parallel_writes=2,  # one compresses while the other waits for the disk
+        forkable=True,  # reading needs only the file's descriptor
     )
     traits: ClassVar[Traits] = Traits(
         columns=frozenset({"nbytes", "mtime_ns", "locator", "version"}),
@@ -158,7 +159,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
     )
 
     def __init__(self, path: str, *, writable: bool = False) -> None:
-        """Open a pack. Raises StoreUnavailable; FormatError for a pack that is not valid."""
+        """Open a pack. Raises StoreUnavailable, FormatError if the pack is not valid."""
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
         self.url = str(StoreUrl("pack", self.path))
         self._of_thread = threading.local()
@@ -180,14 +181,14 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> Self:
-        """Open a valid pack to be read."""
+        """Open a valid pack for reading."""
         store = cls(url.path)
         store._check_keys_parameter(url)
         return store
 
     @classmethod
     def create(cls, url: StoreUrl) -> Self:
-        """Open a pack to be written to: a new one, one that was cut off, or a valid one."""
+        """Open a new, cut-off or valid pack for writing."""
         store = cls(url.path, writable=True)
         try:
             if "keys" in url.params:
@@ -202,12 +203,12 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         return Permissions.of_file(os.fstat(self._descriptor))
 
     def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
-        """Narrow the mode of the pack file."""
+        """Limit the mode of the pack file."""
         if self._writer is not None:
             self._writer.keep_private(permissions)
 
     def close(self) -> None:
-        """Let go of the pack; one that was written to is finished first."""
+        """Close the pack; finish it first if it was written to."""
         descriptor, self._descriptor = self._descriptor, -1
         if self._writer is not None:
             self._writer.close()
@@ -215,40 +216,40 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
             os.close(descriptor)
 
     def flush(self) -> None:
-        """Sync the pack: a killed writer may not have synced what it has appended."""
+        """Sync the pack: a killed writer may have left unsynced records."""
         if self._writer is not None:
             self._writer.sync()
 
     @property
     def grammar(self) -> str:
-        """Name of the grammar of its keys; of a new pack, "file" until something else is said."""
+        """Name of the grammar of the keys; for a new pack "file" until `use_grammar`."""
         return self._metadata.grammar or "file"
 
     @property
     def open_grammar(self) -> bool:
-        """Whether nothing has said yet what keys will be written."""
+        """Whether the grammar of the keys is still open."""
         return self._writer is not None and not self._metadata.grammar
 
     def use_grammar(self, name: str) -> None:
-        """Say what keys will be written; a pack with objects takes no others than it has."""
+        """Set the grammar of the keys to write; a pack with objects accepts only its own."""
         codec_for(name)
         if self._writer is not None:
             self._writer.use_metadata(grammar=name)
         elif name != self.grammar:
             raise UnsupportedByBackend(
-                f"{self.url}: holds {self.grammar} keys, not {name} keys; a new pack holds any"
+                f"{self.url}: the pack has {self.grammar} keys, not {name} keys; use a new pack"
             )
 
     def recorded_profile(self) -> Profile | None:
-        """Return the profile recorded when the pack was written. Raises ProfileError.
+        """Return the recorded profile; None for unified keys, which profiles no longer describe.
 
-        Profiles no longer describe objects of the unified key scheme: None for such a pack.
+        Raises ProfileError.
         """
         text = "" if self.grammar == "unified" else self._metadata.profile
         return parse_profile(text, source=f"{self.path}: profile") if text else None
 
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
-        """Record the profile of what is written next; an inferred one says too little."""
+        """Record the profile of the next writes; an inferred profile is too incomplete."""
         if self._writer is None or profile.inferred:
             return
         if profile != self.recorded_profile():
@@ -256,11 +257,11 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Say what was found when an unfinished pack was opened to be continued."""
+        """Report the state of an unfinished pack that was opened for writing."""
         return () if self._writer is None else self._writer.remarks
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
-        """List the index; the version is the digest of the object."""
+        """List the index; an object's version is its digest."""
         schema = scan_schema(columns)
         for batch in self._listed.table().to_batches(max_chunksize=SCAN_ROWS):
             yield _scanned(batch, schema)
@@ -268,10 +269,9 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Restore objects; nothing is read of one that has not the size expected.
+        """Read and decompress objects, except those whose size is not their capacity.
 
-        A record that is not what the index says is an ERROR; content that is not what its digest
-        says is DAMAGED.
+        ERROR: the record differs from the index. DAMAGED: the content differs from its digest.
         """
         memory = self.memory(offsets, capacities, len(rows))
         found = self._listed.find(rows)
@@ -301,7 +301,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         return ReadResult(statuses, errors, nbytes=nbytes, versions=digests.view("<u8"))
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Let the system begin to read records."""
+        """Let the system start reading records."""
         found = self._listed.find(rows)
         for place in self._listed.places(found[found >= 0]):
             os.posix_fadvise(self._descriptor, place.offset, place.length, os.POSIX_FADV_WILLNEED)
@@ -314,9 +314,9 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         *,
         if_absent: bool,
     ) -> Result:
-        """Append objects, compressed where that pays, with one sync at the end."""
+        """Append objects, compressed if smaller, with one sync at the end."""
         if self._writer is None:
-            raise UnsupportedByBackend(f"{self.url}: the pack was opened to be read")
+            raise UnsupportedByBackend(f"{self.url}: the pack is open for reading only")
         memory = self.memory(offsets, sizes, len(rows))
         starts, ends = offsets.tolist(), (offsets + sizes).tolist()
         objects = [memory[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -325,24 +325,24 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         )
 
     def own_temporaries(self, owner: str, *, sweep: bool) -> None:
-        """Take over a pack that a killed run has left: it is finished when it is closed."""
+        """Take over the pack of a killed run; `close` finishes it."""
         if self._writer is not None:
             self._writer.may_finish = True
 
     def undo_writes(self, rows: Rows) -> Result:
-        """Leave objects out of the index that will be written; their bytes stay in the file."""
+        """Leave objects out of the new index; their bytes stay in the file."""
         if self._writer is None:
             return super().undo_writes(rows)
         there = self._writer.withdraw(keys_of(rows))
         return Result(np.where(there, Status.OK, Status.GONE).astype(np.uint8))
 
     def exists(self, rows: Rows) -> BoolArray:
-        """Say which keys the index has."""
+        """Return which keys the index has."""
         there: BoolArray = self._listed.find(rows) >= 0
         return there
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """List a few objects again."""
+        """List a few objects again, from the index."""
         schema = scan_schema(columns)
         found = self._listed.find(rows)
         chosen = self._listed.picked(np.unique(found[found >= 0]))
@@ -351,12 +351,12 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         )
 
     def free_bytes(self) -> int | None:
-        """Count what the file system leaves to objects and users who are not root."""
+        """Return the bytes free for objects, for users other than root."""
         objects = 0 if self._writer is None else len(self._writer.entries)
         return max(0, free_bytes(self._descriptor, objects))
 
     def summary(self) -> dict[str, Any]:
-        """Say in JSON's types what the pack holds and how it is stored."""
+        """Return the pack's contents and storage facts as JSON types."""
         listed = self._listed.table()
         head = RECORD_BYTES * len(listed) + (
             pc.sum(pc.binary_length(listed.column("key"))).as_py() or 0
@@ -385,18 +385,18 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         return reader
 
     def _failed(self, error: OSError | FormatError, place: RecordPlace) -> str:
-        """Say what became of one object, unless all of the store is lost."""
+        """Return the error of one object. Raises StoreUnavailable if the file system is lost."""
         if isinstance(error, FormatError):
             return f"damaged: {error} (offset {place.offset})"
         if error.errno in _LOST:
-            raise StoreUnavailable(f"{self.path}: {error.strerror}") from error
+            raise StoreUnavailable(failed(self.path, "read the pack", error)) from error
         return error.strerror or str(error)
 
     def _check_keys_parameter(self, url: StoreUrl) -> None:
         keys = url.params.get("keys", self.grammar)
         if keys != self.grammar:
             self.close()
-            raise UsageError(f"{url}: the pack has {self.grammar} keys, not {keys}")
+            raise UsageError(f"{url}: the pack has {self.grammar} keys, not {keys} keys")
 
 
 def _by_value(counted: dict[str, int]) -> int:
@@ -404,7 +404,7 @@ def _by_value(counted: dict[str, int]) -> int:
 
 
 def _scanned(batch: Any, schema: Any) -> Any:
-    """Name the columns of a batch of entries as a scan does; null where the pack knows nothing."""
+    """Return a batch of entries with a scan's schema; columns that packs lack are null."""
     names = {"locator": "offset", "version": "digest"}
     arrays = []
     for field in schema:

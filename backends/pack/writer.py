@@ -1,4 +1,4 @@
-"""The one writer of a pack: objects are compressed in threads and appended in order."""
+"""Writer of a pack: compress objects in threads and append them in order."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ from hicachectl.formats.pack.records import (
     build_metadata,
     build_record,
 )
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,32 +60,32 @@ if TYPE_CHECKING:
     from hicachectl.formats.pack.planes import Plane
 
 _MOST_ENCODERS = 4
-# What the index will take is kept free, so that a pack on a full disk can still be finished: for
-# its head and the profile, so much, but no more than this share of a small file system.
+# Kept free for the index, so a pack on a full disk can be finished: bytes for its head and the
+# profile, at most 1/_INDEX_SHARE of the file system, and bytes for each object.
 _INDEX_BYTES = 1 << 20
 _INDEX_SHARE = 8
 _INDEX_ROW_BYTES = 512
 
-# What a thread encodes at once, and what goes to the system in one call.
+# A thread encodes this much at once, and one system call writes it.
 _HANDFUL_BYTES = 1 << 20
 _HANDFUL_OBJECTS = 64
-_AHEAD_BYTES = 32 << 20  # of objects in a call that are encoded and not yet appended; or one
+_AHEAD_BYTES = 32 << 20  # most bytes of a call that are encoded but not appended, or one object
 
 _Work = tuple[bytes, "int | None", memoryview]  # key, mtime_ns, content
-_Encoded = tuple[Record, bytes, "list[Plane]"]  # with its head as bytes
+_Encoded = tuple[Record, bytes, "list[Plane]"]  # record, its head as bytes, content
 
 
 class PackWriter:
-    """Appends objects to a pack file whose lock it holds; threads may share it.
+    """Writer of a locked pack file; threads may share it.
 
-    metadata: what the pack will say of itself; changed by `use_metadata`, at the first write if
-    not before. remarks: what was found when it was opened.
+    metadata: set by `use_metadata`, written before the next object. remarks: the state of an
+    unfinished pack when it was opened.
     """
 
     def __init__(self, path: str) -> None:
-        """Open a pack to continue it, or begin one. Raises StoreUnavailable, FormatError."""
+        """Open an existing or new pack for writing. Raises StoreUnavailable, FormatError."""
         self.path = path
-        # One that somebody made beforehand keeps the permissions that it was given.
+        # An existing file keeps its permissions.
         self._is_new = not os.path.lexists(path)
         self.descriptor = open_pack(path, os.O_RDWR | os.O_CREAT)
         self.pack_id = os.urandom(ID_BYTES)
@@ -92,10 +93,10 @@ class PackWriter:
         self.entries = PackEntries()
         self.remarks: tuple[str, ...] = ()
         self._end = 0
-        self._is_valid = False  # what is in the file ends with an index of all of it
-        self._written: Metadata | None = None  # as the file has it
-        self._has_tail = False  # bytes behind the last whole record
-        self.may_finish = False  # whether `close` ends the file: it was written to, or is to be
+        self._is_valid = False  # the file ends with an index of all objects
+        self._written: Metadata | None = None  # metadata in the file
+        self._has_tail = False  # bytes follow the last whole record
+        self.may_finish = False  # `close` finishes the file: this run wrote it or took it over
         self._failed: OSError | None = None
         self._turn = threading.Lock()
         self._plans = PlanMemory()
@@ -111,10 +112,10 @@ class PackWriter:
             raise
 
     def _continue(self) -> None:
-        """Find where to go on, in a file that may have been cut off anywhere."""
+        """Find the end of the records in a file that may be cut off anywhere."""
         begun = os.pread(self.descriptor, HEADER_BYTES, 0)
         is_cut = len(begun) < HEADER_BYTES and begun[: len(MAGIC)] == MAGIC[: len(begun)]
-        # The header is durable before more is written: a power failure leaves no more than that.
+        # The header is synced before any record: a file without a header has nothing else.
         is_lost = os.fstat(self.descriptor).st_size <= HEADER_BYTES and not any(begun)
         if is_cut or is_lost:
             self._has_tail = bool(begun)
@@ -125,7 +126,7 @@ class PackWriter:
             walked = walk(self.descriptor, self.path)
             if walked.metadata is None and walked.entries:
                 raise FormatError(
-                    f"{self.path}: nothing says what keys its objects have; write to a new pack"
+                    f"{self.path}: the grammar of the pack's keys is unknown; write to a new pack"
                 ) from None
             self.pack_id, self.entries, self._end = walked.pack_id, walked.entries, walked.end
             self._written, self._has_tail = walked.metadata, bool(walked.cut_bytes)
@@ -136,7 +137,7 @@ class PackWriter:
         self.metadata = self._written or self.metadata
 
     def keep_private(self, permissions: Permissions) -> None:
-        """Make the pack no more readable than this; a new pack is its owner's until it is whole.
+        """Limit the pack's permissions; only the owner may read a new pack until it is finished.
 
         Raises StoreUnavailable.
         """
@@ -151,26 +152,26 @@ class PackWriter:
                 except OSError as error:
                     raise StoreUnavailable(
                         f"{self.path}: more users may read the pack (mode {mode:04o}) than the "
-                        f"source; chmod it to {narrowed:04o}"
+                        f"source; chmod the pack to {narrowed:04o}"
                     ) from error
 
     def use_metadata(self, *, grammar: str | None = None, profile: str | None = None) -> None:
-        """Say what keys the objects to come have, or their profile as TOML.
+        """Set the grammar of the keys to write, or their profile as TOML.
 
-        A pack with objects keeps what it says. Raises UnsupportedByBackend, ProfileError.
+        Raises UnsupportedByBackend or ProfileError if the pack has objects with another one.
         """
         if grammar is not None and grammar != self.metadata.grammar:
             if self.entries:
                 raise UnsupportedByBackend(
-                    f"{self.path}: the pack has {self.metadata.grammar} keys, and takes no others; "
-                    f"write {grammar} keys to a new one"
+                    f"{self.path}: the pack accepts only {self.metadata.grammar} keys, as it has "
+                    f"objects; write {grammar} keys to a new pack"
                 )
             self.metadata = replace(self.metadata, grammar=grammar)
         if profile is not None and profile != self.metadata.profile:
             if self.entries and self.metadata.profile:
                 raise ProfileError(
-                    f"{self.path}: the pack has objects of another deployment, as its profile says "
-                    "(hicachectl profile prints it); write to a new one"
+                    f"{self.path}: the pack's profile describes another deployment (print it with "
+                    "hicachectl profile); write to a new pack"
                 )
             self.metadata = replace(self.metadata, profile=profile)
 
@@ -182,7 +183,7 @@ class PackWriter:
         *,
         if_absent: bool,
     ) -> tuple[StatusArray, dict[int, str]]:
-        """Append objects durably. Raises StoreUnavailable when the pack cannot be written to."""
+        """Append objects durably. Raises StoreUnavailable if the pack cannot be written."""
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
         self._begin()
@@ -216,7 +217,7 @@ class PackWriter:
                     append_first()
             while pending:
                 append_first()
-        finally:  # the memory may have another use after this call
+        finally:  # the caller may reuse the memory after this call
             wait([encoding for _, encoding in pending])
         self.sync()
         return statuses, errors
@@ -229,20 +230,20 @@ class PackWriter:
         *,
         if_absent: bool,
     ) -> Iterator[int]:
-        """Give the objects to append, and answer for the others."""
+        """Yield the objects to append; set the statuses of the others."""
         for index, key in enumerate(keys):
             if not 0 < len(key) <= MOST_KEY_BYTES:
                 statuses[index] = Status.ERROR
-                errors[index] = f"a key of {len(key)} bytes; packs have 1 to {MOST_KEY_BYTES}"
+                errors[index] = f"the key has {len(key)} bytes; packs allow 1 to {MOST_KEY_BYTES}"
             elif if_absent and key in self.entries.rows:
                 statuses[index] = Status.EXISTS
             else:
                 yield index
 
     def close(self) -> None:
-        """Finish the pack, unless it is as it was found; a pack that nothing came into goes.
+        """Finish the pack if it has changed; remove a pack that nothing was written to.
 
-        Raises StoreUnavailable where the index cannot be written: the objects are safe then.
+        Raises StoreUnavailable if the index cannot be written; the objects are safe then.
         """
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor < 0:
@@ -260,24 +261,26 @@ class PackWriter:
             elif self._written is None and os.fstat(descriptor).st_size <= HEADER_BYTES:
                 Path(self.path).unlink(missing_ok=True)
         except OSError as error:
+            next_step = (
+                f"its objects are safe; fix the cause, then run: hicachectl pack repair {self.path}"
+            )
             raise StoreUnavailable(
-                f"{self.path}: the pack cannot be finished: {error.strerror}; its objects "
-                f"are safe; once that is mended, run: hicachectl pack repair {self.path}"
+                failed(self.path, "finish the pack", error, next_step)
             ) from error
         finally:
             os.close(descriptor)
 
     def _begin(self) -> None:
-        """Write what comes before objects, where it is not there yet."""
+        """Write the header and metadata unless they are in the file."""
         self.may_finish = True
         with self._turn:
             if self.descriptor < 0:
-                raise ValueError("the pack is closed")
+                raise ValueError("The pack is closed")
             if self._failed is not None:
                 raise self._unavailable(self._failed)
             if not self.metadata.grammar:
                 raise UnsupportedByBackend(
-                    f"{self.path}: nothing says what keys the new pack has; "
+                    f"{self.path}: the grammar of the new pack's keys is not set; "
                     f"write pack://{self.path}?keys=file (or mooncake, hf3fs)"
                 )
             try:
@@ -298,7 +301,7 @@ class PackWriter:
             os.fsync(self.descriptor)
             sync_name(self.path)
         self._put([build_record(record, self.pack_id), content])
-        os.fdatasync(self.descriptor)  # without it, objects could not be continued or saved
+        os.fdatasync(self.descriptor)  # without metadata, no object could be saved
         self._written = self.metadata
 
     def _pool(self) -> ThreadPoolExecutor:
@@ -329,10 +332,10 @@ class PackWriter:
         return record, build_record(record, self.pack_id), planes
 
     def withdraw(self, keys: Sequence[bytes]) -> list[bool]:
-        """Forget objects that were appended; which of them were there.
+        """Remove appended objects; return which existed.
 
-        Records say so, for who reads the pack without an index. Where they find no room, only the
-        index that is to come leaves the objects out.
+        A record of each removal serves readers without an index. If these records do not fit, only
+        the next index leaves the objects out.
         """
         with self._turn:
             there = [self.entries.rows.pop(key, None) is not None for key in keys]
@@ -349,7 +352,7 @@ class PackWriter:
         return build_record(record, self.pack_id)
 
     def _append(self, encoded: list[_Encoded], *, if_absent: bool) -> list[Status | OSError]:
-        """Append what there is room for, in one call of the system."""
+        """Append the objects that fit, in one system call."""
         answers: list[Status | OSError] = []
         buffers: list[Plane] = []
         added: dict[bytes, tuple[Record, int]] = {}
@@ -357,7 +360,7 @@ class PackWriter:
             at = self._end
             room = free_bytes(self.descriptor, len(self.entries))
             for record, head, planes in encoded:
-                # Another thread, or the same call with the same key, was faster.
+                # Another thread has added the key, or it occurs twice in this call.
                 is_there = record.key in self.entries.rows or record.key in added
                 if if_absent and is_there:
                     answers.append(Status.EXISTS)
@@ -376,35 +379,33 @@ class PackWriter:
             return answers
 
     def _put(self, buffers: Sequence[Plane]) -> None:
-        """Append, or leave the file as it was."""
+        """Append all buffers or none."""
         self._is_valid = False
         try:
             self._end = write_fully(self.descriptor, buffers, self._end)
         except OSError:
-            with suppress(OSError):  # what is written next goes to the same place
+            with suppress(OSError):  # the next write starts at the same offset
                 os.ftruncate(self.descriptor, self._end)
             raise
 
     def sync(self) -> None:
-        """Make what is in the file durable. Raises StoreUnavailable."""
+        """Make the file durable. Raises StoreUnavailable."""
         try:
             os.fdatasync(self.descriptor)
         except OSError as error:
-            # What had been written is lost or not: only reading the file again would tell.
+            # Earlier writes may be lost: only reading the file again would show that.
             self._failed = error
             raise self._unavailable(error) from error
 
     def _unavailable(self, error: OSError) -> StoreUnavailable:
-        return StoreUnavailable(
-            f"{self.path}: cannot be written to: {error.strerror}; once that is mended, run: "
-            f"hicachectl pack repair {self.path}"
-        )
+        next_step = f"fix the cause, then run: hicachectl pack repair {self.path}"
+        return StoreUnavailable(failed(self.path, "write the pack", error, next_step))
 
 
 def free_bytes(descriptor: int, objects: int) -> int:
-    """Count what a pack's file system has for objects, beside the index of those in the pack.
+    """Return the bytes free for objects besides the index of the pack's objects.
 
-    Negative where not even that has room.
+    Negative if even that index does not fit.
     """
     space = os.fstatvfs(descriptor)
     head = min(_INDEX_BYTES, space.f_blocks * space.f_frsize // _INDEX_SHARE)
@@ -412,7 +413,7 @@ def free_bytes(descriptor: int, objects: int) -> int:
 
 
 def _handfuls(indices: Iterator[int], objects: Sequence[memoryview]) -> Iterator[list[int]]:
-    """Put small objects together, in order."""
+    """Group small objects, in order."""
     handful: list[int] = []
     nbytes = 0
     for index in indices:
@@ -428,6 +429,6 @@ def _handfuls(indices: Iterator[int], objects: Sequence[memoryview]) -> Iterator
 def _continued(path: str, walked: ScannedPack) -> str:
     damaged = f", {walked.damaged} damaged objects left out" if walked.damaged else ""
     return (
-        f"{path}: an unfinished pack of {len(walked.entries)} objects is continued; "
-        f"{walked.cut_bytes} bytes behind the last whole one are cut off{damaged}"
+        f"{path}: continuing an unfinished pack of {len(walked.entries)} objects; "
+        f"{walked.cut_bytes} bytes after the last whole one are cut off{damaged}"
     )
