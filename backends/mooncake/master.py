@@ -175,7 +175,9 @@ class MasterAdmin:
         try:
             health = decode(_HEALTH, reply.body)
         except FormatError:
-            raise self._http.lost("the answer is not a Mooncake master's", _WRONG_PORT) from None
+            raise self._http.lost(
+                "the service at this port is not a Mooncake master", _WRONG_PORT
+            ) from None
         if not health.service_ready:
             leader = health.leader_address or "unknown to this master"
             raise self._http.lost(

@@ -198,7 +198,7 @@ def test_another_user_changes_nothing_of_a_store_of_root(place: Path, kind: str)
     refused = {name: answers[name] for name in changing(place, store)}
     if kind == "closed":
         refused |= {name: answers[name] for name in ("ls", "show", "verify", "hits", "from")}
-        assert "permission denied; run as the user of the server" in answers["ls"].stderr
+        assert "Permission denied; run as the server's user" in answers["ls"].stderr
     else:
         status = {name: answers[name].status for name in looking(place, store, page)}
         assert status == dict.fromkeys(status, 0) | {"verify": 4, "prewarm from": 4}

@@ -209,7 +209,7 @@ def test_a_config_is_needed_only_when_asked_for(tmp_path: Path) -> None:
     nobody = {"HOME": str(tmp_path)}
     assert load_config(None, nobody) == Config()
     for asked in (load_config, lambda p: load_config(None, {**nobody, "HICACHECTL_CONFIG": p})):
-        with pytest.raises(UsageError, match=r"missing\.toml: No such file"):
+        with pytest.raises(UsageError, match=r"missing\.toml: cannot read: No such file"):
             asked(str(tmp_path / "missing.toml"))
     (tmp_path / "latin.toml").write_bytes(b"\xff")
     with pytest.raises(FormatError, match="UTF-8"):
@@ -220,7 +220,7 @@ def test_open_store_opens_what_is_named(tmp_path: Path) -> None:
     with open_store("here:", config=Config({"here": str(tmp_path)})) as store:
         assert isinstance(store, FileStore)
         assert parse_url(store.url).path == str(tmp_path)
-    with pytest.raises(StoreUnavailable, match="nothing-here: no such directory"):
+    with pytest.raises(StoreUnavailable, match="nothing-here: cannot use the store: No such file"):
         open_store(f"file://{tmp_path}/nothing-here")
 
 

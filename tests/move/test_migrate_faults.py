@@ -115,7 +115,7 @@ def test_a_read_only_destination_ends_the_run_with_one_clear_line(
         subprocess.run(["mount", "-o", "remount,ro", fixed], check=True)
         output = invoke("migrate", source, fixed, exit_code=3)
     assert output.stdout == ""
-    assert f"{fixed}: cannot be written to: Read-only file system" in output.stderr
+    assert f"{fixed}: cannot write to the store: Read-only file system" in output.stderr
 
 
 def test_a_journal_that_cannot_be_made_ends_the_run_before_anything_is_written(

@@ -322,7 +322,7 @@ def test_nothing_that_can_be_had_is_no_error(
     [
         (("--token-ids", "a", "--prompts", "b"), "one of --prompts"),
         ((), "one of --prompts"),
-        (("--token-ids", "missing.jsonl"), "cannot read missing.jsonl"),
+        (("--token-ids", "missing.jsonl"), "missing.jsonl: cannot read"),
         (("--pages", "missing.jsonl", "--through-server", "http://x:1"), "sends tokens: it needs"),
         (("--token-ids", "missing.jsonl", "--to-key-scheme", "unified"), "--to-key-scheme"),
         (("--token-ids", "missing.jsonl", "--pin-ttl", "1h"), "--pin-ttl is for --pin"),

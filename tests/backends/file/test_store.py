@@ -220,9 +220,13 @@ def test_an_early_close_leaves_no_threads_or_descriptors(
 
 def test_what_is_no_directory_is_unavailable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreUnavailable, match="/file: not a directory"):
+    with pytest.raises(
+        StoreUnavailable, match="/file: cannot use the store: Not a directory; give"
+    ):
         FileStore(tmp_path / "file")
-    with pytest.raises(StoreUnavailable, match="/missing: no such directory; check"):
+    with pytest.raises(
+        StoreUnavailable, match="/missing: cannot use the store: No such file or directory; check"
+    ):
         FileStore(tmp_path / "missing")
 
 
@@ -288,7 +292,7 @@ def test_a_directory_without_permission_is_unavailable(mode: str) -> None:
         except StoreUnavailable as error:
             print(error)
     """)
-    assert "/store: permission denied; run as" in said
+    assert "/store: cannot use the store: Permission denied; run as" in said
 
 
 def test_files_of_others_are_read_where_allowed() -> None:
@@ -310,7 +314,7 @@ def test_files_of_others_are_read_where_allowed() -> None:
     """)
     denied = {1: "Permission denied"}, {0: "Permission denied"}
     assert said.startswith(f"[0, 5] b'abc' {denied[0]} 3\n{denied[1]}\n")
-    assert said.endswith("/store: cannot be written to: Permission denied\n")
+    assert said.endswith("/store: cannot write to the store: Permission denied\n")
 
 
 # reading
@@ -352,7 +356,7 @@ def test_keys_are_no_paths(store: FileStore, tmp_path: Path) -> None:
         store, dict.fromkeys([*BAD_KEYS, b".hicachectl", b"ok"], b"abc"), if_absent=False
     )
     assert written.statuses.tolist() == [Status.ERROR] * (len(BAD_KEYS) + 1) + [Status.OK]
-    assert "kept for this tool" in written.errors[len(BAD_KEYS)]
+    assert "reserved for hicachectl" in written.errors[len(BAD_KEYS)]
     assert "too long" in written.errors[BAD_KEYS.index(b"x" * 256)]
     assert (tmp_path / "up.bin").read_bytes() == b"abc"
     assert _names(store.path) == ["ok"]

@@ -402,17 +402,17 @@ def echo(fields: dict[str, object]) -> Script:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (lambda call: call.answer(b"OK"), "an old master; Mooncake 0.3.12 or newer is needed"),
-        (lambda call: call.answer(b"not found", 404), "no Mooncake master; .*--metrics_port"),
-        (lambda call: call.answer(b"<html>"), "no Mooncake master; .*--metrics_port"),
-        (lambda call: call.answer(b'{"status":"ok"}'), "no Mooncake master"),
+        (lambda call: call.answer(b"OK"), "the master is too old; use Mooncake 0.3.12 or newer"),
+        (lambda call: call.answer(b"not found", 404), "not a Mooncake master; .*--metrics_port"),
+        (lambda call: call.answer(b"<html>"), "not a Mooncake master; .*--metrics_port"),
+        (lambda call: call.answer(b'{"status":"ok"}'), "not a Mooncake master"),
         (
             master(lambda call: call.answer(b"no", 404)),
-            "the master has no /batch_query_keys; Mooncake 0.3.12 or newer is needed",
+            "the master has no /batch_query_keys; use Mooncake 0.3.12 or newer",
         ),
         (
             master(echo({"ok": False, "error": "OBJECT_NOT_FOUND"})),
-            "extends the lease of each object it is asked about; Mooncake 0.3.12 or newer",
+            "extends the leases of queried objects; use Mooncake 0.3.12 or newer",
         ),
         (
             master(
@@ -420,9 +420,9 @@ def echo(fields: dict[str, object]) -> Script:
                 b'{"role":"standby","ha_state":"standby","service_ready":false,'
                 b'"leader_address":"10.0.0.2:50051"}',
             ),
-            r"does not serve \(role standby, state standby\); .*the leader is 10\.0\.0\.2:50051",
+            r"does not serve \(role standby, state standby\); .*\(leader: 10\.0\.0\.2:50051\)",
         ),
-        (master(lambda call: call.answer(b"{}")), "/batch_query_keys cannot be read"),
+        (master(lambda call: call.answer(b"{}")), "/batch_query_keys: the reply cannot be read"),
         (
             master(lambda call: call.answer(b'{"error_message":"not active"}', 503)),
             "/batch_query_keys failed with HTTP 503: .*not active",
@@ -512,7 +512,7 @@ def test_an_endless_line_is_refused_before_it_fills_the_memory() -> None:
         while True:
             call.send(b"x" * 65536)
 
-    with scripted(script) as admin, pytest.raises(StoreUnavailable, match="a line of more than"):
+    with scripted(script) as admin, pytest.raises(StoreUnavailable, match="a line is longer than"):
         list(admin.key_batches(10))
 
 
@@ -541,7 +541,7 @@ def test_a_million_keys_are_listed_in_bounded_memory() -> None:
 def test_garbage_about_segments_is_one_clear_line(body: bytes) -> None:
     with (
         scripted(lambda call: call.answer(body)) as admin,
-        pytest.raises(StoreUnavailable, match="/get_segments_detail cannot be read"),
+        pytest.raises(StoreUnavailable, match="/get_segments_detail: the reply cannot be read"),
     ):
         admin.free_bytes()
 

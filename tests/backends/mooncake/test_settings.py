@@ -187,13 +187,13 @@ def test_a_map_from_ranks_to_devices_has_none_for_a_guest(config_file: ConfigFil
     ("text", "environ", "message"),
     [
         ("mooncake:", {}, "no master is named; write mooncake://HOST:50051, or set MOONCAKE"),
-        ("mooncake:", {"MOONCAKE_CLIENT": "c:1"}, "MOONCAKE_CLIENT alone does not do"),
-        ("mooncake:", {"MOONCAKE_MASTER": ""}, "MOONCAKE_MASTER: '' is no address"),
-        ("mooncake:", {"MOONCAKE_MASTER": "m"}, "MOONCAKE_MASTER: 'm' is no address"),
+        ("mooncake:", {"MOONCAKE_CLIENT": "c:1"}, "MOONCAKE_CLIENT alone is not enough"),
+        ("mooncake:", {"MOONCAKE_MASTER": ""}, "MOONCAKE_MASTER: '' is not an address"),
+        ("mooncake:", {"MOONCAKE_MASTER": "m"}, "MOONCAKE_MASTER: 'm' is not an address"),
         (
             "mooncake:",
             {"MOONCAKE_MASTER": "etcd://10.0.0.1:2379"},
-            "MOONCAKE_MASTER: masters elect a leader by etcd; name the leader",
+            "MOONCAKE_MASTER: leader election by etcd is not supported; name the leading",
         ),
         (
             "mooncake:",
@@ -208,25 +208,25 @@ def test_a_map_from_ranks_to_devices_has_none_for_a_guest(config_file: ConfigFil
         (
             "mooncake://m:1",
             {"MOONCAKE_MASTER_METRICS_PORT": "high"},
-            "MOONCAKE_MASTER_METRICS_PORT: 'high' is no port number",
+            "MOONCAKE_MASTER_METRICS_PORT: 'high' is not a port number",
         ),
-        ("mooncake://m:1", {"MOONCAKE_MASTER_METRICS_PORT": "0"}, "'0' is no port number"),
+        ("mooncake://m:1", {"MOONCAKE_MASTER_METRICS_PORT": "0"}, "'0' is not a port number"),
         ("mooncake://m:1", {"MOONCAKE_PROTOCOL": ""}, "MOONCAKE_PROTOCOL: '' cannot be used"),
         ("mooncake://m:1", {"MOONCAKE_TENANT_ID": "a"}, "MOONCAKE_TENANT_ID: 'a' cannot be used"),
         ("mooncake://m:1?tenant=a", {}, "tenant: 'a' cannot be used: the master lists .*default"),
-        ("mooncake://m", {}, "'m' is no address; write HOST:PORT"),
-        ("mooncake://u:p@m:1", {}, "is no address"),
+        ("mooncake://m", {}, "'m' is not an address; write HOST:PORT"),
+        ("mooncake://u:p@m:1", {}, "is not an address"),
         ("mooncake://m:1/path", {}, "mooncake://m:1/path: a Mooncake URL has no path"),
-        ("mooncake://m:1?admin=m", {}, "admin: 'm' is no address"),
-        ("mooncake://m:1?admin=http://m:9003", {}, "admin: 'http://m:9003' is no address"),
+        ("mooncake://m:1?admin=m", {}, "admin: 'm' is not an address"),
+        ("mooncake://m:1?admin=http://m:9003", {}, "admin: 'http://m:9003' is not an address"),
         ("mooncake://m:1?protocol=", {}, "protocol: '' cannot be used"),
         ("mooncake://m:1?protocol=t%20p", {}, "protocol: 't p' cannot be used"),
         ("mooncake://m:1?metadata=", {}, "metadata: '' cannot be used"),
         ("mooncake://m:1?device=a%0Ab", {}, "device: .* cannot be used"),
         ("mooncake://m:1?segment=4gb", {}, "unknown parameter 'segment'"),
-        ("mooncake://m:1", {CONFIG_VARIABLE: ""}, f"cannot read {CONFIG_VARIABLE} : No such file"),
-        ("mooncake://m:1", {CONFIG_VARIABLE: "/nowhere"}, "/nowhere: No such file"),
-        ("mooncake://m:1", {CONFIG_VARIABLE: "/tmp"}, "/tmp: not a regular file"),
+        ("mooncake://m:1", {CONFIG_VARIABLE: ""}, f"{CONFIG_VARIABLE} : cannot read: No such file"),
+        ("mooncake://m:1", {CONFIG_VARIABLE: "/nowhere"}, "/nowhere: cannot read: No such file"),
+        ("mooncake://m:1", {CONFIG_VARIABLE: "/tmp"}, "/tmp: cannot read: not a regular file"),
         ("mooncake://m:1", {CONFIG_VARIABLE: "a\0b"}, CONFIG_VARIABLE),
     ],
 )  # fmt: skip
@@ -250,7 +250,7 @@ def test_what_cannot_be_used_is_refused_by_name(
         ),
         ({"protocol": "tcp"}, "master_server_address is missing"),
         ({"master_server_address": 1}, "master_server_address: expected str, found 1"),
-        ({"master_server_address": "m"}, "master_server_address: 'm' is no address"),
+        ({"master_server_address": "m"}, "master_server_address: 'm' is not an address"),
         ({"master_server_address": "m:1", "protocol": None}, "protocol: expected str, found None"),
         (
             {"master_server_address": "m:1", "master_metrics_port": True},
@@ -258,7 +258,7 @@ def test_what_cannot_be_used_is_refused_by_name(
         ),
         (
             {"master_server_address": "m:1", "master_metrics_port": 10**400},
-            "master_metrics_port: .* is no port number",
+            "master_metrics_port: .* is not a port number",
         ),
         (
             {"master_server_address": "m:1", "standalone_storage": "false"},
@@ -278,7 +278,7 @@ def test_a_wrong_config_file_is_refused_by_name(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"client_server_address": "c:1"}, "client_server_address alone does not do"),
+        ({"client_server_address": "c:1"}, "client_server_address alone is not enough"),
         ({"master_server_address": None}, "no master is named"),
         ({"master_server_address": "m:1", "tenant_id": "a"}, "tenant_id: 'a' cannot be used"),
         ({"master_server_address": "m:1", "standalone_storage": True}, "standalone_storage is set"),
@@ -370,5 +370,5 @@ def test_any_text_is_an_address_or_refused(text: str) -> None:
     ["::1:1", "[]:1", "[::g]:1", "[m]:1", "m:1 ", "m:1\n", "m:٣", "m:-1", "-m:1", "m:1/", "m m:1"],
 )
 def test_what_only_resembles_an_address_is_refused(text: str) -> None:
-    with pytest.raises(FormatError, match=r"master: .* is no address"):
+    with pytest.raises(FormatError, match=r"master: .* is not an address"):
         split_address(text, "master", FormatError)

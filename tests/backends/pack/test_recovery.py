@@ -262,7 +262,7 @@ def test_a_new_pack_leaves_the_old_one_alone(whole: Path, tmp_path: Path, arena:
     assert whole.read_bytes() == before
     assert contents(saved, arena) == written_before(records, len(before))
     assert said.unfinished
-    with pytest.raises(UsageError, match=f"{saved}: there is such a file"):
+    with pytest.raises(UsageError, match=f"{saved}: already exists"):
         repair(str(whole), output=str(saved))
 
 

@@ -253,7 +253,7 @@ def test_a_pack_that_is_being_written_cannot_be_read(path: Path, arena: Arena) -
 
 def test_a_pack_opened_to_be_read_is_not_written_to(path: Path, arena: Arena) -> None:
     put(path, arena, OBJECTS)
-    refusal = pytest.raises(UnsupportedByBackend, match="opened to be read")
+    refusal = pytest.raises(UnsupportedByBackend, match="open for reading only")
     with opened(path, arena) as store, refusal:
         write(store, OBJECTS, if_absent=True)
 
@@ -458,11 +458,11 @@ def test_what_is_no_pack_is_refused_and_left_alone(tmp_path: Path, arena: Arena)
     with pytest.raises(FormatError, match="is not a pack"):
         opened(tmp_path / "b", arena, create=True)
     assert (tmp_path / "b").read_bytes().startswith(b"text")
-    for name, text in {"none": "no such pack", ".": "no regular file"}.items():
+    for name, text in {"none": "No such file.*; check the path", ".": "not a regular file"}.items():
         with pytest.raises(StoreUnavailable, match=text):
             opened(tmp_path / name, arena)
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(StoreUnavailable, match="no regular file"):
+    with pytest.raises(StoreUnavailable, match="not a regular file"):
         opened(tmp_path / "fifo", arena)
 
 
@@ -542,7 +542,7 @@ def test_an_end_that_lies_is_refused(path: Path, arena: Arena) -> None:
     data = path.read_bytes()[: -pack_files.TRAILER_BYTES]
     for offset, length in ((0, 10), (2**64 - 1, 1), (32, 2**64 - 40), (len(data) - 8, 8), (32, 9)):
         path.write_bytes(data + pack_files.trailer(offset, length))
-        with pytest.raises(FormatError, match=f"{path}: its index .*offset {offset}.*pack repair"):
+        with pytest.raises(FormatError, match=f"{path}: .*index.*offset.*{offset}.*pack repair"):
             opened(path, arena)
     path.write_bytes(data + pack_files.trailer(32, len(data) - 32))  # the metadata, not an index
     with pytest.raises(FormatError, match="damaged"):
