@@ -232,7 +232,8 @@ def test_what_is_no_pack_is_one_clear_line(
     refused = invoke(*arguments, f"pack://{other}", exit_code=2).stderr
     assert refused == f"hicachectl: {other}: is not a pack\n"
     missing = invoke(*arguments, f"pack://{tmp_path}/none", exit_code=3).stderr
-    assert missing == f"hicachectl: {tmp_path}/none: cannot open the pack: No such file or directory; check the path\n"
+    problem = f"{tmp_path}/none: cannot open the pack: No such file or directory; check the path"
+    assert missing == f"hicachectl: {problem}\n"
 
 
 def test_a_pack_command_wants_a_file(invoke: Invoke) -> None:
