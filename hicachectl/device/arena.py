@@ -1,4 +1,4 @@
-"""Host memory as devices see it: page-locked and mapped, registered once."""
+"""Host memory that devices can use: page-locked and mapped, registered once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hicachectl.backends.arena import Arena
 
 _LOG = logging.getLogger(__name__)
 
-# cudaHostRegisterPortable: for every device. cudaHostRegisterMapped: kernels may read it.
+# cudaHostRegisterPortable: for all devices. cudaHostRegisterMapped: kernels may read the memory.
 _FLAGS = 0x01 | 0x02
 _ALREADY_REGISTERED = 712
 
 
 class HostArenas:
-    """Page-locks each arena when it is first used, until the arena is closed.
+    """Host tensors over arenas, page-locked from first use until the arena closes. Thread-safe.
 
-    Threads may share it. Where the system refuses (RLIMIT_MEMLOCK, say), copies still work, slower.
+    If the system refuses to page-lock (RLIMIT_MEMLOCK), copies work, but slower.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class HostArenas:
         self._tensors: dict[int, torch.Tensor] = {}
 
     def tensor(self, arena: Arena) -> torch.Tensor:
-        """Give an arena's bytes as a host tensor, not copied, page-locked where possible."""
+        """Return an arena's bytes as a host tensor without a copy, page-locked if possible."""
         with self._lock:
             known = self._tensors.get(id(arena))
             if known is None:
@@ -44,17 +44,17 @@ class HostArenas:
 
 
 class HostBuffer:
-    """A little page-locked memory that grows with what is put there. One thread at a time.
+    """A small page-locked buffer that grows as needed. For one thread at a time.
 
-    Not of torch's own: that asks the device about memory that it gets back, in a destructor, which
-    ends the process once the device has failed.
+    Not torch's pinned memory, whose destructor queries the device: after a device failure that ends
+    the process.
     """
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
 
     def room(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Give memory for a tensor; it is that of the one before, whose copies have to be done."""
+        """Return memory for a tensor: the previous tensor's, whose copies must be done."""
         nbytes = shape.numel() * dtype.itemsize
         if self._arena is None or self._arena.nbytes < nbytes:
             self.close()
@@ -63,16 +63,16 @@ class HostBuffer:
         return torch.from_numpy(self._arena.array)[:nbytes].view(dtype).view(shape)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None
 
 
 def register(arena: Arena) -> bool:
-    """Page-lock and map an arena's memory for all devices, until it is closed.
+    """Page-lock and map an arena's memory for all devices until it is closed.
 
-    False where that is refused.
+    Return False without CUDA, or if CUDA refuses.
     """
     if not torch.cuda.is_available():
         return False
@@ -83,8 +83,8 @@ def register(arena: Arena) -> bool:
         return True
     if int(error) != _ALREADY_REGISTERED:
         _LOG.warning(
-            "the buffer of %d bytes cannot be page-locked (CUDA error %d): copies to the device "
-            "are slower; a higher limit of locked memory (ulimit -l) helps",
+            "Cannot page-lock the buffer of %d bytes (CUDA error %d): copies to the device are "
+            "slower; raise the limit of locked memory (ulimit -l)",
             arena.nbytes,
             int(error),
         )
@@ -93,12 +93,12 @@ def register(arena: Arena) -> bool:
 
 
 def _unregister(address: int, device: int) -> None:
-    """Undo `register` on the device that was current: on another, CUDA would begin to use it."""
-    with suppress(RuntimeError), torch.cuda.device(device):  # it may have failed
+    """Undo `register` on the same device: on another one, CUDA would create a context."""
+    with suppress(RuntimeError), torch.cuda.device(device):  # the device may have failed
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _forget_last_error() -> None:
-    """Let a launch report the error that CUDA keeps for the thread's next one to report."""
+    """Clear the error that CUDA would report at this thread's next launch."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")

@@ -1,7 +1,7 @@
-"""Check objects on devices, in the place of the processor: what `verify --device` puts in.
+"""Check objects on devices instead of the CPU, for `verify --device`.
 
-The reading thread calls `examine` with objects that are in the arena, and has the results when it
-returns; several threads keep several lanes busy.
+Reading threads call `examine` with objects in the arena and wait for the results; several threads
+keep several lanes busy.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
     Digests = npt.NDArray[np.uint8]
 
-# Lanes, and what runs on them, of devices that have failed: giving graphs back ends the process.
+# Lanes of failed devices, and their runs: destroying CUDA graphs would end the process.
 _ABANDONED: list[tuple[Lane, dict[tuple[Lane, ObjectForm], DeviceRun]]] = []
 
 
 class DeviceChecker:
-    """Digests and checks objects on one or several devices.
+    """Digest and value checks on one or several devices.
 
-    slab_bytes, most_objects: what a task may have, as the arena places it. failure: what went
-    wrong, once `examine` has begun to answer None.
+    slab_bytes, most_objects: limits of a task, as the arena places its objects.
+    failure: the device failure since which `examine` returns None.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class DeviceChecker:
     ) -> None:
         """Allocate all device memory of the run.
 
-        device_bytes: of each device. largest: bytes of the largest object. falls_back: after a
-        device has failed, `examine` answers None instead of raising. Raises UsageError where one
-        object does not fit.
+        device_bytes: of each device. largest: bytes of the largest object.
+        falls_back: after a device failure, `examine` returns None instead of raising.
+        Raises UsageError if one object does not fit.
         """
         slab = slab_size(devices, device_bytes, buffer_bytes, largest, largest_name)
         lanes = allocate_lanes(devices, device_bytes, slab, max(1, largest))
@@ -92,15 +92,16 @@ class DeviceChecker:
         expected: ObjectSpec | None,
         checker: ValueChecker | None,
     ) -> tuple[Digests, list[ValueIssue]] | None:
-        """Send the objects of a task through a device: digests [n, 32] and issues.
+        """Send a task's objects through a device: return digests [n, 32] and issues.
 
         wanted:   which objects to digest.
-        expected: what they all are: digested as gathered back from the pools. None where the form
-                  of their bytes is not known: digested as they came into device memory.
-        checker:  of such objects; None where no values are to be checked. Objects that could not
-                  be read are left out.
-        None: the processor has to look at them, in the arena, where they still are; so it is once
-        the device has failed, if that is wanted, else DeviceError is raised.
+        expected: spec of all objects, digested after the gather from the pools. None if the form of
+            their bytes is unknown: the staged bytes are digested.
+        checker:  None to check no values. Unreadable objects get no issues.
+
+        Return None if the CPU must examine the objects in the arena: no kernel supports them, there
+        is nothing for a device to do, or a device failed and `falls_back` is set. Without
+        `falls_back`, a device failure raises DeviceError.
         """
         if self.failure is not None or not loaded.task.capacities[0]:
             return None
@@ -108,7 +109,7 @@ class DeviceChecker:
         if form is not None and not form.supported:
             return None
         if not (wanted.any() or (form is not None and form.kernels)):
-            return None  # nothing to do for a device
+            return None
         digests = np.zeros((len(wanted), DIGEST_BYTES), dtype=np.uint8)
         try:
             flags = self._flags(loaded, wanted, form, digests)
@@ -126,7 +127,7 @@ class DeviceChecker:
     def _flags(
         self, loaded: Loaded, wanted: BoolArray, form: ObjectForm | None, digests: Digests
     ) -> BoolArray:
-        """Run a task, in halves where memory is short; fills in digests, and gives flags [n, 2]."""
+        """Run a task, in halves if memory is short; fill in digests, return flags [n, 2]."""
         flags = np.zeros((len(wanted), 2), dtype=np.bool_)
         slabs = [(0, len(wanted))]
         while slabs:
@@ -136,8 +137,8 @@ class DeviceChecker:
             except torch.OutOfMemoryError as error:
                 if stop - start < 2:
                     raise DeviceError(
-                        "CUDA is out of memory for one page; free some, give a smaller "
-                        "--device-bytes, or run with --device cpu"
+                        "CUDA is out of memory for one page; free device memory, give a smaller "
+                        "--device-bytes, or use --device cpu"
                     ) from error
                 middle = (start + stop) // 2
                 slabs += [(middle, stop), (start, middle)]
@@ -152,7 +153,7 @@ class DeviceChecker:
         form: ObjectForm | None,
         digests: Digests,
     ) -> BoolArray:
-        """Run a slab through a lane; fills in digests, and gives flags [stop - start, 2]."""
+        """Run a slab through a lane; fill in digests, return flags [stop - start, 2]."""
         step, count = _step(loaded), stop - start
         chosen = np.flatnonzero(wanted[start:stop])
         if form is not None:
@@ -180,10 +181,9 @@ class DeviceChecker:
             return run.suspects(launched, count)
 
     def _prepare(self, form: ObjectForm, *, digests: bool) -> None:
-        """Have every lane ready for objects of a form: compile, upload, capture.
+        """Prepare every lane for objects of a form: compile, upload, capture.
 
-        Captures are for one thread at a time that has the devices to itself: it waits for all
-        lanes, and whoever needs one waits for it.
+        A capture needs the devices to itself, so one thread takes all lanes meanwhile.
         """
         if (form, digests) in self._prepared:
             return
@@ -207,26 +207,25 @@ class DeviceChecker:
 
     def _form(self, expected: ObjectSpec, checker: ValueChecker | None, step: int) -> ObjectForm:
         key = (form_of(expected, checker), step)
-        if key not in self._forms:  # of two threads that come here at once, the first one's stays
+        if key not in self._forms:  # if two threads race, the first form stays
             self._forms.setdefault(key, ObjectForm(expected, checker, step))
         return self._forms[key]
 
     @contextmanager
     def _lane(self) -> Iterator[Lane]:
-        """Wait for a free lane."""
         lane = self._free.get()
         try:
             with _named_errors(lane):
                 yield lane
         except BaseException:
-            with suppress(RuntimeError):  # a device that has failed does not read any more, either
-                lane.wait()  # until its copy is done the objects have to stay in the arena
+            with suppress(RuntimeError):  # a failed device no longer reads the arena
+                lane.wait()  # the copy may still read the objects in the arena
             raise
         finally:
             self._free.put(lane)
 
     def close(self) -> None:
-        """Give the device memory back; a device that has failed has nothing to give back."""
+        """Free the device memory, except that of a failed device."""
         while not self._free.empty():
             lane = self._free.get_nowait()
             mine = {place: run for place, run in self._runs.items() if place[0] is lane}
@@ -250,34 +249,34 @@ class DeviceChecker:
         self.close()
 
 
-# In what torch, CUDA and Triton say of a device and its tools.
+# Words in errors of torch, CUDA and Triton about a device and its tools.
 _DEVICE_SIGNS = ("CUDA", "C compiler", "ptxas", "libcuda")
 
 
 @contextmanager
 def _named_errors(lane: Lane) -> Iterator[None]:
-    """Raise DeviceError for what goes wrong on a lane's device, but for lack of memory."""
+    """Raise DeviceError for errors of a lane's device, except for lack of memory."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (TritonError, CalledProcessError, OSError) as error:  # of its compilers, and of ptxas
+    except (TritonError, CalledProcessError, OSError) as error:  # from compilers
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise DeviceError(
-            f"{lane.device}: kernels cannot be built: {reason}; a C compiler and Python's headers "
-            "are needed, and a triton that knows the device, or --device cpu"
+            f"{lane.device}: cannot build kernels: {reason}; install a C compiler, Python's "
+            "headers and a triton that supports the device, or use --device cpu"
         ) from error
     except (RuntimeError, AssertionError) as error:
         if not any(sign in str(error) for sign in _DEVICE_SIGNS):
             raise  # a bug of ours
         reason = str(error).partition("\n")[0]
         raise DeviceError(
-            f"{lane.device} failed: {reason}; run again, or with --device cpu"
+            f"{lane.device} failed: {reason}; run again or use --device cpu"
         ) from error
 
 
 def _step(loaded: Loaded) -> int:
-    """Give the distance of a task's objects, which are of equal size."""
+    """Return the bytes between a task's objects, which are of equal size."""
     offsets = loaded.offsets
     if len(offsets) > 1:
         return int(offsets[1] - offsets[0])
@@ -287,11 +286,12 @@ def _step(loaded: Loaded) -> int:
 def _issues(
     loaded: Loaded, checker: ValueChecker, on_device: Collection[ValueCheck], flags: BoolArray
 ) -> list[ValueIssue]:
-    """Check on the host what the device leaves to it, in the bytes that are still in the arena.
+    """Run the checks that the device leaves to the CPU, on the bytes in the arena.
 
-    on_device: the checks that have looked at the objects there; the host looks at their suspects,
-    and runs the other checks on every object. flags: [n, 2], which objects are suspects, and where
-    the host must find something, too.
+    on_device: checks that ran on the device; the CPU repeats them on suspects, and runs others on
+        every object.
+    flags: [n, 2], whether an object is suspect, and whether the CPU must find an issue. Raises
+        DeviceError if the CPU does not.
     """
     others = checker.prepared.keys() - on_device
     every = np.flatnonzero(loaded.read.ok) if others else np.zeros(0, dtype=np.int64)
@@ -301,7 +301,7 @@ def _issues(
     for index in np.flatnonzero(flags.all(axis=1) & loaded.read.ok).tolist():
         if index not in found:
             raise DeviceError(
-                f"object {index} of a task is healthy in host memory and not on the device: the "
-                "device, or the way to it, damages data; run with --device cpu"
+                f"Object {index} of a task is healthy in host memory but not on the device: the "
+                "device or the transfer damages data; use --device cpu"
             )
     return issues + checker.check(loaded.block(), every, others)

@@ -1,4 +1,4 @@
-"""Which devices `--device` names, and what is said when there are none."""
+"""Devices that `--device` names, and the errors if they cannot be used."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def open_checker(
     largest_name: str,
     remark: Callable[[str], None],
 ) -> AbstractContextManager[DeviceChecker | None]:
-    """Open what checks on the named devices; None for the CPU, and where `auto` finds no device.
+    """Open a checker on the named devices; None for the CPU, or if `auto` finds no device.
 
-    remark is told why `auto` fell back. Raises UsageError and DeviceError where a named device
-    cannot be used, or one object does not fit into `device_bytes`.
+    remark: receives why `auto` fell back.
+    Raises UsageError and DeviceError if a named device cannot be used or an object does not fit
+    into `device_bytes`.
     """
     if names == (CPU,):
         return nullcontext()
@@ -54,75 +55,75 @@ def open_checker(
     except (UsageError, DeviceError) as error:
         if names != (AUTO,):
             raise
-        remark(f"--device auto: {error}; the CPU does the work")
+        remark(f"--device auto uses the CPU: {error}")
         return nullcontext()
 
 
 def refuse_missing(names: tuple[str, ...]) -> None:
-    """Raise UsageError or DeviceError where a device that `auto` does not choose cannot be used."""
+    """Raise UsageError or DeviceError if an explicitly named device cannot be used."""
     if names not in ((AUTO,), (CPU,)):
         cuda_devices(names)
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """Split `auto`, `cpu`, `cuda`, or a list such as `cuda:0,cuda:1`. Raises UsageError."""
+    """Return the names in `auto`, `cpu`, `cuda` or `cuda:0,cuda:1`. Raises UsageError."""
     names = tuple(text.split(","))
     if names in ((AUTO,), (CPU,)):
         return names
     if not all(re.fullmatch(r"cuda(:\d{1,3})?", name) for name in names):
-        raise UsageError(f"--device {text!r}: write auto, cpu, cuda, or a list: cuda:0,cuda:1")
+        raise UsageError(f"--device {text!r}: must be auto, cpu, cuda, or a list: cuda:0,cuda:1")
     if len(set(names)) < len(names) or (len(names) > 1 and "cuda" in names):
-        raise UsageError(f"--device {text!r} names a device twice")
+        raise UsageError(f"--device {text!r}: a device is named twice")
     return names
 
 
 def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
-    """Find the named CUDA devices, the first for `auto` and `cuda`.
+    """Return the named CUDA devices; the first for `auto` and `cuda`.
 
-    Raises UsageError, saying why, where one is missing.
+    Raises UsageError with the reason if one is missing, DeviceError if one fails.
     """
     try:
         import torch
     except ImportError as error:
         raise UsageError(
-            f"no CUDA device can be used: {error}; install the extra hicachectl[gpu]"
+            f"no usable CUDA device: {error}; install the extra hicachectl[gpu]"
         ) from error
     try:
         import triton
     except ImportError as error:
-        raise UsageError(f"no CUDA device can be used: {error}; install triton") from error
+        raise UsageError(f"no usable CUDA device: {error}; install triton") from error
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < _OLDEST_TRITON:
         raise UsageError(
-            f"no CUDA device can be used: triton {triton.__version__} does not compile the "
-            "kernels; install triton>=3.4, which torch>=2.8 brings"
+            f"no usable CUDA device: triton {triton.__version__} does not compile the kernels; "
+            "install triton>=3.4, which comes with torch>=2.8"
         )
-    # Its default is to change: Triton would say so on stderr.
+    # Otherwise Triton warns that this default will change.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    with warnings.catch_warnings(record=True) as said:  # of a driver that is too old, say
+    with warnings.catch_warnings(record=True) as said:  # such as an old driver
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         reasons = [str(warning.message).partition("\n")[0] for warning in said]
         if not torch.version.cuda:
             reasons = ["this torch is built without CUDA"]
-        raise UsageError(": ".join(["no CUDA device is there", *reasons[:1]]))
+        raise UsageError(": ".join(["no usable CUDA device", *reasons[:1]]))
     devices = [torch.device("cuda", _index(name)) for name in names]
     for device in devices:
         if device.index >= count:
-            raise UsageError(f"{device}: there are {count} CUDA devices, from cuda:0 on")
+            raise UsageError(f"{device}: there are only {count} CUDA devices, from cuda:0 on")
         _touch(device)
     return devices
 
 
 def _touch(device: torch.device) -> None:
-    """Begin to use a device. Raises DeviceError where that fails: a busy or broken one."""
+    """Start using a device. Raises DeviceError if the device is busy or broken."""
     import torch
 
     try:
         torch.zeros(1, device=device)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise DeviceError(f"{device} cannot be used: {reason}") from error
+        raise DeviceError(f"{device}: not usable: {reason}") from error
 
 
 def _index(name: str) -> int:

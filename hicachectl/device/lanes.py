@@ -1,4 +1,4 @@
-"""The device memory of a run: a fixed number of lanes, each one slab on its way."""
+"""The device memory of a run: a fixed number of lanes, each for one slab."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
     from torch.cuda import _POOL_HANDLE
 
-# Large enough that launches cost less than the copy, small enough that several lanes overlap.
+# Large enough to outweigh launches, small enough for several lanes to overlap.
 SLAB_BYTES = 64 << 20
-MOST_LANES = 8  # of a device: reads, copies and kernels overlap with fewer
-_FEWEST_LANES = 4  # slabs get smaller before there are fewer
-MOST_OBJECTS = 4096  # of a task: small objects are worked on together
-# Beside staging and pools, a third of a slab: digests keep 32 bytes for each KiB, statistics 32
-# for each field of a block, which comes to 0.28 for 128 bytes of fp8 where a page is one token.
+MOST_LANES = 8  # per device; fewer already overlap all work
+_FEWEST_LANES = 4  # slabs shrink before a device has fewer
+MOST_OBJECTS = 4096  # per task, a group of small objects
+# A third of a slab, beside staging and pools: 32 bytes per KiB for digests, 32 per field of a block
+# for statistics. For fp8 blocks of 128 bytes (one token a page) that is 0.28 of a slab.
 _EXTRA_SHARE = 3
-# What torch takes at the least for passing results: a segment for small ones, one for others.
+# The least that torch allocates for temporary results: one segment for small ones, one for others.
 _SEGMENTS_BYTES = 22 << 20
 
 
@@ -37,7 +37,7 @@ class Lane:
     staging: torch.Tensor
     pools: torch.Tensor
     stream: torch.cuda.Stream | None
-    # Of all captured launches: they are replayed one after another, so passing results share it.
+    # Shared by all captured graphs, which are replayed one after another.
     graph_memory: _POOL_HANDLE | None = None
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
     _results: dict[str, HostBuffer] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Lane:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Launch on this lane's stream."""
+        """Make this lane's device and stream current."""
         if self.stream is None:
             yield
             return
@@ -54,17 +54,17 @@ class Lane:
             yield
 
     def wait(self) -> None:
-        """Wait for what was launched, without keeping a processor busy."""
+        """Wait for all launches, without keeping a CPU core busy."""
         if self.stream is not None:
-            # Another event, one that blocks: spinning would take the readers' processors.
+            # Blocking, since spinning would take CPU time from the readers.
             event = torch.cuda.Event(blocking=True)
             event.record(self.stream)
             event.synchronize()
 
     def to_host(self, name: str, result: torch.Tensor) -> torch.Tensor:
-        """Begin to copy a result to page-locked memory, behind what has been launched.
+        """Begin to copy a result to page-locked memory, after all launches so far.
 
-        It stays there until the next result of that name.
+        Valid until the next result of that name.
         """
         if result.device.type == "cpu":
             return result
@@ -72,7 +72,7 @@ class Lane:
         return buffer.room(result.shape, result.dtype).copy_(result, non_blocking=True)
 
     def to_device(self, table: torch.Tensor) -> torch.Tensor:
-        """Begin to copy what the host has computed, behind what has been launched."""
+        """Begin to copy a host table, after all launches so far."""
         if self.device.type == "cpu":
             return table
         if self._uploaded is not None:
@@ -84,30 +84,30 @@ class Lane:
         return uploaded
 
     def close(self) -> None:
-        """Give the memory back, when nothing is under way."""
+        """Free the memory, once all launches are done."""
         self.graphs.clear()
         for buffer in (*self._results.values(), self._tables):
             buffer.close()
 
 
 def lane_bytes(slab_bytes: int) -> int:
-    """Bytes of device memory that a lane for such slabs needs, passing results included."""
+    """Return the device bytes of a lane, temporary results included."""
     return 2 * slab_bytes + slab_bytes // _EXTRA_SHARE
 
 
 def slab_size(
     devices: Sequence[torch.device], device_bytes: int, buffer_bytes: int, largest: int, name: str
 ) -> int:
-    """Choose the bytes of a slab: the largest object at least, SLAB_BYTES at most beyond that.
+    """Return the bytes of a slab: up to SLAB_BYTES, but at least the largest object.
 
-    buffer_bytes: of the host's arena, of which the lanes of all devices hold slabs. Raises
-    UsageError where not even one object fits.
+    buffer_bytes: of the host arena; the lanes of all devices use at most half of it.
+    Raises UsageError if not even one object fits.
     """
     least = _aligned(max(largest, 1))
     if lane_bytes(least) > device_bytes:
         raise UsageError(
-            f"--device-bytes {device_bytes} is too small for one page: {name} of {largest} bytes "
-            f"needs {lane_bytes(least)}"
+            f"--device-bytes {device_bytes} is too small for one page: {name} has {largest} bytes; "
+            f"give at least {lane_bytes(least)}"
         )
     ample = min(SLAB_BYTES, buffer_bytes // (2 * MOST_LANES * len(devices)))
     share = device_bytes // _FEWEST_LANES - _segments_bytes(devices)
@@ -128,10 +128,9 @@ def allocate_lanes(
 ) -> list[Lane]:
     """Allocate up to MOST_LANES lanes on each device, within `device_bytes` of each.
 
-    One lane in any case: what torch's segments take beyond it may be more than a small budget.
-    Where a device has less memory left, fewer lanes; where it has not even one, smaller slabs
-    down to `least` bytes, in whole ALIGNMENTs, as objects lie in them. Raises UsageError where that
-    does not fit either.
+    At least one, even if torch's segments then exceed a small budget. A device with less free
+    memory gets fewer. If not even one fits, slabs shrink to `least` bytes, in whole ALIGNMENTs, as
+    objects lie in them. Raises UsageError if that does not fit either.
     """
     least = _aligned(least)
     while True:
@@ -139,14 +138,14 @@ def allocate_lanes(
         count = min(MOST_LANES, max(1, device_bytes // taken))
         by_device = [_lanes(device, count, slab_bytes) for device in devices]
         if all(by_device):
-            # Devices take turns, so that they share the work from the first slab on.
+            # Devices alternate, to share the work from the first slab on.
             turns = (lanes[turn : turn + 1] for turn in range(count) for lanes in by_device)
             return [lane for turn in turns for lane in turn]
         if slab_bytes <= least:
             full = devices[by_device.index([])]
             raise UsageError(
-                f"{full} is out of memory: {lane_bytes(slab_bytes)} bytes for one page cannot be "
-                "allocated; free some, or run with --device cpu"
+                f"{full} is out of memory: cannot allocate {lane_bytes(slab_bytes)} bytes for one "
+                "page; free device memory or use --device cpu"
             )
         by_device.clear()
         slab_bytes = max(least, slab_bytes // 2 // ALIGNMENT * ALIGNMENT)
@@ -163,7 +162,7 @@ def _lanes(device: torch.device, count: int, slab_bytes: int) -> list[Lane]:
                 break
         if len(lanes) < count and device.type == "cuda":
             if lanes:
-                lanes.pop()  # results and digests need a little, too
+                lanes.pop()  # leave memory for results and digests
             torch.cuda.empty_cache()
     return lanes
 

@@ -1,4 +1,4 @@
-"""Numbers that no healthy object holds, in the pools of a device: see `checks.values`."""
+"""Find numbers in device pools that no healthy object holds: see `checks.values`."""
 
 from __future__ import annotations
 
@@ -32,27 +32,26 @@ if TYPE_CHECKING:
 
 
 class NumberKernel:
-    """Counts bad numbers in the fields of objects on one lane, padding layers left out."""
+    """Counts of bad numbers in the fields of objects on one lane, except padding layers."""
 
     def __init__(self, spec: ObjectSpec, profile: Profile, run: DeviceRun) -> None:
-        """Upload which blocks are looked at."""
         stored = stored_layers(spec, profile)
         self._layers = [number for number, layer in enumerate(stored) if layer is not None]
         self._fields = list(fields_of(spec, profile, run.pools))
         self._run = run
         layers = torch.tensor(self._layers, dtype=torch.int64, device=run.lane.device)
-        # Numbers of blocks [layer][slot], object by object.
+        # Block numbers, object by object; blocks are [layer][slot].
         self._blocks = (layers * run.most + run.slots[:, None]).reshape(-1)
 
     @staticmethod
     def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
-        """Whether the kernel can look at every field of such objects."""
+        """Return whether the kernel supports every field of such objects."""
         return all(supports(f) for _, fields in fields_of(spec, profile, pools) for f in fields)
 
     def launch(self, count: int) -> list[torch.Tensor]:
-        """Flag objects, [count, 2]: whether to look at it; whether something must be found there.
+        """Flag objects, [count, 2]: whether one is suspect; whether the CPU must find an issue.
 
-        Codes under a scale of 0 mean nothing, and a head of zeros may be all there is.
+        Suspects may be healthy: codes under a scale of 0 mean nothing; a row may begin with zeros.
         """
         layers = len(self._layers)
         found = torch.zeros((count, 2), dtype=torch.bool, device=self._run.lane.device)
@@ -77,7 +76,7 @@ class NumberKernel:
 def fields_of(
     expected: ObjectSpec, profile: Profile, form: PoolForm
 ) -> Iterator[tuple[DevicePool, tuple[Field, ...]]]:
-    """Name the fields of the blocks of each pool: a block is one layer of one page slot."""
+    """Yield each pool with the fields of its blocks; a block is one layer of one page slot."""
     sections = sections_of(expected, profile)
     for section, tensor, piece in zip(sections, expected.tensors, form.pieces, strict=True):
         yield piece, _fields(section, tensor, piece)
@@ -86,7 +85,7 @@ def fields_of(
 def _fields(section: Section, tensor: TensorLayout, piece: DevicePool) -> tuple[Field, ...]:
     columns = section.table.columns
     if len(columns) == 1:
-        # Numbers throughout, so that a row may be a token's, whatever the rows of the object were.
+        # All of one dtype, so tokens can be rows, whatever the object's rows were.
         items = piece.row_bytes // tensor.itemsize
         return (Field(piece.name, columns[0].dtype, piece.tokens, piece.row_bytes, 0, items),)
     return tuple(

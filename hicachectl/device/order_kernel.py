@@ -1,4 +1,4 @@
-"""Whether rows lie in the order of their layout, in the pools of a device: see `checks.layouts`."""
+"""Check the row order of objects in device pools: see `checks.layouts`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ if TYPE_CHECKING:
 
 
 class OrderKernel:
-    """Correlates rows of objects on one lane: first in the profile's order, then in rivals'."""
+    """Row correlations of objects on one lane: in the profile's order, then in rivals'."""
 
     def __init__(self, spec: ObjectSpec, profile: Profile, run: DeviceRun) -> None:
-        """Upload which rows are compared."""
         check = layout_check(spec, profile)
-        assert check is not None  # or the check would not be run on such objects
+        assert check is not None  # else the check does not run
         self._looks = check.looks
         self._run = run
         self._rows = [
@@ -43,7 +42,7 @@ class OrderKernel:
 
     @staticmethod
     def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
-        """Whether the kernel can look at such objects: all that the check can judge."""
+        """Return True: the kernel supports what the check can judge."""
         return True
 
     def launch(self, count: int) -> list[torch.Tensor]:
@@ -69,9 +68,9 @@ class OrderKernel:
         ]
 
     def suspects(self, seen: Sequence[npt.NDArray[Any]]) -> BoolArray:
-        """Find objects that do not show the profile's order, and hint at another one: [count, 2].
+        """Flag objects that do not show the profile's order but hint at a rival's: [count, 2].
 
-        The host must not find something in any of them.
+        The CPU need not find an issue in them.
         """
         gains, usable = seen[: len(self._rows)], seen[len(self._rows) :]
         found = np.zeros((len(gains[0]), 2), dtype=np.bool_)
@@ -83,7 +82,7 @@ class OrderKernel:
 
 
 def _row_places(look: OrderLook, pools: PoolForm, slots: int) -> IntArray:
-    """Find the rows of a look in the first pool, of page slot 0: byte offsets [3, sets]."""
+    """Return byte offsets of a look's rows in the first pool, in page slot 0: [3, sets]."""
     piece, tensor = pools.pieces[0], pools.tensors[0]
     heads = dict(zip(tensor.axes, tensor.shape, strict=True)).get("head", 1)
     places: IntArray = (

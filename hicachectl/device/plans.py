@@ -1,10 +1,10 @@
-"""Where each byte of a page object lies in layer-first pools: copy plans, computed once a kind.
+"""Copy plans between page objects and layer-first pools, computed once per kind of object.
 
-Pools are as the server has them. MHA: K and V, [layer][slot][head][channel]; MLA and scaled rows:
-[layer][slot][row]; indexer: [layer][page][block]; recurrent states: [layer][state slot][state].
-The token slots of a page follow one another from page slot * tokens on, as SGLang's paged
-allocator gives them. Source: SGLang srt/mem_cache/memory_pool.py (MHATokenToKVPool,
-MLATokenToKVPool, MambaPool), srt/mem_cache/index_key_cache.py.
+Pools are the server's. MHA: K and V, [layer][slot][head][channel]; MLA and scaled rows:
+[layer][slot][row]; indexer: [layer][page][block]; recurrent states: [layer][state slot][state]. A
+page's token slots are consecutive, from page slot * tokens on, as from SGLang's paged allocator.
+Source: SGLang srt/mem_cache/memory_pool.py (MHATokenToKVPool, MLATokenToKVPool, MambaPool),
+srt/mem_cache/index_key_cache.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class DevicePool:
     """One layer-first pool: [layers][slots][tokens][row_bytes] bytes.
 
-    offset: bytes, for each slot, of the pools before it in the same memory.
+    offset: bytes per slot of the preceding pools in the same memory.
     """
 
     name: str
@@ -41,28 +41,28 @@ class DevicePool:
 
 @dataclass(frozen=True, slots=True)
 class PoolForm:
-    """The pools that hold objects of one kind, one after another in one memory."""
+    """The pools for objects of one kind, consecutive in one memory."""
 
     tensors: tuple[TensorLayout, ...]
     pieces: tuple[DevicePool, ...]
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page slot over all pools and layers: those of an object."""
+        """Bytes of one page slot over all pools: the size of an object."""
         return sum(piece.layers * piece.slot_bytes for piece in self.pieces)
 
     def plans(self, slots: int) -> tuple[CopyPlan, ...]:
-        """Plan the scatter of objects into pools of so many page slots.
+        """Return the plans that scatter objects into pools of `slots` page slots.
 
-        Source places are offsets of objects in vectors of VECTOR_BYTES, destination places page
-        slots. K and V of one shape are one plan.
+        Source places are object offsets in vectors of VECTOR_BYTES; destination places are page
+        slots. K and V of one shape share a plan.
         """
         made = (_plan(*both, slots) for both in zip(self.tensors, self.pieces, strict=True))
         return tuple(_joined(made))
 
 
 def pool_form(tensors: Sequence[TensorLayout]) -> PoolForm:
-    """Derive the pools of one kind of object from the tensors that it is made of."""
+    """Return the pools for objects that consist of these tensors."""
     pieces: list[DevicePool] = []
     offset = 0
     for tensor in tensors:
@@ -88,7 +88,7 @@ def _plan(tensor: TensorLayout, piece: DevicePool, slots: int) -> CopyPlan:
 
 
 def _joined(plans: Iterable[CopyPlan]) -> list[CopyPlan]:
-    """Make one plan of two neighbours that differ in their offsets alone, as K's and V's do."""
+    """Join neighbouring plans that differ only in offsets, as K's and V's do."""
     joined: list[CopyPlan] = []
     for plan in plans:
         last = joined[-1] if joined else None

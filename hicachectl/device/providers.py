@@ -1,6 +1,6 @@
-"""Who carries out copy plans on a device: SGLang's own kernels, Triton, or plain torch.
+"""Providers that carry out copy plans on a device: SGLang's own kernels, Triton, plain torch.
 
-All give the same bytes. `best_provider` picks the first that can run, in the order of the design.
+All write the same bytes. `best_provider` returns the first that can run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 # sgl_kernel's kernels move words of 8 bytes: TORCH_CHECK(item_size % 8 == 0) in transfer.cu.
 _SGL_WORD = 8
-# Thread blocks of a launch. A server spares the processors for its model, with 2; here none runs.
+# Thread blocks per launch. A server uses 2, to leave SMs to its model; here no model runs.
 _SGL_BLOCKS = 64
 
 
 class Provider(Protocol):
-    """Carries out copy plans between 1D uint8 tensors of one device, on the current stream."""
+    """Executor of copy plans between 1D uint8 tensors of one device, on the current stream."""
 
     capturable: bool  # whether its launches can be captured in a CUDA graph
 
@@ -36,11 +36,11 @@ class Provider(Protocol):
         destination: torch.Tensor,
         destination_places: torch.Tensor,
     ) -> None:
-        """Carry a plan out for each pair of places ([n] int64, on the device)."""
+        """Carry out a plan for each pair of places ([n] int64, on the device)."""
 
 
 class TorchProvider:
-    """Plain torch: one strided copy an object. The reference, on any device."""
+    """Plain torch: one strided copy per object. The reference, on any device."""
 
     capturable = False
 
@@ -52,7 +52,7 @@ class TorchProvider:
         destination: torch.Tensor,
         destination_places: torch.Tensor,
     ) -> None:
-        """Carry a plan out for each pair of places; reads the places back to the host."""
+        """Carry out a plan. Synchronises, to read the places."""
         shape = (*(axis.length for axis in plan.axes), plan.run)
         steps = (
             (*(axis.source for axis in plan.axes), 1),
@@ -67,27 +67,27 @@ class TorchProvider:
 
 
 class TritonProvider:
-    """Our kernel: one launch a plan, whatever the number of objects."""
+    """Our kernel: one launch per plan, for any number of objects."""
 
     capturable = True
     copy = staticmethod(strided_copy)
 
 
 class SglKernelProvider:
-    """The server's kernels: sgl_kernel.kvcacheio, one launch a layer.
+    """The server's kernels: sgl_kernel.kvcacheio, one launch per layer.
 
-    Their page-first forms read the row of index i at i * layout_dim and write that of index j at
-    j * item_size, with layout_dim and item_size in bytes (csrc/kvcacheio/transfer.cu ::
-    get_global_offset_pf, get_global_offset_lf). With layout_dim as the plan's unit, an index is an
-    address, and every layout is of that form. Rows and units must be whole words of 8 bytes.
+    Page-first variants read row i at i * layout_dim and write row j at j * item_size, in bytes
+    (csrc/kvcacheio/transfer.cu :: get_global_offset_pf, get_global_offset_lf). With the plan's unit
+    as layout_dim, an index is an address, so they serve every layout. Rows and units must be whole
+    words of 8 bytes.
     """
 
     capturable = True
 
     def __init__(self, operations: Any = None, otherwise: Provider | None = None) -> None:
-        """Take the server's operations; others of the same signatures for a test.
+        """Use the server's operations, or a test's with the same signatures.
 
-        otherwise: carries out the plans that these do not support; by default our kernel.
+        otherwise: for plans that these do not support; by default our kernel.
         """
         if operations is None:
             from sgl_kernel import kvcacheio
@@ -99,7 +99,7 @@ class SglKernelProvider:
         self._otherwise = otherwise or TritonProvider()
 
     def supports(self, plan: CopyPlan) -> bool:
-        """Whether rows are whole words, and one side of the plan is made of rows alone."""
+        """Return whether rows are whole words, and one side of the plan has rows only."""
         return plan.unit % _SGL_WORD == 0 and (_dense(plan) or _dense(plan.reversed()))
 
     def copy(
@@ -110,8 +110,8 @@ class SglKernelProvider:
         destination: torch.Tensor,
         destination_places: torch.Tensor,
     ) -> None:
-        """Carry a plan out for each pair of places."""
-        if not len(source_places):  # the server's launcher would divide by their number
+        """Carry out a plan."""
+        if not len(source_places):  # the server's launcher divides by their number
             return
         if not self.supports(plan):
             self._otherwise.copy(plan, source, source_places, destination, destination_places)
@@ -154,7 +154,6 @@ class SglKernelProvider:
         pools: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """Run a scatter plan backwards."""
         kinds = [axis for axis in plan.axes if axis.name == "kv"]
         offsets = [(0, 0), *((axis.source, axis.destination) for axis in kinds)]
         object_units, pool_items = _indices(plan, object_places, slots)
@@ -175,7 +174,7 @@ class SglKernelProvider:
 
 
 def _dense(plan: CopyPlan) -> bool:
-    """Tell whether a plan writes whole rows of layers: what `*_pf_lf` are made for."""
+    """Return whether a plan writes whole rows of layers, as `*_pf_lf` kernels do."""
     steps = [axis.destination for axis in plan.axes if axis.name not in ("kv", "layer")]
     return all(step % plan.run == 0 for step in (*steps, plan.destination_step)) and any(
         axis.name == "layer" and axis.destination >= plan.destination_step for axis in plan.axes
@@ -183,7 +182,7 @@ def _dense(plan: CopyPlan) -> bool:
 
 
 def _layers(plan: CopyPlan) -> Iterator[CopyPlan]:
-    """Cut a plan by layer, K and V together."""
+    """Split a plan by layer, K and V together."""
     count = next(axis.length for axis in plan.axes if axis.name == "layer")
     return (plan.of_layer(layer) for layer in range(count))
 
@@ -191,9 +190,9 @@ def _layers(plan: CopyPlan) -> Iterator[CopyPlan]:
 def _indices(
     plan: CopyPlan, object_places: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the rows of one layer of K, or of the only kind: objects in units, pools in rows.
+    """Return the rows of one layer of K, or of the only kind: objects in units, pools in rows.
 
-    The same for each layer, which begins elsewhere.
+    Layers differ only in their offsets.
     """
     axes = [axis for axis in plan.axes if axis.name not in ("kv", "layer")]
     sides = (
@@ -211,10 +210,10 @@ def _indices(
 
 
 def best_provider(device: torch.device) -> Provider:
-    """Choose who moves bytes on a device: the server's kernels, ours, or torch."""
+    """Return the provider for a device: the server's kernels, ours, or torch."""
     if device.type != "cuda":
         return TorchProvider()
     try:
         return SglKernelProvider()
-    except (ImportError, AttributeError, OSError):  # not installed, or another version's
+    except (ImportError, AttributeError, OSError):  # not installed, or an incompatible version
         return TritonProvider()

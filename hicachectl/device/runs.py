@@ -1,4 +1,4 @@
-"""Objects of one form on a device: their pools, the kernels of checks, and a run through a lane."""
+"""Objects of one form on a device: their pools, the kernels of checks, the run through a lane."""
 
 from __future__ import annotations
 
@@ -32,38 +32,35 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-POISON = 0xA5  # what staging holds before pages are gathered back into it
-_SEED = 20_011  # of the slots that pages are put in: scattered, as on a server
+POISON = 0xA5  # fills staging before the gather
+_SEED = 20_011  # of the page slots, scattered as on a server
 
 
 class DeviceKernel(Protocol):
-    """The device's part of a value check, for objects of one form on one lane.
-
-    One thread at a time.
-    """
+    """The device part of a value check, for one form on one lane. One thread at a time."""
 
     def __init__(self, spec: ObjectSpec, profile: Profile, run: DeviceRun) -> None:
-        """Compute and upload what the launches need. Raises torch.OutOfMemoryError."""
+        """Compute and upload the inputs of the launches. Raises torch.OutOfMemoryError."""
 
     @staticmethod
     def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
-        """Whether it can look at such objects; else the processor checks them."""
+        """Return whether the kernel supports such objects; else the CPU checks them."""
 
     def launch(self, count: int) -> Sequence[torch.Tensor]:
-        """Look at the first objects in the pools: tensors [count, width]. Does not synchronise.
+        """Check the first objects in the pools: tensors [count, width]. Does not synchronise.
 
-        Launches are captured in a CUDA graph and replayed, so they depend on nothing but `count`.
+        Launches are captured in a CUDA graph and replayed, so they depend only on `count`.
         """
 
     def suspects(self, seen: Sequence[npt.NDArray[Any]]) -> BoolArray:
-        """Read what was seen, on the host: [count, 2].
+        """Return flags [count, 2] from the results, on the host.
 
-        First whether the host is to check an object, then whether it must find something.
+        First whether the CPU checks an object, then whether it must find an issue.
         """
 
 
 def form_of(expected: ObjectSpec, checker: ValueChecker | None) -> Hashable:
-    """Identify the form of objects: ranks whose objects are of one share what is prepared."""
+    """Return the identity of a form; ranks with equal forms share what is prepared."""
     if checker is None:
         return expected.tensors
     stored = stored_layers(expected, checker.profile)
@@ -72,10 +69,10 @@ def form_of(expected: ObjectSpec, checker: ValueChecker | None) -> Hashable:
 
 
 class ObjectForm:
-    """What is known of objects of one form that lie `step` bytes apart. Threads may share it.
+    """Properties of objects of one form, `step` bytes apart. Thread-safe.
 
-    kernels: of the checks that have one; none without a checker. supported: whether every one of
-    them can look at such objects.
+    kernels: of the checks that have one; empty without a checker.
+    supported: whether all kernels support such objects.
     """
 
     def __init__(self, expected: ObjectSpec, checker: ValueChecker | None, step: int) -> None:
@@ -94,14 +91,13 @@ class ObjectForm:
 
 
 class DeviceRun:
-    """The way of objects of one form through one lane: all that a slab needs but its bytes.
+    """Everything that a lane needs for slabs of one form, except their bytes. One thread at a time.
 
-    most: objects that the lane holds. slots: [most] int64 on the device, where each goes. pools:
-    how the memory `lane.pools` is divided.
+    most: objects that fit into the lane. slots: [most] int64 on the device, the page slot of each
+        object. pools: the division of `lane.pools`.
 
-    On a CUDA device the launches are captured once, for as many objects as the lane holds, and
-    replayed for every slab: what lies in slots without an object is looked at and not reported.
-    Elsewhere they are made anew, for as many objects as there are. One thread at a time.
+    On a CUDA device, launches are captured once, for `most` objects, and replayed for every slab;
+    results of empty slots are dropped. Elsewhere, each slab launches anew for its own objects.
     """
 
     def __init__(self, form: ObjectForm, lane: Lane, provider: Provider) -> None:
@@ -118,23 +114,23 @@ class DeviceRun:
         self._places = torch.arange(most, device=device) * (form.step // VECTOR_BYTES)
         self._plans = form.pools.plans(most)
         self._kernels = [kernel(self) for kernel in form.kernels.values()]
-        # Of what each of them has seen: type and width, noted by the first launch.
+        # Dtype and width of each kernel's results, recorded by the launch.
         self._seen: list[list[tuple[np.dtype[Any], int]]] = []
         self._ranges = self._digestible(most)
         self._digesting: tuple[torch.cuda.CUDAGraph, torch.Tensor] | None = None
         self._checking = self._captured(self._launch_checks)
 
     def prepare_digests(self) -> None:
-        """Compile and capture the way back and the digest, once. See `_captured`."""
+        """Compile and capture the gather and the digest, once."""
         if self._digesting is None:
             self._digesting = self._captured(self._launch_digests)
 
-    # --- what a slab goes through ---
+    # --- slabs ---
 
     def start_checks(self, count: int) -> torch.Tensor:
-        """Scatter the objects of the staging buffer into the pools, and look at what is to be.
+        """Scatter the objects of the staging buffer into the pools and launch the checks.
 
-        What was seen goes to the host, for `suspects`, once the lane has been waited for.
+        The results go to the host, for `suspects` once the lane has finished.
         """
         if self._checking is None:
             return self.lane.to_host("seen", self._launch_checks(count))
@@ -143,7 +139,7 @@ class DeviceRun:
         return self.lane.to_host("seen", seen)
 
     def start_digests(self, count: int) -> torch.Tensor:
-        """Gather objects out of the pools, into a buffer without their bytes, and digest them."""
+        """Poison the staging buffer, gather the objects from the pools and digest them."""
         if self._digesting is None:
             return self.lane.to_host("digests", self._launch_digests(count))
         graph, results = self._digesting
@@ -151,7 +147,7 @@ class DeviceRun:
         return self.lane.to_host("digests", results[:count])
 
     def suspects(self, seen: torch.Tensor, count: int) -> BoolArray:
-        """Say what is suspicious by what was seen: [count, 2], as `DeviceKernel.suspects`."""
+        """Return flags [count, 2] from the results of the checks; see `DeviceKernel`."""
         found = np.zeros((count, 2), dtype=np.bool_)
         launched = count if self._checking is None else self.most
         packed, start = seen.numpy(), 0
@@ -168,13 +164,13 @@ class DeviceRun:
     # --- launches ---
 
     def scatter(self, count: int) -> None:
-        """Put the first objects of the staging buffer into the pools."""
+        """Scatter the first staged objects into the pools."""
         staging, pools = self.lane.staging, self.lane.pools
         for plan in self._plans:
             self._provider.copy(plan, staging, self._places[:count], pools, self.slots[:count])
 
     def _launch_checks(self, count: int) -> torch.Tensor:
-        """Scatter and look; all results in one tensor of bytes, for one copy to the host."""
+        """Scatter and check; return all results as bytes, for one copy to the host."""
         self.scatter(count)
         results = [kernel.launch(count) for kernel in self._kernels]
         self._seen = [[(_numpy_type(t), t.numel() // count) for t in seen] for seen in results]
@@ -196,10 +192,10 @@ class DeviceRun:
         return ranges_of(self.lane.staging, offsets, sizes, upload=self.lane.to_device)
 
     def _captured(self, launch: Callable[[int], T]) -> tuple[torch.cuda.CUDAGraph, T] | None:
-        """Capture launches for all slots, after a first time that compiles them.
+        """Capture launches for all slots, after a first run that compiles them.
 
-        None where the device has no memory for that: made anew, for fewer objects, launches need
-        less. While this thread captures, no other one may use the device.
+        Return None if capture is impossible or memory is short: uncaptured launches, for fewer
+        objects, need less. No other thread may use the device meanwhile.
         """
         lane = self.lane
         if lane.stream is None or not self._provider.capturable:
@@ -208,12 +204,12 @@ class DeviceRun:
         try:
             launch(self.most)
             lane.wait()
-            torch.cuda.empty_cache()  # the graph has memory of its own
+            torch.cuda.empty_cache()  # the graph allocates its own memory
             graph = torch.cuda.CUDAGraph()
-            lane.graphs.append(graph)  # which is not to be destroyed once the device has failed
+            lane.graphs.append(graph)  # outlives a failed device
             with _capturing(graph, lane):
                 results = launch(self.most)
-        except RuntimeError as error:  # torch.OutOfMemoryError, or CUDA's as it builds the graph
+        except RuntimeError as error:  # torch.OutOfMemoryError, or CUDA's while building the graph
             if "out of memory" not in str(error):
                 raise
             del lane.graphs[kept:]
@@ -231,7 +227,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(RuntimeError):  # what went wrong has ended the capture, and says more
+        with suppress(RuntimeError):  # the first error has ended the capture and says more
             graph.capture_end()
         raise
     graph.capture_end()

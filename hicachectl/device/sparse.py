@@ -1,8 +1,8 @@
 """Keep the token rows that sparse attention selects in a small device buffer, as HiSparse does.
 
-All rows stay in page objects in host memory. Each layer of each request has N slots on the device;
-a step brings in what its top-k lacks, over the slots that were not selected for longest.
-Counterpart: sglang kernels/jit/csrc/kvcacheio/hisparse.cuh :: load_cache_to_device_buffer_kernel.
+All rows stay in page objects in host memory. Each layer of each request has N device slots. A step
+loads the missing rows of its top-k into the least recently selected slots. Counterpart: sglang
+kernels/jit/csrc/kvcacheio/hisparse.cuh :: load_cache_to_device_buffer_kernel.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from hicachectl.kernels.sparse_triton import HostRows, StepPlan, gather_rows, pl
 
 
 class SparseLoader:
-    """Buffers of N slots for each layer and request, and one more for the newest token.
+    """Buffers of N slots for each layer and request, and one more slot for the newest token.
 
-    tokens: [layers, R, N] int32, the position that each slot holds, -1 where it is empty.
-    lru:    [layers, R, N] int32, slots, the least recent first; of one step, by number.
+    tokens: [layers, R, N] int32, the position in each slot; -1 if empty.
+    lru:    [layers, R, N] int32, slots, least recent first; slots of one step by number.
 
-    The newest token's row comes from the model, not from the host: it is the caller's to write, at
-    `newest_locs`, before attention reads it, and to the host before the sequence has grown
-    further. Steps of a loader share scratch memory: launch them on one stream.
+    The newest token's row comes from the model. The caller writes the row at `newest_locs` before
+    attention reads it, and to host memory before the sequence grows further. Steps share scratch
+    memory: launch them on one stream.
     """
 
     def __init__(self, rows: HostRows, *, top_k: int, slots: int | None = None) -> None:
@@ -35,7 +35,7 @@ class SparseLoader:
         if device.type == "cuda" and not rows.memory.is_pinned():
             raise ValueError("memory is not page-locked; register it with cudaHostRegister")
         if self.requests * (self.slots + 1) > torch.iinfo(torch.int32).max:
-            raise ValueError(f"{self.requests} requests of {self.slots} slots: locs are int32")
+            raise ValueError(f"{self.requests} requests of {self.slots} slots: locs exceed int32")
         state = (rows.layers, self.requests, self.slots)
         self.tokens = torch.empty(state, dtype=torch.int32, device=device)
         self.lru = torch.empty(state, dtype=torch.int32, device=device)
@@ -53,48 +53,48 @@ class SparseLoader:
         return self._plan.counts
 
     def pool(self, layer: int) -> torch.Tensor:
-        """View the rows of a layer that locs count: [R * (N + 1), row_bytes] uint8."""
+        """Return the rows of a layer, indexed by loc: [R * (N + 1), row_bytes] uint8."""
         return self._pools[layer].view(-1, self.rows.row_bytes)
 
     def step(self, layer: int, topk: torch.Tensor, seq_len: torch.Tensor) -> torch.Tensor:
-        """Make the selected tokens of a layer resident: locs [R, k] int32, rows of `pool(layer)`.
+        """Load the selected tokens of a layer: return locs [R, k] int32, rows of `pool(layer)`.
 
         topk:    [R, k] int32 positions; -1 for none. Duplicates get one loc.
-        seq_len: [R] int32, the newest token included; 0 leaves a request as it is.
+        seq_len: [R] int32, newest token included; 0 leaves a request unchanged.
 
-        A loc is -1 for what is no position of the sequence or whose page is not there. Up to
-        seq_len N all the sequence is loaded once, and host memory is not read again. A sequence may
-        be cut back, up to what the host has rows of. Raises ValueError. Does not synchronise.
+        A loc is -1 if the position is outside the sequence or its page is absent. Up to seq_len N,
+        each row is read from host memory only once. A sequence may be cut back to a length whose
+        rows the host has. Raises ValueError. Does not synchronise.
         """
         self._check_step(layer, topk, seq_len)
         state = (self.tokens[layer], self.lru[layer], self._loaded[layer])
-        device = self.tokens.device  # Triton launches on the current one
+        device = self.tokens.device  # Triton launches on the current device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             locs = plan_step(topk, seq_len, self.rows, *state, self._plan)
             gather_rows(self.rows, layer, self._plan, self._pools[layer])
         return locs
 
     def newest_locs(self, seq_len: torch.Tensor) -> torch.Tensor:
-        """Say where the newest token's row belongs, in every layer: [R] int64, rows of a pool.
+        """Return the locs of the newest tokens, the same in every layer: [R] int64.
 
-        That is slot N of the request, outside the buffer, once the sequence is longer than N.
+        Slot N of a request, outside the buffer, once its sequence is longer than N.
         """
         requests = torch.arange(self.requests, device=seq_len.device)
         return requests * (self.slots + 1) + (seq_len.long() - 1).clamp(0, self.slots)
 
     def reset(self, request: int) -> None:
-        """Forget all that the buffers hold of a request."""
+        """Empty the buffers of a request."""
         self.tokens[:, request] = -1
         self.lru[:, request] = torch.arange(self.slots, dtype=torch.int32, device=self.lru.device)
         self._loaded[:, request] = 0
 
     def _check_fits(self, k: int) -> None:
         if not 1 <= k <= self.slots:
-            raise ValueError(f"a top-k of {k} tokens for a buffer of {self.slots} slots")
+            raise ValueError(f"top-k of {k} tokens: must be 1 to {self.slots}, the buffer's slots")
 
     def _check_step(self, layer: int, topk: torch.Tensor, seq_len: torch.Tensor) -> None:
         if not 0 <= layer < self.rows.layers:
-            raise ValueError(f"layer {layer} of {self.rows.layers}")
+            raise ValueError(f"layer {layer}: there are only {self.rows.layers} layers")
         for name, tensor, shape in (
             ("topk", topk, (self.requests, topk.shape[-1])),
             ("seq_len", seq_len, (self.requests,)),

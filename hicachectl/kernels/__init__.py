@@ -1,1 +1,1 @@
-"""Numeric kernels: numpy here, the device's twins beside them; they know bytes, not findings."""
+"""Numeric kernels on bytes, not findings: numpy, and Triton on devices."""

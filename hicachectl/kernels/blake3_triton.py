@@ -1,12 +1,12 @@
-"""BLAKE3 of many byte ranges of one device tensor; oracle: the `blake3` package.
+"""BLAKE3 of many byte ranges of one device tensor; reference: the `blake3` package.
 
-A range is cut into chunks of 1024 bytes. Each chunk is compressed by one lane, whatever range it
-belongs to, so that one launch takes ranges of any lengths together. Then neighbours are merged,
-level by level, the last of an odd number moving up as it is: that gives the tree of the
-specification, whose left subtrees are the largest powers of two. One program merges up to
-64 neighbours into one node, in one warp: with every level half of its lanes fall idle.
+A range is cut into chunks of 1024 bytes. Each lane compresses one chunk of any range, so one launch
+handles ranges of different lengths. Then neighbouring nodes are merged, level by level; the last of
+an odd number moves up. This yields the specified tree, whose left subtrees are the largest powers
+of two. One program merges up to 64 neighbours with one warp, because each level idles half of its
+lanes.
 
-Source of the function: the BLAKE3 paper, section 2.
+Source: the BLAKE3 paper, section 2.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES = 32
 CHUNK_BYTES = 1024
-WORD_BYTES = 8  # what a lane reads at once: offsets and the buffer's size are multiples of it
+WORD_BYTES = 8  # one read of a lane; offsets and the buffer's size are multiples
 LANES = 128
 WARP_LANES = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
-    """Byte ranges, ready to be digested again and again without an upload.
+    """Byte ranges, prepared for repeated digests without an upload.
 
-    table: [3, n] int64 on the device: first chunk, offset in words, bytes. chunks: of all ranges;
-    most: of the longest one.
+    table: [3, n] int64 on the device: first chunk, offset in words, bytes.
+    chunks: of all ranges. most: of the longest.
     """
 
     table: torch.Tensor
@@ -57,25 +57,25 @@ def ranges_of(
 
     buffer:           1D uint8, contiguous, a multiple of 8 bytes, 8-byte aligned.
     offsets, lengths: [n], on the host; offsets are multiples of 8, ranges may overlap.
-    lanes:            chunks of a program, a power of two.
-    upload: brings the table to the device; by default through page-locked memory of torch's.
+    lanes:            chunks per program, a power of two.
+    upload:           copies the table to the device; default: through torch's pinned memory.
     Raises ValueError. Does not synchronise.
     """
     starts = np.asarray(offsets, np.int64)
     sizes = np.asarray(lengths, np.int64)
     _check(buffer, starts, sizes, lanes)
-    counts = np.maximum(1, -(-sizes // CHUNK_BYTES))  # no bytes are one chunk of none
+    counts = np.maximum(1, -(-sizes // CHUNK_BYTES))  # an empty range is one empty chunk
     firsts = np.cumsum(counts) - counts
     table = torch.from_numpy(np.stack([firsts, starts // WORD_BYTES, sizes]))
     if upload is not None:
         table = upload(table)
-    elif buffer.is_cuda:  # page-locked, else the copy waits for all that the stream has to do
+    elif buffer.is_cuda:  # pinned: otherwise the copy waits for the whole stream
         table = table.pin_memory().to(buffer.device, non_blocking=True)
     return Ranges(table, int(counts.sum()), int(counts.max(initial=0)), lanes)
 
 
 def digest_ranges(buffer: torch.Tensor, ranges: Ranges) -> torch.Tensor:
-    """Digest prepared ranges of a buffer: [n, 32] uint8. Can be captured in a CUDA graph."""
+    """Return digests of prepared ranges: [n, 32] uint8. Can be captured in a CUDA graph."""
     count = ranges.table.shape[1]
     if not count:
         return torch.empty((0, DIGEST_BYTES), dtype=torch.uint8, device=buffer.device)
@@ -95,8 +95,8 @@ def digest_ranges(buffer: torch.Tensor, ranges: Ranges) -> torch.Tensor:
 
 
 def _merge(nodes: torch.Tensor, ranges: torch.Tensor, most: int, lanes: int) -> None:
-    """Merge the nodes of each range into its first row; `most` is the longest range's number."""
-    distance = 1  # between the nodes of a range, in rows
+    """Merge the nodes of each range into its first row; most: nodes of the longest range."""
+    distance = 1  # rows between nodes of a range
     while most > 1:
         programs = triton.cdiv(most, 2 * lanes)
         count = ranges.shape[1]
@@ -114,19 +114,19 @@ def _check(
     lanes: int,
 ) -> None:
     if buffer.dtype != torch.uint8 or buffer.ndim != 1 or not buffer.is_contiguous():
-        raise ValueError("the buffer is not a contiguous 1D uint8 tensor")
+        raise ValueError("buffer is not a contiguous 1D uint8 tensor")
     if len(buffer) % WORD_BYTES or buffer.data_ptr() % WORD_BYTES:
-        raise ValueError(f"a buffer of {len(buffer)} bytes, or its address, is not 8-byte aligned")
+        raise ValueError(f"buffer of {len(buffer)} bytes: size or address is not 8-byte aligned")
     if offsets.ndim != 1 or offsets.shape != lengths.shape:
         raise ValueError(
-            f"offsets {offsets.shape} and lengths {lengths.shape} differ or are not [n]"
+            f"offsets {offsets.shape}, lengths {lengths.shape}: shapes differ or are not [n]"
         )
     if lanes < 1 or lanes & (lanes - 1):
-        raise ValueError(f"{lanes} lanes: not a power of two")
+        raise ValueError(f"lanes: {lanes} is not a power of two")
     inside = (offsets >= 0) & (lengths >= 0) & (offsets <= len(buffer) - lengths)
     if not (inside & (offsets % WORD_BYTES == 0)).all():
         raise ValueError(
-            f"a range is not 8-byte aligned or not inside the buffer of {len(buffer)} bytes"
+            f"A range is not 8-byte aligned or not inside the buffer of {len(buffer)} bytes"
         )
 
 
@@ -140,7 +140,7 @@ def _compress_chunks(
     search_steps,
     LANES: tl.constexpr,
 ):
-    """Compress chunks program * LANES ... of all ranges, one after another, into a node each.
+    """Compress LANES consecutive chunks, counted over all ranges, into one node each.
 
     source: [words] int64. ranges: [3, count] int64: first chunk, offset in words, bytes.
     nodes:  [total, 8] int32.
@@ -161,7 +161,7 @@ def _compress_chunks(
     nbytes = tl.where(live, tl.minimum(rest, 1024), 0).to(tl.int32)
     whole = tl.min(nbytes) == 1024
     blocks = tl.maximum((nbytes + 63) // 64, 1)
-    counter = number.to(tl.uint32)  # its upper half stays 0: ranges have less than 4 TiB
+    counter = number.to(tl.uint32)  # the upper half stays 0: ranges have less than 4 TiB
     zero = tl.zeros([LANES], tl.uint32)
     h0 = zero + 0x6A09E667
     h1 = zero + 0xBB67AE85
@@ -218,7 +218,7 @@ def _compress_chunks(
 def _merge_nodes(nodes, ranges, count, groups, distance, LANES: tl.constexpr):
     """Merge 2 * LANES neighbours of a range, `distance` rows apart, into the first one's row.
 
-    Programs are (range, group of neighbours); each works in its own rows, level by level.
+    One program per range and group of neighbours, in rows of its own.
     """
     at = tl.program_id(0) // groups
     group = (tl.program_id(0) % groups).to(tl.int64)
@@ -257,7 +257,7 @@ def _merge_nodes(nodes, ranges, count, groups, distance, LANES: tl.constexpr):
 
 @triton.jit
 def _compress(h, m, counter, length, flags):
-    """Compress a block m of 16 words with the chaining value h of 8: 8 words."""
+    """Compress block m (16 words) with chaining value h (8 words) into 8 words."""
     v0, v1, v2, v3, v4, v5, v6, v7 = h
     v8 = tl.zeros_like(counter) + 0x6A09E667
     v9 = tl.zeros_like(counter) + 0xBB67AE85
@@ -303,7 +303,7 @@ def _rotate(x, BITS: tl.constexpr):
 
 @triton.jit
 def _halves(w0, w1, w2, w3, w4, w5, w6, w7):
-    """Cut 8 words of int64 into the 16 of a block."""
+    """Split 8 int64 words into the 16 words of a block."""
     return (
         w0.to(tl.uint32),
         (w0 >> 32).to(tl.uint32),
@@ -326,7 +326,7 @@ def _halves(w0, w1, w2, w3, w4, w5, w6, w7):
 
 @triton.jit
 def _load_word(at, left):
-    """Load 8 bytes of which `left` are of the range; the others count as zeros."""
+    """Load 8 bytes; all after the first `left` count as zeros."""
     word = tl.load(at, mask=left > 0, other=0)
     few = tl.minimum(tl.maximum(left, 0), 7).to(tl.int64)
     kept = (tl.full([], 1, tl.int64) << (few * 8)) - 1

@@ -1,6 +1,6 @@
-"""One Triton kernel for every strided copy between page objects and layer-first pools.
+"""Strided copies between page objects and layer-first pools, all by one Triton kernel.
 
-Reference: `hicachectl.device.providers.TorchProvider`, the same contract in plain torch.
+Reference: `hicachectl.device.providers.TorchProvider`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MOST_AXES = 4
 _WORDS = {16: (torch.int32, 4), 8: (torch.int32, 2), 4: (torch.int32, 1), 2: (torch.int16, 1)}
-BLOCK_UNITS = 1024  # accesses of a program: 16 KiB, a few in flight for each of 256 threads
+BLOCK_UNITS = 1024  # accesses per program: 16 KiB, a few in flight for each of 256 threads
 
 
 def strided_copy(
@@ -28,11 +28,11 @@ def strided_copy(
     *,
     block_units: int = BLOCK_UNITS,
 ) -> None:
-    """Copy what a plan says, for each pair of places: one launch, if it has MOST_AXES at most.
+    """Carry out a plan for each pair of places, in one launch for up to MOST_AXES axes.
 
     source, destination: 1D uint8, contiguous, 16-byte aligned, not overlapping.
-    places:              [n] int64 on the same device. Distinct destinations: the order of copies
-                         is undefined.
+    places:              [n] int64 on the same device. Destinations are distinct, since copies have
+                         no order.
     Does not synchronise.
     """
     count = len(source_places)
@@ -106,7 +106,7 @@ def _copy_units(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy one chunk of one object; everything but words is counted in units."""
+    """Copy one chunk of one object; everything except words is in units."""
     place = tl.program_id(0) // CHUNKS
     unit = (tl.program_id(0) % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(source_places + place) * source_step
@@ -124,7 +124,7 @@ def _copy_units(
     i3 = i3.to(tl.int64)
     read = source_offset + first + i0 * s0 + i1 * s1 + i2 * s2 + i3 * s3 + within
     write = destination_offset + last + i0 * d0 + i1 * d1 + i2 * d2 + i3 * d3 + within
-    # The inner axis makes each thread's words one access of UNIT bytes.
+    # The inner axis makes a thread's words one access.
     word = tl.arange(0, WORDS)[None, :]
     mask = (unit < TOTAL)[:, None]
     values = tl.load(source + (read[:, None] * WORDS + word), mask=mask)

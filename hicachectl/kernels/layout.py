@@ -1,22 +1,22 @@
-"""Tell from the bytes of a page in which order its rows were stored.
+"""Detect from the bytes of a page in which order its rows were stored.
 
-A channel keeps its relative magnitude from token to token, and each (layer, head) has magnitudes
-of its own. So rows (one token of one layer and head) of one layer and head resemble each other
-more than they resemble other rows. Read in a wrong order, this is lost.
+A row is one token of one layer and head. A channel keeps its relative magnitude from token to
+token, and each (layer, head) has its own magnitudes. So rows of one layer and head resemble each
+other more than they resemble other rows. Reading in a wrong order loses this.
 
-Five rows are compared at a time, many times over. From a base row, in the profile's reading:
-    near, far  are the next token and another token of the same layer and head,
-    other      is of the same layer and head in the *other* reading only, and of another token,
-    control    is of the same layer and head in no reading.
-Resemblance is the correlation of log magnitudes over channels, after what all rows have in common
-is taken out; no scale of a row, layer or head enters it. If the profile is right, `near` and `far`
-resemble the base, and `other` no more than `control` does. If the other order is right, `other`
-alone resembles it. A finding needs both: that the other order shows, and that the profile's does
-not. Where neither shows (noise, few layers or tokens), or both (copies, smooth drifts and phases
-of RoPE, which show in `near` at the latest), the statistic abstains.
+Each test compares sets of five rows. From a base row, in the profile's order:
+    near, far  are an adjacent token and another token of the same layer and head,
+    other      has the same layer and head in a *rival* order only, and another token,
+    control    has the same layer and head in no order.
+Resemblance is the correlation of log magnitudes over channels, without the part that all rows
+share. Scales of rows, layers or heads do not matter. If the profile is right, `near` and `far`
+resemble the base, and `other` no more than `control`. If the rival is right, only `other` resembles
+the base. A finding needs both: the rival order shows, and the profile's does not. The test abstains
+if neither shows (noise, few layers or tokens) or both do (copies, smooth drifts, RoPE phases, which
+show at least in `near`).
 
-The bits of a float, without its sign, are its logarithm to within a few percent: that is what is
-compared, so that any float format will do.
+The bits of a float, without its sign, are its logarithm to within a few percent. The test compares
+these bits, so any float format works.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ if TYPE_CHECKING:
     BoolArray = npt.NDArray[np.bool_]
     IntArray = npt.NDArray[np.int64]
     Floats = npt.NDArray[np.float32]
-    # page numbers, row numbers, most channels -> log magnitudes [pages, tensors, rows, channels],
+    # page indices, row indices, most channels -> log magnitudes [pages, tensors, rows, channels],
     # which the caller may change
     ReadRows = Callable[[IntArray, IntArray, int], Floats]
 
-# All must hold to contradict the profile. Chance passes MIN_SIGMA less than once in 1e8 pages;
-# the others are for bytes that are not random but not healthy rows of a model either.
+# All must hold to contradict the profile. Chance passes MIN_SIGMA less than once in 1e8 pages. The
+# others reject bytes that are neither random nor healthy rows of a model.
 MIN_SIGMA = 8.0
-MIN_GAIN = 0.05  # of correlation, that the other order has over the control
-MAX_OWN_SHARE = 0.25  # of that gain, that the profile's order may have
+MIN_GAIN = 0.05  # least lead in correlation of the rival order over the control
+MAX_OWN_SHARE = 0.25  # largest part of that lead that the profile's order may have
 MIN_SETS = 32  # with fewer, a few odd rows could decide
 MAX_SETS = 192
 
-# A first look at fewer rows and channels spares most pages the second.
+# Two quick looks at few rows and channels spare most pages the full test.
 FIRST_SETS, FIRST_CHANNELS = 32, 32
 SECOND_SETS, SECOND_CHANNELS = 64, 64
-_SCREEN_OWN_SIGMA = 5.0  # at which the profile's own order counts as seen
-_SCREEN_OTHER_SIGMA = 2.0  # below which a second look would hardly reach MIN_SIGMA
+_SCREEN_OWN_SIGMA = 5.0  # above this, the profile's order counts as seen
+_SCREEN_OTHER_SIGMA = 2.0  # below this, the full test would hardly reach MIN_SIGMA
 _CHANNELS = 128
 
 _DRAWS = 32_768
 _ITEMS_AT_ONCE = 1 << 18
 
-_COPY = 0.95  # a correlation at which two rows are one copied, which says nothing on the order
-NOTHING_LEFT = 0.05  # of a row's length, once what is common is out: it is like all others
+_COPY = 0.95  # above this correlation, rows are copies and show no order
+NOTHING_LEFT = 0.05  # share of a row's length; with less left, the row is like all others
 FLOOR_SIGMA = 2.0  # log magnitudes further below their row's mean say only "near zero"
 
 _BASE, _NEAR, _FAR, _OTHER, _CONTROL = range(5)
@@ -65,13 +65,13 @@ _BASE, _NEAR, _FAR, _OTHER, _CONTROL = range(5)
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """The order of a tensor's rows: `axes` is a permutation of layer and token, perhaps head."""
+    """Order of a tensor's rows: `axes` is a permutation of layer and token, perhaps head."""
 
     axes: tuple[str, ...]
     lengths: tuple[int, ...]
 
     def rows(self, layer: IntArray, token: IntArray, head: IntArray) -> IntArray:
-        """Give the row numbers of (layer, token, head)."""
+        """Return the row numbers of (layer, token, head)."""
         by_name = {"layer": layer, "token": token, "head": head}
         number = np.zeros_like(layer)
         for axis, length in zip(self.axes, self.lengths, strict=True):
@@ -79,29 +79,29 @@ class RowOrder:
         return number
 
     def coordinates(self, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Give (layer, token, head) of row numbers; head is 0 without such an axis."""
+        """Return (layer, token, head) of row numbers; head is 0 without such an axis."""
         found = dict(zip(self.axes, np.unravel_index(rows, self.lengths), strict=True))
         return found["layer"], found["token"], found.get("head", np.zeros_like(rows))
 
     def length(self, axis: str) -> int:
-        """Length of an axis, 1 where there is none."""
+        """Return the length of an axis, 1 if missing."""
         return dict(zip(self.axes, self.lengths, strict=True)).get(axis, 1)
 
     @property
     def visible(self) -> tuple[str, ...]:
-        """The axes whose order makes a difference: those longer than 1."""
+        """The axes whose order matters: those longer than 1."""
         return tuple(a for a, n in zip(self.axes, self.lengths, strict=True) if n > 1)
 
 
 @dataclass(frozen=True, slots=True)
 class OrderVerdict:
-    """What one page says against the profile's order.
+    """Evidence of one page against the profile's order.
 
-    rival: position of the better order among those given.
-    own:   mean correlation of rows that the profile's order puts together, less the control's.
-    other: the same of the better order.
-    sigma: how many standard errors `other` lies above the control and above the profile's order.
-    sets:  how many sets of rows the means are of.
+    rival: index of the better order.
+    own:   mean correlation of rows that the profile's order joins, minus the control's.
+    other: the same for the better order.
+    sigma: standard errors by which `other` exceeds the control and the profile's order.
+    sets:  number of sets in the means.
     """
 
     rival: int
@@ -113,10 +113,10 @@ class OrderVerdict:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OrderLook:
-    """What a look at a page's order compares: rows [base, one, another; sets] of each tensor.
+    """Rows that a look compares: [base, one, another; sets] of each tensor.
 
-    Of each row every `step`-th of the first `width` items; of scaled rows the codes, whose scales
-    (fp32, one for 128 codes) follow all of them.
+    Every `step`-th of the first `width` items of a row. If scaled, items are codes; their scales
+    (fp32, one per 128 codes) follow them.
     """
 
     layer: IntArray
@@ -129,10 +129,10 @@ class OrderLook:
 
 
 class OrderTest:
-    """Compare the profile's row order with others that a page could have been stored in."""
+    """Comparison of the profile's row order with rival orders."""
 
     def __init__(self, stored: RowOrder, rivals: Sequence[RowOrder], layers: Iterable[int]) -> None:
-        """Draw the rows to compare; `layers` are those that are not padding."""
+        """Draw the rows to compare; `layers` excludes padding."""
         self.stored = stored
         usable = np.array(sorted(layers), dtype=np.int64)
         distinct = {r.visible: (n, r) for n, r in enumerate(rivals) if r.visible != stored.visible}
@@ -142,11 +142,11 @@ class OrderTest:
 
     @property
     def decidable(self) -> bool:
-        """Whether any rival order could be told from the profile's."""
+        """Whether any rival order can be told from the profile's."""
         return bool(self._sets)
 
     def contradictions(self, read: ReadRows, pages: int) -> dict[int, OrderVerdict]:
-        """Find the pages, out of so many, that contradict the profile, and what they say."""
+        """Return a verdict for each of `pages` pages that contradicts the profile."""
         found: dict[int, OrderVerdict] = {}
         suspects = _filtered(np.arange(pages), self.unseen, read)
         for number, sets in self._sets.items():
@@ -157,7 +157,7 @@ class OrderTest:
         return found
 
     def unseen(self, read: ReadRows, pages: IntArray) -> BoolArray:
-        """Tell which pages do not show the profile's order at a first look: [pages]."""
+        """Return which pages do not show the profile's order at a first look: [pages]."""
         if not self._sets or not len(pages):
             return np.zeros(len(pages), np.bool_)
         base, near, far = _read_sets(read, pages, self.first_sets, FIRST_CHANNELS)
@@ -165,25 +165,25 @@ class OrderTest:
         return is_unseen(own * np.float32(0.5), _filled(base))
 
     def hinted(self, read: ReadRows, pages: IntArray) -> BoolArray:
-        """Tell which pages show the order of any rival at a first look: [pages]."""
+        """Return which pages show any rival's order at a second look: [pages]."""
         by_rival = [_is_hinted(sets, read, pages) for sets in self._sets.values()]
         return np.asarray(np.logical_or.reduce(by_rival))
 
     @property
     def first_sets(self) -> IntArray:
-        """The rows of a first look, of the profile's order: [base near far, sets]."""
+        """Rows of a first look, in the profile's order: [base near far, sets]."""
         return next(iter(self._sets.values()))[: _FAR + 1, :FIRST_SETS]
 
     @property
     def second_sets(self) -> list[IntArray]:
-        """The rows of a second look, for each rival order: [base other control, sets]."""
+        """Rows of a second look, for each rival: [base other control, sets]."""
         return [sets[[_BASE, _OTHER, _CONTROL], :SECOND_SETS] for sets in self._sets.values()]
 
 
 def is_unseen(own: Floats, usable: BoolArray, margin: float = 0.0) -> BoolArray:
-    """Tell by mean correlations of sets [pages, sets] which pages do not show their order.
+    """Return which pages do not show their order, from correlations of sets [pages, sets].
 
-    margin: of correlation, by which others may have computed it less exactly.
+    margin: rounding error of the correlations.
     """
     mean, error = _mean_and_error(own, usable, MIN_SETS // 2)
     unseen: BoolArray = (mean - margin < _SCREEN_OWN_SIGMA * error) | (mean - margin < MIN_GAIN)
@@ -193,14 +193,13 @@ def is_unseen(own: Floats, usable: BoolArray, margin: float = 0.0) -> BoolArray:
 def _filtered(
     pages: IntArray, keep: Callable[[ReadRows, IntArray], BoolArray], read: ReadRows
 ) -> IntArray:
-    """Keep some pages, looking at a bounded number of them at once."""
+    """Return the pages that `keep` selects, testing a bounded number at once."""
     step = max(1, _ITEMS_AT_ONCE // (3 * SECOND_SETS * SECOND_CHANNELS))
     kept = [pages[i : i + step] for i in range(0, len(pages), step)]
     return np.concatenate([pages[:0], *(some[keep(read, some)] for some in kept)])
 
 
 def _is_hinted(sets: IntArray, read: ReadRows, pages: IntArray) -> BoolArray:
-    """Tell which pages show a rival's order at a first look."""
     chosen = sets[[_BASE, _OTHER, _CONTROL], :SECOND_SETS]
     base, other, control = _read_sets(read, pages, chosen, SECOND_CHANNELS)
     gain = _correlation(base, other) - _correlation(base, control)
@@ -208,9 +207,9 @@ def _is_hinted(sets: IntArray, read: ReadRows, pages: IntArray) -> BoolArray:
 
 
 def is_hinted(gain: Floats, usable: BoolArray, margin: float = 0.0) -> BoolArray:
-    """Tell by gains of correlation of sets [pages, sets] which pages hint at a rival's order.
+    """Return which pages hint at a rival's order, from correlation gains of sets [pages, sets].
 
-    margin: of correlation, by which others may have computed it less exactly.
+    margin: as in `is_unseen`.
     """
     mean, error = _mean_and_error(gain, usable, MIN_SETS // 2)
     hinted: BoolArray = mean + margin >= _SCREEN_OTHER_SIGMA * error
@@ -218,9 +217,9 @@ def is_hinted(gain: Floats, usable: BoolArray, margin: float = 0.0) -> BoolArray
 
 
 def log_magnitudes(bits: npt.NDArray[Any]) -> Floats:
-    """Turn floats of any format, given as unsigned integers, into logarithms of their magnitude.
+    """Return log magnitudes of floats of any format, given as unsigned integers.
 
-    Unit and zero are the format's own. NaN and infinity read as large numbers.
+    Unit and zero depend on the format. NaN and infinity read as large numbers.
     """
     magnitudes = bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
     logarithms: Floats = magnitudes.astype(np.float32)
@@ -237,7 +236,7 @@ def _draw(
     tokens, heads = stored.length("token"), stored.length("head")
     if tokens < 3 or not len(layers):
         return np.zeros((5, 0), np.int64)
-    rng = np.random.default_rng(20_011)  # the same rows of every page, in every run
+    rng = np.random.default_rng(20_011)  # the same rows in every page and run
     layer, layer_2 = rng.choice(layers, (2, _DRAWS))
     token, token_2, token_3, their_token = rng.integers(tokens, size=(4, _DRAWS))
     head, head_2 = rng.integers(heads, size=(2, _DRAWS))
@@ -254,9 +253,9 @@ def _draw(
     for reading in rivals:
         for row in (near, far, control):
             good &= _strangers(reading, base, row)
-    # Rows of one token could resemble each other across layers, and rows that are a certain number
-    # of tokens apart too. Where the lengths divide each other, one or both must be put up with: of
-    # as many layers as tokens, all of the same weights, a page would read as transposed.
+    # Rows of one token may resemble each other across layers, and so may rows a fixed number of
+    # tokens apart. If lengths divide each other, not all sets can avoid both: with as many layers
+    # as tokens, all of the same weights, a page would read as transposed.
     elsewhere = other_token != token
     matched = control_token == other_token
     unlike = control_token != token
@@ -268,19 +267,18 @@ def _draw(
 
 
 def _distinct(sets: IntArray) -> IntArray:
-    """Keep the first MAX_SETS sets of distinct (base, other)."""
     _, first = np.unique(sets[[_BASE, _OTHER]], axis=1, return_index=True)
     return np.ascontiguousarray(sets[:, np.sort(first)[:MAX_SETS]])
 
 
 def _strangers(reading: RowOrder, base: IntArray, row: IntArray) -> BoolArray:
-    """Whether two rows are not of the same layer and head in a reading."""
+    """Return whether two rows differ in layer or head in a reading."""
     layer, _, head = reading.coordinates(base)
     layer_2, _, head_2 = reading.coordinates(row)
     return ~(np.equal(layer, layer_2) & np.equal(head, head_2))
 
 
-# --- comparing them ---
+# --- comparing rows ---
 
 
 def _read_sets(read: ReadRows, pages: IntArray, sets: IntArray, channels: int) -> list[Floats]:
@@ -294,7 +292,7 @@ def _read_sets(read: ReadRows, pages: IntArray, sets: IntArray, channels: int) -
 
 
 def _standardised(rows: Floats) -> Floats:
-    """Take out what rows have in common, and give each length 1; one with nothing left is zero.
+    """Subtract what rows share, and scale each to length 1, or to 0 if nothing is left.
 
     rows: [n, tensors, rows, channels], overwritten.
     """
@@ -303,7 +301,7 @@ def _standardised(rows: Floats) -> Floats:
     np.maximum(rows, -FLOOR_SIGMA * spread.astype(np.float32), out=rows)
     rows -= rows.mean(axis=-1, keepdims=True)
     before = _lengths(rows)
-    # Channels that are large in every layer resemble one another in any order.
+    # Channels that are large in every layer resemble each other in any order.
     rows -= rows.mean(axis=-2, keepdims=True)
     length = _lengths(rows)
     rows /= np.where(length > NOTHING_LEFT * before, length, np.inf)
@@ -316,7 +314,7 @@ def _lengths(rows: Floats) -> Floats:
 
 
 def _filled(rows: Floats) -> BoolArray:
-    """Tell which rows have anything left: [pages, sets]."""
+    """Return which rows are not all zeros: [pages, sets]."""
     filled: BoolArray = np.einsum("nsc,nsc->ns", rows, rows) > 0
     return filled
 
@@ -327,7 +325,7 @@ def _correlation(one: Floats, two: Floats) -> Floats:
 
 
 def _mean_and_error(values: Floats, usable: BoolArray, least: int) -> tuple[Floats, Floats]:
-    """Mean and standard error of each page's usable values: [pages]; fewer than `least` give 0."""
+    """Return mean and standard error of usable values: [pages]; mean 0 of fewer than `least`."""
     count = np.maximum(usable.sum(axis=1), 2)
     mean = np.where(usable, values, 0).sum(axis=1) / count
     squares = np.where(usable, (values - mean[:, np.newaxis]) ** 2, 0).sum(axis=1)
@@ -342,7 +340,6 @@ def _mean_of_page(values: Floats, usable: BoolArray) -> tuple[float, float]:
 
 
 def _verdict(rival: int, roles: list[Floats]) -> OrderVerdict | None:
-    """Judge one page by all its sets."""
     base = roles[_BASE]
     to_near, to_far, to_other, to_control = (_correlation(base, row) for row in roles[1:])
     usable = np.all([_filled(row) for row in roles], axis=0)

@@ -1,6 +1,6 @@
-"""Looks at a page's order on the device; reference: `kernels.layout.OrderTest`.
+"""Checks of row order on the device; reference: `kernels.layout.OrderTest`.
 
-It reads a few thousand numbers of each page, in one launch, whatever the size of the page.
+One launch reads a few thousand numbers of each page, whatever its size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hicachectl.kernels.layout import OrderLook
 
 _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-MARGIN = 1e-3  # of correlation, that rounding can make here against the reference
+MARGIN = 1e-3  # of correlation: rounding error against the reference
 
 
 def correlations(
@@ -34,11 +34,11 @@ def correlations(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Correlate the base row of each set with the two others, for each page slot.
 
-    pool:   1D uint8, aligned; of `tensors` pools `tensor_bytes` apart.
-    rows:   [3, sets] int64, byte offsets of the rows of page slot 0 in a pool.
-    slots:  [n] int64; slots are `slot_bytes` apart.
+    pool:    1D uint8, aligned; `tensors` pools, `tensor_bytes` apart.
+    rows:    [3, sets] int64, byte offsets in a pool, in page slot 0.
+    slots:   [n] int64; slots are `slot_bytes` apart.
     weights: of the two correlations in the result.
-    Returns [n, tensors * sets] float32, and bool where a set says something. Does not synchronise.
+    Returns [n, tensors * sets] float32, and bool, whether a set is usable. Does not synchronise.
     """
     item = look.itemsize
     n, sets = len(slots), rows.shape[1]
@@ -79,7 +79,7 @@ def _read(
     items, words, row, live, channel, inside,
     WIDTH: tl.constexpr, MAGNITUDES: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Read log magnitudes [sets, channels], and take out what lies far below a row's mean."""
+    """Read log magnitudes [sets, channels]."""
     at = row[:, None] + channel[None, :]
     mask = inside[None, :] & live[:, None]
     numbers = (tl.load(items + at, mask=mask, other=0) & MAGNITUDES).to(tl.float32)
@@ -91,14 +91,13 @@ def _read(
 
 @triton.jit
 def _centred(numbers, inside, CHANNELS: tl.constexpr):
-    """Take out the mean of each row."""
     mean = tl.sum(numbers, 1) / CHANNELS
     return tl.where(inside[None, :], numbers - mean[:, None], 0.0)
 
 
 @triton.jit
 def _floored(numbers, inside, CHANNELS: tl.constexpr, FLOOR: tl.constexpr):
-    """Standardise rows but for their length."""
+    """Centre rows and raise items far below the mean."""
     numbers = _centred(tl.where(inside[None, :], numbers, 0.0), inside, CHANNELS)
     spread = tl.sqrt(tl.sum(numbers * numbers, 1) / CHANNELS)
     numbers = tl.maximum(numbers, -FLOOR * spread[:, None])
@@ -107,7 +106,7 @@ def _floored(numbers, inside, CHANNELS: tl.constexpr, FLOOR: tl.constexpr):
 
 @triton.jit
 def _unit(numbers, live, common, NOTHING: tl.constexpr):
-    """Take out what rows have in common, and give each length 1; zeros where nothing is left."""
+    """Subtract what rows share and scale each to length 1; zeros if nothing is left."""
     before = tl.sqrt(tl.sum(numbers * numbers, 1))
     rest = numbers - common[None, :]
     length = tl.sqrt(tl.sum(rest * rest, 1))
@@ -124,7 +123,7 @@ def _correlate(
     SCALED: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     FLOOR: tl.constexpr, NOTHING: tl.constexpr,
 ):  # fmt: skip
-    """Look at one tensor of one page."""
+    """Correlate the rows of one tensor of one page."""
     page = tl.program_id(0) // TENSORS
     tensor = tl.program_id(0) % TENSORS
     sets = tl.arange(0, LANES)

@@ -1,4 +1,4 @@
-"""Carry out the copies of a transfer plan on pages in host memory, many pages at once."""
+"""Carry out transfer plans on pages in host memory, many pages at once."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     Pages = npt.NDArray[np.uint8]
     View = npt.NDArray[Any]
 
-# Copies that read parts of the same lines take turns before the lines leave the cache.
+# Copies that read the same cache lines alternate before the lines are evicted.
 _CACHED_BYTES = 512 << 10
-_LONG_ITEM = 4096  # bytes; of such items, two share a line at their ends alone
+_LONG_ITEM = 4096  # bytes; two such items share a cache line only at their ends
 _LONGEST_VOID = 1 << 16
 
 
 def relayout(unit: TransferUnit, sources: Sequence[Pages], destinations: Sequence[Pages]) -> None:
     """Fill the destination objects of a unit from its source objects, page by page.
 
-    sources, destinations: one array an object, [pages, object bytes] uint8; bytes of a page are
-        contiguous, pages may lie apart. Every byte of a destination is written.
-    Raises ValueError on arrays that a copy would leave.
+    sources, destinations: one array per object, [pages, object bytes] uint8. Bytes of a page are
+        contiguous; pages may lie apart. Every byte of a destination is written.
+    Raises ValueError if page counts differ, or if a copy leaves an array.
     """
     for position in unit.padded:
         destinations[position][...] = 0
     counts = {len(pages) for pages in (*sources, *destinations)}
     if len(counts) > 1:
-        raise ValueError(f"as many pages of each object, please, not {sorted(counts)}")
+        raise ValueError(f"Objects must have equal numbers of pages, not {sorted(counts)}")
     if not unit.copies or counts == {0}:
         return
     pairs = [
@@ -50,14 +50,14 @@ def relayout(unit: TransferUnit, sources: Sequence[Pages], destinations: Sequenc
 
 
 def _view(pages: Pages, plan: CopyPlan, *, to_destination: bool) -> View:
-    """View one side of a copy as its items: [pages, *shape], or with a last axis of bytes."""
+    """View one side of a copy as items: [pages, *shape], or with a last axis of bytes."""
     offset = plan.destination_offset if to_destination else plan.source_offset
     strides = [axis.destination if to_destination else axis.source for axis in plan.axes]
     shape = [axis.length for axis in plan.axes]
     span = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     end = offset + span + plan.run
     if pages.dtype != np.uint8 or pages.ndim != 2 or end > pages.shape[1] or pages.strides[1] != 1:
-        raise ValueError(f"pages {pages.shape} do not hold contiguous bytes up to {end}")
+        raise ValueError(f"pages {pages.shape}: must have at least {end} contiguous bytes each")
     items = np.lib.stride_tricks.as_strided(
         pages[:, offset:],
         (len(pages), *shape, plan.run),
@@ -65,12 +65,12 @@ def _view(pages: Pages, plan: CopyPlan, *, to_destination: bool) -> View:
     )
     if not plan.axes or plan.run > _LONGEST_VOID:
         return items
-    # One move an item, where bytes would be a loop for each.
+    # One move per item; bytes would need a loop per item.
     return items.view(np.dtype((np.void, plan.run)))[..., 0]
 
 
 def _blocks(unit: TransferUnit, count: int) -> Iterator[tuple[slice, ...]]:
-    """Cut the work, where several copies read by turns, into parts that fit into the cache."""
+    """Yield blocks of the work that fit into the cache, if copies share cache lines."""
     copies = unit.copies
     lengths = {copy.axes[0].length if copy.axes else 0 for copy in copies}
     if len(copies) == 1 or all(copy.run >= _LONG_ITEM for copy in copies):

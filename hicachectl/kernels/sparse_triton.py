@@ -1,10 +1,11 @@
 """Kernels of the sparse loader; tests compare a step with a model in plain Python.
 
-One program plans a step for one request. Positions of the top-k are marked in a table over all
-positions of the request, with the entry that selects them; the walk over the slots, least recent
-first, reads the table to tell hits from slots that may be overwritten, and puts the slot number of
-a hit in place of its entry. What still shows an entry then is missing. The table is cleared again
-before the step ends, so that layers share it.
+One program plans the step of one request, with a table over all its positions:
+1. Each top-k position is marked with its entry number.
+2. Slots are read, least recent first. A slot with a marked position is a hit; its number replaces
+   the mark. Other slots may be overwritten.
+3. Positions that still show an entry are missing and get slots to overwrite.
+4. The table is cleared, so layers share it.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ import triton
 import triton.language as tl
 
 UNIT_BYTES = 16  # one access of a thread
-LINE_UNITS = 8  # one request on the bus
-NO_ENTRY = 0x7FFFFFFF  # of a position that is not selected; above any entry, for atomic_min
-_GATHER_BLOCK = 1024  # units of one iteration of a program
-_GATHER_PROGRAMS = 2048  # of all requests together: enough reads in flight for the bus
-_PLAN_LANES = 256  # slots of one warp
+LINE_UNITS = 8  # one bus request
+NO_ENTRY = 0x7FFFFFFF  # mark of an unselected position; above any entry, for atomic_min
+_GATHER_BLOCK = 1024  # units per iteration of a program
+_GATHER_PROGRAMS = 2048  # over all requests: enough reads in flight for the bus
+_PLAN_LANES = 256  # slots per warp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostRows:
-    """Where the host keeps the row of (request, position, layer). Strides are bytes.
+    """Location in host memory of the row of (request, position, layer). Strides are bytes.
 
-    memory: 1D uint8 on the host; for a CUDA device, page-locked: its kernels read it in place.
-    pages:  [R, pages] int64 on the device: the number of each page in memory, below 0 or too large
-            where it is not there. The caller may add pages; after another change, `reset`.
+    memory: 1D uint8 on the host; page-locked for a CUDA device, whose kernels read it in place.
+    pages:  [R, pages] int64 on the device: number of each page in memory; below 0 or too large if
+            the page is absent. The caller may add pages; after other changes, `reset`.
 
     The row is at pages[request, position // page_size] * page_stride
     + position % page_size * token_stride + layer * layer_stride.
-    Raises ValueError where rows are not 16-byte aligned or not inside the memory.
+    Raises ValueError if a tensor has another form or rows are not 16-byte aligned.
     """
 
     memory: torch.Tensor
@@ -54,12 +55,12 @@ class HostRows:
         if not self.memory.is_contiguous() or not self.pages.is_contiguous():
             raise ValueError("memory or pages is not contiguous")
         if min(self.layers, self.page_size, self.row_bytes, self.page_stride, len(self.pages)) < 1:
-            raise ValueError("layers, page_size, row_bytes, page_stride or requests are below 1")
+            raise ValueError("layers, page_size, row_bytes, page_stride or requests is below 1")
         if min(self.token_stride, self.layer_stride) < 0:
             raise ValueError("token_stride or layer_stride is negative")
         for name in ("row_bytes", "page_stride", "token_stride", "layer_stride"):
             if getattr(self, name) % UNIT_BYTES:
-                raise ValueError(f"{name} {getattr(self, name)} is no multiple of {UNIT_BYTES}")
+                raise ValueError(f"{name} {getattr(self, name)} is not a multiple of {UNIT_BYTES}")
         if self.memory.data_ptr() % UNIT_BYTES or len(self.memory) % UNIT_BYTES:
             raise ValueError(f"memory does not begin and end at multiples of {UNIT_BYTES}")
 
@@ -75,12 +76,12 @@ class HostRows:
         row_bytes: int,
         page_stride: int | None = None,
     ) -> Self:
-        """Describe page objects of a memory layout: page_first, page_first_direct or layer_first.
+        """Return rows of page objects in layout page_first, page_first_direct or layer_first.
 
-        page_stride: bytes from one object to the next; default: they touch.
+        page_stride: bytes from one object to the next; default: objects touch.
         """
         if layout not in ("page_first", "page_first_direct", "layer_first"):
-            raise ValueError(f"no token rows in layout {layout!r}")
+            raise ValueError(f"layout {layout!r} has no token rows")
         by_token = layout == "page_first"
         return cls(
             memory=memory,
@@ -95,16 +96,16 @@ class HostRows:
 
     @property
     def page_limit(self) -> int:
-        """How many pages the memory has room for."""
+        """How many pages fit into the memory."""
         last = (self.page_size - 1) * self.token_stride + (self.layers - 1) * self.layer_stride
         room = len(self.memory) - last - self.row_bytes
         return room // self.page_stride + 1 if room >= 0 else 0
 
 
 class StepPlan:
-    """The scratch of a step, and what it leaves for the gather.
+    """Scratch memory of a step, and its result for the gather.
 
-    positions, slots: [R, N] int32, the rows to fetch and where to, in the first counts[r] columns.
+    positions, slots: [R, N] int32, rows to fetch and their slots, in the first counts[r] columns.
     """
 
     def __init__(self, requests: int, slots: int, context: int, device: torch.device) -> None:
@@ -128,11 +129,11 @@ def plan_step(
     loaded: torch.Tensor,
     plan: StepPlan,
 ) -> torch.Tensor:
-    """Find what is resident and choose slots for the rest: locs [R, k] int32.
+    """Find resident rows and choose slots for the others: return locs [R, k] int32.
 
     top_k:       [R, k] int32. seq_len: [R] int32.
     tokens, lru: [R, N] int32, updated in place. loaded: [R] int32, likewise.
-    plan:        overwritten. Does not check and does not synchronise.
+    plan:        overwritten. Does not check or synchronise.
     """
     requests, k = top_k.shape
     slots = tokens.shape[1]
@@ -165,13 +166,13 @@ def plan_step(
 
 
 def gather_rows(rows: HostRows, layer: int, plan: StepPlan, pool: torch.Tensor) -> None:
-    """Copy the planned rows of one layer from the host's memory into a pool [R, N + 1, row_bytes].
+    """Copy the planned rows of one layer from host memory into a pool [R, N + 1, row_bytes].
 
-    Does not check and does not synchronise.
+    Does not check or synchronise.
     """
     requests, slots = plan.positions.shape
     row_units = rows.row_bytes // UNIT_BYTES
-    # All lines that a row can touch, wherever in its first line it begins.
+    # All lines that a row can touch, wherever in a line it begins.
     window = triton.cdiv(row_units + LINE_UNITS - 1, LINE_UNITS) * LINE_UNITS
     most = triton.cdiv(slots * window, _GATHER_BLOCK)
     programs = min(most, triton.cdiv(_GATHER_PROGRAMS, requests))
@@ -221,7 +222,6 @@ def _plan_step(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Plan the step of one request; see the module for the way."""
     request = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, BLOCK_K)
     in_k = entry < K
@@ -252,13 +252,13 @@ def _plan_step(
     order = tl.load(lru + slot, mask=in_n, other=0)
 
     if short:
-        # Every position has the slot of its number, and what the buffer lacks is loaded at once.
+        # Each position has the slot of its number; all rows not yet loaded are loaded now.
         tl.store(tokens + slot, tl.where(slot < length, slot, -1), mask=in_n)
         begin = tl.load(loaded + request)
         count = tl.maximum(newest - begin, 0)
         tl.store(positions + slot, begin + slot, mask=slot < count)
         tl.store(slots + slot, begin + slot, mask=slot < count)
-        tl.debug_barrier()  # every warp has read what one of them writes over
+        tl.debug_barrier()  # all warps have read `loaded` before it changes
         tl.store(loaded + request, length)
         want = there | (position == newest)
         found = position
@@ -266,11 +266,11 @@ def _plan_step(
         want = there & (position != newest)
         tl.atomic_min(marks + position, entry, mask=want)
         tl.debug_barrier()
-        # After a sequence was cut back, what lay behind the cut is another token's row.
+        # After a cut, slots behind the cut hold other tokens' rows.
         token = tl.load(tokens + order, mask=in_n, other=-1)
         token = tl.where(token < newest, token, -1)
         tl.store(tokens + order, token, mask=in_n)
-        # What was short, and longer than its pages, has left tokens that have no mark.
+        # A short sequence longer than its pages leaves tokens that have no mark.
         marked = (token >= 0) & (token < page_columns * PAGE_SIZE)
         mark = tl.load(marks + token, mask=marked, other=0x7FFFFFFF)
         hit = mark != 0x7FFFFFFF
@@ -279,7 +279,7 @@ def _plan_step(
         tl.store(victims + tl.cumsum(stale.to(tl.int32), 0) - 1, order, mask=stale)
         tl.debug_barrier()
         mark = tl.load(marks + position, mask=want, other=-1)
-        miss = mark == entry  # of duplicates, the first
+        miss = mark == entry  # only the first of duplicates
         rank = tl.cumsum(miss.to(tl.int32), 0) - 1
         count = tl.sum(miss.to(tl.int32), 0)
         victim = tl.load(victims + rank, mask=miss, other=0)
@@ -299,7 +299,7 @@ def _plan_step(
     loc = tl.where(loc >= 0, loc + (request * (N + 1)).to(tl.int32), -1)
     tl.store(locs + request * K + entry, loc, mask=in_k)
 
-    # Slots of this step become the most recent, in the order of their numbers.
+    # Slots of this step become the most recent, by number.
     tl.store(used + slot, slot * 0, mask=in_n)
     tl.debug_barrier()
     tl.store(used + found, entry * 0 + 1, mask=want)
@@ -332,10 +332,10 @@ def _gather_rows(
     LINE_UNITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy planned rows of one request; strides and offsets are counted in units of 16 bytes.
+    """Copy planned rows of one request; strides and offsets are in units of 16 bytes.
 
-    first_unit is where in a line the memory begins. Threads are laid over whole lines, so that
-    each line of a row is asked for once, by neighbouring threads.
+    first_unit: where in a line the memory begins. Threads cover whole lines, so neighbours request
+        each line of a row once.
     """
     request = tl.program_id(0).to(tl.int64)
     total = tl.load(counts + request) * WINDOW
@@ -356,6 +356,6 @@ def _gather_rows(
         live &= (within >= 0) & (within < ROW_UNITS)
         read = begin + within
         write = (request * (N + 1) + slot) * ROW_UNITS + within
-        # The inner axis makes a unit one access of its thread.
+        # The inner axis makes a unit one access.
         values = tl.load(memory + (read[:, None] * 4 + word), mask=live[:, None])
         tl.store(pool + (write[:, None] * 4 + word), values, mask=live[:, None])

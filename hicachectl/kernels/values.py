@@ -1,8 +1,8 @@
 """Find values that no healthy object holds: NaN, Inf, bad scales, rows of zero bytes.
 
-An object is cut into `RowTable`s. Each kernel takes a block of consecutive rows of several objects
-at once; `may_hold_bad_values` decides on integer views, without a conversion or a copy, and only
-where it says yes are the others asked.
+An object is cut into `RowTable`s. Each kernel takes a block: consecutive rows of several objects.
+`may_hold_bad_values` reads integer views, without conversion or copy; other kernels run only if it
+returns True.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}
 # Bits of infinity; every larger magnitude is NaN.
 INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": _INF_BITS32, "float8_e5m2": 0x7C}
-# Least bits that are no finite number. The fp8 dtypes without an infinity have one NaN; that of
-# float8_e4m3fnuz is what would be -0.
+# Least bits that are not a finite number. fp8 dtypes without infinity have one NaN; float8_e4m3fnuz
+# has it in place of -0.
 FIRST_SPECIAL = {**INFINITY, "float8_e4m3fn": 0x7F, "float8_e4m3fnuz": 0x80}
 _FP8_FORM = {  # mantissa bits, exponent bias
     "float8_e4m3fn": (3, 7),
@@ -41,10 +41,10 @@ _FP8_FORM = {  # mantissa bits, exponent bias
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """Equal rows of `pitch` bytes, one after another from `offset` on.
+    """Equal rows of `pitch` bytes, consecutive from `offset` on.
 
-    axes, shape: what the row number counts, outermost first.
-    runs:        half-open ranges of rows to look at; the others are padding.
+    axes, shape: of the row number, outermost first.
+    runs:        half-open ranges of rows to check; the others are padding.
     """
 
     name: str
@@ -57,16 +57,16 @@ class RowTable:
 
     @property
     def rows(self) -> int:
-        """How many rows the table has, padding included."""
+        """Number of rows, padding included."""
         return prod(self.shape)
 
     def block(self, objects: Bytes, start: int, stop: int) -> Bytes:
-        """View rows of objects [n, nbytes] as [n, rows * pitch]."""
+        """Return a view of rows of objects [n, nbytes]: [n, rows * pitch]."""
         return objects[:, self.offset + start * self.pitch : self.offset + stop * self.pitch]
 
 
 def may_hold_bad_values(block: Bytes, table: RowTable) -> bool:
-    """Tell whether `count_bad` can find anything; False is certain, True is not.
+    """Return whether `count_bad` may find anything; False is certain, True is not.
 
     block: [n, rows * pitch] with contiguous rows.
     """
@@ -90,7 +90,7 @@ def count_bad(block: Bytes, table: RowTable) -> dict[str, IntArray]:
 
 
 def bad_items(block: Bytes, table: RowTable, column: Column, code: str) -> BoolArray:
-    """Mark the bad items of one kind of BAD_ITEMS in a column: [n, rows, items]."""
+    """Mark bad items of one kind of BAD_ITEMS in a column: [n, rows, items]."""
     bits = item_bits(block, table, column)
     if (code == "bad-scale") != (column.scale_floor is not None):
         return np.zeros(bits.shape, np.bool_)
@@ -105,9 +105,9 @@ def bad_items(block: Bytes, table: RowTable, column: Column, code: str) -> BoolA
 
 
 def zero_rows(block: Bytes, table: RowTable) -> tuple[IntArray, IntArray]:
-    """Find rows of zero bytes in a block [n, rows * pitch]: their objects and their rows.
+    """Return the objects and rows of all rows of zero bytes in a block [n, rows * pitch].
 
-    Rows are told by their first word; only where that is zero is the rest read.
+    Only rows whose first word is zero are read in full.
     """
     width = next(width for width in (8, 4, 2, 1) if table.pitch % width == 0)
     first = block.view(f"u{width}")[:, :: table.pitch // width] == 0
@@ -138,9 +138,9 @@ def is_inf(bits: Bits, dtype: str) -> BoolArray:
 
 
 def is_bad_scale(bits: Bits, floor: float) -> BoolArray:
-    """Mark fp32 scales, given as uint32, that are not finite or below the floor by over one ulp.
+    """Mark fp32 scales, as uint32, that are not finite or over one ulp below the floor.
 
-    Without a floor -0 and subnormal scales are legal, with one it lies among normal numbers.
+    Without a floor, -0 and subnormal scales are legal. A floor is a normal number.
     """
     low = floor_bits(floor)
     good = (bits >= low) & (bits < _INF_BITS32)
@@ -164,7 +164,7 @@ def to_float32(bits: Bits, dtype: str) -> npt.NDArray[np.float32]:
 
 @cache
 def fp8_values(dtype: str) -> npt.NDArray[np.float32]:
-    """Tabulate the 256 codes of an fp8 dtype."""
+    """Return the values of the 256 codes of an fp8 dtype."""
     mantissa_bits, bias = _FP8_FORM[dtype]
     codes = np.arange(256, dtype=np.uint8)
     exponent = (codes.astype(np.int64) & 0x7F) >> mantissa_bits
@@ -178,7 +178,7 @@ def fp8_values(dtype: str) -> npt.NDArray[np.float32]:
 
 
 def item_bits(block: Bytes, table: RowTable, column: Column) -> Bits:
-    """View one column of a block [n, rows * pitch] as unsigned integers: [n, rows, items]."""
+    """Return a column of a block [n, rows * pitch] as unsigned integers: [n, rows, items]."""
     return _items(block, table, column).reshape(len(block), -1, column.items)
 
 
@@ -192,7 +192,7 @@ def _items(block: Bytes, table: RowTable, column: Column) -> Bits:
 
 
 def _has_special(bits: Bits, dtype: str) -> bool:
-    """Compare two maxima with the first special code, once for each sign."""
+    """Compare the maximum of each sign with the first special code."""
     signed = bits.view(_SIGNED[bits.itemsize])
     if dtype == "float8_e4m3fnuz":
         return int(signed.min()) == -0x80
@@ -202,13 +202,13 @@ def _has_special(bits: Bits, dtype: str) -> bool:
 
 
 def _has_bad_scale(bits: Bits, floor: float) -> bool:
-    signed = bits.view(np.int32)  # orders positive floats; negative ones lie below all of them
+    signed = bits.view(np.int32)  # orders positive floats; all negative ones are lower
     return int(signed.min()) < floor_bits(floor) or int(signed.max()) >= _INF_BITS32
 
 
 def floor_bits(floor: float) -> int:
-    """Return the bits of the least legal scale, one ulp below a floor; 0 where there is none."""
-    # The quotient of SGLang's kernels may be rounded the other way.
+    """Return the bits of the least legal scale, one ulp below a floor; 0 without a floor."""
+    # SGLang's kernels may round the quotient the other way.
     return int(np.float32(floor).view(np.uint32)) - 1 if floor else 0
 
 

@@ -1,12 +1,11 @@
-"""Counts of bad numbers in blocks of stored numbers, in one pass.
+"""Count bad numbers in blocks of stored numbers, in one pass.
 
-One launch looks at all fields of all blocks: what shares a row is read while it is in the cache,
-and small blocks share a program. Four bytes are looked at together: magnitudes are compared for all
-numbers of a word at once, by carries into the places of their signs. NaN and infinity only set a
-flag in that pass; a program that sees the flag counts them in a second pass.
+One launch checks all fields of all blocks: fields of one row are read while it is in the cache, and
+small blocks share a program. All magnitudes of a 4-byte word are compared at once, by carries into
+their sign bits. NaN and infinity only set a flag; a program that sees the flag counts them in a
+second pass.
 
-The numbers are those that are stored: quantised codes are not multiplied with their scales, and a
-code counts whatever its scale says.
+Numbers are checked as stored: codes are not multiplied by scales, and count whatever their scale.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ if TYPE_CHECKING:
 # zero_heads: rows whose first `Field.head_bytes` bytes are zero; 0 unless the field leads.
 COUNTS = ("nan", "inf", "bad_scale", "zero_heads")
 NAN, INF, BAD_SCALE, ZERO_HEADS = range(len(COUNTS))
-HEAD_BYTES = 16  # of a row, by which rows of zero bytes are told from others at a first look
+HEAD_BYTES = 16  # of a row, read first to find rows of zero bytes
 
 _WORD = 4
-# What a program looks at. Large blocks of one field: much, so that there are few reductions.
-# Several fields: little enough that a row is still in the cache when its next field is looked at.
+# Bytes per program. Large blocks of one field: many, for few reductions. Several fields: few enough
+# that a row is in the cache when its next field is read.
 _PROGRAM_BYTES = 128 << 10
 _SMALL_PROGRAM_BYTES = 16 << 10
-# Vectors that it looks at together, and its warps. What one warp has seen alone is added up without
-# the others waiting; many of a small program's instructions would do nothing else.
+# Vectors that a program checks together, and its warps. One warp reduces without waiting for
+# others; in a small program such waits would dominate.
 _LARGE = (256, 4)
 _SMALL = (128, 1)
 
@@ -45,9 +44,9 @@ _SMALL = (128, 1)
 class Field:
     """Equal numbers in every row of a block: `items` of them from `offset` on.
 
-    rows, pitch: how many rows a block has, and the bytes of one.
-    scale_floor: for fp32 scales, the least that is legal; None for ordinary numbers.
-    leads:       whether rows begin with this field: its head then tells rows of zero bytes.
+    rows, pitch: rows of a block, and bytes of each.
+    scale_floor: for fp32 scales, the least legal one; None for ordinary numbers.
+    leads:       whether rows begin with this field: its head then shows rows of zero bytes.
     excusable:   whether NaN may be legal: codes under a scale of 0 mean nothing.
     """
 
@@ -68,7 +67,7 @@ class Field:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a row's head: HEAD_BYTES, or what a vector of the field has where that is less.
+        """Bytes of a row's head, and of a vector of the field.
 
         The greatest power of two up to HEAD_BYTES that divides rows, field and offset.
         """
@@ -77,12 +76,12 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """How a program looks at its share of one field; what the kernel is compiled for.
+    """A program's share of one field, for which the kernel is compiled.
 
-    vectors, rows, row_vectors, pitch, offset: of the field in its block; but for rows in vectors.
-    words: of a vector. share: vectors of a program, in `rounds` of `lanes`. head_share: rows of a
-    program whose heads are looked at, in `head_rounds` of `head_lanes`; 0 where none are.
-    magnitudes, signs, to_sign: masks and an addend, repeated for each number of a word.
+    vectors, rows, row_vectors, pitch, offset: of the field in its block; all but rows in vectors.
+        words: per vector. share: vectors per program, in `rounds` of `lanes`. head_share: rows per
+        program with heads to check, in `head_rounds` of `head_lanes`; 0 for none. magnitudes,
+        signs, to_sign: masks and an addend, repeated for each number of a word.
     """
 
     vectors: int
@@ -110,7 +109,7 @@ class _Look:
 
 
 def supports(field: Field) -> bool:
-    """Whether the kernel can look at a field: all its places are multiples of a word."""
+    """Return whether the kernel supports a field: it lies in whole words."""
     return field.head_bytes % _WORD == 0
 
 
@@ -122,22 +121,22 @@ def block_statistics(
     *,
     lanes: int | None = None,
 ) -> list[torch.Tensor]:
-    """Look at some fields of blocks of a pool, in one launch.
+    """Check fields of blocks of a pool, in one launch.
 
     pool:   1D uint8, contiguous, 16-byte aligned.
     blocks: [n] int64 on its device, numbers of blocks of `block_bytes` from the pool's start.
-    lanes:  vectors that a program looks at together; default: by what it has to look at.
-    Returns of each field counts [n, 4] int32 in the order of COUNTS. Does not synchronise.
+    lanes:  vectors that a program checks together; default: by the amount of work.
+    Returns for each field counts [n, 4] int32 in the order of COUNTS. Does not synchronise.
     """
     for field in fields:
         if not supports(field) or block_bytes % field.head_bytes:
-            raise ValueError(f"field {field.name!r}: not whole words of {_WORD} bytes")
+            raise ValueError(f"field {field.name!r}: does not lie in whole words of {_WORD} bytes")
     nbytes = sum(field.rows * field.nbytes for field in fields)
     small = len(fields) > 1 or nbytes < _PROGRAM_BYTES // 4
     most, warps = _SMALL if small else _LARGE
     most = most if lanes is None else lanes
     program_bytes = _SMALL_PROGRAM_BYTES if small else _PROGRAM_BYTES
-    # Most blocks have a power of two of rows, and share them out evenly.
+    # Most blocks have a power of two of rows, which divides evenly.
     splits = triton.next_power_of_2(triton.cdiv(nbytes, program_bytes))
     looks = tuple(_look(field, splits, most) for field in fields)
     together = max(1, program_bytes // nbytes) if small else 1
@@ -194,7 +193,7 @@ def _look(field: Field, splits: int, most_lanes: int) -> _Look:
 
 
 def _shared_out(total: int, splits: int, most: int) -> tuple[int, int, int]:
-    """Give a program's share of so many things, and the lanes and rounds that it takes."""
+    """Return a program's share of `total` items, and the lanes and rounds for it."""
     share: int = triton.cdiv(total, splits)
     lanes: int = min(most, triton.next_power_of_2(max(1, share)))
     return share, lanes, triton.cdiv(share, lanes)
@@ -210,7 +209,7 @@ def _signed(word: int) -> int:
 
 @triton.jit
 def _place(vector, LOOK: tl.constexpr):
-    """Find a vector of a field in its block."""
+    """Return the place of a vector of a field in its block."""
     if LOOK.pitch == LOOK.row_vectors:
         return vector
     else:  # noqa: RET505 - the branch is the compiler's
@@ -220,13 +219,12 @@ def _place(vector, LOOK: tl.constexpr):
 
 @triton.jit
 def _added(bad, special, bad_2, special_2):
-    """Combine what two lanes found."""
     return bad + bad_2, special | special_2
 
 
 @triton.jit
 def _read(start, split, step, LOOK: tl.constexpr):
-    """Read a round of vectors: [lanes, words], and which there are."""
+    """Read a round of vectors: [lanes, words], and which of them exist."""
     lane = step * LOOK.lanes + tl.arange(0, LOOK.lanes)
     vector = split * LOOK.share + lane
     inside = ((lane < LOOK.share) & (vector < LOOK.vectors))[:, None]
@@ -237,13 +235,13 @@ def _read(start, split, step, LOOK: tl.constexpr):
 
 @triton.jit
 def _first_pass(start, split, LOOK: tl.constexpr):
-    """Count bad scales, and see whether any number is special: two scalars."""
+    """Count bad scales and flag special numbers: two scalars."""
     bad = tl.zeros([LOOK.lanes], tl.int32)
     special = tl.zeros([LOOK.lanes, LOOK.words], tl.int32)
     for step in range(LOOK.rounds):
         words, inside = _read(start, split, step, LOOK)
         magnitudes = words & LOOK.magnitudes
-        # Adding to a magnitude carries into the place of its sign, and never further.
+        # Adding to a magnitude carries into its sign bit, never further.
         if LOOK.fnuz:
             special |= words & ~(magnitudes + LOOK.magnitudes)
         else:
@@ -259,7 +257,7 @@ def _first_pass(start, split, LOOK: tl.constexpr):
 
 @triton.jit
 def _second_pass(start, split, LOOK: tl.constexpr):
-    """Count the NaN and the infinities among numbers of which some are special."""
+    """Count NaN and infinities."""
     nans = tl.zeros([LOOK.lanes], tl.int32)
     infs = tl.zeros([LOOK.lanes], tl.int32)
     for step in range(LOOK.rounds):
@@ -282,7 +280,7 @@ def _second_pass(start, split, LOOK: tl.constexpr):
 
 @triton.jit
 def _zero_heads(start, split, LOOK: tl.constexpr):
-    """Count the rows, of a program's share, that begin with zeros."""
+    """Count the rows of a program's share that begin with zeros."""
     LANES: tl.constexpr = LOOK.head_lanes
     heads = tl.zeros([LANES], tl.int32)
     for step in range(LOOK.head_rounds):
@@ -298,7 +296,7 @@ def _zero_heads(start, split, LOOK: tl.constexpr):
 
 @triton.jit
 def _look_at(start, split, out, LOOKS: tl.constexpr, NUMBER: tl.constexpr):
-    """Look at a program's share of one field of a block; `out` is where the results go."""
+    """Check a program's share of one field of a block; store the counts at `out`."""
     LOOK: tl.constexpr = LOOKS[NUMBER]
     bad, special = _first_pass(start, split, LOOK)
     nans = 0
@@ -319,7 +317,7 @@ def _statistics(
     pool, blocks, results, count, block_words, LOOKS: tl.constexpr, FIELDS: tl.constexpr,
     SPLITS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Look at one part of one block, or at some small blocks one after another."""
+    """Check one part of a block, or several small blocks one after another."""
     split = tl.program_id(0) % SPLITS
     first = (tl.program_id(0) // SPLITS) * TOGETHER
     for number in range(TOGETHER):

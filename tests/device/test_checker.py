@@ -345,7 +345,8 @@ def test_a_budget_too_small_for_one_page_says_what_it_needs(
 ) -> None:
     store, profile = write_store(tmp_path, "bfloat16")
     on_device("cpu")
-    with pytest.raises(UsageError, match=r"--device-bytes 5000 is too small for one page: .*\.bin"):
+    why = r"--device-bytes 5000 is too small for one page: .*\.bin has .*; give at least"
+    with pytest.raises(UsageError, match=why):
         verified(store, profile, "cuda", device_bytes=5000)
     report = verified(store, profile, "auto", device_bytes=5000)
     assert found(report) == []
@@ -360,7 +361,7 @@ def test_without_cuda_a_named_device_is_refused_and_auto_goes_on(
     store, _ = write_store(tmp_path, "bfloat16")
     arguments = ["verify", store, "--profile", tmp_path / "p.toml", "--device"]
     refused = invoke(*arguments, "cuda", exit_code=2).stderr
-    assert "no CUDA device" in refused
+    assert "no usable CUDA device" in refused
     assert len(refused.splitlines()) == 1
     (empty := tmp_path / "empty").mkdir()
     assert invoke("verify", empty, *arguments[2:], "cuda", exit_code=2).stderr == refused
@@ -368,7 +369,7 @@ def test_without_cuda_a_named_device_is_refused_and_auto_goes_on(
     assert outcome.document["device"] == "cpu"
     said = [line for line in outcome.stderr.splitlines() if "--device auto" in line]
     assert len(said) == 1
-    assert "no CUDA device" in said[0]
+    assert "no usable CUDA device" in said[0]
 
 
 class Failing(TorchProvider):
@@ -585,7 +586,7 @@ main(sys.argv[1:])
 @pytest.mark.skipif(not HAS_CUDA, reason=NO_CUDA)
 @pytest.mark.parametrize(
     ("device", "status", "said"),
-    [("auto", 4, "the CPU did what was left"), ("cuda", 3, "run again, or with --device cpu")],
+    [("auto", 4, "the CPU did what was left"), ("cuda", 3, "run again or use --device cpu")],
 )
 def test_a_device_that_really_fails_does_not_take_the_process_with_it(
     tmp_path: Path, device: str, status: int, said: str
@@ -616,7 +617,7 @@ def test_a_driver_s_complaint_is_the_reason_that_there_is_no_device(
 
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    with pytest.raises(UsageError, match=r"no CUDA device is there: .* the driver is too old$"):
+    with pytest.raises(UsageError, match=r"no usable CUDA device: .* the driver is too old$"):
         devices.cuda_devices(("auto",))
     assert not len(recwarn)
 
@@ -637,7 +638,7 @@ def test_a_device_that_damages_data_is_told_from_a_damaged_store(
 
     store, profile = write_store(tmp_path, "bfloat16")
     provided(Damaging())
-    with pytest.raises(DeviceError, match="healthy in host memory and not on the device"):
+    with pytest.raises(DeviceError, match="healthy in host memory but not on the device"):
         verified(store, profile, "cuda")
 
 

@@ -201,10 +201,10 @@ def test_a_batch_of_a_server_s_size_gets_its_rows(device: str) -> None:
 @DEVICES
 def test_a_top_k_larger_than_the_buffer_is_refused(device: str) -> None:
     with host_rows(device, requests=1, layers=1, page_size=4) as rows:
-        with pytest.raises(ValueError, match="top-k of 5 tokens for a buffer of 4 slots"):
+        with pytest.raises(ValueError, match="top-k of 5 tokens: must be 1 to 4"):
             SparseLoader(rows, top_k=5, slots=4)
         loader = SparseLoader(rows, top_k=2)
-        with pytest.raises(ValueError, match="top-k of 5 tokens for a buffer of 4 slots"):
+        with pytest.raises(ValueError, match="top-k of 5 tokens: must be 1 to 4"):
             loader.step(0, int32([[1, 2, 3, 4, 5]]), int32([30]))
 
 
@@ -213,7 +213,7 @@ def test_steps_of_wrong_shape_or_type_are_refused(device: str) -> None:
     with host_rows(device, requests=2, layers=1, page_size=4) as rows:
         loader = SparseLoader(rows, top_k=2)
         top_k, lengths = int32([[1, 2], [3, 4]]), int32([9, 9])
-        with pytest.raises(ValueError, match="layer 1 of 1"):
+        with pytest.raises(ValueError, match="layer 1: there are only 1 layers"):
             loader.step(1, top_k, lengths)
         with pytest.raises(ValueError, match="topk is"):
             loader.step(0, top_k.long(), lengths)
@@ -229,10 +229,10 @@ def test_steps_of_wrong_shape_or_type_are_refused(device: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("row_bytes", 40, "row_bytes 40 is no multiple of 16"),
-        ("page_stride", 200, "page_stride 200 is no multiple of 16"),
-        ("token_stride", 8, "token_stride 8 is no multiple of 16"),
-        ("layer_stride", 100, "layer_stride 100 is no multiple of 16"),
+        ("row_bytes", 40, "row_bytes 40 is not a multiple of 16"),
+        ("page_stride", 200, "page_stride 200 is not a multiple of 16"),
+        ("token_stride", 8, "token_stride 8 is not a multiple of 16"),
+        ("layer_stride", 100, "layer_stride 100 is not a multiple of 16"),
         ("token_stride", -16, "is negative"),
         ("page_size", 0, "below 1"),
     ],
