@@ -1,4 +1,4 @@
-"""Copy page groups as backups: only to unused keys, with every copy read back and compared."""
+"""Copies of page groups as backups, read back and compared."""
 
 from __future__ import annotations
 
@@ -22,16 +22,13 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import BoolArray, IntArray, Store
 
-MEMORY_BYTES = 512 << 20  # pages are touched only as objects need them
+MEMORY_BYTES = 512 << 20  # touched only as objects need it
 _BATCH_BYTES = 64 << 20  # in memory, including the bytes read back
 
 
 @contextmanager
 def copy_memory(store: Store, nbytes: int = MEMORY_BYTES) -> Iterator[Arena]:
-    """Attach an arena to a store for many calls of `copy_groups`.
-
-    A store that registers memory registers it once.
-    """
+    """Attach an arena to a store once, for many calls of `copy_groups`."""
     with Arena(nbytes) as arena:
         store.attach(arena)
         try:
@@ -56,9 +53,9 @@ def copy_groups(
 
     rows, targets: [n] the objects as rows of the source and of the destination.
     objects: their groups, and keys for messages. sizes: [n] bytes. pages: [k] hashes of the groups.
-    on_gone: message that fails a group if a source object vanished; None: leave the object out.
-    arena: from `copy_memory`, attached to one of the stores. Objects and the bytes read back must
-    both fit: larger groups are copied an object at a time, and a larger object fails.
+    on_gone: fails a group with this message if a source object vanished; None: skip the object.
+    arena: from `copy_memory`, attached to one of the stores. A group that does not fit twice is
+    copied an object at a time; an object that does not fit twice fails.
 
     Return the groups as DONE, FAILED or CONFLICT. Raises StoreUnavailable.
     """
@@ -132,10 +129,7 @@ def _copy_by_object(
 
 
 def _failures(on_gone: str | None) -> Failures:
-    """Return the rules of a backup: an object that exists is a conflict, even with equal bytes.
-
-    on_gone: as in `copy_groups`.
-    """
+    """Return the rules of a backup: an existing object is a conflict, even with equal bytes."""
     changed = (Status.SHORT, Status.OVERSIZED, Status.CHANGED)
     gone = GroupStatus.DONE if on_gone is None else GroupStatus.FAILED
     return Failures(
@@ -159,7 +153,6 @@ class _Batch(CopyBatch):
     places: IntArray = field(kw_only=True)
 
     def key_read(self, index: int, listed: pa.Table) -> bytes:
-        """Return the key of an object for messages."""
         key: bytes = self.objects.keys[index].as_py()
         return key
 
@@ -173,7 +166,7 @@ def _batches(
     fitting: IntArray,
     buffer_bytes: int,
 ) -> Iterator[_Batch]:
-    """Yield batches of the groups that fit into memory. fitting: these groups."""
+    """Yield batches of the fitting groups."""
     order = np.argsort(objects.owners, kind="stable")
     order = order[np.isin(objects.owners[order], fitting)]
     groups, starts, counts = np.unique(objects.owners[order], return_index=True, return_counts=True)

@@ -1,4 +1,4 @@
-"""Batches of page groups that are copied together, and their layout in memory."""
+"""Batches of page groups to copy, and their layout in memory."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _JOBS = 3  # one reads while the others write or wait for the disk
 class Action(IntEnum):
     """Action for a page group."""
 
-    NOTHING = 0  # the group cannot be copied or was not chosen
+    NOTHING = 0  # nothing to copy, or not chosen
     SKIP = 1  # the destination has the whole group
     COPY = 2
-    COMPLETE = 3  # the destination has a part: if that part is equal, add the rest
-    COMPARE = 4  # the destination has the whole group: read both sides
-    REPLACE = 5  # remove the group at the destination, then copy
-    CONFLICT = 6  # the destination has another object under one of the group's keys
+    COMPLETE = 3  # the destination has a part: if equal, add the rest
+    COMPARE = 4  # the destination has the whole group: read both
+    REPLACE = 5  # remove from the destination, then copy
+    CONFLICT = 6  # the destination has another object under one of the keys
 
 
 WRITING = (Action.COPY, Action.COMPLETE, Action.REPLACE)
@@ -68,8 +68,8 @@ class CopyOptions:
 class Transform:
     """Objects of `count` groups that one unit makes from source objects.
 
-    sources, destinations: (offset, step, nbytes) of each source and destination of the unit. The
-    offset in the batch's memory is the first group's; the step leads to the next group's.
+    sources, destinations: (offset, step, nbytes) of each source and destination of the unit: the
+    first group's offset in the batch's memory, and the distance to the next group's.
     """
 
     unit: TransferUnit
@@ -78,7 +78,7 @@ class Transform:
     destinations: tuple[tuple[int, int, int], ...]
 
     def apply(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Write the destination objects into the batch's memory."""
+        """Write the destination objects into memory."""
         sources, destinations = (
             [_strided(memory, self.count, *block) for block in blocks]
             for blocks in (self.sources, self.destinations)
@@ -91,8 +91,8 @@ class CopyBatch(Task):
     """Page groups that are copied together, all with one action.
 
     Memory of a batch: the source objects, each 4 KiB-aligned in the order of `rows`; then the
-    transformed objects; then, with read-back, the destination's objects. An object that equals a
-    run of bytes of its source stays in place. Offsets count from the start of the batch's memory.
+    transformed objects; then, with read-back, the destination's objects. Objects that are a run of
+    source bytes stay in place. Offsets count from the batch's memory.
 
     pages:      [k] page hash of each group.
     owners:     [rows] group of each source object.
@@ -132,10 +132,10 @@ class CopyBatch(Task):
 def cut(
     nbytes: IntArray, objects: IntArray, *, first_bytes: int, most_bytes: int, most_objects: int
 ) -> Iterator[slice]:
-    """Yield consecutive slices of groups, each within the limits or of a single group.
+    """Yield slices of groups, in order, each within the limits or of a single group.
 
     nbytes, objects: [groups] demand of each group. first_bytes: limit of the first batch, so that
-    writing begins soon; each further limit may double.
+    writing begins soon; the limit then doubles up to most_bytes.
     """
     by_bytes, by_objects = np.cumsum(nbytes), np.cumsum(objects)
     start, limit = 0, min(first_bytes, most_bytes)

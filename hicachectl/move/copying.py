@@ -1,7 +1,7 @@
 """Copy page groups from one store to another: read, transform, publish, read back, roll back.
 
-A batch lists its source objects, the destination objects to make, and their places in memory.
-`Executor` runs batches in the threads of a pipeline. It depends on no survey and no command.
+A batch lists its source objects, its destination objects, and their places in memory. `Executor`
+runs batches in the threads of a pipeline, independent of surveys and commands.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import BoolArray, IntArray, Store
     from hicachectl.move.batches import CopyOptions
 
-_HEAD_BYTES = 1024  # usual maximum for an object's key and its row in an index
+_HEAD_BYTES = 1024  # usual maximum of an object's key and index row
 
 B = TypeVar("B", bound=CopyBatch)
 
 
 class Executor(Generic[B]):
-    """Executor of batches that copy from one store to another.
+    """Executor of batches that are copied from one store to another.
 
     full:   set once the destination had no room for an object.
     copies: whether the destination copies objects of the source by itself.
@@ -59,12 +59,12 @@ class Executor(Generic[B]):
         """Prepare; nothing is read before `run`.
 
         objects: the source's listing; batches refer to its rows.
-        settle:  called with the result of each batch in the thread that copied the batch, also for
-            batches at work when `run` ends early.
+        settle:  called with each batch's result in the thread of the batch, even if `run` ends
+            early.
         arena:   memory to use, from `copy_memory`.
-        failures: what a failed object means for its group. To leave objects out, a batch must have
-            its source and destination objects in the same order.
-        preserve: keep owner and mode of the source files if the system copies.
+        failures: effect of a failed object on its group. If objects may be left out, a batch must
+            have its source and destination objects in the same order.
+        preserve: keep owner and mode of the source files in system copies.
         """
         self.destination = destination
         self.full = threading.Event()
@@ -136,7 +136,7 @@ class Executor(Generic[B]):
         return pipeline.complete and not self.stopped
 
     def _copy(self, loaded: Loaded) -> tuple[B, MoveResult]:
-        """Copy a loaded batch, in a thread of the pipeline."""
+        """Copy a loaded batch in a thread of the pipeline."""
         batch: B = loaded.task  # type: ignore[assignment]
         result = MoveResult.of(batch.pages, objects=len(batch.objects))
         stops = self.failures.statuses.get(Status.FULL) == GroupStatus.NO_ROOM
@@ -193,7 +193,7 @@ class Executor(Generic[B]):
                 self._promised -= has_room * nbytes
 
     def write(self, batch: B, places: IntArray, offsets: IntArray) -> Result:
-        """Write or system-copy objects of a batch. offsets: [places] bytes into the arena."""
+        """Write objects of a batch, or let the system copy them. offsets: [places] in the arena."""
         rows, sizes = batch.targets.take(pa.array(places)), batch.sizes[places]
         if_absent = batch.action is not Action.REPLACE
         with self._writing:
@@ -258,7 +258,7 @@ class _BatchCopy:
             result.statuses[same] = GroupStatus.SAME
 
     def _open(self) -> BoolArray:
-        """Return which objects belong to open groups: [objects]."""
+        """Objects of open groups: [objects]."""
         is_open: BoolArray = self._result.open[self._batch.objects.owners]
         return is_open
 
@@ -285,7 +285,7 @@ class _BatchCopy:
     def _compare(self, places: IntArray, *, ours: bool = False) -> None:
         """Read objects of the destination and compare them with the bytes to write.
 
-        ours: this run just wrote the objects, so a difference is a failure and not a conflict.
+        ours: this run just wrote the objects, so a difference is a failure, not a conflict.
         """
         sizes = self._batch.sizes
         offsets = np.zeros(len(sizes), dtype=np.int64)

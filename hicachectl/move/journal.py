@@ -1,10 +1,10 @@
 """Journal of a migration, read by `--resume`: one JSON line for each completed batch.
 
-The first line identifies the migration and is durable before any other line. The reader drops a
-last line without its end (a crash) and lines with zero bytes (a power failure); a resumed run finds
-their pages again at the destination. Each line has a digest of its text, its offset and the
-journal's owner. An altered journal, or one with lines of another journal, is refused, because a
-move deletes the pages that the journal calls copied. Form 1, of earlier releases, has no digests.
+The first line identifies the migration and is durable before the others. The reader drops a cut-off
+last line (a crash) and lines with zero bytes (a power failure); a resumed run finds their pages at
+the destination. Each line has a digest of its text, its offset and the journal's owner. Altered or
+foreign lines are refused, because a move deletes the pages that the journal calls copied. Form 1,
+of earlier releases, has no digests.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Progress:
 
 
 def profile_text(profile: Profile) -> str:
-    """Return a profile's text in the identity of a journal; it is the same in all releases.
+    """Return a profile's text in the identity of a journal, the same in all releases.
 
-    The identity names the journal, so the text keeps two fields that profiles no longer have.
+    The identity names the journal, so the text keeps two fields of earlier profiles.
     """
     texts = []
     for name in profile.__struct_fields__:
@@ -91,8 +91,8 @@ def journal_path(
 ) -> tuple[Path, str]:
     """Return the path of a migration's journal in the user's state directory (XDG), and a remark.
 
-    Without a writable home, the path is in a private directory below TMPDIR and the remark says
-    so; otherwise the remark is "". Raises UsageError if others could write to that directory.
+    Without a writable home, the path is in a private directory below TMPDIR and the remark says so;
+    otherwise the remark is "". Raises UsageError if others can write to that directory.
     """
     text = json.dumps(identity, sort_keys=True)
     name = Path("migrations", hashlib.sha256(text.encode()).hexdigest()[:32] + ".jsonl")
@@ -144,7 +144,7 @@ def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
     progress, form = Progress(), None
     with os.fdopen(descriptor, "rb") as stream:
         for number, (start, line) in enumerate(_whole_lines(stream, path), 1):
-            if b"\0" in line:  # torn by a power failure, and perhaps joined to the next line
+            if b"\0" in line:  # torn by a power failure, perhaps joined to the next line
                 if number == 1:
                     return progress
                 continue
@@ -174,7 +174,7 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def _whole_lines(stream: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the offset and text of each whole line; skip a last line that was cut off."""
+    """Yield the offset and text of each line; skip a cut-off last line."""
     start = 0
     while line := stream.readline(_MOST_LINE_BYTES):
         if not line.endswith(b"\n"):
@@ -186,7 +186,7 @@ def _whole_lines(stream: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _owner(head: Mapping[str, Any], identity: Mapping[str, Any], path: Path) -> str:
-    """Return the owner in the first line. Raises FormatError if it is another migration's."""
+    """Return the owner in the first line. Raises FormatError for another migration's."""
     owner = head.get("owner")
     is_ours = head.get("migration") in (FORM, _UNDIGESTED) and head.get("identity") == identity
     if not is_ours or not isinstance(owner, str) or not _OWNER.fullmatch(owner):
@@ -247,10 +247,9 @@ class Journal:
     ) -> None:
         """Open a journal; fresh: empty it first.
 
-        earlier: result of `read_journal`. durable: sync each line to disk before returning;
-        otherwise a power failure may lose lines except the first, and a resumed run reads their
-        pages again. Raises UsageError if the journal cannot be written, JournalHeld if another
-        process holds the lock.
+        earlier: result of `read_journal`. durable: sync each line; otherwise a power failure may
+        lose all lines but the first, and a resumed run reads their pages again. Raises UsageError
+        if the journal cannot be written, JournalHeld if another process holds the lock.
         """
         self.path = path
         self.owner = (earlier and earlier.owner) or os.urandom(_OWNER_BYTES).hex()
@@ -275,11 +274,11 @@ class Journal:
             raise
 
     def copied(self, route: str, pages: pa.StringArray, *, verified: bool) -> None:
-        """Note pages that are at the destination. verified: they were compared there."""
+        """Note pages as copied. verified: also compared at the destination."""
         self._note(route, pages.to_pylist(), "verified" if verified else "copied")
 
     def removed(self, route: str, pages: Sequence[str]) -> None:
-        """Note pages that were removed from the source."""
+        """Note pages as removed from the source."""
         self._note(route, pages, "removed")
 
     def _note(self, route: str, pages: Sequence[str], what: str) -> None:
@@ -303,7 +302,7 @@ class Journal:
                 raise UsageError(failed(self.path, "write the journal", error)) from error
 
     def _cut_torn_line(self) -> None:
-        """Drop a last line that was cut off by a crash: the next line would join it."""
+        """Drop a cut-off last line: the next line would join it."""
         size = os.lseek(self._file, 0, os.SEEK_END)
         end = size
         while end:

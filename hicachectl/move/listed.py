@@ -123,7 +123,7 @@ class ListedGroups:
         return found
 
     def _reasons_of(self, numbers: IntArray) -> tuple[pa.Table, IntArray]:
-        """Return the reasons for removing groups, and the index in `numbers` of each one's group.
+        """Return the reasons to remove groups, and the index in `numbers` of each one's group.
 
         numbers: ascending if there are reasons.
         """
@@ -174,7 +174,6 @@ class ListedGroups:
         return tuple(shapes), shape_ids, slots
 
     def _shape(self, number: int) -> Shape:
-        """Return the shape of a deployment's pages."""
         if number not in self._shapes:
             self._shapes[number] = Shape.of(self._groups.deployments[number].specs)
         return self._shapes[number]
@@ -194,10 +193,10 @@ class ListedGroups:
         return self._lost_by[start:end] - first, self._lost_slots[start:end]
 
     def _slots_of_others(self) -> tuple[IntArray, IntArray]:
-        """Find slots whose key belongs to an object of another group of the page.
+        """Return slots whose key belongs to an object of another group of the page.
 
-        This happens only if two models share keys. The object is not part of the slot's group.
-        Return the index in the plan of each slot's group, ascending, and the slot.
+        Only if two models share keys; the object is not part of the slot's group. Return the index
+        in the plan of each slot's group, ascending, and the slot.
         """
         nothing = np.zeros(0, dtype=np.int64)
         if not any(self._inventory.table.split):
@@ -241,8 +240,8 @@ def _blamed(
 ) -> tuple[BoolArray, IntArray]:
     """Return the objects that reasons name, [n], and the groups blamed as a whole.
 
-    keys, about, counts: [reasons] the key and the group of a reason, and whether the reason is
-    about a present object. A reason without a key blames the whole group.
+    keys, about, counts: [reasons] the reason's key and group, and whether its object is present. A
+    reason without a key blames the whole group.
     """
     keyless = keys.is_null().to_numpy(zero_copy_only=False)
     at = pc.index_in(keys, value_set=objects.column("key").combine_chunks(), skip_nulls=True)

@@ -1,4 +1,4 @@
-"""Copy or move page groups to another store, unchanged or transformed for another deployment."""
+"""Migrate page groups to another store, unchanged or transformed for another deployment."""
 
 from __future__ import annotations
 
@@ -76,10 +76,11 @@ def migrate(
     """Copy page groups from one store to another.
 
     on_listed: called with the number of objects listed. on_begun: called before the first write.
-    on_moved: called with the bytes of completed groups and the total. Raises UsageError,
-    ProfileError and UnsupportedByBackend before the first write, StoreUnavailable if a store is
-    lost. After an interrupt, groups at work are finished or rolled back, and the journal names the
-    completed groups.
+    on_moved: called with the bytes of completed groups and the total.
+
+    Raises UsageError, ProfileError and UnsupportedByBackend before the first write,
+    StoreUnavailable if a store is lost. An interrupt finishes or rolls back groups at work; the
+    journal names the completed groups.
     """
     migration = _Migration(source, destination, request)
     plan = migration.plan(on_listed)
@@ -98,8 +99,6 @@ def not_begun(source: str, destination: str) -> MigrationOutcome:
 
 
 class _Migration:
-    """One migration, from its request to its outcome."""
-
     def __init__(self, source: Store, destination: Store, request: MigrationRequest) -> None:
         """Check the request and read the journal, before any listing."""
         self._started = time.monotonic()
@@ -107,7 +106,7 @@ class _Migration:
         self._destination = destination
         self._request = request
         if not destination.traits.writes:
-            raise UsageError(f"{destination.url}: this store cannot be written to")
+            raise UsageError(f"{destination.url}: the store cannot be written to")
         if request.options.move and not source.traits.deletes:
             raise UsageError(
                 f"{source.url}: objects of this store cannot be deleted; leave out --move"
@@ -126,14 +125,12 @@ class _Migration:
         self._earlier = self._progress if request.resume else None
 
     def plan(self, on_listed: Callable[[int], None]) -> MigrationPlan:
-        """List both stores, and choose an action for each group."""
         plan = plan_migration(self._stores, self._request, on_listed)
         plan.settle_existing(self._request, self._earlier)
         plan.leave_too_large(self._request.options)
         return plan
 
     def rehearse(self, plan: MigrationPlan) -> MigrationOutcome:
-        """Return the outcome of a dry run."""
         result = RunResult()
         result.objects, result.nbytes = plan.demand()
         result.counts[GroupStatus.DONE] = plan.count(*WRITING)
@@ -152,7 +149,6 @@ class _Migration:
         on_begun: Callable[[], None],
         on_moved: Callable[[int, int], None],
     ) -> MigrationOutcome:
-        """Copy; with --move, also remove from the source."""
         options, total = self._request.options, plan.demand()[1]
         try:
             opened = Journal(
@@ -199,7 +195,7 @@ class _Migration:
         return outcome
 
     def _lacking(self, nbytes: int) -> str | None:
-        """Return the message for a destination with too little room, else None."""
+        """Return a message if the destination has too little room."""
         free = self._destination.free_bytes()
         if free is None or nbytes <= free:
             return None
@@ -245,7 +241,7 @@ class _Migration:
 def _estimated_seconds(
     source: Store, plan: MigrationPlan, options: CopyOptions, nbytes: int
 ) -> float | None:
-    """Return the seconds to read `nbytes`, from a small sample; None if reading has side effects.
+    """Return the seconds to read `nbytes`, from a sample; None if reading has side effects.
 
     Writing overlaps with reading and is not measured: a slower destination takes longer.
     """

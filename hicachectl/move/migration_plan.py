@@ -50,8 +50,8 @@ _ORDER = (Action.COMPLETE, Action.COPY, Action.COMPARE, Action.REPLACE)
 class MigrationRequest:
     """What to copy, and how.
 
-    profile: of the deployment that wrote the source; None: every object keeps key and bytes.
-    destination_profile: of the new deployment; None: the same. pages: only these.
+    profile: of the source's deployment; None: known from keys only, so every object keeps key and
+    bytes. destination_profile: of the new deployment; None: the same. pages: only these.
     partial, damaged: include groups that are not whole, or have findings of severity error.
     resume: continue from the journal of an earlier run.
     """
@@ -92,9 +92,9 @@ class MigrationPlan:
         return sum(int(np.isin(actions, wanted).sum()) for actions in self.actions)
 
     def works(self) -> Iterator[PageWork]:
-        """Yield the work of all groups: groups that an earlier run left incomplete come first.
+        """Yield the work of all groups, groups left incomplete by an earlier run first.
 
-        Then the oldest come first, which is the order of their writer: parents before children.
+        For each action, the oldest come first: their writer wrote parents before children.
         """
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             first_rows = np.full(survey.rows.count, np.iinfo(np.int64).max)
@@ -119,7 +119,7 @@ class MigrationPlan:
         return objects, nbytes
 
     def leave_too_large(self, options: CopyOptions) -> None:
-        """Leave out groups that need more memory than --buffer-bytes, with a problem for each."""
+        """Leave out groups that need more memory than --buffer-bytes; note a problem for each."""
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             for action in _ORDER:
                 work = PageWork(survey, np.flatnonzero(actions == action), action)
@@ -137,8 +137,8 @@ class MigrationPlan:
     def settle_existing(self, request: MigrationRequest, earlier: Progress | None) -> None:
         """Settle the actions of groups that the destination has whole.
 
-        Groups that the journal calls copied (or, with verification, compared) are not replaced or
-        compared again. A move compares all other groups before their removal from the source. A
+        Groups that the journal calls copied (with verification: compared) are not replaced or
+        compared again. A move compares all other groups before removing them from the source; a
         resumed run with verification compares groups that may not have been read back.
         """
         options = request.options
@@ -158,10 +158,9 @@ class MigrationPlan:
                 actions[skipped] = Action.COMPARE
 
     def left_in_source(self, earlier: Progress) -> Iterator[tuple[Survey, IntArray]]:
-        """Yield the groups that an interrupted run partly removed from the source.
+        """Yield the groups that an interrupted run compared and partly removed from the source.
 
-        The interrupted run compared these groups. The rest may be removed if the destination still
-        has all their targets in the right size.
+        Their rest may be removed if the destination still has all targets in the right size.
         """
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             unfinished = _among(survey, earlier.unremoved(survey.route.name))
@@ -222,7 +221,7 @@ def _reasons(
     request: MigrationRequest,
     deployments: Collection[int],
 ) -> Iterator[tuple[BoolArray, str]]:
-    """Yield the groups not to copy, [groups] each, and the reason. deployments: of the routes."""
+    """Yield the groups not to copy, [groups] each, and the reason. deployments: to copy."""
     ambiguous = groups.deployment_ids == UNRESOLVED
     others = ~np.isin(groups.deployment_ids, list(deployments)) & ~ambiguous
     yield others, "not written by the profile's deployment"
@@ -237,7 +236,7 @@ def _reasons(
 
 
 def _in_flight(groups: PageGroups, grace_seconds: float) -> BoolArray:
-    """Return which groups a server may be writing: young and not whole, if the store has times."""
+    """Return which groups a server may be writing: young, not whole; none without times."""
     age = time.time_ns() - groups.newest_ns
     young: BoolArray = (age < int(grace_seconds * 1e9)) & (groups.states != WHOLE)
     return young

@@ -38,8 +38,7 @@ class GroupObjects:
     """Objects of page groups that are moved together.
 
     keys:    [n] binary.
-    owners:  [n] group of each object, as an index into the `MoveResult`. Smaller numbers come
-        first.
+    owners:  [n] group of each object, an index into the `MoveResult`; smaller numbers come first.
     anchors: [n] whether the object is an anchor of its group.
     """
 
@@ -53,10 +52,10 @@ class GroupObjects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """Status of a group after one of its objects could not be read or written.
+    """Effect of an object that could not be read or written on its group.
 
-    statuses: status of the group for each status of the object; FAILED if not listed. DONE: leave
-        the object out and go on with the rest. NO_ROOM also stops the groups that follow.
+    statuses: of the group for each status of the object; FAILED if not listed. DONE: leave the
+        object out and go on. NO_ROOM also stops the following groups.
     details: messages that replace the store's own.
     differs: message for an object that reads back with other bytes.
     """
@@ -68,7 +67,7 @@ class Failures:
     def settle(
         self, result: MoveResult, group: int, key: bytes | None, status: Status, message: str
     ) -> None:
-        """Set the status of the group if the group is open."""
+        """Set the status of a group if the group is open."""
         became = self.statuses.get(status, GroupStatus.FAILED)
         result.fail(group, became, key, self.details.get(status, message))
 
@@ -103,7 +102,7 @@ def publish(
 
     chosen: indices of the objects to write. write, undo: called with indices.
     flush: makes writes durable; called after the sidecars and after the anchors.
-    failures: what a failed write means for its group.
+    failures: effect of a failed write on its group.
     Return which objects were written and not rolled back: [n].
     """
     written = np.zeros(len(objects), dtype=np.bool_)
@@ -131,7 +130,7 @@ def roll_back(
 ) -> None:
     """Remove the objects that this run wrote of unsuccessful groups, anchors first.
 
-    written: [n] objects that this run wrote; removed objects are cleared in place.
+    written: [n] objects of this run; removed objects are cleared in place.
     """
     places = np.flatnonzero(written)
     left = places[~np.isin(result.statuses[objects.owners[places]], _STAYS)]
@@ -153,8 +152,8 @@ def remove_once(
 ) -> None:
     """Remove objects, anchors first; if an anchor cannot be removed, keep its group's sidecars.
 
-    chosen: indices. remove: called with indices. on_error: called with the index and the reason
-    for each object that could not be removed.
+    chosen: indices. remove: called with indices. on_error: called with the index of each object
+    that could not be removed, and the reason.
     """
     believed = np.zeros(int(objects.owners.max(initial=-1)) + 1, dtype=np.bool_)
     for stage in (objects.anchors, ~objects.anchors):
@@ -170,10 +169,7 @@ def remove_once(
 
 
 def _take_each(objects: GroupObjects, take: Callable[[int], Status]) -> Result:
-    """Remove one object after the other, group by group; skip a group whose anchor stays.
-
-    Skipped objects are CHANGED.
-    """
+    """Remove objects one by one, group by group; skip the rest if an anchor stays (CHANGED)."""
     statuses = np.full(len(objects), Status.CHANGED, dtype=np.uint8)
     errors: dict[int, str] = {}
     order = np.lexsort((~objects.anchors, objects.owners))
@@ -197,9 +193,9 @@ def _take_each(objects: GroupObjects, take: Callable[[int], Status]) -> Result:
 class Sighting:
     """Objects of the groups to remove, as one look at the store found them.
 
-    objects:  all present objects of these groups. Within a group, sidecars stand in removal order.
+    objects:  all objects present; the sidecars of a group in removal order.
     rows:     [n] the same objects as rows of a listing.
-    recorded: [n] number of the recorded object that this object still is, or -1.
+    recorded: [n] number of the unchanged recorded object, or -1.
     """
 
     objects: GroupObjects
@@ -219,15 +215,15 @@ def withdraw(
     """Remove groups until each is gone, or is whole again without its fault.
 
     A server that reads a half-removed group can write a new anchor beside an old sidecar. Each
-    round therefore looks at every group again and removes those that are neither whole nor gone.
+    round therefore looks again, and removes groups that are neither whole nor gone.
 
     pending: groups, as indices into `result`.
     look: asks the store about groups; returns the objects to remove, none of settled groups.
     remove: called with indices into the objects of a sighting.
-    take: for stores that remove one object a call. Returns a function that removes an object by
-        its index and may raise OSError. Each group leaves before the next begins, so that a group
-        is incomplete for microseconds only.
-    note: called with the objects that were tried and the result.
+    take: for stores that remove one object a call: returns a function that removes an object by
+        index and may raise OSError. Groups then leave one after the other, each within
+        microseconds.
+    note: called with the objects tried and the result.
     """
     for _ in range(_ROUNDS):
         seen = look(pending)

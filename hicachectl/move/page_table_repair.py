@@ -1,9 +1,9 @@
 """Repair the page tables of a 3FS store: remove bad keys and leaked pages without new damage.
 
-When the metadata server deletes a key, it frees the key's page and gives that page to the next
-writer, even if another key still maps to the page. Therefore all keys of a page are deleted in one
-call, and only while they map to the page of the snapshot. If the page is free already, another key
-may own it by now; the bad keys are first mapped to new pages.
+When the metadata server deletes a key, it frees the key's page for the next writer, even if another
+key still maps to that page. All keys of a page are therefore deleted in one call, and only while
+they map to the page of the snapshot. If the page was free already, another key may own it by now:
+its bad keys are first mapped to new pages.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
 """
 
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 MAX_BATCH = 128  # SGLang's STORAGE_BATCH_SIZE
 PAUSE_S = 0.02
-# For each freed page the server searches its list of free pages, and blocks all engines meanwhile:
-# measured 12 ms for 2,000,000 free pages, so 1.6 s for a call with 128 keys.
+# For each freed page the server searches its free pages and blocks all engines meanwhile:
+# measured 12 ms for 2,000,000 free pages, 1.6 s for a call with 128 keys.
 _LOOKED_AT = 4_000_000
 _MOST_LEAKED = 1 << 28  # leaked pages to list: 2 GiB of int64
 
 
 @dataclass(frozen=True, slots=True)
 class BadPage:
-    """A page to be cleared, with all its keys in the order of the snapshot.
+    """A page to clear, with all its keys in the order of the snapshot.
 
-    free: whether the page was also free; then another key may own the page by now.
+    free: whether the page was also free, so that another key may own it by now.
     """
 
     index: int
@@ -58,8 +58,8 @@ class BadPage:
 class TableRepair:
     """Repair of one table through its server.
 
-    left: keys of pages outside the table, which stay. Deleting such a key would free its page, and
-        the next writer would write past the end of the file. A repaired snapshot omits these keys.
+    left: keys of pages outside the table, which stay: deleting one would free its page, and the
+        next writer would write past the end of the file. A repaired snapshot omits them.
     """
 
     table: PageTable
@@ -76,7 +76,7 @@ class TableRepairResult:
 
 
 def bad_rows(table: PageTable, keys: Collection[bytes]) -> BoolArray:
-    """Return which rows have one of some keys (RANK:NAMESPACE:KEY), or share its page: [m] bool."""
+    """Return which rows have one of the keys (RANK:NAMESPACE:KEY) or share its page: [m] bool."""
     prefix = f"{table.name}:".encode()
     own = [key for key in keys if key.startswith(prefix)]
     named = pc.is_in(table.keys, pa.array(own, pa.binary())).to_numpy(zero_copy_only=False)
@@ -105,10 +105,10 @@ def delete_keys(
     stopped: threading.Event,
     pause_s: float = PAUSE_S,
 ) -> Iterator[TableRepairResult]:
-    """Delete keys of a plan in small batches with pauses; yield each result; end at `stopped`.
+    """Delete the keys of a plan in small batches with pauses; yield each result; end at `stopped`.
 
-    Each batch first looks up its keys: that makes them the most recently used, so none is evicted
-    meanwhile. Raises StoreUnavailable; the batches yielded before are done.
+    Each batch first looks its keys up: as most recently used keys, none is evicted meanwhile.
+    Raises StoreUnavailable; batches yielded before are done.
     """
     most = _batch_size(repair.table)
     for batch in _batches(repair.pages, most):
@@ -123,8 +123,8 @@ def releasable(name: str, earlier: Snapshot, later: Snapshot, *, stopped_at_ns: 
     """Return the leaked pages of a table without writers: int64, ascending.
 
     Both snapshots must be newer than `stopped_at_ns`, when the engines stopped. A snapshot's time
-    is its end, so only the later snapshot is sure to have begun after the stop. Raises UsageError
-    if the snapshots are older, or more than `_MOST_LEAKED` pages are leaked.
+    is its end, so only the later one surely began after the stop. Raises UsageError if a snapshot
+    is older, or more than `_MOST_LEAKED` pages are leaked.
     """
     if not stopped_at_ns < earlier.saved_at_ns < later.saved_at_ns:
         raise UsageError(
@@ -151,7 +151,7 @@ def release_pages(
     stopped: threading.Event,
     pause_s: float = PAUSE_S,
 ) -> Iterator[int]:
-    """Free pages found by `releasable` in small batches; yield the size of each batch."""
+    """Free pages found by `releasable` in small batches; yield each batch's size."""
     most = _batch_size(table)
     for start in range(0, len(pages), most):
         if stopped.is_set():
@@ -164,10 +164,10 @@ def release_pages(
 
 
 def repaired_table(table: PageTable, bad: BoolArray, *, release_leaked: bool = False) -> PageTable:
-    """Return the table without the keys found by `bad_rows`, and each page in at most one list.
+    """Return the table without the keys found by `bad_rows`, each page in at most one list.
 
-    release_leaked: also free pages that are in no list; only safe if no engine has reserved pages
-        that it will still confirm. Raises UsageError if more than `_MOST_LEAKED` are leaked.
+    release_leaked: also free leaked pages; only safe if no engine will still confirm reserved
+        pages. Raises UsageError if more than `_MOST_LEAKED` are leaked.
     """
     kept = ~bad & ~out_of_range(table)
     indices = table.indices[kept]
@@ -191,7 +191,7 @@ def _texts(table: PageTable, rows: IntArray) -> list[str]:
 
 
 def _listed(starts: IntArray, lengths: IntArray) -> IntArray:
-    """Return the numbers in runs of consecutive numbers."""
+    """Return the numbers of runs."""
     before = np.cumsum(lengths) - lengths
     listed: IntArray = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
     return listed
@@ -233,7 +233,7 @@ def _delete(
 
 
 def _move(client: MetadataClient, table: PageTable, keys: Sequence[str]) -> None:
-    """Map keys to newly reserved pages, so that deleting the keys frees only these pages."""
+    """Map keys to newly reserved pages, so that deleting the keys frees only those."""
     place = table.rank, table.namespace
     strangers = [f"hicachectl-{os.urandom(16).hex()}" for _ in keys]
     pages = [index for _, index in client.reserve(*place, strangers)]

@@ -33,9 +33,9 @@ _NOBODY = -1
 class RepairPlan:
     """Groups to remove.
 
-    groups: numbers, ascending. outright: groups removed regardless of their present objects.
+    groups: numbers, ascending. outright: those removed whatever their objects are.
     reasons: rows of findings.SCHEMA. about: [reasons] group of each reason, ascending.
-    unplaced: counts by code of repairable findings without a group: foreign keys, the whole store.
+    unplaced: counts, by code, of findings to repair without a group: foreign keys, whole store.
     """
 
     groups: IntArray
@@ -49,9 +49,9 @@ class RepairPlan:
 class Criteria:
     """Filters of `rm`; a group must match all that are given.
 
-    model: with "/" or "-". tp, pp, cp: sizes as `ls` shows them. all_deployments: a page listed
-    without a group may name groups of several deployments. before: Unix seconds of the last write.
-    Groups of ambiguous keys match only the state "unknown" or a list of pages.
+    model: with "/" or "-". tp, pp, cp: sizes as in `ls`. all_deployments: a page listed without a
+    group may name several deployments. before: Unix seconds; matches earlier last writes. Groups
+    of ambiguous keys match only the state "unknown" or a list of pages.
     """
 
     model: str | None = None
@@ -112,8 +112,8 @@ class Criteria:
 def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] = ()) -> RepairPlan:
     """Plan to remove every group with an error or with a finding of one of `codes`.
 
-    A finding with a key is about the group of that key, whether the object is present or missing.
-    A finding without a key is about all groups of its page. Groups of ambiguous keys stay.
+    A finding is about the group of its key, even if the object is missing; without a key, about all
+    groups of its page. Groups of ambiguous keys stay.
     """
     wanted = severity_ranks(found) == SEVERITIES.index("error")
     named = pc.is_in(found.column("code"), value_set=pa.array(list(codes), pa.string()))
@@ -130,7 +130,7 @@ def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] =
 
 
 def plan_removal(groups: PageGroups, chosen: IntArray, why: str) -> RepairPlan:
-    """Plan to remove the chosen groups, regardless of their objects."""
+    """Plan to remove the chosen groups, whatever their objects are."""
     numbers = np.unique(chosen)
     return RepairPlan(numbers, numbers, _outright(groups, numbers, "removed", why), numbers)
 

@@ -1,15 +1,15 @@
 """The quarantine on disk: objects removed from a store, with records of their origin.
 
-    DIR/RUN/000000.begun    record of a batch whose groups are being removed
-    DIR/RUN/000000.json     record of a completed batch: the groups that the quarantine holds
-    DIR/RUN/000000/17       object number 17 of the batch; the record names its key
+    DIR/RUN/000000.begun    record of a batch being removed
+    DIR/RUN/000000.json     record of a completed batch: the groups in quarantine
+    DIR/RUN/000000/17       object 17 of the batch; the record has its key
     DIR/RUN/000000.copying  empty; the folder is being filled with copies and has no record yet
 
-A record is durable before the first object leaves the store, so the next run can finish the batch
-of a killed run. A folder with objects but without a record may hold the only copies and is never
-deleted, unless a `.copying` file shows that all originals are in the store.
-Paths contain object numbers, never keys. A run holds a lock (flock) on its folder.
-Records are JSON and can be read without this tool.
+A record is durable before the first object leaves the store, so the next run can finish a killed
+run's batch. A folder with objects but no record may hold the only copies and is never deleted,
+unless a `.copying` file shows that all originals are in the store.
+Paths contain object numbers, never keys. A run holds a lock (flock) on its folder. Records are
+JSON and can be read without this tool.
 
 Entries are opened below the quarantine's directory, without following links, and only if their
 owner is trusted (`backends.disk.directory`).
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _MAX_RECORD_BYTES = 64 << 20  # a thousand objects are half a megabyte
 _LEFTOVER = re.compile(r"\.[0-9]{6}\.(begun|json|copying)\.tmp")
 _OBJECT = re.compile(r"0|[1-9][0-9]{0,8}")
-# Unrecorded objects that a server wrote meanwhile, and unfinished copies.
+# Objects that a server wrote meanwhile, and unfinished copies.
 _PASSING = re.compile(r"new-[0-9a-f]{16}|\.hicachectl-[0-9a-f]{32}\.tmp")
 
 
@@ -93,7 +93,7 @@ class Quarantine:
 
     @contextmanager
     def opened(self, *, writes: bool) -> Iterator[Directory | None]:
-        """Open the directory, or yield None if missing. writes: whether files will be changed.
+        """Open the directory; yield None if missing. writes: whether files will change.
 
         Raises StoreUnavailable, also for an OSError in the body, and UntrustedError.
         """
@@ -112,9 +112,9 @@ class Quarantine:
         return self._open(writes=True, makes=True)
 
     def find(self, *, writes: bool) -> Directory | None:
-        """Open the directory; return None if missing. Raises OSError, UntrustedError.
+        """Open the directory; return None if missing. writes: whether files will change.
 
-        writes: whether files will be changed.
+        Raises OSError, UntrustedError.
         """
         return self._open(writes=writes, makes=False)
 
@@ -136,7 +136,7 @@ class Quarantine:
         return here
 
     def _named(self, writes: bool, makes: bool) -> tuple[Directory | None, Sequence[str]]:
-        """Open the deepest existing directory of the path; return it and the missing names."""
+        """Open the deepest existing directory of the path; also return the missing names."""
         found, missing = self.path.absolute(), list[str]()
         while not found.is_dir() and found != found.parent:
             missing.insert(0, found.name)
@@ -167,7 +167,7 @@ class Batch:
     def __init__(
         self, run: Directory, number: int, record: Record | None = None, *, done: bool = False
     ) -> None:
-        """Name a batch of a run. record: as read; None: `begin` writes one."""
+        """Name a batch of a run. record: None until `begin`."""
         self.run = run
         self.number = number
         self.done = done
@@ -217,8 +217,8 @@ class Batch:
     def held(self) -> dict[int, int]:
         """Return the bytes of each object in the folder, by number.
 
-        Raises UntrustedError for a link, a special file, or a file whose owner is not trusted. The
-        very file that the record names may have any owner: an object keeps its owner.
+        Raises UntrustedError for a link, a special file, or a file of an untrusted owner, except
+        the very file that the record names: objects keep their owners.
         """
         groups = self.record.groups
         versions = groups.facts.column("version").to_pylist()
@@ -240,7 +240,7 @@ class Batch:
             return {}
 
     def write(self, groups: RecordedGroups) -> None:
-        """Record the objects of these groups in the folder as done; discard an empty batch."""
+        """Write the done record of these groups' objects in the folder; discard an empty batch."""
         here = groups.with_objects(np.isin(groups.files, list(self.held())))
         kept = here.take(np.unique(here.owners))
         if not len(kept):
@@ -252,13 +252,13 @@ class Batch:
         self.run.sync()
 
     def begin(self, record: Record) -> None:
-        """Write the record durably, before an object leaves the store. Raises OSError."""
+        """Write the record durably, before objects leave the store. Raises OSError."""
         self.run.write(self.name + BEGUN, dump_record(record))
         self._record = record
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Mark the folder, until a record exists, as copies whose originals are in the store."""
+        """Mark the folder as copies whose originals are in the store, until a record exists."""
         self.run.write(self.name + COPYING, b"")
         yield
         _remove(self.run, self.name + COPYING)
@@ -287,7 +287,7 @@ class Batch:
         self.run.sync()
 
     def clear(self, keep: Container[int] = ()) -> None:
-        """Delete objects and temporary files, except the objects in `keep` and foreign files."""
+        """Delete objects not in `keep` and temporary files; foreign files stay."""
         for name in self._entries():
             if _PASSING.fullmatch(name) or (_OBJECT.fullmatch(name) and int(name) not in keep):
                 _remove(self.folder, name)
@@ -304,10 +304,7 @@ class Run:
         self._next = 0
 
     def new_batch(self) -> Batch:
-        """Create a batch with an empty folder and no record yet. Raises OSError.
-
-        Creates the quarantine's directory if missing.
-        """
+        """Create a batch with an empty folder, and missing directories. Raises OSError."""
         if self._directory is None:
             self._directory = self._make()
         batch = Batch(self._directory, self._next)
@@ -341,8 +338,8 @@ class Run:
 def runs(quarantine: Directory) -> Iterator[tuple[str, Directory]]:
     """Yield name and open directory of each run of a quarantine, oldest first.
 
-    If the directory is the folder of a run, yield only that run, named "". Raises UntrustedError
-    if an entry is a link, a special file or of an untrusted owner, OSError.
+    The folder of a run yields only that run, named "". Raises UntrustedError if an entry is a link,
+    a special file or of an untrusted owner, OSError.
     """
     found = quarantine.checked_entries()
     if any(map(RECORD.fullmatch, found)):
@@ -355,7 +352,7 @@ def runs(quarantine: Directory) -> Iterator[tuple[str, Directory]]:
 
 
 def batches(run: Directory, wanted: Callable[[str], bool] = lambda suffix: True) -> Iterator[Batch]:
-    """Yield the batches of a run, with records read, whose record has a wanted suffix.
+    """Yield the batches of a run whose record has a wanted suffix.
 
     Raises FormatError if a record is damaged, UntrustedError if an entry is a link, a special file
     or of an untrusted owner, OSError.
@@ -378,9 +375,9 @@ def batches(run: Directory, wanted: Callable[[str], bool] = lambda suffix: True)
 def sweep(run: Directory, parent: Directory, name: str) -> list[str]:
     """Delete the leftovers of a killed run, and the run's folder once empty.
 
-    Leftovers are empty folders without a record, folders of unrecorded copies, half-written
-    records, and begun records of completed batches. Folders with objects but without a record
-    stay; return their paths. Raises UntrustedError.
+    Leftovers are empty folders without a record, unrecorded copies, half-written records, and begun
+    records of completed batches. Folders with objects but no record stay; return their paths.
+    Raises UntrustedError.
     """
     stay: list[str] = []
     with suppress(OSError):
@@ -405,7 +402,7 @@ def sweep(run: Directory, parent: Directory, name: str) -> list[str]:
 def _swept_folder(run: Directory, name: str, *, copied: bool) -> list[str]:
     """Remove a folder without a record if it is empty, else return its path.
 
-    copied: the folder has only copies; the originals are in the store.
+    copied: the folder has only copies of originals in the store.
     """
     with Batch(run, int(name)) as batch:
         if copied:
@@ -424,7 +421,6 @@ def _inode(version: bytes | None) -> int | None:
 
 
 def _remove(directory: Directory, name: str) -> bool:
-    """Remove a file; return whether it existed."""
     with suppress(FileNotFoundError):
         directory.remove(name)
         return True

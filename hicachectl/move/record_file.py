@@ -67,8 +67,6 @@ class _GroupForm(Struct):
 
 
 class _RecordForm(Struct):
-    """A `Record` in JSON."""
-
     quarantine: int
     store: str
     scheme: str
@@ -136,7 +134,7 @@ def _object_forms(groups: RecordedGroups) -> list[dict[str, object]]:
 
 
 class _DamagedError(FormatError):
-    """The text is not JSON, exceeds a bound or has another form."""
+    """Text that is not JSON, exceeds a bound or has another form."""
 
 
 def parse_record(text: bytes, *, source: str) -> Record:
@@ -192,7 +190,7 @@ def _check_slots(group: _GroupForm, slots: int) -> None:
 
 
 def _recorded(form: _RecordForm, taken: list[_ObjectForm]) -> RecordedGroups:
-    """Return the groups of a record as columns. taken: the objects of all groups."""
+    """Return the groups of a record as columns. taken: all objects."""
     groups = form.groups
     shape_ids = np.array([group.shape for group in groups], dtype=np.int64)
     widths = np.array([len(shape) for shape in form.shapes], dtype=np.int64)

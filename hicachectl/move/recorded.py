@@ -1,4 +1,4 @@
-"""Page groups to remove or restore, as columns, and looks at their objects in a store."""
+"""Page groups to remove or restore, as columns, and their objects in a store."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Slot(Struct, frozen=True):
     """An object that a page of a deployment can have. Its key: prefix, page hash, suffix.
 
     required: whether a page without the object is not whole.
-    trailing: number of a set that a page has completely or not at all; None without such a set.
-    sidecars: for an anchor, the slots that its writer writes before it.
+    trailing: number of a set that a page has completely or not at all; None without a set.
+    sidecars: of an anchor: the slots written before it.
     """
 
     prefix: str
@@ -79,7 +79,7 @@ class Shape:
                     suffix=spec.affix[1],
                     anchor=spec.anchor,
                     required=spec.awaited,
-                    # Unlisted objects: unknown which of them a page has together.
+                    # It is unknown which unlisted objects a page has together.
                     trailing=(
                         sets.setdefault(spec.object_set, len(sets))
                         if spec.trailing and spec.listed
@@ -103,7 +103,7 @@ class Shape:
         return len(self.slots)
 
     def without(self, lost: Sequence[int]) -> tuple[Shape, IntArray]:
-        """Return the shape without some slots, and each slot's new number or ABSENT: [slots]."""
+        """Return the shape without some slots, and each slot's new number, or ABSENT: [slots]."""
         stays = np.ones(len(self), dtype=np.bool_)
         stays[list(lost)] = False
         places: IntArray = np.where(stays, np.cumsum(stays) - 1, ABSENT)
@@ -131,7 +131,7 @@ class Shape:
 
     @cached_property
     def trailing(self) -> IntArray:
-        """Number of each slot's trailing set, from 0 without gaps; ABSENT without such a set."""
+        """Number of each slot's trailing set, from 0 without gaps; ABSENT without a set."""
         numbers: dict[int, int] = {}
         found = (slot.trailing for slot in self.slots)
         return np.array(
@@ -156,7 +156,7 @@ class RecordedGroups:
     pages, models, tags: [k] strings.
     shapes: distinct shapes. shape_ids: [k] the shape of each group.
     findings: [k] of FINDINGS: why a group is removed.
-    absent: [cells] whether the slot was empty and this was no reason for the removal.
+    absent: [cells] whether the slot is empty, but no reason for the removal.
     owners: [n] group of each object, ascending. slots: [n] slot in the group's shape.
     files: [n] number of the object in the folder of its batch.
     unwanted: [n] whether the object is a reason for the removal.
@@ -198,7 +198,7 @@ class RecordedGroups:
 
     @cached_property
     def _slots_of_cells(self) -> IntArray:
-        """Slot of each cell, as an index into the slots of all shapes in sequence: [cells]."""
+        """Slot of each cell, an index into the slots of all shapes in sequence: [cells]."""
         ends = np.cumsum([len(shape) for shape in self.shapes], dtype=np.int64)
         first = np.append(0, ends)[self.shape_ids] - self.starts[:-1]
         return np.arange(self.starts[-1]) + np.repeat(first, np.diff(self.starts))
@@ -256,7 +256,7 @@ class RecordedGroups:
         )
 
     def with_objects(self, kept: BoolArray) -> RecordedGroups:
-        """Return the groups with only some of their objects. kept: [n]."""
+        """Return the groups with some of their objects. kept: [n]."""
         return replace(
             self,
             owners=self.owners[kept],
@@ -283,10 +283,9 @@ class RecordedGroups:
         """Return the status of each group if nothing more is removed: [k] GroupStatus.
 
         GONE: no objects. KEPT: whole, without unwanted objects. IN_FLIGHT: all objects are new and
-        were written in order, so a server is writing the group. DONE: the group must leave.
+        came in order, so a server is writing the group. DONE: the group must leave.
 
-        present: [cells] whether an object exists. known: [n] whether the recorded object still
-        exists unchanged.
+        present: [cells] whether an object exists. known: [n] whether the object is unchanged.
         """
         any_there, any_unwanted, any_known = (
             self._groups_with(owners)
@@ -296,7 +295,7 @@ class RecordedGroups:
                 self.owners[known],
             )
         )
-        # A writer only skips a sidecar that exists, so a missing sidecar was removed meanwhile.
+        # A writer only skips sidecars that exist: a missing sidecar was removed meanwhile.
         overtaken = self._overtaken(present)
         statuses = np.full(len(self), GroupStatus.IN_FLIGHT, dtype=np.uint8)
         statuses[any_known | overtaken] = GroupStatus.DONE
@@ -328,7 +327,7 @@ class RecordedGroups:
         return ~lacks & ~self._groups_with(owners[first[some]])
 
     def _overtaken(self, present: BoolArray) -> BoolArray:
-        """Return which groups have an anchor but lack a sidecar written before it: [k]."""
+        """Return which groups have an anchor but lack one of its sidecars: [k]."""
         found = np.zeros(len(self), dtype=np.bool_)
         for number, shape in enumerate(self.shapes):
             anchors, sidecars = shape.sidecars
@@ -369,7 +368,7 @@ class Sight:
 
 
 def look(store: Store, groups: RecordedGroups, pending: IntArray | None = None) -> Sight:
-    """Look up every object that groups can have. pending: only these groups."""
+    """Look up all objects that groups can have. pending: only these groups."""
     columns = ["nbytes", "mtime_ns", "version"]
     columns += ["locator"] if "locator" in store.traits.columns else []
     asked = np.zeros(len(groups), dtype=np.bool_)

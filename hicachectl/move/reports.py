@@ -53,9 +53,8 @@ class GroupReport:
     moved: objects quarantined or restored. deleted: objects. gone: objects that had vanished.
     nbytes: of the groups moved or deleted; None if a size is unknown.
     failures: (key or place, message). untried: groups left because the quarantine is full.
-    place: the quarantine of the objects; None if nothing is kept.
-    unrecorded: quarantine folders with objects but no record; they stay, because they may hold the
-    only copies. busy: runs of the quarantine that another process has locked.
+    place: the quarantine; None if nothing is kept. busy: its runs locked by another process.
+    unrecorded: its folders with objects but no record; they may hold the only copies and stay.
     """
 
     rows: pa.Table = field(default_factory=ROWS.empty_table, repr=False)
@@ -82,7 +81,7 @@ class GroupReport:
 
     @property
     def kept(self) -> int:
-        """Number of groups left alone because a server had rewritten the faulty objects."""
+        """Number of groups kept because a server had rewritten the faulty objects."""
         return self.count(KEPT)
 
     @property
@@ -97,7 +96,7 @@ class GroupReport:
 
     @property
     def remaining(self) -> int:
-        """Number of groups that were to be removed but remain."""
+        """Number of groups to remove that remain."""
         return self.failed + self.untried
 
 

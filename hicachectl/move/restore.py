@@ -1,4 +1,4 @@
-"""Restore quarantined page groups: sidecars first, anchors last, never over existing objects."""
+"""Restore quarantined page groups: sidecars first, never over existing objects."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hicachectl.move.recorded import Sight
     from hicachectl.requests.files import PageList
 
-    # Returns which groups are wanted, [k]. Arguments: the groups and the scheme of their keys.
+    # (groups, scheme of their keys) -> which groups are wanted, [k].
     Wanted = Callable[[RecordedGroups, str], BoolArray]
 
 _NO_MORE = "is missing from the quarantine"
@@ -100,9 +100,9 @@ def restore_groups(
 ) -> GroupReport:
     """Restore the wanted groups of a quarantine, and remove them from its records.
 
-    If any object of a group already exists in the store, the group is a conflict and stays in the
-    quarantine. A group whose removal was interrupted becomes complete again. The rows of the
-    result also have `codes`, of the findings that caused the removal, and `detail`.
+    A group with an object that already exists in the store is a conflict and stays. A group whose
+    removal was interrupted becomes complete again. The result's rows also have `codes`, of the
+    findings that caused the removal, and `detail`.
 
     Raises, before any change: UsageError if the quarantine is missing or of another kind of store,
     FormatError if a record is damaged, UntrustedError if an entry is a link or its owner is not
@@ -148,7 +148,7 @@ def restore_groups(
 
 
 def _check(store: Store, directory: Directory, wanted: Wanted) -> None:
-    """Raise the errors of bad records, links and untrusted files before any change."""
+    """Raise the errors of damaged records, links and untrusted files."""
     for _, run in runs(directory):
         for batch in batches(run):
             if len(_chosen(store, batch, wanted)):
@@ -193,8 +193,8 @@ class _Restore:
     def _assessed(self) -> tuple[BoolArray, BoolArray, int]:
         """Find where objects are, and fail the groups that cannot be restored.
 
-        Return the objects that are only in the quarantine, [n]; those that are also in the store,
-        [n], because an earlier restore was interrupted; and how many are in neither.
+        Return the objects only in the quarantine, [n]; the objects also in the store, because an
+        earlier restore was interrupted, [n]; and how many are in neither.
         """
         groups, objects = self._groups, self._objects
         sight = look(self._store, groups)
@@ -221,7 +221,7 @@ class _Restore:
         self._result.fail(group, status, key, f"{key.decode()} {why}")
 
     def _equal(self, sight: Sight, places: IntArray) -> BoolArray:
-        """Return which objects have the same bytes in the store and in the quarantine."""
+        """Return which objects have the same bytes in store and quarantine."""
         if not len(places):
             return np.zeros(0, dtype=np.bool_)
         rows = sight.rows.take(pa.array(sight.at[self._groups.cells[places]]))
@@ -305,7 +305,6 @@ class _Restore:
             self._fail(problem.group, status, (problem.key or "").encode(), why)
 
     def _each(self, places: IntArray, call: Callable[[int, bytes], Status]) -> Result:
-        """Call a function with the index and key of each object; return the statuses."""
         statuses = np.zeros(len(places), dtype=np.uint8)
         errors: dict[int, str] = {}
         keys = self._objects.keys.take(pa.array(places)).to_pylist()
@@ -317,7 +316,7 @@ class _Restore:
         return Result(statuses, errors)
 
     def _explained(self, places: IntArray, found: Result) -> Result:
-        """Return the result with a message, including the key, for each object not written."""
+        """Return the result with a message, with the key, for each object not written."""
         errors = {}
         for index in np.flatnonzero(~found.ok).tolist():
             key = self._objects.keys[int(places[index])].as_py().decode()
@@ -328,9 +327,9 @@ class _Restore:
         return Result(found.statuses, errors)
 
     def rows(self, done: str) -> pa.Table:
-        """Return the rows of the groups. done: state of groups that are restored, or would be."""
+        """Return the rows of the groups. done: state of groups restored, or to be restored."""
         groups, result = self._groups, self._result
-        # For restored groups, only the objects moved by this run count.
+        # Of restored groups, only objects moved by this run count.
         counted = groups.with_objects(self._here | ~result.open[groups.owners])
         details = {problem.group: problem.detail for problem in reversed(result.problems)}
         columns = {

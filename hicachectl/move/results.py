@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 class GroupStatus(IntEnum):
     """Status of one page group."""
 
-    DONE = 0  # moved as requested, or compared and found equal
+    DONE = 0  # moved as requested, or found equal
     GONE = 1  # vanished from the source before the move
     FAILED = 2
-    CONFLICT = 3  # the destination holds another object under one of the group's keys
+    CONFLICT = 3  # the destination holds another object under one of its keys
     NO_ROOM = 4  # not written: the destination is full
-    RACED = 5  # another writer wrote one of its objects meanwhile: compare, then complete
+    RACED = 5  # another writer wrote one of its objects: compare, then complete
     KEPT = 6  # left alone: a server has rewritten the faulty objects
     IN_FLIGHT = 7  # a server is writing the group
-    SAME = 8  # compared and found equal: nothing was written
+    SAME = 8  # found equal: nothing was written
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Reason why a group was not moved. key: the object at fault, if there is one.
+    """Reason why a group was not moved. key: the object at fault, if any.
 
     group: index of the group in the `MoveResult`, or -1.
     """
@@ -50,10 +50,10 @@ class MoveResult:
     """Statuses of k page groups that are moved together.
 
     pages:    [k] page hash of each group.
-    statuses: [k] uint8 of GroupStatus. A group that is still DONE is open: the work on it goes on.
-    objects, nbytes: objects moved and not rolled back, and their bytes.
-    written:  [n] whether each object of a batch was written and not rolled back.
-    full:     whether the destination had no room for an object of a backup.
+    statuses: [k] uint8 of GroupStatus. A group still DONE is open: the work on it goes on.
+    objects, nbytes: moved and not rolled back.
+    written:  [n] objects of a batch written and not rolled back.
+    full:     whether a backup's destination had no room for an object.
     """
 
     pages: pa.StringArray
@@ -66,7 +66,7 @@ class MoveResult:
 
     @classmethod
     def of(cls, pages: pa.StringArray, *, objects: int = 0) -> MoveResult:
-        """Return a result with all groups open. objects: how many the batch has, none written."""
+        """Return a result with all groups open. objects: number of objects in the batch."""
         statuses = np.full(len(pages), GroupStatus.DONE, dtype=np.uint8)
         return cls(pages, statuses, written=np.zeros(objects, dtype=np.bool_))
 
@@ -77,7 +77,7 @@ class MoveResult:
         return is_open
 
     def include(self, groups: IntArray, part: MoveResult) -> None:
-        """Take over the result of some of the groups. groups: their indices in this result."""
+        """Take over the result of some of the groups. groups: their indices here."""
         self.statuses[groups] = part.statuses
         self.problems += [replace(p, group=int(groups[p.group])) for p in part.problems]
         self.objects += part.objects
@@ -97,7 +97,7 @@ class MoveResult:
         self.problems.append(Problem(self.pages[group].as_py(), text, detail, group))
 
 
-MOST_PROBLEMS = 1000  # that a run remembers
+MOST_PROBLEMS = 1000  # remembered by a run
 
 
 @dataclass(slots=True, eq=False)
@@ -105,11 +105,9 @@ class RunResult:
     """Sum of the results of batches.
 
     counts:   [GroupStatus] how many groups ended with each status.
-    objects, nbytes: objects written and not rolled back, and their bytes.
-    moved:    groups that left the source.
-    full:     whether the destination had no room.
-    complete: whether every batch was begun.
-    problems: the first MOST_PROBLEMS problems.
+    objects, nbytes: written and not rolled back. moved: groups that left the source.
+    full:     whether the destination had no room. complete: whether every batch was begun.
+    problems: the first MOST_PROBLEMS.
     """
 
     counts: IntArray = field(default_factory=lambda: np.zeros(len(GroupStatus), dtype=np.int64))
@@ -121,7 +119,7 @@ class RunResult:
     problems: list[Problem] = field(default_factory=list)
 
     def count(self, status: GroupStatus) -> int:
-        """Return how many groups ended with a status."""
+        """Return the number of groups with a status."""
         return int(self.counts[status])
 
     def add(self, result: MoveResult) -> None:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 class Route:
     """Route of the pages of one deployment.
 
-    sources: the source objects of a page; `units` has indices into them. They are the first specs
-        of the deployment; objects of its other specs are not copied.
-    targets: the destination objects of a page; `units` has indices into them. A target of
-        UNKNOWN_SIZE has as many bytes as its source.
+    sources:  source objects of a page: the first specs of the deployment. Objects of its other
+        specs are not copied.
+    targets:  destination objects of a page; one of UNKNOWN_SIZE has as many bytes as its source.
+    units:    have indices into `sources` and `targets`.
     verbatim: whether every object keeps its bytes.
     """
 

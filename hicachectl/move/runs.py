@@ -1,4 +1,4 @@
-"""Copy page groups in order, retry raced groups and groups without room, and keep the journal."""
+"""Copy page groups in order, retry raced groups, and keep the journal."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _BATCH_BYTES = 64 << 20
 _LEAST_OBJECTS = 256
 _LAST_BYTES = 256 << 10  # of a batch, when filling the last room
-# Waits before each retry of raced groups, so that their writer can finish. Mooncake drops the
-# unfinished objects of a killed writer after 30 s.
+# Waits before each retry of raced groups, for their writer to finish. Mooncake drops a killed
+# writer's unfinished objects after 30 s.
 _WAIT_SECONDS = (0.5, 1.5, 4.0, 10.0, 20.0)
 _LEASE_SECONDS = 15.0  # usually longer than the leases that reading grants
 
@@ -69,7 +69,7 @@ class CopyRun:
         self._raced: dict[int, tuple[Survey, list[int]]] = {}
         self._without_room: list[PageWork] = []
         self._left_out = False  # whether batches were not even begun
-        # Groups to remove from the source, and the time when the leases of reading have ended.
+        # Groups to remove from the source, with the end of the leases that reading granted.
         self._leaving: deque[tuple[float, Survey, IntArray]] = deque()
 
     def stop(self) -> None:
@@ -143,10 +143,9 @@ class CopyRun:
     def _fill_up(
         self, works: Sequence[PageWork], on_done: Callable[[PageBatch, MoveResult], None]
     ) -> None:
-        """Copy groups without room again, in order, until the room ends.
+        """Copy groups without room again, one batch at a time, until the room ends.
 
-        Concurrent batches take the last room from one another and are all rolled back. That frees
-        room: one at a time, some of their groups fit.
+        Concurrent batches compete for the last room and are all rolled back, which frees room.
         """
         last = []
         for work in works:
@@ -164,9 +163,9 @@ class CopyRun:
             self._executor.full.set()
 
     def _try_again(self, on_done: Callable[[PageBatch, MoveResult], None]) -> None:
-        """Compare the groups that other writers finished; of unfinished groups, write one first.
+        """Compare groups that other writers finished; try one of the unfinished groups.
 
-        Its success shows that the store has dropped a killed writer's objects; then write the rest.
+        If that succeeds, the store has dropped a killed writer's objects: write the others, too.
         """
         raced, self._raced = self._raced, {}
         finished, unfinished = [], []
@@ -187,7 +186,7 @@ class CopyRun:
             self._pass(given_up, on_done)
 
     def _begun_by_others(self, work: PageWork) -> BoolArray:
-        """Return which groups have an object that another writer has not finished: [items]."""
+        """Return which groups have another writer's unfinished object: [items]."""
         found, racy = np.zeros(len(work.items), dtype=np.bool_), self._executor.racy
         if racy is not None:
             at, targets, _ = work.survey.there.objects(work.items)
@@ -205,7 +204,7 @@ class CopyRun:
             self._fail(survey, done[left_over], why)
             done = done[~left_over]
             if len(done) and batch.action in READS_BACK:
-                # The copy may be another writer's, still unsynced, and is about to be the only one.
+                # The copy, soon the only one, may be another writer's and unsynced.
                 self._destination.flush()
         if self._journal is not None and len(done):
             pages = survey.pages.take(pa.array(done))

@@ -1,4 +1,4 @@
-"""Surveys: which objects of a source are to be copied, and which the destination has."""
+"""Surveys: which objects of a source to copy, and which the destination has."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.table import KeySplitter, page_words
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
 from hicachectl.formats.transfer import transfer_plan
+from hicachectl.formats.wording import inferred_refused
 from hicachectl.move.batches import Action
 from hicachectl.move.routes import planned_route, verbatim_routes
 from hicachectl.pages.group_table import ABSENT, UNSIZED, GroupTable, fill_table
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray, Inventory
 
 _ASKED_AT_ONCE = 8192
-_MANY = 3  # so many objects of a wrong size mean another topology, not damage
+_MANY = 3  # this many objects of a wrong size mean another topology, not damage
 
 IfExists = Literal["skip", "verify", "overwrite"]
 _Objects = tuple["IntArray", "IntArray", "IntArray"]  # group, target and bytes of each object
@@ -47,10 +48,10 @@ class Survey:
 
     groups: [n] group numbers of the source. pages: [n] their hashes.
     rows:   the route's sources; slots are rows of the source's inventory.
-    sizes:  bytes of each row of the inventory; UNKNOWN_SIZE if neither store nor profile gives one.
-    wanted: targets to have at the destination; slots are their bytes, UNSIZED if a source has an
-        unknown size or not the size that its unit takes.
-    there:  targets present at the destination; slots are their bytes, or UNSIZED.
+    sizes:  bytes of each row of the inventory; UNKNOWN_SIZE if neither store nor profile has them.
+    wanted: targets for the destination; slots are their bytes, or UNSIZED if a source's size is
+        unknown or does not fit its unit.
+    there:  targets at the destination; slots are their bytes, or UNSIZED.
     strays: [n] whether a group has objects that are not sources of the route.
     times:  mtime_ns of each row of the inventory, null if the store keeps none.
     """
@@ -86,7 +87,7 @@ class Survey:
 
     @cached_property
     def unfit(self) -> BoolArray:
-        """Groups with a source of unknown size, or not of the route's size: [n]."""
+        """Groups with a source of unknown or wrong size: [n]."""
         blocks = self.wanted.blocks
         return self.wanted.where(block.values == UNSIZED for block in blocks).having()
 
@@ -95,7 +96,7 @@ class Survey:
         return self.route.keys(targets, self.pages.take(pa.array(items)))
 
     def as_if_written(self, items: IntArray) -> Survey:
-        """Return the survey as if the destination had all wanted targets of some groups."""
+        """Return the survey as if the destination had all targets of some groups."""
         places, targets, sizes = self.wanted.objects(items)
         written = items[places], targets, sizes
         known = self.there.objects(np.arange(self.there.count))
@@ -115,7 +116,7 @@ class StorePair:
     ) -> None:
         """Plan the transfer; set the destination's grammar and profile.
 
-        Raises UsageError, ProfileError or UnsupportedByBackend if pages cannot be transferred.
+        Raises UsageError, ProfileError or UnsupportedByBackend if that is impossible.
         """
         self.source = source
         self.destination = destination
@@ -131,7 +132,7 @@ class StorePair:
             destination.use_profile(target)
 
     def _planned(self) -> TransferPlan | None:
-        """Plan the transfer of a page; return None if all objects keep key and bytes."""
+        """Return the transfer of a page; None if all objects keep key and bytes."""
         source, profile = self.source, self.profile
         same = source.url == self.destination.url
         if self.target in (None, profile) and self.grammar == source.grammar:
@@ -139,10 +140,7 @@ class StorePair:
                 raise UsageError(f"{source.url}: source and destination are the same")
             return None
         if profile is None or profile.inferred:
-            raise UsageError(
-                f"{source.url}: changing keys or bytes needs a given profile, not one inferred "
-                "from the store; give --profile or --model-config"
-            )
+            raise UsageError(f"{source.url}: {inferred_refused('changing keys or bytes')}")
         plan = transfer_plan(profile, source.grammar, self.target or profile, self.grammar)
         old, new = ({o.coordinate for o in objs} for objs in (plan.sources, plan.destinations))
         if same and old & new:
@@ -209,8 +207,7 @@ def _survey(groups: PageGroups, route: Route, sizes: IntArray, times: pa.Int64Ar
 def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = False) -> GroupTable:
     """Return the targets that units make of sources; slots are their bytes, or UNSIZED.
 
-    rows, sizes: as in a survey. partly: include units that lack some of their sources, and ignore
-    the sizes of sources.
+    rows, sizes: as in a survey. partly: include units that lack sources, and ignore source sizes.
     """
     found: list[_Objects] = []
     for unit in route.units:
@@ -234,7 +231,7 @@ def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = F
 def compare(wanted: GroupTable, there: GroupTable) -> tuple[BoolArray, BoolArray, BoolArray]:
     """Return which groups have, lack, or have in another size any wanted target: [n] each.
 
-    wanted, there: as in a survey. An unknown size fits any.
+    wanted, there: as in a survey. An unknown size equals any size.
     """
     some, lacks, differs = np.zeros((3, wanted.count), dtype=np.bool_)
     for block, theirs in zip(wanted.blocks, there.blocks, strict=True):
@@ -310,20 +307,17 @@ class _SeenSizes:
 
 
 class _TargetFinder:
-    """Search of a listing for targets of surveyed pages.
-
-    found: the targets found in each batch of the listing.
-    """
+    """Search of a listing for targets of surveyed pages. found: by batch of the listing."""
 
     def __init__(self, survey: Survey) -> None:
         self.found: list[_Objects] = []
         self._targets = {target.affix: at for at, target in enumerate(survey.route.targets)}
-        self._target_of = np.array([ABSENT])  # target of each affix; the last is for FOREIGN
+        self._target_of = np.array([ABSENT])  # of each affix; the last is for FOREIGN
         self._pages = survey.pages
         words = _first_words(survey.pages, np.arange(len(survey.pages)))
         self._order = np.argsort(words, kind="stable")
         self._words = words[self._order]
-        # SHA-256 never gives equal first words; page hashes made up by a writer of the source can.
+        # SHA-256 never gives equal first words, but forged page hashes can have them.
         self._alike = bool((self._words[1:] == self._words[:-1]).any())
 
     def add(
@@ -345,7 +339,7 @@ class _TargetFinder:
             self.found.append((at, target[mine], sizes[mine]))
 
     def _places(self, pages: pa.StringArray, mine: IntArray) -> IntArray:
-        """Return the index in the survey of some pages of a batch, or ABSENT."""
+        """Return the index in the survey, or ABSENT, of some pages of a batch."""
         wanted = pages.take(pa.array(mine))
         if self._alike:
             known: IntArray = (
@@ -381,7 +375,7 @@ def _asked(store: Store, survey: Survey) -> GroupTable:
 
 
 def _targets(route: Route, count: int, objects: Iterable[_Objects]) -> GroupTable:
-    """Fill a table of `count` groups with targets; the first target of a slot stays."""
+    """Return a table of `count` groups with targets; the first target of a slot stays."""
     nothing = np.zeros(0, dtype=np.int64)
     columns = zip((nothing, nothing, nothing), *objects, strict=True)
     return fill_table(route.targets, count, *(np.concatenate(column) for column in columns))
@@ -392,8 +386,8 @@ def _refuse_other_topology(
 ) -> None:
     """Raise ProfileError if another topology uses our keys: servers would mix up the objects.
 
-    The signs: several objects of another size and none of ours; or, if keys carry no TP size,
-    higher ranks than ours.
+    Signs: several objects of another size and none of ours, or ranks above ours if keys carry no
+    TP size.
     """
     numbers = {affix: number for number, affix in enumerate(affixes)}
     for target, nbytes in zip(route.targets, route.expected_bytes.tolist(), strict=True):

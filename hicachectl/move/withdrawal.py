@@ -1,7 +1,7 @@
 """Remove page groups from a store: into its quarantine, or permanently.
 
-Each batch has a durable record before its first object leaves the store. If a run is killed, the
-next run finds the record and finishes the batch.
+Each batch has a durable record before its first object leaves the store. If the run is killed, the
+next run finishes the batch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
 
 SETTLE_SECONDS = 1.0  # longer than a server takes from a page's sidecars to its anchor
-LIVE_SECONDS = 300.0  # a store with a more recent write is taken to have a writer
+LIVE_SECONDS = 300.0  # a store with a more recent write counts as live
 
 
 def remove_groups(
@@ -70,15 +70,15 @@ def remove_groups(
 ) -> GroupReport:
     """Remove the groups of a plan from the store.
 
-    inventory: with the column `version` if the store has versions; versions show which objects
-    were rewritten since the scan.
-    mode: "delete" keeps no objects; the quarantine then holds only the records of batches at work.
-    settle_seconds: how long to watch a store with a writer for half-written pages.
+    inventory: with the column `version` if the store has versions, to detect objects rewritten
+    since the scan.
+    mode: "delete" keeps no objects; the quarantine then holds only records of batches at work.
+    settle_seconds: how long to watch a live store for half-written pages.
     buffer_bytes: memory for copies, at most `MEMORY_BYTES`.
     on_progress: called with the number of groups processed.
 
-    Raises UsageError if the quarantine is unusable, StoreUnavailable. Failures of single objects
-    are in the result.
+    Raises UsageError if the quarantine is unusable, StoreUnavailable. Failures of objects are in
+    the result.
     """
     place = Quarantine.of(store, quarantine)
     if place is None and mode == "quarantine":
@@ -104,7 +104,7 @@ def withdraw_listed(
 ) -> MoveResult:
     """Delete listed groups from a store, without a record.
 
-    A group that a server has made whole again since the listing stays.
+    A group that a server has made whole again stays.
     inventory: with the column `version` if the store has versions.
     numbers: [k] groups. Return their statuses in this order: DONE, GONE, KEPT, IN_FLIGHT or FAILED.
     Raises StoreUnavailable.
@@ -126,8 +126,8 @@ def finish_removals(store: Store, quarantine: str | None = None) -> GroupReport:
     """Finish the batches that killed runs began on this store.
 
     Every run that removes groups calls this before its scan. Batches of running processes are
-    skipped. Raises, before any change, FormatError if a record is damaged, and UntrustedError if
-    an entry is a link or its owner is not trusted. Raises StoreUnavailable.
+    skipped. Raises, before any change, FormatError if a record is damaged, UntrustedError if an
+    entry is a link or of an untrusted owner. Raises StoreUnavailable.
     """
     place, unrecorded = Quarantine.of(store, quarantine), list[str]()
     if place is None:
@@ -161,7 +161,7 @@ def count_unfinished(store: Store, quarantine: str | None = None) -> int:
 def _begun(run: Directory, store: Store, place: Quarantine) -> Iterator[Batch]:
     """Yield the batches of a run that were begun on this store.
 
-    A quarantine inside the store moves with the store, so its records may name an earlier URL.
+    A store's own quarantine moves with the store: its records may have an earlier URL.
     """
     for batch in batches(run, lambda suffix: suffix == BEGUN):
         record = batch.record
@@ -176,7 +176,7 @@ def _rehearsed(
     mode: Mode,
     place: Quarantine | None,
 ) -> GroupReport:
-    """Return the result of a dry run: every group of the plan would be removed."""
+    """Return the result of a dry run, in which every removal succeeds."""
     objects, nbytes = int(listed.counts.sum()), listed.nbytes
     keeps = mode == "quarantine"
     models, tags = listed.names
@@ -194,10 +194,9 @@ def _rehearsed(
 class _Removal:
     """Page groups of one batch while they leave a store.
 
-    groups: as they were when the removal began. touched: [k] groups with objects removed.
-    standing: [k] status of each group as of the last look; the result of untouched groups.
-    removed, new: [k] counts of removed objects, recorded and unrecorded. gone: [k] vanished
-    objects. sight: the last look at the store, if still fresh.
+    groups: as the removal began. touched: [k] whether objects were removed. standing: [k] status at
+    the last look, which becomes the result of untouched groups. removed, new: [k] removed objects,
+    recorded and unrecorded. gone: [k] vanished objects. sight: the last look, if still fresh.
     """
 
     def __init__(self, store: Store, groups: RecordedGroups) -> None:
@@ -212,7 +211,7 @@ class _Removal:
 
     @classmethod
     def of_listed(cls, store: Store, listed: RecordedGroups) -> Self:
-        """Look at listed groups again: findings no longer hold for objects changed since."""
+        """Look at listed groups again: findings about objects changed since no longer hold."""
         sight = look(store, listed)
         unwanted = np.zeros(len(sight.at), dtype=np.bool_)
         unwanted[listed.cells[sight.known(listed) & listed.unwanted]] = True
@@ -231,11 +230,11 @@ class _Removal:
 
     @property
     def whole_again(self) -> IntArray:
-        """Groups that were left alone because they are whole."""
+        """Groups left alone because they are whole."""
         return np.flatnonzero(~self.touched & (self.standing == GroupStatus.KEPT))
 
     def fail(self, place: int, detail: str) -> None:
-        """Mark a group as failed because of one of its objects. place: index of the object."""
+        """Fail a group because of one of its objects. place: index of the object."""
         groups = self.groups
         (key,) = groups.keys_of(groups.cells[place : place + 1]).to_pylist()
         self.result.fail(int(groups.owners[place]), GroupStatus.FAILED, key, detail)
@@ -243,11 +242,11 @@ class _Removal:
     def leave(self, mover: Mover | None) -> None:
         """Remove the pending groups: by rename if there is a mover, else by key.
 
-        Renames remove a group's anchors and sidecars within microseconds; one sync follows the
-        whole batch. A sync in between would give a server milliseconds to write an anchor beside a
-        damaged sidecar. After a power failure a sidecar may therefore be gone and its anchor back;
-        the record is durable before the first rename and names the page for the next run.
-        Removal by key also removes objects that a server rewrites right after the look.
+        Renames remove a group within microseconds; one sync follows the whole batch. A sync between
+        anchors and sidecars would give a server milliseconds to write an anchor beside a damaged
+        sidecar. After a power failure a sidecar may therefore be gone and its anchor back; the
+        record, durable before the first rename, names the page for the next run. Removal by key
+        also removes objects that a server rewrites right after the look.
         """
         self._left = np.zeros(len(self.groups.owners), dtype=np.bool_)
 
@@ -280,7 +279,7 @@ class _Removal:
         cells = np.flatnonzero(sight.present & (self.standing[owners] == GroupStatus.DONE))
         recorded = np.full(len(owners), ABSENT, dtype=np.int64)
         recorded[groups.cells[known]] = np.flatnonzero(known)
-        # Unwanted objects go right after the anchors, before a server can write an anchor again.
+        # Unwanted objects go right after the anchors, before a new anchor can appear.
         unwanted = np.append(groups.unwanted, False)[recorded[cells]]
         cells = cells[np.lexsort((~unwanted, owners[cells]))]
         objects = GroupObjects(groups.keys_of(cells), owners[cells], groups.anchors[cells])
@@ -311,7 +310,6 @@ class _Removal:
         return take
 
     def _note(self, seen: Sighting, places: IntArray, found: Result) -> None:
-        """Count the objects that were removed or had vanished."""
         owners, recorded = seen.objects.owners[places], seen.recorded[places]
         is_gone, is_recorded = found.statuses == Status.GONE, recorded != ABSENT
         self._left[recorded[is_recorded & (found.ok | is_gone)]] = True
@@ -358,7 +356,7 @@ class _Worker:
                 self._run.close()
 
     def work(self, listed: RecordedGroups) -> None:
-        """Remove a batch, from writing its record to closing it."""
+        """Remove a batch, from its first look to its closed record."""
         removal = _Removal.of_listed(self._store, listed)
         settled = removal.standing != GroupStatus.DONE
         if not settled.all():
@@ -385,7 +383,7 @@ class _Worker:
         self._note(removal, batch.record.mode)
 
     def settle(self, seconds: float) -> None:
-        """Watch the removed groups for some seconds, and remove what servers half wrote of them.
+        """Watch the removed groups, and remove pages that servers half wrote meanwhile.
 
         A server that saw a sidecar just before its removal writes the anchor later.
         """
@@ -400,7 +398,7 @@ class _Worker:
             result.statuses[places] = GroupStatus.IN_FLIGHT
 
     def result(self, untried: int = 0) -> GroupReport:
-        """Return the sum of all batches. untried: groups that were not begun."""
+        """Return the sum of all batches. untried: groups not begun."""
         keeps = self._mode == "quarantine"
         states = [states_of(result.statuses, REMOVED) for result in self._results]
         tables = [
@@ -462,9 +460,9 @@ class _Worker:
             self._failures.append((batch.run.path, error.strerror or str(error)))
 
     def _copy(self, removal: _Removal, batch: Batch) -> None:
-        """Copy every object of the pending groups into the folder of the batch.
+        """Copy the objects of the pending groups into the folder of the batch.
 
-        If one object fails, its group stays in the store and its copies are deleted.
+        If an object fails, its group stays in the store, without copies.
         """
         from hicachectl.backends.file.store import FileStore
 
@@ -473,7 +471,7 @@ class _Worker:
         places = np.flatnonzero(sight.present[groups.cells] & np.isin(groups.owners, pending))
         cells, facts = groups.cells[places], groups.facts.take(pa.array(places))
         names = pa.array(groups.files[places]).cast(pa.string()).cast(pa.binary())
-        unread = np.zeros(len(places), dtype=np.bool_)  # no anchors: servers never read a backup
+        unread = np.zeros(len(places), dtype=np.bool_)  # servers never read a backup's anchors
         with FileStore.within(batch.folder) as target:
             copies = copy_groups(
                 self._store,
@@ -494,7 +492,7 @@ class _Worker:
         self._forget_changed(removal, batch, copied)
 
     def _forget_changed(self, removal: _Removal, batch: Batch, copied: BoolArray) -> None:
-        """Record only the copies whose originals are unchanged or gone; delete the others."""
+        """Record only copies whose originals are unchanged or gone; delete the others."""
         groups, pending = removal.groups, removal.pending
         sight = look(self._store, groups, pending)
         unchanged = sight.known(groups) | ~sight.present[groups.cells]
@@ -515,7 +513,6 @@ class _Worker:
         removal.result.statuses[removal.pending] = GroupStatus.FAILED
 
     def _note(self, removal: _Removal, mode: Mode) -> None:
-        """Add the outcome of a batch to the sums."""
         groups, result = removal.groups, removal.result
         taken, new = int(removal.removed.sum()), int(removal.new.sum())
         self._moved += taken if mode == "quarantine" else 0
@@ -537,10 +534,10 @@ class _Worker:
     def _unsettled(self) -> Iterator[tuple[_Removal, MoveResult, IntArray]]:
         """Yield the watched groups that are present but not whole, a batch at a time.
 
-        Each batch comes with the result that lists its groups, and their indices there.
+        Each batch comes with the result of its groups, and their indices there.
         """
         for groups, result, places in self._watched:
-            watched = replace(groups)  # a fresh copy, so that cached properties are freed with it
+            watched = replace(groups)  # a copy, so that its cached properties are freed
             sight = look(self._store, watched)
             none = np.zeros(0, dtype=np.bool_)
             standing = watched.judge(sight.present, none)

@@ -52,8 +52,8 @@ class PageWork:
         """Yield batches of the groups, in order, each within the limits or of a single group.
 
         The first batches are smaller, so that writing begins soon.
-        verify: also read back written objects. copies: the destination can copy objects of the
-        source by itself.
+        verify: also read back written objects. copies: the destination can copy source objects by
+        itself.
         """
         back = verify or self.action in READS_BACK
         by_system = copies and self.survey.route.verbatim and not back
@@ -68,7 +68,7 @@ class PageWork:
             yield _Layout(self.only(span)).batch(back=back, by_system=by_system)
 
     def _demand(self, back: bool) -> tuple[IntArray, IntArray]:
-        """Return the bytes of memory and the objects to read or write, of each group: [items]."""
+        """Return each group's bytes of memory and objects to read or write: [items]."""
         route, wanted = self.survey.route, self.survey.wanted
         times, beside, counts = np.zeros((3, len(route.targets)), dtype=np.int64)
         for unit in route.units:
@@ -98,7 +98,7 @@ class PageBatch(CopyBatch):
     items: IntArray = field(kw_only=True)
 
     def work(self, chosen: BoolArray) -> PageWork:
-        """Return the work that remains for some of the groups. chosen: [k]."""
+        """Return the work for some of the groups. chosen: [k]."""
         return PageWork(self.survey, self.items[chosen], self.action)
 
 
@@ -231,10 +231,7 @@ class _Layout:
 
 
 def _runs(route: Route, unit: TransferUnit) -> list[CopyPlan] | None:
-    """Return the aligned run of source bytes that equals each destination of a unit.
-
-    None if a destination is not such a run.
-    """
+    """Return each destination of a unit as an aligned run of source bytes; None if one is not."""
     runs = sorted(unit.copies, key=lambda copy: copy.destination)
     whole = [copy.destination for copy in runs] == list(range(len(unit.destinations))) and all(
         (copy.axes, copy.nbytes) == ((), route.targets[target].nbytes)
