@@ -60,7 +60,7 @@ def read_lines(path: Path, limit: int = MAX_LINE_BYTES) -> Iterator[tuple[int, b
                 if len(line) > limit:
                     raise FormatError(f"{path}: line {number}: longer than {limit} bytes")
                 yield number, line
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+    except (OSError, ValueError) as error:
         raise UsageError(failed(path, "read", error)) from error
 
 

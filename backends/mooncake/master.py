@@ -168,7 +168,7 @@ class MasterAdmin:
         self._threads.shutdown(cancel_futures=True)
 
     def check(self) -> None:
-        """Raise unless a master serves here and answers queries without extending leases."""
+        """Raise StoreUnavailable unless a master serves and answers without extending leases."""
         reply = self._http.get("/health")
         if reply.status == http.client.OK and reply.body.strip() == b"OK":
             raise self._http.lost(f"the master is too old; {_OLD_MASTER}")
