@@ -1,4 +1,4 @@
-"""Tests of backends.disk.copying: bytes from one file to another, by the system or through us."""
+"""Tests of backends.disk.copying: copies inside the kernel or through memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAYS = ("whole", "in pieces", "nothing", "EXDEV", "EINVAL", "ENOSYS", "EOPNOTSUP
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the system answers to a request to copy."""
+    """The system's answer to copy_file_range."""
     system = os.copy_file_range
     answer: str = request.param
 

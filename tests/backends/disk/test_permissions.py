@@ -1,4 +1,4 @@
-"""Tests of backends.disk.permissions: who may read what is made of several files."""
+"""Tests of backends.disk.permissions: who may read a file made from several files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUPS = (1, 2, None)
 PERMISSIONS = st.builds(
     Permissions, st.integers(0, 0o77).map(lambda bits: bits | 0o700), st.sampled_from(GROUPS)
 )
-# Users who are no owner, by the groups that they are in.
+# Users who are not the owner, by the groups that they are in.
 USERS = [frozenset(g for g, is_in in zip((1, 2, 3), chosen, strict=True) if is_in)
          for chosen in product((False, True), repeat=3)]  # fmt: skip
 
@@ -27,13 +27,13 @@ def reads(user: frozenset[int], bits: int, group: int | None) -> bool:
 def test_what_is_made_is_read_by_nobody_who_could_not_read_all_sources(
     sources: list[Permissions], group: int
 ) -> None:
-    """A file without a group of its own is read by everyone or by no one but its owner."""
+    """A source of no particular group is readable by everyone or only by its owner."""
     sources = [
         source
         if source.group is not None
         else Permissions(with_foreign_group(source.bits), source.group)
         for source in sources
-        # What is for everyone but a group is for nobody we could name: it stays an odd case.
+        # Leave out files that everyone except one group may read: such users have no name here.
         if source.bits >> 3 & 0o7 | source.bits & 0o7 == source.bits >> 3 & 0o7
     ]
     made = reduce(Permissions.both, sources, Permissions()).for_group(group)

@@ -1,4 +1,4 @@
-"""Tests of backends.file: the shared suite, and what is particular to directories."""
+"""Tests of backends.file: the shared suite, and tests that only directories need."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_a_closed_store_is_a_mistake_of_ours(store: FileStore) -> None:
 
 
 def _as_nobody(code: str) -> str:
-    """Run code as a user who is not root, in a directory of root's that all may enter."""
+    """Run code as a user other than root, in a directory of root that all may enter."""
     if os.getuid() != 0:
         missing("root's rights", "run the tests as root")
     base = tempfile.mkdtemp(prefix="hicachectl-test-")
@@ -480,7 +480,7 @@ def origin(tmp_path: Path) -> Iterator[FileStore]:
 def _copy(
     origin: FileStore, store: FileStore, sizes: dict[bytes, int], *, if_absent: bool = True
 ) -> Result:
-    """Copy objects to keys with `new-` before the names, and an old time."""
+    """Copy objects to keys with the prefix `new-`, with an old modification time."""
     rows = rows_of([b"new-" + key for key in sizes], mtime_ns=[OLD_TIME_NS] * len(sizes))
     expected = np.array(list(sizes.values()), dtype=np.int64)
     return store.copy_from(origin, rows_of(list(sizes)), rows, expected, if_absent=if_absent)
@@ -489,7 +489,7 @@ def _copy(
 def _while_copying(
     monkeypatch: pytest.MonkeyPatch, then: Callable[[], object], *, before: bool
 ) -> None:
-    """Do something right before or after the bytes of each object are copied."""
+    """Call `then` right before or after the bytes of each object are copied."""
 
     def copy(source: int, nbytes: int, target: int) -> None:
         if before:
@@ -553,7 +553,7 @@ def test_each_object_that_cannot_be_copied_says_why(store: FileStore, origin: Fi
 def test_a_file_that_replaces_the_listed_one_at_the_last_moment_is_not_taken(
     store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, *, atomic: bool
 ) -> None:
-    """A server renames a new object to the key when the listed one has just been looked at."""
+    """A server renames a new object to the key right after the stat of the listed one."""
     path, aside = Path(store.path) / "a.bin", tmp_path / "aside"
     aside.mkdir()
     path.write_bytes(b"listed")
@@ -705,7 +705,7 @@ def test_only_files_that_are_not_in_memory_are_read_ahead(
         return Path(f"/proc/self/fd/{descriptor}").readlink().name
 
     def read(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
-        # What the system says of a page that is not in memory; not every one can be made so.
+        # The system's answer for a page not in memory, which the test cannot force.
         if flags & os.RWF_NOWAIT and name_of(descriptor) == "cold":
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         return preadv(descriptor, buffers, offset)

@@ -1,4 +1,4 @@
-"""Proof that looking does not disturb: what is evicted, and what can be removed, stays the same."""
+"""Proof that read-only commands change neither eviction nor removal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LOOKS = (
 
 @pytest.fixture(scope="module")
 def evicting(mooncake_package: None) -> Iterator[Cluster]:
-    """A cluster that evicts above 90 %, and whose leases end at once."""
+    """A cluster that evicts above 90 % and has very short leases."""
     with Cluster(
         64 << 20, lease_ms=round(LEASE_S * 1000), eviction_high_watermark_ratio=0.9,
         eviction_ratio=0.05,
@@ -56,7 +56,7 @@ def evicting(mooncake_package: None) -> Iterator[Cluster]:
 
 @pytest.fixture
 def look(invoke: Invoke, tmp_path: Path) -> Look:
-    """Every command that promises not to disturb."""
+    """Run every command that promises not to disturb a server."""
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps(PROFILE))
 
@@ -76,7 +76,7 @@ def look(invoke: Invoke, tmp_path: Path) -> Look:
 
 
 def put_pages(cluster: Cluster, pages: int, nbytes: int = OBJECT_BYTES) -> list[str]:
-    """Put whole pages, the oldest first; their keys in that order."""
+    """Put whole pages, oldest first; return their keys in that order."""
     keys = [f"x-m_{page:064x}_0_{part}" for page in range(pages) for part in "kv"]
     for key in keys:
         assert cluster.client().put(key, bytes(nbytes)) == 0
@@ -84,19 +84,19 @@ def put_pages(cluster: Cluster, pages: int, nbytes: int = OBJECT_BYTES) -> list[
 
 
 def evicted_after(cluster: Cluster, look: Look) -> list[int]:
-    """Fill the segment after a look; which of the objects were evicted, by age."""
+    """Fill the segment after a look; return the evicted objects, by age."""
     cluster.clear()
     keys = put_pages(cluster, PAGES)
     time.sleep(LEASE_S)
     look(cluster, keys)
-    time.sleep(2 * LEASE_S)  # so that a lease would show in the order, not in what is spared
+    time.sleep(2 * LEASE_S)  # now a lease changes the order of eviction, but protects nothing
     assert cluster.client().put("filling", bytes(FILLING_BYTES)) == 0
     left = settled_keys(cluster)
     return [age for age, key in enumerate(keys) if key not in left]
 
 
 def settled_keys(cluster: Cluster) -> set[str]:
-    """The keys once eviction has begun and ended."""
+    """Return the keys after an eviction has started and ended."""
     deadline = time.monotonic() + 120
     before, keys = set[str](), set(cluster.list_keys())
     while len(keys) > 2 * PAGES or keys != before:
@@ -107,7 +107,7 @@ def settled_keys(cluster: Cluster) -> set[str]:
 
 
 def ask_with_leases(cluster: Cluster, keys: list[str]) -> None:
-    """What a look must not do."""
+    """Query half of the objects in the way that a look must avoid."""
     assert cluster.client().batch_is_exist(keys[: PAGES // 2]) == [1] * (PAGES // 2)
 
 
@@ -118,7 +118,7 @@ def test_the_same_objects_are_evicted_with_and_without_a_look(
     assert undisturbed == list(range(len(undisturbed)))  # the oldest
     assert undisturbed
     assert evicted_after(evicting, look) == undisturbed
-    # The comparison would show it: an ordinary question saves what it asks about.
+    # The comparison is able to fail: an ordinary query saves its objects from eviction.
     assert not set(evicted_after(evicting, ask_with_leases)) & set(range(PAGES // 2))
 
 
@@ -128,4 +128,4 @@ def test_objects_can_be_removed_right_after_a_look(mooncake_cluster: Cluster, lo
     client = mooncake_cluster.client()
     assert [client.remove(key) for key in keys[1:]] == [0] * 5
     assert client.is_exist(keys[0]) == 1
-    assert client.remove(keys[0]) == -706  # it has a lease now
+    assert client.remove(keys[0]) == -706  # the query granted a lease

@@ -1,4 +1,4 @@
-"""Tests of backends.mooncake.master: a real master, and services that misbehave like none."""
+"""Tests of backends.mooncake.master, with a real master and with misbehaving services."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_slice_of_keys_is_asked_about_as_such(
 def test_many_requests_make_one_answer(
     mooncake_cluster: Cluster, admin: MasterAdmin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake_master, "URL_BYTES", 40)  # two or three keys a request
+    monkeypatch.setattr(mooncake_master, "URL_BYTES", 40)  # two or three keys per request
     keys = [f"key-of-some-length-{number}" for number in range(60)]
     for size, key in enumerate(keys, 1):
         mooncake_cluster.put(key, bytes(size))
@@ -174,7 +174,7 @@ def test_looking_grants_no_lease(mooncake_cluster: Cluster, admin: MasterAdmin) 
     assert admin.query(binary("looked-at", "read")).column("code").to_pylist() == [0, 0]
     admin.segments()
     assert client.is_exist("read") == 1
-    assert client.remove("read") == -706  # leased: the test would notice a lease
+    assert client.remove("read") == -706  # leased: so this test can notice a lease
     assert client.remove("looked-at") == 0
 
 
@@ -222,7 +222,7 @@ def test_a_master_that_dies_is_one_clear_line(mooncake_package: None) -> None:
 def test_replicas_in_memory_and_on_disk_are_told_apart(
     mooncake_package: None, tmp_path: Path
 ) -> None:
-    """Objects that eviction left on disk only have no version: a file keeps its name."""
+    """Evicted objects that remain on disk have no version: a new file would have the same name."""
     with (
         Cluster(16 << 20, stores=2, lease_ms=100, root_fs_dir=tmp_path) as cluster,
         closing(MasterAdmin(cluster.admin)) as admin,
@@ -390,7 +390,7 @@ def master(batch: Script, health: bytes = HEALTHY) -> Script:
 
 
 def echo(fields: dict[str, object]) -> Script:
-    """Answer about the key that was asked for."""
+    """Answer for the queried key."""
 
     def script(call: Call) -> None:
         key = call.path.partition("keys=")[2]
@@ -470,10 +470,10 @@ def test_many_requests_to_a_master_that_hangs_take_no_longer_than_one(
         call.hang()
 
     with scripted(script, timeout_s=0.5) as admin:
-        for _ in range(2):  # what the first left to be asked would be before the second
+        for _ in range(2):  # requests left over from the first would delay the second
             with pytest.raises(StoreUnavailable, match="no answer"):
                 admin.query(keys)
-    assert len(asked) <= 2 * mooncake_master.IN_FLIGHT  # none waits until another has failed
+    assert len(asked) <= 2 * mooncake_master.IN_FLIGHT  # no request is sent after one has failed
 
 
 @pytest.mark.parametrize("block_bytes", [1, 2, 3, 1000])

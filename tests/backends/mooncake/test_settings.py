@@ -40,7 +40,7 @@ DEFAULTS = MooncakeSettings(
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> ConfigFile:
-    """Write a JSON config; gives the environment that names it."""
+    """Return a function that writes a JSON config and returns the environment that names it."""
 
     def write(**config: Any) -> dict[str, str]:
         path = tmp_path / "mooncake.json"
@@ -131,7 +131,7 @@ def test_the_config_file_says_everything(config_file: ConfigFile) -> None:
 def test_the_config_file_is_one_whole_and_leaves_only_the_protocol_to_the_environment(
     config_file: ConfigFile,
 ) -> None:
-    """SGLang's own rule, which an operator would not guess."""
+    """This is SGLang's rule, which is not obvious."""
     others = {
         "MOONCAKE_MASTER": "other:1",
         "MOONCAKE_MASTER_METRICS_PORT": "2",

@@ -1,4 +1,4 @@
-"""Tests of backends.mooncake: the shared suite on a real cluster, and what only Mooncake has."""
+"""Tests of backends.mooncake: the shared suite on a real cluster, and tests for Mooncake only."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LEASE_MS = 3000
-DISCARD_S = 8  # after which a master forgets a put that was not finished
+DISCARD_S = 8  # after this time the master discards an unfinished put
 KEY = f"m_{PAGE_HASHES[0]}_0_k".encode()
 SPLIT_HEADS_KEY = f"m_{PAGE_HASHES[1]}_['4', '5']_mamba_temporal".encode()
 
 
 @pytest.fixture(scope="module")
 def brief_cluster(mooncake_package: None) -> Iterator[Cluster]:
-    """A cluster whose leases end soon, since what was just read cannot be removed."""
+    """A cluster with short leases: an object cannot be removed while a read's lease lasts."""
     with Cluster(lease_ms=LEASE_MS) as cluster:
         yield cluster
 
@@ -58,7 +58,7 @@ def brief_store(brief_cluster: Cluster) -> Iterator[MooncakeStore]:
 
 @pytest.fixture(scope="module")
 def opened_store(shared_mooncake_cluster: Cluster) -> Iterator[MooncakeStore]:
-    """One for all tests of a cluster whose leases outlast them."""
+    """One store for all tests of a cluster whose leases outlast the tests."""
     with opened(shared_mooncake_cluster) as store:
         yield store
 
@@ -202,7 +202,7 @@ def test_a_removal_waits_for_readers(
 def test_what_another_writer_put_meanwhile_is_not_called_ours(
     store: MooncakeStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A put answers 0 whether or not it wrote: the race between question and put is staged."""
+    """A put returns 0 even if it did not write; this test stages a race of query and put."""
     cluster.put(KEY.decode(), b"theirs" * 1000)
     nothing = np.zeros(1, dtype=np.bool_)
     monkeypatch.setattr(store, "_found", lambda rows: (nothing, nothing))
@@ -226,13 +226,13 @@ while True:
 
 
 def test_what_a_killed_writer_had_begun_is_not_called_ours(mooncake_package: None) -> None:
-    """A put of such a key answers 0, too, until the master has given the other one up."""
+    """A put of such a key also returns 0, until the master discards the other put."""
     with (
         Cluster(put_start_discard_timeout_sec=DISCARD_S) as cluster,
         opened(cluster) as store,
         Arena(ARENA_BYTES) as arena,
     ):
-        store.attach(arena)  # takes a second, which would be one less of DISCARD_S
+        store.attach(arena)  # before the kill, as this takes a second of DISCARD_S
         kill_while_it_puts(cluster, KEY.decode())
         assert store.unfinished(pa.table({"key": [KEY, b"other"]})).tolist() == [True, False]
         assert write(store, {KEY: b"ours"}, if_absent=True).statuses.tolist() == [Status.EXISTS]
@@ -274,7 +274,7 @@ def test_objects_that_find_no_room_are_errors_and_the_others_are_written(cluster
 def test_leases_that_end_within_a_batch_say_nothing_against_its_objects(
     mooncake_package: None,
 ) -> None:
-    """As with a slow network: a finding of severity error would let a repair delete them."""
+    """A slow network must not cause an error finding, since a repair would delete the objects."""
     keys = [f"m_{n:064x}_0_k".encode() for n in range(48)]
     with Cluster(128 << 20, lease_ms=10) as hasty, Arena(64 << 20) as arena:
         for key in keys:
@@ -285,7 +285,7 @@ def test_leases_that_end_within_a_batch_say_nothing_against_its_objects(
             offsets = np.arange(len(keys)) * (1 << 20)
             client_codes = _codes_of_one_batch(hasty, keys, arena)
             result = store.read_into(rows_of(keys), offsets, sizes)
-    assert -707 in client_codes  # what the batch itself is answered
+    assert -707 in client_codes  # the codes of the whole batch
     assert set(result.statuses.tolist()) <= {Status.OK, Status.UNREACHABLE}
     assert result.ok.any()
 
@@ -334,7 +334,7 @@ def test_only_waiting_for_large_transfers_gives_way_to_other_threads(
 
 
 class Recorder:
-    """A client of Mooncake that notes how nice the threads are that read."""
+    """A Mooncake client that records the niceness of reading threads."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -415,4 +415,4 @@ def test_a_storage_process_that_hangs_is_given_up(
         with pytest.raises(StoreUnavailable, match="hang"):
             read(store, rows, [5000])
         store.close()
-        assert time.monotonic() - began < 20  # and not the 25 s of an operator, or minutes
+        assert time.monotonic() - began < 20  # less than the usual 25 s, or than minutes

@@ -1,4 +1,4 @@
-"""Packs read and written by hand, from what hcpack(5) says: none of the backend's code is used."""
+"""Packs read and written by hand, as hcpack(5) defines them, without the backend's code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SCHEMA = pa.schema(
 
 
 class Found(NamedTuple):
-    """A record as it lies in a file."""
+    """A record found in a file."""
 
     kind: int
     key: bytes
@@ -68,7 +68,7 @@ def record(
     digest: bytes | None = None,
     pack_id: bytes = PACK_ID,
 ) -> bytes:
-    """Any record, also one that lies: what is not given is what the content says."""
+    """Return a record, true or false; fields that are not given follow from the content."""
     planes = [content] if planes is None else planes
     sizes = [len(plane) for plane in planes] + [0] * (4 - len(planes))
     head = b"HCPR" + struct.pack("<BBH", kind, len(planes), len(key)) + pack_id
@@ -89,7 +89,7 @@ def trailer(offset: int, length: int, pack_id: bytes = PACK_ID) -> bytes:
 
 
 def index(rows: Iterable[dict[str, Any]], grammar: str = "file", profile: str = "") -> bytes:
-    """An Arrow stream with the columns of an index; what a row leaves out is null."""
+    """Return an Arrow stream with the columns of an index; fields missing in a row are null."""
     schema = SCHEMA.with_metadata(
         {
             "hicachectl.pack": "1",
@@ -134,7 +134,7 @@ def build(path: Path, objects: dict[bytes, bytes]) -> None:
 
 
 def records(path: Path) -> list[Found]:
-    """Every record of an undamaged file, in its order."""
+    """Return every record of an undamaged file, in order."""
     data = path.read_bytes()
     found, at = [], 32
     while at < len(data):
@@ -166,7 +166,7 @@ def _plane(stored: bytes, size: int) -> bytes:
 
 
 def indexed(path: Path) -> dict[bytes, dict[str, Any]]:
-    """The rows that the file's last index names, by key; none without one."""
+    """Return the rows of the file's last index by key, none without an index."""
     data = path.read_bytes()
     if data[-4:] != b"HCPE":
         return {}

@@ -1,4 +1,4 @@
-"""Packs that were cut off or damaged: what is saved, and that no damage does worse."""
+"""Repair of packs that were cut off or damaged: which objects are saved, and no wrong bytes."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def whole(path: Path, arena: Arena) -> Path:
 
 
 def ends(path: Path, kind: int) -> list[tuple[int, int]]:
-    """Where the records of a kind begin and end, in an undamaged file."""
+    """Return the start and end offsets of the records of a kind, in an undamaged file."""
     return [(r.offset, r.offset + r.length) for r in pack_files.records(path) if r.kind == kind]
 
 
 def written_before(records: list[pack_files.Found], size: int) -> dict[bytes, bytes]:
-    """The objects whose records end within the first `size` bytes."""
+    """Return the objects whose records end within the first `size` bytes."""
     return {r.key: r.content for r in records if r.kind == OBJECT and r.offset + r.length <= size}
 
 
@@ -113,7 +113,7 @@ def test_a_pack_that_was_complete_but_for_its_end_is_finished_without_a_write(
 ) -> None:
     os.truncate(whole, whole.stat().st_size - 5)
     with opened(whole, arena, create=True) as store:
-        store.own_temporaries("0" * 16, sweep=True)  # as a run that goes on with it does
+        store.own_temporaries("0" * 16, sweep=True)  # like a run that continues the pack
     assert contents(whole, arena) == MANY
 
 
@@ -189,7 +189,7 @@ def test_objects_behind_a_damaged_one_are_found(whole: Path, arena: Arena) -> No
 def test_a_record_is_found_wherever_the_blocks_of_the_search_end(
     path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    """The magic of the record behind the damage lies in one block, in two, or at their ends."""
+    """The magic of the record after the damage is in one block, across two, or at a block's end."""
     monkeypatch.setattr(pack_recovery, "_SEARCH_BYTES", block)
     for size in range(300, 300 + block):
         pack_files.build(path, {KEYS[0]: b"x" * size, KEYS[1]: b"kept"})
@@ -201,7 +201,7 @@ def test_a_record_is_found_wherever_the_blocks_of_the_search_end(
 
 
 def test_content_that_was_never_written_is_left_out(whole: Path, arena: Arena) -> None:
-    """After a power failure a file can be longer than what reached the disk."""
+    """After a power failure a file can be longer than its data on the disk."""
     offset, end = ends(whole, OBJECT)[-1]
     data = bytearray(whole.read_bytes())[:end]
     data[offset + 250 : end] = bytes(end - offset - 250)
@@ -234,7 +234,7 @@ def test_an_object_that_is_a_pack_itself_is_not_taken_for_records(
     assert contents(outer, arena) == {KEYS[1]: b"last"}
 
 
-# the command's ways
+# the options of the command
 
 
 def test_a_valid_pack_is_left_as_it_is(whole: Path) -> None:
@@ -277,7 +277,7 @@ def test_two_repairs_do_not_write_the_same_new_pack(
             repair(str(whole), output=str(saved))
         assert partial.read_bytes() == b"half of another pack"
         assert not saved.exists()
-    repair(str(whole), output=str(saved))  # once it was killed, say
+    repair(str(whole), output=str(saved))  # for example after a kill
     assert contents(saved, arena) == MANY
     assert not partial.exists()
 
@@ -326,7 +326,7 @@ def test_a_flipped_file_gives_what_was_written_or_an_error(
 
 
 def check_all_is_true(path: Path, arena: Arena) -> None:
-    """Read a damaged pack, if it opens: every object that is given is the one that was written."""
+    """Read a damaged pack, if it opens: each object that it returns is the one written."""
     with suppress(HicacheError), open_store(f"pack://{path}") as store:
         store.attach(arena)
         for batch in store.scan(("nbytes", "locator")):

@@ -1,4 +1,4 @@
-"""Tests of backends.pack: the shared suite, and what is particular to packs."""
+"""Tests of backends.pack: the shared suite, and tests that only packs need."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _path(store: Store) -> Path:
 
 
 def _reload(store: Store) -> None:
-    """Let a store see what was written behind its back, which nobody does while it has the lock."""
+    """Reload a store after the test has written to its file despite the lock."""
     assert isinstance(store, PackStore)
     assert store._writer is not None
     store._writer._continue()
@@ -121,13 +121,13 @@ def opened(path: Path, arena: Arena, *, create: bool = False, keys: str = "file"
 
 
 def put(path: Path, arena: Arena, objects: dict[bytes, bytes], **more: Any) -> None:
-    """Write one call's objects in a run of its own."""
+    """Write the objects of one call in a separate run."""
     with opened(path, arena, create=True) as store:
         assert write(store, objects, if_absent=True, **more).all_ok
 
 
 def contents(path: Path, arena: Arena) -> dict[bytes, bytes]:
-    """Everything that a valid pack holds."""
+    """Return all objects of a valid pack."""
     columns = ("nbytes", "locator")
     with opened(path, arena) as store:
         rows = pa.Table.from_batches(list(store.scan(columns)), schema=scan_schema(columns))
@@ -228,7 +228,7 @@ def test_there_is_one_writer(path: Path, arena: Arena) -> None:
 def test_a_pack_that_its_writer_removes_while_another_opens_it_is_not_written_to(
     path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer with nothing to write removes the file: objects put into it now would be lost."""
+    """A writer without objects removes the file: objects written now would be lost."""
     first = opened(path, arena, create=True)
 
     def open_late(path: str, flags: int) -> int:
@@ -369,7 +369,9 @@ def test_any_order_of_writes_and_of_runs_cut_off_behaves_like_a_dict(
             assert result_.statuses.tolist() == [Status.EXISTS if kept else Status.OK]
             model.update({} if kept else {key: value})
         assert listing(store) == {key: len(value) for key, value in model.items()}
-    store.own_temporaries("0" * 16, sweep=True)  # it is to be finished, whatever was written
+    store.own_temporaries(
+        "0" * 16, sweep=True
+    )  # `close` must finish it, even if nothing was written
     store.close()
     if model:
         assert contents(path, arena) == model
@@ -385,7 +387,7 @@ def test_a_cut_pack_that_is_only_looked_at_stays_as_it_is(path: Path, arena: Are
     assert path.read_bytes() == before
 
 
-# what it says of itself
+# metadata
 
 
 def test_the_profile_is_recorded_and_another_is_refused(path: Path, arena: Arena) -> None:
@@ -467,7 +469,7 @@ def test_what_is_no_pack_is_refused_and_left_alone(tmp_path: Path, arena: Arena)
 
 
 def hostile(path: Path, entry: bytes, **lies: Any) -> None:
-    """Write a pack of one object by hand, its index as told."""
+    """Write a pack of one object by hand, with the given index row."""
     path.write_bytes(pack_files.header() + pack_files.metadata())
     at = path.stat().st_size
     path.write_bytes(path.read_bytes() + entry)
