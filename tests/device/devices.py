@@ -1,7 +1,7 @@
-"""Where kernel tests run: natively on a CUDA device, else in Triton's interpreter.
+"""Where kernel tests run: on a CUDA device, or without one in Triton's interpreter.
 
-Import this before any module with Triton kernels: they are compiled or interpreted by what the
-environment says when they are imported.
+Import this before any module with Triton kernels: on import, the environment decides whether
+kernels are compiled or interpreted.
 """
 
 from __future__ import annotations
@@ -23,5 +23,5 @@ NATIVE = pytest.param(
     marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason=NO_CUDA)],
 )
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason=ON_CUDA))
-# One of the two runs: a process either interprets its kernels or compiles them.
+# Only one of the two runs: a process either interprets its kernels or compiles them.
 DEVICES = pytest.mark.parametrize("device", [INTERPRETED, NATIVE])

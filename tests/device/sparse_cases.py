@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
     from hicachectl.kernels.sparse_triton import HostRows
 
-# N, k, page size: few, since each is another kernel.
+# N, k, page size. Few shapes, since each compiles another kernel.
 SHAPES = ((1, 1, 1), (5, 3, 4), (8, 8, 4), (12, 5, 2))
 CONTEXT = 40  # positions that have pages
-SEQUENCE = 30  # longer than the buffers of these tests
+SEQUENCE = 30  # positions; longer than the buffers of these tests
 
 
 @contextmanager
 def host_memory(nbytes: int, device: str) -> Iterator[torch.Tensor]:
-    """Give bytes of an arena that the device's kernels can read."""
+    """Yield bytes of an arena that the device's kernels can read."""
     from hicachectl.device.arena import HostArenas
 
     with Arena(nbytes) as arena:
@@ -50,7 +50,7 @@ def host_rows(
     layout: str = "page_first",
     gap: int = 16,
 ) -> Iterator[HostRows]:
-    """Lay random pages out in random order, `gap` bytes apart: every request has its own."""
+    """Yield rows of random pages in random order, `gap` bytes apart. Requests share no page."""
     from hicachectl.kernels.sparse_triton import HostRows
 
     columns = -(-context // page_size)
@@ -71,7 +71,7 @@ def host_rows(
 
 
 def true_rows(rows: HostRows, layout: str) -> np.ndarray:
-    """Copy out the row of every token, by what the layout says: [R, layer, position, row_bytes]."""
+    """Return the row of every token, as the layout places rows: [R, layer, position, row_bytes]."""
     pages = rows.memory.numpy().reshape(-1, rows.page_stride)
     tokens, layers, row = rows.page_size, rows.layers, rows.row_bytes
     shape = (tokens, layers, row) if layout == "page_first" else (layers, tokens, row)
@@ -93,7 +93,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A buffer's shape and the steps it goes through."""
+    """The shape of a buffer, and steps to run on it."""
 
     slots: int
     k: int
@@ -103,7 +103,7 @@ class Episode:
 
 @st.composite
 def episodes(draw: st.DrawFn, requests: int, most_steps: int) -> Episode:
-    """Sequences that grow, stay, are cut back or pause, and cross N; any entries of int32."""
+    """Draw sequences that grow, stay, are cut back, pause and cross N; top-k of any int32."""
     slots, k, page_size = draw(st.sampled_from(SHAPES))
     lengths = draw(st.lists(st.integers(0, 24), min_size=requests, max_size=requests))
     steps = []

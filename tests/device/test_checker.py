@@ -1,4 +1,4 @@
-"""`verify --device`: the same report as without, through lanes, pools and back."""
+"""`verify --device` gives the same report as without a device, through lanes and pools."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
     from tests.conftest import Invoke
 
 PAGES = 3
-STREAM: Any = object()  # stands for a stream where there is none
+STREAM: Any = object()  # stand-in for a stream on the CPU
 DEVICE = "cuda" if HAS_CUDA else "cpu"
-JOBS = 4 if HAS_CUDA else 1  # Triton's interpreter belongs to one thread
+JOBS = 4 if HAS_CUDA else 1  # Triton's interpreter works in one thread only
 KINDS = ("float8_e4m3fn", "bfloat16", "fp8_scaled", "indexer", "mamba")
 
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Let the names of CUDA devices mean a device that the kernels can run on here."""
+    """Return a function that maps CUDA names to a device that can run the kernels here."""
 
     def use(device: str) -> None:
         def named(names: tuple[str, ...]) -> list[Any]:
@@ -69,7 +69,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def write_store(directory: Path, kind: str) -> tuple[Path, Profile]:
-    """Write pages of a kind of pool beside those of the others of its model."""
+    """Write pages of a model with this kind of pool, all its pools included."""
     profile, _ = tiny(kind)
     return write_pages(directory, profile), profile
 
@@ -103,7 +103,7 @@ def found(report: VerifyReport) -> list[dict[str, Any]]:
 
 
 class Changing(FileStore):
-    """A store in which files are removed or cut after they have been listed."""
+    """A store that removes or cuts files after they were listed."""
 
     change: Callable[[], object] | None = None
 
@@ -119,10 +119,10 @@ class Changing(FileStore):
 def test_the_bytes_of_objects_that_could_not_be_read_are_not_judged(
     tmp_path: Path, on_device: Callable[[str], None], device: str, names: tuple[str, ...]
 ) -> None:
-    """Whatever lies in their place, NaN here, is not what the store has."""
+    """The arena holds old bytes at their place, here NaN, which are not the store's."""
     store, profile = write_store(tmp_path, "bfloat16")
     paths = sorted(store.iterdir())
-    for path in paths[:2]:  # what the arena then has in place of each
+    for path in paths[:2]:  # the arena keeps these bytes
         put(path, b"\xff" * path.stat().st_size)
     on_device(device)
     request = VerifyRequest(profile=profile, devices=names, jobs=1)
@@ -176,10 +176,10 @@ def test_findings_are_those_of_the_cpu_word_for_word(
 def test_the_host_runs_the_checks_that_have_no_kernel(
     tmp_path: Path, on_device: Callable[[str], None], device: str, checks: tuple[str, ...]
 ) -> None:
-    """Also on objects in which the device has found nothing, and beside what it has found."""
+    """The CPU runs these on every object, whatever the device has found there."""
     store, profile = write_store(tmp_path, "bfloat16")
     paths = sorted(store.iterdir())
-    for path, byte in zip(paths[:2], (b"\x11", b"\xff"), strict=True):  # a number, and NaN
+    for path, byte in zip(paths[:2], (b"\x11", b"\xff"), strict=True):  # a number; NaN
         put(path, byte * path.stat().st_size)
     with registered():
         expected = found(verified(store, profile, checks=checks))
@@ -292,7 +292,7 @@ def test_objects_that_a_lane_does_not_hold_together_follow_one_another(
 
 
 class Replaying:
-    """A CUDA graph's stand-in: launches for all slots, into the same results each time."""
+    """Stand-in for a CUDA graph: launches for all slots, into the same results each time."""
 
     def __init__(self, launch: Callable[[int], Any], most: int) -> None:
         self.replayed, self._launch, self._most = 0, launch, most
@@ -373,7 +373,7 @@ def test_without_cuda_a_named_device_is_refused_and_auto_goes_on(
 
 
 class Failing(TorchProvider):
-    """A device that breaks after some copies, or has no memory for more than one object."""
+    """A device that breaks after some copies, or has memory for one object only."""
 
     def __init__(self, good: int = 0, at_most: int | None = None, error: Any = None) -> None:
         self.good, self.at_most = good, at_most
@@ -399,7 +399,7 @@ def provided(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 @contextmanager
 def noted_events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Note what is done with lanes: used, failed, waited for; and that they are given back."""
+    """Record the events of lanes: used, failed, waited for; and that the checker is closed."""
     events: list[str] = []
 
     def noting(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -426,7 +426,7 @@ def noted_events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def check_each_failure_is_waited_for(events: list[str]) -> None:
-    """See that nothing comes between: the lane is used again, and the arena's bytes change."""
+    """Check that a wait follows each failure, before the lane or the arena is used again."""
     failures = [at for at, event in enumerate(events) if event == "failed"]
     assert failures
     assert {events[at + 1] for at in failures} == {"waited"}, events
@@ -508,7 +508,7 @@ def test_where_kernels_cannot_be_built_the_run_ends_with_the_reason(
 
 
 class Unbuilt:
-    """A CUDA graph for which there is no memory when it is built from what was captured."""
+    """A CUDA graph that runs out of memory when it is built from the capture."""
 
     def capture_begin(self, **_options: Any) -> None:
         pass
@@ -535,7 +535,7 @@ def test_without_memory_to_build_a_graph_launches_are_made_anew(
 
 
 def test_what_a_failed_device_has_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The destructors of graphs would end the process."""
+    """Destroying its graphs would end the process."""
 
     def wait(lane: Lane) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -751,7 +751,7 @@ def test_a_refusal_to_page_lock_is_said_and_does_not_come_up_later(
     with Arena(4096) as arena:
         assert register(arena) == (not error)
         address = arena.address
-        current.append(0)  # as when the main thread closes what a lane's thread has registered
+        current.append(0)  # as if the main thread closes what a lane's thread registered
     assert kept == []
     assert undone == ([] if error else [(address, 1)])
     assert len(caplog.records) == warnings_said

@@ -1,4 +1,4 @@
-"""Page objects into layer-first pools and back: every provider, against items placed one by one."""
+"""Scatter objects into layer-first pools and gather them: each provider, against single items."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tensors_of(kind: str, layout: str) -> tuple[TensorLayout, ...]:
 
 
 def placed(form: PoolForm, content: Bytes, slot: int, pools: Bytes) -> None:
-    """Put one object into pools item by item, as the axes' names say."""
+    """Put one object into pools item by item, by the names of its axes."""
     for tensor in form.tensors:
         part = content[tensor.offset : tensor.offset + tensor.nbytes]
         items = part.reshape(*tensor.shape, tensor.itemsize)
@@ -92,7 +92,7 @@ def scattered(
 def gathered(
     provider: Provider, form: PoolForm, pools: Bytes, slots: list[int], stride: int, device: str
 ) -> Bytes:
-    """Gather objects back into poisoned memory: [n, stride]."""
+    """Gather objects into poisoned memory: [n, stride]."""
     made = torch.full((len(slots) * stride,), 0x5A, dtype=torch.uint8, device=device)
     places = torch.arange(len(slots), device=device) * (stride // 16)
     source = torch.from_numpy(pools).to(device)
@@ -186,14 +186,14 @@ def provider_named(name: str, device: str) -> Provider:
 
 
 class Refusing(TorchProvider):
-    """Shows that the servers' kernels carried out every plan themselves."""
+    """Fails if the server's kernels hand on a plan."""
 
     def copy(self, *arguments: Any) -> None:
         raise AssertionError("a plan was handed on")
 
 
 def address_arithmetic() -> SimpleNamespace:
-    """What sgl_kernel.kvcacheio computes, from csrc/kvcacheio/transfer.cu, on host memory."""
+    """Compute on host memory what sgl_kernel.kvcacheio computes (csrc/kvcacheio/transfer.cu)."""
 
     def move(src: int, dst: int, nbytes: int) -> None:
         ctypes.memmove(dst, src, nbytes)
@@ -318,7 +318,7 @@ def plans_of(profile: Any) -> tuple[CopyPlan, ...]:
 def test_a_plan_of_another_deployment_is_the_same_on_a_device(
     device: str, kind: str, name: str
 ) -> None:
-    """What numpy reshards and lays out anew, a device does by the same plans."""
+    """A device carries out numpy's reshard and relayout plans with the same result."""
     profile, _ = tiny(kind, "page_first")
     layout = "page_head" if kind == "bfloat16" else "page_first_direct"
     plan = transfer_plan(profile, "file", retargeted(profile, tp=2, layout=layout), "file")
@@ -354,7 +354,7 @@ def test_a_plan_of_another_deployment_is_the_same_on_a_device(
 
 @DEVICES
 def test_a_plan_of_many_axes_is_copied(device: str) -> None:
-    """Every second byte along six axes: more than the kernel has, none of which can be joined."""
+    """Every second byte along six axes: more axes than the kernel has, and none can be joined."""
     shape = (2, 3, 2, 2, 3, 2)
     memory = np.arange(3**6, dtype=np.int64).astype(np.uint8)
     steps = [3**n for n in reversed(range(6))]

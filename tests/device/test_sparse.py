@@ -1,6 +1,6 @@
-"""The sparse loader: the rows it brings in, against the pages they come from, and what it refuses.
+"""The sparse loader: its rows, compared with their pages, and the input that it refuses.
 
-Which slots it chooses is proven in test_kernels_sparse; here its device memory is looked at.
+tests/kernels/test_sparse.py proves its choice of slots; these tests check its device memory.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def int32(values: object) -> torch.Tensor:
 
 
 class Decoder:
-    """Steps a loader as a model would, which writes the newest row itself."""
+    """Driver of a loader, which writes the newest rows as a model does."""
 
     def __init__(self, loader: SparseLoader, truth: NDArray[np.uint8]) -> None:
         self.loader = loader
         self.truth = truth  # [R, layers, positions, row_bytes]
 
     def step(self, layer: int, step: Step) -> NDArray[np.int64]:
-        """Run a step and compare all rows that it answers with: its locs."""
+        """Run a step, compare all rows at the returned locs, and return the locs."""
         lengths = int32(step.lengths)
         newest = self.loader.newest_locs(lengths)
         pool = self.loader.pool(layer)

@@ -1,10 +1,10 @@
-"""Compile every kernel for a CUDA device that need not be there, through the code that launches it.
+"""Compile every kernel for a CUDA device that may be absent, through the code that launches it.
 
     python -m tests.kernels.compile_kernels CAPABILITY     # 90: Hopper
 
-Triton's compiler and its assembler need no device. Launches end where the compiled kernel would be
-loaded; tensors are on the host and their contents mean nothing. Prints a JSON line for each
-compiled form: kernel, the bytes of stack that its PTX declares, and bytes of shared memory.
+Triton's compiler and its assembler need no device. Launches stop before loading the compiled
+kernel; tensors are on the host, with arbitrary contents. Prints one JSON line for each compiled
+form: kernel, bytes of stack that its PTX declares, bytes of shared memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ALIKE = (
 
 
 class AbsentDevice:
-    """What Triton asks of a device before it loads a kernel."""
+    """The driver calls that Triton makes before it loads a kernel."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -55,7 +55,7 @@ class AbsentDevice:
 
 
 def compile_only() -> None:
-    """Have launches compile, say what came out, and go no further."""
+    """Make launches compile, print the result and stop."""
     run = JITFunction.run
 
     def compiled(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kw: Any) -> None:
@@ -68,9 +68,9 @@ def compile_only() -> None:
 
 
 def compile_runs() -> None:
-    """Scatter, look at, gather and digest every kind of page object of the measurements."""
+    """Scatter, check, gather and digest every kind of page object of the measurements."""
     for case in cases():
-        if case.name in ALIKE:  # compiled forms that others have, too
+        if case.name in ALIKE:  # compiles to the same forms as another case
             continue
         expected = expected_of(case)
         step = -(-expected.nbytes // ALIGNMENT) * ALIGNMENT
@@ -83,7 +83,7 @@ def compile_runs() -> None:
 
 
 def compile_sparse() -> None:
-    """One step of the sparse loader."""
+    """Run one step of the sparse loader."""
     layers, page_size, row_bytes, pages = 3, 64, 656, 4
     memory = torch.zeros(pages * page_size * layers * row_bytes, dtype=torch.uint8)
     rows = HostRows.of_layout(

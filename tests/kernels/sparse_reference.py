@@ -1,6 +1,6 @@
-"""What the sparse loader must do, for one layer of one request, in plain Python.
+"""Model of the sparse loader for one layer of one request, in plain Python.
 
-Slower than need be on purpose: recency is a number for each slot, and victims come from a sort.
+Slow on purpose: recency is a number for each slot, and a sort finds the victims.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A token row to be copied from the host, and the slot it goes to."""
+    """A token row to copy from the host, and its slot."""
 
     position: int
     slot: int
@@ -23,7 +23,7 @@ class Fetch:
 class SparseModel:
     """A buffer of `slots` token rows, and one more for the newest token of a long sequence.
 
-    tokens: [slots] the position that each slot holds, -1 where it is empty.
+    tokens: [slots] the position in each slot, -1 if empty.
     """
 
     def __init__(self, slots: int) -> None:
@@ -31,25 +31,25 @@ class SparseModel:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what the buffer holds."""
+        """Empty the buffer."""
         self.tokens = [-1] * self.slots
         self._used = [0] * self.slots  # the last step that selected the slot's token
         self._steps = 0
-        self._loaded = 0  # how many positions of a short sequence lie in the buffer
+        self._loaded = 0  # positions of a short sequence in the buffer
 
     @property
     def lru(self) -> list[int]:
-        """All slots, the least recent first."""
+        """All slots, least recent first."""
         return sorted(range(self.slots), key=lambda slot: (self._used[slot], slot))
 
     def step(
         self, top_k: Sequence[int], length: int, there: Sequence[bool]
     ) -> tuple[list[int], list[Fetch]]:
-        """Make selected tokens resident: the slot of each or -1, and the copies to make first.
+        """Load selected tokens: return the slot of each or -1, and the copies to make first.
 
-        top_k:  positions; others than 0 ... length - 1 are passed over, as are those not `there`.
-        length: tokens of the sequence, the newest included, which the caller writes: to slot
-                `slots` where length > slots, else to the slot of its position. 0 does nothing.
+        top_k:  positions; those outside 0 ... length - 1 or not `there` are ignored.
+        length: tokens of the sequence, the newest included. The caller writes the newest: to slot
+            `slots` if length > slots, else to the slot of its position. 0 does nothing.
         there:  for each position, whether the host has its row.
         """
         if length <= 0:
@@ -75,7 +75,7 @@ class SparseModel:
 
     def _step_long(self, asked: list[int], newest: int) -> tuple[dict[int, int], list[Fetch]]:
         self._loaded = 0
-        # After a sequence was cut back, what lay behind the cut is another token's row.
+        # After a cut, slots behind the cut hold other tokens' rows.
         self.tokens = [token if token < newest else -1 for token in self.tokens]
         resident = {token: slot for slot, token in enumerate(self.tokens) if token >= 0}
         slot_of = {position: resident[position] for position in asked if position in resident}

@@ -26,7 +26,7 @@ def random_buffer(nbytes: int) -> np.ndarray:
 
 
 def spread(lengths: tuple[int, ...], gap: int = 8) -> tuple[list[int], int]:
-    """Lay ranges out with other bytes between them: their offsets, the buffer's size."""
+    """Place ranges with other bytes between them: return their offsets and the buffer size."""
     offsets, end = [], gap
     for length in lengths:
         offsets.append(end)

@@ -1,6 +1,6 @@
-"""Kernels compile for the devices that servers have, also where no device is.
+"""Kernels compile for the devices of servers, even without a device.
 
-The interpreter runs what the compiler refuses, so its tests alone do not show that.
+The interpreter accepts code that the compiler refuses, so its tests do not prove that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The layout statistic: what it must see, and where it must abstain."""
+"""The layout statistic: what it must detect, and when it must abstain."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def tokens_copied(pages: int) -> Values:
 
 
 def tokens_repeated(pages: int) -> Values:
-    """Few distinct tokens, that give exactly the same row, the same in every layer."""
+    """Few distinct tokens, with exactly equal rows, the same in every layer."""
     tokens = np.minimum(np.random.default_rng(3).zipf(1.3, TOKENS), 50)
     return np.repeat(noise(pages, 1, 51, 1, CHANNELS)[:, :, tokens], LAYERS, axis=1)
 
@@ -133,14 +133,14 @@ def constant_channels(pages: int) -> Values:
 
 
 def constant_rows(pages: int) -> Values:
-    """One number in each row: what channels have in common, and nothing else."""
+    """One number in each row: nothing but what channels have in common."""
     return np.broadcast_to(
         noise(pages, LAYERS, TOKENS, 1, 1), (pages, LAYERS, TOKENS, 1, CHANNELS)
     ).copy()
 
 
 def rotated_alike(pages: int) -> Values:
-    """Every layer the same constant key, rotated: phases are all that differs."""
+    """The same constant key in every layer, rotated: only phases differ."""
     half = CHANNELS // 2
     angles = np.arange(TOKENS)[:, None] * 10_000.0 ** (-np.arange(half) / half)
     pair = noise(2, half)
@@ -162,7 +162,7 @@ def drifting(pages: int) -> Values:
 
 
 def counting(pages: int) -> Values:
-    """A counter through the whole page, as test patterns have it."""
+    """A counter through the whole page, as in test patterns."""
     count = np.arange(LAYERS * TOKENS * CHANNELS, dtype=np.uint32)
     bits = 0x3F800000 + count.reshape(1, LAYERS, TOKENS, 1, CHANNELS)
     return np.repeat(bits, pages, axis=0).view(np.float32)
@@ -173,13 +173,13 @@ def zeros(pages: int) -> Values:
 
 
 def layers_in_two_kinds(pages: int) -> Values:
-    """Even layers are all alike, odd ones too."""
+    """All even layers are alike, and all odd layers."""
     kinds = np.exp(noise(2, 1, 1, CHANNELS))[np.arange(LAYERS) % 2]
     return noise(pages, LAYERS, TOKENS, 1, CHANNELS, seed=7) * kinds
 
 
 def tokens_alike(pages: int) -> Values:
-    """A token has one pattern, more or less the same in all layers, as if these shared weights."""
+    """One pattern per token, similar in all layers, as if layers shared weights."""
     shape = (pages, LAYERS, TOKENS, 1, CHANNELS)
     return noise(pages, 1, TOKENS, 1, CHANNELS, seed=8) + 0.5 * noise(*shape, seed=9)
 

@@ -1,4 +1,4 @@
-"""The executor of transfer plans: over pages that lie apart, and only within its arrays."""
+"""Carrying out transfer plans: on pages that lie apart, and only inside the arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hicachectl.formats.copyplan import Axis, CopyPlan
 from hicachectl.formats.transfer import TransferUnit
 from hicachectl.kernels.relayout import relayout
 
-# Two sources of [2 tokens, 2 heads of 3 bytes] become one of [4 heads, 2 tokens] and two of pad.
+# Two sources of [2 tokens, 2 heads of 3 bytes] become one of [4 heads, 2 tokens] and two bytes of
+# padding.
 UNIT = TransferUnit(
     sources=(0, 1),
     destinations=(0,),

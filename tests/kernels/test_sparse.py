@@ -1,4 +1,4 @@
-"""The plan of a sparse step: its model on cases worked out by hand, and the kernel against it."""
+"""The plan of a sparse step: the model on cases solved by hand, the kernel against the model."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_pause_changes_nothing() -> None:
 
 
 class Pair:
-    """State of the kernel and a model for each request, stepped together."""
+    """Kernel state and a model for each request, stepped together."""
 
     def __init__(self, requests: int, slots: int, context: int, device: str) -> None:
         self.models = [SparseModel(slots) for _ in range(requests)]

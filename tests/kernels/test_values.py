@@ -1,4 +1,4 @@
-"""Value kernels against references that look at one item at a time."""
+"""Value kernels against references that read one item at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPECIAL = {
 }
 
 
-IEEE = {  # the struct format that holds a dtype's bits, and how far up
+IEEE = {  # struct format for a dtype's bits, and how far to shift them up
     "float32": ("<f", "<I", 0),
     "bfloat16": ("<f", "<I", 16),
     "float16": ("<e", "<H", 0),
@@ -47,7 +47,7 @@ IEEE = {  # the struct format that holds a dtype's bits, and how far up
 
 
 def slow_value(bits: int, dtype: str) -> float:
-    """Decode one item as its specification says."""
+    """Decode one item as the specification says."""
     if dtype in IEEE:
         number, unsigned, shift = IEEE[dtype]
         return float(struct.unpack(number, struct.pack(unsigned, bits << shift))[0])
@@ -145,7 +145,7 @@ def test_scales_are_judged_as_numbers(bits: list[int], floor: float) -> None:
     table = one_column("float32", len(bits), 1, floor)
     block = array[None].view(np.uint8)
     assert count_bad(block, table)["bad-scale"].tolist() == [[sum(expected)]]
-    # A scale of -0 is legal; the quick test may ask for a second look at it.
+    # A scale of -0 is legal, but the quick test may return True for it.
     assert may_hold_bad_values(block, table) or not any(expected)
 
 

@@ -1,4 +1,4 @@
-"""The statistics kernel against numpy, over dtypes, forms of rows, special numbers and damage."""
+"""The statistics kernel against numpy, over dtypes, row forms, special numbers and damage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = (
     "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
 )  # fmt: skip
 
-# The interpreter computes with numpy, which remarks on special numbers; they are meant here.
+# The interpreter computes with numpy, which warns about special numbers; here they are intended.
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.slow]
 
 
@@ -38,7 +38,7 @@ def dense(dtype: str, rows: int = 5, items: int = 24, **fields: object) -> Field
 
 
 def expected_counts(blocks: Bytes, field: Field) -> IntArray:
-    """Count in blocks [n, rows * pitch] of stored bytes what the kernel does: [n, 4]."""
+    """Count with numpy what the kernel counts, in blocks [n, rows * pitch]: [n, 4]."""
     rows = np.ascontiguousarray(blocks).reshape(len(blocks), field.rows, field.pitch)
     part = np.ascontiguousarray(rows[..., field.offset : field.offset + field.nbytes])
     width = TENSOR_DTYPE_BYTES[field.dtype]
@@ -51,14 +51,14 @@ def expected_counts(blocks: Bytes, field: Field) -> IntArray:
 
 
 def measured(blocks: Bytes, field: Field, device: str, lanes: int = 32) -> IntArray:
-    """Look at one field of some blocks."""
+    """Run the kernel on one field of some blocks."""
     return measured_together(blocks, [field], device, lanes)[0]
 
 
 def measured_together(
     blocks: Bytes, fields: Sequence[Field], device: str, lanes: int
 ) -> list[IntArray]:
-    """Lay blocks out in a pool in another order, with poison between, and look at them."""
+    """Place blocks in a pool in another order, with poison between, and run the kernel."""
     order = np.random.default_rng(3).permutation(2 * len(blocks))[: len(blocks)]
     pool = np.full((2 * len(blocks), blocks.shape[1]), 0xFF, np.uint8)
     pool[order] = blocks
@@ -186,7 +186,7 @@ def test_small_blocks_that_share_a_program_are_told_apart(device: str, dtype: st
 
 @DEVICES
 def test_long_blocks_of_packed_rows_are_shared_out_by_rows(device: str) -> None:
-    rows, pitch = 66, 656  # 43 KB, which is shared out among programs
+    rows, pitch = 66, 656  # 43 KB, split among programs
     rng = np.random.default_rng(secrets.randbits(31))
     blocks = rng.integers(0, 256, (2, rows * pitch), dtype=np.uint8)
     by_row = blocks.reshape(2, rows, pitch)
