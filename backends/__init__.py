@@ -1,1 +1,1 @@
-"""Where objects live: one module per store, one small interface (`backends.base.Store`)."""
+"""Stores of objects: one module per store, one interface (`backends.base.Store`)."""

@@ -1,4 +1,4 @@
-"""The one piece of host memory that objects pass through, and the allocator of its slabs."""
+"""The host memory that objects are read into, and the allocator of its slabs."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ import numpy as np
 import numpy.typing as npt
 
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ALIGNMENT = 4096  # of slabs and objects: what O_DIRECT and page registration ask for
+ALIGNMENT = 4096  # bytes, of slabs and objects: O_DIRECT and page registration need this
 _SHARED_MEMORY = Path("/dev/shm")  # where shm_open keeps its objects on Linux
 
 
 class ReservationCancelledError(Exception):
-    """Another thread gave up, so that waiting for memory makes no sense any more."""
+    """Another thread failed and cancelled all waiting for memory."""
 
 
 class Arena:
-    """One shared, page-aligned, zero-filled anonymous mapping of `nbytes`.
+    """One shared, page-aligned, zero-filled mapping of `nbytes` bytes, rounded up to pages.
 
-    Pages are taken from the system when they are first touched. Shared, not private: memory
-    registered for RDMA or with CUDA then stays the same physical memory across a fork.
+    The system allocates pages at their first use. The mapping is shared, so that memory
+    registered for RDMA or with CUDA stays the same physical memory across a fork.
 
-    named: make it a POSIX shared memory object that other processes can open by `name`, until
-        `forget_name`; then its pages are taken at once.
+    named: create a POSIX shared memory object, which other processes can open by `name` until
+        `forget_name`; its pages are allocated at once.
+    Raises UsageError if the system refuses the memory.
     """
 
     def __init__(self, nbytes: int, *, named: bool = False) -> None:
         if nbytes < 1:
-            raise ValueError(f"an arena of {nbytes} bytes")
+            raise ValueError(f"arena of {nbytes} bytes: must be at least 1")
         self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.name = f"hicachectl-{secrets.token_hex(16)}" if named else None
         try:
@@ -50,7 +52,7 @@ class Arena:
         except (OSError, OverflowError) as error:
             self.forget_name()
             raise UsageError(
-                f"cannot map a buffer of {nbytes} bytes: {error}; give a smaller --buffer-bytes"
+                failed("--buffer-bytes", f"map {nbytes} bytes", error, "give a smaller size")
             ) from error
         self.memory = memoryview(self._map)
         self._at_close: list[Callable[[], None]] = []
@@ -62,42 +64,42 @@ class Arena:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(_SHARED_MEMORY / self.name, flags, 0o600)
         try:
-            # Without its pages, touching what no longer fits would kill the process.
+            # Reserves the pages: touching one that does not fit would kill the process.
             os.posix_fallocate(descriptor, 0, self.nbytes)
             return mmap.mmap(descriptor, self.nbytes)
         finally:
             os.close(descriptor)
 
     def forget_name(self) -> None:
-        """Take the name away; who has the memory open keeps it, and a crash leaves nothing."""
+        """Remove the name: open mappings stay, and a crash leaves no file behind."""
         name, self.name = self.name, None
         if name is not None:
             (_SHARED_MEMORY / name).unlink(missing_ok=True)
 
     @property
     def address(self) -> int:
-        """Where the arena begins, for registration with a device or a network card."""
+        """Return the address of the arena, for registration with a device or network card."""
         return int(self.array.ctypes.data)
 
     def view(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Give a part of the arena as uint8, not copied. Raises ValueError outside of it."""
+        """Return bytes of the arena as uint8, without a copy. Raises ValueError if outside."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise ValueError(f"bytes {offset}+{nbytes} of an arena of {self.nbytes}")
+            raise ValueError(f"bytes {offset}+{nbytes} are outside the arena of {self.nbytes}")
         return self.array[offset : offset + nbytes]
 
     def at_close(self, undo: Callable[[], None]) -> None:
-        """Have a registration of the memory undone before it is unmapped; the last comes first."""
+        """Call `undo`, which ends a registration, before the memory is unmapped; last in first."""
         self._at_close.append(undo)
 
     def close(self) -> None:
-        """Unmap; where views are still in use, once the last of them is gone."""
+        """Unmap the memory, or leave that to the last view that is still in use."""
         while self._at_close:
             self._at_close.pop()()
         self.forget_name()
         self.memory.release()
         self.memory = memoryview(b"")
         self.array = np.empty(0, dtype=np.uint8)
-        with suppress(BufferError):  # views are alive; the last one unmaps
+        with suppress(BufferError):  # views are in use; the last one unmaps
             self._map.close()
 
     def __enter__(self) -> Self:
@@ -109,14 +111,14 @@ class Arena:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:
-    """A reserved range of an arena; give it back with `release`, or use it in a with block."""
+    """A reserved range of an arena. End it with `release` or a with block."""
 
     allocator: SlabAllocator
     offset: int
     nbytes: int
 
     def release(self) -> None:
-        """Give the range back to its allocator, once."""
+        """Return the range to its allocator. Call once."""
         self.allocator.release(self)
 
     def __enter__(self) -> Self:
@@ -127,37 +129,38 @@ class Slab:
 
 
 class SlabAllocator:
-    """Hand out slabs of `nbytes` bytes of memory to threads, first fit, waiting for room.
+    """Reserves slabs of `nbytes` bytes of memory for threads: first fit, waiting for space.
 
-    Threads are served in the order they came: a large request is not starved by small ones.
-    Whoever holds a slab must not reserve another one before releasing it, or all can wait.
+    Threads are served in order of arrival, so small requests cannot starve a large one. A thread
+    must release its slab before it reserves another, or all threads can wait for ever.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes // ALIGNMENT * ALIGNMENT
         self._changed = threading.Condition()
-        self._free = [(0, self.nbytes)]  # (offset, length), rising, never adjacent
+        self._free = [(0, self.nbytes)]  # (offset, length), ascending, never adjacent
         self._held: set[Slab] = set()
         self._waiting: deque[object] = deque()
         self._cancelled = False
 
     @property
     def free_bytes(self) -> int:
-        """Bytes not reserved, perhaps in several pieces."""
+        """Return the bytes that are not reserved, possibly in several pieces."""
         with self._changed:
             return sum(length for _, length in self._free)
 
     def reserve(self, nbytes: int, *, timeout: float | None = None, name: str = "a task") -> Slab:
-        """Take `nbytes` (rounded up to 4 KiB), waiting until they are free in one piece.
+        """Reserve `nbytes` (rounded up to 4 KiB) in one piece, waiting until they are free.
 
-        timeout: seconds to wait, None for ever; 0 does not wait.
-        name:    what the memory is for, in the message when it can never fit.
-        Raises UsageError, TimeoutError, or ReservationCancelledError after `cancel`.
+        timeout: seconds to wait; None for ever, 0 not at all.
+        name:    purpose of the memory, for messages.
+        Raises UsageError if the request can never fit, TimeoutError, and
+        ReservationCancelledError after `cancel`.
         """
         size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         if size > self.nbytes:
             raise UsageError(
-                f"{name} needs {size} bytes in memory at once, the buffer has {self.nbytes}; "
+                f"{name} needs {size} bytes of memory at once, but the buffer has {self.nbytes}; "
                 f"give a larger --buffer-bytes"
             )
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -168,19 +171,19 @@ class SlabAllocator:
                 return self._wait_for(size, turn, deadline)
             finally:
                 self._waiting.remove(turn)
-                self._changed.notify_all()  # the next in line may fit as well
+                self._changed.notify_all()  # the next thread may fit as well
 
     def release(self, slab: Slab) -> None:
-        """Give a slab back. Raises ValueError when it is not held."""
+        """Return a slab to the free memory. Raises ValueError if the slab is not reserved."""
         with self._changed:
             if slab not in self._held:
-                raise ValueError(f"slab at {slab.offset} is not held")
+                raise ValueError(f"slab at {slab.offset} is not reserved")
             self._held.remove(slab)
             self._put_back(slab.offset, slab.nbytes)
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """Let every waiting and later `reserve` raise ReservationCancelledError."""
+        """Make all waiting and later `reserve` calls raise ReservationCancelledError."""
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
@@ -193,7 +196,7 @@ class SlabAllocator:
                 return slab
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                raise TimeoutError(f"no {size} bytes of the buffer came free")
+                raise TimeoutError(f"{size} bytes of the buffer did not become free in time")
             self._changed.wait(left)
 
     def _take(self, size: int) -> Slab | None:
@@ -218,7 +221,7 @@ class SlabAllocator:
 
 
 def place(sizes: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
-    """Lay objects out in a slab at 4 KiB-aligned offsets: offsets [n] int64, the slab's bytes."""
+    """Return 4 KiB-aligned offsets of objects in a slab, [n] int64, and the slab's bytes."""
     ends = np.cumsum(-(-sizes // ALIGNMENT) * ALIGNMENT, dtype=np.int64)
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), ends])
     return offsets[:-1], int(offsets[-1])

@@ -1,9 +1,8 @@
-"""The interface every store implements: listing as Arrow batches, vectorised reads and writes.
+"""The interface of every store: listings as Arrow batches, vectorised reads and writes.
 
-A store is synchronous and is called from threads; its `limits` say how many calls at once and
-how large a call pay off. What happens to one object is a status, never an exception: only a
-lost store raises (StoreUnavailable). To look must not disturb: listing, `exists` and
-`free_bytes` leave recency, leases and sizes as they are.
+Stores are synchronous and are called from several threads at once. Per-object failures are returned
+as statuses; only an unreachable store raises (StoreUnavailable). Listing, `exists` and
+`free_bytes` change neither recency nor leases nor sizes.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ BoolArray = npt.NDArray[np.bool_]
 StatusArray = npt.NDArray[np.uint8]
 Rows = Any  # pa.RecordBatch | pa.Table, a slice of the scan table; pyarrow ships no types
 
-_MANY_CHUNKS = 8  # of a table, from which on `take_rows` leaves them apart
+_MANY_CHUNKS = 8  # `take_rows` does not join tables of this many chunks
 
 SCAN_FIELDS = {
     "key": pa.field("key", pa.binary(), nullable=False),
     "nbytes": pa.field("nbytes", pa.int64()),
     "mtime_ns": pa.field("mtime_ns", pa.int64()),
-    # A number only the store itself understands: a 3FS page index, an entry of a pack.
+    # Meaningful to the store only: a 3FS page index, the number of a pack entry.
     "locator": pa.field("locator", pa.int64()),
-    # Opaque bytes that change whenever the object may hold other data under the same key.
+    # Opaque bytes; they change whenever the key may have other data.
     "version": pa.field("version", pa.binary()),
-    # Copies of the object that the store itself keeps: "memory", "disk", "local_disk" or "nof".
+    # Copies that the store keeps; kind: "memory", "disk", "local_disk" or "nof".
     "replicas": pa.field(
         "replicas",
         pa.list_(
@@ -53,39 +52,43 @@ SCAN_FIELDS = {
 
 
 def scan_schema(columns: Collection[str]) -> Any:
-    """Give the Arrow schema of a scan: the key, then the columns asked for in one fixed order."""
+    """Return the Arrow schema of a scan: the key, then the requested columns in fixed order.
+
+    Raises ValueError for an unknown column.
+    """
     unknown = sorted(set(columns) - set(SCAN_FIELDS))
     if unknown:
-        raise ValueError(f"no scan column is named {', '.join(unknown)}")
+        raise ValueError(f"unknown scan columns: {', '.join(unknown)}")
     return pa.schema([f for name, f in SCAN_FIELDS.items() if name == "key" or name in columns])
 
 
 def scan_batch(schema: Any, columns: dict[str, Any], rows: int) -> Any:
-    """Build a batch of a scan's schema; columns that the store knows nothing about are null."""
+    """Return a batch with a scan's schema; columns that the store does not have are null."""
     arrays = [columns[f.name] if f.name in columns else pa.nulls(rows, f.type) for f in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 class Status(IntEnum):
-    """What became of one object."""
+    """Outcome for one object."""
 
     OK = 0
     GONE = 1  # no such key
     SHORT = 2  # smaller than the capacity
     OVERSIZED = 3  # larger than the capacity
-    EXISTS = 4  # left as it was, since if_absent was asked for
-    ERROR = 5  # anything else; the result's `errors` says what
-    CHANGED = 6  # another object has taken the key since the row was listed; left as it is
-    UNREACHABLE = 7  # the store knows the object, but where its bytes lie nobody answers
-    FULL = 8  # not written: the store has no room for it
-    DAMAGED = 9  # read, but its bytes are not those of the digest that the store keeps itself
+    EXISTS = 4  # not written: the key exists, and if_absent was set
+    ERROR = 5  # any other failure; the result's `errors` has the message
+    CHANGED = 6  # not touched: the key has another object than when it was listed
+    UNREACHABLE = 7  # the store lists the object, but the host of its bytes does not answer
+    FULL = 8  # not written: the store has no space
+    DAMAGED = 9  # read, but the bytes do not match the digest that the store keeps
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of each row.
+    """Statuses of the rows of one call.
 
-    statuses: [n] uint8. errors: the message of each ERROR, UNREACHABLE, FULL and DAMAGED.
+    statuses: [n] uint8, a Status each.
+    errors:   index to message, for each ERROR, UNREACHABLE, FULL and DAMAGED.
     """
 
     statuses: StatusArray
@@ -93,22 +96,22 @@ class Result:
 
     @property
     def ok(self) -> BoolArray:
-        """Which rows are OK, [n] bool."""
+        """Return which rows are OK: [n] bool."""
         return np.equal(self.statuses, Status.OK)
 
     @property
     def all_ok(self) -> bool:
-        """Whether every row is OK."""
+        """Return whether every row is OK."""
         return not self.statuses.any()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadResult(Result):
-    """The same for a read.
+    """Statuses, sizes and versions of the rows of one read.
 
-    nbytes:   [n] int64, the object's actual size, -1 where unknown.
-    versions: [n, len(version_fields)] uint64, the identity of what was read: the numbers of the
-        scan's `version`; undefined for rows that are not OK, and where it was not asked for.
+    nbytes:   [n] int64, bytes of the stored object; -1 if unknown.
+    versions: [n, len(version_fields)] uint64, the identity of the bytes read: the numbers in the
+        scan's `version`. Undefined for rows that are not OK, and without `identify`.
     """
 
     nbytes: IntArray
@@ -117,23 +120,23 @@ class ReadResult(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How a store is best called."""
+    """Call sizes and thread counts with which a store works best."""
 
-    batch_objects: int  # most rows a call
-    batch_bytes: int  # most bytes a call
+    batch_objects: int  # maximum rows a call
+    batch_bytes: int  # maximum bytes a call
     parallel_reads: int  # threads that read at once
     parallel_writes: int
-    forkable: bool = False  # forked processes may read, each with an arena of its own
-    named_arena: bool = False  # reads are fastest into memory that another process can open
+    forkable: bool = False  # forked processes may read, each with its own arena
+    named_arena: bool = False  # reads are fastest into a named arena
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """Facts about all stores of a class. The defaults describe a store that is only read.
+    """Facts about all stores of a class. The defaults describe a read-only store.
 
-    columns: the scan columns that every object has a value in. Without `nbytes`, the sizes of
-        objects are unknown until a profile states them.
-    version_fields: names of the numbers in `version`, 8 bytes of little endian each.
+    columns: the scan columns with a value for every object. Without `nbytes`, sizes are unknown
+        until a profile states them.
+    version_fields: names of the numbers in `version`, 8 bytes each, little endian.
     """
 
     columns: frozenset[str] = frozenset({"nbytes", "mtime_ns"})
@@ -141,43 +144,45 @@ class Traits:
     writes: bool = False  # `write_from` is supported
     deletes: bool = False  # `delete` is supported
     live: bool = True  # servers write to the store, so page groups can be in flight
-    append_only: bool = False  # objects that `undo_writes` removes still take room
-    keeps_digests: bool = False  # the store checks each read against its own digest (DAMAGED)
-    lists_temporaries: bool = False  # a scan has the temporary files of unfinished writes, too
-    lists_late: bool = False  # a scan may lack the objects written last
+    append_only: bool = False  # objects removed by `undo_writes` still take space
+    keeps_digests: bool = False  # reads are checked against the store's own digests (DAMAGED)
+    lists_temporaries: bool = False  # a scan includes temporary files of unfinished writes
+    lists_late: bool = False  # a scan may lack the newest objects
     evicts: bool = False  # the store evicts objects to make room for new ones
-    evicts_pools_apart: bool = False  # each pool is evicted by itself: sidecars outlive anchors
-    versions_recur: bool = False  # a new object can get the version of an earlier one
-    # `exists` after a read identifies what was read, and one call can serve many reads.
+    evicts_pools_apart: bool = False  # pools are evicted separately: sidecars can outlive anchors
+    versions_recur: bool = False  # a new object can have the version of an earlier one
+    # `exists` after a read confirms the versions read; one call can serve many reads.
     identifies_by_exists: bool = False
-    logs_natively: bool = False  # the store's library writes to descriptor 2 by itself
+    logs_natively: bool = False  # the store's library writes to file descriptor 2 itself
 
 
 class Store(ABC):
-    """One place with objects. What only some stores can do is in `backends.capabilities`.
+    """One place with objects. Optional abilities are classes in `backends.capabilities`.
 
-    A store that is only read implements `from_url`, `grammar`, `scan`, `look` and `read_into`;
-    `urls.register_scheme` gives it a URL, and `testing.StoreSuite` checks it.
+    A read-only store implements `from_url`, `grammar`, `scan`, `look` and `read_into`.
+    `urls.register_scheme` gives the class a URL scheme; `testing.StoreSuite` checks it.
 
-    `rows` arguments are record batches or tables with the columns a scan of this store gave,
-    at least `key` (and `locator` where the store has one); rows made for another store may be
-    written, with `mtime_ns` kept where the store has times. One array entry belongs to each row.
+    Any method may be called from several threads at once; `limits` gives the useful number.
+
+    `rows` arguments are record batches or tables with columns of this store's scan: at least
+    `key`, and `locator` if the store has one. Rows of another store may be written; `mtime_ns` is
+    kept if the store has times. Array arguments have one entry per row.
     """
 
     traits: ClassVar[Traits]
     limits: Limits
 
-    url: str  # what messages and reports call this store
+    url: str  # the store's name in messages and reports
     arena: Arena | None = None
 
     @classmethod
     @abstractmethod
     def from_url(cls, url: StoreUrl) -> Self:
-        """Open the store a URL names. Raises StoreUnavailable."""
+        """Open the store that a URL names. Raises StoreUnavailable."""
 
     @classmethod
     def create(cls, url: StoreUrl) -> Self:
-        """Open the store a URL names to write to it; one that is not there yet is made, empty.
+        """Open the store that a URL names for writing; create an empty one if it is missing.
 
         Raises StoreUnavailable.
         """
@@ -186,27 +191,27 @@ class Store(ABC):
     @property
     @abstractmethod
     def grammar(self) -> str:
-        """Name of the grammar of the keys, as in formats.keys."""
+        """Return the name of the key grammar, as in formats.keys."""
 
     @abstractmethod
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
-        """List every object, in the store's own order, as record batches of bounded size.
+        """Yield record batches of bounded size with every object, in the store's own order.
 
-        Batches have `scan_schema(columns)`; a column the store knows nothing about is null.
-        Objects that vanish meanwhile may be left out. Closing the iterator early frees
-        whatever the listing holds.
+        Batches have `scan_schema(columns)`; columns that the store does not have are null.
+        Objects that vanish during the scan may be missing. Closing the generator early frees its
+        resources.
         """
 
     @abstractmethod
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """List a few keys again: a table as of `scan`, of those that exist, in any order."""
+        """List a few keys again: a table like a scan's, of the existing keys, in any order."""
 
     def attach(self, arena: Arena) -> None:
-        """Make `arena` the memory of reads and writes, until `detach`."""
+        """Use `arena` for reads and writes until `detach`."""
         self.arena = arena
 
     def detach(self) -> None:
-        """Let go of the arena, which may then be closed."""
+        """Stop using the arena, which may then be closed."""
         self.arena = None
 
     @abstractmethod
@@ -215,16 +220,16 @@ class Store(ABC):
     ) -> ReadResult:
         """Read whole objects into the arena.
 
-        offsets:    [n] int64, bytes into the arena
-        capacities: [n] int64, the size expected of each object; never is more written
-        identify:   whether versions are wanted; some stores have to be asked for them
-        OK means that the object has exactly its capacity; the arena bytes of any other row are
-        undefined. Statuses: OK, GONE, SHORT, OVERSIZED, UNREACHABLE, ERROR, DAMAGED.
+        offsets:    [n] int64, in bytes from the start of the arena
+        capacities: [n] int64, expected bytes of each object; no read writes more
+        identify:   return versions, for which some stores need another request
+        Statuses: OK (exactly `capacity` bytes), GONE, SHORT, OVERSIZED, UNREACHABLE, ERROR,
+        DAMAGED. The arena bytes of rows that are not OK are undefined.
         """
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What a reader of a listing or report should know about how it came about."""
+        """Return notes for readers of a listing or report, such as how old a listing is."""
         return ()
 
     def write_from(
@@ -235,44 +240,45 @@ class Store(ABC):
         *,
         if_absent: bool,
     ) -> Result:
-        """Write objects from the arena, each atomically, durable when the call returns.
+        """Write objects from the arena, each atomically; they are durable on return.
 
-        if_absent: leave an existing object as it is and answer EXISTS; else replace it.
-        Statuses: OK, EXISTS, FULL, ERROR. Raises UnsupportedByBackend unless `traits.writes`.
+        offsets, sizes: [n] int64, in bytes. if_absent: keep an existing object and return EXISTS;
+        else replace it. Statuses: OK, EXISTS, FULL, ERROR. Raises UnsupportedByBackend unless
+        `traits.writes`.
         """
-        raise UnsupportedByBackend(f"{self.url}: the store cannot be written to")
+        raise UnsupportedByBackend(f"{self.url}: this store does not support writes")
 
     def delete(self, rows: Rows) -> Result:
         """Delete objects by key. Statuses: OK, GONE, ERROR.
 
         Raises UnsupportedByBackend unless `traits.deletes`.
         """
-        raise UnsupportedByBackend(f"{self.url}: objects of this store cannot be deleted")
+        raise UnsupportedByBackend(f"{self.url}: this store does not support deletion")
 
     def undo_writes(self, rows: Rows) -> Result:
-        """Remove objects that this very `Store` has just written. Statuses as `delete`."""
+        """Remove objects that this `Store` instance has just written. Statuses as of `delete`."""
         return self.delete(rows)
 
     def exists(self, rows: Rows) -> BoolArray:
         """Return which keys exist: [n] bool."""
-        import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+        import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
 
         there = self.look(rows, ("key",)).column("key").combine_chunks()
         found: BoolArray = pc.is_in(as_table(rows).column("key"), value_set=there).to_numpy()
         return found
 
-    def flush(self) -> None:  # noqa: B027 - most stores have nothing left to do
-        """Make what is in the store durable, whoever wrote it. Raises StoreUnavailable.
+    def flush(self) -> None:  # noqa: B027 - most stores have nothing to do
+        """Make all objects of the store durable, also those of other writers.
 
-        `write_from` and `copy_from` need no flush for what they have written themselves.
+        Objects of `write_from` and `copy_from` already are. Raises StoreUnavailable.
         """
 
     def free_bytes(self) -> int | None:
-        """Count the bytes the store has room for, None where it does not say."""
+        """Return the free space in bytes; None if the store does not report it."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
-        """Let go of the store; it is not used again."""
+        """Release all resources; the store cannot be used again."""
 
     def __enter__(self) -> Self:
         return self
@@ -281,26 +287,26 @@ class Store(ABC):
         self.close()
 
     def memory(self, offsets: IntArray, sizes: IntArray, rows: int) -> memoryview:
-        """Return the bytes of the attached arena, for the reads and writes of a store.
+        """Check the ranges of a call, and return the attached arena's memory.
 
-        offsets, sizes: [rows] int64. Raises ValueError where no arena is attached, or a range
-        lies outside it.
+        offsets, sizes: [rows] int64, in bytes. Raises ValueError if no arena is attached, or a
+        range lies outside the arena.
         """
         if self.arena is None:
-            raise ValueError("attach an arena first")
+            raise ValueError("No arena is attached; call attach first")
         if not len(offsets) == len(sizes) == rows:
-            raise ValueError(f"{rows} rows, {len(offsets)} offsets, {len(sizes)} sizes")
+            raise ValueError(f"{rows} rows, but {len(offsets)} offsets and {len(sizes)} sizes")
         if rows and (
             min(offsets.min(), sizes.min()) < 0 or (offsets + sizes).max() > self.arena.nbytes
         ):
-            raise ValueError("an object lies outside the arena")
+            raise ValueError("An object lies outside the arena")
         return self.arena.memory
 
 
 def open_store(text: str, *, config: Config | None = None, create: bool = False) -> Store:
     """Open the store that a STORE argument names. Raises UsageError, StoreUnavailable.
 
-    create: open the store for writing, and make one that is missing (`Store.create`).
+    create: open for writing, and create a missing store (`Store.create`).
     """
     url = parse_url(text, config)
     module, _, name = SCHEMES[url.scheme].target.partition(":")
@@ -309,7 +315,10 @@ def open_store(text: str, *, config: Config | None = None, create: bool = False)
 
 
 def batch_spans(sizes: IntArray, limits: Limits) -> Iterator[slice]:
-    """Cut rows into calls that suit a store: [n] bytes of each to slices of them."""
+    """Yield slices of rows, one for each call within the limits.
+
+    sizes: [n] int64, bytes of each. A row above `batch_bytes` gets its own call.
+    """
     ends = np.cumsum(sizes)
     start = 0
     while start < len(sizes):
@@ -321,14 +330,14 @@ def batch_spans(sizes: IntArray, limits: Limits) -> Iterator[slice]:
 
 
 def as_table(rows: Rows) -> Any:
-    """Give rows as one table, whether they came as a table or as a record batch."""
+    """Return rows, a record batch or a table, as a table."""
     return pa.Table.from_batches([rows]) if isinstance(rows, pa.RecordBatch) else rows
 
 
 def take_rows(objects: Any, rows: IntArray) -> Any:
-    """Give some rows of a table, in their order.
+    """Return rows of a table, in the order given.
 
-    As Table.take does, which first makes one chunk of all, twice the memory of the table.
+    Table.take joins all chunks first, which takes the memory of the table twice.
     """
     batches = objects.to_batches()
     if len(batches) < _MANY_CHUNKS:
@@ -346,13 +355,13 @@ def take_rows(objects: Any, rows: IntArray) -> Any:
 
 
 def keys_of(rows: Rows) -> list[bytes]:
-    """List the keys of rows."""
+    """Return the keys of rows."""
     keys: list[bytes] = rows.column("key").to_pylist()
     return keys
 
 
 def mtimes_of(rows: Rows) -> list[int | None]:
-    """List the modification times of rows in ns, None where unknown."""
+    """Return the modification times of rows in ns; None if unknown."""
     if "mtime_ns" not in rows.schema.names:
         return [None] * len(rows)
     times: list[int | None] = rows.column("mtime_ns").to_pylist()

@@ -1,7 +1,7 @@
-"""Requests to one HTTP service of a store: connections kept, deadlines, no endless replies.
+"""Requests to one HTTP service of a store, with kept connections, deadlines and size limits.
 
-`urllib` and `requests` bound each read from the socket, not an answer; both take a body that ends
-early, or headers that trickle in, as they come.
+`urllib` and `requests` limit the time of each socket read, not of a reply. Both accept truncated
+bodies and headers that arrive byte by byte.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.formats.wording import reason_of, with_next
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -24,24 +25,24 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_REPLY_BYTES = 256 << 20
-MAX_HEAD_BYTES = 1 << 18  # status and headers, with interim replies; a real one has 1 KB
+MAX_HEAD_BYTES = 1 << 18  # status, headers and interim replies; real ones have 1 KB
 
 _BLOCK_BYTES = 1 << 20
 _TRIES = 3
 _PAUSE_S = 0.1
-_SAID_BYTES = 200  # of what a service says went wrong
-# A service that restarts, or that had closed a connection we kept.
+_SAID_BYTES = 200  # quoted of a service's error text
+# The service restarted, or had closed a kept connection.
 _PASSING = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 
 
 def fit(text: str, limit: int = _SAID_BYTES) -> str:
-    """Shorten a service's words, and leave out what cannot be printed, half characters among it."""
+    """Return the start of a service's text, with spaces for characters that cannot be printed."""
     return "".join(char if char.isprintable() else " " for char in text[:limit]).strip()
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole reply. retry_after: its header of that name, "" without one."""
+    """A whole reply. retry_after: the Retry-After header, or ""."""
 
     status: int
     body: bytes
@@ -57,14 +58,14 @@ class _Request:
 
 
 class HttpService:
-    """One service; safe to call from threads. Every failure is StoreUnavailable.
+    """One HTTP service; safe to call from several threads. Every failure is StoreUnavailable.
 
-    who:       names the service in messages, as "Mooncake master".
-    hint:      what to do about an address where something else, or nothing, answers.
-    timeout_s: for a whole answer; for each block of one that is streamed.
+    who:       the service's name in messages, such as "Mooncake master".
+    hint:      next step if another service, or none, answers at the address.
+    timeout_s: seconds for a whole reply, or for each block of a streamed one.
     headers:   sent with every request.
-    tls:       whether the service speaks it; its certificate is checked.
-    max_reply_bytes: of one reply; default: MAX_REPLY_BYTES.
+    tls:       use TLS, and check the certificate.
+    max_reply_bytes: default: MAX_REPLY_BYTES.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class HttpService:
         self._closed = False
 
     def close(self) -> None:
-        """Close every connection; requests that other threads wait for fail at once."""
+        """Close every connection; pending requests of other threads fail at once."""
         with self._lock:
             self._closed = True
             for connection in self._busy:
@@ -100,26 +101,26 @@ class HttpService:
         self._drop_idle()
 
     def get(self, path: str) -> Reply:
-        """Get a whole reply, whatever its status; a connection that is reset is tried again.
+        """Return the whole reply, whatever its status. A reset connection is tried again.
 
         path: percent-encoded.
         """
         return self._reply(_Request("GET", path))
 
     def post(self, path: str, body: bytes, *, repeatable: bool) -> Reply:
-        """Post JSON and get a whole reply, whatever its status.
+        """Post JSON and return the whole reply, whatever its status.
 
         path:       percent-encoded.
-        repeatable: whether a request that was obeyed, but whose reply got lost, may be sent again.
-            Where not, it is sent once, on a connection of its own, which no service that was
-            restarted or grew tired of waiting has closed; after an error it may have been obeyed.
+        repeatable: send again if the connection is reset, even though the service may have obeyed.
+            Else send once, on a new connection, since the service may have closed a kept one;
+            after an error, the service may have obeyed.
         """
         return self._reply(_Request("POST", path, body, repeatable))
 
     def stream(self, path: str, kind: str | None = None) -> Generator[bytes, None, None]:
-        """Get the body of a 200 reply in blocks; one that ends early is an error, at its end.
+        """Yield the body of a 200 reply in blocks. Raises at the end if the body is truncated.
 
-        kind: a content type, as "text/plain"; a reply that states another one is an error.
+        kind: content type, such as "text/plain"; a reply that states another is refused.
         """
         request = _Request("GET", path)
         deadline = time.monotonic() + self._timeout_s
@@ -129,7 +130,7 @@ class HttpService:
                 raise self.refused(path, Reply(response.status, self._body(response)))
             stated = response.headers.get_content_type()
             if kind not in (None, stated) and "Content-Type" in response.headers:
-                raise self.lost(f"{path} answers with {fit(stated)} instead of {kind}", self.hint)
+                raise self.lost(f"{path} returned {fit(stated)} instead of {kind}", self.hint)
             for block in _blocks(response):
                 yield block
                 connection.extend(time.monotonic() + self._timeout_s)
@@ -139,18 +140,18 @@ class HttpService:
             self._put_back(connection, response)
 
     def lost(self, what: str, remedy: str = "") -> StoreUnavailable:
-        """Make the error that says what is wrong with the service."""
-        return StoreUnavailable(f"{self._name}: {what}" + (f"; {remedy}" if remedy else ""))
+        """Return the error for a problem with the service."""
+        return StoreUnavailable(with_next(f"{self._name}: {what}", remedy))
 
     def refused(self, path: str, reply: Reply) -> StoreUnavailable:
-        """Make the error for a reply whose status is not the one hoped for."""
+        """Return the error for a reply with an unexpected status."""
         endpoint = path.partition("?")[0]
         if reply.status == http.client.NOT_FOUND:
             return self.lost(f"has no {endpoint}", self.hint)
         return self.lost(f"{endpoint} failed with {self.said(reply)}")
 
     def said(self, reply: Reply) -> str:
-        """Quote the status and the first words of a reply, without the secrets that we sent."""
+        """Return the status and first words of a reply, without the secrets that we sent."""
         text = reply.body[: 4 * _SAID_BYTES].decode(errors="replace")
         for value in self._headers.values():
             text = text.replace(value.rpartition(" ")[2], "***")
@@ -190,11 +191,11 @@ class HttpService:
             body += block
             limit = self._max_reply_bytes or MAX_REPLY_BYTES
             if len(body) > limit:
-                raise self.lost(f"an answer is larger than {limit} bytes", self.hint)
+                raise self.lost(f"a reply is larger than {limit} bytes", self.hint)
         return bytes(body)
 
     def _put_back(self, connection: _Connection, response: http.client.HTTPResponse | None) -> None:
-        """Keep a connection whose response was read to its end, or close it."""
+        """Keep a connection if its response was read to the end; else close it."""
         fit = response is not None and response.isclosed() and not response.will_close
         with self._lock:
             self._busy.discard(connection)
@@ -215,7 +216,7 @@ class HttpService:
             try:
                 return attempt()
             except _PASSING as error:
-                self._drop_idle()  # they lead to the same process
+                self._drop_idle()  # to the same process
                 if not tries_left or self._closed or time.monotonic() + _PAUSE_S > deadline:
                     raise self._failed(error) from error
                 time.sleep(_PAUSE_S)
@@ -225,25 +226,28 @@ class HttpService:
 
     def _failed(self, error: Exception) -> StoreUnavailable:
         known = {
-            TimeoutError: (f"no answer within {self._timeout_s:g} s", "is it stuck or cut off?"),
-            ConnectionRefusedError: ("connection refused (is it running?)", self.hint),
-            http.client.IncompleteRead: ("an answer ended early", "did it end meanwhile?"),
-            ConnectionError: ("the connection is closed without an answer", self.hint),
-            http.client.HTTPException: ("what answers does not speak HTTP as it should", self.hint),
-            socket.gaierror: ("the host's name is not known", ""),
-            UnicodeError: ("the host's name is none that a network knows", ""),
+            TimeoutError: (
+                f"no answer within {self._timeout_s:g} s",
+                "check the network and whether the service is stuck",
+            ),
+            ConnectionRefusedError: ("connection refused: no service listens there", self.hint),
+            http.client.IncompleteRead: ("a reply ended early", "check that the service runs"),
+            ConnectionError: ("the connection was closed without an answer", self.hint),
+            http.client.HTTPException: ("the reply is not valid HTTP", self.hint),
+            socket.gaierror: ("unknown host name", ""),
+            UnicodeError: ("invalid host name", ""),
             ssl.SSLError: (f"TLS failed: {getattr(error, 'reason', '') or error}", self.hint),
         }
         for kind, (what, remedy) in known.items():
             if isinstance(error, kind):
                 return self.lost(what, remedy)
-        return self.lost(str(getattr(error, "strerror", "") or error))
+        return self.lost(reason_of(error))
 
 
 class _DeadlineSocket(socket.socket):
-    """A socket whose reads all end at one time, instead of each after some time of its own.
+    """A socket with one deadline for all reads, instead of a timeout for each.
 
-    head_left: bytes that may be read before the head of a reply ends; None once it has.
+    head_left: bytes that may still be read of a reply's head; None after the head.
     """
 
     deadline = 0.0
@@ -254,13 +258,13 @@ class _DeadlineSocket(socket.socket):
         count = super().recv_into(*args, **kwargs)
         if self.head_left is not None:
             self.head_left -= count
-            if self.head_left < 0:  # as of endless interim replies
-                raise http.client.HTTPException(f"a head of more than {MAX_HEAD_BYTES} bytes")
+            if self.head_left < 0:  # such as endless interim replies
+                raise http.client.HTTPException(f"a reply head of more than {MAX_HEAD_BYTES} bytes")
         return count
 
 
 class _DeadlineTlsSocket(_DeadlineSocket, ssl.SSLSocket):
-    """The same over TLS."""
+    """A _DeadlineSocket over TLS."""
 
 
 def _tls_context() -> ssl.SSLContext:
@@ -280,7 +284,7 @@ class _Connection(http.client.HTTPConnection):
     def ask(
         self, request: _Request, headers: Mapping[str, str], deadline: float
     ) -> http.client.HTTPResponse:
-        """Send a request and read the head of its reply."""
+        """Send a request and read the head of the reply."""
         if self.sock is None:
             self.sock = self._opened(min(CONNECT_TIMEOUT_S, _time_left(deadline)))
             if self._aborted:
@@ -288,13 +292,13 @@ class _Connection(http.client.HTTPConnection):
         self.extend(deadline)
         kind = {} if request.body is None else {"Content-Type": "application/json"}
         self.request(request.method, request.path, request.body, {**headers, **kind})
-        sock = self.sock  # getresponse lets go of it where the reply ends the connection
+        sock = self.sock  # getresponse drops it if the reply ends the connection
         self._bound_head(sock, MAX_HEAD_BYTES)
         try:
             response = self.getresponse()
         finally:
             self._bound_head(sock, None)
-        if response.status < http.client.OK:  # http.client passes over 100 only
+        if response.status < http.client.OK:  # http.client skips 100 only
             raise http.client.HTTPException(f"an interim reply {response.status}")
         return response
 
@@ -315,13 +319,13 @@ class _Connection(http.client.HTTPConnection):
             sock.head_left = limit
 
     def extend(self, deadline: float) -> None:
-        """Set the time at which what is under way has to end."""
-        if isinstance(self.sock, _DeadlineSocket):  # gone once a reply said so
+        """Set the deadline of the current request."""
+        if isinstance(self.sock, _DeadlineSocket):  # None after a reply that ends the connection
             self.sock.deadline = deadline
             self.sock.settimeout(_time_left(deadline))
 
     def abort(self) -> None:
-        """End what another thread waits for on this connection."""
+        """Make the pending request of another thread fail."""
         self._aborted = True
         sock = self.sock
         if sock is not None:
@@ -330,7 +334,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Read a body. Raises IncompleteRead where it ends early, which `read(n)` passes over."""
+    """Yield a body. Raises IncompleteRead if truncated, which `read(n)` does not notice."""
     if response.length is None and not response.chunked:
         raise http.client.HTTPException("a reply without a length")
     while block := response.read(_BLOCK_BYTES):

@@ -1,4 +1,4 @@
-"""JSON config files that SGLang's backends read, as untrusted input."""
+"""JSON config files of SGLang's backends, read as untrusted input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_CONFIG_BYTES = 1 << 20
 def read_config(path: str, where: str) -> dict[str, Any]:
     """Read a config file; `where` names it in messages.
 
-    Raises UsageError when it cannot be read, FormatError when it is no JSON object.
+    Raises UsageError if the file cannot be read, FormatError if it is not a JSON object.
     """
     data = read_bounded(
         path, MAX_CONFIG_BYTES, what="a config of SGLang", regular=True, where=where

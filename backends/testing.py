@@ -1,8 +1,8 @@
-"""One behaviour suite for every store: a test per sentence of the `Store` contract.
+"""One behaviour suite for every store: a test for each sentence of the `Store` contract.
 
-A backend's test module subclasses `StoreSuite`, gives a `store` fixture and the `raw_` accessors,
-which go around the backend, so that a store that writes and reads wrongly in the same way fails.
-What the store cannot do, by its traits and capabilities, is skipped.
+A backend's test module subclasses `StoreSuite` and defines a `store` fixture and the `raw_`
+accessors. The accessors bypass the backend, so that matching faults of writes and reads show.
+Tests of traits and capabilities that the store lacks are skipped.
 Imported by tests only: needs pytest and hypothesis.
 """
 # ruff: noqa: D102 - the name of a test is its sentence
@@ -61,13 +61,13 @@ STEPS = st.lists(
 
 
 def rows_of(keys: Sequence[bytes], **columns: Any) -> Any:
-    """Rows as another store's scan would give them: keys, and other scan columns by name."""
+    """Return rows like those of another store's scan: keys, and other scan columns by name."""
     schema = scan_schema(columns)
     return pa.table({"key": list(keys), **columns}, schema=schema)
 
 
 def listing(store: Store) -> dict[bytes, int | None]:
-    """Scan: the size of every key."""
+    """Scan, and return the size of every key."""
     found: dict[bytes, int | None] = {}
     for batch in store.scan(("nbytes",)):
         for row in batch.to_pylist():
@@ -77,7 +77,7 @@ def listing(store: Store) -> dict[bytes, int | None]:
 
 
 def scanned_rows(store: Store, keys: Sequence[bytes]) -> Any:
-    """Scan for the rows of `keys`, in that order, with every column the store has."""
+    """Scan, and return the rows of `keys`, in that order, with every column."""
     table = pa.Table.from_batches(
         list(store.scan(tuple(SCAN_FIELDS))), schema=scan_schema(SCAN_FIELDS)
     )
@@ -86,7 +86,7 @@ def scanned_rows(store: Store, keys: Sequence[bytes]) -> Any:
 
 
 def read(store: Store, rows: Any, sizes: Sequence[int]) -> tuple[ReadResult, list[bytes]]:
-    """Read rows with the capacities given; the arena's bytes of each."""
+    """Read rows of `sizes` bytes; return the result and the arena bytes of each."""
     assert store.arena is not None
     capacities = np.array(sizes, dtype=np.int64)
     offsets, _ = place(capacities)
@@ -96,7 +96,7 @@ def read(store: Store, rows: Any, sizes: Sequence[int]) -> tuple[ReadResult, lis
 
 
 def write(store: Store, objects: Mapping[bytes, bytes], *, if_absent: bool, **more: Any) -> Result:
-    """Write objects by way of the arena; `more` are further scan columns of the rows."""
+    """Write objects from the arena; `more`: further scan columns of the rows."""
     assert store.arena is not None
     sizes = np.array([len(value) for value in objects.values()], dtype=np.int64)
     offsets, _ = place(sizes)
@@ -107,16 +107,16 @@ def write(store: Store, objects: Mapping[bytes, bytes], *, if_absent: bool, **mo
 
 
 def lack(store: Store, what: str) -> NoReturn:
-    """Skip a test for the lack of a capability."""
+    """Skip a test of a missing capability."""
     pytest.skip(f"the store lacks a capability: {type(store).__name__} {what}")
 
 
 class StoreSuite(ABC):
-    """Subclass as `class TestMyStore(StoreSuite)`; keys and sizes may be overridden."""
+    """Tests of a store; subclass as TestMyStore, and override `keys` and `sizes` if needed."""
 
     keys: tuple[bytes, ...] = tuple(f"{page}_m_0_1.bin".encode() for page in PAGE_HASHES)
-    sizes: tuple[int, ...] = (5000, 1, 4096, 12288)  # what objects may measure
-    empty_objects = True  # whether objects may have no bytes
+    sizes: tuple[int, ...] = (5000, 1, 4096, 12288)  # bytes of the test objects
+    empty_objects = True  # objects may be empty
 
     @pytest.fixture
     @abstractmethod
@@ -125,19 +125,19 @@ class StoreSuite(ABC):
 
     @abstractmethod
     def reopen(self, store: Store) -> Store:
-        """Another client of the same place."""
+        """Return another client of the same store."""
 
     @abstractmethod
     def raw_put(self, store: Store, key: bytes, value: bytes) -> None:
-        """Store an object, replacing what is there, without the backend under test."""
+        """Store or replace an object, bypassing the backend."""
 
     @abstractmethod
     def raw_get(self, store: Store, key: bytes) -> bytes | None:
-        """Fetch an object's bytes, None when it is not there, without the backend under test."""
+        """Return an object's bytes, None if it is missing, bypassing the backend."""
 
     @abstractmethod
     def raw_delete(self, store: Store, key: bytes) -> None:
-        """Delete an object, if it is there, without the backend under test."""
+        """Delete an object, if it exists, bypassing the backend."""
 
     @pytest.fixture(autouse=True)
     def _attached_arena(self, store: Store) -> Iterator[None]:
@@ -146,19 +146,19 @@ class StoreSuite(ABC):
             yield
 
     def value(self, seed: int) -> bytes:
-        """Bytes of an object; different for each seed, of one of the suite's sizes."""
+        """Return an object's bytes: of one of the suite's sizes, different for each seed."""
         size = self.sizes[seed % len(self.sizes)]
         return np.random.default_rng(seed).bytes(size)
 
     def need(self, store: Store, *capabilities: str) -> None:
-        """Skip where the store lacks a capability: "writes", "deletes" or a scan column."""
+        """Skip if the store lacks a capability: "writes", "deletes" or a scan column."""
         for name in capabilities:
             has = getattr(store.traits, name) if name in _FLAGS else name in store.traits.columns
             if not has:
                 lack(store, name)
 
     def need_empty_objects(self, store: Store) -> None:
-        """Skip where each object has bytes."""
+        """Skip if objects cannot be empty."""
         if not self.empty_objects:
             lack(store, "empty objects")
 
@@ -413,7 +413,7 @@ class StoreSuite(ABC):
         self.need(store, "writes")
         old, new = self.keys[:2]
         self.raw_put(store, old, self.value(0))
-        for _ in range(2):  # and is then like what never was
+        for _ in range(2):  # the second time, after the undone write
             assert write(store, {new: self.value(1)}, if_absent=True).all_ok
             assert store.undo_writes(rows_of([new])).all_ok
             assert store.exists(rows_of([old, new])).tolist() == [True, False]
@@ -604,7 +604,7 @@ class StoreSuite(ABC):
     def _step(
         self, store: Store, model: dict[bytes, bytes], verb: str, key: bytes, value: bytes
     ) -> None:
-        """One call on the store and on the dict; the answers must be the same."""
+        """Make one call on the store and on the dict, and compare the results."""
         old = model.get(key)
         row = rows_of([key]) if old is None else scanned_rows(store, [key])
         if verb == "read":

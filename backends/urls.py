@@ -1,11 +1,11 @@
-"""Store URLs and the config file: what a STORE argument names. `backends.base` opens it.
+"""Store URLs and the config file. `backends.base` opens the store that a URL names.
 
-    /some/directory                       a plain directory: SGLang's file backend
-    file:///some/directory                the same; "file:" alone is SGLang's own directory
+    /some/directory                       plain directory: SGLang's file backend
+    file:///some/directory                the same; "file:" alone: SGLang's directory
     prod:                                 [stores.prod] of the config file
     scheme://host/path?name=value         percent-encoded; see SCHEMES
 
-Parsing imports nothing heavy.
+Parsing imports no slow modules.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Scheme:
 
 SCHEMES = {
     "file": Scheme("hicachectl.backends.file.store:FileStore"),
-    # Its path is a prefix: of /data/hicache.0.bin, /data/hicache.1.bin and so on.
+    # The path is a prefix: of /data/hicache.0.bin, /data/hicache.1.bin and so on.
     "hf3fs": Scheme(
         "hicachectl.backends.hf3fs.store:Hf3fsStore",
         frozenset({"config", "file_size", "ranks", "server", "snapshot"}),
@@ -44,7 +44,7 @@ SCHEMES = {
         frozenset({"admin", "device", "metadata", "protocol", "tenant"}),
         host=True,
     ),
-    # keys: the grammar of the keys of a new pack.
+    # keys: the key grammar of a new pack.
     "pack": Scheme("hicachectl.backends.pack.store:PackStore", frozenset({"keys"})),
 }
 
@@ -55,9 +55,9 @@ _NAMED = re.compile(r"([^/:]*):(.*)", re.DOTALL)
 _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
-# In a text that may hold URLs, also percent-encoded ones inside others: what stands before the @
-# of a host, and the values of parameters that are named like secrets. A port that a path or
-# parameters follow is no password.
+# Secrets in a text with URLs, some of them percent-encoded inside others: the text before the @ of
+# a host, and values of parameters with names like "token". A port that a path or parameters follow
+# is not a password.
 _SCHEME = r"[a-z][a-z0-9+.-]*(?::|%3a)(?:/|%2f){2}(?!/|%2f)"
 _PORT = r"[^\s'\"/?#@:%]*(?::|%3a)\d{1,5}(?:[/?#&\s'\"]|%2f|%3f|$)"
 _SECRETS = [
@@ -83,7 +83,7 @@ _SECRETS = [
 
 
 def without_secrets(text: str) -> str:
-    """Write *** for the passwords and tokens of the URLs in a text: of all messages."""
+    """Replace passwords and tokens of URLs in a text by ***. Used for all messages."""
     for pattern, shown in _SECRETS:
         text = pattern.sub(shown, text)
     return text
@@ -91,9 +91,9 @@ def without_secrets(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """A parsed URL, its parts decoded; `str` gives a URL that parses to an equal value.
+    """A parsed URL with decoded parts; `str` returns a URL that parses to an equal value.
 
-    path: absolute, or "" where the URL has none; bytes that are not UTF-8 as surrogates.
+    path: absolute, or "" if the URL has none; surrogates for bytes that are not UTF-8.
     """
 
     scheme: str
@@ -113,28 +113,28 @@ class StoreUrl:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The config file: the URL of every named store."""
+    """The URLs of the named stores in the config file."""
 
     stores: Mapping[str, str] = field(default_factory=dict)
     source: str = "config"
 
 
 def default_file_directory(environ: Mapping[str, str] = os.environ) -> str:
-    """SGLang's own directory. Source: hicache_storage.py :: HiCacheFile.__init__."""
+    """Return SGLang's directory. Source: hicache_storage.py :: HiCacheFile.__init__."""
     return environ.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR") or "/tmp/hicache"
 
 
 def register_scheme(name: str, scheme: Scheme) -> None:
-    """Let URLs NAME://... open a store class. Raises ValueError for a name that cannot be taken."""
+    """Make URLs NAME://... open a store class. Raises ValueError for an invalid or used name."""
     if not _SCHEME_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no URL scheme: a-z, then a-z, 0-9, +, . and -")
+        raise ValueError(f"{name!r} is not a URL scheme; use a-z, then a-z, 0-9, +, . and -")
     if SCHEMES.get(name, scheme) != scheme:
-        raise ValueError(f"the scheme {name!r} belongs to {SCHEMES[name].target}")
+        raise ValueError(f"the scheme {name!r} is already that of {SCHEMES[name].target}")
     SCHEMES[name] = scheme
 
 
 def parse_url(text: str, config: Config | None = None) -> StoreUrl:
-    """Read a STORE argument: a directory, a named store or a URL. Raises UsageError."""
+    """Parse a STORE argument: a directory, a named store or a URL. Raises UsageError."""
     config = config or Config()
     seen: list[str] = []
     while (match := _NAMED.fullmatch(text)) and match[1] not in SCHEMES:
@@ -148,10 +148,10 @@ def parse_url(text: str, config: Config | None = None) -> StoreUrl:
 
 
 def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ) -> Config:
-    """Read the config file: `path`, else $HICACHECTL_CONFIG, else the user's own if there is one.
+    """Read the config file: `path`, else $HICACHECTL_CONFIG, else the user's, if it exists.
 
-    The user's own is $XDG_CONFIG_HOME/hicachectl/config.toml, ~/.config without that variable.
-    Raises UsageError when a file that was asked for cannot be read, FormatError for its content.
+    The user's file is $XDG_CONFIG_HOME/hicachectl/config.toml; the default directory is ~/.config.
+    Raises UsageError if a requested file cannot be read, FormatError for its content.
     """
     asked = path or environ.get("HICACHECTL_CONFIG")
     file = Path(asked) if asked else _user_config(environ)
@@ -168,7 +168,7 @@ def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ
 
 
 def parse_config(text: str, *, source: str = "config") -> Config:
-    """Read a config from TOML text. Raises FormatError naming the key at fault."""
+    """Parse a config from TOML text. Raises FormatError, which names the key."""
     from hicachectl.formats.documents import parse_toml
 
     document = parse_toml(text, source)
@@ -182,27 +182,27 @@ def parse_config(text: str, *, source: str = "config") -> Config:
 
 
 def _user_config(environ: Mapping[str, str]) -> Path | None:
-    """Find the user's own config file; None where there is none, or none that can be seen."""
+    """Return the user's config file; None if it is missing or not accessible."""
     base = Path(environ.get("XDG_CONFIG_HOME") or "")
     try:
         if not base.is_absolute():  # the XDG specification: relative values are ignored
             base = Path(environ.get("HOME") or Path.home()) / ".config"
         file = base / "hicachectl" / "config.toml"
         return file if file.is_file() else None
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
         return None
 
 
 def _config_url(name: str, table: Any, source: str) -> str:
     where = f"{source}: stores.{name}"
     if not name or {":", "/"} & set(name) or name in SCHEMES:
-        raise FormatError(f'{where}: a store name has no ":" or "/" and is no URL scheme')
+        raise FormatError(f'{where}: a store name must not have ":" or "/" or be a URL scheme')
     if not isinstance(table, dict):
         raise FormatError(f"{where}: expected a table with a url")
     _refuse_unknown(table, {"url"}, where)
     url = table.get("url")
     if not isinstance(url, str) or not url:
-        raise FormatError(f"{where}: url: expected a text")
+        raise FormatError(f"{where}: url: expected a string")
     return url
 
 
@@ -216,21 +216,21 @@ def _named_store(text: str, name: str, rest: str, config: Config) -> str:
     if name in config.stores and not rest:
         return config.stores[name]
     if name in config.stores:
-        raise UsageError(f"{text}: {name!r} is a named store, nothing may follow its colon")
+        raise UsageError(f"{text}: {name!r} is a named store; write {name}: alone")
     schemes = ", ".join(sorted(SCHEMES))
     if rest.startswith("/"):
         raise UsageError(f"{text}: unknown store scheme {name!r}; known: {schemes}")
     stores = ", ".join(sorted(config.stores)) or "none"
     raise UsageError(
-        f"{text}: no store is named {name!r}; named stores: {stores}; URL schemes: {schemes}; "
-        f"a directory with a colon is written ./{text}"
+        f"{text}: no store {name!r} in {config.source} (it names {stores}); "
+        f"URL schemes: {schemes}; write a directory with a colon as ./{text}"
     )
 
 
 def _directory(text: str, *, named: bool) -> StoreUrl:
-    """Take a plain directory as it is; its characters stand for themselves."""
+    """Return the URL of a plain directory, whose text is not decoded."""
     if not text:
-        raise UsageError("the store is empty: give a directory or a URL")
+        raise UsageError("STORE: the text is empty; give a directory or a URL")
     if named and not text.startswith("/"):
         raise UsageError(f"{text}: a directory in the config file must be absolute")
     _refuse_nul(text, text)
@@ -254,7 +254,7 @@ def _scheme_url(text: str, name: str, rest: str) -> StoreUrl:
 
 
 def _split_place(text: str, name: str, place: str) -> tuple[str, str]:
-    """Host and path of what stands between the scheme and the parameters."""
+    """Return host and path from the text between scheme and parameters."""
     if place.startswith("//"):
         host, slash, path = place[2:].partition("/")
         return host, slash + path
@@ -281,7 +281,7 @@ def _params(text: str, scheme: str, query: str, known: frozenset[str]) -> dict[s
 def _decode(text: str, part: str) -> str:
     if bad := _BAD_ESCAPE.search(part):
         raise UsageError(
-            f"{text}: {part[bad.start() :][:3]!r} is no percent escape; write %25 for %"
+            f"{text}: {part[bad.start() :][:3]!r} is not a percent escape; write %25 for %"
         )
     _refuse_nul(text, decoded := os.fsdecode(unquote_to_bytes(os.fsencode(part))))
     return decoded
@@ -289,4 +289,4 @@ def _decode(text: str, part: str) -> str:
 
 def _refuse_nul(text: str, part: str) -> None:
     if "\0" in part:
-        raise UsageError(f"{text!r}: a zero byte cannot be part of a store's name")
+        raise UsageError(f"{text!r}: a store name must not have a zero byte")

@@ -1,7 +1,7 @@
-"""Making a 3FS store for a cluster that has not started: its data files, and its server's tables.
+"""Creation of a 3FS store before its cluster starts: data files, and tables of the server.
 
-It is what SGLang's clients do when they start. A table that the server knows is never touched: to
-make one again says nothing, and a client that comes later takes it as it is.
+SGLang's clients do the same when they start. An existing table is never changed: initializing it
+again has no effect, and later clients use it.
 Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS.__init__,
 register_mem_host_pool_v2; hf3fs_client.py :: Hf3fsMockClient.
 """
@@ -17,29 +17,30 @@ from typing import TYPE_CHECKING
 from hicachectl.backends.disk.durable import sync_name
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from hicachectl.backends.hf3fs.keys import TableName
     from hicachectl.backends.hf3fs.metadata import MetadataClient
     from hicachectl.backends.hf3fs.settings import Hf3fsSettings
 
-_MODE = 0o666  # less the umask, as files are made by SGLang's users
+_MODE = 0o666  # less the umask, as of SGLang's files
 
 
 class TableMaker:
-    """Makes the tables that a server does not have; safe to use from threads."""
+    """Creates the tables that a server lacks; safe to use from several threads."""
 
     def __init__(self, server: MetadataClient, settings: Hf3fsSettings) -> None:
         self._server = server
         self._settings = settings
         self._lock = threading.Lock()
-        self.permissions = Permissions()  # of the sources: files are no more readable
+        self.permissions = Permissions()  # of the sources; new files are no more readable
 
     def ensure(self, table: TableName, nbytes: int) -> None:
-        """Make a table of pages of `nbytes`, and its file, unless the server has it.
+        """Create a table of pages of `nbytes` bytes, and its file, unless the server has it.
 
-        Raises UsageError where nothing says how large the file is to be, or where one of another
-        size is there; StoreUnavailable.
+        Raises UsageError if the file size is unknown, too small or not that of an existing file;
+        StoreUnavailable.
         """
         with self._lock:
             if self._server.has_table(*table):
@@ -47,18 +48,18 @@ class TableMaker:
             path, size = self._settings.data_file(*table), self.file_size(table)
             if size is None:
                 raise UsageError(
-                    f"{path}: is not there, and nothing says how large to make it; give "
-                    "file_size=, as in SGLang's config"
+                    f"{path}: missing, and its size is not known; give file_size=, as in SGLang's "
+                    "config"
                 )
             if size < nbytes:
-                raise UsageError(f"{path}: {size} bytes hold no page of {nbytes}")
+                raise UsageError(f"{path}: {size} bytes are too few for a page of {nbytes}")
             _make_file(path, size, self.permissions)
             self._server.initialize(*table, size // nbytes)
 
     def file_size(self, table: TableName) -> int | None:
-        """Say how large a table's file is, or is to be; None where nothing tells.
+        """Return the bytes of a table's existing or future file; None if unknown.
 
-        Raises UsageError for a file of another size than the one stated.
+        Raises UsageError if an existing file does not have the stated size.
         """
         path, stated = self._settings.data_file(*table), self._settings.file_size
         try:
@@ -67,21 +68,21 @@ class TableMaker:
             found = 0
         if found and stated and found != stated:
             raise UsageError(
-                f"{path}: has {found} bytes, not file_size={stated}, and the metadata server has "
-                "no table of it: it is another deployment's, or the server lost its snapshot"
+                f"{path}: has {found} bytes instead of file_size={stated}, and the metadata server "
+                "has no table for it: it is another deployment's, or the server lost its snapshot"
             )
         return found or stated
 
 
 def _make_file(path: str, size: int, permissions: Permissions) -> None:
-    """Make a data file of a size, without its bytes; one that is empty is stretched."""
+    """Create a sparse data file; extend an existing empty one."""
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         descriptor = os.open(path, flags, _MODE & permissions.for_group(os.getegid()))
         try:
             facts = os.fstat(descriptor)
             if not stat.S_ISREG(facts.st_mode):
-                raise UsageError(f"{path}: is no regular file")
+                raise UsageError(f"{path}: not a regular file")
             if not facts.st_size:
                 os.ftruncate(descriptor, size)
                 os.fsync(descriptor)
@@ -89,4 +90,4 @@ def _make_file(path: str, size: int, permissions: Permissions) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise StoreUnavailable(f"{path}: cannot make the data file: {error.strerror}") from error
+        raise StoreUnavailable(failed(path, "create the data file", error)) from error

@@ -1,7 +1,7 @@
-"""The data files of a 3FS store, read and written in place by plain system calls.
+"""The data files of a 3FS store, read and written in place by system calls.
 
-A file is an array of pages of one size, without keys, lengths or checksums. It is never created,
-resized or truncated here: a client of SGLang's does that, and what it cut off reads as zeros.
+A file is an array of pages of one size, without keys, lengths or checksums. This module never
+creates, resizes or truncates files. SGLang's clients do; pages that they cut off read as zeros.
 """
 
 from __future__ import annotations
@@ -22,30 +22,32 @@ import numpy as np
 import numpy.typing as npt
 
 from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     IntArray = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]
-    Run = tuple[int, int]  # of pages that lie one after the other: the first, and behind the last
+    Run = tuple[int, int]  # adjacent pages: the first, and the end (exclusive)
 
-# The file system itself is gone: no answer about one page means anything.
+# Errors of the whole file system, not of one page.
 LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
 
-_BLOCK = mmap.PAGESIZE  # what O_DIRECT wants everything to be a multiple of
+_BLOCK = mmap.PAGESIZE  # O_DIRECT needs multiples of this
 _RUN_PAGES = 256  # below IOV_MAX
 _RUN_BYTES = 64 << 20
-_IN_FLIGHT = 16  # reads at once where each waits for a network; SGLang's default numjobs
+_IN_FLIGHT = 16  # parallel reads if each waits for a network; SGLang's default numjobs
 _NO_HOLES = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENXIO})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilePages:
-    """Pages of one data file, and where they go.
+    """Pages of one data file, and their targets.
 
-    positions: [n] int64, bytes into the file; targets: [n] int64, bytes into the arena.
-    nbytes:    of each page.
+    positions: [n] int64, bytes from the start of the file.
+    targets:   [n] int64, bytes from the start of the arena.
+    nbytes:    bytes of each page.
     """
 
     positions: IntArray
@@ -54,23 +56,23 @@ class FilePages:
 
 
 class PageReader(Protocol):
-    """What fetches pages into the arena; several threads call it at once."""
+    """Reader of pages into the arena; called from several threads at once."""
 
     def read(self, path: str, pages: FilePages, memory: memoryview) -> IntArray:
-        """Read pages: [n] int64, the bytes that were there of each, or -errno.
+        """Read pages. Return the bytes read of each, or -errno: [n] int64.
 
-        Raises StoreUnavailable when the file system is lost.
+        Raises StoreUnavailable if the file system is lost.
         """
 
     def close(self) -> None:
-        """Let go of files and memory."""
+        """Release files and memory."""
 
 
 class DataFiles:
-    """The data files that were used so far, kept open.
+    """Data files, kept open after their first use.
 
-    direct: read past the page cache, which on a FUSE mount can be older than what others wrote to
-    the same file by other ways; None does so on FUSE mounts alone.
+    direct: bypass the page cache, which on a FUSE mount can lack the writes of other clients;
+    None: only on FUSE mounts.
     """
 
     def __init__(self, *, direct: bool | None = None) -> None:
@@ -92,7 +94,7 @@ class DataFiles:
             os.close(descriptor)
 
     def read(self, path: str, pages: FilePages, memory: memoryview) -> IntArray:
-        """Read pages in the order of the file, neighbours by one call."""
+        """Read pages in file order, adjacent pages in one call."""
         counts = np.zeros(len(pages.positions), dtype=np.int64)
         if not len(counts):
             return counts
@@ -112,30 +114,30 @@ class DataFiles:
             done = self._waiters().map(lambda run: source.read([run], positions, views), runs)
             counts[order] = list(chain.from_iterable(done))
             if source.direct and (counts == -errno.EINVAL).any():
-                self._not_direct.add(path)  # it was opened so, and is not read so
+                self._not_direct.add(path)  # opened with O_DIRECT, but cannot be read so
                 return self.read(path, pages, memory)
         else:
             if not _is_in_memory(source.descriptor, positions[-1] + pages.nbytes - 1):
-                source.expect(runs, positions)  # all at once, not one after the other
+                source.expect(runs, positions)  # all runs at once
             counts[order] = source.read(runs, positions, views)
         return counts
 
     def is_in_memory(self, path: str, position: int) -> bool:
-        """Tell whether a byte is in the page cache; True where that makes no difference."""
-        with suppress(OSError):  # the read will say what is wrong
+        """Return whether a byte is in the page cache; True if that makes no difference."""
+        with suppress(OSError):  # the read reports the error
             if not self._reads_past_cache(path):
                 return _is_in_memory(self._descriptor(path, os.O_RDONLY), position)
         return True
 
     def expect(self, path: str, positions: IntArray, nbytes: int) -> None:
-        """Let the system begin to read pages."""
-        with suppress(OSError):  # the read will say what is wrong
+        """Start reading pages into the page cache."""
+        with suppress(OSError):  # the read reports the error
             source = _Source(path, self._descriptor(path, os.O_RDONLY), nbytes)
             ordered = np.sort(positions)
             source.expect(_runs(ordered, nbytes), ordered.tolist())
 
     def write(self, path: str, position: int, page: memoryview) -> None:
-        """Write one page in place. Raises OSError; EFBIG where the file ends before the page."""
+        """Write one page in place. Raises OSError; EFBIG if the page exceeds the file."""
         descriptor = self._descriptor(path, os.O_RDWR)
         if position + len(page) > os.fstat(descriptor).st_size:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -144,13 +146,13 @@ class DataFiles:
             done += os.pwrite(descriptor, page[done:], position + done)
 
     def sync(self, path: str) -> None:
-        """Make what was written durable, and visible to readers that have no page cache."""
+        """Make writes durable, and visible to readers that bypass the page cache."""
         os.fdatasync(self._descriptor(path, os.O_RDWR))
 
     def holes(self, path: str, positions: IntArray, nbytes: int) -> BoolArray:
-        """Say of which pages a part was never written: [n] bool.
+        """Return which pages have parts that were never written: [n] bool.
 
-        Known in whole blocks of a file system that tells; where it does not, there are none.
+        The file system must report holes, in whole blocks; else none are found.
         """
         found = np.zeros(len(positions), dtype=np.bool_)
         try:
@@ -166,7 +168,7 @@ class DataFiles:
         return found
 
     def size(self, path: str) -> int | None:
-        """Ask for a file's length; None where it cannot be opened."""
+        """Return the bytes of a file; None if it cannot be opened."""
         try:
             return os.fstat(self._descriptor(path, os.O_RDONLY)).st_size
         except OSError as error:
@@ -177,7 +179,7 @@ class DataFiles:
         places = (pages.targets, pages.positions)
         aligned = not pages.nbytes % _BLOCK and not any((at % _BLOCK).any() for at in places)
         if past_cache and aligned and path not in self._not_direct:
-            with suppress(OSError):  # a file system without it
+            with suppress(OSError):  # no O_DIRECT here
                 descriptor = self._descriptor(path, os.O_RDONLY | os.O_DIRECT)
                 return _Source(path, descriptor, pages.nbytes, direct=True)
         descriptor = self._descriptor(path, os.O_RDONLY)
@@ -197,7 +199,7 @@ class DataFiles:
             return self._waiting
 
     def _descriptor(self, path: str, flags: int) -> int:
-        """Open a file, once for each use of it. Raises OSError."""
+        """Open a file once for each value of `flags`. Raises OSError."""
         with self._lock:
             if (path, flags) not in self._open:
                 self._open[path, flags] = open_data_file(path, flags)
@@ -205,7 +207,7 @@ class DataFiles:
 
 
 def open_data_file(path: str, flags: int) -> int:
-    """Open a data file that is there: a descriptor. Raises OSError."""
+    """Return a descriptor of an existing data file. Raises OSError."""
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -215,16 +217,16 @@ def open_data_file(path: str, flags: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """An open data file, and how it is read."""
+    """An open data file, and how to read it."""
 
     path: str
     descriptor: int
-    nbytes: int  # of a page
+    nbytes: int  # bytes of a page
     drops_cache: bool = False
     direct: bool = False
 
     def expect(self, runs: Sequence[Run], positions: Sequence[int]) -> None:
-        """Let the system begin to read some runs."""
+        """Start reading runs into the page cache."""
         with suppress(OSError):
             for first, end in runs:
                 nbytes = (end - first) * self.nbytes
@@ -233,20 +235,20 @@ class _Source:
     def read(
         self, runs: Sequence[Run], positions: Sequence[int], views: Sequence[memoryview]
     ) -> list[int]:
-        """Read the pages of some runs: bytes, or -errno, of each."""
+        """Read the pages of runs. Return the bytes read of each, or -errno."""
         if self.drops_cache:
             for first, end in runs:
                 self._drop_cache(positions[first], (end - first) * self.nbytes)
-        read, descriptor = os.preadv, self.descriptor  # this loop is what small pages cost
+        read, descriptor = os.preadv, self.descriptor  # the cost of small pages is this loop
         start, stop = runs[0][0], runs[-1][1]
-        with suppress(OSError):  # which page it is of is told below
+        with suppress(OSError):  # _read_each finds the page
             counts = [read(descriptor, views[first:end], positions[first]) for first, end in runs]
             if sum(counts) == (stop - start) * self.nbytes:
                 return [self.nbytes] * (stop - start)
         return self._read_each(positions[start:stop], views[start:stop])
 
     def _read_each(self, positions: Sequence[int], views: Sequence[memoryview]) -> list[int]:
-        """Read pages one by one; fewer bytes than a page only at the end of the file."""
+        """Read pages one by one; only the end of the file makes a page short."""
         return [self._read_one(*page) for page in zip(positions, views, strict=True)]
 
     def _read_one(self, position: int, view: memoryview) -> int:
@@ -259,12 +261,12 @@ class _Source:
                 done += count
         except OSError as error:
             _raise_lost(self.path, error)
-            # O_DIRECT, behind the end of a file that is no multiple of a block.
+            # EINVAL: O_DIRECT at the end of a file that is not a multiple of a block.
             return done if done and error.errno == errno.EINVAL else -(error.errno or errno.EIO)
         return done
 
     def _drop_cache(self, position: int, nbytes: int) -> None:
-        """Have the system read these bytes anew; what is not yet written back stays."""
+        """Make the system read these bytes again; dirty pages stay cached."""
         start = position // _BLOCK * _BLOCK
         end = -(-(position + nbytes) // _BLOCK) * _BLOCK
         with suppress(OSError):
@@ -272,7 +274,7 @@ class _Source:
 
 
 def _runs(positions: IntArray, nbytes: int) -> list[Run]:
-    """Cut rising positions into runs of pages that follow one another."""
+    """Split ascending positions into runs of adjacent pages."""
     if not len(positions):
         return []
     breaks = np.flatnonzero(np.diff(positions) != nbytes) + 1
@@ -288,7 +290,7 @@ def _runs(positions: IntArray, nbytes: int) -> list[Run]:
 
 
 def _is_in_memory(descriptor: int, position: int) -> bool:
-    """Tell whether a byte of a file is in the page cache; True where the system cannot tell."""
+    """Return whether a byte of a file is in the page cache; True if unknown."""
     try:
         os.preadv(descriptor, (bytearray(1),), position, os.RWF_NOWAIT)
     except OSError as error:
@@ -297,13 +299,14 @@ def _is_in_memory(descriptor: int, position: int) -> bool:
 
 
 def _raise_lost(path: str, error: OSError) -> None:
-    """Raise StoreUnavailable for errors that concern the whole file system."""
+    """Raise StoreUnavailable for errors of the whole file system."""
     if error.errno in LOST:
-        raise StoreUnavailable(f"{path}: {error.strerror}; is 3FS still mounted?") from error
+        message = failed(path, "use the data file", error, "check that 3FS is mounted")
+        raise StoreUnavailable(message) from error
 
 
 def _is_on_fuse(descriptor: int) -> bool:
-    """Tell whether a file lies on a FUSE mount, as 3FS's own is."""
+    """Return whether a file is on a FUSE mount, such as 3FS's."""
     device = os.fstat(descriptor).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):

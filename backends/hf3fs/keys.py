@@ -1,6 +1,6 @@
-"""Keys of a 3FS store, RANK:NAMESPACE:KEY, sorted by the table of the metadata server they are in.
+"""Keys of a 3FS store, RANK:NAMESPACE:KEY, grouped by table of the metadata server.
 
-The grammar of what KEY says is in formats.keys.hf3fs.
+The grammar of KEY is in formats.keys.hf3fs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import IntArray, Rows
 
 TableName = tuple[int, str]  # rank and namespace
-Affix = tuple[bytes, bytes]  # of a key before and after its page hash
+Affix = tuple[bytes, bytes]  # the key before and after its page hash
 
 _KEY = re.compile(rb"(?:0|[1-9][0-9]{0,8}):[A-Za-z0-9_.-]{1,100}:")
 _PAGE_KEY = re.compile(rb"([^:]*:[^:]*:)[0-9a-f]{64}(.*)", re.DOTALL)
@@ -27,9 +27,10 @@ _PAGE_KEY = re.compile(rb"([^:]*:[^:]*:)[0-9a-f]{64}(.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableRows:
-    """The rows of one table, by their places among all rows [n] int64.
+    """The rows of one table.
 
-    keys: of these rows, as they are; the server knows them without their first `skipped` bytes.
+    at:      [n] int64, indices among all rows.
+    keys:    [n] whole keys; on the server, the first `skipped` bytes are missing.
     """
 
     table: TableName
@@ -38,7 +39,7 @@ class TableRows:
     skipped: int
 
     def only(self, chosen: npt.NDArray[Any]) -> TableRows:
-        """Keep some of them, chosen by number or by flag."""
+        """Return some of the rows, chosen by index or mask."""
         places = np.arange(len(self.at))[chosen]
         if len(places) == len(self.at):
             return self
@@ -47,29 +48,29 @@ class TableRows:
 
     @property
     def names(self) -> list[str]:
-        """What the server calls them."""
+        """Return the keys' names on the server."""
         return [key[self.skipped :].decode() for key in self.keys]
 
 
 def rows_by_table(rows: Rows) -> list[TableRows]:
-    """Sort rows by the table of their keys; keys that no table can have are in none."""
+    """Group rows by the table of their keys; rows with invalid keys are left out."""
     keys = keys_of(rows)
     match = _KEY.match(keys[0]) if keys else None
-    # Most calls are about one table, and this is much of what reading small objects costs.
+    # Fast path for one table: parsing each key would dominate reads of small objects.
     if match is not None and b"".join(keys).isascii():
         prefix = match[0]
-        # What the first and the last in order begin with, all between them do.
+        # If the smallest and the largest key have the prefix, all keys do.
         if min(keys).startswith(prefix) and max(keys).startswith(prefix):
             return [TableRows(table_of(prefix), np.arange(len(keys)), keys, len(prefix))]
     return _rows_of_many_tables(keys)
 
 
 def _rows_of_many_tables(keys: list[bytes]) -> list[TableRows]:
-    """Sort keys of several tables, or of none."""
+    """Group keys of any number of tables."""
     places: dict[bytes, list[int]] = {}
     for at, key in enumerate(keys):
         match = _KEY.match(key)
-        if match is not None and _is_text(key):  # as the server's are
+        if match is not None and _is_text(key):  # the server's names are text
             places.setdefault(match[0], []).append(at)
     return [
         TableRows(table_of(prefix), np.array(at), [keys[n] for n in at], len(prefix))
@@ -78,7 +79,7 @@ def _rows_of_many_tables(keys: list[bytes]) -> list[TableRows]:
 
 
 def table_of_key(key: bytes) -> TableName | None:
-    """Name the table of a key; None where no table can have it."""
+    """Return the table of a key; None if the key is invalid."""
     match = _KEY.match(key)
     return table_of(match[0]) if match else None
 
@@ -92,28 +93,28 @@ def _is_text(key: bytes) -> bool:
 
 
 def prefix_of(table: TableName) -> bytes:
-    """Spell what the keys of a table begin with."""
+    """Return the prefix of a table's keys."""
     return f"{table[0]}:{table[1]}:".encode()
 
 
 def affix_of(key: bytes) -> Affix | None:
-    """Split a key around its page hash; None where it has none."""
+    """Split a key around its page hash; None if it has none."""
     match = _PAGE_KEY.fullmatch(key)
     return (match[1], match[2]) if match else None
 
 
 def table_of(prefix: bytes) -> TableName:
-    """Read what the keys of a table begin with; inverse of `prefix_of`."""
+    """Parse the prefix of a table's keys."""
     rank, namespace, _ = prefix.decode().split(":")
     return int(rank), namespace
 
 
 def names_of(keys: Any, table: TableName) -> list[str]:
-    """Give what the server calls the keys of a table, a binary array."""
+    """Return the server's names of a table's keys, a binary array."""
     skipped = len(prefix_of(table))
     return [key[skipped:] for key in keys.cast(pa.string()).to_pylist()]
 
 
 def shown(key: bytes) -> str:
-    """Write a key for a message."""
+    """Return a key as text for messages."""
     return key.decode(errors="backslashreplace")

@@ -1,7 +1,7 @@
-"""SGLang's 3FS metadata server: which page of a data file a key lies on, asked over HTTP.
+"""HTTP client of SGLang's 3FS metadata server, which maps keys to pages of data files.
 
-There is no list of keys: see hf3fs_snapshot. Nothing here clears a table, which would take the
-pages away from the engines that use them.
+The server cannot list keys: see `snapshot`. This client never clears a table, whose pages engines
+may be using.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: Hf3fsMetadataServer,
 RankMetadata.
 """
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import BoolArray
     from hicachectl.backends.http import Reply
 
-TIMEOUT_S = 15.0  # for a whole answer
-# The server answers one request at a time, on one thread: this many keys take it 5 ms.
+TIMEOUT_S = 15.0  # for a whole reply
+# The server handles one request at a time; this many keys take 5 ms.
 KEYS_PER_CALL = 4096
 
 _WHO = "3FS metadata server"
-_HINT = "name it as in SGLang's metadata_server_url; its --port is 18000 by default"
+_HINT = "check that it runs and is SGLang's metadata_server_url (--port, by default 18000)"
 _NO_TABLE = b"not initialized"
 
 _Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -49,32 +49,31 @@ class _ReserveReply(msgspec.Struct):
 
 
 class MetadataClient:
-    """One metadata server; safe to call from threads. Every failure is StoreUnavailable.
+    """One metadata server; safe to call from several threads. Every failure is StoreUnavailable.
 
-    A table is named by the rank and namespace that its engines use. Only `exists` and `has_table`
-    leave a table as it is.
+    Rank and namespace name a table. Only `exists` and `has_table` leave a table unchanged.
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port or http.client.HTTP_PORT
-        except ValueError:  # a port that is no number, brackets that do not match
+        except ValueError:  # invalid port, unmatched brackets
             host, port = None, 0
         if not host:
-            raise UsageError(f"{url}: no address; write http://HOST:18000")
+            raise UsageError(f"{url}: not an address; write http://HOST:18000")
         if parts.scheme != "http":
-            raise UnsupportedByBackend(f"{url}: a 3FS metadata server speaks plain http alone")
+            raise UnsupportedByBackend(f"{url}: a 3FS metadata server speaks plain http only")
         self.url = url.rstrip("/")
         self._root = parts.path.rstrip("/")
         self._http = HttpService(host, port, who=_WHO, hint=_HINT, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Close the connections; what other threads ask fails."""
+        """Close the connections; pending requests of other threads fail."""
         self._http.close()
 
     def has_table(self, rank: int, namespace: str) -> bool:
-        """Say whether an engine, or `initialize`, has made a table."""
+        """Return whether an engine, or `initialize`, has created a table."""
         body = msgspec.json.encode({"namespace": namespace, "keys": []})
         reply = self._http.post(self._path(rank, "exists"), body, repeatable=True)
         if _lacks_table(reply):
@@ -83,37 +82,36 @@ class MetadataClient:
         return True
 
     def initialize(self, rank: int, namespace: str, num_pages: int) -> None:
-        """Make a table whose pages are all free; one that is there stays as it is."""
+        """Create a table of free pages; an existing table stays unchanged."""
         verb = "initialize"
         self._done(self._changed(rank, verb, namespace, num_pages=num_pages), rank, verb, namespace)
 
     def exists(self, rank: int, namespace: str, keys: Sequence[str]) -> BoolArray:
-        """Say which keys are there, [n] bool, without a change to their recency."""
+        """Return which keys exist: [n] bool. Their recency stays unchanged."""
         found = self._asked(rank, "exists", namespace, keys, _ExistsReply)
         return np.array(found, dtype=np.bool_)
 
     def page_indices(self, rank: int, namespace: str, keys: Sequence[str]) -> list[int | None]:
-        """Give the page of each key, None where it is not there.
+        """Return the page of each key, None if missing.
 
-        Those that are there become the most recently used, in the order asked.
+        Existing keys become the most recently used, in the order of the request.
         """
         return self._asked(rank, "get_page_indices", namespace, keys, _PageIndicesReply)
 
     def reserve(self, rank: int, namespace: str, keys: Sequence[str]) -> list[tuple[bool, int]]:
-        """Take a page to write to for each key: whether the key is there already, and its page.
+        """Reserve a page for each key. Return whether each key exists, and its page.
 
-        Where nothing is free the least recently used keys are dropped, and their pages given. A
-        page that is not there already has to be confirmed or released by `confirm`: after an
-        error, some may be held by nobody, since the server tells no one which. Keys have to be
-        distinct: one that comes twice is given two pages. Never sent twice, nor in parts.
+        A full table drops its least recently used keys and reuses their pages. The pages of new
+        keys must be confirmed or released by `confirm`; after an error, unknown pages may stay
+        reserved. Keys must be distinct: a repeated key gets two pages. Sent once, as a whole.
         """
         verb = "reserve_and_allocate_page_indices"
         reply = self._changed(rank, verb, namespace, keys=[(key, "") for key in keys])
         if reply.status == http.client.INTERNAL_SERVER_ERROR:
             raise self._http.lost(
                 f"cannot reserve {len(keys)} pages of {rank}:{namespace}",
-                "it fails so when no page is free and no key is left to drop; pages that it had "
-                "taken for this request are leaked",
+                "probably no page is free and no key can be dropped; the pages already taken for "
+                "this request are leaked",
             )
         return self._values(reply, rank, verb, namespace, len(keys), _ReserveReply)
 
@@ -124,21 +122,21 @@ class MetadataClient:
         written: Iterable[tuple[str, int]],
         released: Iterable[int] = (),
     ) -> None:
-        """Map keys to the pages that were written for them, and free other pages, in one step.
+        """Map keys to the pages written for them, and free other pages, in one step.
 
-        The server believes it all: a released page that somebody holds is given out again. Not
-        sent twice; after an error it may have happened.
+        The server checks nothing: it gives out released pages again, even pages in use. Sent
+        once; after an error the change may have happened.
         """
         verb = "confirm_write"
         body = {"written_keys_to_confirm": list(written), "pages_to_release": list(released)}
         self._done(self._changed(rank, verb, namespace, **body), rank, verb, namespace)
 
     def delete(self, rank: int, namespace: str, keys: Sequence[str]) -> None:
-        """Delete keys, in one step, and free their pages; those that are not there are passed over.
+        """Delete keys in one step, and free their pages; missing keys are skipped.
 
-        A page that another key shares becomes free all the same: delete them together. The server
-        looks through the whole list of free pages for each key, and answers nobody meanwhile.
-        Not sent twice: a key could have been stored anew in between.
+        A page shared with another key also becomes free: delete both together. The server
+        searches its whole list of free pages for each key, and blocks other requests meanwhile.
+        Sent once: a key could have been stored again in between.
         """
         verb = "delete_keys"
         self._done(self._changed(rank, verb, namespace, keys=list(keys)), rank, verb, namespace)
@@ -146,7 +144,7 @@ class MetadataClient:
     def _asked(
         self, rank: int, verb: str, namespace: str, keys: Sequence[str], kind: type[Any]
     ) -> list[Any]:
-        """Ask about keys, some at a time; doing so twice does no more than once."""
+        """Query keys in several idempotent requests."""
         values: list[Any] = []
         for start in range(0, len(keys), KEYS_PER_CALL):
             some = keys[start : start + KEYS_PER_CALL]
@@ -162,14 +160,14 @@ class MetadataClient:
     def _done(self, reply: Reply, rank: int, verb: str, namespace: str) -> None:
         if reply.status != http.client.NO_CONTENT:
             self._checked(reply, rank, verb, namespace)
-            raise self._http.lost(f"answers {verb} in a way of its own", _HINT)
+            raise self._http.lost(f"returned an unexpected reply to {verb}", _HINT)
 
     def _checked(self, reply: Reply, rank: int, verb: str, namespace: str) -> bytes:
         if _lacks_table(reply):
             raise self._http.lost(
                 f"has no table {rank}:{namespace}",
-                "an SGLang with that rank and pool has not started there yet, or the server was "
-                "started without its snapshot",
+                "no SGLang with that rank and pool has started yet, or the server was started "
+                "without its snapshot",
             )
         if reply.status != http.client.OK:
             raise self._http.refused(self._path(rank, verb), reply)
@@ -178,16 +176,14 @@ class MetadataClient:
     def _values(
         self, reply: Reply, rank: int, verb: str, namespace: str, asked: int, kind: type[Any]
     ) -> list[Any]:
-        """Take the list out of a reply: a value for each key asked about."""
+        """Return the list in a reply, one value a key."""
         body = self._checked(reply, rank, verb, namespace)
         try:
             (values,) = msgspec.structs.astuple(decode(msgspec.json.Decoder(kind), body))
         except FormatError as error:
-            raise self._http.lost(f"its answer to {verb} cannot be read: {error}") from None
+            raise self._http.lost(f"its reply to {verb} is invalid: {error}") from None
         if len(values) != asked:
-            raise self._http.lost(
-                f"its answer to {verb} is about {len(values)} keys instead of {asked}"
-            )
+            raise self._http.lost(f"its reply to {verb} has {len(values)} keys instead of {asked}")
         found: list[Any] = values
         return found
 

@@ -1,4 +1,4 @@
-"""Stores that keep tables of keys and pages, which can be checked and repaired."""
+"""Stores with tables of keys and pages, which can be checked and repaired."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """The file that the pages of one table lie in, as it was when somebody looked."""
+    """The data file of one table, as last seen."""
 
     path: str
     nbytes: int
@@ -27,10 +27,10 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableState:
-    """Tables as they were saved together.
+    """Tables that were saved together, in the file `path`.
 
-    files, page_bytes: by table name, RANK:NAMESPACE; what is not known of a table is not in them.
-    live: a server goes on changing what was saved. path: of the file they are saved in.
+    files, page_bytes: by table name, RANK:NAMESPACE; unknown values are missing.
+    live: a server may have changed the tables since.
     """
 
     path: str
@@ -42,19 +42,19 @@ class TableState:
 
 
 class PageTables(Confirm):
-    """Maps keys to pages of data files, in tables that a metadata server changes."""
+    """Store that maps keys to pages of data files, in tables of a metadata server."""
 
     @abstractmethod
     def table_state(self) -> TableState | None:
-        """Return the tables as last saved; None where no snapshot is named."""
+        """Return the tables as last saved; None if no snapshot is named."""
 
     @abstractmethod
     def table_server(self) -> MetadataClient | None:
-        """Return the server that changes the tables; None where none is named."""
+        """Return the server that changes the tables; None if none is named."""
 
     @abstractmethod
     def holes(self, rows: Rows) -> BoolArray:
         """Return which objects have bytes that were never written: [n] bool.
 
-        Only a file system that keeps holes, and reports them, can tell.
+        The file system must report holes.
         """

@@ -1,4 +1,4 @@
-"""The search for a key that is there twice among millions, in 16 bytes of memory each."""
+"""Search for a repeated key among millions, in 16 bytes of memory a key."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hicachectl.formats.keys.rows import ByteRows
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-# Of a longer key only so many bytes of its beginning and end are looked at in the first round.
+# Bytes at both ends of a longer key that are hashed.
 _LOOKED_AT = 128
 _WORD_BYTES = 8
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, with its bits spread: 2**64 by the golden ratio
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2**64 by the golden ratio: odd, with spread bits
 
 
 def repeated_key(keys: Any) -> bytes | None:
-    """Give a key that is more than once in a chunked binary array, None where all are distinct.
+    """Return a key that occurs twice in a chunked binary array, None if all are distinct.
 
-    Only keys whose hashes are equal are compared.
+    Only keys with equal hashes are compared.
     """
     hashes = np.concatenate([np.zeros(0, dtype=np.uint64), *map(_hashes, keys.chunks)])
     ordered = np.sort(hashes)
@@ -36,7 +36,7 @@ def repeated_key(keys: Any) -> bytes | None:
 
 
 def _hashes(keys: Any) -> npt.NDArray[np.uint64]:
-    """Hash keys: [n], equal for equal ones."""
+    """Return hashes of keys: [n] uint64, equal for equal keys."""
     rows = ByteRows(keys)
     hashes = rows.lengths.astype(np.uint64)
     for length in np.unique(rows.lengths).tolist():

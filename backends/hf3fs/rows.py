@@ -1,4 +1,4 @@
-"""What a 3FS store lists of its keys, as record batches whose columns cost little."""
+"""Record batches of a 3FS store's keys, with columns that take little memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _VERSION_BYTES = 8
 
 
 def batch_of(schema: Any, keys: Any, indices: IntArray, nbytes: int | None) -> Any:
-    """Make a batch of keys of one table, whose columns of one value all batches share.
+    """Return a batch of one table's keys; batches share columns of a constant.
 
-    indices: [n] int64 page indices, UNKNOWN where no locator and no version is known. nbytes: of
-    each page, None where that is not known.
+    indices: [n] int64 page indices, UNKNOWN for null locator and version.
+    nbytes:  bytes of each page, None if unknown.
     """
     unknown = indices == UNKNOWN
     columns = {
@@ -43,13 +43,13 @@ def _column_of(value: int | None, count: int) -> Any:
 
 
 def _all_alike(value: int | None, count: int) -> Any:
-    """Give a column of one number, or of nulls, in memory that others of it have as well."""
+    """Return a column of one number, or of nulls, in shared memory."""
     return _column_of(value, -(-count // _SHARED_ROWS) * _SHARED_ROWS).slice(0, count)
 
 
 def _versions(indices: IntArray, unknown: BoolArray) -> Any:
-    """Write page indices as versions of objects; null where they are not known."""
-    import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+    """Return page indices as object versions; null if unknown."""
+    import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
 
     versions = pa.FixedSizeBinaryArray.from_buffers(
         pa.binary(_VERSION_BYTES),

@@ -1,7 +1,7 @@
-"""Where a 3FS store is: the store URL, or the JSON config that SGLang's own servers are given.
+"""Location of a 3FS store, from the store URL or the JSON config of SGLang's servers.
 
-A URL is `hf3fs:///PREFIX?server=&snapshot=&file_size=&ranks=`; with `config=FILE`, or as `hf3fs:`
-alone with SGLANG_HICACHE_HF3FS_CONFIG_PATH set, prefix, file size and server come from that file.
+A URL is `hf3fs:///PREFIX?server=&snapshot=&file_size=&ranks=`. With `config=FILE`, or for `hf3fs:`
+with SGLANG_HICACHE_HF3FS_CONFIG_PATH set, prefix, file size and server come from that file.
 Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS.from_env_config.
 """
 
@@ -29,18 +29,18 @@ CONFIG_VARIABLE = "SGLANG_HICACHE_HF3FS_CONFIG_PATH"
 MAX_FILE_SIZE = (1 << 63) - 1
 
 _PREFIX = re.compile(r"/[^\0\ud800-\udc7f\udd00-\udfff]*(?<!/)")  # a path that can be encoded
-_KV = "kv"  # the one pool whose file has no name of its own
+_KV = "kv"  # the only pool whose file name lacks its name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hf3fsSettings:
-    """Where pages lie and who knows which; `str` gives a URL that leads to equal settings.
+    """Location of pages and tables; `str` returns a URL that leads to equal settings.
 
     prefix:    SGLang's file_path_prefix, absolute.
-    file_size: bytes of each data file; None where nobody said.
-    ranks:     the ranks that are looked at, 0 to ranks - 1; None for all.
+    file_size: bytes of each data file; None if not stated.
+    ranks:     use ranks 0 to ranks - 1; None for all.
     server:    URL of the metadata server.
-    snapshot:  the file that the metadata server saves its tables to, absolute.
+    snapshot:  absolute path of the file that the metadata server saves its tables to.
     """
 
     prefix: str
@@ -50,7 +50,7 @@ class Hf3fsSettings:
     snapshot: str | None = None
 
     def data_file(self, rank: int, namespace: str) -> str:
-        """Name the file that holds a pool's pages (register_mem_host_pool_v2)."""
+        """Return the path of a pool's data file (register_mem_host_pool_v2)."""
         path = f"{self.prefix}.{rank}.bin"
         return path if namespace == _KV else f"{path}.{namespace}"
 
@@ -78,7 +78,7 @@ class _Document(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """What SGLang's JSON config says."""
+    """Settings in SGLang's JSON config."""
 
     where: str
     prefix: str
@@ -87,9 +87,9 @@ class _Config:
 
 
 def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
-    """Find out where the store that a URL names is.
+    """Return the settings that a URL names.
 
-    Raises UsageError for the URL and for what it contradicts, FormatError for the JSON config.
+    Raises UsageError for the URL, also if it contradicts the JSON config; FormatError for that.
     """
     config = _config(url, environ)
     settings = Hf3fsSettings(
@@ -102,14 +102,14 @@ def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
     if settings.server is None and settings.snapshot is None:
         raise UsageError(
             f"{settings}: no metadata is named; give server=http://HOST:18000 and snapshot=FILE, "
-            "where that server saves its tables. Without such a server SGLang keeps them in its "
-            "own process, and what it stored cannot be told apart by anybody else"
+            "where that server saves its tables (an SGLang without a server keeps its tables "
+            "in its own process, and no other program can read its pages)"
         )
     return settings
 
 
 def _config(url: StoreUrl, environ: Mapping[str, str]) -> _Config | None:
-    """Read the JSON config, where the URL or the environment names one."""
+    """Read the JSON config if the URL or the environment names one."""
     if "config" in url.params:
         return _read_config(url.params["config"], "config")
     if url.path:
@@ -129,8 +129,8 @@ def _config(url: StoreUrl, environ: Mapping[str, str]) -> _Config | None:
 def _prefix(path: str, where: str, error: type[UsageError | FormatError]) -> str:
     if not _PREFIX.fullmatch(path):
         raise error(
-            f"{where}: {path!r} is no prefix of data files; they are named PREFIX.RANK.bin, and "
-            "PREFIX is an absolute path"
+            f"{where}: {path!r} is not a prefix of data files; give the absolute path PREFIX of "
+            "files named PREFIX.RANK.bin"
         )
     return path
 
@@ -152,17 +152,17 @@ def _server(url: StoreUrl, config: _Config | None) -> str | None:
 
 
 def _service(text: str, where: str, error: type[UsageError | FormatError] = UsageError) -> str:
-    """Check the address of the metadata server; a slash at its end means nothing."""
+    """Check the address of the metadata server, and drop a final slash."""
     try:
         parts = urlsplit(text)
         port = parts.port
-    except ValueError:  # a port that is no number, brackets that do not match
+    except ValueError:  # invalid port, unmatched brackets
         parts, port = urlsplit(""), None
     plain = parts.scheme == "http" and parts.hostname and text.isprintable()
     if not plain or port == 0 or " " in text or parts.query or parts.fragment:
-        raise error(f"{where}: {shown(text)} is no address; write http://HOST:18000")
+        raise error(f"{where}: {shown(text)} is not an address; write http://HOST:18000")
     if "@" in parts.netloc:
-        raise error(f"{where}: a metadata server asks for no password; write http://HOST:18000")
+        raise error(f"{where}: a metadata server takes no password; write http://HOST:18000")
     return text.rstrip("/")
 
 
@@ -170,7 +170,9 @@ def _snapshot(url: StoreUrl) -> str | None:
     if "snapshot" not in url.params:
         return None
     if not url.params["snapshot"]:
-        raise UsageError("snapshot: name the file that the metadata server saves its tables to")
+        raise UsageError(
+            "snapshot: no file is named; give the file where the metadata server saves tables"
+        )
     return str(Path(url.params["snapshot"]).absolute())
 
 
@@ -179,7 +181,7 @@ def _count(url: StoreUrl, name: str, most: int) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most))):
-        raise UsageError(f"{name}: {shown(text)} is no whole number")
+        raise UsageError(f"{name}: {shown(text)} is not a whole number")
     if not 1 <= int(text) <= most:
         raise UsageError(f"{name}: {text} is not between 1 and {most}")
     return int(text)
@@ -191,7 +193,7 @@ def _count(url: StoreUrl, name: str, most: int) -> int | None:
 def _read_config(path: str, source: str) -> _Config:
     where = f"{source} {path}"
     document = convert(read_config(path, where), _Document, where)
-    server = document.metadata_server_url  # SGLang takes null and "" for none
+    server = document.metadata_server_url  # SGLang: null and "" mean none
     return _Config(
         where=where,
         prefix=_prefix(document.file_path_prefix, f"{where}: file_path_prefix", FormatError),
@@ -201,11 +203,11 @@ def _read_config(path: str, source: str) -> _Config:
 
 
 def _whole(value: float | str, where: str) -> int:
-    """Take what Python's int() takes of a JSON value, as SGLang does, within bounds."""
+    """Return Python's int() of a JSON value, as SGLang does, within bounds."""
     if isinstance(value, str):
         is_whole = value.isascii() and value.isdecimal() and len(value) < 20
     else:
         is_whole = value == value // 1  # neither infinite nor NaN
     if not is_whole or not 1 <= int(value) <= MAX_FILE_SIZE:
-        raise FormatError(f"{where}: {shown(value)} is no size in bytes")
+        raise FormatError(f"{where}: {shown(value)} is not a size in bytes")
     return int(value)

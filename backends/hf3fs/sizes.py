@@ -1,4 +1,4 @@
-"""What only a profile tells of a 3FS store: how long its pages are, and which keys are its own."""
+"""Page sizes and keys of a 3FS store, which only a profile states."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from hicachectl.backends.hf3fs.snapshot import PageTable
     from hicachectl.formats.profile import Profile
 
-_LONGEST = 1 << 20  # of a key; binary_slice wants an end
+_LONGEST = 1 << 20  # bytes of a key; binary_slice needs an end
 
 
 @dataclass(frozen=True, slots=True)
 class PageSizes:
-    """The bytes of a page by table, and the affixes that keys of the deployment have."""
+    """Bytes of a page by table, and the affixes of the deployment's keys."""
 
     nbytes: Mapping[TableName, int]
     affixes: frozenset[Affix]
 
     @classmethod
     def of(cls, profile: Profile) -> Self:
-        """Learn them. Raises ProfileError, UnsupportedByBackend for what 3FS cannot hold."""
+        """Return a profile's sizes. Raises ProfileError, UnsupportedByBackend if 3FS cannot."""
         from hicachectl.formats.keys.base import codec_for
         from hicachectl.formats.spec import object_specs
 
@@ -41,7 +41,7 @@ class PageSizes:
             if size != expected.nbytes:
                 raise ProfileError(
                     f"pools[{table_of(before)[1]}]: objects of {size} and {expected.nbytes} bytes "
-                    "cannot share a 3FS file, whose pages are of one size"
+                    "cannot share a 3FS file, which has pages of one size"
                 )
             affixes.add((before, after))
         return cls(nbytes, frozenset(affixes))
@@ -53,12 +53,13 @@ class PageSizes:
         file_size: int,
         own_sizes: Mapping[str, int] | None = None,
     ) -> str | None:
-        """Compare the pages of tables with those that fit into their files.
+        """Compare the page counts of tables with the pages that fit into their files.
 
-        file_size: of a file that was not cut off. own_sizes: bytes of each table's file, by name,
-        where `file_size` is only the largest of them. Returns why the page size is in doubt, None
-        where it is not. Where some tables of a namespace agree, the others are damaged: a finding.
-        Raises ProfileError where none does, and a file that was cut off does not explain it.
+        file_size: bytes of a file that was not truncated.
+        own_sizes: bytes of each table's file, by table name, if `file_size` is only the largest.
+        Return why the page size is in doubt, else None. If any table of a namespace fits, the
+        others are damaged, which is a finding. Raises ProfileError if none fits, and truncation
+        does not explain it.
         """
         disagreeing: list[tuple[PageTable, int]] = []
         agreeing = set()
@@ -71,7 +72,7 @@ class PageSizes:
             else:
                 disagreeing.append((table, nbytes))
         own = own_sizes or {}
-        # Files that were cut off have lengths of their own.
+        # Truncated files have different lengths.
         lengths = Counter(own.get(table.name) for table, _ in disagreeing)
         doubt = None
         for table, nbytes in disagreeing:
@@ -82,36 +83,36 @@ class PageSizes:
                 raise ProfileError(
                     f"{url}: table {table.name} has {table.num_pages} pages, but "
                     f"{file_size // nbytes} of {nbytes} bytes fit into a file of {file_size}: the "
-                    "profile is another deployment's, the file was cut off, or the table was made "
-                    "for another file size (then give file_size=)"
+                    "profile is another deployment's, the file was truncated, or the table was "
+                    "made for another file size (then give file_size=)"
                 )
             doubt = doubt or (
                 f"table {table.name} has {table.num_pages} pages of {nbytes} bytes by the profile, "
-                f"but its file ends after {length} bytes: the file was cut off, or the profile is "
-                "another deployment's; SGLang's file size tells, as file_size= in the URL"
+                f"but its file has {length} bytes: the file was truncated, or the profile is "
+                "another deployment's; give SGLang's file size as file_size= in the URL"
             )
         return doubt
 
     def refuse_strangers(self, url: str, keys: Sequence[bytes], sizes: IntArray) -> None:
-        """Raise UnsupportedByBackend for objects that the deployment does not have."""
+        """Raise UnsupportedByBackend for objects of other deployments."""
         for key, size in zip(keys, sizes.tolist(), strict=True):
             affix = affix_of(key)
             if affix not in self.affixes:
                 raise UnsupportedByBackend(
-                    f"{url}: {shown(key)} is no object of the profile's deployment on 3FS"
+                    f"{url}: {shown(key)} is not an object of the profile's deployment on 3FS"
                 )
             nbytes = self.nbytes[table_of(affix[0])]
             if size != nbytes:
                 raise UnsupportedByBackend(
-                    f"{url}: {shown(key)} has {size} bytes; its file has pages of {nbytes}"
+                    f"{url}: {shown(key)} has {size} bytes, but its file has pages of {nbytes}"
                 )
 
     def refuse_other_models(self, url: str, tables: Iterable[PageTable]) -> None:
-        """Raise UnsupportedByBackend where tables have keys that the deployment never writes.
+        """Raise UnsupportedByBackend if tables have keys that the deployment never writes.
 
-        Keys name no model: what another one writes there would be taken for our own.
+        Keys name no model: another model's pages would be read as this one's.
         """
-        import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+        import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
 
         for table in tables:
             prefix = prefix_of((table.rank, table.namespace))

@@ -1,6 +1,6 @@
-"""The snapshot of SGLang's 3FS metadata server: which key lies on which page, and what is free.
+"""Snapshot of SGLang's 3FS metadata server: the page of each key, and the free pages.
 
-JSON, read as a stream: memory is bounded by the columns it becomes, some 90 bytes a key.
+JSON, parsed as a stream: memory is bounded by the resulting columns, about 90 bytes a key.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py ::
 GlobalMetadataState.save_to_disk, load_from_disk.
 """
@@ -26,6 +26,7 @@ from hicachectl.backends.disk.permissions import give_file
 from hicachectl.backends.hf3fs.repeats import repeated_key
 from hicachectl.formats.errors import FormatError, StoreUnavailable
 from hicachectl.formats.forms import decode
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int64]
 
-# The server keeps every free page in a Python list: this many would take it 160 GB.
+# The server keeps free pages in a Python list: this many take 160 GB.
 MAX_PAGES = 1 << 32
-MAX_KEY_BYTES = (1 << 31) - 1  # of one table together: what Arrow's binary arrays hold
+MAX_KEY_BYTES = (1 << 31) - 1  # of one table: the limit of Arrow's binary arrays
 
-# Measured with 1,000,000 keys: what fits the processor's cache parses twice as fast as 4 MiB do.
+# Measured with 1,000,000 keys: twice as fast as 4 MiB, which exceed the processor's cache.
 _PIECE_BYTES = 256 << 10
 _BLOCK_BYTES = 1 << 20
 _MAX_ENTRY_BYTES = 1 << 20  # of one key with its index
@@ -45,7 +46,7 @@ _MAX_NAME_BYTES = 4 << 10
 _WRITE_ROWS = 16 << 10
 _CHUNK_ROWS = 16 << 10
 _NUMBER_BYTES = 8
-_REPAIRED_MODE = 0o644  # as the server, which may be another user, has to read it
+_REPAIRED_MODE = 0o644  # the server, perhaps another user, must read it
 
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _STRING = re.compile(rb'"(?:[^"\\\x00-\x1f]|\\.)*"')
@@ -54,7 +55,7 @@ _INTEGER = re.compile(rb"(?:0|[1-9][0-9]*)(?![0-9.eE])")
 _ARRAY_END = re.compile(rb"\][ \t\r\n]*\]")
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _TABLE_NAME = re.compile(r"(0|[1-9][0-9]{0,8})(?::([A-Za-z0-9_.-]{1,100}))?")
-_OLD_NAMESPACE = "kv"  # of files from before tables had one
+_OLD_NAMESPACE = "kv"  # of files older than namespaces
 
 _Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _PAGES = msgspec.json.Decoder(list[_Index])
@@ -66,37 +67,37 @@ _ENTRIES = msgspec.json.Decoder(list[tuple[str, _Index]])
 class PageTable:
     """The pages of one rank and namespace.
 
-    free:    int64 [n], pages that are free, in the server's order: the last is handed out first.
-    keys:    chunked binary array [m] of distinct keys as they are listed, RANK:NAMESPACE:KEY, the
-             least recently used first.
-    indices: int64 [m], the page of each key. Neither these nor `free` need be less than num_pages.
+    free:    int64 [n], free pages in the server's order: the last is handed out first.
+    keys:    chunked binary array [m] of distinct keys, RANK:NAMESPACE:KEY, least recently used
+             first.
+    indices: int64 [m], the page of each key. Like `free`, not checked against num_pages.
     """
 
     rank: int
     namespace: str
     num_pages: int
     free: IntArray
-    keys: Any  # pa.ChunkedArray, which listings share
+    keys: Any  # pa.ChunkedArray, shared with listings
     indices: IntArray
 
     @property
     def name(self) -> str:
-        """The table as the server spells it, RANK:NAMESPACE."""
+        """Return the table's name on the server, RANK:NAMESPACE."""
         return f"{self.rank}:{self.namespace}"
 
     def names_at(self, rows: IntArray) -> Any:
-        """Give what the server calls some keys, KEY alone: a chunked binary array."""
+        """Return the server's names (KEY alone) of some keys: a chunked binary array."""
         keys = take_rows(pa.table({"key": self.keys}), rows).column("key")
         return pc.binary_slice(keys, len(self.name) + 1, MAX_KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a snapshot file says.
+    """Contents of a snapshot file.
 
-    saved_at_ns: its modification time. The server gathers keys before it writes them, seconds or,
-        with millions of keys, minutes; the free pages it reads only then, so that on a live store
-        the two can disagree about what was deleted or reserved meanwhile.
+    saved_at_ns: modification time of the file. The server collects keys for seconds or, with
+        millions of keys, minutes, and reads the free pages afterwards. On a live store the two can
+        disagree about keys deleted or pages reserved meanwhile.
     """
 
     saved_at_ns: int
@@ -106,22 +107,22 @@ class Snapshot:
 def read_snapshot(path: Path | str) -> Snapshot:
     """Read a snapshot.
 
-    Raises FormatError for one that the server would not have written, StoreUnavailable for one
-    that cannot be opened or read.
+    Raises FormatError for a text that the server never writes, StoreUnavailable if the file cannot
+    be read.
     """
     try:
-        # Unbuffered: what is read next is told by one place alone.
+        # Unbuffered: the parser has its own buffer.
         with Path(path).open("rb", buffering=0) as file:
             saved_at_ns = os.fstat(file.fileno()).st_mtime_ns
             snapshot = Snapshot(saved_at_ns, tuple(_Parser(file, str(path)).tables()))
     except OSError as error:
-        raise StoreUnavailable(f"{path}: cannot read the snapshot: {error.strerror}") from error
+        raise StoreUnavailable(failed(path, "read the snapshot", error)) from error
     pa.default_memory_pool().release_unused()
     return snapshot
 
 
 class _Parser:
-    """Reads the document from the start; `_text[_at:]` is what was read and not yet parsed."""
+    """Parser of the whole document; `_text[_at:]` is read but not yet parsed."""
 
     def __init__(self, file: IO[bytes], path: str) -> None:
         self._file = file
@@ -137,15 +138,15 @@ class _Parser:
         for name in self._members():
             match = _TABLE_NAME.fullmatch(name)
             if match is None:
-                self._fail(f"{name[:100]!r} is no RANK:NAMESPACE")
+                self._fail(f"{name[:100]!r} is not RANK:NAMESPACE")
             table = self._table(int(match[1]), match[2] or _OLD_NAMESPACE)
             if table.name in seen:
-                self._fail(f"{table.name} is there twice")
+                self._fail(f"{table.name} occurs twice")
             seen.add(table.name)
             self._place = "the document"
             yield table
         if self._peek():
-            self._fail("something follows the end of the document")
+            self._fail("text after the end of the document")
 
     def _table(self, rank: int, namespace: str) -> PageTable:
         name = f"{rank}:{namespace}"
@@ -162,7 +163,7 @@ class _Parser:
             elif field == "key_to_index" and entries is None:
                 entries = self._entries(f"{name}:")
             else:
-                self._fail("not known to this version of hicachectl, or there twice")
+                self._fail("unknown to this version of hicachectl, or a duplicate")
             self._place = name
         if num_pages is None or free is None or entries is None:
             self._fail("num_pages, free_pages or key_to_index is missing")
@@ -172,21 +173,21 @@ class _Parser:
         self._peek()
         match = _INTEGER.match(self._text, self._at)
         if match is None:
-            self._fail("no whole number")
+            self._fail("not a whole number")
         self._at = match.end()
         if len(match[0]) > len(str(MAX_PAGES)) or int(match[0]) > MAX_PAGES:
-            self._fail(f"more than {MAX_PAGES} pages are more than a server can hold")
+            self._fail(f"more than {MAX_PAGES} pages, which no server can hold")
         return int(match[0])
 
     def _free_pages(self) -> IntArray:
-        pages = bytearray()  # which grows in one place, unlike many small arrays
+        pages = bytearray()  # grows in place, unlike many small arrays
         for piece in self._pieces(self._pages_end):
             pages += np.array(self._decoded(_PAGES, piece, pages), dtype=np.int64).data
         return np.frombuffer(pages, dtype=np.int64)
 
     def _entries(self, prefix: str) -> tuple[Any, IntArray]:
         chunks: list[Any] = []
-        texts: list[Any] = []  # of the chunk that is being gathered
+        texts: list[Any] = []  # of the current chunk
         indices = bytearray()
         nbytes = gathered = 0
         for piece in self._pieces(self._entries_end):
@@ -207,11 +208,11 @@ class _Parser:
         twice = repeated_key(keys)
         if twice is not None:
             name = twice.decode().removeprefix(prefix)
-            self._fail(f"the key {_quoted(name)} is there twice")
+            self._fail(f"the key {_quoted(name)} occurs twice")
         return keys, np.frombuffer(indices, dtype=np.int64)
 
     def _decoded(self, decoder: Any, piece: bytes, before: bytearray) -> Any:
-        """Decode some elements of an array; `before` has a number of each before them."""
+        """Decode elements of an array; `before`: one number for each earlier element."""
         try:
             return decode(decoder, b"[" + piece + b"]")
         except FormatError as error:
@@ -226,8 +227,8 @@ class _Parser:
     # the two kinds of arrays, a few elements at a time
 
     def _pieces(self, find_end: Callable[[int], int]) -> Iterator[bytes]:
-        """Give an array's text in pieces of whole elements, without its brackets."""
-        self._expect(b"[", "no array")
+        """Yield an array's text in pieces of whole elements, without brackets."""
+        self._expect(b"[", "not an array")
         if self._peek() == b"]":
             self._at += 1
             return
@@ -241,7 +242,7 @@ class _Parser:
             if mark == b"]":
                 return
             if mark != b",":
-                self._fail("what follows an element is neither a comma nor the end")
+                self._fail("expected a comma or the end after an element")
 
     def _piece(self, find_end: Callable[[int], int]) -> bytes:
         size = _PIECE_BYTES
@@ -260,12 +261,12 @@ class _Parser:
             size *= 2
 
     def _pages_end(self, limit: int) -> int:
-        """Find the end of the last whole number: what follows it is a comma or the end."""
+        """Return the end of the last whole number, which a comma or the array's end follows."""
         end = self._text.find(b"]", self._at, limit)
         return end if end >= 0 else self._text.rfind(b",", self._at, limit)
 
     def _entries_end(self, limit: int) -> int:
-        """Find the end of the array's, or the text's, last whole `[key, index]`."""
+        """Return the end of the last whole `[key, index]` before `limit`; -1 without one."""
         quotes, counted = 0, self._at
         for match in _ARRAY_END.finditer(self._text, self._at, limit):
             quotes += self._quotes(counted, match.start())
@@ -282,7 +283,7 @@ class _Parser:
         return -1
 
     def _quotes(self, start: int, end: int) -> int:
-        """Count the quotes that begin or end a string. A key can contain any bracket."""
+        """Count the quotes that begin or end a string. Keys can contain brackets."""
         if self._text.find(b"\\", start, end) < 0:
             return self._text.count(b'"', start, end)
         return _ESCAPE.sub(b"", self._text[start:end]).count(b'"')
@@ -290,8 +291,8 @@ class _Parser:
     # the rest of the grammar
 
     def _members(self) -> Iterator[str]:
-        """Give the names of an object's members; the caller parses each value before the next."""
-        self._expect(b"{", "no object")
+        """Yield the names of an object's members; the caller parses each value."""
+        self._expect(b"{", "not an object")
         if self._peek() == b"}":
             self._at += 1
             return
@@ -302,7 +303,7 @@ class _Parser:
             if mark == b"}":
                 return
             if mark != b",":
-                self._fail("what follows a member is neither a comma nor the end")
+                self._fail("expected a comma or the end after a member")
 
     def _name(self) -> str:
         self._peek()
@@ -311,9 +312,9 @@ class _Parser:
         if match is None:
             if self._ended and _OPEN_STRING.match(self._text, self._at):
                 self._cut_short()
-            self._fail("no name in quotes")
+            self._fail("expected a name in quotes")
         self._at = match.end()
-        self._expect(b":", "no colon after a name")
+        self._expect(b":", "expected a colon after a name")
         try:
             return decode(_NAME, match[0])
         except FormatError as error:
@@ -325,7 +326,7 @@ class _Parser:
         self._at += 1
 
     def _peek(self) -> bytes:
-        """Pass over white space; give the byte that follows, nothing at the end of the file."""
+        """Skip white space; return the next byte, b"" at the end of the file."""
         while True:
             self._fill(64)
             match = _SPACE.match(self._text, self._at)
@@ -335,7 +336,7 @@ class _Parser:
                 return self._text[self._at : self._at + 1]
 
     def _fill(self, nbytes: int) -> None:
-        """Read on, so that as many bytes are there to parse, unless the file ends before."""
+        """Read until `nbytes` bytes can be parsed, or the file ends."""
         while not self._ended and len(self._text) - self._at < nbytes:
             block = self._file.read(_BLOCK_BYTES)
             self._ended = not block
@@ -361,7 +362,7 @@ class _Parser:
 
 
 def listed_keys(prefix: str, names: Sequence[Any]) -> Any:
-    """Spell keys as they are listed, of arrays of what the server calls them: one binary array."""
+    """Return the listed keys, one binary array, of arrays of the server's names."""
     joined = pc.binary_join_element_wise(prefix, pa.concat_arrays(names), "")
     return joined.cast(pa.binary())
 
@@ -374,13 +375,11 @@ def _quoted(text: str) -> str:
 
 
 def write_repaired(snapshot: Snapshot, path: Path | str, like: Path | str | None = None) -> None:
-    """Write a snapshot that the metadata server loads, as a new file that is whole or absent.
+    """Write a snapshot that the metadata server can load, atomically, to a new file.
 
-    like: the snapshot that it is made from; no more users may read the new one, and with root's
-    rights it gets the same owner.
-
-    Raises FormatError for an existing file, which is never replaced, and StoreUnavailable for one
-    that cannot be written.
+    like: the original snapshot. No more users may read the new file; run as root, it gets the same
+    owner.
+    Raises FormatError if the file exists, StoreUnavailable if it cannot be written.
     """
     try:
         with new_file(str(path), 0o600, replaces=False) as descriptor:
@@ -393,13 +392,13 @@ def write_repaired(snapshot: Snapshot, path: Path | str, like: Path | str | None
                 mode = facts.st_mode & _REPAIRED_MODE | 0o600
                 give_file(descriptor, facts.st_uid, facts.st_gid, mode=mode)
     except FileExistsError:
-        raise FormatError(f"{path}: is there already; name a file that is not") from None
+        raise FormatError(f"{path}: already exists; choose another name") from None
     except OSError as error:
-        raise StoreUnavailable(f"{path}: cannot write the snapshot: {error.strerror}") from error
+        raise StoreUnavailable(failed(path, "write the snapshot", error)) from error
 
 
 def _document(snapshot: Snapshot) -> Iterator[bytes]:
-    """Give the text that json.dump with an indent of 4 would, a bounded part at a time."""
+    """Yield the text of json.dump with an indent of 4, in bounded parts."""
     mark = b"{"
     for table in snapshot.tables:
         name = msgspec.json.encode(table.name)

@@ -1,9 +1,9 @@
-"""SGLang's 3FS store: pages in preallocated files, and a metadata server that knows their keys.
+"""SGLang's 3FS store: pages in preallocated files, and a metadata server with their keys.
 
-The server lists nothing, so what is listed comes from the snapshot that it saves, and is as old;
-of what it is asked while looking, only `exists` leaves its eviction order alone. Nothing on disk
-says which key a page belongs to, or how long pages are: the first the server's table tells, the
-second the profile. Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS,
+The server cannot list keys, so listings come from the snapshot that it saves, and are as old. Of
+its queries, only `exists` leaves the eviction order unchanged. The files contain neither the keys
+nor the length of pages: the server's tables have the keys, the profile has the lengths.
+Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS,
 mini_3fs_metadata_server.py :: RankMetadata.
 """
 
@@ -52,6 +52,7 @@ from hicachectl.backends.hf3fs.tables import UNKNOWN, KeyTables, locators
 from hicachectl.backends.hf3fs.usrbio import UsrbioReader, find_usrbio
 from hicachectl.backends.hf3fs.writing import PageWriter
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UnsupportedByBackend
+from hicachectl.formats.wording import needs_profile
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator
@@ -65,9 +66,9 @@ _HIGHEST = np.iinfo(np.int64).max
 
 
 class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
-    """Tables of a metadata server, or of its snapshot alone, and the files of their pages.
+    """Tables of a metadata server, or of its snapshot only, and the files of their pages.
 
-    Objects have no sizes before `use_profile`: how long a page is only a profile tells.
+    Object sizes are unknown before `use_profile`.
     """
 
     limits: Limits = Limits(
@@ -86,24 +87,24 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         lists_late=True,
         evicts=True,
         evicts_pools_apart=True,
-        versions_recur=True,  # freed pages are handed out at once
+        versions_recur=True,  # freed pages are reused at once
         identifies_by_exists=True,
     )
 
     def __init__(
         self, settings: Hf3fsSettings, *, direct: bool | None = None, create: bool = False
     ) -> None:
-        """Open a store. direct: whether to read past the page cache (see DataFiles).
+        """Open a store. direct: bypass the page cache (see DataFiles).
 
-        create: make the files and tables of a deployment that has not started, when written to.
+        create: the first write creates the files and tables of a deployment that has not started.
         """
         self.settings = settings
         self.url = str(settings)
         self._files = DataFiles(direct=direct)
         self._reader: PageReader = self._files
-        self._readable: dict[str, Permissions] = {}  # of the files that were read
+        self._readable: dict[str, Permissions] = {}  # of the files read so far
         self._sizes = PageSizes({}, frozenset())
-        self._doubt: str | None = None  # why the pages may have another size
+        self._doubt: str | None = None  # why the page size may be wrong
         self._server: MetadataClient | None = None
         directory = Path(settings.prefix).parent
         if not directory.is_dir():
@@ -119,27 +120,26 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> Self:
-        """Open the store that a URL, SGLang's config or its environment names."""
+        """Open the store that a URL, SGLang's config or the environment names."""
         return cls(settings_from(url, os.environ))
 
     @classmethod
     def create(cls, url: StoreUrl) -> Self:
-        """Open it to write to; tables that the server does not know are made with the first write.
+        """Open the store for writing; the first write creates tables that the server lacks.
 
-        How large their files are `file_size` says, unless they are there. The directory, being on
-        a mount, is not made.
+        New files have `file_size` bytes. The directory must exist, since it is on a mount.
         """
         return cls(settings_from(url, os.environ), create=True)
 
     def readable_by(self, *, listing: bool = False) -> Permissions:
-        """Return who may read the data files that were read."""
+        """Return who may read the data files read so far."""
         directory = Permissions.within(Path(self.settings.prefix).parent.stat())
         return (
             directory if listing else reduce(Permissions.both, self._readable.values(), directory)
         )
 
     def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
-        """Narrow the modes of new data files; those that are there keep theirs."""
+        """Narrow the modes of new data files; existing files keep theirs."""
         if self._maker is not None:
             self._maker.permissions = self._maker.permissions.both(permissions)
 
@@ -150,14 +150,14 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         if self._server is not None:
             self._server.close()
 
-    # what the profile tells
+    # the profile
 
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
-        """Learn the bytes of pages, and check them against the tables' page counts.
+        """Set the bytes of pages, and check them against the tables' page counts.
 
-        An inferred profile tells nothing. Raises ProfileError when no table of a namespace has as
-        many pages as fit into its file, unless it only looks and its file may have been
-        cut off; UnsupportedByBackend for what 3FS cannot hold.
+        Inferred profiles are ignored. Raises ProfileError if in some namespace no table has as many
+        pages as fit into its file; with `looks_only`, not if the file may be truncated. Raises
+        UnsupportedByBackend for objects that 3FS cannot hold.
         """
         if profile.inferred:
             return
@@ -183,14 +183,14 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     # listing
 
     def page_tables(self) -> tuple[PageTable, ...]:
-        """Give the tables of the ranks looked at, as the snapshot last saved has them.
+        """Return the tables of the ranks in use, as last saved.
 
-        Raises UsageError where no snapshot is named.
+        Raises UsageError if no snapshot is named.
         """
         return self._tables.looked_at(self._tables.saved())
 
     def table_state(self) -> TableState | None:
-        """Give the tables of the ranks looked at with the facts of their files."""
+        """Return the tables of the ranks in use, with facts about their files."""
         if self.settings.snapshot is None:
             return None
         saved = self._tables.saved()
@@ -212,21 +212,21 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
 
     @property
     def confirms(self) -> bool:
-        """Whether the URL names a metadata server."""
+        """Return whether the URL names a metadata server."""
         return self._server is not None
 
     def table_server(self) -> MetadataClient | None:
-        """Give the metadata server that the URL names."""
+        """Return the metadata server that the URL names."""
         return self._server
 
     @property
     def touched_keys(self) -> int:
-        """How many keys were asked for in a way that makes them the most recent."""
+        """Return the number of queries that made a key the most recently used."""
         return self._tables.touched_keys
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """How old the listing is, and what looking has moved in the order of eviction."""
+        """Return the age of the listing, the doubts, and changes of the eviction order."""
         texts = []
         if (listed := self._tables.remark()) is not None:
             texts.append(listed)
@@ -234,16 +234,16 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
             texts.append(self._doubt)
         if self.touched_keys:
             texts.append(
-                f"keys that looked damaged were asked for {self.touched_keys} times, which the "
-                "server counts as use: they are evicted later"
+                f"Keys that looked damaged were queried {self.touched_keys} times; the server "
+                "counts queries as use, and evicts these keys later"
             )
         return tuple(texts)
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
-        """List the snapshot's keys, the locator being the page index; least recent first.
+        """Yield the snapshot's keys, least recently used first; the locator is the page index.
 
-        With a server, those that it no longer has are left out. What was written since the
-        snapshot was saved is not listed. Raises UsageError where no snapshot is named.
+        Keys that the server has lost since are left out, and newer keys are missing. Raises
+        UsageError if no snapshot is named.
         """
         schema = scan_schema(columns)
         for table in self.page_tables():
@@ -258,7 +258,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
                 yield batch_of(schema, keys, indices, self._sizes.nbytes.get(name))
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """List a few keys again; one that is newer than the snapshot has no locator, no version."""
+        """List a few keys again; keys newer than the snapshot have no locator and no version."""
         schema = scan_schema(columns)
         found = []
         for share in rows_by_table(rows):
@@ -272,16 +272,16 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         return pa.Table.from_batches(found, schema=schema)
 
     def exists(self, rows: Rows) -> BoolArray:
-        """Say which keys the server has, or the snapshot where there is no server."""
+        """Return which keys the server has; without a server, the snapshot."""
         found = np.zeros(len(rows), dtype=np.bool_)
         for share in rows_by_table(rows):
             found[share.at] = self._tables.there(share)
         return found
 
     def free_bytes(self) -> int | None:
-        """Count the bytes of free pages, as of the snapshot, and of tables yet to be made.
+        """Return the bytes of free pages in the snapshot, and of tables not yet created.
 
-        None where no profile tells how long pages are, or where that of one table is not known.
+        None without a profile, or if the count of a table is unknown.
         """
         saved = {}
         if self.settings.snapshot is not None:
@@ -296,27 +296,27 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
                     return None
                 total += size // nbytes * nbytes
             elif self.settings.snapshot is None or self._maker is not None:
-                return None  # the server has it, and says nothing of it
+                return None  # the server has the table, but reports no free pages
         return total if self._sizes.nbytes else None
 
     # reading
 
     def attach(self, arena: Arena) -> None:
-        """Make `arena` the memory of reads; those are by USRBIO where it has a name for that."""
+        """Use `arena`; reads are by USRBIO if available and the arena has a name."""
         self.detach()
         super().attach(arena)
         if self._usrbio is not None and arena.name is not None:
             self._reader = UsrbioReader(self._usrbio, arena)
 
     def detach(self) -> None:
-        """Let go of the arena."""
+        """Stop using the arena."""
         reader, self._reader = self._reader, self._files
         if reader is not self._files:
             reader.close()
         super().detach()
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Let the system begin to read pages, unless the last one is in memory: then all are."""
+        """Start reading pages, unless the last one is in memory: then all probably are."""
         if "locator" not in rows.schema.names or self._reader is not self._files or not len(rows):
             return
         if self._is_in_memory(rows.column("key")[-1].as_py(), rows.column("locator")[-1].as_py()):
@@ -330,7 +330,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
                 self._files.expect(path, _positions(known, nbytes), nbytes)
 
     def _is_in_memory(self, key: bytes, index: int | None) -> bool:
-        """Tell whether the end of one page is; True where nothing is known of it."""
+        """Return whether the end of a page is in memory; True if unknown."""
         table = table_of_key(key)
         nbytes = None if table is None else self._sizes.nbytes.get(table)
         if table is None or nbytes is None or index is None:
@@ -341,21 +341,20 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read pages; to identify them, a key that the server has no more afterwards is GONE.
+        """Read pages. With `identify`, keys that the server has lost after the read are GONE.
 
-        A page whose key was evicted and stored again meanwhile is read as OK, with other bytes:
-        see `read_confirmed`. SHORT: the data file ends within the page.
+        A key that is evicted and stored again meanwhile is OK, with wrong bytes: see
+        `read_confirmed`. SHORT: the data file ends within the page.
         """
         return self._read(rows, offsets, capacities, self._tables.located(rows), check=identify)
 
     def read_confirmed(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read pages that no writer can have reused: asked where they are before and after.
+        """Read pages whose keys have the same page before and after the read.
 
-        For few: the server counts such a question as use, and evicts others first. A key that is
-        gone, or on another page than the row says, is GONE; one whose row says none is read where
-        the server has it.
+        Read few: the server counts queries as use, and evicts other keys first. GONE: missing, or
+        not on the row's page. Rows without a page are read where the server has them.
         """
         before = self._tables.current(rows)
         located = self._tables.located(rows) if "locator" in rows.schema.names else before
@@ -369,9 +368,9 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         return result
 
     def confirm(self, rows: Rows) -> StatusArray:
-        """Ask where pages are: OK on the page listed, CHANGED on another, GONE.
+        """Ask for the pages of keys: [n] OK on the listed page, CHANGED on another, or GONE.
 
-        For suspects only: the server counts the question as use, and evicts others first.
+        Ask for suspects only: the server counts queries as use, and evicts other keys first.
         """
         current = self._tables.current(rows)
         statuses = np.full(len(rows), Status.CHANGED, dtype=np.uint8)
@@ -380,13 +379,13 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         return statuses
 
     def touch(self, rows: Rows) -> BoolArray:
-        """Ask the server where pages are, which makes them the last to be evicted."""
+        """Query pages, which makes the keys the last to be evicted; return which exist."""
         return self._tables.touch(rows)
 
     def holes(self, rows: Rows) -> BoolArray:
-        """Say which pages were never written, wholly or in part: [n] bool.
+        """Return which pages have parts that were never written: [n] bool.
 
-        Only a file system that keeps holes, and says so, can tell.
+        The file system must report holes.
         """
         found = np.zeros(len(rows), dtype=np.bool_)
         located = self._tables.located(rows)
@@ -441,22 +440,21 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         at, nbytes = share.at, self._sizes.nbytes.get(share.table)
         rank, namespace = share.table
         if nbytes is None:
-            reason = f"only a profile tells how long the pages of {rank}:{namespace} are"
-            return _fail(result, at, f"{reason}; give --profile")
+            return _fail(result, at, needs_profile(f"reading pages of {rank}:{namespace}"))
         wanted = capacities[at]
         if (wanted != nbytes).any():
             result.nbytes[at] = nbytes
             result.statuses[at] = np.where(wanted > nbytes, Status.SHORT, Status.OVERSIZED)
             at = at[wanted == nbytes]
         if (unknown := located[at] == UNKNOWN).any():
-            _fail(result, at[unknown], "newer than the snapshot, which alone tells where it is")
+            _fail(result, at[unknown], "newer than the snapshot, so its page is unknown")
             at = at[~unknown]
         if not len(at):
             return None
         path = self.settings.data_file(rank, namespace)
         pages = FilePages(_positions(located[at], nbytes), offsets[at], nbytes)
         if path not in self._readable:
-            with suppress(OSError):  # the read will say what is wrong
+            with suppress(OSError):  # the read reports the error
                 self._readable[path] = Permissions.of_file(Path(path).stat())
         counts = self._reader.read(path, pages, memory)
         result.statuses[at] = np.where(counts == nbytes, Status.OK, Status.SHORT)
@@ -477,16 +475,14 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     ) -> Result:
         """Write pages as SGLang does: reserve, write, confirm.
 
-        A full table makes room by dropping its least recently used keys. An object that is replaced
-        gets another page, and its old one is freed. Raises UnsupportedByBackend, before anything
-        is written, for objects that the profile does not have.
+        A full table drops its least recently used keys. A replaced object gets another page, and
+        its old page is freed. Raises UnsupportedByBackend before any write if an object is not in
+        the profile.
         """
         memory = self.memory(offsets, sizes, len(rows))
         server = self._needed_server()
         if not self._sizes.nbytes:
-            raise UnsupportedByBackend(
-                f"{self.url}: only a profile states the sizes of pages to write: give --profile"
-            )
+            raise UnsupportedByBackend(needs_profile(f"{self.url}: writing"))
         self._sizes.refuse_strangers(self.url, keys_of(rows), sizes)
         if self.settings.snapshot is not None and not (saved := self._tables.saved()).checked:
             self._sizes.refuse_other_models(self.url, self._tables.looked_at(saved))
@@ -514,22 +510,22 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         return Result(statuses, errors)
 
     def _make(self, table: TableName, nbytes: int) -> None:
-        """Make a table that is to be written to, where that is wanted and there is none."""
+        """Create a missing table before a write, if the store was opened by `create`."""
         if self._maker is not None and not self._tables.may_have(table):
             self._maker.ensure(table, nbytes)
 
     def _needed_server(self) -> MetadataClient:
         if self._server is None:
             raise UnsupportedByBackend(
-                f"{self.url}: only the metadata server can store and delete; give server="
+                f"{self.url}: writing and deleting need the metadata server; give server="
             )
         return self._server
 
     def delete(self, rows: Rows) -> Result:
-        """Delete keys through the server, which frees their pages; readers can see them reused.
+        """Delete keys through the server, which frees their pages; readers may see pages reused.
 
-        Keys that share a page go in one call, since after the first of them the page would be free
-        while the other still means it; one that is named without the others stays, an ERROR.
+        Keys that share a page must be in one call: else the page would be free while a key still
+        maps to it. A key without the others is an ERROR and stays.
         """
         server = self._needed_server()
         statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)
@@ -538,7 +534,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
             found = share.only(self._tables.there(share))
             for at, mate in self._tables.sharers(found):
                 statuses[at] = Status.ERROR
-                errors[at] = f"shares its page with {mate}, which would be left on a free page"
+                errors[at] = f"shares its page with {mate}; delete both in one call"
             doomed = found.only(statuses[found.at] != Status.ERROR)
             if len(doomed.at):
                 server.delete(*doomed.table, doomed.names)
@@ -547,7 +543,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
 
 
 def _positions(indices: IntArray, nbytes: int) -> IntArray:
-    """Where pages begin in their file; an index that no file can have is at the end of all."""
+    """Return where pages begin in their file, in bytes; impossible indices are clipped."""
     return np.where(indices <= _HIGHEST // nbytes - 1, indices, _HIGHEST // nbytes - 1) * nbytes
 
 

@@ -1,8 +1,8 @@
-"""What is known of a 3FS store's keys: by the snapshot that was saved last, and by the server.
+"""Keys of a 3FS store and their pages, from the last snapshot and the server.
 
-The server lists nothing; whether it has a key it says without consequences, but where the page of
-one is only in a way that makes the key the most recently used. Source: sglang
-srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
+The server cannot list keys. Asking whether a key exists has no side effect; asking for its page
+makes the key the most recently used.
+Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hicachectl.backends.base import BoolArray, IntArray, Rows, take_rows
 from hicachectl.backends.hf3fs.keys import TableName, TableRows, rows_by_table
 from hicachectl.backends.hf3fs.snapshot import PageTable, Snapshot, read_snapshot
 from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,10 +33,11 @@ UNKNOWN = -1  # no page index
 
 @dataclass(slots=True, eq=False)
 class LoadedSnapshot:
-    """A snapshot as it was read, by the file that it was read from.
+    """A snapshot in memory.
 
-    shared:  [rank and namespace] the pages that several keys hold, once somebody asked.
-    checked: whether its keys are known to be all of the profile's deployment.
+    file:    identity of the file that was read: device, inode, mtime, bytes.
+    shared:  by table, the pages with several keys; filled on demand.
+    checked: all keys are the profile's deployment's.
     """
 
     file: tuple[int, ...]
@@ -44,11 +46,11 @@ class LoadedSnapshot:
     checked: bool = False
 
     def has(self, name: TableName) -> bool:
-        """Say whether it has a table."""
+        """Return whether the snapshot has a table."""
         return any((table.rank, table.namespace) == name for table in self.snapshot.tables)
 
     def shared_pages(self, table: PageTable) -> IntArray:
-        """Give the pages that several keys of a table hold: [n] int64."""
+        """Return the pages with several keys of a table: [n] int64."""
         name = table.rank, table.namespace
         if name not in self.shared:
             indices, counts = np.unique(table.indices, return_counts=True)
@@ -57,10 +59,9 @@ class LoadedSnapshot:
 
 
 class KeyTables:
-    """The tables of a store, as far as a snapshot or a metadata server is named.
+    """Tables of a store, from its snapshot, its server, or both; safe to use from several threads.
 
-    Threads may share it. touched_keys: how many keys were asked for in a way that makes them the
-    most recent.
+    touched_keys: number of queries that made a key the most recently used.
     """
 
     def __init__(self, settings: Hf3fsSettings, server: MetadataClient | None) -> None:
@@ -68,57 +69,58 @@ class KeyTables:
         self._settings = settings
         self._server = server
         self._last: LoadedSnapshot | None = None
-        self._known: set[TableName] = set()  # tables that the server was seen to have
+        self._known: set[TableName] = set()  # tables that the server has
         self._lock = threading.Lock()
 
     # the snapshot
 
     def saved(self) -> LoadedSnapshot:
-        """Read the snapshot, unless it is the one that was read last.
+        """Return the snapshot; read it only if its file has changed.
 
-        Raises UsageError where none is named, StoreUnavailable, FormatError.
+        Raises UsageError if none is named, StoreUnavailable, FormatError.
         """
         path = self._settings.snapshot
         if path is None:
             raise UsageError(
-                f"{self._settings}: a 3FS metadata server lists nothing; give snapshot=FILE, where "
-                "it saves its tables (--persistence-path)"
+                f"{self._settings}: a 3FS metadata server cannot list keys; give snapshot=FILE, "
+                "where the server saves its tables (--persistence-path)"
             )
         with self._lock:
             try:
                 facts = Path(path).stat()
             except OSError as error:
+                next_step = "give the file of the metadata server's --persistence-path"
                 raise StoreUnavailable(
-                    f"{path}: {error.strerror}; is it the metadata server's --persistence-path?"
+                    failed(path, "read the snapshot", error, next_step)
                 ) from error
             file = facts.st_dev, facts.st_ino, facts.st_mtime_ns, facts.st_size
             if self._last is None or self._last.file != file:
-                self._last = None  # two would need twice the memory
+                self._last = None  # frees its memory first
                 self._last = LoadedSnapshot(file, read_snapshot(path))
             return self._last
 
     def looked_at(self, saved: LoadedSnapshot) -> tuple[PageTable, ...]:
-        """Give a snapshot's tables of the ranks that are looked at."""
+        """Return a snapshot's tables of the ranks in use."""
         ranks = self._settings.ranks
         tables = saved.snapshot.tables
         return tuple(table for table in tables if ranks is None or table.rank < ranks)
 
     def remark(self) -> str | None:
-        """Say how old the snapshot is, where one was read."""
+        """Return the age of the snapshot as text; None if none was read."""
         if (last := self._last) is None:
             return None
         age = max(0, time.time_ns() - last.snapshot.saved_at_ns) / 1e9
-        return f"listed from a snapshot saved {age:.0f}s ago: {self._settings.snapshot}"
+        return f"Listed from a snapshot saved {age:.0f}s ago: {self._settings.snapshot}"
 
     def indices_of(self, share: TableRows) -> IntArray:
-        """Find keys in the snapshot: [n] int64 page indices, UNKNOWN where it has them not."""
-        import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+        """Return the snapshot's page indices of keys: [n] int64, UNKNOWN if missing."""
+        import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
 
         indices = np.full(len(share.at), UNKNOWN, dtype=np.int64)
         table = self._table(share.table)
         if table is not None:
             wanted = pa.array(share.keys, pa.binary())
-            # The few are hashed and the many looked up, not the other way round.
+            # Hash the few wanted keys, not the many keys of the table.
             rows = np.flatnonzero(pc.is_in(table.keys, value_set=wanted).to_numpy(False))
             found = take_rows(pa.table({"key": table.keys}), rows).column("key")
             held = pc.index_in(wanted, value_set=found.combine_chunks())
@@ -127,7 +129,7 @@ class KeyTables:
         return indices
 
     def located(self, rows: Rows) -> IntArray:
-        """Find the page index of every row: [n] int64, its own or else the snapshot's."""
+        """Return the page index of every row: [n] int64, its locator, else the snapshot's."""
         located = locators(rows)
         if (located == UNKNOWN).any():
             for share in rows_by_table(rows):
@@ -137,7 +139,7 @@ class KeyTables:
         return located
 
     def sharers(self, share: TableRows) -> Iterator[tuple[int, str]]:
-        """Find rows on a page that another key holds, which is there and not among them."""
+        """Yield (row, other key) if an existing key outside `share` shares the row's page."""
         table = self._table(share.table)
         if table is None:
             return
@@ -154,7 +156,7 @@ class KeyTables:
                 yield int(share.at[n]), mates[int(np.flatnonzero(there)[0])]
 
     def num_pages(self, name: TableName) -> int:
-        """Count the pages of a table; 0 where the snapshot does not have it."""
+        """Return the number of pages of a table; 0 if the snapshot lacks it."""
         table = self._table(name)
         return 0 if table is None else table.num_pages
 
@@ -164,26 +166,26 @@ class KeyTables:
         tables = self.looked_at(self.saved())
         return next((t for t in tables if (t.rank, t.namespace) == name), None)
 
-    # the server, where there is one
+    # the server
 
     def there(self, share: TableRows) -> BoolArray:
-        """Say which keys of a table the server has, or else the snapshot: [n] bool."""
+        """Return which keys of a table exist, by the server or else the snapshot: [n] bool."""
         if self._server is not None:
             return self.has_keys(share.table, share.names)
         there: BoolArray = self.indices_of(share) != UNKNOWN
         return there
 
     def has_keys(self, table: TableName, names: Sequence[str]) -> BoolArray:
-        """Ask the server which keys it has; none of a table that no engine has made."""
+        """Ask the server which keys exist: [n] bool; none if no engine has made the table."""
         assert self._server is not None
         if not self.may_have(table):
             return np.zeros(len(names), dtype=np.bool_)
         return self._server.exists(*table, names)
 
     def may_have(self, table: TableName) -> bool:
-        """Tell whether to ask the server: it has no answer about a pool that no engine made.
+        """Return whether to query the server, which fails for tables that no engine has made.
 
-        Where the snapshot has a table, its absence is an error: the server lost it.
+        A table of the snapshot is always queried: the server must still have it.
         """
         assert self._server is not None
         if table in self._known:
@@ -194,7 +196,7 @@ class KeyTables:
         return table in self._known
 
     def current(self, rows: Rows) -> IntArray:
-        """Ask the server for page indices, which bumps the keys: [n] int64; else the snapshot."""
+        """Ask the server, else the snapshot, for page indices: [n] int64. Counts as use."""
         current = np.full(len(rows), UNKNOWN, dtype=np.int64)
         for share in rows_by_table(rows):
             if self._server is None:
@@ -203,20 +205,20 @@ class KeyTables:
             if self.may_have(share.table):
                 answer = self._server.page_indices(*share.table, share.names)
                 current[share.at] = [UNKNOWN if index is None else index for index in answer]
-        with self._lock:  # other threads count, too
+        with self._lock:  # other threads add, too
             self.touched_keys += int((current != UNKNOWN).sum()) if self._server else 0
         return current
 
     def touch(self, rows: Rows) -> BoolArray:
-        """Bump keys, since that is what is wanted: which are there."""
+        """Mark keys as recently used; return which exist: [n] bool."""
         touched: BoolArray = self.current(rows) != UNKNOWN
-        with self._lock:  # nothing to remark on
+        with self._lock:  # intended, so not in the remarks
             self.touched_keys -= int(touched.sum()) if self._server else 0
         return touched
 
 
 def locators(rows: Rows) -> IntArray:
-    """Give the page index of every row that has one: [n] int64, else UNKNOWN."""
+    """Return the page index of every row: [n] int64, UNKNOWN if null."""
     if "locator" not in rows.schema.names:
         return np.full(len(rows), UNKNOWN, dtype=np.int64)
     column = rows.column("locator")

@@ -1,7 +1,7 @@
-"""3FS's own way of reading, USRBIO: the FUSE daemon moves pages right into shared memory.
+"""USRBIO, 3FS's own read path: the FUSE daemon copies pages directly into shared memory.
 
-Used where the `hf3fs_fuse` package is installed and the prefix lies on a 3FS mount. Written after
-3FS's sources and run against a stand-in that moves real bytes; not tested against a real 3FS.
+Used if the `hf3fs_fuse` package is installed and the prefix is on a 3FS mount. Written after 3FS's
+sources and tested with a stand-in that copies real bytes; not tested with a real 3FS.
 Source: 3FS hf3fs_fuse/io.py, src/lib/py/usrbio_binding.cc, src/lib/api/UsrbIo.md.
 """
 
@@ -34,36 +34,36 @@ if TYPE_CHECKING:
 
 RING_ENTRIES = 64
 WAIT_SECONDS = 5.0  # without any page; SGLang's client_timeout
-_RING_CHECK_MS = 1  # SGLang's
+_RING_CHECK_MS = 1  # as in SGLang
 
 
 @dataclass(frozen=True, slots=True)
 class Usrbio:
-    """The `hf3fs_fuse.io` module, and the 3FS mount that a store lies on."""
+    """The `hf3fs_fuse.io` module, and the store's 3FS mount."""
 
     module: Any
     mount: str
 
 
 def find_usrbio(prefix: str) -> Usrbio | None:
-    """Find out whether USRBIO serves a store; None without the package or off a 3FS mount."""
+    """Return USRBIO for a store; None without the package or off a 3FS mount."""
     try:
         io = import_module("hf3fs_fuse.io")
-    except ImportError:  # also where its native part cannot be loaded
+    except ImportError:  # also if its native part cannot be loaded
         return None
     mount = io.extract_mount_point(str(Path(prefix).parent))
     return Usrbio(io, mount) if mount else None
 
 
 class UsrbioReader:
-    """Reads pages into one arena, which has a name; a ring for every thread that reads.
+    """Reads pages into one named arena, with a ring for each reading thread.
 
-    The arena's name is taken away as soon as the daemon has the memory open.
+    The arena's name is removed once the daemon has opened the memory.
     """
 
     def __init__(self, usrbio: Usrbio, arena: Arena) -> None:
         self._module, self._mount = usrbio.module, usrbio.mount
-        memory = SimpleNamespace(name=arena.name, buf=arena.memory)  # as a SharedMemory has them
+        memory = SimpleNamespace(name=arena.name, buf=arena.memory)  # as of a SharedMemory
         try:
             self._iovec: Any = self._module.make_iovec(memory, self._mount)
         except OSError as error:
@@ -74,18 +74,18 @@ class UsrbioReader:
         self._files: dict[str, int] = {}
 
     def close(self) -> None:
-        """Let go of the rings, the buffer and the files; what is read has been waited for."""
+        """Release rings, buffer and files. No read may be in progress."""
         with suppress(queue.Empty):
             while True:
                 self._idle.get_nowait()
         self._iovec = None
         files, self._files = self._files, {}
         for descriptor in files.values():
-            self._module.deregister_fd(descriptor)  # else a later file of that number is misread
+            self._module.deregister_fd(descriptor)  # else a later file of this number is misread
             os.close(descriptor)
 
     def read(self, path: str, pages: FilePages, memory: memoryview) -> IntArray:
-        """Read pages in the order of the file: bytes that were there, or -errno, of each."""
+        """Read pages in file order. Return the bytes read of each, or -errno."""
         counts = np.full(len(pages.positions), -errno.EIO, dtype=np.int64)
         try:
             descriptor = self._descriptor(path)
@@ -96,14 +96,14 @@ class UsrbioReader:
         order = np.argsort(pages.positions, kind="stable")
         for start in range(0, len(order), RING_ENTRIES):
             self._read_some(ring, descriptor, pages, order[start : start + RING_ENTRIES], counts)
-        self._idle.put(ring)  # one that raised may still be at work, and is not used again
+        self._idle.put(ring)  # only now: a ring that raised may be busy
         return counts
 
     def _read_some(
         self, ring: Any, descriptor: int, pages: FilePages, places: IntArray, counts: IntArray
     ) -> None:
-        """Read as many pages as a ring holds."""
-        numbers = places.tolist()  # alive until all have come: the ring holds them as userdata
+        """Read at most as many pages as a ring holds."""
+        numbers = places.tolist()  # keep alive: the ring refers to them as userdata
         prepared = 0
         try:
             for at in numbers:
@@ -154,4 +154,4 @@ class UsrbioReader:
             return self._files[path]
 
     def _unavailable(self, reason: str) -> StoreUnavailable:
-        return StoreUnavailable(f"{self._mount}: USRBIO: {reason}; is the 3FS daemon running?")
+        return StoreUnavailable(f"{self._mount}: USRBIO: {reason}; check that the 3FS daemon runs")

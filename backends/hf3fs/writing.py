@@ -1,8 +1,8 @@
-"""Writing pages to 3FS as SGLang does: reserve at the metadata server, write in place, confirm.
+"""Write pages to 3FS as SGLang does: reserve at the metadata server, write in place, confirm.
 
-A reserved page that nobody confirms or releases is in no list ever after, so each reservation is
-seen to its end: in a thread, which an interrupt of the program does not reach. The server does not
-check who confirms or releases what: a page is let go once at most, and not where it may be mapped.
+A reserved page that is neither confirmed nor released is leaked. Each reservation therefore runs in
+its own thread, which an interrupt of the program does not reach. The server does not check
+releases: a page is released at most once, and never if it may be mapped.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
 """
 
@@ -20,6 +20,7 @@ import numpy as np
 from hicachectl.backends.base import Result, Status
 from hicachectl.backends.hf3fs.files import LOST
 from hicachectl.formats.errors import HicacheError, StoreUnavailable
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
@@ -29,16 +30,16 @@ if TYPE_CHECKING:
 
 MOST_RESERVED = 128  # at once; SGLang's STORAGE_BATCH_SIZE
 
-_NO_ROOM = "the data file ends before the page that the server gave; was it truncated?"
-_NO_PAGE = "the server gave a page that its table does not have"
-_OTHERS = "another writer stored the key meanwhile; it was left as it is"
+_NO_ROOM = "the server's page is beyond the end of the file; check whether it was truncated"
+_NO_PAGE = "the server's page is beyond the end of its table"
+_OTHERS = "another writer stored the key meanwhile; its object is kept"
 
 
 @dataclass(frozen=True, slots=True)
 class PageWrites:
     """Pages for one table: the data file, distinct keys, and the bytes of each.
 
-    table_pages: that the server can have of it.
+    table_pages: number of pages that the server can have.
     """
 
     table: tuple[int, str]
@@ -50,7 +51,7 @@ class PageWrites:
 
 
 class PageWriter:
-    """Writes pages of any table; safe to use from threads."""
+    """Writes pages of any table; safe to use from several threads."""
 
     def __init__(self, server: MetadataClient, files: DataFiles) -> None:
         self._server = server
@@ -67,16 +68,17 @@ class PageWriter:
         table_pages: int,
         if_absent: bool,
     ) -> Result:
-        """Write pages: OK, EXISTS or ERROR each. Raises StoreUnavailable.
+        """Write pages. Return OK, EXISTS or ERROR for each. Raises StoreUnavailable.
 
-        num_pages: that fit into the file; asked for more than it has, a server fails and forgets
-        the pages that it had taken. table_pages: that the server can have, as of its snapshot; a
-        page beyond them is not given back to it.
+        num_pages:   pages that fit into the file; a server that is asked for more leaks pages.
+        table_pages: pages of the table, by the snapshot; a page beyond them is not released.
         """
         statuses = np.full(len(names), Status.ERROR, dtype=np.uint8)
         errors: dict[int, str] = {}
         if not num_pages:
-            return Result(statuses, dict.fromkeys(range(len(names)), f"{path}: no room for a page"))
+            return Result(
+                statuses, dict.fromkeys(range(len(names)), f"{path}: too small for a page")
+            )
         for places in _distinct_batches(names, min(MOST_RESERVED, num_pages)):
             keys, bytes_ = [names[n] for n in places], [pages[n] for n in places]
             batch = PageWrites(table, path, table_pages, keys, bytes_, if_absent)
@@ -87,7 +89,7 @@ class PageWriter:
 
 
 def _distinct_batches(names: Sequence[str], most: int) -> list[list[int]]:
-    """Cut into batches without a key twice: the server would give it two pages."""
+    """Split into batches of distinct keys: the server gives a repeated key two pages."""
     batches: list[list[int]] = []
     seen: set[str] = set()
     for place, name in enumerate(names):
@@ -100,7 +102,7 @@ def _distinct_batches(names: Sequence[str], most: int) -> list[list[int]]:
 
 
 def _seen_to_its_end(reservation: _Reservation) -> Result:
-    """Run a reservation in a thread; an interrupt stops its writing, and waits for its release."""
+    """Run a reservation in a thread; an interrupt stops its writes and waits for its release."""
     with ThreadPoolExecutor(1, thread_name_prefix="hicachectl-write") as pool:
         try:
             return pool.submit(reservation.run).result()
@@ -115,9 +117,9 @@ class _StoppedError(Exception):
 
 @dataclass(slots=True)
 class _Reservation:
-    """One batch, from its reservation to its end.
+    """One batch, from reservation to confirmation or release.
 
-    held: the pages that the server gave us, by place in the batch, neither confirmed nor released.
+    held: reserved pages, by index in the batch, neither confirmed nor released.
     """
 
     server: MetadataClient
@@ -140,7 +142,7 @@ class _Reservation:
             self._confirm(ours, [names[n] for n in ours if n in there])
             statuses[ours] = Status.OK
         except _StoppedError:
-            pass  # the interrupt is raised where it came
+            pass  # _seen_to_its_end raises the interrupt
         finally:
             if self.held:
                 self._release()
@@ -148,7 +150,7 @@ class _Reservation:
         return Result(statuses, self.errors)
 
     def _there(self, places: Iterable[int]) -> set[int]:
-        """Find the places whose keys the server has."""
+        """Return the indices whose keys the server has."""
         asked = list(places)
         if not asked:
             return set()
@@ -157,10 +159,10 @@ class _Reservation:
         return {n for n, there in zip(asked, answer, strict=True) if there}
 
     def _reserve(self, places: Sequence[int], there: Container[int]) -> None:
-        """Take a page for each place.
+        """Reserve a page for each index.
 
-        A key that is to be replaced gets one under a name that nobody has: under its own the old
-        page would come back, and the server keeps no names of reserved pages.
+        A key to replace is reserved under a random name, since its own name returns the old page.
+        The server does not keep the names of reserved pages.
         """
         if not places:
             return
@@ -171,7 +173,7 @@ class _Reservation:
         except HicacheError as error:
             raise self._stranded(str(error), len(places)) from error
         taken = {n: i for n, (existed, i) in zip(places, answer, strict=True) if not existed}
-        if len(set(taken.values())) < len(taken):  # each would be written over by the next
+        if len(set(taken.values())) < len(taken):  # pages would overwrite each other
             raise self._stranded(
                 f"{self.server.url}: the 3FS metadata server gives one page to several keys",
                 len(taken),
@@ -182,7 +184,7 @@ class _Reservation:
             self.errors |= dict.fromkeys(set(places) - set(taken), _OTHERS)
 
     def _write(self) -> list[int]:
-        """Write every page held; the places of those that are on disk."""
+        """Write every held page; return the indices of those on disk."""
         written = []
         for n, index in self.held.items():
             if self.stop.is_set():
@@ -203,26 +205,27 @@ class _Reservation:
 
     def _message(self, error: OSError) -> str:
         if error.errno in LOST:
+            next_step = "check that 3FS is mounted"
             raise StoreUnavailable(
-                f"{self.batch.path}: {error.strerror}; is 3FS still mounted?"
+                failed(self.batch.path, "write the data file", error, next_step)
             ) from error
-        words = {errno.EFBIG: _NO_ROOM, errno.ENOENT: "there is no such data file"}
+        words = {errno.EFBIG: _NO_ROOM, errno.ENOENT: "no such data file"}
         return f"{self.batch.path}: {words.get(error.errno or 0, error.strerror)}"
 
     def _confirm(self, written: Sequence[int], replaced: Sequence[str]) -> None:
-        """Confirm what was written and release the rest, which is one call: all of it, or nothing.
+        """Confirm the written pages and release the others in one atomic call.
 
-        Where the answer does not come, the server is asked which it was.
+        If no reply comes, ask the server whether the call took effect.
         """
         table, held = self.batch.table, self.held
         if replaced:
-            # Frees the old pages, whichever they are by now; for a moment the keys are misses.
+            # Frees the current pages of the keys, which are misses until confirmed.
             self.server.delete(*table, replaced)
         if not held:
             return
         pairs = [(self.batch.names[n], held[n]) for n in written]
         rest = [index for n, index in held.items() if n not in set(written)]
-        self.held = {}  # from here on, releasing a page could free one that is mapped
+        self.held = {}  # from here on, a release could free a mapped page
         try:
             self.server.confirm(*table, pairs, rest)
         except BaseException:
@@ -233,7 +236,7 @@ class _Reservation:
             raise
 
     def _looked_up(self, names: Sequence[str], held: int) -> list[int | None]:
-        """Ask for the pages of keys, after a confirmation that was not answered."""
+        """Ask for the pages of keys after a confirmation without a reply."""
         try:
             return self.server.page_indices(*self.batch.table, names)
         except HicacheError as error:
@@ -247,9 +250,9 @@ class _Reservation:
             raise self._stranded(str(error), len(held)) from error
 
     def _stranded(self, reason: str, count: int) -> StoreUnavailable:
-        """Make the error that says what becomes of pages that nobody can let go."""
+        """Return the error for pages that may stay reserved."""
         rank, namespace = self.batch.table
         return StoreUnavailable(
-            f"{reason}; {count} pages of {rank}:{namespace} may stay reserved: until the server is "
-            "started from a snapshot that is older, or the table is cleared"
+            f"{reason}; {count} pages of {rank}:{namespace} may stay reserved until the server is "
+            "started from an older snapshot, or the table is cleared"
         )
