@@ -34,10 +34,10 @@ class ReservationCancelledError(Exception):
 class Arena:
     """One shared, page-aligned, zero-filled mapping of `nbytes` bytes, rounded up to pages.
 
-    The system allocates pages at their first use. The mapping is shared, so that memory
-    registered for RDMA or with CUDA stays the same physical memory across a fork.
+    Pages are allocated at first use. Shared, so that memory registered for RDMA or with CUDA stays
+    the same physical memory across a fork.
 
-    named: create a POSIX shared memory object, which other processes can open by `name` until
+    named: a POSIX shared memory object, which other processes can open by `name` until
         `forget_name`; its pages are allocated at once.
     Raises UsageError if the system refuses the memory.
     """
@@ -71,14 +71,14 @@ class Arena:
             os.close(descriptor)
 
     def forget_name(self) -> None:
-        """Remove the name: open mappings stay, and a crash leaves no file behind."""
+        """Remove the name: mappings stay, and a crash leaves no file."""
         name, self.name = self.name, None
         if name is not None:
             (_SHARED_MEMORY / name).unlink(missing_ok=True)
 
     @property
     def address(self) -> int:
-        """Return the address of the arena, for registration with a device or network card."""
+        """Return the start address, for registration with a device or network card."""
         return int(self.array.ctypes.data)
 
     def view(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -92,14 +92,14 @@ class Arena:
         self._at_close.append(undo)
 
     def close(self) -> None:
-        """Unmap the memory, or leave that to the last view that is still in use."""
+        """Unmap the memory; if views are in use, the last one unmaps."""
         while self._at_close:
             self._at_close.pop()()
         self.forget_name()
         self.memory.release()
         self.memory = memoryview(b"")
         self.array = np.empty(0, dtype=np.uint8)
-        with suppress(BufferError):  # views are in use; the last one unmaps
+        with suppress(BufferError):  # views are in use
             self._map.close()
 
     def __enter__(self) -> Self:
@@ -111,14 +111,14 @@ class Arena:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:
-    """A reserved range of an arena. End it with `release` or a with block."""
+    """A reserved range of an arena; release with `release` or a with block."""
 
     allocator: SlabAllocator
     offset: int
     nbytes: int
 
     def release(self) -> None:
-        """Return the range to its allocator. Call once."""
+        """Free the range. Call once."""
         self.allocator.release(self)
 
     def __enter__(self) -> Self:
@@ -129,10 +129,10 @@ class Slab:
 
 
 class SlabAllocator:
-    """Reserves slabs of `nbytes` bytes of memory for threads: first fit, waiting for space.
+    """Reserves slabs of `nbytes` bytes of memory for threads, first fit.
 
-    Threads are served in order of arrival, so small requests cannot starve a large one. A thread
-    must release its slab before it reserves another, or all threads can wait for ever.
+    Threads wait in order of arrival, so small requests cannot starve a large one. A thread must
+    release its slab before it reserves another, or all threads can wait for ever.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -145,7 +145,7 @@ class SlabAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """Return the bytes that are not reserved, possibly in several pieces."""
+        """Return the free bytes, possibly in several pieces."""
         with self._changed:
             return sum(length for _, length in self._free)
 
@@ -174,7 +174,7 @@ class SlabAllocator:
                 self._changed.notify_all()  # the next thread may fit as well
 
     def release(self, slab: Slab) -> None:
-        """Return a slab to the free memory. Raises ValueError if the slab is not reserved."""
+        """Free a slab. Raises ValueError if it is not reserved."""
         with self._changed:
             if slab not in self._held:
                 raise ValueError(f"slab at {slab.offset} is not reserved")

@@ -1,8 +1,7 @@
 """The interface of every store: listings as Arrow batches, vectorised reads and writes.
 
-Stores are synchronous and are called from several threads at once. Per-object failures are returned
-as statuses; only an unreachable store raises (StoreUnavailable). Listing, `exists` and
-`free_bytes` change neither recency nor leases nor sizes.
+Per-object failures are returned as statuses; only an unreachable store raises (StoreUnavailable).
+Listing, `exists` and `free_bytes` change neither recency nor leases nor sizes.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ BoolArray = npt.NDArray[np.bool_]
 StatusArray = npt.NDArray[np.uint8]
 Rows = Any  # pa.RecordBatch | pa.Table, a slice of the scan table; pyarrow ships no types
 
-_MANY_CHUNKS = 8  # `take_rows` does not join tables of this many chunks
+_MANY_CHUNKS = 8  # from here on `take_rows` does not join chunks
 
 SCAN_FIELDS = {
     "key": pa.field("key", pa.binary(), nullable=False),
     "nbytes": pa.field("nbytes", pa.int64()),
     "mtime_ns": pa.field("mtime_ns", pa.int64()),
-    # Meaningful to the store only: a 3FS page index, the number of a pack entry.
+    # Meaningful to the store only: a 3FS page index, a pack entry.
     "locator": pa.field("locator", pa.int64()),
     # Opaque bytes; they change whenever the key may have other data.
     "version": pa.field("version", pa.binary()),
@@ -63,7 +62,7 @@ def scan_schema(columns: Collection[str]) -> Any:
 
 
 def scan_batch(schema: Any, columns: dict[str, Any], rows: int) -> Any:
-    """Return a batch with a scan's schema; columns that the store does not have are null."""
+    """Return a batch with a scan's schema; missing columns are null."""
     arrays = [columns[f.name] if f.name in columns else pa.nulls(rows, f.type) for f in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -162,7 +161,7 @@ class Store(ABC):
     A read-only store implements `from_url`, `grammar`, `scan`, `look` and `read_into`.
     `urls.register_scheme` gives the class a URL scheme; `testing.StoreSuite` checks it.
 
-    Any method may be called from several threads at once; `limits` gives the useful number.
+    Calls are synchronous; several threads may call at once, best as many as `limits` states.
 
     `rows` arguments are record batches or tables with columns of this store's scan: at least
     `key`, and `locator` if the store has one. Rows of another store may be written; `mtime_ns` is
@@ -198,8 +197,7 @@ class Store(ABC):
         """Yield record batches of bounded size with every object, in the store's own order.
 
         Batches have `scan_schema(columns)`; columns that the store does not have are null.
-        Objects that vanish during the scan may be missing. Closing the generator early frees its
-        resources.
+        Objects that vanish meanwhile may be missing. Closing the generator frees its resources.
         """
 
     @abstractmethod
@@ -229,7 +227,7 @@ class Store(ABC):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Return notes for readers of a listing or report, such as how old a listing is."""
+        """Return notes about a listing or report, such as its age."""
         return ()
 
     def write_from(
@@ -256,7 +254,7 @@ class Store(ABC):
         raise UnsupportedByBackend(f"{self.url}: this store does not support deletion")
 
     def undo_writes(self, rows: Rows) -> Result:
-        """Remove objects that this `Store` instance has just written. Statuses as of `delete`."""
+        """Remove objects that this instance has just written. Statuses as of `delete`."""
         return self.delete(rows)
 
     def exists(self, rows: Rows) -> BoolArray:
@@ -287,10 +285,10 @@ class Store(ABC):
         self.close()
 
     def memory(self, offsets: IntArray, sizes: IntArray, rows: int) -> memoryview:
-        """Check the ranges of a call, and return the attached arena's memory.
+        """Check the ranges of a call, and return the arena's memory.
 
-        offsets, sizes: [rows] int64, in bytes. Raises ValueError if no arena is attached, or a
-        range lies outside the arena.
+        offsets, sizes: [rows] int64, in bytes. Raises ValueError without an arena, or for a range
+        outside it.
         """
         if self.arena is None:
             raise ValueError("No arena is attached; call attach first")
@@ -306,7 +304,7 @@ class Store(ABC):
 def open_store(text: str, *, config: Config | None = None, create: bool = False) -> Store:
     """Open the store that a STORE argument names. Raises UsageError, StoreUnavailable.
 
-    create: open for writing, and create a missing store (`Store.create`).
+    create: open with `Store.create`.
     """
     url = parse_url(text, config)
     module, _, name = SCHEMES[url.scheme].target.partition(":")
@@ -317,7 +315,7 @@ def open_store(text: str, *, config: Config | None = None, create: bool = False)
 def batch_spans(sizes: IntArray, limits: Limits) -> Iterator[slice]:
     """Yield slices of rows, one for each call within the limits.
 
-    sizes: [n] int64, bytes of each. A row above `batch_bytes` gets its own call.
+    sizes: [n] int64, bytes. A row above `batch_bytes` gets its own call.
     """
     ends = np.cumsum(sizes)
     start = 0
@@ -337,7 +335,7 @@ def as_table(rows: Rows) -> Any:
 def take_rows(objects: Any, rows: IntArray) -> Any:
     """Return rows of a table, in the order given.
 
-    Table.take joins all chunks first, which takes the memory of the table twice.
+    Table.take joins all chunks first, which doubles the memory.
     """
     batches = objects.to_batches()
     if len(batches) < _MANY_CHUNKS:

@@ -1,6 +1,6 @@
 """Optional abilities of stores: subclasses of Store, tested with isinstance.
 
-A store inherits the class of each ability that it has. Test once an operation, not once a batch.
+Test once an operation, not once a batch.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ class Touch(Store):
 
     @abstractmethod
     def touch(self, rows: Rows) -> BoolArray:
-        """Make objects the most recently used, the last row the most recent of all.
-
-        Return which exist: [n] bool.
-        """
+        """Make objects the most recently used, the last row last. Return which exist: [n] bool."""
 
 
 class Pins(Store):
@@ -108,15 +105,14 @@ class Profiled(Store):
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
         """Set the profile of the deployment. Call before the first scan or write.
 
-        looks_only: the run changes, copies and records nothing; accept sizes that the store
-            cannot confirm.
-        Raises ProfileError if the store contradicts the profile, and UnsupportedByBackend if a
-        store of this kind cannot hold the profile's objects.
+        looks_only: the run only reads; accept sizes that the store cannot confirm.
+        Raises ProfileError if the store contradicts the profile, UnsupportedByBackend if it cannot
+        hold the profile's objects.
         """
 
 
 class Archive(Profiled):
-    """Store with another store's objects: their keys, and the profile that describes them."""
+    """Store with the objects, keys and profile of another store."""
 
     @abstractmethod
     def recorded_profile(self) -> Profile | None:
@@ -136,14 +132,14 @@ class Archive(Profiled):
 
 
 class Resumable(Store):
-    """Store that marks unfinished writes with their owner, which can resume after a kill."""
+    """Store that marks unfinished writes with an owner, which can resume them."""
 
     @abstractmethod
     def own_temporaries(self, owner: str, *, sweep: bool) -> None:
         """Mark unfinished writes from now on with `owner`.
 
         owner: 16 hex digits, used by at most one living process.
-        sweep: remove the unfinished writes of an earlier, killed process of this owner.
+        sweep: remove unfinished writes of an earlier, killed process of this owner.
         """
 
 
@@ -178,9 +174,9 @@ class SystemCopy(Store):
 class Mover(ABC):
     """Renames objects between a store and one directory of the same file system.
 
-    A rename is atomic and keeps the modification time. A call moves one object: the objects of a
-    group leave within microseconds. `flush` makes moves durable. `take` and `put_back` raise
-    OSError for one object, StoreUnavailable for a lost store.
+    A rename is atomic and keeps the modification time. One object a call: a group leaves within
+    microseconds. `flush` makes moves durable. `take` and `put_back` raise OSError for one object,
+    StoreUnavailable for a lost store.
     """
 
     @abstractmethod
@@ -276,7 +272,7 @@ def open_mover(store: Store, directory: Directory) -> Mover | None:
 
 
 def permissions_of(store: Store, *, listing: bool = False) -> Permissions:
-    """Return who may read the objects of a store: everyone, if they are not files."""
+    """Return who may read a store's objects: everyone, if they are not files."""
     if isinstance(store, FilePermissions):
         return store.readable_by(listing=listing)
     return Permissions()

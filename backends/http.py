@@ -118,7 +118,7 @@ class HttpService:
         return self._reply(_Request("POST", path, body, repeatable))
 
     def stream(self, path: str, kind: str | None = None) -> Generator[bytes, None, None]:
-        """Yield the body of a 200 reply in blocks. Raises at the end if the body is truncated.
+        """Yield the body of a 200 reply in blocks. Raises at the end of a truncated body.
 
         kind: content type, such as "text/plain"; a reply that states another is refused.
         """

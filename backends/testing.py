@@ -129,15 +129,15 @@ class StoreSuite(ABC):
 
     @abstractmethod
     def raw_put(self, store: Store, key: bytes, value: bytes) -> None:
-        """Store or replace an object, bypassing the backend."""
+        """Store or replace an object."""
 
     @abstractmethod
     def raw_get(self, store: Store, key: bytes) -> bytes | None:
-        """Return an object's bytes, None if it is missing, bypassing the backend."""
+        """Return an object's bytes, None if it is missing."""
 
     @abstractmethod
     def raw_delete(self, store: Store, key: bytes) -> None:
-        """Delete an object, if it exists, bypassing the backend."""
+        """Delete an object, if it exists."""
 
     @pytest.fixture(autouse=True)
     def _attached_arena(self, store: Store) -> Iterator[None]:

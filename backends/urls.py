@@ -216,7 +216,7 @@ def _named_store(text: str, name: str, rest: str, config: Config) -> str:
     if name in config.stores and not rest:
         return config.stores[name]
     if name in config.stores:
-        raise UsageError(f"{text}: {name!r} is a named store; write {name}: alone")
+        raise UsageError(f"{text}: {name!r} is a named store; remove the text after its colon")
     schemes = ", ".join(sorted(SCHEMES))
     if rest.startswith("/"):
         raise UsageError(f"{text}: unknown store scheme {name!r}; known: {schemes}")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.hf3fs.metadata import MetadataClient
     from hicachectl.backends.hf3fs.settings import Hf3fsSettings
 
-_MODE = 0o666  # less the umask, as of SGLang's files
+_MODE = 0o666  # less the umask, as SGLang creates files
 
 
 class TableMaker:
@@ -39,7 +39,7 @@ class TableMaker:
     def ensure(self, table: TableName, nbytes: int) -> None:
         """Create a table of pages of `nbytes` bytes, and its file, unless the server has it.
 
-        Raises UsageError if the file size is unknown, too small or not that of an existing file;
+        Raises UsageError if the file size is unknown, too small, or not the existing file's;
         StoreUnavailable.
         """
         with self._lock:

@@ -239,7 +239,7 @@ class _Source:
         if self.drops_cache:
             for first, end in runs:
                 self._drop_cache(positions[first], (end - first) * self.nbytes)
-        read, descriptor = os.preadv, self.descriptor  # the cost of small pages is this loop
+        read, descriptor = os.preadv, self.descriptor  # this loop is the cost of small pages
         start, stop = runs[0][0], runs[-1][1]
         with suppress(OSError):  # _read_each finds the page
             counts = [read(descriptor, views[first:end], positions[first]) for first, end in runs]

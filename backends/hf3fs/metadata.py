@@ -30,7 +30,7 @@ TIMEOUT_S = 15.0  # for a whole reply
 KEYS_PER_CALL = 4096
 
 _WHO = "3FS metadata server"
-_HINT = "check that it runs and is SGLang's metadata_server_url (--port, by default 18000)"
+_HINT = "check that the server runs and is SGLang's metadata_server_url (port 18000 by default)"
 _NO_TABLE = b"not initialized"
 
 _Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

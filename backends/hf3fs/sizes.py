@@ -28,7 +28,7 @@ class PageSizes:
 
     @classmethod
     def of(cls, profile: Profile) -> Self:
-        """Return a profile's sizes. Raises ProfileError, UnsupportedByBackend if 3FS cannot."""
+        """Return the page sizes of a profile. Raises ProfileError, UnsupportedByBackend."""
         from hicachectl.formats.keys.base import codec_for
         from hicachectl.formats.spec import object_specs
 

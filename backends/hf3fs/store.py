@@ -1,8 +1,7 @@
 """SGLang's 3FS store: pages in preallocated files, and a metadata server with their keys.
 
-The server cannot list keys, so listings come from the snapshot that it saves, and are as old. Of
-its queries, only `exists` leaves the eviction order unchanged. The files contain neither the keys
-nor the length of pages: the server's tables have the keys, the profile has the lengths.
+Listings come from the snapshot that the server saves, and are as old. The files contain neither
+the keys nor the length of pages: the server's tables have the keys, the profile has the lengths.
 Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS,
 mini_3fs_metadata_server.py :: RankMetadata.
 """
@@ -242,7 +241,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """Yield the snapshot's keys, least recently used first; the locator is the page index.
 
-        Keys that the server has lost since are left out, and newer keys are missing. Raises
+        Keys that the server no longer has are left out; newer keys are not listed. Raises
         UsageError if no snapshot is named.
         """
         schema = scan_schema(columns)
@@ -316,7 +315,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         super().detach()
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Start reading pages, unless the last one is in memory: then all probably are."""
+        """Start reading pages, unless the last page is in memory."""
         if "locator" not in rows.schema.names or self._reader is not self._files or not len(rows):
             return
         if self._is_in_memory(rows.column("key")[-1].as_py(), rows.column("locator")[-1].as_py()):
@@ -353,8 +352,8 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     ) -> ReadResult:
         """Read pages whose keys have the same page before and after the read.
 
-        Read few: the server counts queries as use, and evicts other keys first. GONE: missing, or
-        not on the row's page. Rows without a page are read where the server has them.
+        Its queries count as use (see Confirm). GONE: missing, or not on the row's page. Rows
+        without a page are read where the server has them.
         """
         before = self._tables.current(rows)
         located = self._tables.located(rows) if "locator" in rows.schema.names else before
@@ -370,7 +369,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def confirm(self, rows: Rows) -> StatusArray:
         """Ask for the pages of keys: [n] OK on the listed page, CHANGED on another, or GONE.
 
-        Ask for suspects only: the server counts queries as use, and evicts other keys first.
+        Ask for suspects only: queries count as use (see Confirm).
         """
         current = self._tables.current(rows)
         statuses = np.full(len(rows), Status.CHANGED, dtype=np.uint8)
@@ -383,10 +382,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         return self._tables.touch(rows)
 
     def holes(self, rows: Rows) -> BoolArray:
-        """Return which pages have parts that were never written: [n] bool.
-
-        The file system must report holes.
-        """
+        """Return which pages have parts that were never written: [n] bool."""
         found = np.zeros(len(rows), dtype=np.bool_)
         located = self._tables.located(rows)
         for share in rows_by_table(rows):
@@ -475,9 +471,9 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     ) -> Result:
         """Write pages as SGLang does: reserve, write, confirm.
 
-        A full table drops its least recently used keys. A replaced object gets another page, and
-        its old page is freed. Raises UnsupportedByBackend before any write if an object is not in
-        the profile.
+        A full table drops its least recently used keys. A replaced object gets another page; its
+        old page is freed. Raises UnsupportedByBackend, before any write, for objects that are not
+        in the profile.
         """
         memory = self.memory(offsets, sizes, len(rows))
         server = self._needed_server()
@@ -534,7 +530,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
             found = share.only(self._tables.there(share))
             for at, mate in self._tables.sharers(found):
                 statuses[at] = Status.ERROR
-                errors[at] = f"shares its page with {mate}; delete both in one call"
+                errors[at] = f"shares its page with {mate}; delete both together"
             doomed = found.only(statuses[found.at] != Status.ERROR)
             if len(doomed.at):
                 server.delete(*doomed.table, doomed.names)

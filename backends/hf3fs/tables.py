@@ -50,7 +50,7 @@ class LoadedSnapshot:
         return any((table.rank, table.namespace) == name for table in self.snapshot.tables)
 
     def shared_pages(self, table: PageTable) -> IntArray:
-        """Return the pages with several keys of a table: [n] int64."""
+        """Return the pages that several keys of a table share: [n] int64."""
         name = table.rank, table.namespace
         if name not in self.shared:
             indices, counts = np.unique(table.indices, return_counts=True)
