@@ -104,7 +104,7 @@ def test_reserve_times_out_while_the_arena_is_full() -> None:
 def test_a_slab_is_released_once() -> None:
     slab = SlabAllocator(8 * K).reserve(1)
     slab.release()
-    with pytest.raises(ValueError, match="not held"):
+    with pytest.raises(ValueError, match="not reserved"):
         slab.release()
 
 

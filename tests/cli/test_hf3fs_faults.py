@@ -103,7 +103,7 @@ def test_a_page_that_moved_is_gone_though_its_keys_are_there(place: Place) -> No
     document = document_of(ended)
     assert found_in(document) == []
     assert document["gone"] == 4  # the torn ones, which looked damaged: K and V of two ranks
-    assert "keys that looked damaged were asked for 8 times" in ended.stderr
+    assert "Keys that looked damaged were queried 8 times" in ended.stderr
 
 
 def test_a_page_reused_while_it_is_looked_at_again_is_gone(place: Place) -> None:

@@ -217,7 +217,7 @@ def test_an_answer_that_is_not_http_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=speak, args=(listener,))
         thread.start()
-        with pytest.raises(StoreUnavailable, match="does not speak HTTP") as caught:
+        with pytest.raises(StoreUnavailable, match="not valid HTTP") as caught:
             fetch_server(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=PATIENCE_S)
         thread.join()
     assert isinstance(caught.value.__cause__, http.client.HTTPException)

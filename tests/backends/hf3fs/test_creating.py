@@ -107,7 +107,7 @@ def test_a_file_of_another_size_is_left_alone(place: Place) -> None:
 def test_a_file_too_small_for_a_page_is_refused(place: Place) -> None:
     with (
         opened(f"{place.url}&file_size={PAGE_BYTES - 1}") as store,
-        pytest.raises(UsageError, match="no page"),
+        pytest.raises(UsageError, match="too few for a page"),
     ):
         write(store, VALUES, if_absent=True)
     assert place.server.saved() == {}

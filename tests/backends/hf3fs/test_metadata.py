@@ -143,7 +143,7 @@ def test_a_server_that_comes_back_is_asked_again(metadata_server_python: Path) -
         with closing(MetadataClient(server.url)) as client:
             assert client.exists(0, "kv", ["a"]).all()
             server.kill()
-            with pytest.raises(StoreUnavailable, match=r"refused \(is it running\?\)"):
+            with pytest.raises(StoreUnavailable, match="connection refused"):
                 client.exists(0, "kv", ["a"])
             server.start()
             assert client.exists(0, "kv", ["a"]).all()
@@ -195,13 +195,17 @@ def test_only_what_does_no_more_when_repeated_is_sent_again(verb: str) -> None:
         (405, b"", "HTTP 405"),
         (404, b'{"detail":"Not Found"}', "has no /0/.*metadata_server_url"),
         (301, b"", "HTTP 301"),
-        (200, b"<html>", "cannot be read|in a way of its own"),
-        (200, b"{}", "cannot be read|in a way of its own"),
-        (200, b'{"exists": [1, 2], "indices": ["a", "b"]}', "cannot be read|in a way"),
-        (200, b'{"exists": [null], "indices": [[false, null]]}', "cannot be read|in a way"),
-        (200, b'{"exists": [true], "indices": [1]}', "about 1 keys|cannot be read|in a way"),
-        (200, b'{"exists": "\xff", "indices": [-1, 1]}', "cannot be read|in a way"),
-        (200, b'{"exists": [], "indices": [[false, 9223372036854775808]]}', "about 0|read|way"),
+        (200, b"<html>", "is invalid|an unexpected reply"),
+        (200, b"{}", "is invalid|an unexpected reply"),
+        (200, b'{"exists": [1, 2], "indices": ["a", "b"]}', "is invalid|an unexpected reply"),
+        (200, b'{"exists": [null], "indices": [[false, null]]}', "is invalid|an unexpected reply"),
+        (200, b'{"exists": [true], "indices": [1]}', "has 1 keys|is invalid|an unexpected reply"),
+        (200, b'{"exists": "\xff", "indices": [-1, 1]}', "is invalid|an unexpected reply"),
+        (
+            200,
+            b'{"exists": [], "indices": [[false, 9223372036854775808]]}',
+            "has 0|invalid|unexp",
+        ),
         (202, b"", "HTTP 202"),
     ],
 )
@@ -238,12 +242,14 @@ def test_a_server_behind_a_path_is_asked_there() -> None:
     "url", ["", "host:18000", "http://", "http://h:x", "http://h:99999", "http://[::1", "https://h"]
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(HicacheError, match=r"address|http alone"):
+    with pytest.raises(HicacheError, match=r"address|http only"):
         MetadataClient(url)
 
 
 def test_nobody_there_is_one_clear_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(StoreUnavailable, match=r"refused \(is it running\?\); name it as in"):
+    with pytest.raises(
+        StoreUnavailable, match="refused: no service listens there; check that the server runs"
+    ):
         MetadataClient(f"http://127.0.0.1:{port}").exists(0, "kv", ["a"])

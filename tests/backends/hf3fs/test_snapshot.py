@@ -183,12 +183,12 @@ def test_the_fields_may_come_in_any_order(path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("num_pages", "-1", "'num_pages' of 0:kv, near byte 23: no whole number"),
-        ("num_pages", "1.5", "no whole number"),
-        ("num_pages", "1e3", "no whole number"),
-        ("num_pages", "true", "no whole number"),
-        ("num_pages", str(MAX_PAGES + 1), "more than a server can hold"),
-        ("num_pages", "9" * 500, "more than a server can hold"),
+        ("num_pages", "-1", "'num_pages' of 0:kv, near byte 23: not a whole number"),
+        ("num_pages", "1.5", "not a whole number"),
+        ("num_pages", "1e3", "not a whole number"),
+        ("num_pages", "true", "not a whole number"),
+        ("num_pages", str(MAX_PAGES + 1), "which no server can hold"),
+        ("num_pages", "9" * 500, "which no server can hold"),
         ("free_pages", "[1, 2, -3]", "'free_pages' of 0:kv"),
         ("free_pages", "[1, 2, -3]", "Expected `int` >= 0 (entry 2)"),
         ("free_pages", "[9223372036854775808]", "Expected `int`"),
@@ -196,8 +196,8 @@ def test_the_fields_may_come_in_any_order(path: Path) -> None:
         ("free_pages", "[1,, 2]", "malformed"),
         ("free_pages", "[1, ]", "trailing comma"),
         ("free_pages", "[,1]", "malformed"),
-        ("free_pages", "3", "no array"),
-        ("key_to_index", '{"a": 1}', "no array"),
+        ("free_pages", "3", "not an array"),
+        ("key_to_index", '{"a": 1}', "not an array"),
         ("key_to_index", '[["a", 1], ["b", -2]]', "Expected `int` >= 0 (entry 1)"),
         ("key_to_index", '[["a", 18446744073709551616]]', "Expected `int`"),
         ("key_to_index", '[["a", "1"]]', "Expected `int`, got `str` (entry 0)"),
@@ -208,7 +208,7 @@ def test_the_fields_may_come_in_any_order(path: Path) -> None:
         ("key_to_index", '[["a", 1],]', "'key_to_index' of 0:kv"),
         ("key_to_index", '[["a", 1] ["b", 2]]', "'key_to_index' of 0:kv"),
         ("key_to_index", '[["\\ud800", 1]]', "'key_to_index' of 0:kv"),
-        ("key_to_index", '[["ab", 1], ["c", 2], ["ab", 3]]', "the key 'ab' is there twice"),
+        ("key_to_index", '[["ab", 1], ["c", 2], ["ab", 3]]', "the key 'ab' occurs twice"),
     ],
 )
 def test_a_field_the_server_would_not_write_is_named(
@@ -223,23 +223,23 @@ def test_a_field_the_server_would_not_write_is_named(
     ("text", "said"),
     [
         ("", "it ends after 0 bytes"),
-        ("[]", "near byte 0: no object"),
-        ("\x89PNG", "near byte 0: no object"),
-        (SMALL + "x", "something follows the end"),
-        (SMALL.replace("0:kv", "-1:kv"), "'-1:kv' is no RANK:NAMESPACE"),
-        (SMALL.replace("0:kv", "0:a b"), "'0:a b' is no RANK:NAMESPACE"),
-        (SMALL.replace("0:kv", "0:k\\n"), "is no RANK:NAMESPACE"),
-        (SMALL.replace("0:kv", "9" * 10), "is no RANK:NAMESPACE"),
-        (SMALL[:-1] + ", " + SMALL[1:], "0:kv is there twice"),
-        (SMALL[:-1] + ", " + SMALL[1:].replace("0:kv", "0"), "0:kv is there twice"),
+        ("[]", "near byte 0: not an object"),
+        ("\x89PNG", "near byte 0: not an object"),
+        (SMALL + "x", "text after the end"),
+        (SMALL.replace("0:kv", "-1:kv"), "'-1:kv' is not RANK:NAMESPACE"),
+        (SMALL.replace("0:kv", "0:a b"), "'0:a b' is not RANK:NAMESPACE"),
+        (SMALL.replace("0:kv", "0:k\\n"), "is not RANK:NAMESPACE"),
+        (SMALL.replace("0:kv", "9" * 10), "is not RANK:NAMESPACE"),
+        (SMALL[:-1] + ", " + SMALL[1:], "0:kv occurs twice"),
+        (SMALL[:-1] + ", " + SMALL[1:].replace("0:kv", "0"), "0:kv occurs twice"),
         (SMALL.replace("free_pages", "num_pages"), "'num_pages' of 0:kv"),
         (SMALL.replace("free_pages", "epoch"), "'epoch' of 0:kv"),
         ('{"0:kv": {"num_pages": 1}}', "is missing"),
         ('{"0:kv": {}}', "is missing"),
-        ('{"0:kv": 3}', "0:kv, near byte 9: no object"),
-        ('{"0:kv" 3}', "no colon"),
-        ("{0: 3}", "no name in quotes"),
-        ('{"' + "a" * 5000 + '": 3}', "no name in quotes"),
+        ('{"0:kv": 3}', "0:kv, near byte 9: not an object"),
+        ('{"0:kv" 3}', "expected a colon"),
+        ("{0: 3}", "expected a name in quotes"),
+        ('{"' + "a" * 5000 + '": 3}', "expected a name in quotes"),
     ],
 )
 def test_a_document_the_server_would_not_write_is_refused_in_one_line(
@@ -305,7 +305,7 @@ def test_what_is_written_is_what_json_dump_would_write(path: Path, document: Doc
 def test_an_existing_file_is_never_written_over(tmp_path: Path) -> None:
     snapshot = tmp_path / "metadata.json"
     snapshot.write_text(SMALL)
-    with pytest.raises(FormatError, match="is there already"):
+    with pytest.raises(FormatError, match="already exists"):
         write_repaired(Snapshot(0, ()), snapshot)
     assert snapshot.read_text() == SMALL
     assert list(tmp_path.iterdir()) == [snapshot]
