@@ -1,3 +1,3 @@
-"""Operations tool for SGLang's HiCache L3 store: what an operator does."""
+"""Operations tool for SGLang's HiCache L3 store."""
 
 __version__ = "0.1.0"

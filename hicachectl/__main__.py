@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    pass  # signals end the process in one line from here on
+    pass  # signals during the imports: only the console script handles them (cli/startup.py)
 
 import io
 import os
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
     import click
 
 
-_NO_THREAD = "can't start new thread"  # as Python's threading says it
+_NO_THREAD = "can't start new thread"  # the text of Python's RuntimeError
 
 
 class Terminated(BaseException):
-    """SIGTERM, raised in the main thread so that `finally` blocks run."""
+    """SIGTERM, raised in the main thread to run `finally` blocks."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command and exit with its status; see the exit codes in hicachectl(1)."""
+    """Run one command and exit with its status; hicachectl(1) lists the statuses."""
     _complete_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # the locale may lack what names are made of
+        if isinstance(stream, io.TextIOWrapper):  # names may not be encodable in the locale
             stream.reconfigure(errors="backslashreplace")
     status = _flush(run(sys.argv[1:] if arguments is None else arguments))
     with suppress(OSError, ValueError):
         sys.stderr.flush()
-    # Not through the interpreter's end: Arrow's and Mooncake's threads may still let go of what
-    # is Python's then, and abort the process. Whatever matters is closed by now.
+    # A normal exit could abort: Arrow's and Mooncake's threads may release Python objects while
+    # the interpreter shuts down. All files and stores are closed here.
     os._exit(status)
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit status. Only bugs of ours raise."""
+    """Run one command and return its exit status. Raises only on a bug."""
     from hicachectl.cli.exit_codes import INTERRUPTED, TERMINATED
 
     import_module("hicachectl.cli.group")  # while signals still end the process
@@ -54,10 +54,10 @@ def run(arguments: list[str]) -> int:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return _run(arguments)
     except (KeyboardInterrupt, Terminated) as error:
-        for number in previous:  # what ends the run is said once
+        for number in previous:  # report only the first signal
             signal.signal(number, signal.SIG_IGN)
         interrupted = isinstance(error, KeyboardInterrupt)
-        _say("interrupted" if interrupted else "terminated")
+        _say("Interrupted" if interrupted else "Terminated")
         return INTERRUPTED if interrupted else TERMINATED
     finally:
         for number, handler in previous.items():
@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run one command; say what ended it."""
+    """Run one command, print its error and return its exit status."""
     import click
 
     from hicachectl.cli.exit_codes import BAD_INPUT, exit_code
@@ -87,11 +87,11 @@ def _run(arguments: list[str]) -> int:
     except click.Abort:
         raise KeyboardInterrupt from None
     except ClosedPipeError:
-        pass  # `| head` has what it wanted
+        pass  # the reader, such as `| head`, needs no more output
     except SystemExit:
         if streams == (sys.stdout, sys.stderr):  # shell completion
             raise
-        sys.stdout, sys.stderr = streams  # click has met a closed pipe and put wrappers there
+        sys.stdout, sys.stderr = streams  # click replaced them after a closed pipe
     except Exception as error:
         status = _unexpected(error)
     return status
@@ -102,10 +102,10 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _complete_streams() -> None:
-    """Put something where a standard stream is closed, as after `>&-`.
+    """Open /dev/null in place of closed standard streams, as after `>&-`.
 
-    Else the next file that is opened would take its number, and what libraries print there.
-    Closed, stdout refuses to be written, and stderr says nothing.
+    Otherwise the next opened file gets the stream's number, and libraries print into that file.
+    Writes to a replaced stdout fail; writes to a replaced stderr are discarded.
     """
     for number, access in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:
@@ -119,7 +119,7 @@ def _complete_streams() -> None:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # nobody is left to be told
+    with suppress(OSError):  # stderr may be closed
         print(f"hicachectl: {message_text(text)}", file=sys.stderr)
 
 
@@ -131,28 +131,30 @@ def _show(error: click.ClickException) -> None:
 
 
 def _unexpected(error: Exception) -> int:
-    """Return the status of what the system refused: output, or a thread; else raise: a bug."""
+    """Return the status if the system refused output or a thread; raise any other error, a bug."""
     import click
 
     from hicachectl.cli.exit_codes import BAD_INPUT
+    from hicachectl.formats.wording import reason_of
 
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
     echoing = place is not None and place.tb_frame.f_code is click.echo.__code__
     if isinstance(error, OSError) and echoing:
-        _say(f"cannot write output: {error.strerror or error}")
+        _say(f"Cannot write output: {reason_of(error)}")
         return BAD_INPUT
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
-        _say("the system refuses another thread; raise its limit (ulimit -u), or lower --jobs")
+        _say("Cannot start another thread; raise the limit (ulimit -u) or lower --jobs")
         return BAD_INPUT
-    _say("this is a bug, please report it with the lines below")
+    _say("This is a bug. Please report it with the lines below.")
     raise error
 
 
 def _flush(status: int) -> int:
-    """Flush stdout; a reader that closed it early (`| head`) is no error."""
+    """Flush stdout and return the status; a closed pipe (`| head`) is not an error."""
     from hicachectl.cli.exit_codes import BAD_INPUT
+    from hicachectl.formats.wording import reason_of
 
     try:
         sys.stdout.flush()
@@ -160,7 +162,7 @@ def _flush(status: int) -> int:
         pass
     except OSError as error:
         if not status:
-            _say(f"cannot write to stdout: {error.strerror or error}")
+            _say(f"Cannot write to stdout: {reason_of(error)}")
             return BAD_INPUT
     return status
 

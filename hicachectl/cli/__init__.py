@@ -1,1 +1,1 @@
-"""The command line: commands, options, output, exit codes, man pages."""
+"""Command line: commands, options, output, exit codes and man pages."""

@@ -1,4 +1,4 @@
-"""What stands between a command and a store that it would change: consent, and a lock."""
+"""Consent and lock of commands that change a store."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.durable import lock
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,23 +20,23 @@ if TYPE_CHECKING:
 
 
 def require_consent(*, yes: bool, dry_run: bool) -> None:
-    """Refuse early what would have to ask nobody: UsageError without --yes and a terminal."""
+    """Raise UsageError if a question is needed but stdin is not a terminal."""
     if not (yes or dry_run or sys.stdin.isatty()):
-        raise UsageError("standard input is no terminal to ask on: give --yes, or --dry-run")
+        raise UsageError("Cannot ask: standard input is not a terminal; give --yes or --dry-run")
 
 
 def agreed(question: str, *, yes: bool, dry_run: bool) -> bool:
-    """Ask on the terminal whether to go on, unless that was said on the command line."""
+    """Return whether to go on; ask on the terminal unless --yes or --dry-run is given."""
     return yes or dry_run or click.confirm(question, err=True)
 
 
 @contextmanager
 def locked(path: Path | None) -> Iterator[bool]:
-    """Hold the lock of a file while in the block; False where another process has it.
+    """Hold the flock(2) lock of a file during the block; yield False if another process holds it.
 
-    Without a path nothing is locked. The lock is flock(2)'s. The file is made where there is
-    none, and stays. Raises UsageError when it cannot be opened or locked, UntrustedError when it is
-    a link, a special file or of an owner who is not trusted.
+    Without a path, nothing is locked. A missing file is created, and never removed. Raises
+    UsageError if the file cannot be opened or locked, UntrustedError if the file is a link, a
+    special file, or owned by an untrusted user.
     """
     if path is None:
         yield True
@@ -48,5 +49,5 @@ def locked(path: Path | None) -> Iterator[bool]:
             held.callback(os.close, descriptor)
             is_ours = lock(descriptor)
         except OSError as error:
-            raise UsageError(f"--lock {path}: {error.strerror}") from error
+            raise UsageError(failed(f"--lock {path}", "lock the file", error)) from error
         yield is_ours

@@ -1,4 +1,4 @@
-"""A sample store, made without SGLang: what the demo and the README's examples look at."""
+"""A sample store, written without SGLang, for the demo and the README's examples."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.profile import Profile, dump_profile
 from hicachectl.formats.spec import ObjectSpec, object_specs
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,27 +49,26 @@ _AGE_S = 6 * 3600
 def write_demo(directory: Path, pages: int) -> Path:
     """Write the sample store and return the path of its profile.
 
-    Raises UsageError when the directory has files already, StoreUnavailable when it cannot be
-    made.
+    Raises UsageError if the directory is not empty, StoreUnavailable if it cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):
-            raise UsageError(f"{directory} is not empty; name a new directory")
+            raise UsageError(f"{directory}: the directory is not empty; name a new directory")
         profile_path = directory / ".hicachectl" / "demo.toml"
         profile_path.parent.mkdir()
         profile_path.write_text(dump_profile(PROFILE), encoding="utf-8")
     except OSError as error:
-        raise StoreUnavailable(f"cannot write {directory}: {error.strerror}") from error
+        raise StoreUnavailable(failed(directory, "write the demo store", error)) from error
     with open_store(str(directory)) as store:
         fill(store, pages)
     return profile_path
 
 
 def fill(store: Store, pages: int) -> None:
-    """Put the sample pages into a store as SGLang would name them there.
+    """Write the sample pages into a store, under the keys that SGLang would use.
 
-    Raises StoreUnavailable when one cannot be written.
+    Raises StoreUnavailable if a page cannot be written.
     """
     rng = np.random.default_rng(_SEED)
     tokens = rng.integers(0, 150_000, pages * PROFILE.page_size)
@@ -80,7 +80,7 @@ def fill(store: Store, pages: int) -> None:
         start_ns = time.time_ns() - _AGE_S * 10**9
         for number, page in enumerate(hashes):
             ends_node = (number + 1) % _PAGES_PER_NODE == 0 or number + 1 == pages
-            # Sidecars first, the anchor last, as every writer must.
+            # Every writer must write the sidecars first and the anchor last.
             present = [m for m in reversed(members) if ends_node or not m.trailing]
             sizes = np.array([m.nbytes for m in present], dtype=np.int64)
             offsets = np.cumsum(sizes) - sizes
@@ -95,12 +95,12 @@ def fill(store: Store, pages: int) -> None:
                 }
             )
             if not store.write_from(rows, offsets, sizes, if_absent=True).all_ok:
-                raise StoreUnavailable(f"cannot write page {page} to {store.url}")
+                raise StoreUnavailable(f"{store.url}: cannot write page {page}")
         store.detach()
 
 
 def _values(member: ObjectSpec, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Values of a plausible distribution in each tensor of an object, as its bytes."""
+    """Return the bytes of an object, with a plausible distribution of values in each tensor."""
     return np.concatenate([_tensor_values(tensor, rng) for tensor in member.tensors])
 
 

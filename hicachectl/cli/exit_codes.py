@@ -1,4 +1,4 @@
-"""Exception class to exit code: the one place."""
+"""Exit codes, and which exception class ends with which."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ EXIT_CODES: dict[type[HicacheError], int] = {
 
 
 def exit_code(error: HicacheError) -> int:
-    """Return the status to exit with, by the nearest listed class."""
+    """Return the exit code of the nearest listed base class."""
     return next(EXIT_CODES[cls] for cls in type(error).__mro__ if cls in EXIT_CODES)

@@ -1,4 +1,4 @@
-"""The command group: global options, and commands imported only when they run."""
+"""The command group: global options, and commands that are imported only when they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hicachectl.text.terminal import MessageFormatter
 
 
 class CommandEntry(NamedTuple):
-    """Where a command is and its line in `--help`, so that help imports no command."""
+    """Module of a command and its line in `--help`; help imports no command."""
 
     module: str
     summary: str
@@ -23,40 +23,43 @@ class CommandEntry(NamedTuple):
 
 COMMANDS = {
     "ls": CommandEntry("ls", "List the pages of a store, or its objects."),
-    "show": CommandEntry("show", "Show one page: its objects and what is wrong with them."),
-    "verify": CommandEntry("verify", "Check a store and report what is wrong."),
-    "hits": CommandEntry("hits", "Say how far requests can be restored, and what stops them."),
+    "show": CommandEntry("show", "Show the objects of one page, and what is wrong with them."),
+    "verify": CommandEntry("verify", "Check a store for missing or damaged objects; repair it."),
+    "hits": CommandEntry("hits", "Show how much of each request a store can serve."),
     "restore": CommandEntry("restore", "Put quarantined pages back into a store."),
-    "prewarm": CommandEntry("prewarm", "Fill a store with the pages worth having."),
-    "migrate": CommandEntry("migrate", "Copy pages to another store, transformed if need be."),
+    "prewarm": CommandEntry("prewarm", "Copy the most valuable pages into a store."),
+    "migrate": CommandEntry("migrate", "Copy or move pages to another store, layout or topology."),
     "rm": CommandEntry("rm", "Remove pages from a store."),
-    "pack": CommandEntry("pack", "Look into packs, and repair those that were cut off."),
-    "profile": CommandEntry("profile", "Print the profile that would be used."),
+    "pack": CommandEntry("pack", "Describe pack files, and repair truncated ones."),
+    "profile": CommandEntry("profile", "Print the profile of a deployment."),
     "demo": CommandEntry("demo", "Write a small sample store."),
     "completion": CommandEntry("completion", "Print a shell completion script."),
 }
 
 
 class ClosedPipeError(Exception):
-    """Nobody reads our output any more."""
+    """The reader of our output closed the pipe."""
 
 
 class LazyGroup(click.Group):
-    """A group that knows its commands by name and imports one when it is called."""
+    """A group that imports a command only when it is called."""
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; click would end a closed pipe with status 1 were it an OSError."""
+        """Run the command; raise ClosedPipeError for a closed pipe.
+
+        For an OSError, click would exit with 1.
+        """
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
             raise ClosedPipeError from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names in the order of `COMMANDS`."""
+        """Return the names, in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command; None when there is none of that name."""
+        """Import and return a command; None if the name is unknown."""
         entry = COMMANDS.get(cmd_name)
         if entry is None:
             return None
@@ -64,7 +67,7 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the command list from the table alone."""
+        """Write the command list from `COMMANDS`."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
 
@@ -72,20 +75,21 @@ class LazyGroup(click.Group):
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="STORE is a directory, a URL (see hicachectl(1)), or NAME: of the config file.",
+    epilog="STORE is a directory, a URL (see hicachectl(1)), or NAME: for a store of the config "
+    "file.",
 )
 @click.version_option(__version__, prog_name="hicachectl", message="%(prog)s %(version)s")
-@click.option("-v", "--verbose", count=True, help="Say more on stderr; twice for debugging.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress and no remarks on stderr.")
+@click.option("-v", "--verbose", count=True, help="Log more on stderr; -vv adds debugging.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
 @click.option(
     "--config",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Config file with named stores.  [default: ~/.config/hicachectl/config.toml]",
+    help="Read named stores from FILE.  [default: ~/.config/hicachectl/config.toml]",
 )
 @click.pass_context
 def cli(ctx: click.Context, verbose: int, quiet: bool, config: Path | None) -> None:
-    """Look into SGLang's HiCache L3 store: inspect, verify, migrate and prewarm its pages."""
+    """Inspect, verify, migrate and prewarm SGLang's HiCache L3 stores."""
     level = logging.WARNING - 10 * min(verbose, 2) if not quiet else logging.ERROR
     logging.basicConfig(level=level, force=True)
     for handler in logging.root.handlers:

@@ -1,4 +1,7 @@
-"""Build man/*.1 from the click commands: `python -m hicachectl.cli.manpages DIRECTORY`."""
+"""Build man/*.1 from the click commands: `python -m hicachectl.cli.manpages DIRECTORY`.
+
+Background that would be too long for `--help` is in the texts below.
+"""
 
 from __future__ import annotations
 
@@ -19,131 +22,151 @@ if TYPE_CHECKING:
 
 RELEASE_DATE = "November 20, 2026"  # of the version in hicachectl/__init__.py
 
-_WIDTH = 70  # of source lines, before escapes
+# A line before its escapes; a break within --to-profile would show as a space.
+_WRAPPER = textwrap.TextWrapper(70, break_on_hyphens=False, break_long_words=False)
 
 _EXIT_STATUS = (
-    ("0", "Done, and clean. In a cache, objects that vanished meanwhile are no error."),
-    ("1", "A bug of hicachectl: please report the traceback."),
-    ("2", "Usage or bad input: an option, a profile, a config, a URL."),
+    (
+        "0",
+        "Done, and clean. Objects that vanish during the run are normal in a cache and not an "
+        "error. A lock held by another process and a reached deadline end with 0 too.",
+    ),
+    ("1", "A bug of hicachectl; please report the traceback."),
+    ("2", "Bad usage or input: an option, a profile, a config or a URL."),
     ("3", "The store, server or device cannot be reached, refuses or fails."),
-    ("4", "Finished, with findings at the level asked for, or with failed objects."),
+    (
+        "4",
+        "Finished, but with findings at or above --fail-on, with failed objects or conflicts, or "
+        "below --min-usable.",
+    ),
     ("130", "Interrupted (SIGINT)."),
     ("143", "Terminated (SIGTERM)."),
 )
 _STORES = (
     ("/dir, file:///dir", "The directory of SGLang's file backend (HiCacheFile)."),
-    ("file:", "The directory that SGLang itself would use; see ENVIRONMENT."),
+    ("file:", "The directory that SGLang uses by default; see ENVIRONMENT."),
     (
         "mooncake://HOST:50051?admin=HOST:9003&protocol=tcp",
-        "A Mooncake cluster, by its master; see MOONCAKE.",
+        "A Mooncake cluster, named by its master; see MOONCAKE.",
     ),
-    ("mooncake:", "The cluster that SGLang's configuration names; see ENVIRONMENT."),
+    ("mooncake:", "The cluster of SGLang's configuration; see ENVIRONMENT."),
     (
         "hf3fs:///path/prefix?server=http://HOST:18000&snapshot=FILE",
-        "A 3FS store, by the prefix of its page files; see 3FS.",
+        "A 3FS store, named by the prefix of its page files; see 3FS.",
     ),
     ("hf3fs:", "The 3FS store of SGLang's configuration; see ENVIRONMENT."),
     ("pack:///path/archive.hcpack", "A pack: the objects of a store in one file; see hcpack(5)."),
     ("NAME:", "A store of the config file."),
 )
+_OUTPUT = (
+    "The result goes to stdout, or to the file of -o. Progress, remarks and errors go to stderr. "
+    "json is one document; jsonl has one row per line.",
+    "In table and csv, characters that a terminal would interpret or hide are written as \\xNN or "
+    "\\uNNNN. In csv, a ' precedes text that begins like a formula.",
+)
 _HF3FS = (
-    "Pages lie in preallocated files, prefix.RANK.bin, and a metadata server knows which key has "
-    "which page. It lists nothing: what is listed comes from the snapshot that it saves "
-    "(--persistence-path), and is as old; with server= keys that are gone since are left out. Only "
-    "a profile tells how long pages are. Looking asks nothing that the server counts as use, but "
-    "where a page looks damaged: whether it was merely reused is asked for, and said.",
-    "Each pool has tables of its own, and evicts by itself: objects whose kv is gone "
-    "(orphan-sidecar) are always there, and only noted (info). A page that looks lost "
-    "(page-leaked) while a server is live is reported when three snapshots miss it: the third is "
-    "waited for, two minutes at most.",
-    "Pages that are freed are reused at once, so that deleting under live readers can tear what "
-    "they read: repair when few read. All keys that share a page go in one call. Without server= a "
-    "repair writes a snapshot beside the old one, FILE.repaired, for the metadata server to start "
-    "from. Pages in no list are released with --writers-stopped, which has to be true: the "
-    "server would hand a page out twice.",
-    "Where 3FS's hf3fs_fuse package is installed and the prefix lies on a 3FS mount, pages are "
-    "read through it (USRBIO), else as files. The former has not been tested on a real 3FS.",
+    "Pages are stored in preallocated files, prefix.RANK.bin. A metadata server maps keys to pages "
+    "but cannot list them. So the listing comes from the snapshot that the server saves "
+    "(--persistence-path), and is as old as the snapshot. With server=, keys removed since then "
+    "are left out. Only a profile states the size of a page.",
+    "Reading sends no query that the server counts as use, with one exception: if a page looks "
+    "damaged, hicachectl asks whether the page was reused, and reports that it asked.",
+    "Each pool has its own tables and evicts independently. So objects without their kv "
+    "(orphan-sidecar) are normal and only noted (info). While a server is live, a page that looks "
+    "lost (page-leaked) is reported only if three snapshots miss it. verify waits for the third "
+    "snapshot, at most two minutes.",
+    "The server reuses freed pages at once. A deletion can therefore corrupt what a live server is "
+    "reading: repair at a time of few reads. All keys that share a page are deleted in one call. "
+    "Without server=, a repair writes a new snapshot FILE.repaired beside the old one; start the "
+    "metadata server from it. --writers-stopped releases pages that are in no list. Give it only "
+    "if no engine writes: otherwise the server hands out a page twice.",
+    "If 3FS's hf3fs_fuse package is installed and the prefix is on a 3FS mount, pages are read "
+    "through that package (USRBIO); otherwise they are read as files. USRBIO has not been tested "
+    "on a real 3FS.",
 )
 _HF3FS_PARAMETERS = (
-    ("server=URL", "The metadata server."),
-    ("snapshot=FILE", "Its persistence file."),
+    ("server=URL", "URL of the metadata server."),
+    ("snapshot=FILE", "Persistence file of the metadata server."),
     ("config=FILE", "SGLang's JSON config, for the prefix, file_size and server."),
     (
         "file_size=SIZE",
-        "Bytes of each file, as SGLang was told; default: the size of the largest. It tells a file "
-        "that was cut off from a profile of other page sizes.",
+        "Bytes of each file, as given to SGLang; default: the size of the largest file. With it, "
+        "a truncated file can be distinguished from a profile with other page sizes.",
     ),
     ("ranks=N", "Only ranks below N."),
 )
 _MOONCAKE = (
-    "hicachectl is a guest of the cluster: it gives no memory to it. Listing, and the checks "
-    "names, groups and sizes, go over the master's HTTP service, which extends no lease and "
-    "changes no order of eviction. Reading objects grants each a lease: for some seconds it is "
-    "not evicted and cannot be removed, and it is evicted later than others. Removals wait for "
-    "leases to end (--lease-wait) and are never forced.",
-    "The listing is of the tenant default, and leaves out objects without a readable replica. "
-    "A key with a comma (the side pools of split heads) can only be asked for its size with "
-    "--allow-leases. The store keeps no times: what is not whole is looked at again after --grace.",
-    "An object of an MLA model holds the whole latent row, but SGLang ends its key in _k. ls "
-    "--objects and findings therefore show the part k, and no part v is expected. On other stores "
-    "the part of such an object is null.",
+    "hicachectl contributes no memory to the cluster. Listing, and the checks names, groups and "
+    "sizes, use the master's HTTP service, which extends no lease and does not change the order "
+    "of eviction. Reading an object grants a lease: for some seconds the object is not evicted "
+    "and cannot be removed, and it is evicted later than others. Removals wait for leases to end "
+    "(--lease-wait) and are never forced.",
+    "Only the tenant default is listed, without the objects that have no readable replica. The "
+    "size of a key with a comma (the side pools of split heads) can only be queried with "
+    "--allow-leases. The store keeps no timestamps, so pages that are not whole are checked again "
+    "after --grace.",
+    "An object of an MLA model holds the whole latent row, but SGLang ends its key in _k. So ls "
+    "--objects and findings show the part k, and no part v is expected. On other stores the part "
+    "of such an object is null.",
 )
 _MOONCAKE_PARAMETERS = (
     ("admin=HOST:PORT", "The master's HTTP service; default: port 9003 of the master's host."),
-    ("protocol=NAME", "How objects are transferred: tcp, rdma (the default), ..."),
-    ("device=NAME", "Network devices, for rdma."),
+    ("protocol=NAME", "Transfer protocol: tcp, rdma (the default), ..."),
+    ("device=NAME", "Network devices for rdma."),
     ("metadata=URL", "Metadata service of the transfer engine; default: P2PHANDSHAKE."),
     ("tenant=NAME", "Only default can be listed."),
 )
 _ENVIRONMENT = (
-    ("HICACHECTL_CONFIG", "The config file, where --config is not given."),
+    ("HICACHECTL_CONFIG", "The config file, if --config is not given."),
     ("HICACHECTL_API_KEY", "Bearer key for --server and --through-server."),
     (
         "XDG_STATE_HOME",
-        "Where migrate keeps its journals, in hicachectl/migrations; ~/.local/state when unset. "
-        "Where no home can be written to, they lie in hicachectl-UID below TMPDIR, a directory of "
-        "the user's alone.",
+        "migrate keeps its journals in hicachectl/migrations of this directory; default: "
+        "~/.local/state. If the home is not writable, journals are in hicachectl-UID below TMPDIR, "
+        "a directory that only the user can access.",
     ),
-    ("NO_COLOR", "When set and not empty, no colours are written."),
-    ("SGLANG_HICACHE_HF3FS_CONFIG_PATH", "SGLang's JSON config of 3FS, for hf3fs: alone."),
+    ("NO_COLOR", "If set and not empty, output has no colours."),
+    ("SGLANG_HICACHE_HF3FS_CONFIG_PATH", "SGLang's JSON config of 3FS; used for hf3fs: only."),
     (
         "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH",
-        "SGLang's JSON config of Mooncake, for what a mooncake: URL leaves out.",
+        "SGLang's JSON config of Mooncake; gives the parameters that a mooncake: URL leaves out.",
     ),
     (
         "MOONCAKE_MASTER, MOONCAKE_PROTOCOL, MOONCAKE_DEVICE, MOONCAKE_TE_META_DATA_SERVER, "
         "MOONCAKE_MASTER_METRICS_PORT, MOONCAKE_LOCAL_HOSTNAME",
-        "The same, as for SGLang, where there is no such config.",
+        "The same parameters, as for SGLang, if there is no such config.",
     ),
     (
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
-        "The directory of the store file:, as for SGLang; /tmp/hicache when unset.",
+        "The directory of the store file:, as for SGLang; default: /tmp/hicache.",
     ),
 )
 _TRUST = (
-    "STORE, --quarantine DIR and the parent of --lock FILE may be named through symbolic links. "
-    "Below them no link is followed: .hicachectl in a store, the stamps and quarantine in it, and "
-    "the lock itself must be regular files and directories. They must belong to the user who runs "
-    "hicachectl, to root, to the owner of the store, or to a user that the file system gives new "
-    "files to. A store that its group may write to trusts the members of that group. Objects in a "
-    "quarantine keep their owner: they may be anyone's.",
-    "A command that only reads says what it leaves alone. A command that writes changes nothing "
-    "and ends with status 3.",
-    "Objects in a quarantine that no record names are left alone, and are named.",
-    "New files are no more readable than what they are made from: a copied file keeps the "
-    "permissions of its source, less those that the source's directory and the umask take away. "
-    "An object made of several, a pack and a 3FS data file are readable by those who may read all "
-    "objects read so far. A pack is its owner's alone until it is whole. Directories, stamps, "
-    "catalogs and quarantine records are as readable as the directory of the store. Where the "
-    "group of a new file is another one, it gets no more than everyone. Root's new objects belong "
-    "to the owner of their directory, if that user may read the sources. restore gives back owner "
-    "and permissions. Data files of 3FS that are there already keep theirs.",
+    "STORE, --quarantine DIR and the parent of --lock FILE may contain symbolic links. Below them, "
+    "no link is followed: .hicachectl in a store, its stamps and quarantine, and the lock file "
+    "must be regular files and directories. Their owner must be the user who runs hicachectl, "
+    "root, the owner of the store, or a user to whom the file system gives new files. A "
+    "group-writable store trusts the members of its group. Objects in a quarantine keep their "
+    "owner, who may be anyone.",
+    "A command that only reads leaves alone what breaks these rules, and says so. A command that "
+    "writes then changes nothing and ends with status 3.",
+    "Objects in a quarantine without a record are left alone; a remark names them.",
+    "New files are never more readable than their sources. A copied file keeps the permissions of "
+    "its source, less those that the source's directory and the umask remove. An object made from "
+    "several objects, a pack and a 3FS data file are readable only by users who may read all "
+    "objects read so far. A pack is readable only by its owner until it is complete. Directories, "
+    "stamps, catalogs and quarantine records are as readable as the store's directory. If a new "
+    "file has another group than its source, that group gets only the permissions of others. New "
+    "objects written by root belong to the owner of their directory, if that user may read the "
+    "sources. restore restores owner and permissions. Existing 3FS data files keep theirs.",
 )
 _LOCKS = (
-    "The lock of --lock FILE is that of flock(2), as flock(1) takes it. On NFS it is held on all "
-    "hosts, if the server has locks (not with the mount options nolock and local_lock=flock). "
+    "--lock FILE takes the lock of flock(2), as flock(1) does. If another process holds the lock, "
+    "the command does nothing and exits with 0; its result says complete: false and stopped_by: "
+    "lock. On NFS the lock holds on all hosts if the server supports locks (not with the mount "
+    "options nolock and local_lock=flock).",
     "Earlier versions of hicachectl took POSIX locks (fcntl), which flock does not see on a local "
-    "file system: do not run both at once.",
+    "file system. Do not run both versions at once.",
 )
 _CONFIG_EXAMPLE = ("[stores.prod]", 'url = "file:///mnt/hicache"')
 PROFILE_EXAMPLE = """\
@@ -174,27 +197,116 @@ conv = [{ shape = [8192, 3], dtype = "bfloat16", groups = [2048, 2048, 4096] }]
 _STATES = (
     (
         "whole",
-        "Every object of the page is there. Mamba and SWA states are on some pages only: "
-        "all of them, or none, make a page whole.",
+        "All objects of the page are present. Mamba and SWA states exist on some pages only; a "
+        "page is whole with all of them or with none.",
     ),
-    ("partial", "Some object is missing."),
-    ("orphan", "Side objects without the kv object that makes a server look for them."),
-    ("unknown", "Nothing says what to expect, since the keys can be read in several ways."),
+    ("partial", "At least one object is missing."),
+    ("orphan", "Sidecars without the kv object that makes servers look for them."),
+    ("unknown", "The keys are ambiguous, so the expected objects are unknown."),
 )
+# Sections of a command's page that follow its examples, as texts like click's help.
+_BACKGROUND: dict[str, dict[str, str]] = {
+    "verify": {
+        "UNCHECKED DTYPES": """
+            Values do not show whether another dtype of the same width was written (e4m3 or e5m2,
+            bfloat16 or float16). skipped_checks lists this as dtypes.
+        """,
+        "MIXED SIZES": """
+            Without a profile, the objects of one kind are compared with each other. If at least 3
+            pages, and at least 5% of the pages, have another size than the rest, all these sizes
+            count as correct. One mixed-sizes warning for each kind of object then states their
+            counts, dates and the likely reason: servers with two settings wrote to the store.
+            Rarer sizes are reported object by object. --repair never repairs a mix.
+        """,
+        "MOONCAKE": """
+            Reading an object grants a lease. For some seconds the object is not evicted and cannot
+            be removed, and it moves back in the order of eviction. --checks names,groups,sizes
+            reads no object. --bwlimit and --sample reduce the load of the other checks.
+        """,
+        "GPU": """
+            With --device cuda, objects are loaded into GPU memory layer by layer, as a server loads
+            them. They are checked there, gathered back into the order of the store and digested.
+            Objects that the profile does not describe are digested without being unpacked. The
+            findings are the same as on the CPU.
+
+            If a GPU is missing or fails, the run ends; with --device auto, the CPU continues.
+        """,
+    },
+    "prewarm": {
+        "ORDER OF PAGES": """
+            A prefix must be restorable from SRC by the rules of every pool. Of trailing pools
+            (Mamba states, sliding windows) only the pages at the end of a prefix are copied. Pages
+            that DST already has are left out.
+
+            Pages are ranked by the computation that they save. The rank depends on how often and
+            how recently requests used a page, as measured on the trace itself. No page precedes
+            its prefix.
+
+            With --all, prefixes are unknown. Newer minutes are copied first, and the pages of one
+            minute in the order in which they were written.
+
+            The rows of --dry-run are the plan. A trace with hash_ids alone gives a plan that cannot
+            be executed.
+        """,
+        "END OF A RUN": """
+            At the end, prewarm marks the pages as recently used, the least valuable first, so DST
+            evicts the best pages last. After a deadline, or a signal during copying, this takes at
+            most 10 s and covers only the best pages.
+
+            After SIGTERM or Ctrl-C, copies in progress are finished, and the result is still
+            written. If DST evicts pages during the run, the run ends and reports how much DST
+            holds.
+        """,
+        "TRACES": """
+            A line of a trace is {"timestamp": 27482, "token_ids": [...]}, with extra_key and
+            cache_salt if the request had them. The members input_length and output_length (in
+            tokens) improve the plan.
+
+            To record a trace, start SGLang with --log-requests --log-requests-level 3
+            --log-requests-format json (level 2 truncates long prompts), and extract the requests
+            from its log:
+
+            \b
+            jq -cR 'fromjson? | select(.event == "request.finished" and .obj.input_ids) |
+              {timestamp, token_ids: .obj.input_ids, extra_key: .obj.extra_key,
+               cache_salt: .obj.cache_salt,
+               output_length: .out.meta_info.completion_tokens}' server.log > trace.jsonl
+        """,
+        "PINS": """
+            Mooncake drops a soft pin when its time is over. It also drops soft pins when nothing
+            else can be evicted, unless the master runs with
+            --allow_evict_soft_pinned_objects=false.
+        """,
+        "LIVE SERVERS": """
+            With --through-server, the servers pull the prefixes that DST has, after the copy. They
+            are sent requests for one token, once to each DP rank. From a trace, each prefix is
+            requested once, the most valuable first. The API key is the value of HICACHECTL_API_KEY.
+        """,
+        "USABLE TOKENS": """
+            usable_tokens, and so --min-usable, is counted for one deployment, which the result
+            names. With --through-server, it is the deployment of those servers. Otherwise it is the
+            deployment for which the pages are written: --to-profile, the other --to options, or
+            else the profile of SRC.
+
+            Pages of another topology than a server's are not usable, because the server never asks
+            for them. If the stamp of DST names another deployment, a remark on stderr says so.
+        """,
+    },
+}
 
 
 def build(directory: Path) -> None:
-    """Write hicachectl.1 and a page for each command."""
+    """Write hicachectl.1 and one page per command."""
     (directory / "hicachectl.1").write_text(main_page(), encoding="utf-8")
     for name in COMMANDS:
         (directory / f"hicachectl-{name}.1").write_text(command_page(name), encoding="utf-8")
 
 
 def main_page() -> str:
-    """Write the page of the program as a whole."""
+    """Return the page of the whole program."""
     ctx = _group_context()
     lines = [
-        *_head("hicachectl", "inspect and verify SGLang HiCache L3 stores"),
+        *_head("hicachectl", "inspect, verify, migrate and prewarm SGLang HiCache L3 stores"),
         ".Nm",
         ".Op Fl vqh",
         ".Op Fl -config Ar FILE",
@@ -208,6 +320,7 @@ def main_page() -> str:
     for name, entry in COMMANDS.items():
         lines += [f".It Xr hicachectl-{name} 1", _text(entry.summary)]
     lines += [".El", ".Sh STORES", *_list(_STORES)]
+    lines += [".Sh OUTPUT", *_paragraphs(_OUTPUT)]
     lines += [".Sh MOONCAKE", *_paragraphs(_MOONCAKE)]
     lines += [".Pp", "Parameters of the URL:", *_list(_MOONCAKE_PARAMETERS)]
     lines += [".Sh 3FS", *_paragraphs(_HF3FS)]
@@ -231,7 +344,7 @@ def main_page() -> str:
 
 
 def command_page(name: str) -> str:
-    """Write the page of one command, from its click declaration alone."""
+    """Return the page of one command, from its click declaration and `_BACKGROUND`."""
     command = cli.get_command(_group_context(), name)
     assert command is not None  # COMMANDS names only commands that exist
     ctx = click.Context(command, info_name=name, parent=_group_context())
@@ -252,6 +365,7 @@ def command_page(name: str) -> str:
         "As for",
         ".Xr hicachectl 1 .",
         *_examples(command.epilog or ""),
+        *_background(name),
         *(_profile_file() if name == "profile" else ()),
         ".Sh SEE ALSO",
         *_see_also(f"hicachectl-{name}"),
@@ -260,7 +374,7 @@ def command_page(name: str) -> str:
 
 
 def _group_context() -> click.Context:
-    # With its settings, as in a real call: click keeps the help option it first makes.
+    # With the group's settings: click keeps the first help option that it makes.
     return click.Context(cli, info_name="hicachectl", **cli.context_settings)
 
 
@@ -277,7 +391,7 @@ def _head(name: str, summary: str) -> list[str]:
 
 
 def _description(text: str) -> list[str]:
-    """Help text as paragraphs; a block that click must not rewrap stays as it is."""
+    """Return a help text as paragraphs; blocks that click must not rewrap stay as they are."""
     lines = [".Sh DESCRIPTION"]
     for number, paragraph in enumerate(cleandoc(text).split("\n\n")):
         if paragraph.startswith("\b"):
@@ -289,7 +403,7 @@ def _description(text: str) -> list[str]:
 
 
 def _subcommands(command: click.Command, ctx: click.Context) -> Iterator[str]:
-    """Write what the commands of a command do, with their options."""
+    """Yield the descriptions and options of a command's subcommands."""
     if not isinstance(command, click.Group):
         return
     yield ".Sh COMMANDS"
@@ -306,7 +420,7 @@ def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
     for parameter in command.get_params(ctx):
         record = parameter.get_help_record(ctx)
         if record is None or isinstance(parameter, click.Argument):
-            continue  # an argument is in the synopsis and the description
+            continue  # the synopsis and the description have the arguments
         names, text = record
         yield f".It {_flags(names)}"
         yield from _sentences(text)
@@ -314,7 +428,7 @@ def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
 
 
 def _flags(names: str) -> str:
-    """`-o, --output FILE` as mdoc flags."""
+    """Return `-o, --output FILE` as mdoc flags."""
     *flags, last = names.split(", ")
     last, _, value = last.partition(" ")
     parts = [f"Fl {_escaped(flag[1:])} ," for flag in flags] + [f"Fl {_escaped(last[1:])}"]
@@ -329,23 +443,29 @@ def _examples(epilog: str) -> list[str]:
     return [".Sh EXAMPLES", ".Bd -literal -offset indent", *map(_literal, shown), ".Ed"]
 
 
+def _background(name: str) -> Iterator[str]:
+    for title, text in _BACKGROUND.get(name, {}).items():
+        yield f".Sh {title}"
+        yield from _description(text.strip("\n"))[1:]
+
+
 def _profile_file() -> list[str]:
     return [
         ".Sh PROFILE FILE",
         *_sentences(
-            "A profile is TOML, or the same keys as JSON, for the whole model before sharding. "
-            "Fields that do not apply are left out."
+            "A profile is TOML, or JSON with the same keys. It describes the whole model before "
+            "sharding. Leave out fields that do not apply."
         ),
         ".Bd -literal -offset indent",
         *map(_literal, PROFILE_EXAMPLE.splitlines()),
         ".Ed",
         ".Pp",
-        "What the kinds of pools need:",
+        "Fields of each kind of pool:",
         *_list(tuple((kind.name, kind.summary) for kind in kinds())),
         *_sentences(
             "Each pool also takes packed_draft_layers, hit_policy (all_pages or trailing_pages), "
-            "trailing_pages and replicated. A profile with inferred = true states only what a "
-            "store showed, and is refused where bytes must be understood."
+            "trailing_pages and replicated. A profile with inferred = true states only the facts "
+            "seen in a store; commands that must interpret bytes refuse it."
         ),
     ]
 
@@ -372,10 +492,10 @@ def _paragraphs(texts: tuple[str, ...]) -> Iterator[str]:
 
 
 def _sentences(text: str) -> list[str]:
-    """One sentence a line, as mdoc wants it."""
+    """Return one sentence per line, as mdoc requires."""
     flat = " ".join(text.split())
     sentences = re.split(r"(?<=[.;:])\s+(?=[A-Z])", flat)
-    return [_text(line) for sentence in sentences for line in textwrap.wrap(sentence, _WIDTH)]
+    return [_text(line) for text in sentences for line in _WRAPPER.wrap(text)]
 
 
 def _text(line: str) -> str:

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus' textfile collector."""
+"""Metrics files for Prometheus' textfile collector."""
 
 from __future__ import annotations
 
@@ -13,67 +13,70 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    Gauge = tuple[str, list[tuple[dict[str, str], float]]]  # help text, values by their labels
+    Gauge = tuple[str, list[tuple[dict[str, str], float]]]  # help text, (labels, value) pairs
 
-_MAX_BYTES = 1 << 20  # of a file that is replaced; ours have some 10 KB
+_MAX_BYTES = 1 << 20  # of a replaced file; our files have about 10 KB
 _VERIFY = {
-    "objects": "Objects the store holds.",
-    "pages": "Pages the store holds.",
-    "bytes": "Bytes the store holds.",
-    "gone": "Objects that vanished while they were looked at.",
-    "in_flight": "Page groups that were being written.",
-    "seconds": "Seconds the run took.",
-    "objects_read": "Objects whose bytes were read, or tried to.",
-    "complete": "1 when every object was read that was to be read, 0 after --time-limit.",
+    "objects": "Objects in the store.",
+    "pages": "Pages in the store.",
+    "bytes": "Bytes in the store.",
+    "gone": "Objects that vanished during the run.",
+    "in_flight": "Page groups that were being written, and so were not judged.",
+    "seconds": "Duration of the run in seconds.",
+    "objects_read": "Objects read, including failed reads.",
+    "complete": "1 if all selected objects were read, 0 if --time-limit ended the run.",
 }
 _PREWARM = {
-    "requested_pages": "Pages that were asked for.",
-    "copied_pages": "Pages that were copied.",
-    "missing_pages": "Pages that the source could not give.",
-    "bytes": "Bytes that were written.",
-    "requested_tokens": "Tokens of the requests, as far as a store can give them.",
-    "usable_tokens": "Of these, those that servers can restore.",
+    "requested_pages": "Requested pages.",
+    "copied_pages": "Copied pages.",
+    "missing_pages": "Requested pages that the source does not have.",
+    "bytes": "Bytes written.",
+    "requested_tokens": "Tokens of the requests that a store can serve at most.",
+    "usable_tokens": "Requested tokens that servers can restore.",
     "failed": "Pages that failed or are in conflict.",
-    "seconds": "Seconds the run took.",
+    "seconds": "Duration of the run in seconds.",
 }
 
 
 def write_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> None:
-    """Write a verification's metrics, whole or not at all. Raises UsageError.
+    """Write the metrics of a verification atomically.
 
-    succeeded: whether the run ended without findings that fail it; else the time of the last
-    success is carried over from the file that is replaced.
+    succeeded: whether no finding made the run fail. If not, the time of the last success is taken
+    from the replaced file. Raises UsageError if the file cannot be written.
     """
     store = {"store": report["store"]}
     last = time.time() if succeeded else _last_success(path)
     found = {name: (text, [(store, report[name])]) for name, text in _VERIFY.items()}
     found = {name: gauge for name, gauge in found.items() if report[name] is not None}
     skipped = [({**store, "check": name}, 1) for name in report["skipped_checks"]]
-    found["skipped"] = "What was not checked.", skipped
+    found["skipped"] = "Checks, or parts of checks, that did not run.", skipped
     counts = [({**store, "code": code}, count) for code, count in report["counts"].items()]
     found["findings"] = "Findings by code.", counts
     found["last_success_timestamp_seconds"] = (
-        "When a run last ended without failing findings; 0 when never.",
+        "Time when a run last ended without failing findings; 0 if never.",
         [(store, last)],
     )
     _write(path, "hicachectl_verify", store, found)
 
 
 def write_prewarm_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> None:
-    """Write the metrics of a prewarm, whole or not at all. Raises UsageError."""
+    """Write the metrics of a prewarm atomically.
+
+    Raises UsageError if the file cannot be written.
+    """
     store = {"store": report["destination"]}
     found = {name: (text, [(store, report[name])]) for name, text in _PREWARM.items()}
-    found["succeeded"] = "1 when the last run ended well, else 0.", [(store, succeeded)]
+    found["succeeded"] = "1 if the last run succeeded, else 0.", [(store, succeeded)]
     complete = [(store, report["complete"])]
-    found["complete"] = "1 when all was copied that was asked for.", complete
+    found["complete"] = "1 if the last run was not cut short, else 0.", complete
     _write(path, "hicachectl_prewarm", store, found)
 
 
 def _write(path: Path, prefix: str, store: dict[str, str], found: dict[str, Gauge]) -> None:
-    """Write gauges by name, and that the run has ended."""
-    ended = "When a run last ended.", [(store, time.time())]
+    """Write the gauges and the end time of the run."""
+    ended = "Time when a run last ended.", [(store, time.time())]
     found["last_run_timestamp_seconds"] = ended
-    with whole_file(path, "w", permissions=0o644) as stream:  # the collector is another user
+    with whole_file(path, "w", permissions=0o644) as stream:  # the collector runs as another user
         for name, (text, samples) in found.items():
             stream.write(f"# HELP {prefix}_{name} {text}\n# TYPE {prefix}_{name} gauge\n")
             for labels, value in samples:
@@ -87,7 +90,7 @@ def _escaped(value: str) -> str:
 
 
 def _last_success(path: Path) -> float:
-    """Read the time that the file to be replaced states; 0 where there is none to believe."""
+    """Return the time of the last success in the replaced file; 0 if it states none."""
     try:
         data = read_bounded(path, _MAX_BYTES, what="metrics", regular=True)
         text = data.decode()

@@ -26,7 +26,7 @@ _UNITS = {
     **{f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)},
 }
 _LONGEST_S = 100 * 365.25 * 86400
-_LATEST_S = 2**63 // 10**9 - 1  # stores count nanoseconds in 64 bits
+_LATEST_S = 2**63 // 10**9 - 1  # stores keep times as nanoseconds in 64 bits
 _TOO_LARGE = 2**63
 
 
@@ -35,19 +35,19 @@ def _shown(value: str) -> str:
 
 
 class Duration(click.ParamType[Any]):
-    """`90s 10m 2h 7d`, to seconds."""
+    """A duration such as 90s, 10m, 2h or 7d, in seconds."""
 
     name = "duration"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Parse the text; a number is passed through."""
+        """Return the seconds of a text; pass a number through."""
         if isinstance(value, (int, float)):
             return float(value)
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", value)
         if match is None:
-            self.fail(f"{_shown(value)} is no duration; write 90s, 10m, 2h or 7d", param, ctx)
+            self.fail(f"{_shown(value)} is not a duration; write 90s, 10m, 2h or 7d", param, ctx)
         seconds = float(match[1]) * _SECONDS[match[2]]
         if seconds > _LONGEST_S:
             self.fail(f"{_shown(value)} is longer than 100 years", param, ctx)
@@ -55,14 +55,14 @@ class Duration(click.ParamType[Any]):
 
 
 class PointInTime(click.ParamType[Any]):
-    """ISO 8601, or a duration ago; to Unix seconds."""
+    """A time in ISO 8601, or an age such as 7d, in Unix seconds."""
 
     name = "time"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Parse the text; a number is passed through."""
+        """Return the Unix seconds of a text; pass a number through."""
         if isinstance(value, float):
             return value
         if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?[smhd]", value):
@@ -70,14 +70,14 @@ class PointInTime(click.ParamType[Any]):
         try:
             seconds = datetime.fromisoformat(value).timestamp()
         except (ValueError, OverflowError):
-            self.fail(f"{_shown(value)} is neither ISO 8601 nor a duration ago (7d)", param, ctx)
+            self.fail(f"{_shown(value)} is neither ISO 8601 nor an age such as 7d", param, ctx)
         if abs(seconds) > _LATEST_S:
             self.fail(f"{_shown(value)} is not between the years 1678 and 2262", param, ctx)
         return seconds
 
 
 class Size(click.ParamType[Any]):
-    """`200GiB 1.5TB` or bytes, to bytes."""
+    """A size such as 200GiB or 1.5TB, or a number of bytes; in bytes."""
 
     name = "size"
 
@@ -85,12 +85,16 @@ class Size(click.ParamType[Any]):
         self.least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse the text; a number is passed through."""
+        """Return the bytes of a text; pass a number through."""
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([KMGTP]?i?B?)", value)
         if match is None or match[2] not in _UNITS:
-            self.fail(f"{_shown(value)} is no size; write 200GiB, 1.5TB or bytes", param, ctx)
+            self.fail(
+                f"{_shown(value)} is not a size; write 200GiB, 1.5TB or a number of bytes",
+                param,
+                ctx,
+            )
         nbytes = int(Fraction(match[1]) * _UNITS[match[2]])
         if nbytes < self.least:
             self.fail(f"{_shown(value)} is less than {self.least} bytes", param, ctx)
@@ -100,7 +104,7 @@ class Size(click.ParamType[Any]):
 
 
 class NameList(click.ParamType[Any]):
-    """A comma-separated list of names; each out of a set, where one is given."""
+    """A comma-separated list of names, each one of the choices if there are choices."""
 
     name = "list"
 
@@ -109,22 +113,22 @@ class NameList(click.ParamType[Any]):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The names to choose from; any name where there are none."""
+        """Return the allowed names; empty if any name is allowed."""
         return self._choices() if callable(self._choices) else self._choices
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Show the choices."""
+        """Return the choices, or NAME,... without choices."""
         return ",".join(self.choices) or "NAME,..."
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, ...]:
-        """Split and check the text; a tuple is passed through."""
+        """Split and check the text; pass a tuple through."""
         names = value if isinstance(value, tuple) else tuple(value.split(","))
         choices = self.choices
         for name in names:
             if choices and name not in choices:
-                self.fail(f"{name!r} is none of {', '.join(choices)}", param, ctx)
+                self.fail(f"{name!r} is not one of {', '.join(choices)}", param, ctx)
         return names
 
 
@@ -135,15 +139,15 @@ class RepairCode(click.Choice[str]):
         super().__init__(page_codes())
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Name the value instead of listing the choices."""
+        """Return CODE; the list of choices would be too long."""
         return "CODE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check the code; one that is about no page is refused with what to do instead."""
+        """Check the code; for a code without a page, fail and name the remedy."""
         if instead := remedies().get(value):
-            self.fail(f"{value} is about no page, so --repair cannot act on it: {instead}", param,
+            self.fail(f"{value} does not concern a page, so --repair cannot act; {instead}", param,
                       ctx)  # fmt: skip
-        self.choices = page_codes()  # a check may have been registered meanwhile
+        self.choices = page_codes()  # a check may have been registered in the meantime
         return super().convert(value, param, ctx)
 
 
@@ -153,7 +157,7 @@ store_argument = click.argument("store", metavar="STORE")
 
 
 def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
-    """Make one decorator of several options, which the help lists in their order."""
+    """Return one decorator for several options; help lists them in their order."""
 
     def apply(function: F) -> F:
         for decorator in reversed(decorators):
@@ -170,8 +174,7 @@ output_options = stack(
         type=click.Choice(FORMATS),
         default="table",
         show_default=True,
-        help="How to write the result. In table and csv, characters that a terminal would obey or "
-        "hide are written \\xNN or \\uNNNN; in csv, ' is put before text that begins as a formula.",
+        help="Format of the result; see OUTPUT in hicachectl(1).",
     ),
     click.option("-o", "--output", type=FILE, help="Write the result to FILE instead of stdout."),
 )
@@ -179,12 +182,12 @@ output_options = stack(
 allow_leases_option = click.option(
     "--allow-leases",
     is_flag=True,
-    help="Mooncake: ask also in ways that keep objects from being evicted for a while.",
+    help="Mooncake: also use queries that grant leases, which delay eviction by some seconds.",
 )
 lease_wait_option = click.option(
     "--lease-wait",
     type=Duration(),
-    help="Mooncake: how long to wait for readers before a removal fails.  [default: 20s]",
+    help="Mooncake: wait this long for leases to end before a removal fails.  [default: 20s]",
 )
 
 profile_options = stack(
@@ -192,32 +195,39 @@ profile_options = stack(
         "--profile",
         "profile_file",
         type=FILE,
-        help="Profile of the deployment (TOML or JSON); see hicachectl-profile(1).",
+        help="Read the deployment's profile from FILE (TOML or JSON); see hicachectl-profile(1).",
     ),
     click.option(
         "--model-config",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Hugging Face config.json of the model, or its folder; with the options below.",
+        help="Build the profile from a Hugging Face config.json (or its directory) and the "
+        "options below.",
     ),
     click.option("--server", metavar="URL", help="Ask a live SGLang server for its deployment."),
     click.option(
         "--served-model-name",
         metavar="NAME",
-        help="Model name as given to SGLang.  [default: _name_or_path of the config]",
+        help="Model name, as given to SGLang.  [default: _name_or_path of the config]",
     ),
     click.option(
         "--sglang",
         metavar="VERSION",
-        help="SGLang release that wrote the store; decides the form of keys.  [default: newest]",
+        help="SGLang release that wrote the store; decides the key grammar.  [default: newest]",
     ),
-    click.option("--page-size", type=click.IntRange(1), help="Tokens a page."),
-    click.option("--kv-cache-dtype", metavar="DTYPE", help="As given to SGLang.  [default: auto]"),
-    click.option("--layout", metavar="LAYOUT", help="As --hicache-mem-layout."),
-    click.option("--tp", type=click.IntRange(1), help="Tensor parallel size, as --tp-size."),
-    click.option("--dp", type=click.IntRange(1), help="Data parallel size, as --dp-size."),
+    click.option("--page-size", type=click.IntRange(1), help="Tokens per page."),
     click.option(
-        "--enable-dp-attention", is_flag=True, help="As in SGLang: attention TP is tp / dp."
+        "--kv-cache-dtype",
+        metavar="DTYPE",
+        help="SGLang's --kv-cache-dtype.  [default: auto]",
+    ),
+    click.option("--layout", metavar="LAYOUT", help="SGLang's --hicache-mem-layout."),
+    click.option("--tp", type=click.IntRange(1), help="Tensor parallel size (--tp-size)."),
+    click.option("--dp", type=click.IntRange(1), help="Data parallel size (--dp-size)."),
+    click.option(
+        "--enable-dp-attention",
+        is_flag=True,
+        help="SGLang's --enable-dp-attention: attention TP is tp / dp.",
     ),
     click.option("--pp", type=click.IntRange(1), help="Pipeline parallel size."),
     click.option("--pp-partition", metavar="N,N,…", help="Layers of each pipeline stage."),
@@ -225,36 +235,52 @@ profile_options = stack(
     click.option(
         "--enable-dsa-cache-layer-split",
         is_flag=True,
-        help="As in SGLang: context-parallel ranks hold different layers.",
+        help="SGLang's option: context parallel ranks hold different layers.",
     ),
     click.option("--dcp", type=click.IntRange(1), help="Decode context parallel size."),
-    click.option("--tp-lcm-size", type=click.IntRange(1), help="Mooncake split heads."),
+    click.option(
+        "--tp-lcm-size", type=click.IntRange(1), help="Mooncake split heads: tp_lcm_size."
+    ),
     click.option("--tag", metavar="TAG", help="Mooncake extra_backend_tag."),
-    click.option("--speculative-algorithm", metavar="NAME", help="As in SGLang: EAGLE, EAGLE3, …"),
+    click.option(
+        "--speculative-algorithm",
+        metavar="NAME",
+        help="SGLang's --speculative-algorithm: EAGLE, EAGLE3, …",
+    ),
     click.option(
         "--dsa-prefill-backend",
         metavar="NAME",
-        help="As in SGLang; decides the rows of fp8 DSA models.",
+        help="SGLang's option; decides the row format of fp8 DSA models.",
     ),
-    click.option("--dsa-decode-backend", metavar="NAME", help="As --dsa-prefill-backend."),
+    click.option(
+        "--dsa-decode-backend",
+        metavar="NAME",
+        help="SGLang's option; see --dsa-prefill-backend.",
+    ),
     click.option(
         "--draft-model-config",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="config.json of the draft model, or its folder.",
+        help="config.json of the draft model, or its directory.",
     ),
 )
 
 transform_options = stack(
     click.option(
-        "--to-profile", type=FILE, help="Profile of the deployment that the pages become pages of."
+        "--to-profile", type=FILE, help="Write the pages for the deployment of this profile."
     ),
     click.option("--to-model", metavar="NAME", help="Served model name to write."),
     click.option("--to-tag", metavar="TAG", help="Mooncake extra_backend_tag to write."),
     click.option("--to-tp", type=click.IntRange(1), help="Attention TP size to write."),
     click.option("--to-pp", type=click.IntRange(1), help="Pipeline stages to write."),
-    click.option("--to-pp-partition", metavar="N,N,…", help="Layers of each of these stages."),
-    click.option("--to-tp-lcm-size", type=click.IntRange(1), help="Mooncake split heads to write."),
+    click.option(
+        "--to-pp-partition", metavar="N,N,…", help="Layers of each pipeline stage to write."
+    ),
+    click.option(
+        "--to-tp-lcm-size",
+        type=click.IntRange(1),
+        help="Mooncake split heads: tp_lcm_size to write.",
+    ),
     click.option("--to-layout", metavar="LAYOUT", help="Memory layout to write."),
     click.option("--to-sglang", metavar="VERSION", help="SGLang release whose keys to write."),
 )
@@ -262,49 +288,51 @@ transform_options = stack(
 lock_option = click.option(
     "--lock",
     type=FILE,
-    help="Do nothing while another process holds the lock (flock) of FILE; see LOCKS in "
-    "hicachectl(1).",
+    help="Lock FILE (flock) during the run, or do nothing if another process holds the lock; see "
+    "LOCKS in hicachectl(1).",
 )
 jobs_option = click.option(
-    "--jobs", type=click.IntRange(1, 256), metavar="N", help="How many threads read and write."
+    "--jobs", type=click.IntRange(1, 256), metavar="N", help="Read and write with N threads."
 )
 buffer_option = click.option(
     "--buffer-bytes",
     type=Size(least=1),
     default="1GiB",
     show_default=True,
-    help="Memory that objects are read into.",
+    help="Memory to read objects into.",
 )
-bwlimit_option = click.option("--bwlimit", type=Size(), help="Read at most so many bytes a second.")
+bwlimit_option = click.option(
+    "--bwlimit", type=Size(), help="Read at most this many bytes per second."
+)
 
 request_options = stack(
     click.option(
         "--prompts",
         type=FILE,
-        help="Requests as text or chat messages, in JSON, one a line; needs a tokenizer.",
+        help="Requests as text or chat messages, one JSON value per line; needs a tokenizer.",
     ),
-    click.option("--token-ids", type=FILE, help="Requests as JSON lists of token ids, one a line."),
+    click.option("--token-ids", type=FILE, help="Requests as token ids, one JSON list per line."),
     click.option(
         "--pages",
         type=FILE,
-        help="Page hashes: a line is one, or a JSON list of them, a chain, or a row of "
+        help="Pages, per line a hash, a JSON list of hashes (a chain) or a row of "
         "ls --format jsonl.",
     ),
     click.option(
         "--tokenizer",
         type=click.Path(file_okay=False, path_type=Path),
         metavar="DIR",
-        help="Directory with tokenizer.json.  [default: that of the model config or profile]",
+        help="Directory with tokenizer.json.  [default: that of the model config or the profile]",
     ),
 )
 
 filter_options = stack(
-    click.option("--model", metavar="NAME", help="Only this model; a / may be written as such."),
-    click.option("--pool", metavar="POOL", help="Only pages, or objects, of this pool."),
-    click.option("--page", metavar="PREFIX", help="Only pages whose hash starts like this."),
+    click.option("--model", metavar="NAME", help="Only this model, as org/name or org-name."),
+    click.option("--pool", metavar="POOL", help="Only pages (ls --objects: objects) of this pool."),
+    click.option("--page", metavar="PREFIX", help="Only pages whose hash starts with PREFIX."),
     click.option(
         "--since",
         type=PointInTime(),
-        help="Only what was written since (ISO 8601, or a duration ago such as 2h).",
+        help="Only pages written since TIME (ISO 8601, or an age such as 2h).",
     ),
 )

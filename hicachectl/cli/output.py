@@ -1,4 +1,7 @@
-"""Write a result as table, json, jsonl, csv, parquet or arrow: stdout is data, stderr the rest."""
+"""Write results as table, json, jsonl, csv, parquet or arrow.
+
+Data goes to stdout; progress, remarks and errors go to stderr.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import pyarrow.compute as pc
 from hicachectl import __version__
 from hicachectl.backends.disk.durable import whole_file
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.wording import reason_of
 from hicachectl.text.jsontext import json_rows, json_text, json_values
 from hicachectl.text.terminal import UNUSUAL_PATTERN, escape_controls
 
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 _BINARY_FORMATS = ("parquet", "arrow")
 _ROWS_AT_ONCE = 65_536
-_FORMULA_PATTERN = "^[=+@\uff1d\uff0b\uff0d\uff20-]"  # full-width ones are taken for them too
+_FORMULA_PATTERN = "^[=+@\uff1d\uff0b\uff0d\uff20-]"  # spreadsheets accept full-width signs too
 _STYLES = {"error": "31", "warning": "33", "orphan": "33", "partial": "33", "whole": "32"}
 
 Human = Callable[[pa.Table], pa.Table]
@@ -40,8 +44,8 @@ def write_rows(
 ) -> None:
     """Write rows in the chosen format.
 
-    name: the member of the `json` document that holds the rows.
-    human: makes of a slice of the rows the text columns of the `table` format.
+    name: member of the `json` document for the rows.
+    human: returns the text columns of the `table` format for some rows.
     """
     with _destination(output, output_format) as stream:
         if output_format == "table":
@@ -58,7 +62,7 @@ def write_rows(
 
 
 def write_json_lines(tables: Iterable[pa.Table], output: Path | None) -> None:
-    """Write the rows of several tables as JSON lines, a table at a time."""
+    """Write the rows of several tables as JSON lines, one table at a time."""
     with _destination(output, "jsonl") as stream:
         for rows in tables:
             _write_lines(stream, _joined(rows, "\n"))
@@ -73,10 +77,10 @@ def write_document(
     output: Path | None,
     text: Callable[[bool], Iterator[str]],
 ) -> None:
-    """Write a report that has rows: `json` is the whole document, the other formats its rows.
+    """Write a report: the whole document as `json`, only its rows in other formats.
 
-    name: the member of the document that holds the rows.
-    text: the lines of the `table` format, told whether colours are wanted.
+    name: member of the document for the rows.
+    text: returns the lines of the `table` format; its argument is whether to use colours.
     """
     if output_format not in ("table", "json"):
         write_rows(rows, name=name, human=lambda r: r, output_format=output_format, output=output)
@@ -85,13 +89,13 @@ def write_document(
         with _destination(output, output_format) as stream:
             _write_lines(stream, text(_colours(stream)))
         return
-    # Whole before the first byte is written: half a document is worse than none.
+    # Build the whole text first: half a document is worse than none.
     members = {key: rows if key == name else value for key, value in document.items()}
     write_text(document_text(members), output)
 
 
 def document_text(document: Mapping[str, Any]) -> str:
-    """Write a report as a `json` document, its tables as lists of rows."""
+    """Return a report as a `json` document; its tables become lists of rows."""
     members = (
         f"{json.dumps(key)}: {_rows_text(v) if isinstance(v, pa.Table) else json_text(v)}"
         for key, v in document.items()
@@ -100,16 +104,15 @@ def document_text(document: Mapping[str, Any]) -> str:
 
 
 def write_text(text: str, output: Path | None) -> None:
-    """Write text to stdout or, whole or not at all, to a file."""
+    """Write text to stdout, or atomically to a file."""
     with _destination(output, "json") as stream:
         stream.write(text)
 
 
 def table_lines(rows: pa.Table, *, colour: bool) -> Iterator[str]:
-    r"""Align text columns under their names; numbers, named with a leading ">", to the right.
+    r"""Yield the lines of a table of text columns; a leading ">" in a name aligns right.
 
-    Characters that a terminal would obey or hide, which names in a store can hold, are
-    escaped (`escape_controls`).
+    Characters that a terminal would interpret or hide are escaped (`escape_controls`).
     """
     names = [name.lstrip(">").upper() for name in rows.column_names]
     cells = [_printable(pc.fill_null(column.combine_chunks(), "-")) for column in rows.columns]
@@ -154,7 +157,7 @@ def _document_head() -> str:
 
 
 def _joined(rows: pa.Table, separator: str) -> Iterator[str]:
-    """JSON rows, many a piece."""
+    """Yield texts of up to `_ROWS_AT_ONCE` JSON rows."""
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         text = json_rows(rows.slice(start, _ROWS_AT_ONCE))
         yield separator.join(text.to_pylist())
@@ -185,7 +188,7 @@ def _write_columnar(rows: pa.Table, output_format: str, stream: IO[Any]) -> None
 
 
 def _inert(rows: pa.Table) -> pa.Table:
-    """Escape text as in tables, and put ' before what a spreadsheet would take for a formula."""
+    """Escape text as in tables, and put ' before texts that a spreadsheet reads as formulas."""
     for index, field in enumerate(rows.schema):
         if pa.types.is_string(field.type):
             cells = _printable(rows.column(index).combine_chunks())
@@ -196,7 +199,7 @@ def _inert(rows: pa.Table) -> pa.Table:
 
 
 def _flat(rows: pa.Table) -> pa.Table:
-    """Nested columns as JSON text, for CSV."""
+    """Return the rows with nested columns as JSON text, for CSV."""
     for index, field in enumerate(rows.schema):
         if pa.types.is_nested(field.type):
             rows = rows.set_column(index, field.name, json_values(rows.column(index)))
@@ -209,10 +212,10 @@ def _flat(rows: pa.Table) -> pa.Table:
 
 @contextmanager
 def _destination(output: Path | None, output_format: str) -> Iterator[IO[Any]]:
-    """Give stdout, or a file that appears whole or not at all. Raises UsageError.
+    """Yield stdout, or a stream that writes a file atomically.
 
-    What programs read is UTF-8 in any locale. A table is in the locale's encoding, and characters
-    that this lacks are escaped.
+    Formats for programs are UTF-8 in any locale. A table uses the locale's encoding; characters
+    that the encoding lacks are escaped. Raises UsageError if the output cannot be written.
     """
     binary = output_format in _BINARY_FORMATS
     if output is not None:
@@ -220,7 +223,10 @@ def _destination(output: Path | None, output_format: str) -> Iterator[IO[Any]]:
             yield stream
         return
     if binary and sys.stdout.isatty():
-        raise UsageError("binary output to a terminal; add -o FILE or a redirection")
+        raise UsageError(
+            f"--format {output_format} is binary, and stdout is a terminal; add -o FILE or a "
+            "redirection"
+        )
     try:
         if binary:
             yield sys.stdout.buffer
@@ -234,8 +240,8 @@ def _destination(output: Path | None, output_format: str) -> Iterator[IO[Any]]:
                 sys.stdout.flush()
             finally:
                 sys.stdout.reconfigure(**before)
-        sys.stdout.flush()  # what cannot be written is to be known before the command ends well
+        sys.stdout.flush()  # report a write error before the command reports success
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise UsageError(f"cannot write to stdout: {error.strerror or error}") from error
+        raise UsageError(f"Cannot write to stdout: {reason_of(error)}") from error

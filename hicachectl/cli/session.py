@@ -1,4 +1,4 @@
-"""What every command does around its work: open the store, show progress, say remarks."""
+"""Helpers that commands share: open the store, show progress, print remarks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROGRESS_DELAY_S = 1.0
 
 
 class Settings(NamedTuple):
-    """What the group's options said; the context object of every command."""
+    """Options of the command group; the context object of every command."""
 
     config: Path | None
     quiet: bool
@@ -39,9 +39,10 @@ def opened(
     lease_wait: float | None = None,
     create: bool = False,
 ) -> Iterator[Store]:
-    """Open the store that a STORE argument names, with the config of the command line.
+    """Open the store that a STORE argument names, and close it after the block.
 
-    allow_leases, lease_wait (seconds; None: the store's own): see `Leases`. create: see `Store`.
+    allow_leases, lease_wait (seconds; None: the store's default): see `Leases`. create: see
+    `Store`.
     """
     from hicachectl.backends.base import open_store
     from hicachectl.backends.capabilities import Leases
@@ -57,12 +58,12 @@ def opened(
                 store.lease_wait_seconds = lease_wait
         yield store
     finally:
-        with deferred():  # a pack is finished now
+        with deferred():  # close() writes the index of a pack
             store.close()
 
 
 def config_of(ctx: click.Context) -> Config:
-    """Read the config of the command line."""
+    """Read the config file."""
     from hicachectl.backends.urls import load_config
 
     path = ctx.obj.config
@@ -70,7 +71,7 @@ def config_of(ctx: click.Context) -> Config:
 
 
 def store_name(ctx: click.Context, text: str) -> str:
-    """Name the store of a STORE argument without opening it, and without a possible password."""
+    """Return the URL of a STORE argument, without opening the store and without a password."""
     from hicachectl.backends.urls import parse_url
 
     url = parse_url(text, config_of(ctx))
@@ -80,14 +81,14 @@ def store_name(ctx: click.Context, text: str) -> str:
 
 @contextmanager
 def progress(ctx: click.Context, what: str, unit: str) -> Iterator[Callable[[int], None]]:
-    """Show progress on stderr, on a terminal only, for what takes longer than a second."""
+    """Show progress on stderr if stderr is a terminal and the work takes longer than a second."""
     with _bar(ctx, what, unit) as bar:
         yield (lambda amount: None) if bar is None else bar.update
 
 
 @contextmanager
 def bytes_progress(ctx: click.Context, what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show bytes done of bytes in all, throughput and time left, as `progress` does."""
+    """Show done and total bytes, throughput and remaining time, as `progress` does."""
     with _bar(ctx, what, "B", unit_divisor=1024) as bar:
 
         def advance(amount: int, total: int) -> None:
@@ -118,17 +119,17 @@ def _bar(ctx: click.Context, what: str, unit: str, *, unit_divisor: int = 1000) 
 
 
 def remark(ctx: click.Context, text: str) -> None:
-    """Say something on stderr that is not the result."""
+    """Print a remark on stderr, unless --quiet is given."""
     settings: Settings = ctx.obj
     if not settings.quiet:
         click.echo(f"hicachectl: {message_text(text)}", err=True)
 
 
 def remark_unrecorded(ctx: click.Context, folders: Iterable[str]) -> None:
-    """Name folders of a quarantine whose objects no record names."""
+    """Print a remark for each quarantine folder that has objects but no record."""
     for folder in folders:
         remark(
             ctx,
-            f"{folder}: objects without a record, perhaps the only copies; left alone. Put "
-            f"{folder}.json back to restore them, or delete the folder",
+            f"{folder}: objects without a record, left alone because they may be the only copies; "
+            f"put {folder}.json back to restore them, or delete the folder",
         )

@@ -1,8 +1,8 @@
-"""End the process in one line for SIGINT and SIGTERM while its modules are imported.
+"""End the process with one line if SIGINT or SIGTERM arrives during the imports.
 
-Nothing has been begun by then, so nothing is to be cleaned up; an exception would be a traceback,
-and in the import of an extension module it can get lost. Import this module first, and only where
-the process is the command line's own: importing it sets signal handlers.
+No work has begun then, so no cleanup is needed. An exception would print a traceback, and the
+import of an extension module can lose it. Importing this module sets signal handlers: import it
+first, and only in the process of the command line.
 """
 
 import os
@@ -11,13 +11,13 @@ from importlib import import_module
 from types import FrameType
 
 _ENDINGS = {
-    signal.SIGINT: (b"hicachectl: interrupted\n", 130),
-    signal.SIGTERM: (b"hicachectl: terminated\n", 143),
+    signal.SIGINT: (b"hicachectl: Interrupted\n", 130),
+    signal.SIGTERM: (b"hicachectl: Terminated\n", 143),
 }
 
 
 def end(number: int, _frame: FrameType | None) -> None:
-    """Say what ended the process, and end it."""
+    """Print which signal arrived, and end the process."""
     text, status = _ENDINGS[signal.Signals(number)]
     try:
         os.write(2, text)
@@ -26,11 +26,11 @@ def end(number: int, _frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Run the command line: what the console script calls."""
+    """Run the command line; the entry point of the console script."""
     import_module("hicachectl.__main__").main()
 
 
-# What is ignored, as by nohup or in the background of a script, stays ignored.
+# Ignored signals, as under nohup or in a background job, stay ignored.
 for _number in _ENDINGS:
     if signal.getsignal(_number) in (signal.SIG_DFL, signal.default_int_handler):
         signal.signal(_number, end)

@@ -1,4 +1,4 @@
-"""The rows of `listing` as text columns for people: what the `table` format shows."""
+"""Text columns of the `table` format, made from the rows of `listing`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hicachectl.text.units import human_age, human_column, human_sizes
 
 
 def pages_for_people(rows: pa.Table) -> pa.Table:
-    """Make the text columns of `ls`; ">" marks what is aligned to the right."""
+    """Return the text columns of `ls`; ">" marks right-aligned columns."""
     return pa.table(
         {
             "page": _short(rows.column("page")),
@@ -30,14 +30,14 @@ def pages_for_people(rows: pa.Table) -> pa.Table:
 
 
 def _sizes_text(rows: pa.Table) -> pa.StringArray:
-    """`tp 4 pp 2`: what tells the deployments of one model apart."""
+    """Return texts as `tp 4 pp 2`, which distinguish the deployments of one model."""
     return _by_axis(
         [pc.binary_join_element_wise(f"{axis} ", _text(rows, f"{axis}_size"), "") for axis in AXES]
     )
 
 
 def objects_for_people(rows: pa.Table) -> pa.Table:
-    """Make the text columns of `ls --objects`."""
+    """Return the text columns of `ls --objects`."""
     return pa.table(
         {
             "key": rows.column("key"),
@@ -53,7 +53,7 @@ def objects_for_people(rows: pa.Table) -> pa.Table:
 
 
 def contents_for_people(rows: list[dict[str, Any]]) -> pa.Table:
-    """Make the text columns of the statistics of `show`."""
+    """Return the text columns of the value statistics of `show`."""
 
     def column(name: str, form: str) -> pa.Array:
         values = [row[name] for row in rows]
@@ -75,12 +75,12 @@ def contents_for_people(rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def _object_ends(keys: list[str]) -> pa.Array:
-    """Shorten keys to what tells the objects of one page apart: all but the page hash."""
+    """Return the keys without their page hash, which all objects of one page share."""
     return pa.array([re.sub("[0-9a-f]{64}", "…", key) for key in keys], pa.string())
 
 
 def summary_for_people(rows: pa.Table) -> pa.Table:
-    """Make the text columns of `ls --summary`."""
+    """Return the text columns of `ls --summary`."""
     return pa.table(
         {
             "model": rows.column("model"),
@@ -94,7 +94,7 @@ def summary_for_people(rows: pa.Table) -> pa.Table:
 
 
 def removals_for_people(rows: pa.Table) -> pa.Table:
-    """Make the text columns of `rm`: totals per model, tag and state."""
+    """Return the text columns of `rm`: totals per model, tag and state."""
     keys = ["model", "tag", "state"]
     totals = rows.group_by(keys).aggregate(
         [
@@ -117,7 +117,7 @@ def removals_for_people(rows: pa.Table) -> pa.Table:
 
 
 def hits_for_people(rows: pa.Table) -> pa.Table:
-    """Make the text columns of `hits`."""
+    """Return the text columns of `hits`."""
     stops = rows.column("stopped_by").combine_chunks()
     page, pool, part, shard, _ = stops.flatten()
     ranks = _ranks_text(pa.Table.from_struct_array(shard))
@@ -134,7 +134,7 @@ def hits_for_people(rows: pa.Table) -> pa.Table:
 
 
 def restored_for_people(rows: pa.Table) -> pa.Table:
-    """Make the text columns of `restore`."""
+    """Return the text columns of `restore`."""
     return pa.table(
         {
             "page": _short(rows.column("page")),
@@ -149,13 +149,13 @@ def restored_for_people(rows: pa.Table) -> pa.Table:
 
 
 def _ages(mtimes: pa.Array) -> pa.StringArray:
-    """Unix seconds as ages for people."""
-    elapsed = pc.floor(pc.subtract(time.time(), mtimes))  # few distinct values, unlike mtimes
+    """Return the ages of times in Unix seconds, as texts."""
+    elapsed = pc.floor(pc.subtract(time.time(), mtimes))  # fewer distinct values than mtimes
     return human_column(elapsed, human_age)
 
 
 def _pools_text(pools: pa.Array) -> pa.StringArray:
-    """`kv 2/2 mamba 1/2`: present of expected objects of each pool of a page."""
+    """Return texts as `kv 2/2 mamba 1/2`: present/expected objects of each pool of a page."""
     if isinstance(pools, pa.ChunkedArray):
         pools = pools.combine_chunks()
     texts = []
@@ -169,7 +169,7 @@ def _pools_text(pools: pa.Array) -> pa.StringArray:
 
 
 def _ranks_text(rows: pa.Table) -> pa.StringArray:
-    """`tp 0/2 pp 1/4`: the rank coordinates that each object's key says."""
+    """Return texts as `tp 0/2 pp 1/4`: the rank coordinates in each object's key."""
     texts = []
     for axis in AXES:
         rank, size = (_text(rows, f"{axis}_{end}") for end in ("rank", "size"))
@@ -180,7 +180,7 @@ def _ranks_text(rows: pa.Table) -> pa.StringArray:
 
 
 def _by_axis(texts: list[pa.StringArray]) -> pa.StringArray:
-    """Join what is said of each axis; null where nothing is."""
+    """Join the texts of all axes; null if no axis has a text."""
     joined = join_present(texts, " ")
     return pc.if_else(pc.equal(joined, ""), None, joined)
 

@@ -1,1 +1,1 @@
-"""One module per command: parse, call one function, print."""
+"""Commands, one module each: parse the options, call the operation, print its result."""

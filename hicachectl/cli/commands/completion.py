@@ -1,4 +1,4 @@
-"""`hicachectl completion`: tab completion for a shell."""
+"""`hicachectl completion`: print a completion script."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Examples:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def command(ctx: click.Context, /, shell: str) -> None:
-    """Print the completion script of SHELL."""
+    """Print the script that gives SHELL tab completion of hicachectl."""
     from click.shell_completion import get_completion_class
 
     completion_class = get_completion_class(shell)
-    assert completion_class is not None  # the three are click's own
+    assert completion_class is not None  # click has a class for each of the three shells
     completion = completion_class(ctx.find_root().command, {}, "hicachectl", "_HICACHECTL_COMPLETE")
-    # Not `source()`, which for bash asks the installed bash for its version.
+    # click's `source()` would run the installed bash to ask for its version.
     click.echo(completion.source_template % completion.source_vars())

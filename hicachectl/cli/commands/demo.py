@@ -1,4 +1,4 @@
-"""`hicachectl demo`: a small sample store."""
+"""`hicachectl demo`: write a small sample store."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ Examples:
 )
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 @click.option(
-    "--pages", type=click.IntRange(1, 4096), default=24, show_default=True, help="Pages to write."
+    "--pages",
+    type=click.IntRange(1, 4096),
+    default=24,
+    show_default=True,
+    help="Write this many pages.",
 )
 @click.pass_context
 def command(ctx: click.Context, /, directory: Path, pages: int) -> None:
-    """Write a small sample store to DIR, as SGLang's file backend would.
+    """Write a small sample store to DIR, to try the other commands on.
 
-    The store is of a hybrid model (attention and Mamba states) served at TP 2; its profile lies
-    in DIR/.hicachectl/demo.toml. DIR must be new or empty.
+    DIR must be new or empty. The store has the files of SGLang's file backend for a hybrid model
+    (attention and Mamba states) at TP 2. Its profile is DIR/.hicachectl/demo.toml.
     """
     from hicachectl.cli.demo_store import write_demo
 
     profile_path = write_demo(directory, pages)
-    remark(ctx, f"wrote {pages} pages to {directory}; their profile is {profile_path}")
+    remark(ctx, f"Wrote {pages} pages to {directory}; their profile is {profile_path}")

@@ -1,4 +1,4 @@
-"""Complete what earlier, killed runs began, but never before the operator has agreed."""
+"""Complete the removals of earlier, killed runs, after the operator has agreed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class EarlierRuns:
-    """Removals that killed runs began on a store.
+    """Unfinished removals of killed runs on a store.
 
-    quarantine: the directory named on the command line, None for the store's own. pages: how many
-    page groups are still to be completed.
+    quarantine: the directory from the command line; None for the store's own. pages: number of
+    page groups still to complete.
     """
 
     ctx: click.Context
@@ -30,7 +30,7 @@ class EarlierRuns:
     pages: int = 0
 
     def begin(self) -> None:
-        """Complete them at once with --yes, so that the listing is of what is left; else count."""
+        """With --yes, complete the removals before the store is listed; else count their pages."""
         from hicachectl.move.withdrawal import count_unfinished
 
         if self.yes and not self.dry_run:
@@ -38,19 +38,19 @@ class EarlierRuns:
             return
         self.pages = count_unfinished(self.store, self.quarantine)
         if self.pages and self.dry_run:
-            remark(self.ctx, f"{self.pages} pages of a removal that was cut short would be "
-                             "completed first")  # fmt: skip
+            remark(self.ctx, f"An earlier run began to remove {self.pages} pages; that removal "
+                             "would be completed first")  # fmt: skip
 
     def agreed(self, question: str | None) -> bool:
-        """Ask whether to go on, and then complete them.
+        """Ask whether to go on; if so, complete the removals and return True.
 
-        question: what else is to be done, such as "remove 3 pages (1 KiB) from STORE"; None where
-        there is nothing else. Nothing at all is not asked about.
+        question: what this run will do itself, such as "remove 3 pages (1 KiB) from STORE"; None
+        if nothing. Returns True without asking if there is nothing to do at all.
         """
         asked = [] if question is None else [question]
         if self.pages and not self.dry_run:
-            asked.insert(0, f"complete the removal of {self.pages} pages of {self.store.url} that "
-                            "an earlier run began")  # fmt: skip
+            asked.insert(0, f"complete the removal of {self.pages} pages that an earlier run began "
+                            f"in {self.store.url}")  # fmt: skip
         if not asked:
             return True
         text = ", and ".join(asked)
@@ -67,7 +67,7 @@ class EarlierRuns:
         if len(finished.rows):
             remark(
                 self.ctx,
-                f"completed {len(finished.rows)} pages that an earlier run had begun with",
+                f"Completed the removal of {len(finished.rows)} pages that an earlier run began",
             )
         for key, message in finished.failures:
             remark(self.ctx, f"{key}: {message}")

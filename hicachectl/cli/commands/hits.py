@@ -1,4 +1,4 @@
-"""`hicachectl hits`: why there was a hit, or none."""
+"""`hicachectl hits`: how much of each request a store can serve."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Examples:
 )
 @store_argument
 @request_options
-@click.option("--model", metavar="NAME", help="Which model of STORE, where it has several.")
+@click.option("--model", metavar="NAME", help="Choose one of several models in STORE.")
 @allow_leases_option
 @output_options
 @profile_options
@@ -53,19 +53,21 @@ def command(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Say for each request how far servers could restore it from STORE, and what stops it.
+    """Show how much of each request a store can serve, and which object stops it.
 
-    A page counts with all its objects of every rank; of trailing pools (Mamba states, sliding
-    windows) a prefix needs those at its end. The last token of a request is always computed.
-    Servers ask for no prefix shorter than their prefetch threshold (256 tokens by default).
+    Give requests with --prompts, --token-ids or --pages. STORE is only read.
+
+    A page counts if all its objects of all ranks are present. Trailing pools (Mamba states,
+    sliding windows) are needed only at the end of a prefix. Servers always compute the last token
+    of a request. They skip prefixes below their prefetch threshold (256 tokens by default).
 
     A line of --prompts is JSON: a text, a list of messages, or an object with text, prompt or
-    messages; a line of --token-ids a list, or an object with token_ids or input_ids. The objects
-    can have extra_key and cache_salt.
+    messages. A line of --token-ids is a list, or an object with token_ids or input_ids. The
+    objects can also have extra_key and cache_salt.
 
-    Without a profile, --page-size (and --speculative-algorithm for EAGLE) says how tokens are
-    hashed; --model, --tp, --pp, --cp and --dcp choose one of several deployments; and a page is
-    compared with what was seen, so that a pool that is absent everywhere cannot be noticed.
+    Without a profile, --page-size (and --speculative-algorithm for EAGLE) decides how tokens are
+    hashed, and --model, --tp, --pp, --cp and --dcp choose one of several deployments. Pages are
+    then compared with each other, so a pool missing everywhere goes unnoticed.
     """
     _refuse_contradictions(options)
     from hicachectl.cli.output import write_rows
@@ -100,16 +102,23 @@ def command(
 
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
-    """Fail on options that make no sense together, before the store is opened."""
+    """Raise UsageError for options that contradict each other, before the store is opened."""
     from hicachectl.profiles.sources import states_source
 
     refuse_other_sources(options, _SOURCES)
     if options["model"] and states_source(options):
-        raise click.UsageError("--model chooses from what STORE shows, and is for that alone")
+        raise click.UsageError(
+            "--model chooses a model from the contents of STORE; leave out --profile, "
+            "--model-config and --server"
+        )
 
 
 def _profile(ctx: click.Context, store: Store, options: dict[str, Any]) -> Profile | None:
-    """Build the profile asked for; without one, leave the flags that hashing and choice need."""
+    """Return the profile of the options or of the store (a pack); None if there is none.
+
+    Without one of the profile sources, flags such as --page-size only serve hashing and the choice
+    of a deployment.
+    """
     from hicachectl.profiles.sources import profile_from_options, states_source
 
     if not states_source(options):
@@ -121,11 +130,14 @@ def _profile(ctx: click.Context, store: Store, options: dict[str, Any]) -> Profi
 def _deployment(
     inventory: Inventory, profile: Profile | None, options: dict[str, Any]
 ) -> int | None:
-    """Find whose servers are meant: the profile's, else the only one that the store shows."""
+    """Return the index of the deployment to restore for; None if the store has no pages.
+
+    The profile's deployment, or else the one that --model and the sizes choose.
+    """
     from hicachectl.profiles.inference import PoolGuess, choose_deployment
 
     if profile is not None:
-        return 0  # assign_affixes puts it first
+        return 0  # assign_affixes puts the profile's deployment first
     if not inventory.table.deployments and not any(r.readings for r in inventory.table.resolved):
         return None
     sizes = {axis: options[axis] for axis in AXES}
@@ -133,24 +145,30 @@ def _deployment(
 
 
 def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) -> None:
-    """Remark on what the rows alone do not show."""
+    """Print remarks on facts that the rows do not show."""
     from hicachectl.formats.kinds.pool import pool_name
     from hicachectl.pages.ambiguity import ambiguity_remark
 
     if hits.deployment is None:
-        remark(ctx, "the store has no pages")
+        remark(ctx, "The store has no pages")
         return
     if hits.deployment.profile is None:
         remark(
             ctx,
-            "no profile given: a prefix is taken to need what was seen in the store; a pool that "
-            "is absent everywhere cannot be noticed",
+            "No --profile: pages are compared with each other, so a pool missing everywhere goes "
+            "unnoticed",
         )
         trailing = {needed.spec.pool for needed in hits.needs if needed.spec.trailing}
         for pool in sorted(pool for pool in trailing if not pool_name(pool).states):
-            remark(ctx, f"{pool}: how many pages servers need is not known; 1 is assumed")
+            remark(
+                ctx,
+                f"{pool}: the number of pages that servers need at the end of a prefix is unknown; "
+                "1 is assumed",
+            )
     ambiguous = ambiguity_remark(inventory)
     if ambiguous:
-        remark(ctx, f"passed over: {ambiguous}")
+        remark(ctx, f"Ambiguous keys were ignored: {ambiguous}")
     if hits.misfits:
-        remark(ctx, f"{hits.misfits} chains stop at objects of a wrong size; see hicachectl verify")
+        remark(
+            ctx, f"{hits.misfits} chains stop at objects of the wrong size; run hicachectl verify"
+        )

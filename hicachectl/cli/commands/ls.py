@@ -1,4 +1,4 @@
-"""`hicachectl ls`: what a store holds."""
+"""`hicachectl ls`: list the pages or objects of a store."""
 
 from __future__ import annotations
 
@@ -35,9 +35,13 @@ Examples:
 """,
 )
 @store_argument
-@click.option("--objects", is_flag=True, help="A line per object instead of per page.")
-@click.option("--summary", is_flag=True, help="Totals per model and pool.")
-@click.option("--state", type=NameList(STATES), help="Only pages in these states.")
+@click.option("--objects", is_flag=True, help="List objects instead of pages.")
+@click.option("--summary", is_flag=True, help="List only totals per model and pool.")
+@click.option(
+    "--state",
+    type=NameList(STATES),
+    help="Only pages in these states; see PAGE STATES in hicachectl(1).",
+)
 @allow_leases_option
 @filter_options
 @output_options
@@ -54,13 +58,16 @@ def command(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """List the pages of STORE: hash, model, pools present of expected, bytes, age and state.
+    """List the pages of a store, or its objects.
 
-    Without a profile a page is compared with what was seen of its model, so that a pool that is
-    absent everywhere cannot be noticed. Nothing in the store is changed, and no page is read.
+    Each line shows a page's hash, model, sizes, pools (objects present/expected), bytes, age and
+    state. ls reads the listing of STORE, never an object, and changes nothing.
+
+    Without a profile, pages of a model are compared with each other, so a pool missing everywhere
+    goes unnoticed.
     """
     if objects and summary:
-        raise click.UsageError("--objects and --summary exclude one another")
+        raise click.UsageError("--objects and --summary exclude each other; give one of them")
     from hicachectl.cli import text_tables
     from hicachectl.cli.output import write_rows
     from hicachectl.pages import listing
@@ -105,7 +112,7 @@ def command(
 
 
 def _say_what_is_odd(ctx: click.Context, inventory: Inventory, *, judged: bool) -> None:
-    """Remark on what the rows alone do not show."""
+    """Print remarks on facts that the rows do not show."""
     if inventory.is_foreign.all():
         return
     from hicachectl.pages.ambiguity import ambiguity_remark, split_remarks
@@ -114,4 +121,8 @@ def _say_what_is_odd(ctx: click.Context, inventory: Inventory, *, judged: bool) 
     for text in said:
         remark(ctx, text)
     if not said and not judged:
-        remark(ctx, "no profile given: expectations are what was seen in the store")
+        remark(
+            ctx,
+            "No --profile: pages are compared with each other, so a pool missing everywhere goes "
+            "unnoticed",
+        )

@@ -1,4 +1,4 @@
-"""`hicachectl migrate`: move a cache between stores, key schemes, layouts and topologies."""
+"""`hicachectl migrate`: copy or move pages to another store, key grammar, layout or topology."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from hicachectl.cli.options import (
     transform_options,
 )
 from hicachectl.cli.session import bytes_progress, opened, progress, remark, store_name
+from hicachectl.formats.wording import lock_held
 from hicachectl.io.interrupts import raised_once
 
 if TYPE_CHECKING:
@@ -50,35 +51,35 @@ Examples:
 )
 @click.argument("source", metavar="SRC")
 @click.argument("destination", metavar="DST")
-@click.option("--match", metavar="PREFIX", help="Only pages whose hash starts like this.")
+@click.option("--match", metavar="PREFIX", help="Only pages whose hash starts with PREFIX.")
 @click.option(
     "--pages-from",
     type=FILE,
-    help="Only the pages of FILE: a line is a page hash, or a row of ls --format jsonl, of which "
-    "only its group is copied.",
+    help="Only the pages in FILE, per line a page hash or a row of ls --format jsonl (only that "
+    "row's group).",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
-@click.option("--resume", is_flag=True, help="Go on with an earlier run that did not end.")
+@click.option("--dry-run", is_flag=True, help="Show what would be copied; change nothing.")
+@click.option("--resume", is_flag=True, help="Continue an earlier run that did not end.")
 @click.option(
     "--if-exists",
     type=click.Choice(["skip", "verify", "overwrite"]),
     default="skip",
     show_default=True,
-    help="Pages that DST has whole: leave them, compare them, or write them anew.",
+    help="Keep pages that DST already has whole, compare them, or overwrite them.",
 )
-@click.option("--verify", is_flag=True, help="Read back what was written, and compare.")
-@click.option("--move", is_flag=True, help="Then delete from SRC what was verified in DST.")
+@click.option("--verify", is_flag=True, help="Read back and compare what was written.")
+@click.option("--move", is_flag=True, help="Delete pages from SRC after they were verified in DST.")
 @click.option("--yes", is_flag=True, help="Do not ask before --move.")
-@click.option("--include-partial", is_flag=True, help="Also pages that are not whole.")
-@click.option("--include-damaged", is_flag=True, help="Also pages that have errors.")
+@click.option("--include-partial", is_flag=True, help="Also copy pages that are not whole.")
+@click.option("--include-damaged", is_flag=True, help="Also copy pages that have errors.")
 @click.option(
     "--grace",
     type=Duration(),
     default="60s",
     show_default=True,
-    help="Younger pages that are not whole are being written, and are left out.",
+    help="Skip pages younger than this that are not whole; servers may still be writing them.",
 )
-@click.option("--no-space-check", is_flag=True, help="Begin even if DST seems to lack room.")
+@click.option("--no-space-check", is_flag=True, help="Start even if DST seems to lack space.")
 @transform_options
 @lock_option
 @jobs_option
@@ -98,18 +99,20 @@ def command(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Copy the pages of SRC to DST, whole page groups only.
+    """Copy or move pages to another store, layout or topology.
 
-    Stores are of any kind and in any direction; a directory or a pack that is not there is made.
-    Without a profile, objects keep their keys and bytes; with one, they become what the servers
-    of DST expect: other keys for another kind of store, and what the --to options ask for.
+    Reads SRC and writes DST, which can be stores of any kind. A missing directory or pack is
+    created. SRC changes only with --move.
 
-    Of each page the sidecars are written first and the kv objects last, so that no server sees
-    half of a page. What DST has already is left alone, another object under one of its keys is a
-    conflict. Pages with errors stay behind, and so do those that are being written.
+    Without a profile, objects keep their keys and bytes. With a profile, keys follow the kind of
+    DST, and the --to options change names, layout and topology.
 
-    Interrupted or killed at any point, the same command again completes the work, and reads again
-    only what did not arrive; --resume also goes on with --verify and --move where they were.
+    Only whole page groups are copied, the kv objects last, so no server sees half a page. Pages
+    with errors and pages that are still being written are not copied. Pages that DST already has
+    are skipped. A different object under the same key is a conflict.
+
+    After an interruption at any point, the same command completes the work and reads only what
+    did not arrive. --resume also continues --verify and --move where they stopped.
     """
     from hicachectl.cli.output import write_document
 
@@ -119,7 +122,7 @@ def command(
         if not is_ours:
             from hicachectl.move.migrate import not_begun
 
-            remark(ctx, f"another process holds {options['lock']}; nothing was done")
+            remark(ctx, lock_held(options["lock"]))
             outcome: MigrationOutcome | None = not_begun(
                 store_name(ctx, source), store_name(ctx, destination)
             )
@@ -143,7 +146,7 @@ def command(
 def _between(
     ctx: click.Context, source: str, destination: str, options: dict[str, Any]
 ) -> MigrationOutcome | None:
-    """Open both stores and migrate; None where somebody said no."""
+    """Open both stores and migrate; None if the operator declined --move."""
     wait = options["lease_wait"]
     with (
         opened(ctx, source, lease_wait=wait) as origin,
@@ -151,7 +154,7 @@ def _between(
     ):
         request = _request(ctx, origin, options)
         if options["move"] and not agreed(
-            f"Delete from {origin.url} what arrives in {target.url}?",
+            f"Delete pages from {origin.url} after they are verified in {target.url}?",
             yes=options["yes"],
             dry_run=options["dry_run"],
         ):
@@ -180,9 +183,11 @@ def _migrated(
                 on_moved=on_moved,
             )
     except BaseException as error:
-        # Interrupted, told to end, or a store was lost; else it would end the same way again.
+        # Only after a signal or a lost store can a new run get further.
         if begun and (not isinstance(error, Exception) or isinstance(error, StoreUnavailable)):
-            remark(ctx, "what was begun is finished; the same command with --resume goes on")
+            remark(
+                ctx, "Work in progress was finished; continue with the same command and --resume"
+            )
         raise
 
 
@@ -195,7 +200,7 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Migr
     from hicachectl.requests.files import read_page_list
 
     if options["match"] and options["page"]:
-        raise click.UsageError("--match and --page say the same; give one of them")
+        raise click.UsageError("--match and --page mean the same; give one of them")
     profile = profile_from_options(options, source, warn=partial(remark, ctx))
     return MigrationRequest(
         profile=profile,
@@ -233,7 +238,8 @@ def _say(ctx: click.Context, outcome: MigrationOutcome) -> None:
     if more > 0:
         remark(ctx, f"{more} more pages have problems; --format json lists them")
     if outcome.journal is not None:
-        remark(ctx, f"not complete; the same command with --resume goes on ({outcome.journal})")
+        remark(ctx, f"Not complete; continue with the same command and --resume "
+                    f"(journal {outcome.journal})")  # fmt: skip
 
 
 def _rows(outcome: MigrationOutcome) -> Any:
@@ -253,9 +259,9 @@ def _lines(outcome: MigrationOutcome, *, dry_run: bool) -> Iterator[str]:
         f"{human_size(document['bytes'])}"
     ]
     for name, text in (
-        ("skipped", "there already"),
+        ("skipped", "already in the destination"),
         ("moved", "removed from the source"),
-        ("gone", "gone meanwhile"),
+        ("gone", "gone from the source meanwhile"),
         ("conflicts", "in conflict"),
         ("failed", "failed"),
     ):
@@ -263,7 +269,7 @@ def _lines(outcome: MigrationOutcome, *, dry_run: bool) -> Iterator[str]:
             parts.append(f"{document[name]} {text}")
     seconds = document.get("estimated_seconds")
     if seconds is not None:
-        parts.append(f"about {human_age(seconds)} at the speed of reading")
+        parts.append(f"estimated time: {human_age(seconds)} (read speed; writing may be slower)")
     if document["stopped_by"]:
         parts.append(f"stopped: {document['stopped_by']}")
     yield "; ".join(parts)

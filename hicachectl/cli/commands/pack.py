@@ -1,4 +1,4 @@
-"""`hicachectl pack`: what only packs need, to be looked into and to be repaired."""
+"""`hicachectl pack`: describe and repair pack files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _format_option = click.option(
     type=click.Choice(["table", "json"]),
     default="table",
     show_default=True,
-    help="How to write the result.",
+    help="Format of the result.",
 )
 
 
@@ -35,10 +35,10 @@ Examples:
 """,
 )
 def command() -> None:
-    """Look into packs, and repair those that were cut off.
+    """Describe pack files, and repair truncated ones.
 
-    A pack is one file with the objects of a store, see hcpack(5). All other commands take it as a
-    store: pack:///path/archive.hcpack.
+    A pack is one file with the objects of a store; see hcpack(5). All other commands accept a pack
+    as a store: pack:///path/archive.hcpack.
     """
 
 
@@ -47,7 +47,7 @@ def command() -> None:
 @_format_option
 @click.pass_context
 def info(ctx: click.Context, /, pack: str, output_format: str) -> None:
-    """Say what FILE holds: objects, bytes before and after compression, keys, profile."""
+    """Print the objects, bytes before and after compression, key grammar and profile of FILE."""
     from hicachectl.backends.pack.store import PackStore
 
     with PackStore(_path(ctx, pack)) as store:
@@ -62,9 +62,9 @@ def info(ctx: click.Context, /, pack: str, output_format: str) -> None:
     "--output",
     type=FILE,
     metavar="NEW",
-    help="Write what can be saved to a new pack, and leave FILE alone.",
+    help="Write the saved objects to a new pack, and do not change FILE.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what can be saved, and change nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what can be saved; change nothing.")
 @_format_option
 @click.pass_context
 def repair(
@@ -75,12 +75,12 @@ def repair(
     dry_run: bool,
     output_format: str,
 ) -> None:
-    """Make FILE valid again with every object that is whole.
+    """Make a damaged or truncated pack valid again, with all its whole objects.
 
-    A writer that was killed leaves a pack without an end. Its records are read one by one, what
-    follows the last whole one is cut away, and an index of them is written. Where the middle of
-    the file is damaged, the records behind that are found too; the exit status is then 4. While
-    another process writes to the pack, nothing is done.
+    A killed writer leaves a pack without its end. repair reads record after record, cuts off
+    everything after the last whole record, and writes a new index. Records behind a damaged part
+    are found too; the exit status is then 4. While another process writes to the pack, repair does
+    nothing.
     """
     from hicachectl.backends.pack import recovery
 
@@ -102,18 +102,18 @@ def repair(
     }
     _write(document, output_format, _repaired(document))
     if dry_run and not found.was_valid:
-        remark(ctx, "dry run: nothing was changed")
+        remark(ctx, "Dry run: nothing was changed")
     if found.damaged or found.damaged_bytes:
         ctx.exit(FINDINGS)
 
 
 def _path(ctx: click.Context, pack: str) -> str:
-    """Take a path, or a URL of a pack."""
+    """Return the path of a pack, from a path or a URL."""
     from hicachectl.backends.urls import parse_url
 
     url = parse_url(pack, config_of(ctx))
     if url.scheme not in ("file", "pack"):
-        raise click.UsageError(f"{pack}: is a {url.scheme} store; give the file of a pack")
+        raise click.UsageError(f"{pack}: this is a {url.scheme} store; give the file of a pack")
     return url.path
 
 
@@ -131,7 +131,7 @@ def _described(document: dict[str, Any]) -> Iterator[str]:
     stored = document["stored_bytes"]
     ratio = f" ({document['bytes'] / stored:.2f}x)" if stored else ""
     yield f"objects   {document['objects']}, {human_size(document['bytes'])}"
-    yield f"stored    {human_size(stored)}{ratio}, the file {human_size(document['file_bytes'])}"
+    yield f"stored    {human_size(stored)}{ratio}, file {human_size(document['file_bytes'])}"
     for planes, count in document["planes"].items():
         yield f"          {count} as {planes} byte plane{'' if planes == '1' else 's'}"
     yield f"keys      {document['grammar']}"
@@ -144,15 +144,15 @@ def _repaired(document: dict[str, Any]) -> Iterator[str]:
 
     saved = f"{document['objects']} objects, {human_size(document['bytes'])}"
     if document["was_valid"]:
-        yield f"{saved}: the pack is valid, nothing to repair"
+        yield f"{saved}: the pack is valid; nothing to repair"
         return
     lost = []
     if document["damaged"]:
         lost.append(f"{document['damaged']} damaged objects left out")
     if document["damaged_bytes"]:
-        lost.append(f"{human_size(document['damaged_bytes'])} of damage passed over")
+        lost.append(f"{human_size(document['damaged_bytes'])} of damaged data skipped")
     if document["unfinished"]:
         lost.append("1 unfinished object lost")
     if document["cut_bytes"]:
-        lost.append(f"{human_size(document['cut_bytes'])} behind the last whole object cut off")
+        lost.append(f"{human_size(document['cut_bytes'])} after the last whole object cut off")
     yield f"{saved} saved" + "".join(f", {text}" for text in lost)

@@ -1,4 +1,4 @@
-"""`hicachectl prewarm`: fill a store with the pages that are worth having, before the traffic."""
+"""`hicachectl prewarm`: copy the most valuable pages into a store, before the traffic."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from hicachectl.cli.options import (
 )
 from hicachectl.cli.session import bytes_progress, opened, progress, remark, store_name
 from hicachectl.formats.errors import ProfileError, StoreUnavailable
+from hicachectl.formats.wording import inferred_refused, lock_held
 from hicachectl.io.interrupts import raised_once
 from hicachectl.prewarm.inputs import read_wanted, requests_for_servers
 from hicachectl.requests.chain_options import refuse_other_sources
@@ -67,51 +68,56 @@ crontab:
 """,
 )
 @click.argument("destination", metavar="[DST]", required=False)
-@click.option("--from", "source", metavar="SRC", help="The store to copy from.")
+@click.option("--from", "source", metavar="SRC", help="Copy pages from this store.")
 @request_options
 @click.option(
     "--trace",
     type=FILE,
-    help="Requests with their times, in JSON, one a line: token ids, or hash_ids (--dry-run).",
+    help="Requests with their times, one JSON object per line, with token_ids or (for --dry-run) "
+    "hash_ids.",
 )
-@click.option("--plan", type=FILE, help="What an earlier --dry-run has written; its order is kept.")
+@click.option(
+    "--plan", type=FILE, help="Copy the pages of a plan that --dry-run wrote, in its order."
+)
 @click.option(
     "--all",
     "all_",
     is_flag=True,
-    help="Every whole page of SRC, the newest minute first; nothing is known of prefixes then.",
+    help="Copy every whole page, newest first. Prefix order is unknown, so a partial run may be "
+    "of little use.",
 )
-@click.option("--budget", type=Size(), help="Copy at most so many bytes.")
-@click.option(
-    "--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most so many pages."
-)
-@click.option("--deadline", type=Duration(), help="Begin no further copy after this.")
+@click.option("--budget", type=Size(), help="Copy at most this many bytes.")
+@click.option("--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most N pages.")
+@click.option("--deadline", type=Duration(), help="Start no further copy after this time.")
 @click.option(
     "--min-usable",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
-    help="Exit with 4 when servers could restore less of the tokens asked for, such as 0.9.",
+    help="Exit with 4 if servers can restore less than this share of the requested tokens, such "
+    "as 0.9.",
 )
 @click.option(
     "--pin",
     is_flag=True,
-    help="Mooncake: protect what is written from eviction, by soft pins; what was there gets none.",
+    help="Mooncake: protect the copied pages from eviction by soft pins; pages already in DST are "
+    "not pinned.",
 )
 @click.option(
     "--pin-ttl",
     type=Duration(),
-    help="How long pins last, 24h at most unless the master's --max_kv_soft_pin_ttl is another.  "
+    help="Keep pins this long, at most the master's --max_kv_soft_pin_ttl (24h unless set).  "
     "[default: the master's --default_kv_soft_pin_ttl, 30m unless set]",
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan, best page first; do nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, best page first; copy nothing.")
 @click.option(
     "--through-server",
     "servers",
     multiple=True,
     metavar="URL",
-    help="Have this live SGLang server pull the prefixes from DST into its memory.",
+    help="Make this live SGLang server load the prefixes from DST into its memory. Can be "
+    "repeated.",
 )
-@click.option("--metrics-file", type=FILE, help="Write Prometheus textfile metrics.")
+@click.option("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
 @transform_options
 @lock_option
 @jobs_option
@@ -130,54 +136,27 @@ def command(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Copy from SRC to DST what requests like those of a file can be expected to hit.
+    """Copy the most valuable pages into a store, before the traffic arrives.
 
-    Requests are texts or chats (--prompts), token ids (--token-ids), page hashes (--pages), or a
-    trace with times (--trace). Of each the longest prefix is taken that servers could restore from
-    SRC, by the rules of every pool; of trailing pools (Mamba, windows) only what ends a prefix.
-    What DST has already is left out. A page with an object whose size is not the profile's stays
-    behind, is named, and counts as failed (exit code 4).
+    Say which requests to expect: texts or chats (--prompts), token ids (--token-ids), page hashes
+    (--pages), or a trace with times (--trace). For each request, prewarm takes the longest prefix
+    that servers could restore from SRC, and copies the pages that DST lacks. --all copies every
+    whole page instead.
 
-    Pages are put in order by what warming them saves: how often and how lately requests used
-    them, measured on the trace itself; a page never before its prefix. So whatever ends the
-    run, what was copied is of use; but for --all, which knows no prefixes and copies what was
-    written in the same minute in that order, newer minutes first.
+    The most valuable pages are copied first, and no page before its prefix. So a run that is cut
+    short is still useful, except with --all. --dry-run prints the plan, and --plan executes it.
 
-    In the end the pages are touched, the least valuable first, so that the best are evicted last;
-    after a deadline, or a signal while it copies, for 10 s at most, and then the best ones only.
-    SIGTERM and Ctrl-C let what was begun be finished, and the result is written after them too.
-    A destination that evicts meanwhile ends the run, which says what it holds. The rows of
-    --dry-run are the plan, and --plan executes one; a trace of hash_ids alone gives a plan, but
-    none that can be executed. The transforms are those of migrate: an archive of TP 4 warms a
-    cluster of TP 8.
+    The --to options transform pages as in migrate: an archive of TP 4 can warm a cluster of TP 8.
+    A page with an object of another size than the profile's is not copied, is named, and counts as
+    failed (exit status 4).
 
-    A line of the trace is {"timestamp": 27482, "token_ids": [...]}, and where the request had them
-    its extra_key and cache_salt; input_length and output_length (tokens) improve the plan. To
-    record one, start SGLang with --log-requests --log-requests-level 3 --log-requests-format json
-    (level 2 cuts long prompts) and take from its log:
+    With --through-server, live servers then load the prefixes that DST has. Without --from, this
+    is all that prewarm does.
 
-    \b
-      jq -cR 'fromjson? | select(.event == "request.finished" and .obj.input_ids) |
-        {timestamp, token_ids: .obj.input_ids, extra_key: .obj.extra_key,
-         cache_salt: .obj.cache_salt,
-         output_length: .out.meta_info.completion_tokens}' server.log > trace.jsonl
-
-    Mooncake gives up soft pins when their time is over, and, unless its master runs with
-    --allow_evict_soft_pinned_objects=false, when it has nothing else to evict.
-
-    With --through-server the servers themselves then pull the prefixes that DST holds, by requests
-    for one token, once at each of their DP ranks; without --from that is all that is done. Of a
-    trace each prefix is asked for once, the most valuable first. The API key is that of
-    HICACHECTL_API_KEY.
-
-    usable_tokens, and with it --min-usable, is counted for one deployment, which the result names:
-    that of the servers of --through-server, where these are given, else the one that the pages are
-    written for (--to-profile, the other --to- options, else the profile of SRC). Pages of another
-    topology than a server's are not usable: the server never asks for them. A stamp of DST that
-    names another deployment is said on stderr.
-
-    A summary goes to stderr, and the result to stdout as JSON unless --format says otherwise.
-    """  # noqa: D301 - \b is click's mark, not ours
+    The result goes to stdout, as JSON unless --format says otherwise; a summary goes to stderr.
+    hicachectl-prewarm(1) explains the order of pages, how a run ends, traces and how to record
+    one, pins, live servers, and usable tokens.
+    """
     output_format = _format(ctx, output_format)
     refuse_other_sources(options, _SOURCES)
     if options["trace"] and destination is None and source is None:
@@ -185,13 +164,14 @@ def command(
         return
     if destination is None or not (source or options["servers"]):
         raise click.UsageError(
-            "give DST and --from SRC; or --trace FILE --dry-run, for a plan without stores"
+            "Give DST and --from SRC, DST and --through-server URL, or --trace FILE --dry-run for "
+            "a plan without stores"
         )
     if options["pin_ttl"] is not None and not options["pin"]:
-        raise click.UsageError("--pin-ttl is for --pin")
+        raise click.UsageError("--pin-ttl needs --pin")
     if options["servers"] and not any(options[name] for name in _TOKEN_SOURCES):
         raise click.UsageError(
-            "--through-server sends tokens: it needs --prompts, --token-ids or --trace"
+            "--through-server needs tokens; give --prompts, --token-ids or --trace"
         )
     with raised_once(), locked(options["lock"]) as is_ours:
         if not is_ours:
@@ -218,16 +198,16 @@ def _write_lock_held(
     output_format: str,
     output: Path | None,
 ) -> None:
-    """Write the document of a run that did nothing because another process held the lock."""
+    """Write the document of a run that did nothing because another process holds the lock."""
     from hicachectl.prewarm.prewarm import not_begun
 
-    remark(ctx, f"another process holds {ctx.params['lock']}; nothing was done")
+    remark(ctx, lock_held(ctx.params["lock"]))
     origin = None if source is None else store_name(ctx, source)
     write_outcome(not_begun(origin, store_name(ctx, destination)), output_format, output)
 
 
 def _format(ctx: click.Context, output_format: str) -> str:
-    """JSON unless another format was asked for; JSON lines for a plan."""
+    """Return the output format: by default json, and jsonl for a plan."""
     given = ctx.get_parameter_source("output_format")
     if given is not click.core.ParameterSource.DEFAULT:
         return output_format
@@ -245,9 +225,11 @@ def _plan_trace(
     from hicachectl.profiles.sources import profile_from_options
 
     if not options["dry_run"]:
-        raise click.UsageError("--trace without stores is for --dry-run; or give DST and --from")
+        raise click.UsageError("--trace without stores needs --dry-run; or give DST and --from SRC")
     if output_format != "jsonl":
-        raise click.UsageError("--format: a plan without stores is JSON lines")
+        raise click.UsageError(
+            f"--format {output_format}: a plan without stores is always jsonl; leave out --format"
+        )
     profile = profile_from_options(options, None, warn=partial(remark, ctx))
     trace = read_trace(options["trace"], profile)
     most = options["budget_pages"]
@@ -256,11 +238,12 @@ def _plan_trace(
         fitting = pages_within(options["budget"], profile, hashed=hashed)
         most = fitting if most is None else min(most, fitting)
     plan = plan_order(trace, budget=most)
-    remark(ctx, f"planned {len(plan)} pages of {len(trace.forest)}, from {len(trace)} requests")
+    remark(ctx, f"Planned {len(plan)} of {len(trace.forest)} pages, from {len(trace)} requests")
     if not trace.forest.hashed:
         remark(
             ctx,
-            "the trace has block ids only: the plan cannot be executed; one with token ids can",
+            "The trace has only block ids, so the plan cannot be executed; use a trace with token "
+            "ids",
         )
     write_json_lines(plan_rows(plan), output)
 
@@ -268,7 +251,7 @@ def _plan_trace(
 def _worked(
     ctx: click.Context, source: str | None, target: Store, options: dict[str, Any]
 ) -> PrewarmOutcome:
-    """Copy, and have servers pull."""
+    """Copy the pages, then make the servers pull them."""
     from hicachectl.prewarm.prewarm import prewarm, usable_from
 
     started = time.monotonic()
@@ -306,15 +289,13 @@ def _request(
 
     profile = profile_from_options(options, store, warn=partial(remark, ctx))
     if profile is None or profile.inferred:
-        raise click.UsageError(
-            "what a prefix needs only a profile tells: give --profile, --model-config or --server"
-        )
+        raise click.UsageError(inferred_refused("prewarm"))
     wanted = read_wanted(profile, store.grammar, options)
     if wanted.in_others is not None and len(wanted.in_others):
         remark(
             ctx,
-            f"{len(wanted.in_others)} rows of {options['pages']} name groups of other deployments "
-            "than the profile's, and are not copied",
+            f"{options['pages']}: {len(wanted.in_others)} rows name groups of other deployments "
+            "than the profile's; those groups are not copied",
         )
     request = PrewarmRequest(
         profile=profile,
@@ -339,7 +320,7 @@ def _request(
 
 
 def _servers(options: dict[str, Any]) -> dict[str, LiveServer]:
-    """Ask the servers that are to pull for their deployments, before anything is copied."""
+    """Return the deployments of the servers that will pull, before anything is copied."""
     from hicachectl.prewarm.pulling import live_servers
 
     return {} if options["dry_run"] else live_servers(options["servers"])
@@ -348,7 +329,7 @@ def _servers(options: dict[str, Any]) -> dict[str, LiveServer]:
 def _served(
     ctx: click.Context, request: PrewarmRequest, servers: dict[str, LiveServer]
 ) -> PrewarmRequest:
-    """Let what is usable be counted for the servers that pull, as far as they are understood."""
+    """Set the deployments to count usable tokens for, if the servers' answers describe them."""
     from hicachectl.formats.models.server_info import served_profile
 
     served = {}
@@ -356,7 +337,7 @@ def _served(
         try:
             served[url] = served_profile(request.target, live.info)
         except ProfileError as error:
-            remark(ctx, f"{url}: its deployment was not compared with the pages: {error}")
+            remark(ctx, f"{url}: the server's deployment was not compared with the pages: {error}")
     return replace(request, served=served)
 
 
@@ -369,7 +350,7 @@ def _pull(
     options: dict[str, Any],
     started: float,
 ) -> None:
-    """Have servers pull what DST has of each request, and note what each answered."""
+    """Make servers pull the prefixes that DST has, and add their answers to the document."""
     from hicachectl.prewarm.pulling import PullReport, pull
 
     limit = options["deadline"]

@@ -1,4 +1,4 @@
-"""Say what a prewarm has done: its metrics, its summary and its document."""
+"""Write the report of a prewarm: metrics, summary and document."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_report(
 
 
 def is_failed(outcome: PrewarmOutcome, options: dict[str, Any]) -> bool:
-    """Say whether pages or servers failed, or less is usable than --min-usable wants."""
+    """Return whether pages or servers failed, or less is usable than --min-usable."""
     if options["dry_run"]:
         return False
     document = outcome.document
@@ -56,8 +56,8 @@ def _summary(document: dict[str, Any], *, dry_run: bool) -> str:
     parts = [
         f"{document['copied_pages']} pages {'to copy' if dry_run else 'copied'}, "
         f"{human_size(document['bytes'])}",
-        f"{document['already_there']} there already",
-        f"{document['missing_pages']} not to be had",
+        f"{document['already_there']} already in the destination",
+        f"{document['missing_pages']} not found",
         f"{share:.0%} of {wanted} tokens usable{' now' if dry_run else ''} by "
         f"{deployment_text(document['deployment'])}",
     ]
@@ -69,7 +69,7 @@ def _summary(document: dict[str, Any], *, dry_run: bool) -> str:
 def write_outcome(
     outcome: PrewarmOutcome, output_format: str, output: Path | None, *, with_plan: bool = False
 ) -> None:
-    """Write the document, with the plan where that is what was asked for."""
+    """Write the document; with_plan: with the rows of the plan."""
     import pyarrow as pa
 
     from hicachectl.cli.output import write_document

@@ -1,4 +1,4 @@
-"""`hicachectl profile`: the profile that the other commands would use."""
+"""`hicachectl profile`: print the profile that the other commands would use."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Examples:
 """,
 )
 @click.argument("store", metavar="[STORE]", required=False)
-@click.option("--model", metavar="NAME", help="Which model of STORE, where it has several.")
+@click.option("--model", metavar="NAME", help="Choose one of several models in STORE.")
 @click.option(
     "--format",
     "output_format",
     type=click.Choice(["toml", "json"]),
     default="toml",
     show_default=True,
-    help="How to write the profile.",
+    help="Format of the profile.",
 )
 @click.option("-o", "--output", type=FILE, help="Write the profile to FILE instead of stdout.")
 @profile_options
@@ -49,13 +49,15 @@ def command(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Print the profile of a deployment: what was served, how it was sharded, its pools.
+    """Print the profile of a deployment: its model, shards and pools.
 
-    From --profile, --model-config with flags, or --server; else the one that STORE, a pack, keeps;
-    else inferred from STORE, where --model, --tp, --pp, --cp and --dcp choose one of several
-    deployments. An inferred profile
-    states only shards, pools and sizes that were seen: it serves ls and the checks names, groups
-    and sizes, and is refused where bytes must be understood.
+    Write the profile once with -o, and give it to the other commands with --profile. Its source is
+    --profile, --model-config with flags, or --server. Without one, it is the profile recorded in
+    STORE (a pack), or one inferred from STORE. --model, --tp, --pp, --cp and --dcp then choose one
+    of several deployments.
+
+    An inferred profile states only the shards, pools and sizes seen in STORE. It serves ls and the
+    checks names, groups and sizes. Commands that must interpret bytes refuse it.
     """
     from hicachectl.cli.output import write_text
     from hicachectl.formats.profile import dump_profile, profile_to_mapping
@@ -64,13 +66,17 @@ def command(
     warn = partial(remark, ctx)
     if store is None or states_source(options):
         if model is not None:
-            raise click.UsageError("--model chooses from what STORE shows, and is for that alone")
+            raise click.UsageError(
+                "--model chooses a model from the contents of STORE; give STORE, and leave out "
+                "--profile, --model-config and --server"
+            )
         with nullcontext() if store is None else opened(ctx, store) as source:
             profile = profile_from_options(options, source, warn=warn)
     else:
         profile = _inferred(ctx, store, model, options)
     if profile is None:
-        raise click.UsageError("give --profile, --model-config, --server or a STORE to look at")
+        raise click.UsageError("No source for a profile; give --profile, --model-config, --server "
+                               "or a STORE")  # fmt: skip
     text = (
         dump_profile(profile)
         if output_format == "toml"
@@ -89,12 +95,13 @@ def _inferred(
     from hicachectl.profiles.sources import profile_from_options
 
     sizes = {axis: options.pop(axis) for axis in AXES}
-    profile_from_options(options)  # refuses the flags that choose nothing
+    profile_from_options(options)  # refuses flags that cannot choose a deployment
     with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
         recorded = source.recorded_profile() if isinstance(source, Archive) else None
         if recorded is not None and model is None and not any(sizes.values()):
             return recorded
         inventory = take_inventory(source, on_batch=advance)
         profile = infer_profile(inventory, source.grammar, PoolGuess(model=model, **sizes))
-    remark(ctx, f"inferred from {store}: only shards, pools and sizes that were seen")
+    remark(ctx, f"{store}: the profile is inferred; it states only shards, pools and sizes seen "
+                "in the store")  # fmt: skip
     return profile

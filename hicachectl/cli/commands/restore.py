@@ -13,6 +13,7 @@ from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import FILE, lock_option, output_options, store_argument
 from hicachectl.cli.session import opened, progress, remark, remark_unrecorded, store_name
+from hicachectl.formats.wording import lock_held
 from hicachectl.text.vocabulary import LOCK
 
 if TYPE_CHECKING:
@@ -36,17 +37,18 @@ Examples:
 @click.option(
     "--pages",
     metavar="FILE|PREFIX",
-    help="Only pages listed in FILE (a line is a page hash, or a row of ls --format jsonl, of "
-    "which only its group is restored), or whose hash starts with PREFIX.",
+    help="Only the pages in FILE (per line a page hash or a row of ls --format jsonl, then only "
+    "that row's group), or pages whose hash starts with PREFIX.",
 )
 @click.option(
     "--profile",
     "profile_file",
     type=FILE,
-    help="Profile of the deployment (TOML or JSON); 3FS stores need it. See hicachectl-profile(1).",
+    help="Read the deployment's profile from FILE (TOML or JSON); needed for 3FS stores. See "
+    "hicachectl-profile(1).",
 )
-@click.option("--dry-run", is_flag=True, help="List what would be restored, and change nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Show what would be restored; change nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask before restoring.")
 @lock_option
 @output_options
 @click.pass_context
@@ -63,11 +65,14 @@ def command(
     output_format: str,
     output: Path | None,
 ) -> None:
-    """Put the pages of QUARANTINE, a directory that verify --repair filled, back into STORE.
+    """Put quarantined pages back into a store.
 
-    Each page comes back with all its objects and their times, the kv objects last, and leaves the
-    quarantine. A page of which any object is in the store again is a conflict: it stays where it
-    is, and the exit status is 4. What was wrong with a page is wrong with it again.
+    QUARANTINE is a directory that verify --repair filled. Each page returns to STORE with all its
+    objects and their times, the kv objects last, and leaves the quarantine. If STORE has any
+    object of a page again, the page is a conflict: it stays in the quarantine, and the exit status
+    is 4.
+
+    Restoring does not repair: the page has the same fault as before.
     """
     from hicachectl.cli.output import write_document
     from hicachectl.move.reports import GroupReport
@@ -79,7 +84,7 @@ def command(
     directory = _directory(ctx, quarantine)
     with locked(lock) as is_ours:
         if not is_ours:
-            remark(ctx, f"another process holds {lock}; nothing was done")
+            remark(ctx, lock_held(lock))
             outcome, name, seconds = GroupReport(), store_name(ctx, store), 0.0
         else:
             with opened(ctx, store) as source:
@@ -89,7 +94,7 @@ def command(
                     found = restore_groups(source, directory, wanted=wanted, dry_run=True)
                     asks = len(found.rows) > 0
                     if asks and not agreed(_question(found, name), yes=yes, dry_run=dry_run):
-                        remark(ctx, "nothing was restored")
+                        remark(ctx, "Nothing was restored")
                         return
                 with progress(ctx, "restoring", " pages") as advance:
                     outcome = restore_groups(
@@ -121,13 +126,14 @@ def command(
         text=lambda colour: _lines(document, outcome, colour),
     )
     if not len(outcome.rows) and not outcome.busy:
-        what = "no quarantined page" if pages is None else f"nothing that matches --pages {pages}"
-        remark(ctx, f"{directory} holds {what}")
+        what = "no quarantined page" if pages is None else f"no page that matches --pages {pages}"
+        remark(ctx, f"{directory}: {what}")
     if outcome.busy:
-        remark(ctx, f"{outcome.busy} runs in {directory} belong to a process that is at work")
+        remark(ctx, f"{directory}: another process is working on {outcome.busy} runs; try again "
+                    "later")  # fmt: skip
     remark_unrecorded(ctx, outcome.unrecorded)
     if dry_run:
-        remark(ctx, "dry run: nothing was restored")
+        remark(ctx, "Dry run: nothing was restored")
     if outcome.conflicts or outcome.failed:
         ctx.exit(FINDINGS)
 
@@ -149,7 +155,7 @@ def _directory(ctx: click.Context, quarantine: str) -> Path:
     config = ctx.obj.config
     url = parse_url(quarantine, load_config(None if config is None else str(config)))
     if url.scheme != "file":
-        raise click.UsageError(f"{quarantine}: a quarantine is a directory")
+        raise click.UsageError(f"{quarantine}: not a directory; a quarantine is a directory")
     return Path(url.path)
 
 

@@ -1,4 +1,4 @@
-"""`hicachectl rm`: take pages out of a store for good."""
+"""`hicachectl rm`: remove pages from a store for good."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from hicachectl.cli.options import (
     store_argument,
 )
 from hicachectl.cli.session import opened, progress, remark, store_name
+from hicachectl.formats.wording import lock_held
 from hicachectl.text.vocabulary import LOCK, STATES
 
 if TYPE_CHECKING:
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
-    # The question before a removal, None where there is nothing to remove, and the removal itself;
-    # that takes whether it is a dry run.
+    # The question before a removal (None: nothing to remove), and the removal, given dry_run.
     Removal = tuple[str | None, Callable[[bool], GroupReport]]
 
 _SELECTORS = ("model", "tag", "tp", "pp", "cp", "pages", "before", "state")
@@ -51,47 +51,47 @@ Examples:
 """,
 )
 @store_argument
-@click.option("--model", metavar="NAME", help="Pages of this model; a / may be written as such.")
-@click.option("--tag", metavar="TAG", help="Pages under this Mooncake extra_backend_tag.")
-@click.option("--tp", type=click.IntRange(1), help="Pages of this TP size, as ls shows it.")
-@click.option("--pp", type=click.IntRange(1), help="Pages of this PP size, as ls shows it.")
-@click.option("--cp", type=click.IntRange(1), help="Pages of this CP size, as ls shows it.")
+@click.option("--model", metavar="NAME", help="Pages of this model, as org/name or org-name.")
+@click.option("--tag", metavar="TAG", help="Pages with this Mooncake extra_backend_tag.")
+@click.option("--tp", type=click.IntRange(1), help="Pages of this TP size, as shown by ls.")
+@click.option("--pp", type=click.IntRange(1), help="Pages of this PP size, as shown by ls.")
+@click.option("--cp", type=click.IntRange(1), help="Pages of this CP size, as shown by ls.")
 @click.option(
     "--pages",
     type=FILE,
-    help="Pages listed in FILE: a line is a row of ls --format jsonl, of which its group is "
-    "removed, or a page hash.",
+    help="Pages in FILE, per line a page hash or a row of ls --format jsonl (only that row's "
+    "group).",
 )
 @click.option(
     "--all-deployments",
     is_flag=True,
-    help="With --pages: remove a page that is listed without a group from every deployment.",
+    help="With --pages: remove a page given by its hash alone from all deployments.",
 )
 @click.option(
     "--before",
     type=PointInTime(),
-    help="Pages last written to before (ISO 8601, or a duration ago such as 7d).",
+    help="Pages last written before TIME (ISO 8601, or an age such as 7d).",
 )
 @click.option("--state", type=NameList(STATES), help="Pages in these states.")
 @click.option(
     "--temporaries",
     is_flag=True,
-    help="Remove the temporary files that unfinished writes left, if older than a minute.",
+    help="Remove temporary files of unfinished writes, if older than a minute.",
 )
 @click.option(
     "--token-ids",
     type=FILE,
-    help="Prompts, a JSON list of token ids a line: also take the pages that stand after a "
-    "removed one, which nothing can reach any more. Needs --profile.",
+    help="Prompts, one JSON list of token ids per line: also remove their pages after a removed "
+    "page, which servers can no longer reach. Needs --profile.",
 )
 @click.option(
     "--profile",
     "profile_file",
     type=FILE,
-    help="Profile of the deployment (TOML or JSON); see hicachectl-profile(1).",
+    help="Read the deployment's profile from FILE (TOML or JSON); see hicachectl-profile(1).",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be removed, and change nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed; change nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask before removing.")
 @lock_option
 @lease_wait_option
 @output_options
@@ -107,22 +107,24 @@ def command(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Remove pages from STORE for good, each with all its objects, the kv objects first.
+    """Remove pages from a store for good.
 
-    Pages are removed that meet all of --model, --tag, --tp, --pp, --cp, --pages, --before and
-    --state; at least one is needed. One page can have objects of several deployments; --pages
-    removes the group that a row of ls names, and refuses a bare page hash that several
-    deployments have. What a server writes anew meanwhile stays. The exit status is 4 when
-    something could not be removed.
+    Removes each page that matches all given filters: --model, --tag, --tp, --pp, --cp, --pages,
+    --before and --state. At least one filter is needed. A page is removed with all its objects,
+    the kv objects first, so servers never see half a page. Objects that a server rewrites during
+    the run stay. The exit status is 4 if something could not be removed.
 
-    --temporaries removes no page, but the temporary files of writes that did not finish, which
-    verify reports as stale-temporary: those not written to for a minute, or since --before.
+    One page can have objects of several deployments. --pages removes only the group that a row of
+    ls names, and refuses a bare hash that several deployments have (see --all-deployments).
+
+    --temporaries removes no pages. It removes the temporary files of unfinished writes that were
+    last written over a minute ago, or before --before. verify reports them as stale-temporary.
     """
     _refuse_contradictions(options)
     require_consent(yes=yes, dry_run=dry_run)
     with locked(lock) as is_ours:
         if not is_ours:
-            remark(ctx, f"another process holds {lock}; nothing was done")
+            remark(ctx, lock_held(lock))
             _write_lock_held(store_name(ctx, store), dry_run, output_format, output)
             return
         with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
@@ -132,7 +134,7 @@ def command(
             question, remove = plan(ctx, source, options)
             started = time.monotonic()
             if not earlier.agreed(question):
-                remark(ctx, "nothing was removed")
+                remark(ctx, "Nothing was removed")
                 return
             outcome = remove(dry_run)
         _write(
@@ -142,13 +144,13 @@ def command(
             output=output,
         )
     if dry_run:
-        remark(ctx, "dry run: nothing was removed")
+        remark(ctx, "Dry run: nothing was removed")
     if outcome.failures or outcome.remaining:
         ctx.exit(FINDINGS)
 
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
-    """Fail on options that make no sense together, before the store is opened."""
+    """Raise UsageError for options that contradict each other, before the store is opened."""
     given = [name for name in _SELECTORS if options[name] is not None]
     if options["temporaries"]:
         others = [
@@ -158,18 +160,18 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
         if set(others) - {"before"}:
             name = next(n for n in others if n != "before").removesuffix("_file").replace("_", "-")
             raise click.UsageError(
-                f"--temporaries removes files that are of no page; leave out --{name}"
+                f"--temporaries removes files that belong to no page; leave out --{name}"
             )
         return
     if not given:
         raise click.UsageError(
-            "name what to remove: --model, --tag, --tp, --pp, --cp, --pages, --before, --state or "
-            "--temporaries; to wipe the whole store, use SGLang's clear_hicache_storage_backend"
+            "Give a filter: --model, --tag, --tp, --pp, --cp, --pages, --before, --state or "
+            "--temporaries. To wipe the whole store, use SGLang's clear_hicache_storage_backend."
         )
     if options["all_deployments"] and options["pages"] is None:
-        raise click.UsageError("--all-deployments is for --pages")
+        raise click.UsageError("--all-deployments needs --pages")
     if options["token_ids"] and not options["profile_file"]:
-        raise click.UsageError("--token-ids needs --profile, for the page size")
+        raise click.UsageError("--token-ids needs --profile, which states the page size")
 
 
 def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> Removal:
@@ -181,9 +183,9 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
     with progress(ctx, "listing", " objects") as advance:
         stale = find_temporaries(store, before=options["before"], on_batch=advance)
     if not store.traits.lists_temporaries:
-        remark(ctx, f"{store.url} has no temporary files: only file stores have some")
+        remark(ctx, f"{store.url}: only file stores have temporary files")
     elif not len(stale):
-        remark(ctx, f"no temporary file in {store.url} is old enough to be a leftover")
+        remark(ctx, f"{store.url}: no temporary file is old enough to be left over")
 
     def remove(dry_run: bool) -> GroupReport:
         with progress(ctx, "removing", " files") as advance:
@@ -240,14 +242,15 @@ def _plan(
     ambiguous = int((groups.states == UNKNOWN).sum())
     chosen = int((groups.states[plan.groups] == UNKNOWN).sum())
     if chosen or (ambiguous and criteria.filters):
-        verb, count = ("removes", chosen) if chosen else ("leaves", ambiguous)
+        verb, count = ("selected for removal", chosen) if chosen else ("left alone", ambiguous)
         noun = "page group" if count == 1 else "page groups"
         text = ambiguity_remark(inventory)
-        remark(ctx, f"{verb} {count} {noun} with ambiguous keys: {text}")
+        remark(ctx, f"{count} {noun} with ambiguous keys {verb}: {text}")
     if criteria.pages is not None:
         unmatched = NamedGroups(criteria.pages, groups).unmatched
         if unmatched:
-            remark(ctx, f"{unmatched} rows of {options['pages']} name groups that are not there")
+            remark(ctx, f"{options['pages']}: {unmatched} rows name groups that the store does "
+                        "not have")  # fmt: skip
     if not len(plan.groups):
         remark(ctx, explain_nothing(store, inventory, _alone(criteria, groups)))
     if options["token_ids"] and profile is not None:
@@ -257,7 +260,10 @@ def _plan(
 
 
 def _alone(criteria: Criteria, groups: PageGroups) -> dict[str, bool]:
-    """Say of each filter whether it matches anything by itself; a list of pages may."""
+    """Return for each filter whether it matches anything alone; --pages counts as a match.
+
+    If --pages is the only filter, it counts as no match.
+    """
     from dataclasses import fields, replace
 
     from hicachectl.pages.unmatched import option_text
@@ -300,7 +306,9 @@ def _refuse_without_times(store: Store, options: dict[str, Any]) -> None:
     from hicachectl.formats.errors import UnsupportedByBackend
 
     if options["before"] is not None and "mtime_ns" not in store.traits.columns:
-        raise UnsupportedByBackend(f"{store.url}: keeps no times; --before means nothing there")
+        raise UnsupportedByBackend(
+            f"{store.url}: the store keeps no timestamps, so --before cannot be used"
+        )
 
 
 def _why(options: dict[str, Any]) -> str:
@@ -316,7 +324,7 @@ def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
 
 
 def _write_lock_held(store: str, dry_run: bool, output_format: str, output: Path | None) -> None:
-    """Write the document of a run that did nothing because another process held the lock."""
+    """Write the document of a run that did nothing because another process holds the lock."""
     from hicachectl.move.reports import GroupReport
 
     outcome = GroupReport()
@@ -366,7 +374,7 @@ def _lines(document: dict[str, Any], outcome: GroupReport, colour: bool) -> Iter
     if len(outcome.rows):
         yield from table_lines(removals_for_people(outcome.rows), colour=colour)
     yield from (f"{failure['key']}: {failure['detail']}" for failure in document["failures"])
-    files = "key" in outcome.rows.column_names  # temporary ones, which are of no page
+    files = "key" in outcome.rows.column_names  # temporary files, which belong to no page
     what = "temporary files" if files else "pages"
     remaining = f", {document['remaining']} {what} remain" if document["remaining"] else ""
     count = (

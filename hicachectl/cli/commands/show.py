@@ -1,4 +1,4 @@
-"""`hicachectl show`: one page, for an incident."""
+"""`hicachectl show`: show one page, for an incident."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Examples:
     type=Duration(),
     default="60s",
     show_default=True,
-    help="A younger page group is being written and is not judged.",
+    help="Do not judge page groups younger than this; servers may still be writing them.",
 )
 @allow_leases_option
 @output_options
@@ -55,9 +55,11 @@ def command(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Show one page of STORE: every object of it, what is missing, and what is wrong.
+    """Show the objects of one page, and what is wrong with them.
 
-    PAGE is a page hash, or a prefix of one that no other page shares.
+    PAGE is a page hash, or a prefix that only one page of STORE has. show reads the page's
+    objects and changes nothing. It lists the objects with their digests, the missing objects, the
+    findings and, with a profile, statistics of the values per layer.
     """
     from hicachectl.cli.output import write_document
     from hicachectl.profiles.sources import profile_from_options
@@ -70,7 +72,11 @@ def command(
         profile = profile_from_options(options, source, looks_only=True, warn=partial(remark, ctx))
         report = inspect_page(source, profile, page, grace_seconds=grace, on_batch=advance)
     if profile is None:
-        remark(ctx, "no profile given: expectations are what was seen in the store")
+        remark(
+            ctx,
+            "No --profile: pages are compared with each other, so a pool missing everywhere goes "
+            "unnoticed",
+        )
     write_document(
         report.document,
         rows=report.objects,

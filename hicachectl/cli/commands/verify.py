@@ -1,4 +1,4 @@
-"""`hicachectl verify`: what is wrong with a store."""
+"""`hicachectl verify`: check a store and repair it."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from hicachectl.cli.options import (
     store_argument,
 )
 from hicachectl.cli.session import bytes_progress, opened, progress, remark, store_name
+from hicachectl.formats.wording import inferred_refused, lock_held
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class _Command(click.Command):
-    """Lists the registered checks in its help, in the place of CHECKS."""
+    """The verify command; its help lists the registered checks in place of CHECKS."""
 
     @property
     def help(self) -> str | None:
@@ -78,61 +79,62 @@ Examples:
     "--checks",
     type=NameList(group_names),
     default=group_names,
-    help="Which checks to run.  [default: all that apply]",
+    help="Run only these checks.  [default: all that apply]",
 )
 @click.option("--sample", metavar="PERCENT", help="Read only this share of the pages, such as 5%.")
 @click.option(
     "--sample-slice",
     type=click.IntRange(0),
     metavar="K",
-    help="Which share.  [default: the day, so that nightly runs take turns]",
+    help="Which share to read.  [default: the day number, so nightly runs take turns]",
 )
-@click.option("--time-limit", type=Duration(), help="Begin no further read after this.")
+@click.option("--time-limit", type=Duration(), help="Start no further read after this time.")
 @click.option(
     "--grace",
     type=Duration(),
     default="60s",
     show_default=True,
-    help="Younger page groups are being written and are not judged.",
+    help="Ignore page groups younger than this; servers may still be writing them.",
 )
-@click.option("--catalog", type=FILE, help="Compare with the digests recorded in FILE.")
+@click.option("--catalog", type=FILE, help="Compare objects with the digests recorded in FILE.")
 @click.option(
-    "--update-catalog", is_flag=True, help="Record digests in the catalog; begin one if need be."
+    "--update-catalog", is_flag=True, help="Record digests in the catalog; create a missing one."
 )
 @click.option(
     "--identity",
     type=NameList(),
-    help="Fields that tell whether an object was rewritten since it was recorded, such as "
-    "inode,mtime; a field that the store lacks is refused with a list of those that it has.  "
-    "[default: all that the store has]",
+    help="Treat an object as rewritten if one of these fields changed, such as inode,mtime. An "
+    "unknown field is refused with the list of the store's fields.  [default: all of them]",
 )
-@click.option("--stamp", is_flag=True, help="Record the profile and weights version of the store.")
+@click.option(
+    "--stamp", is_flag=True, help="Record the profile and the weights version beside the store."
+)
 @click.option(
     "--weights-version",
     metavar="TEXT",
-    help="Version of the weights, for the stamp and against it.",
+    help="Weights version to record with --stamp, or to compare with the stamp.",
 )
 @click.option(
     "--fail-on",
     type=click.Choice([*reversed(SEVERITIES[1:]), "never"]),
     default="warning",
     show_default=True,
-    help="Exit with 4 on findings at least this severe.",
+    help="Exit with 4 if there are findings at least this severe.",
 )
-@click.option("--metrics-file", type=FILE, help="Write Prometheus textfile metrics.")
+@click.option("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
 @click.option(
     "--device",
     default="cpu",
     show_default=True,
     metavar="cpu|cuda|auto",
-    help="Where to check and digest; cuda:0,cuda:1 share the work.",
+    help="Check and digest objects here; cuda:0,cuda:1 share the work.",
 )
 @click.option(
     "--device-bytes",
     type=Size(),
     default="2GiB",
     show_default=True,
-    help="Memory to use on each device, beside what CUDA itself takes.",
+    help="Memory to use on each device, in addition to CUDA's own.",
 )
 @repair_options
 @lock_option
@@ -140,7 +142,7 @@ Examples:
     "--jobs",
     type=click.IntRange(1, 256),
     metavar="N",
-    help="How many threads read; processes, where there are many small files.",
+    help="Read with N threads, or with N processes if there are many small files.",
 )
 @buffer_option
 @bwlimit_option
@@ -158,34 +160,26 @@ def command(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Check STORE and report what is wrong with it.
+    """Check a store for missing or damaged objects, and repair it if asked.
+
+    verify reads STORE and reports findings. An error means that a server could read wrong data; a
+    warning costs hits or space. The exit status is 4 if there are findings at --fail-on or above.
 
     \b
     CHECKS
 
-    A check that --checks names and that cannot run is refused. Of the default set each check that
-    did not run, and what else was not checked, is in skipped_checks and said on stderr. Values do
-    not show whether another dtype of the same width was written (e4m3 or e5m2, bfloat16 or
-    float16): that is said as dtypes.
+    A check named with --checks that cannot run is refused. Without --checks, whatever was not
+    checked is listed in skipped_checks and on stderr. Without a profile, objects are compared with
+    each other, so a pool missing everywhere goes unnoticed.
 
-    Without a profile objects are compared with each other. Where at least 3 pages, and 5%, have
-    another size than the rest, all these sizes are taken for good, and one mixed-sizes warning for
-    each kind of object has their counts, dates and the likely reason: servers of two settings have
-    written to the store. Rarer sizes are reported object by object. A mix is never repaired.
+    Only --repair changes the store. It removes all objects of each page that has an error, the kv
+    objects first, so that servers recompute the page. --repair quarantine keeps the objects, and
+    hicachectl-restore(1) puts them back.
 
-    An error is what a server could read as wrong data; a warning costs hits or space. The exit
-    status is 4 when there are findings at --fail-on or above. Nothing in the store is changed
-    without --repair, which takes every object of a page that has an error out of the store, the kv
-    objects first, so that a server recomputes the page; hicachectl-restore(1) puts it back.
+    Reading objects of a Mooncake store grants leases. --checks names,groups,sizes reads none;
+    --bwlimit and --sample reduce the load of the other checks.
 
-    Reading objects of a Mooncake store grants each a lease: it is not evicted, and cannot be
-    removed, for the next seconds, and moves back in the order of eviction. --checks
-    names,groups,sizes reads none; --bwlimit and --sample make the others gentler.
-
-    With --device cuda objects are loaded into GPU memory as a server loads them, layer by layer,
-    checked there, gathered back into the order of the store and digested. Objects whose form no
-    profile gives are digested as they came into GPU memory. The findings are the same as without;
-    a GPU that is missing or fails ends the run, with --device auto the CPU goes on.
+    hicachectl-verify(1) explains mixed sizes, unchecked dtypes, leases and --device cuda.
     """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.cli.output import write_document
     from hicachectl.verify.verify import verify_store
@@ -195,7 +189,7 @@ def command(
     leases = {name: options[name] for name in ("allow_leases", "lease_wait")}
     with ExitStack() as stack:
         if not stack.enter_context(locked(options["lock"])):
-            remark(ctx, f"another process holds {options['lock']}; nothing was done")
+            remark(ctx, lock_held(options["lock"]))
             _write_lock_held(store_name(ctx, store), options, output_format, output)
             return
         source = stack.enter_context(opened(ctx, store, **leases))
@@ -240,7 +234,7 @@ def command(
 def _write_lock_held(
     store: str, options: dict[str, Any], output_format: str, output: Path | None
 ) -> None:
-    """Write the document of a run that did nothing because another process held the lock."""
+    """Write the document of a run that did nothing because another process holds the lock."""
     from hicachectl.checks.findings import SCHEMA
     from hicachectl.cli.output import write_document
     from hicachectl.verify.verify import not_begun
@@ -254,25 +248,25 @@ def _write_lock_held(
         name="findings",
         output_format=output_format,
         output=output,
-        text=lambda colour: iter(["0 objects, 0 pages: stopped: lock"]),
+        text=lambda colour: iter(["0 objects, 0 pages; stopped: lock"]),
     )
 
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
-    """Fail on options that make no sense together, before the store is opened."""
+    """Raise UsageError for options that contradict each other, before the store is opened."""
     from hicachectl.device.devices import parse_devices
 
     parse_devices(options["device"])
     if options["update_catalog"] and not options["catalog"]:
         raise click.UsageError("--update-catalog needs --catalog FILE")
     if options["catalog"] and DIGESTS.name not in options["checks"]:
-        raise click.UsageError("--catalog needs the check digests")
+        raise click.UsageError("--catalog needs the check digests; add digests to --checks")
     if options["sample_slice"] is not None and not options["sample"]:
         raise click.UsageError("--sample-slice needs --sample")
 
 
 def _refuse_impossible_checks(ctx: click.Context, store: Store, request: VerifyRequest) -> None:
-    """Fail on a check that was named and cannot run."""
+    """Raise UsageError for a check that --checks names and that cannot run."""
     if ctx.get_parameter_source("checks") is click.core.ParameterSource.DEFAULT:
         return
     for check, why in request.impossible(store).items():
@@ -280,27 +274,29 @@ def _refuse_impossible_checks(ctx: click.Context, store: Store, request: VerifyR
 
 
 def _refuse_what_is_lacking(store: Any, request: VerifyRequest, options: dict[str, Any]) -> None:
-    """Fail on options that make no sense for the store, before it is read."""
+    """Raise UsageError for options that the store does not support, before it is read."""
     unknown = sorted(set(request.identity) - set(store.traits.version_fields))
     if unknown:
         known = ", ".join(store.traits.version_fields) or "none"
-        raise click.UsageError(f"--identity: {store.url} has no {unknown[0]}; it has: {known}")
+        raise click.UsageError(f"--identity: {store.url} has no field {unknown[0]}; it has {known}")
     if options["repair"] != "none" and not store.traits.deletes:
         raise click.UsageError(
-            f"--repair: objects of {store.url} cannot be deleted; hicachectl migrate copies its "
-            "sound pages to another store"
+            f"--repair: objects of {store.url} cannot be deleted; copy its sound pages to another "
+            "store with hicachectl migrate"
         )
     if not (options["stamp"] or options["weights_version"]):
         return
     from hicachectl.backends.capabilities import SideFiles
 
     if not isinstance(store, SideFiles):
-        raise click.UsageError(f"--stamp, --weights-version: no place beside {store.url} for one")
+        raise click.UsageError(
+            f"--stamp, --weights-version: {store.url} has no directory for a stamp"
+        )
     if options["stamp"]:
         from hicachectl.profiles.stamps import check_stamp_place
 
         if request.real_profile is None:
-            raise click.UsageError("--stamp needs a profile: --profile, --model-config or --server")
+            raise click.UsageError(inferred_refused("--stamp"))
         check_stamp_place(store, request.real_profile.key_model)
 
 
@@ -315,7 +311,8 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
     begins = options["update_catalog"] and path is not None and not path.exists()
     catalog = None if path is None or begins else load_catalog(path)
     if catalog is not None and catalog.store != store.url:
-        remark(ctx, f"{path} records {catalog.store}, not {store.url}; compared by key")
+        remark(ctx, f"{path}: the catalog records {catalog.store}, not {store.url}; objects are "
+                    "compared by key")  # fmt: skip
     keeps = options["update_catalog"] or options["stamp"]
     profile = profile_from_options(
         options,
@@ -351,8 +348,8 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
 def _say_wait(ctx: click.Context, seconds: float, groups: int) -> None:
     remark(
         ctx,
-        f"{groups} pages are not whole; the store keeps no times, so they are looked at again in "
-        f"{seconds:.0f}s (--grace)",
+        f"{groups} pages are not whole. The store keeps no timestamps, so verify checks them again "
+        f"in {seconds:.0f} s (--grace).",
     )
 
 
@@ -362,7 +359,7 @@ def _sample(text: str | None, number: int | None) -> Sample | None:
     if text is None:
         return None
     if not re.fullmatch(r"\d+(\.\d+)?%", text):
-        raise click.UsageError(f"--sample {text!r}: write a share in percent, such as 5%")
+        raise click.UsageError(f"--sample: {text!r} is not a share in percent; write 5%")
     return Sample.of(float(text[:-1]), number)
 
 
@@ -373,7 +370,7 @@ def _keep_records(
     report: VerifyReport,
     options: dict[str, Any],
 ) -> None:
-    """Write the catalog and the stamp, where asked for."""
+    """Write the catalog and the stamp, if requested."""
     if report.catalog is not None:
         from hicachectl.backends.capabilities import permissions_of
         from hicachectl.checks.catalogs import save_catalog
@@ -382,9 +379,9 @@ def _keep_records(
     if options["stamp"]:
         from hicachectl.profiles.stamps import Stamp, write_stamp
 
-        assert request.profile is not None  # or it would have been refused
+        assert request.profile is not None  # _refuse_what_is_lacking has refused that
         path = write_stamp(store, Stamp(request.profile, request.weights_version))
-        remark(ctx, f"stamped: {path}")
+        remark(ctx, f"Stamped the store: {path}")
 
 
 def _lines(report: VerifyReport, colour: bool) -> Iterator[str]:
@@ -411,7 +408,7 @@ def _lines(report: VerifyReport, colour: bool) -> Iterator[str]:
 
 
 def _verdict(document: dict[str, Any]) -> str:
-    """Sum up the findings, and name what was not checked."""
+    """Return the number of findings per code, and the checks that did not run."""
     found = ", ".join(f"{count} {code}" for code, count in document["counts"].items())
     skipped = document["skipped_checks"]
     if skipped == ["everything"]:

@@ -1,4 +1,4 @@
-"""The `--repair` part of `verify`: its options, and what becomes of a report."""
+"""The `--repair` part of `verify`: options, questions and the repair of a report."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hicachectl.cli.consent import require_consent
 from hicachectl.cli.options import FILE, RepairCode, stack
 from hicachectl.cli.session import progress, remark
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.wording import inferred_refused
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
@@ -32,7 +33,7 @@ repair_options = stack(
         type=click.Choice(["none", "quarantine", "delete"]),
         default="none",
         show_default=True,
-        help="Take page groups with an error out of the store.",
+        help="Move page groups with an error to the quarantine, or delete them.",
     ),
     click.option(
         "--repair-code",
@@ -44,22 +45,22 @@ repair_options = stack(
     click.option(
         "--quarantine",
         metavar="URL",
-        help="Where quarantined objects go.  [default: .hicachectl/quarantine/ in a file store]",
+        help="Quarantine directory.  [default: .hicachectl/quarantine/ in a file store]",
     ),
     click.option(
         "--token-ids",
         type=FILE,
-        help="Prompts, a JSON list of token ids a line: repair also takes the pages that stand "
-        "after a removed one.",
+        help="Prompts, one JSON list of token ids per line: also repair their pages after a "
+        "removed page.",
     ),
     writers_stopped_option,
     click.option("--yes", is_flag=True, help="Do not ask before a repair."),
-    click.option("--dry-run", is_flag=True, help="Say what a repair would do, and change nothing."),
+    click.option("--dry-run", is_flag=True, help="Show what a repair would do; change nothing."),
 )
 
 
 def refuse_early(options: dict[str, Any]) -> None:
-    """Fail on options that make no sense together, before the store is opened."""
+    """Raise UsageError for options that contradict each other, before the store is opened."""
     names = ("repair_codes", "quarantine", "token_ids", "writers_stopped", "dry_run", "yes")
     given = [name for name in names if options[name]]
     if options["repair"] == "none":
@@ -68,21 +69,24 @@ def refuse_early(options: dict[str, Any]) -> None:
             raise click.UsageError(f"--{name} needs --repair")
         return
     if options["repair"] == "delete" and options["quarantine"]:
-        raise click.UsageError("--repair delete keeps nothing; leave out --quarantine")
+        raise click.UsageError("--repair delete uses no quarantine; leave out --quarantine")
     require_consent(yes=options["yes"], dry_run=options["dry_run"])
 
 
 def refuse_without_profile(request: VerifyRequest) -> None:
-    """Refuse to repair by expectations that come from the store itself."""
+    """Raise UsageError for a repair without a given profile.
+
+    A profile inferred from the store cannot justify a removal.
+    """
     if request.repairs and request.real_profile is None:
-        raise UsageError(
-            "--repair needs a real profile: --profile, --model-config or --server; what the store "
-            "shows of itself is not enough to take pages away"
-        )
+        raise UsageError(inferred_refused("--repair"))
 
 
 def earlier_runs(ctx: click.Context, store: Store, options: dict[str, Any]) -> EarlierRuns | None:
-    """Give what killed runs began, completed already with --yes; None without --repair."""
+    """Return the unfinished removals of killed runs; None without --repair.
+
+    With --yes they are completed first.
+    """
     if options["repair"] == "none":
         return None
     earlier = EarlierRuns(
@@ -100,9 +104,9 @@ def repaired(
     options: dict[str, Any],
     earlier: EarlierRuns | None,
 ) -> tuple[VerifyReport, bool]:
-    """Repair what a report asks for; the report with its counts, and whether all went well.
+    """Repair the groups of a report; return the report with counts, and whether all succeeded.
 
-    earlier: as `earlier_runs` gave it.
+    earlier: from `earlier_runs`.
     """
     from hicachectl.move.planning import plan_repair
     from hicachectl.move.withdrawal import remove_groups
@@ -112,11 +116,11 @@ def repaired(
     plan = plan_repair(report.groups, report.findings, codes=options["repair_codes"])
     instead = remedies()
     for code in sorted(plan.unplaced.keys() & instead):
-        remark(ctx, f"not repaired: {plan.unplaced[code]} {code}; {instead[code]}")
+        remark(ctx, f"Not repaired: {plan.unplaced[code]} {code}; {instead[code]}")
     plan = _with_descendants(plan, request, report, options)
     question = _question(store, report, plan, options) if len(plan.groups) else None
     if not earlier.agreed(question):
-        remark(ctx, "nothing was repaired")
+        remark(ctx, "Nothing was repaired")
         return report, True
     if not len(plan.groups):
         release_leaked(ctx, store, options)
@@ -171,8 +175,8 @@ def _say(ctx: click.Context, outcome: GroupReport, options: dict[str, Any]) -> N
     verb = "quarantined" if options["repair"] == "quarantine" else "deleted"
     remark(ctx, f"{outcome.groups} pages {would}{verb}{where}")
     if outcome.kept:
-        remark(ctx, f"{outcome.kept} pages were rewritten meanwhile, and stay")
+        remark(ctx, f"{outcome.kept} pages were rewritten during the repair, and stay")
     if outcome.remaining:
-        remark(ctx, f"{outcome.remaining} pages could not be taken away; run it again")
+        remark(ctx, f"{outcome.remaining} pages could not be removed; run the command again")
     for key, message in outcome.failures:
         remark(ctx, f"{key}: {message}")

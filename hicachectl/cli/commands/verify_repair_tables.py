@@ -1,4 +1,4 @@
-"""The part of `verify --repair` that only 3FS has: tables of keys and pages."""
+"""The part of `verify --repair` for 3FS: tables of keys and pages."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from hicachectl.move.planning import RepairPlan
     from hicachectl.verify.verify import VerifyReport
 
-_SAVES_S = 150.0  # the metadata server saves every 60 s by default; two saves, and some
+_SAVES_S = 150.0  # two saves of the metadata server (every 60 s by default), and a margin
 _POLL_S = 0.5
 
 writers_stopped_option = click.option(
     "--writers-stopped",
     is_flag=True,
-    help="3FS: no engine writes, so that --repair may release leaked pages.",
+    help="3FS: confirm that no engine writes; --repair then releases leaked pages.",
 )
 
 
 def repair_tables(ctx: click.Context, store: Store, report: VerifyReport, *, dry_run: bool) -> None:
-    """Delete keys whose entries in a table are wrong, all keys of a page at once."""
+    """Delete keys with wrong entries in a table, all keys of a page at once."""
     from hicachectl.backends.hf3fs.page_tables import PageTables
     from hicachectl.move.page_table_repair import bad_rows, delete_keys, plan_repair
     from hicachectl.verify.live_tables import suspicious_keys
@@ -53,12 +53,13 @@ def repair_tables(ctx: click.Context, store: Store, report: VerifyReport, *, dry
     would = "would be " if dry_run else ""
     remark(ctx, f"{deleted} keys with wrong entries in their tables {would}deleted")
     if changed:
-        remark(ctx, f"{changed} of them had moved or gone meanwhile, and stay")
+        remark(ctx, f"{changed} keys moved or disappeared since the snapshot, and stay")
     if left:
         remark(
             ctx,
-            f"{left} keys are of pages that their table does not have: to delete them would hand "
-            "those pages out; stop the metadata server and repair its snapshot (leave out server=)",
+            f"{left} keys name pages that their table does not have. Deleting these keys would "
+            "hand those pages out. Stop the metadata server and repair its snapshot (leave out "
+            "server=).",
         )
 
 
@@ -69,9 +70,9 @@ def write_repaired_snapshot(
     plan: RepairPlan,
     options: dict[str, Any],
 ) -> bool:
-    """Write tables without the bad groups beside the snapshot, where no server answers for them.
+    """Write tables without the bad groups beside the snapshot, if no server is given.
 
-    False where the store has a server, or no tables.
+    Return False if the store has a server or no tables.
     """
     import numpy as np
     import pyarrow as pa
@@ -97,14 +98,14 @@ def write_repaired_snapshot(
     would = "would be " if options["dry_run"] else ""
     remark(
         ctx,
-        f"no server= is given: {path} {would}written without {len(plan.groups)} pages; have the "
-        "metadata server start from it (--persistence-path)",
+        f"{path} {would}written without {len(plan.groups)} pages, because the URL has no server=; "
+        "start the metadata server from it (--persistence-path)",
     )
     return True
 
 
 def release_leaked(ctx: click.Context, store: Store, options: dict[str, Any]) -> None:
-    """Free pages that are in no list, by two snapshots of a server that nobody writes to."""
+    """Free pages that are in no list, by comparing two snapshots of a server without writers."""
     from hicachectl.backends.hf3fs.page_tables import PageTables
     from hicachectl.backends.hf3fs.snapshot import Snapshot
     from hicachectl.move.page_table_repair import releasable, release_pages
@@ -115,7 +116,7 @@ def release_leaked(ctx: click.Context, store: Store, options: dict[str, Any]) ->
     if state is None or server is None or not options["writers_stopped"]:
         return
     stopped_at_ns = time.time_ns()
-    remark(ctx, "waiting for the metadata server to save twice, to release leaked pages")
+    remark(ctx, "Waiting until the metadata server has saved twice, to release leaked pages")
     earlier = _saved_after(store, stopped_at_ns)
     later = _saved_after(store, earlier.saved_at_ns)
     pair = [Snapshot(each.saved_at_ns, each.tables) for each in (earlier, later)]
@@ -139,6 +140,6 @@ def _saved_after(store: PageTables, moment_ns: int) -> TableState:
             return state
         time.sleep(_POLL_S)
     raise UsageError(
-        f"{store.url}: the metadata server saved no snapshot within {_SAVES_S:.0f} s; has it a "
-        "--persistence-path, and a --save-interval below that?"
+        f"{store.url}: the metadata server saved no snapshot within {_SAVES_S:.0f} s; check its "
+        "--persistence-path, and that its --save-interval is shorter"
     )
