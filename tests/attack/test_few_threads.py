@@ -54,7 +54,7 @@ def test_too_few_threads_are_one_line_and_a_later_run_completes(
     }[command]
     done = run(threads, *arguments, home=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert "the system refuses another thread; raise its limit (ulimit -u)" in done.stderr
+    assert "Cannot start another thread; raise the limit (ulimit -u)" in done.stderr
     assert "Traceback" not in done.stderr
     written = {path.name for path in target.glob("*.bin")}
     pages = {name[:64] for name in written}

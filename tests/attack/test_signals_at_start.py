@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SIGNALS = {
-    signal.SIGINT: (130, "hicachectl: interrupted\n"),
-    signal.SIGTERM: (143, "hicachectl: terminated\n"),
+    signal.SIGINT: (130, "hicachectl: Interrupted\n"),
+    signal.SIGTERM: (143, "hicachectl: Terminated\n"),
 }
 # Sends itself a signal when a module begins to be imported, as the entry point imports it.
 AT_IMPORT = """

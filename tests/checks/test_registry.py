@@ -114,7 +114,7 @@ def test_help_and_refusals_name_what_is_registered(invoke: Invoke, store: Path) 
         assert f"  repeats  {REPEATS.summary}" in text
     assert "repeats" not in invoke("verify", "--help").stdout
     refused = invoke("verify", store, "--checks", "repeats", exit_code=2).stderr
-    assert "'repeats' is none of names, groups, sizes, values, digests" in refused
+    assert "'repeats' is not one of names, groups, sizes, values, digests" in refused
     assert "repeated-byte" not in {code.name for code in codes()}
 
 

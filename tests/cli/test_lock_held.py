@@ -79,7 +79,7 @@ def test_nothing_is_done_and_the_document_says_why(
         assert invoke(*arguments, "--lock", lock, "--format", "table").stdout
     document = output.document
     assert (document["complete"], document["stopped_by"]) == (False, "lock")
-    assert f"another process holds {lock}; nothing was done" in output.stderr
+    assert f"{lock}: another process holds this lock; nothing was done" in output.stderr
     assert content(store) == before
     assert not (tmp_path / "new").exists()
 

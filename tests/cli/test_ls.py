@@ -176,7 +176,7 @@ def test_tables_are_for_people(invoke: Invoke, store: Path) -> None:
 
 
 def test_remarks_go_to_stderr_and_quiet_drops_them(invoke: Invoke, store: Path) -> None:
-    assert "no profile" in invoke("ls", store).stderr
+    assert "No --profile" in invoke("ls", store).stderr
     assert invoke("-q", "ls", store).stderr == ""
 
 

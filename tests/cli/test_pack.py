@@ -139,7 +139,10 @@ def test_a_pack_is_not_repaired(invoke: Invoke, pack: Path, tmp_path: Path) -> N
     pack.write_bytes(data)
     for mode in ("delete", "quarantine"):
         refused = invoke("verify", f"pack://{pack}", "--repair", mode, "--yes", exit_code=2)
-        assert "cannot be deleted; hicachectl migrate copies its sound pages" in refused.stderr
+        assert (
+            "cannot be deleted; copy its sound pages to another store with hicachectl"
+            in refused.stderr
+        )
     assert pack.read_bytes() == data
     copy = tmp_path / "copy"
     invoke("migrate", f"pack://{pack}", copy, exit_code=4)
@@ -162,7 +165,7 @@ def test_a_catalog_of_a_pack_is_compared_beside_its_own_digests(
     for identity in ("digest_0", "digest_3,digest_1"):
         invoke("verify", url, *catalog, "--identity", identity)
     refused = invoke("verify", url, *catalog, "--identity", "inode", exit_code=2).stderr
-    assert "has no inode; it has: digest_0, digest_1, digest_2, digest_3" in refused
+    assert "has no field inode; it has digest_0, digest_1, digest_2, digest_3" in refused
 
 
 def test_a_page_is_shown(invoke: Invoke, pack: Path) -> None:

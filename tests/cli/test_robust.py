@@ -128,7 +128,7 @@ def test_a_name_may_be_as_long_as_names_can_be(invoke: Invoke, store: Path, tmp_
 def test_help_that_cannot_be_written_is_one_line(arguments: str, place: str) -> None:
     found = shell(f"hicachectl {arguments} {place}")
     assert (found.returncode, found.stderr.count("\n")) == (2, 1), found.stderr
-    assert "cannot write" in found.stderr
+    assert "Cannot write output" in found.stderr
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_a_result_that_cannot_be_written_is_one_line(
 ) -> None:
     found = shell(f"hicachectl -q ls {store} --format {output_format} {place}")
     assert (found.returncode, found.stderr.count("\n")) == (2, 1), found.stderr
-    assert "cannot write to stdout" in found.stderr
+    assert "Cannot write to stdout" in found.stderr
 
 
 def test_nothing_is_lost_on_a_closed_stdout_that_is_not_needed(store: Path, tmp_path: Path) -> None:
@@ -301,11 +301,11 @@ def test_flags_beyond_belief_are_refused_by_name(
     [
         (["--grace", "1000000000000s"], "100 years"),
         (["--grace", "9" * 400 + "d"], "100 years"),
-        (["--time-limit", "1e9s"], "no duration"),
+        (["--time-limit", "1e9s"], "not a duration"),
         (["--since", "9" * 400 + "d"], "100 years"),
         (["--since", "9999-01-01"], "1678 and 2262"),
         (["--since", "0001-01-01T00:00:00+14:00"], "--since"),
-        (["--buffer-bytes", "9" * 400], "no size"),
+        (["--buffer-bytes", "9" * 400], "not a size"),
         (["--buffer-bytes", "9223372036854775808"], "8 EiB"),
         (["--buffer-bytes", "9999999PiB"], "8 EiB"),
     ],

@@ -148,9 +148,9 @@ def test_what_left_a_3fs_store_is_listed(
 def check_completed(invoke: Invoke, earlier: Earlier) -> None:
     """Complete what a killed run had begun to quarantine, and put it back."""
     before = contents(earlier.store)
-    assert f"{GROUPS} pages of a removal" in repair(invoke, earlier, "--dry-run")
+    assert f"An earlier run began to remove {GROUPS} pages" in repair(invoke, earlier, "--dry-run")
     assert contents(earlier.store) == before
-    assert f"completed {GROUPS} pages" in repair(invoke, earlier, "--yes")
+    assert f"Completed the removal of {GROUPS} pages" in repair(invoke, earlier, "--yes")
     assert contents(earlier.store) == {}
     assert quarantined(earlier.quarantine) == earlier.before
     assert [path.suffix for path in earlier.quarantine.glob("*/0*")] in (
@@ -192,9 +192,9 @@ def test_a_killed_removal_is_completed_and_never_restored(
     assert objects(earlier.store) == before
     assert sorted(path.name for path in earlier.quarantine.rglob("*")) == held
     rm = ("rm", earlier.store, "--model", "none")
-    assert f"{GROUPS} pages of a removal" in invoke(*rm, "--dry-run").stderr
+    assert f"An earlier run began to remove {GROUPS} pages" in invoke(*rm, "--dry-run").stderr
     assert objects(earlier.store) == before
-    assert f"completed {GROUPS} pages" in invoke(*rm, "--yes").stderr
+    assert f"Completed the removal of {GROUPS} pages" in invoke(*rm, "--yes").stderr
     assert contents(earlier.store) == {}
     assert list(earlier.quarantine.iterdir()) == []
 

@@ -56,7 +56,7 @@ def assert_lost(ended: Ended, word: str) -> None:
     assert (ended.code, ended.stdout) == (3, ""), ended
     said = [line for line in ended.stderr.splitlines() if line.startswith("hicachectl:")]
     assert len(said) == 2, ended.stderr
-    assert "--resume goes on" in said[0]
+    assert "continue with the same command and --resume" in said[0]
     assert word in said[1]
 
 

@@ -57,9 +57,9 @@ def test_a_signal_lets_groups_at_work_finish_and_the_next_run_goes_on(
     status, word = ENDS[numbers[0]]
     assert (code, stdout) == (status, ""), stderr
     assert [line for line in stderr.splitlines() if "--resume" in line] == [
-        "hicachectl: what was begun is finished; the same command with --resume goes on"
+        "hicachectl: Work in progress was finished; continue with the same command and --resume"
     ]
-    assert stderr.splitlines()[-1] == f"hicachectl: {word}"
+    assert stderr.splitlines()[-1] == f"hicachectl: {word.capitalize()}"
     assert "Traceback" not in stderr
     there = contents(target)
     assert 0 < len(there) < len(contents(source))

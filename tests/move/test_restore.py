@@ -143,7 +143,7 @@ def test_a_dry_run_lists_and_changes_nothing(invoke: Invoke, store: Path) -> Non
     document = restored(invoke, quarantine, store, "--dry-run")
     assert (document["pages"], document["objects"], document["dry_run"]) == (2, 4, True)
     assert {row["state"] for row in document["groups"]} == {"would-restore"}
-    assert "dry run" in outcome.stderr
+    assert "Dry run" in outcome.stderr
     assert (contents(store), quarantined(quarantine)) == (before, held)
 
 

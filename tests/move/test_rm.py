@@ -98,7 +98,7 @@ def test_a_dry_run_says_the_same_and_changes_nothing(invoke: Invoke, store: Path
         document.pop("seconds")
     assert rehearsed == {name: done[name] for name in rehearsed}
     assert (
-        "dry run: nothing was removed" in invoke("rm", store, "--model", "x-a", "--dry-run").stderr
+        "Dry run: nothing was removed" in invoke("rm", store, "--model", "x-a", "--dry-run").stderr
     )
 
 
@@ -205,7 +205,7 @@ def test_rows_of_groups_that_are_not_there_name_nothing_else(
     rows = [{"page": page(3), "group": "m tp2"}, {"page": page(0), "group": "m tp8"}]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     outcome = invoke("rm", two_sizes, "--pages", path, "--yes")
-    assert f"2 rows of {path} name groups that are not there" in outcome.stderr
+    assert f"{path}: 2 rows name groups that the store does not have" in outcome.stderr
     assert contents(two_sizes) == before
 
 
@@ -263,11 +263,11 @@ def test_ambiguous_pages_stay_and_are_said(invoke: Invoke, tmp_path: Path) -> No
     directory.mkdir()
     put_pages(directory, range(3), "_m_0_2")
     outcome = invoke("rm", directory, "--model", "m", "--yes")
-    assert "leaves 3 page groups with ambiguous keys: 3 keys <hash>_m_0_2.bin" in outcome.stderr
+    assert "3 page groups with ambiguous keys left alone: 3 keys <hash>_m_0_2.bin" in outcome.stderr
     assert len(contents(directory)) == 3
     assert removed(invoke, directory, "--before", "1d", "--yes")["objects"] == 0
     outcome = invoke("rm", directory, "--state", "unknown", "--yes")
-    assert "removes 3 page groups with ambiguous keys" in outcome.stderr
+    assert "3 page groups with ambiguous keys selected for removal: 3 keys" in outcome.stderr
     assert contents(directory) == {}
 
 
@@ -357,7 +357,7 @@ def tree(directory: Path) -> list[Path]:
 
 def test_what_an_earlier_run_began_is_completed_first(invoke: Invoke, begun: Path) -> None:
     outcome = invoke("rm", begun, "--model", "nothing", "--yes")
-    assert "completed 4 pages that an earlier run had begun with" in outcome.stderr
+    assert "Completed the removal of 4 pages that an earlier run began" in outcome.stderr
     assert contents(begun) == {}
     assert list(default_quarantine(begun).iterdir()) == []
 
@@ -381,7 +381,7 @@ def test_nothing_is_completed_before_the_answer(
     assert question.format(begun) in asked
     assert tree(begun) == before
     _, err = on_a_terminal("rm", begun, *options, answer="y")
-    assert "completed 4 pages" in err
+    assert "Completed the removal of 4 pages" in err
     assert set(contents(begun)) <= {"." + "0a" * 16 + ".tmp"}
 
 
@@ -405,7 +405,7 @@ def test_a_repair_completes_nothing_before_the_answer(begun: Path, tmp_path: Pat
     _, err = on_a_terminal(*arguments, answer="n")
     assert ", and delete 1 pages" in err
     _, err = on_a_terminal(*arguments, answer="y")
-    assert "completed 4 pages" in err
+    assert "Completed the removal of 4 pages" in err
     assert contents(begun) == {}
 
 
@@ -517,7 +517,7 @@ def test_stores_without_temporaries_say_so(invoke: Invoke, store: Path, tmp_path
     pack = tmp_path / "x.hcpack"
     invoke("migrate", store, f"pack://{pack}")
     said = invoke("rm", f"pack://{pack}", "--temporaries", "--yes").stderr
-    assert "has no temporary files" in said
+    assert "only file stores have temporary files" in said
 
 
 def test_failures_are_listed_and_exit_with_4(

@@ -113,7 +113,7 @@ def test_a_stamp_of_another_topology_is_said(
     said = invoke(*stores, *asked).stderr
     assert "is stamped for another deployment (tp: stamped 4, now 2" in said
     assert "usable tokens are counted for demo/hybrid-1b tp 2" in said
-    assert "stamped" not in invoke(*stores, *asked, "--to-tp", 4).stderr
+    assert "tamped" not in invoke(*stores, *asked, "--to-tp", 4).stderr
 
 
 def test_quiet_says_nothing_and_a_file_takes_the_document(
@@ -323,9 +323,12 @@ def test_nothing_that_can_be_had_is_no_error(
         (("--token-ids", "a", "--prompts", "b"), "one of --prompts"),
         ((), "one of --prompts"),
         (("--token-ids", "missing.jsonl"), "missing.jsonl: cannot read"),
-        (("--pages", "missing.jsonl", "--through-server", "http://x:1"), "sends tokens: it needs"),
+        (
+            ("--pages", "missing.jsonl", "--through-server", "http://x:1"),
+            "needs tokens; give --prompts",
+        ),
         (("--token-ids", "missing.jsonl", "--to-key-scheme", "unified"), "--to-key-scheme"),
-        (("--token-ids", "missing.jsonl", "--pin-ttl", "1h"), "--pin-ttl is for --pin"),
+        (("--token-ids", "missing.jsonl", "--pin-ttl", "1h"), "--pin-ttl needs --pin"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(
@@ -353,7 +356,7 @@ def test_an_inferred_profile_is_refused(
 ) -> None:
     asked = prompts(tmp_path / "asked.jsonl", 4)
     refused = invoke("prewarm", target, "--from", source, "--token-ids", asked, exit_code=2)
-    assert "only a profile tells" in refused.stderr
+    assert "prewarm needs a given profile" in refused.stderr
 
 
 def test_rows_of_ls_name_the_group_to_copy(

@@ -76,7 +76,7 @@ def test_terminated_it_leaves_prefixes_says_so_and_a_second_run_completes_them(
     assert ended.code == code, ended
     said = ended.stderr.splitlines()
     assert said[0].endswith(f"stopped: {why}")
-    assert said[-1] == f"hicachectl: {why}"
+    assert said[-1] == f"hicachectl: {why.capitalize()}"
     held = pages_of(target)
     assert held == set(HASHES[: len(held)])
     assert 0 < len(held) < PAGES

@@ -162,7 +162,7 @@ def test_a_server_that_is_not_understood_is_said(
     for changes in ({"enable_hisparse": True}, {"tp_size": 10**9}, {"page_size": "16"}):
         with serving(Server(answer, **deployed(**changes))) as place:
             document = warmed(invoke, *stores, *asked, "--through-server", f"http://{place}")
-        assert "its deployment was not compared with the pages: " in document["stderr"]
+        assert "the server's deployment was not compared with the pages: " in document["stderr"]
         assert document["deployment"]["tp_size"] == PROFILE.tp
 
 

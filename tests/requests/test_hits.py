@@ -199,7 +199,7 @@ def test_without_a_profile_chains_need_what_was_seen(
     row = outcome.document
     assert (row["usable_pages"], row["usable_tokens"]) == (2, 8)
     assert row["stopped_by"]["pool"] == "indexer"
-    assert "no profile given" in outcome.stderr
+    assert "No --profile" in outcome.stderr
     (row,) = rows(invoke, store, "--pages", lines(tmp_path / "pages", pages))
     assert (row["tokens"], row["usable_pages"], row["usable_tokens"]) == (None, 2, None)
 

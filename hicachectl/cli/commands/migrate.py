@@ -55,8 +55,8 @@ Examples:
 @click.option(
     "--pages-from",
     type=FILE,
-    help="Only the pages in FILE, per line a page hash or a row of ls --format jsonl (only that "
-    "row's group).",
+    help="Only pages in FILE, per line a page hash or a row of ls --format jsonl, which selects "
+    "only its group.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be copied; change nothing.")
 @click.option("--resume", is_flag=True, help="Continue an earlier run that did not end.")
@@ -105,11 +105,11 @@ def command(
     created. SRC changes only with --move.
 
     Without a profile, objects keep their keys and bytes. With a profile, keys follow the kind of
-    DST, and the --to options change names, layout and topology.
+    DST, and the --to options change model name, layout and topology.
 
     Only whole page groups are copied, the kv objects last, so no server sees half a page. Pages
     with errors and pages that are still being written are not copied. Pages that DST already has
-    are skipped. A different object under the same key is a conflict.
+    whole are skipped (see --if-exists). A different object under the same key is a conflict.
 
     After an interruption at any point, the same command completes the work and reads only what
     did not arrive. --resume also continues --verify and --move where they stopped.

@@ -47,7 +47,10 @@ def command() -> None:
 @_format_option
 @click.pass_context
 def info(ctx: click.Context, /, pack: str, output_format: str) -> None:
-    """Print the objects, bytes before and after compression, key grammar and profile of FILE."""
+    """Describe a pack file.
+
+    Prints its objects, their bytes before and after compression, its key grammar and its profile.
+    """
     from hicachectl.backends.pack.store import PackStore
 
     with PackStore(_path(ctx, pack)) as store:
@@ -75,12 +78,12 @@ def repair(
     dry_run: bool,
     output_format: str,
 ) -> None:
-    """Make a damaged or truncated pack valid again, with all its whole objects.
+    """Repair a truncated pack file.
 
-    A killed writer leaves a pack without its end. repair reads record after record, cuts off
-    everything after the last whole record, and writes a new index. Records behind a damaged part
-    are found too; the exit status is then 4. While another process writes to the pack, repair does
-    nothing.
+    Afterwards FILE is a valid pack of all its whole objects. A killed writer leaves a pack without
+    its end: repair reads record after record, cuts off everything after the last whole record, and
+    writes a new index. Records behind a damaged part are found too; the exit status is then 4.
+    While another process writes to the pack, repair does nothing.
     """
     from hicachectl.backends.pack import recovery
 

@@ -37,8 +37,8 @@ Examples:
 @click.option(
     "--pages",
     metavar="FILE|PREFIX",
-    help="Only the pages in FILE (per line a page hash or a row of ls --format jsonl, then only "
-    "that row's group), or pages whose hash starts with PREFIX.",
+    help="Only pages in FILE (per line a page hash or a row of ls --format jsonl, which selects "
+    "only its group), or pages whose hash starts with PREFIX.",
 )
 @click.option(
     "--profile",

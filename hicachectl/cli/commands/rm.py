@@ -59,8 +59,8 @@ Examples:
 @click.option(
     "--pages",
     type=FILE,
-    help="Pages in FILE, per line a page hash or a row of ls --format jsonl (only that row's "
-    "group).",
+    help="Pages in FILE, per line a page hash or a row of ls --format jsonl, which selects only "
+    "its group.",
 )
 @click.option(
     "--all-deployments",
@@ -117,8 +117,9 @@ def command(
     One page can have objects of several deployments. --pages removes only the group that a row of
     ls names, and refuses a bare hash that several deployments have (see --all-deployments).
 
-    --temporaries removes no pages. It removes the temporary files of unfinished writes that were
-    last written over a minute ago, or before --before. verify reports them as stale-temporary.
+    --temporaries removes no pages, but the temporary files of unfinished writes, which verify
+    reports as stale-temporary. Files must be older than a minute, and older than --before if it is
+    given.
     """
     _refuse_contradictions(options)
     require_consent(yes=yes, dry_run=dry_run)
