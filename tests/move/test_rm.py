@@ -363,9 +363,12 @@ def test_what_an_earlier_run_began_is_completed_first(invoke: Invoke, begun: Pat
 
 
 ASKED = [
-    (("--model", "nothing"), "Complete the removal of 4 pages of file://{} that an earlier"),
-    (("--model", "x/dsa"), "run began, and remove 4 pages (40.1 KiB) from file://{}?"),
-    (("--temporaries",), "run began, and remove 1 temporary files (7 B) from file://{}?"),
+    (
+        ("--model", "nothing"),
+        "Complete the removal of 4 pages that an earlier run began in file://{}?",
+    ),
+    (("--model", "x/dsa"), "file://{0}, and remove 4 pages (40.1 KiB) from file://{0}?"),
+    (("--temporaries",), "file://{0}, and remove 1 temporary files (7 B) from file://{0}?"),
 ]
 
 
@@ -388,7 +391,7 @@ def test_nothing_is_completed_before_the_answer(
 def test_a_dry_run_says_what_would_be_completed(invoke: Invoke, begun: Path) -> None:
     before = tree(begun)
     said = invoke("rm", begun, "--model", "nothing", "--dry-run").stderr
-    assert "4 pages of a removal that was cut short would be completed" in said
+    assert "An earlier run began to remove 4 pages; that removal would be completed first" in said
     assert tree(begun) == before
 
 

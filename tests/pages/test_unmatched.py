@@ -187,12 +187,12 @@ def test_restore_says_that_there_is_nothing_to_restore(invoke: Invoke, tmp_path:
     repaired(source)
     quarantine = default_quarantine(source)
     told = said(invoke, "restore", quarantine, source, "--pages", "0123456789", "--yes")
-    assert f"{quarantine} holds nothing that matches --pages 0123456789" in told
+    assert f"{quarantine}: no page that matches --pages 0123456789" in told
     _, err = on_a_terminal("restore", quarantine, source, "--pages", "0123456789", answer="n")
     assert "Put" not in err
     invoke("restore", quarantine, source, "--yes")
     told = said(invoke, "restore", quarantine, source, "--yes")
-    assert f"{quarantine} holds no quarantined page" in told
+    assert f"{quarantine}: no quarantined page" in told
 
 
 def test_what_matches_gets_no_such_remark(invoke: Invoke, store: Path) -> None:
