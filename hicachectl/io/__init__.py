@@ -1,1 +1,1 @@
-"""Read, work on and release objects: threads, processes, rates, signals."""
+"""The data path from a store: threads, processes, rates, signals."""

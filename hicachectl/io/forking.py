@@ -1,10 +1,9 @@
-"""Work in forked processes, which share what is in memory and tell their parent how they fare.
+"""Run work in forked processes, which share the parent's memory and send it messages.
 
-For work that the GIL keeps threads from doing at the same time. Other threads may live when this
-process forks: Arrow's, and the progress bar's. They wait for work, and hold no lock that a child
-would inherit locked, since the parent is between two calls of Arrow; Arrow itself makes its
-thread pools anew in a child. What children ask of Arrow (a slice of a table, a few rows of it,
-its keys) is done in the thread that asks.
+For work that the GIL would serialize in threads. Other threads may exist at the fork: Arrow's and
+the progress bar's. They are idle and hold no lock that a child would inherit locked, since the
+parent is not in an Arrow call. Arrow recreates its thread pools in a child, and runs the children's
+calls (a slice of a table, a few rows, keys) in the calling thread.
 """
 
 from __future__ import annotations
@@ -34,29 +33,29 @@ T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
-# Sent to all processes of a terminal or a service: the parent decides, and ends its children.
+# Sent to all processes of a terminal or service; the parent handles them and ends its children.
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MESSAGE, _ERROR, _END = b"m", b"e", b"."
 
 
 class SharedCounter:
-    """Numbers from 0 on, each drawn by one of the processes that share this across a fork."""
+    """Counter from 0, shared across forks; each number is drawn by one process."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("hicachectl-tickets")
 
     def deal(self, things: Sequence[T]) -> Iterator[T]:
-        """Give the things whose numbers this process draws, until all are drawn."""
+        """Yield the things whose numbers this process draws, until all are drawn."""
         while (number := self._draw()) < len(things):
             yield things[number]
 
     def close(self) -> None:
-        """Close the file behind it."""
+        """Close the file of the counter."""
         os.close(self._file)
 
     def _draw(self) -> int:
-        # The system gives up the lock of a process that is killed. (Moving the file's position,
-        # which processes share, needs no lock but is not atomic on every file.)
+        # The system releases the lock of a killed process. Moving the shared file position would
+        # need no lock, but is not atomic on every file.
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
             number = int.from_bytes(os.pread(self._file, 8, 0), "little")
@@ -73,18 +72,18 @@ class _Worker:
 
 
 class Workers:
-    """Forked processes that each do the same work; iterate once, for the messages they send.
+    """Forked processes that do the same work; iterate once for their messages.
 
-    What a child raises is raised to the iterating thread: a HicacheError as it is, anything else
-    as RuntimeError with the child's traceback; UsageError when a child is killed. Leaving the
-    with block kills those that are still at work. None outlives this process, however it ends.
+    The iterating thread raises a child's exception: a HicacheError as it is, others as
+    RuntimeError with the child's traceback, UsageError if a child is killed. Leaving the with
+    block kills working children. No child outlives this process, however it ends.
     """
 
     def __init__(self, count: int, work: Callable[[Send], None]) -> None:
-        """Begin the work in `count` processes, fewer where the system has no more.
+        """Start the work in `count` processes, or in fewer if the system has no more.
 
-        work: called in each child, with what sends one message of JSON's types. Raises OSError
-        when there can be no child at all.
+        work: called in each child, with a function that sends one message of JSON types. Raises
+        OSError if no child can start.
         """
         self._children: list[_Worker] = []
         try:
@@ -115,13 +114,13 @@ class Workers:
                     del busy[inbox]
 
     def close(self) -> None:
-        """End every child; they own nothing that would have to be put in order."""
+        """Kill every child; children own nothing that needs cleanup."""
         for child in self._children:
             child.inbox.close()
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
         while self._children:
-            with suppress(ChildProcessError):  # where SIGCHLD is ignored, the system waits
+            with suppress(ChildProcessError):  # if SIGCHLD is ignored, the system waits
                 os.waitpid(self._children[-1].pid, 0)
             self._children.pop()
 
@@ -132,14 +131,14 @@ class Workers:
         self.close()
 
     def _fork(self, work: Callable[[Send], None]) -> None:
-        """Add a child. One that a signal keeps us from noting ends when it cannot send."""
+        """Add a child. If a signal prevents its recording, the child ends when it cannot send."""
         inbox, outbox = connection.Pipe(duplex=False)
         parent = os.getpid()
-        # No handler of the parent's may run in the child before it has its own.
+        # The parent's handlers must not run in the child.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns of other threads; the head of this module is about them.
+                # Python 3.12 warns of other threads; see the module docstring.
                 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
                 pid = os.fork()
             if not pid:
@@ -154,18 +153,17 @@ class Workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _killed(self, child: _Worker) -> UsageError:
-        """Say how a child ended that has not said so itself."""
-        self._children.remove(child)  # once waited for, its number may be another process's
+        """Return the error for a child that ended without a report."""
+        self._children.remove(child)  # after waitpid, its pid may be another process's
         child.inbox.close()
-        how = "has ended"
+        how = "ended"
         with suppress(ChildProcessError):
             _, status = os.waitpid(child.pid, 0)
             if os.WIFSIGNALED(status):
                 number = os.WTERMSIG(status)
                 how = f"was ended by signal {number} ({signal.strsignal(number)})"
         return UsageError(
-            f"a process that was reading {how}; if memory ran out, give a smaller "
-            "--buffer-bytes, or --jobs 1"
+            f"A reader process {how}; if memory ran out, give a smaller --buffer-bytes, or --jobs 1"
         )
 
 
@@ -176,31 +174,31 @@ def _live(
     parent: int,
     mask: set[int],
 ) -> NoReturn:
-    """Be the child: work, say how it went, and leave without the parent's clean-up and output."""
+    """Work in the child, report the end, and exit without the parent's cleanup and output."""
     try:
-        for inherited in others:  # or a child would not notice that nobody listens any more
+        for inherited in others:  # lets the child notice a closed inbox
             inherited.close()
         for number in _PARENTS_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before prctl
             os._exit(0)
-        gc.freeze()  # a collection would write to, and so copy, every page the parent shares
+        gc.freeze()  # a collection would write to, and so copy, all shared memory
         work(lambda message: outbox.send_bytes(_MESSAGE + json.dumps(message).encode()))
         outbox.send_bytes(_END)
     except BaseException as error:
         name, text = type(error).__name__, str(error)
         if not isinstance(error, HicacheError):
             name, text = "", traceback.format_exc()
-        with suppress(OSError):  # the parent is gone
+        with suppress(OSError):  # the parent has ended
             outbox.send_bytes(_ERROR + json.dumps([name, text]).encode())
     finally:
         os._exit(0)
 
 
 def _raised(name: str, text: str) -> Exception:
-    """Make the exception that a child has told of."""
+    """Return the exception that a child reported."""
     if name:
         error: HicacheError = getattr(errors, name, HicacheError)(text)
         return error

@@ -1,8 +1,7 @@
-"""Ctrl-C and SIGTERM at a time that suits: not while what they have interrupted is being ended.
+"""Defer and repeat SIGINT and SIGTERM, so that cleanup is not interrupted and no signal is lost.
 
-What a signal raises can get lost: it is raised wherever the main thread is, and where C code that
-has called Python (numpy looking for an attribute, Arrow for a module) takes any exception for a
-no, the run would go on as if nothing had been.
+A signal's exception is raised wherever the main thread is. C code that has called Python (numpy
+for an attribute, Arrow for a module) may discard the exception, and the run would go on.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def raised_once() -> Iterator[None]:
-    """Let the first of them be raised in the block, and ignore those that follow it."""
+    """Let the first signal act in the block, and ignore later ones."""
     raised = False
 
     def first(act: Callable[[], None]) -> None:
@@ -36,7 +35,7 @@ def raised_once() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Let them wait until the block has ended, and raise the first of them then."""
+    """Defer signals until the end of the block; then the first of them acts."""
     waiting: list[Callable[[], None]] = []
     with _handled(waiting.append):
         yield
@@ -46,9 +45,9 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def persistent() -> Iterator[Callable[[], None]]:
-    """Let none get lost in the block: give a function that raises again what they have raised.
+    """Yield a function that raises again an exception that a signal raised in the block.
 
-    So does the end of the block. Who catches what a signal has raised does so outside.
+    The end of the block also raises the exception, so catch it outside.
     """
     raised: BaseException | None = None
 
@@ -71,9 +70,9 @@ def persistent() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _handled(handle: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-    """Give signals, as calls of what would have handled them, to `handle`.
+    """Pass each signal to `handle`, as a call of its previous handler.
 
-    Only the main thread gets any: in others nothing changes.
+    Only the main thread receives signals; other threads change nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""A limit on bytes a second, shared by threads."""
+"""A limit on bytes per second, shared by threads."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """Make callers wait so that on average no more bytes pass a second than allowed.
+    """A limit on the average bytes per second, for which callers wait.
 
-    The first bytes pass at once. Nothing that was not used is saved up.
+    The first bytes pass at once. Unused time is not saved up.
     """
 
     def __init__(
         self, bytes_per_second: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin now. Raises UsageError for a pace of nothing, which would never end."""
+        """Begin now. Raises UsageError for less than 1 byte per second."""
         if bytes_per_second < 1:
-            raise UsageError("--bwlimit: give at least one byte a second")
+            raise UsageError("--bwlimit: must be at least 1 byte per second")
         self._rate = bytes_per_second
         self._clock = clock
         self._lock = threading.Lock()
         self._free_at = clock()
 
     def wait(self, nbytes: int, stopped: threading.Event, *, deadline: float | None = None) -> bool:
-        """Wait for the turn of `nbytes`; False when `stopped` is set or the deadline comes first.
+        """Wait for the turn of `nbytes`; False if `stopped` is set or the deadline comes first.
 
-        deadline: on the clock of this pace.
+        deadline: in terms of `clock`.
         """
         with self._lock:
             now = self._clock()

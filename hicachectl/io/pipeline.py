@@ -1,9 +1,8 @@
-"""The one data path: bounded read, work and release of a store's objects.
+"""The one data path: read, work on and release a store's objects in bounded memory.
 
-N reader threads take tasks in order. Each reserves a slab of the arena for its whole task, reads
-it with one call of the store, works on it where it is, and gives the slab back; only a task whose
-work holds its slab (`Loaded.hold`) outlives that, for a device or a destination. Memory is the
-arena, whatever the size of the store: a reader waits for room, and for its results to be taken.
+N reader threads take tasks in order. Each reserves a slab of the arena for a whole task, reads the
+task with one call of the store, works on it in place, and releases the slab. Memory is the arena,
+whatever the size of the store: a reader waits for room, and until its results are taken.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ if TYPE_CHECKING:
     from hicachectl.io.pacing import Pace
 
 DEFAULT_BUFFER_BYTES = 1 << 30
-_QUEUED_RESULTS = 64  # finished tasks whose results nobody has taken yet
-# A store is told early of as many objects as keep a disk busy while the readers work.
+_QUEUED_RESULTS = 64  # finished tasks whose results are not taken yet
+# Objects announced to a store in advance: enough to keep a disk busy while the readers work.
 _AHEAD_BYTES = 64 << 20
-# How many tasks per job begin before one that is still at work has to be done, where order counts:
-# what comes to a destination behind a task that then fails is of less use there.
+# Tasks per job that may begin after an unfinished one, if order counts: if that one then fails,
+# objects written after it are of less use.
 _TURNS_AHEAD = 2
 
 T = TypeVar("T")
@@ -48,7 +47,7 @@ class Task:
     """Objects that must be in memory together.
 
     rows: [n] int64, row numbers of the object table; capacities: [n] int64, bytes of each.
-    room: bytes that the work needs behind them. name: for messages.
+    room: bytes that the work needs after them. name: for messages.
     """
 
     rows: IntArray
@@ -58,13 +57,13 @@ class Task:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes from the store."""
+        """Bytes to read from the store."""
         return int(self.capacities.sum())
 
 
 @dataclass(slots=True, eq=False)
 class _Upcoming:
-    """A task that was drawn: which one it is, and its objects once somebody needed them."""
+    """A drawn task, its number, and its objects once they are needed."""
 
     task: Task
     number: int
@@ -73,7 +72,7 @@ class _Upcoming:
 
 @dataclass(slots=True, eq=False)
 class Loaded:
-    """A task whose objects have been read, as far as they could be.
+    """A task whose objects were read, as far as possible.
 
     offsets: [n] int64 into the arena; 4 KiB-aligned, equal steps for equal capacities.
     room:    offset of the task's room in the arena, 4 KiB-aligned.
@@ -87,11 +86,11 @@ class Loaded:
     read: ReadResult
 
     def view(self, index: int) -> npt.NDArray[np.uint8]:
-        """Give the bytes of one object, in place."""
+        """Return the bytes of one object, in place."""
         return self.arena.view(int(self.offsets[index]), int(self.task.capacities[index]))
 
     def contents(self, chosen: IntArray) -> Iterator[memoryview]:
-        """Give the chosen objects in place; memoryviews are made faster than arrays."""
+        """Yield the chosen objects in place; memoryviews are faster to create than arrays."""
         memory = self.arena.memory
         starts = self.offsets[chosen]
         ends = starts + self.task.capacities[chosen]
@@ -99,7 +98,7 @@ class Loaded:
             yield memory[start:end]
 
     def block(self) -> npt.NDArray[np.uint8]:
-        """All objects of a task of equal capacities, in place: [n, nbytes], rows strided."""
+        """Return all objects, of equal capacities, in place: [n, nbytes], rows strided."""
         nbytes = int(self.task.capacities[0])
         step = int(self.offsets[1] - self.offsets[0]) if len(self.offsets) > 1 else nbytes
         first = self.arena.view(int(self.offsets[0]), step * (len(self.offsets) - 1) + nbytes)
@@ -109,11 +108,11 @@ class Loaded:
 
 
 class Pipeline(Generic[T]):
-    """Run a function over tasks, and give its results in the order they are done.
+    """Run a function over tasks; iterate once for its results, in the order of completion.
 
-    Iterate once. The first error of a thread, a lost store say, is raised to the iterating
-    thread; so is a task that is larger than the buffer. Leaving the iteration early, by `close`
-    or by an exception such as Ctrl-C, ends the readers after the task they are at.
+    The iterating thread raises the first error of a reader, such as a lost store or a task larger
+    than the buffer. An iteration that ends early, by `close` or an exception such as Ctrl-C, ends
+    the readers after their current tasks.
     """
 
     def __init__(
@@ -134,24 +133,23 @@ class Pipeline(Generic[T]):
     ) -> None:
         """Prepare; nothing starts before the iteration.
 
-        objects:  the scan's columns of the objects that tasks name by row.
+        objects:  columns of a scan; tasks name objects by row.
         work:     called in reader threads.
-        deadline: `time.monotonic()` after which no further task is begun.
-        pace:     how fast to read.
-        identify: whether the versions of what is read are wanted.
-        confirm:  read by `Confirm.read_confirmed`.
-        destination: a store that the work writes to, from the same memory. No task is begun while
-                  one far before it is at work.
-        arena:    memory to use in place of a buffer of its own; stores that it is attached to
-                  keep it.
+        deadline: `time.monotonic()` after which no task begins.
+        pace:     limit on reading.
+        identify: whether versions of objects are needed.
+        confirm:  read with `Confirm.read_confirmed`.
+        destination: a store that the work writes to, from the same memory. No task begins while
+                  one far before it is unfinished.
+        arena:    memory to use instead of a new buffer; stores attached to it stay attached.
         """
-        self.complete = True  # whether every task was begun, once the iteration is over
+        self.complete = True  # after the iteration: whether every task began
         self._store = store
-        # What a store needs to read an object; a table in pieces is slow to pick from.
+        # Columns that reading needs; taking rows of a chunked table is slow.
         wanted = [name for name in ("key", "locator") if name in objects.column_names]
         self._objects = objects.select(wanted).combine_chunks()
         self._tasks = iter(tasks)
-        self._ahead: deque[_Upcoming] = deque()  # drawn, and not begun
+        self._ahead: deque[_Upcoming] = deque()  # drawn, not begun
         self._ahead_bytes = 0
         self._drawn = 0
         self._at_work: set[int] = set()  # numbers of tasks
@@ -159,7 +157,7 @@ class Pipeline(Generic[T]):
         self._work = work
         self._announces = store if isinstance(store, Announces) else None
         self._jobs = jobs or min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
-        # Jobs that write as well leave the reading to others meanwhile: there can be more of them.
+        # Jobs that also write do not read all the time, so more jobs than readers are allowed.
         readers = self._jobs if destination is None else store.limits.parallel_reads
         self._most_at_once = None if destination is None else _TURNS_AHEAD * self._jobs
         self._reading = threading.BoundedSemaphore(max(1, readers))
@@ -187,7 +185,7 @@ class Pipeline(Generic[T]):
             for number in range(self._jobs)
         ]
         try:
-            with deferred():  # a thread that is being started is one to wait for
+            with deferred():  # every started thread is waited for below
                 for reader in readers:
                     reader.start()
             running = len(readers)
@@ -202,7 +200,7 @@ class Pipeline(Generic[T]):
                         yield item[0]
                         check()
         finally:
-            with deferred():  # what readers are at they finish, in memory that has to stay
+            with deferred():  # readers finish their tasks, so their memory must stay
                 self._stopped.set()
                 allocator.cancel()
                 while any(reader.is_alive() for reader in readers):
@@ -214,7 +212,7 @@ class Pipeline(Generic[T]):
                     arena.close()
 
     def _read(self, arena: Arena, allocator: SlabAllocator) -> None:
-        """Take tasks until there are none, in a thread of its own."""
+        """Process tasks in a reader thread until none is left."""
         end: BaseException | None = None
         try:
             while (taken := self._take()) is not None:
@@ -232,7 +230,7 @@ class Pipeline(Generic[T]):
         self._results.put(end)
 
     def _take(self) -> tuple[_Upcoming, list[_Upcoming]] | None:
-        """Begin the next task, once its turn has come; and give those that were drawn meanwhile."""
+        """Begin the next task when it is due; return it and the newly drawn tasks to announce."""
         with self._next:
             self._next.wait_for(self._is_due)
             if self._stopped.is_set():
@@ -249,7 +247,7 @@ class Pipeline(Generic[T]):
             return taken, fresh
 
     def _is_due(self) -> bool:
-        """Say whether the next task may begin, or none will."""
+        """Return whether the next task may begin, or none will."""
         if self._most_at_once is None or not self._at_work or self._stopped.is_set():
             return True
         begun = self._drawn - len(self._ahead)
@@ -261,14 +259,14 @@ class Pipeline(Generic[T]):
             self._next.notify_all()
 
     def _announce(self, fresh: list[_Upcoming], *, but: _Upcoming) -> None:
-        """Tell the store of tasks to come."""
+        """Announce upcoming tasks to the store."""
         for upcoming in fresh:
             if self._announces is not None and upcoming is not but:
                 upcoming.named = self._named(upcoming.task.rows)
                 self._announces.expect(upcoming.named, upcoming.task.capacities)
 
     def _look_ahead(self) -> list[_Upcoming]:
-        """Draw tasks as far as is looked ahead; give those to announce."""
+        """Draw upcoming tasks; return those to announce."""
         fresh = []
         while not self._ahead or self._ahead_bytes < _AHEAD_BYTES:
             task = next(self._tasks, None)
@@ -285,13 +283,13 @@ class Pipeline(Generic[T]):
         return fresh
 
     def _named(self, rows: IntArray) -> pa.Table:
-        """Give the objects of rows; neighbours need no copy."""
+        """Return the objects of rows; consecutive rows need no copy."""
         if len(rows) and rows[-1] - rows[0] + 1 == len(rows) and (np.diff(rows) == 1).all():
             return self._objects.slice(int(rows[0]), len(rows))
         return self._objects.take(rows)
 
     def _one(self, upcoming: _Upcoming, arena: Arena, allocator: SlabAllocator) -> T:
-        task, named = upcoming.task, upcoming.named  # another thread may be naming them now
+        task, named = upcoming.task, upcoming.named  # another thread may set `named` now
         offsets, nbytes = place(task.capacities)
         name = task.name or f"a task of {len(task.rows)} objects"
         slab = allocator.reserve(max(nbytes + task.room, 1), name=name)
@@ -307,7 +305,7 @@ class Pipeline(Generic[T]):
             slab.release()
 
     def _keep_pace(self, nbytes: int) -> None:
-        """Wait for the turn of a read; end the reader where that is not before the deadline."""
+        """Wait for the turn of a read; end the reader if the deadline comes first."""
         if self._pace is None or self._pace.wait(nbytes, self._stopped, deadline=self._deadline):
             return
         self.complete = False
@@ -317,7 +315,7 @@ class Pipeline(Generic[T]):
 def batches(
     rows: IntArray, capacities: IntArray, *, most_objects: int, most_bytes: int
 ) -> Iterator[Task]:
-    """Cut rows into tasks of neighbours, none above the limits unless it is a single object."""
+    """Yield tasks of consecutive rows; only a single object may exceed the limits."""
     if not len(rows):
         return
     ends = np.cumsum(capacities)

@@ -1,1 +1,1 @@
-"""What to warm and in what order, from the requests that were served before."""
+"""Warming a store: which pages to copy and in which order, from earlier requests."""

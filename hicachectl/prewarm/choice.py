@@ -1,4 +1,4 @@
-"""Which pages are copied, and what of each: what fits, and no more than prefixes need."""
+"""Choose the objects to copy: those that prefixes need and that fit into the budget."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class PageChoice:
-    """What of a survey is wanted, so that the prefixes of chains can be restored.
+    """Objects of a survey to copy, so that servers can restore prefixes of chains.
 
-    hits: what the source has of the chains. names: pages that can be restored, rank: the place of
-    each in the order of value. `fit` narrows the choice, and with it what the survey wants.
+    hits: how much of the chains the source holds. names: pages that can be restored. rank: rank of
+    each by value, 0 the best. `fit` narrows `actions` and `survey.wanted`.
     """
 
     def __init__(self, survey: Survey, hits: Hits, names: pa.StringArray, rank: IntArray) -> None:
@@ -43,15 +43,15 @@ class PageChoice:
         self._sets_of_target = _sets_of_targets(survey.route, hits)
         self._name_of_item = _places(survey.pages, names)
         self._hit_of_item = _places(survey.pages, hits.page_names)
-        worst = np.append(rank, len(names))  # also of what cannot be restored
+        worst = np.append(rank, len(names))  # index -1: pages that cannot be restored
         self._rank_of_item = worst[self._name_of_item]
         self._rank_of_position = worst[_places(hits.page_names, names)][hits.page_of]
         self._take(hits.usable_pages)
 
     def fit(self, budget_bytes: int | None, budget_pages: int | None) -> bool:
-        """Leave out the least valuable pages until budgets hold the rest; whether any were.
+        """Leave out the least valuable pages that exceed the budgets; return whether any do.
 
-        Fewer pages mean shorter prefixes, and those need states at other ends.
+        Fewer pages make shorter prefixes, which need trailing states at other pages.
         """
 
         def held(count: int) -> bool:
@@ -73,20 +73,20 @@ class PageChoice:
         return True
 
     def wanted(self) -> IntArray:
-        """List the rows of the survey that are wanted, best first."""
+        """Return the survey rows of wanted pages, best first."""
         items = np.flatnonzero(self.actions != Action.NOTHING)
         return items[np.argsort(self._rank_of_item[items], kind="stable")]
 
     def names_of(self, items: IntArray) -> IntArray:
-        """Say which of the names rows of the survey are of."""
+        """Return the index in `names` of each survey row."""
         return self._name_of_item[items]
 
     def costs(self, items: IntArray) -> IntArray:
-        """Count the bytes that each of some rows brings to the destination."""
+        """Return the bytes that each of some survey rows adds to the destination."""
         return self.survey.lacking.sums[items]
 
     def _take(self, prefix_pages: IntArray) -> None:
-        """Want what restoring prefixes of these lengths takes, and no more."""
+        """Limit the choice to the objects that restoring prefixes of these lengths needs."""
         none = np.zeros((1, len(self._hits.needs)), dtype=np.bool_)
         needed: Any = np.vstack([self._hits.needed(prefix_pages), none])[self._hit_of_item]
         chosen = needed.any(axis=1)
@@ -102,9 +102,9 @@ class PageChoice:
 def leave_too_large(
     survey: Survey, *, verify: bool, buffer_bytes: int
 ) -> tuple[Survey, list[Problem]]:
-    """Drop the groups that do not fit into the buffer from what is wanted, and return them.
+    """Leave out the groups that do not fit into the buffer; return a problem for each.
 
-    Groups that the destination has already are left as they are.
+    Groups that the destination already has stay wanted.
     """
     some, lacks, _ = compare(survey.wanted, survey.there)
     action = Action.COMPLETE if (some & lacks).any() else Action.COPY
@@ -120,10 +120,10 @@ def leave_too_large(
 
 
 def leave_misfits(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[Problem]]:
-    """Drop what objects of a wrong size would fill from what is wanted; one problem a group.
+    """Leave out targets made from objects of a wrong size; return a problem for each group.
 
-    whole_groups: drop everything of such a group. Groups that the destination has already stay
-    wanted; their objects there are compared with the expected sizes, not with the source's.
+    whole_groups: leave out every target of such a group. Groups that the destination already has
+    stay wanted; their objects there are compared with the expected sizes, not the source's.
     """
     route, rows, sizes = survey.route, survey.rows, survey.sizes
     misfits = rows.where(
@@ -146,7 +146,7 @@ def leave_misfits(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[P
 
 
 def _misfit_problems(survey: Survey, misfits: GroupTable) -> list[Problem]:
-    """Describe the first object of a wrong size of each group that has any."""
+    """Describe the first object of a wrong size in each group that has one."""
     route, items = survey.route, np.flatnonzero(misfits.having())
     places, sources, rows = misfits.objects(items)
     _, first = np.unique(places, return_index=True)
@@ -164,9 +164,9 @@ def _misfit_problems(survey: Survey, misfits: GroupTable) -> list[Problem]:
 
 
 def _sets_of_targets(route: Route, hits: Hits) -> BoolArray:
-    """Say of which object sets that servers need each target is made: [needs, targets].
+    """Return which object sets that servers need each target is made from: [needs, targets].
 
-    Replicas, and objects that no page needs to have, are of none of these.
+    Replicas and optional objects belong to none of these sets.
     """
     of_source = np.zeros((len(hits.needs), len(route.deployment.specs)), dtype=np.bool_)
     for number, block in enumerate(hits.needs):
@@ -179,7 +179,7 @@ def _sets_of_targets(route: Route, hits: Hits) -> BoolArray:
 
 
 def _places(pages: pa.StringArray, among: pa.StringArray) -> IntArray:
-    """Say where pages stand among others; -1 where they do not."""
+    """Return the index of each page in `among`, -1 if missing."""
     found = pc.index_in(pages, value_set=among.cast(pages.type))
     places: IntArray = found.fill_null(-1).to_numpy().astype(np.int64)
     return places

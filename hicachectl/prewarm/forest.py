@@ -1,4 +1,4 @@
-"""The prefix forest of a trace: every block with the one before it in its chain."""
+"""The prefix forest of a trace: every block and the block before it in its chain."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _REFERENCES_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Forest:
-    """Blocks by index; a block of one chain is a page, or the trace's own block.
+    """Blocks by index. A block is a page, or a block as the trace defines it.
 
     names:   [blocks] int64, the trace's block ids; or [blocks, 32] uint8, page hashes.
     parents: [blocks] int32, -1 for the first block of a chain.
-    depths:  [blocks] int32, blocks before it in its chain.
+    depths:  [blocks] int32, number of blocks before it in its chain.
     """
 
     names: npt.NDArray[np.int64] | npt.NDArray[np.uint8]
@@ -35,7 +35,7 @@ class Forest:
 
     @property
     def hashed(self) -> bool:
-        """Blocks are named by page hashes, not by ids that only their trace knows."""
+        """Whether blocks are named by page hashes, not by ids of their trace."""
         return self.names.ndim == 2
 
 
@@ -44,11 +44,11 @@ def grow_forest(
     blocks: npt.NDArray[np.int32],
     offsets: npt.NDArray[np.int64],
 ) -> Forest:
-    """Find every block's parent and depth.
+    """Return the forest with every block's parent and depth.
 
-    blocks: block indices of all requests on end; request i has those of offsets[i]:offsets[i+1].
-    Raises FormatError naming a block that stands behind two different ones: then equal names are
-    no equal prefixes, and nothing can be planned.
+    blocks: block indices of all requests; request i has blocks[offsets[i]:offsets[i+1]]. Raises
+    FormatError naming a block that follows two different ones: equal names are then not equal
+    prefixes, so no plan is possible.
     """
     parents = np.full(len(names), -1, np.int32)
     depths = np.zeros(len(names), np.int32)
@@ -65,7 +65,7 @@ def grow_forest(
 def _references(
     blocks: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]
 ) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
-    """Give blocks, the block before each and its depth, some requests at a time."""
+    """Yield blocks, the block before each and its depth, for some requests at a time."""
     for first, last in request_ranges(offsets):
         start, end = offsets[first], offsets[last]
         refs = blocks[start:end]
@@ -77,7 +77,7 @@ def _references(
 
 
 def request_ranges(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Cut the requests into runs of about a million references, to bound what numpy holds."""
+    """Yield ranges of requests with about a million references each, to bound memory."""
     first, requests = 0, len(offsets) - 1
     while first < requests:
         last = int(np.searchsorted(offsets, offsets[first] + _REFERENCES_AT_ONCE, side="right")) - 1
@@ -87,7 +87,7 @@ def request_ranges(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 def ramp(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Count 0, 1, 2, … within each of several runs on end."""
+    """Return 0, 1, 2, … for each of several runs, concatenated."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return (np.arange(total) - np.repeat(ends - lengths, lengths)).astype(np.int32)
@@ -100,24 +100,24 @@ def _two_parents(forest: Forest, block: int, before: int) -> str:
         return "the start" if index < 0 else f"{what} {name_of(forest, index)}"
 
     remedy = (
-        "a chain has to begin with the first page of its prefix"
+        "a chain must begin with the first page of its prefix"
         if forest.hashed
         else "ids must name prefixes, not contents"
     )
     return (
-        f"{spell(block)} stands behind {spell(forest.parents[block])} in one request and behind "
+        f"{spell(block)} follows {spell(forest.parents[block])} in one request and "
         f"{spell(before)} in another; {remedy}"
     )
 
 
 def name_of(forest: Forest, block: int) -> str:
-    """Spell a block's name as a plan does."""
+    """Return a block's name as plan files spell it."""
     name = forest.names[block]
     return name.tobytes().hex() if forest.hashed else str(name)
 
 
 def prefix_closed(forest: Forest, values: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Raise each block's value to the largest among its descendants, who all need it."""
+    """Return values raised to the largest among each block's descendants, which need the block."""
     closed = values.copy()
     by_depth = np.argsort(forest.depths, kind="stable")
     levels = np.searchsorted(forest.depths[by_depth], np.arange(forest.depths.max(initial=0) + 2))

@@ -1,9 +1,8 @@
-"""How soon blocks are used again: rates by age, multiplied by what is known of each block.
+"""Model of how soon blocks are used again: a rate by age, times a ratio for each factor.
 
-A block used at time t waits for its next use. The chance of that, per unit of time, depends on its
-age (time since t) and on other things. It is measured as events over exposure (blocks waiting
-times time), which also counts those that wait at the trace's end, and modelled as a product of one
-rate by age and one ratio per factor; fitted by proportional fitting, factor by factor.
+A block used at time t waits for its next use. The rate is the chance of that use per unit of time,
+at an age (time since t). Rates are measured as events over exposure (blocks waiting times time),
+which includes blocks still waiting at the trace's end, and fitted proportionally, factor by factor.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _ROUNDS = 30
 _CLOSE_ENOUGH = 1e-3
 _SPANS_TO_MEDIAN = 5
 _GROWTH = 1.5
-_SHORTEST_TAIL = 1e-4  # of the longest wait; bounds the spans where most waits are 0
+_SHORTEST_TAIL = 1e-4  # of the longest wait; bounds the number of spans if most waits are 0
 
 
 class Factor(NamedTuple):
-    """A property that multiplies the rate: its levels, and into how many ages it is split."""
+    """A property that multiplies the rate: number of levels, and of age groups it is split into."""
 
     name: str
     levels: int
@@ -37,10 +36,10 @@ class Factor(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """Waits for a next use; arrays [waits].
+    """Waits for a next use; arrays are [waits].
 
-    cells: int64, waits of one cell are alike in every factor.
-    durations: float64. used: bool, False where the trace ended first. weights: float64.
+    cells: int64; waits of one cell have the same level in every factor.
+    durations: float64. used: bool, False if the trace ended first. weights: float64.
     """
 
     cells: Codes
@@ -53,10 +52,10 @@ class Waits(NamedTuple):
 class Hazards:
     """Fitted rates.
 
-    edges:  [ages] float64, where each span of ages starts; the last one is open.
-    base:   [ages] rates of all.
+    edges:  [ages] float64, start of each age span; the last span is open.
+    base:   [ages] rates common to all blocks.
     ratios: for each factor [levels, ages].
-    fading: age at which the rate of the open span, which is taken to fall as 1 / age, is its mean.
+    fading: age at which the open span's rate, which falls as 1 / age, equals its mean.
     """
 
     edges: Floats
@@ -65,14 +64,14 @@ class Hazards:
     fading: float
 
     def rates(self, codes: Codes) -> Floats:
-        """Rates [rows, ages] for rows of codes [rows, factors]."""
+        """Return the rates [rows, ages] for rows of codes [rows, factors]."""
         rates = np.tile(self.base, (len(codes), 1))
         for column, ratios in enumerate(self.ratios):
             rates *= ratios[codes[:, column]]
         return rates
 
     def chances(self, codes: Codes, ages: Floats, horizons: Sequence[float]) -> Floats:
-        """Chance of a use within each horizon from now, [horizons, rows].
+        """Return the chance of a use within each horizon from now: [horizons, rows].
 
         ages: [rows], time since the last use.
         """
@@ -90,10 +89,10 @@ class Hazards:
 
 
 def age_edges(durations: Floats) -> Floats:
-    """Cut ages into spans: short where most next uses come, and finer than those where few do.
+    """Return the starts of age spans, which are short at ages with many next uses.
 
-    durations: of the waits that ended, above 0 for some. Up to their median each span saw as many
-    as the others; from there on it is half as long again as the one before.
+    durations: of the waits that ended; at least one is above 0. Up to the median, all spans have
+    equally many uses. Beyond it, each span is 1.5 times as long as the one before.
     """
     shares = np.quantile(durations, np.linspace(0, 0.5, _SPANS_TO_MEDIAN + 1)[1:])
     longest = float(durations.max())
@@ -111,11 +110,11 @@ def fit_hazards(
     longest: float,
     prior: float,
 ) -> Hazards:
-    """Fit rates to waits.
+    """Return the rates fitted to waits.
 
     codes: [cells, factors], the level of each cell in each factor.
-    longest: how long any wait could be seen. prior: events that a ratio of 1 is taken to have
-    been seen with, so that what was seen little of stays near it.
+    longest: the longest wait that the trace could show. prior: events added at ratio 1, which pull
+    rarely observed levels towards the mean.
     """
     events, exposure = _tabulate(waits, len(codes), edges)
     tiny = 1e-9
@@ -146,10 +145,10 @@ def fit_hazards(
 
 
 def _tabulate(waits: Waits, cells: int, edges: Floats) -> tuple[Floats, Floats]:
-    """Count next uses and time waited, [cells, ages]."""
+    """Return the next uses and the time waited: [cells, ages] each."""
     ages = len(edges)
-    # A wait as long as an edge ended in the span before it: in the next one it waited no time, and
-    # events without exposure have no finite rate (a regular trace has all its waits there).
+    # A wait that ends at an edge belongs to the span before: it has no exposure in the next span,
+    # and events without exposure have no finite rate. All waits of a regular trace end at edges.
     ends = np.maximum(np.searchsorted(edges, waits.durations, side="left") - 1, 0)
     place = waits.cells * ages + ends
 
@@ -166,7 +165,7 @@ def _tabulate(waits: Waits, cells: int, edges: Floats) -> tuple[Floats, Floats]:
 
 
 def _age_groups(groups: int, ages: int) -> Floats:
-    """Membership [ages, groups], of runs of ages about equally long."""
+    """Return the membership [ages, groups] of ages in groups of about equal length."""
     groups = min(groups, ages)
     member = np.zeros((ages, groups))
     member[np.arange(ages), np.arange(ages) * groups // ages] = 1
@@ -179,5 +178,5 @@ def _mean(ratios: Floats, group: Floats) -> Floats:
 
 
 def _members(codes: Codes, levels: int) -> Floats:
-    """Membership [levels, cells]; a product with it sums cells by their level."""
+    """Return the membership [levels, cells]; a product with it sums cells by level."""
     return np.equal(codes, np.arange(levels)[:, None]).astype(np.float64)

@@ -1,4 +1,4 @@
-"""What the options of `prewarm` ask to be warmed, and its requests once more for servers."""
+"""Read the chains or pages that `prewarm` is to warm, and the requests to send to servers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WarmingInputs:
-    """What is to be warmed; `PrewarmRequest` says what the first four are.
+    """Chains or pages to warm; `PrewarmRequest` describes the first four fields.
 
-    starts: [chains] where in the trace's file the line of each begins; None: of no trace.
+    starts: [chains] byte offset of each chain's line in the trace file; None without a trace.
     """
 
     chains: Chains | None = None
@@ -40,9 +40,9 @@ class WarmingInputs:
 
 
 def read_wanted(profile: Profile, grammar: str, options: Mapping[str, Any]) -> WarmingInputs:
-    """Read what is asked for. Raises UsageError and FormatError from the files.
+    """Read the chains or pages that the options name. Raises UsageError and FormatError.
 
-    grammar: of the keys of the store that is copied from.
+    grammar: of the source's keys.
     """
     from hicachectl.requests.chains import hex_pages
 
@@ -54,13 +54,13 @@ def read_wanted(profile: Profile, grammar: str, options: Mapping[str, Any]) -> W
     assert wanted.chains is not None
     lone = bool((wanted.chains.offsets[1:] - wanted.chains.offsets[:-1] < 2).all())
     if lone and options["plan"]:
-        # Nothing says which pages precede them.
+        # The pages before them are unknown.
         return WarmingInputs(pages=hex_pages(wanted.chains.pages))
     return wanted
 
 
 def _listed_pages(profile: Profile, grammar: str, options: Mapping[str, Any]) -> WarmingInputs:
-    """Read --pages: chains, or pages of which nothing says what precedes them."""
+    """Read --pages: chains, or pages whose prefixes are unknown."""
     import pyarrow as pa
 
     from hicachectl.formats.errors import UsageError
@@ -78,8 +78,8 @@ def _listed_pages(profile: Profile, grammar: str, options: Mapping[str, Any]) ->
         return WarmingInputs(pages=pages, in_others=others)
     if in_others:
         raise UsageError(
-            f"{listed.source}: {len(in_others)} rows name groups of other deployments than the "
-            f"profile's ({label}); leave them out of a file with chains"
+            f"{listed.source}: {len(in_others)} rows name groups of deployments other than the "
+            f"profile's ({label}); remove these rows from a file with chains"
         )
     return WarmingInputs(chains_of_pages(listed.chains(), profile.page_size), Ranker())
 
@@ -90,7 +90,7 @@ def _read_chains(profile: Profile, options: Mapping[str, Any]) -> WarmingInputs:
     from hicachectl.prewarm.trace import read_trace
 
     hashing = asked_hashing(profile, options)
-    assert hashing is not None  # of a profile that is not inferred
+    assert hashing is not None  # the profile is not inferred
     if options["plan"]:
         return WarmingInputs(*chains_of_plan(read_plan(options["plan"]), profile.page_size))
     if not options["trace"]:
@@ -98,8 +98,8 @@ def _read_chains(profile: Profile, options: Mapping[str, Any]) -> WarmingInputs:
     trace = read_trace(options["trace"], profile)
     if not trace.forest.hashed:
         raise click.UsageError(
-            f"{options['trace']}: a trace of block ids cannot be executed, since nothing makes "
-            "them into keys; record token ids, or use --dry-run without stores"
+            f"{options['trace']}: a trace of block ids cannot be executed, because block ids "
+            "do not give keys; record token ids, or use --dry-run without stores"
         )
     ranker = Ranker(trace.times, trace.output_tokens)
     return WarmingInputs(chains_of_trace(trace, hashing), ranker, starts=trace.starts)
@@ -108,9 +108,10 @@ def _read_chains(profile: Profile, options: Mapping[str, Any]) -> WarmingInputs:
 def requests_for_servers(
     wanted: WarmingInputs, usable_pages: IntArray, profile: Profile, options: Mapping[str, Any]
 ) -> Numbered:
-    """Give what yields the requests with their numbers, as often as it is called.
+    """Return a function that yields the numbered requests anew on each call.
 
-    Of a trace each usable prefix once, the most valuable first; else all requests, in their order.
+    A trace yields each usable prefix once, the most valuable first. Other files yield all requests
+    in order.
     """
     if wanted.starts is None:
         listed = list(enumerate(asked_requests(options)))
@@ -120,7 +121,7 @@ def requests_for_servers(
 
     assert wanted.chains is not None
     assert wanted.rank is not None
-    # Beside the pages, a trailing pool has states that only the request that ends there restores.
+    # A trailing pool also has states that only a request ending there restores.
     longest_only = not any(pool.trailing for pool in profile.pools)
     chosen = prefixes_worth_asking(
         wanted.chains, usable_pages, wanted.rank, longest_only=longest_only

@@ -1,4 +1,4 @@
-"""What to put into a store: chosen from what is asked for, the best first, within a budget."""
+"""Plan the pages to copy into a store: the best first, within a budget."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ _MINUTE_NS = 60 * 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrewarmRequest:
-    """What to warm a store with.
+    """Chains or pages to copy into a store, and limits on copying.
 
-    profile: of the source. destination_profile: of the servers of the destination, None: the same.
-    chains: what is asked for. Without chains, nothing is known of prefixes, and whole pages are
-    taken: pages in their order, the best first; without pages either all of them, the newest first.
-    served: the deployment of each live server of the destination, by URL; usable pages are counted
-    for these.
-    in_others: those of the pages that are asked for in groups of other deployments only.
-    rank: given chains, their distinct pages and which of them each page is, gives
-    the place of each distinct page in the order of value, 0 the best; a page never before one that
-    precedes it in a chain.
+    profile: of the source. destination_profile: of the destination's servers; None: the same.
+    chains: None if prefixes are unknown; then whole pages are copied.
+    pages: without chains, the pages to copy, best first; None: all pages, newest first.
+    served: profile of each live server of the destination, by URL; usable pages are counted for
+    these servers.
+    in_others: pages that the request names only in groups of other deployments.
+    rank: takes chains, their distinct pages and each page's index among these; returns the rank of
+    each distinct page by value, 0 the best, never before a page that precedes it in a chain.
     """
 
     profile: Profile
@@ -64,7 +63,7 @@ class PrewarmRequest:
 
     @property
     def has_budget(self) -> bool:
-        """Whether anything limits how much is copied."""
+        """Whether bytes or pages are limited."""
         return self.budget_bytes is not None or self.budget_pages is not None
 
     @property
@@ -75,13 +74,14 @@ class PrewarmRequest:
 
 @dataclass(slots=True)
 class PagePlan:
-    """What is to be copied.
+    """Pages to copy, best first.
 
-    wanted: rows of the survey, best first. items: those of them that are to be copied. cost: bytes
-    that each of these brings to the destination. actions: for every row of the survey. parents,
-    depths: of each item in its chain; null and 0 where unknown.
-    names: pages that servers could restore from the source. there: pages that the destination has
-    of these. missing: pages asked for that are not among them.
+    wanted: survey rows of wanted pages, best first. items: those rows to copy. cost: bytes that
+    each item adds to the destination. actions: one for every survey row. parents, depths: of each
+    item in its chain; null and 0 if unknown.
+    names: pages that servers could restore from the source. there: how many of these the
+    destination has. missing: how many requested pages are not in `names`. cut: whether the budget
+    excluded pages.
     """
 
     survey: Survey
@@ -99,20 +99,20 @@ class PagePlan:
 
     @property
     def conflicts(self) -> IntArray:
-        """Wanted pages of which the destination has another object: rows of the survey."""
+        """Survey rows of wanted pages for which the destination has a different object."""
         found: IntArray = self.wanted[self.actions[self.wanted] == Action.CONFLICT]
         return found
 
     def work(self) -> PageWork:
-        """Return the work on the pages, the best first.
+        """Return the work on the pages, best first.
 
-        A page of which the destination has nothing is completed as it would be copied.
+        COMPLETE also copies pages of which the destination has nothing.
         """
         partly = (self.actions[self.items] == Action.COMPLETE).any()
         return PageWork(self.survey, self.items, Action.COMPLETE if partly else Action.COPY)
 
     def rows(self) -> pa.Table:
-        """List what is to be copied, best first."""
+        """Return the pages to copy, best first."""
         return pa.table(
             {
                 "page": self.survey.pages.take(pa.array(self.items)),
@@ -126,8 +126,8 @@ class PagePlan:
 def plan_chains(
     inventory: Inventory, survey: Survey, chains: Chains, request: PrewarmRequest
 ) -> PagePlan:
-    """Choose what to copy: as much as can be restored, best first, within the budget."""
-    assert request.rank is not None  # as there are chains
+    """Choose the pages of chains that servers can restore, best first, within the budget."""
+    assert request.rank is not None  # given with chains
     hits = find_hits(inventory, 0, chains, own=True)
     requested = len(hits.page_names)
     usable = replace(hits.chains, reach=hits.usable_pages).within_reach()
@@ -159,10 +159,10 @@ def plan_chains(
 
 
 def plan_pages(groups: PageGroups, survey: Survey, request: PrewarmRequest) -> PagePlan:
-    """Choose whole pages, of whose prefixes nothing is known.
+    """Choose whole pages whose prefixes are unknown.
 
-    Those of a list in its order. Else all of them: the newest first, but those of a minute in the
-    order of their age, since what precedes a page in its chain is as old or older.
+    Pages of a list keep its order. Otherwise all pages are chosen, the newest minute first. Within
+    a minute, the oldest page is first, since the pages before it in its chain are not newer.
     """
     whole = groups.states[survey.groups] == WHOLE
     asked = int(whole.sum())
@@ -177,8 +177,8 @@ def plan_pages(groups: PageGroups, survey: Survey, request: PrewarmRequest) -> P
     else:
         if not groups.has_times and request.has_budget:
             raise UsageError(
-                "--all within a budget takes the newest pages, and the source keeps no times; name "
-                "pages, or give no budget"
+                "--all with a budget copies the newest pages, but the source stores no times; "
+                "name pages, or remove the budget"
             )
         turn = _newest_minute_first(groups.newest_ns[survey.groups])
     actions = decide(survey, whole, "skip")
@@ -206,7 +206,6 @@ def plan_pages(groups: PageGroups, survey: Survey, request: PrewarmRequest) -> P
 
 
 def _newest_minute_first(times_ns: IntArray) -> IntArray:
-    """Give pages their turns by when they were written."""
     order = np.lexsort((times_ns, -(times_ns // _MINUTE_NS)))
     turn = np.empty(len(order), dtype=np.int64)
     turn[order] = np.arange(len(order))
@@ -214,7 +213,7 @@ def _newest_minute_first(times_ns: IntArray) -> IntArray:
 
 
 def _within_budget(cost: IntArray, request: PrewarmRequest) -> npt.NDArray[np.bool_]:
-    """Say which of some pages, best first, the budget holds: a run of the first ones."""
+    """Return which pages fit into the budget: a run of the first, best ones."""
     fits = np.ones(len(cost), dtype=np.bool_)
     if request.budget_bytes is not None:
         fits &= np.cumsum(cost) <= request.budget_bytes

@@ -1,4 +1,4 @@
-"""Put the blocks of a trace into the order in which they are worth warming."""
+"""Order the blocks of a trace by the value of warming them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TracePlan:
-    """Blocks to warm, best first; none stands before a block of its prefix.
+    """Blocks to warm, best first; no block comes before a block of its prefix.
 
     order:     [planned] int64, indices into the forest.
     values:    [planned] float64, not increasing: expected share of the block's bytes that a
-               request asks for; in a trace without times, requests that used it.
-    requests:  [planned] int32, requests of the trace that used it.
-    last_seen: [planned] float64, in the trace's time; None where it has none.
+               request needs; for a trace without times, the number of requests that used it.
+    requests:  [planned] int32, number of requests that used it.
+    last_seen: [planned] float64, in the trace's time; None if the trace has no times.
     """
 
     forest: Forest
@@ -42,11 +42,10 @@ class TracePlan:
 
 
 def plan_order(trace: Trace, *, budget: int | None = None) -> TracePlan:
-    """Order all blocks of a trace by what warming them is expected to save.
+    """Order all blocks of a trace by the savings expected from warming them.
 
-    The plan is for as long after the trace's last request as requests are apart on average.
-    budget: blocks at most. A trace without times is taken for a set of prompts, and ordered by how
-    many of them share a block.
+    The plan is for the moment one mean request interval after the trace's last request. budget:
+    maximum number of blocks. In a trace without times, blocks that more requests share come first.
     """
     uses = walk_uses(trace)
     values = _values(trace, uses)
@@ -57,18 +56,18 @@ def plan_order(trace: Trace, *, budget: int | None = None) -> TracePlan:
 
 
 def pages_within(budget: int, profile: Profile | None, *, hashed: bool) -> int:
-    """Count the pages that fit, each with every object of every rank but the trailing pools'.
+    """Return how many pages fit, each with all objects of all ranks except trailing pools.
 
-    budget: bytes of a file store. Raises UsageError where the size of a page is not known.
+    budget: bytes of a file store. Raises UsageError if the size of a page is unknown.
     """
     if not hashed:
         raise UsageError("--budget: block ids have no size; give --budget-pages")
     if profile is None:
-        raise UsageError("--budget: sizes need a profile; give --profile, or --budget-pages")
+        raise UsageError("--budget: page sizes need a profile; give --profile, or --budget-pages")
     objects = object_specs(profile, "file")
     page = sum(found.nbytes for found in objects if not found.trailing)
     if not page:
-        raise UsageError("--budget: the profile gives pages no size; give --budget-pages")
+        raise UsageError("--budget: the profile does not give a page's bytes; give --budget-pages")
     return budget // page
 
 
@@ -76,7 +75,7 @@ def _values(trace: Trace, uses: Uses) -> npt.NDArray[np.float64]:
     times = trace.times
     if times is None or not len(trace):
         return uses.counts.astype(np.float64)
-    if times[-1] <= times[0]:  # all at once: only the order tells
+    if times[-1] <= times[0]:  # equal times: use the order
         times = np.arange(len(trace), dtype=np.float64)
     now = float(times[-1] + (times[-1] - times[0]) / len(times))
     values = reuse_values(trace, times, now, uses)
@@ -86,7 +85,7 @@ def _values(trace: Trace, uses: Uses) -> npt.NDArray[np.float64]:
 def _best_first(
     forest: Forest, values: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Sort by prefix-closed value, and blocks of one value by depth."""
+    """Return the blocks sorted by prefix-closed value, then by depth; and these values."""
     distinct, ranks = np.unique(values, return_inverse=True)
     closed = prefix_closed(forest, ranks.astype(np.int32))
     behind = (len(distinct) - 1 - closed).astype(np.int64)

@@ -1,8 +1,8 @@
-"""Plans as files: JSON lines, best first.
+"""Plan files: JSON lines, best first.
 
-A row is {"page", "parent", "depth", "value", "requests", "last_seen"}: the page's hash and that of
-the page before it in its chain (null: none), or block ids of the trace where it has only those.
-Of these only "page" is needed to execute a plan.
+A row is {"page", "parent", "depth", "value", "requests", "last_seen"}: the hash of a page, that
+of the page before it in its chain (null: none), and so on; or block ids if the trace has no others.
+Executing a plan needs only "page".
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _LONGEST_ROW = 1 << 16
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PlannedPages:
-    """What a plan file lists.
+    """Pages of a plan file.
 
     hashes:  [pages, 32] uint8, best first, distinct.
-    parents: [pages] int64, where in the plan the page before it in its chain stands; -1: none,
-        or the file does not tell.
+    parents: [pages] int64, index in the plan of the page before it in its chain; -1: none, or
+        not in the file.
     """
 
     hashes: npt.NDArray[np.uint8]
@@ -56,7 +56,7 @@ class _Row(msgspec.Struct):
 
 
 def plan_rows(plan: TracePlan) -> Iterator[pa.Table]:
-    """Make the rows of a plan's file, some at a time."""
+    """Yield the rows of a plan file, some at a time."""
     forest = plan.forest
     for start in range(0, len(plan), _ROWS_AT_ONCE):
         piece = slice(start, start + _ROWS_AT_ONCE)
@@ -77,8 +77,8 @@ def plan_rows(plan: TracePlan) -> Iterator[pa.Table]:
 def read_plan(path: Path) -> PlannedPages:
     """Read the pages of a plan that can be executed.
 
-    A parent that the file does not list is one that the destination had when it was written.
-    Raises FormatError naming the line: no plan, a page twice, or a page before its parent.
+    If the file does not list a parent, the destination had that page when the file was written.
+    Raises FormatError naming the line: not a plan, a page twice, or a page before its parent.
     Raises UsageError for a plan of block ids and a file that cannot be read.
     """
     position: dict[str, int] = {}
@@ -100,22 +100,22 @@ _ROW = msgspec.json.Decoder(_Row)
 
 
 def _take(line: bytes, position: dict[str, int], outside: set[str]) -> int:
-    """Note a row's page; return its parent's place, -1 without one in the file.
+    """Add a row's page; return the index of its parent, -1 if not in the file.
 
-    outside: parents that no row has named yet.
+    outside: parents that no row has listed so far.
     """
     row = decode(_ROW, line)
     if isinstance(row.page, int):
         raise UsageError(
-            f"the plan names block {row.page} of a trace, no page: a trace of block ids alone "
-            "can be planned from but not executed; record token ids"
+            f"The plan names block {row.page} of a trace, not a page hash; block ids can be "
+            "planned but not executed, so record token ids"
         )
     if len(row.page) != _HEX or row.page.strip("0123456789abcdef"):
-        raise FormatError(f"page: {row.page!a:.80} is no page hash (64 hexadecimal digits)")
+        raise FormatError(f"page: {row.page!a:.80} is not a page hash (64 hexadecimal digits)")
     if row.page in position:
-        raise FormatError(f"page {row.page} stands twice")
+        raise FormatError(f"page {row.page} is listed twice")
     if row.page in outside:
-        raise FormatError(f"page {row.page} stands behind a page that it is the parent of")
+        raise FormatError(f"page {row.page} is listed after a page whose parent it is")
     position[row.page] = len(position)
     if row.parent is None:
         return -1
@@ -126,7 +126,7 @@ def _take(line: bytes, position: dict[str, int], outside: set[str]) -> int:
 
 
 def _names(forest: Forest, blocks: npt.NDArray[np.int64]) -> pa.Array:
-    """Spell blocks as ids or hexadecimal hashes; null for -1."""
+    """Return ids or hexadecimal hashes; null for -1."""
     none = blocks < 0
     names = forest.names[np.where(none, 0, blocks)]
     if not forest.hashed:
@@ -138,7 +138,6 @@ def _names(forest: Forest, blocks: npt.NDArray[np.int64]) -> pa.Array:
 
 
 def _times(seen: npt.NDArray[np.float64]) -> pa.Array:
-    """Write whole numbers as such."""
     whole = np.abs(seen) < 2**53
     if whole.all() and (seen == np.trunc(seen)).all():
         return pa.array(seen.astype(np.int64))

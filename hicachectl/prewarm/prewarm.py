@@ -1,4 +1,4 @@
-"""Put the pages that are worth having into a store, the most valuable first."""
+"""Copy the most valuable pages into a store."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ BUDGET = "budget"
 DEADLINE = "deadline"
 FULL = "destination full"
 EVICTS = "destination evicts"
-_WATCHED = 256  # objects; the first ones written are the best, and the first to be evicted
-_WATCH_SECONDS = 2.0  # between two looks
-ENDING_SECONDS = 10.0  # for the touches after a deadline or a signal; then again for the last look
+_WATCHED = 256  # objects: the first written are the most valuable and the first to be evicted
+_WATCH_SECONDS = 2.0  # between two checks
+ENDING_SECONDS = 10.0  # for touches after a deadline or signal, and again for the last listing
 
 
 @dataclass(slots=True)
 class PrewarmOutcome:
-    """What was done, or would be.
+    """Result of a run or a dry run.
 
-    document: the members of the JSON contract. problems: pages that failed or are in conflict.
-    plan: what was to be copied, best first: page, its parent in a chain, depth, bytes.
-    usable_pages: [chains] how far servers can restore each from the destination; for all pages, [1]
-    how many are whole there. interruption: what ended the copying early, SIGTERM or Ctrl-C say, to
-    be raised when the rest is said.
+    document: members of the JSON contract. problems: failed or conflicting pages.
+    plan: pages to copy, best first: page, its parent in a chain, depth, bytes.
+    usable_pages: [chains] pages of each chain that servers can restore from the destination;
+    without chains, [1] wanted pages that are whole there. interruption: the exception that ended
+    the copying early, such as KeyboardInterrupt, to be raised after the report.
     """
 
     document: dict[str, Any]
@@ -67,14 +67,14 @@ class PrewarmOutcome:
     interruption: BaseException | None = None
 
     def interrupt(self, by: BaseException) -> None:
-        """Say that the work was ended early."""
+        """Record that a signal ended the run early."""
         self.interruption = by
         reason = "interrupted" if isinstance(by, KeyboardInterrupt) else "terminated"
         self.document |= {"complete": False, "stopped_by": reason}
 
 
 def not_begun(source: str | None, destination: str) -> PrewarmOutcome:
-    """Return the outcome of a prewarm between two URLs that another run's lock stopped."""
+    """Return the outcome of a run that another run's lock prevented, given two URLs."""
     document: dict[str, Any] = {"destination": destination, "source": source}
     counts = ("requested_pages", "already_there", "copied_pages", "bytes", "missing_pages")
     document |= dict.fromkeys((*counts, "usable_tokens", "requested_tokens"), 0)
@@ -91,16 +91,16 @@ def prewarm(
     on_listed: Callable[[int], None] = lambda objects: None,
     on_copied: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> PrewarmOutcome:
-    """Copy what is asked for and the destination lacks, as far as servers could restore it.
+    """Copy the requested pages that the destination lacks and servers could restore.
 
-    on_listed is told objects as they are listed, on_copied bytes as pages are done and how many
-    there are in all. Raises UsageError, ProfileError and UnsupportedByBackend before anything is
-    written, StoreUnavailable.
+    on_listed: called with the number of objects in each listed batch. on_copied: called with the
+    bytes of each finished batch and the total. Raises UsageError, ProfileError and
+    UnsupportedByBackend before anything is written; StoreUnavailable at any time.
     """
     started = time.monotonic()
     if request.options.pin:
         if not isinstance(destination, Pins):
-            raise UnsupportedByBackend(f"{destination.url}: --pin: its objects cannot be pinned")
+            raise UnsupportedByBackend(f"{destination.url}: cannot pin objects; remove --pin")
         destination.pin_writes(request.options.pin_seconds)
     stores = StorePair(source, destination, request.profile, request.target)
     inventory = (
@@ -128,7 +128,7 @@ def prewarm(
         outcome.document["failed"] = len(plan.conflicts)
         outcome.problems = _conflicts(plan)
     else:
-        # A pack that a killed run has left is finished, also where it lacks nothing else.
+        # Also finish a pack that a killed run left, even if no page is missing.
         if isinstance(destination, Resumable):
             destination.own_temporaries(os.urandom(8).hex(), sweep=False)
         timed = replace(options, deadline=run.deadline)
@@ -143,7 +143,7 @@ def prewarm(
 
 
 class _Prewarming(NamedTuple):
-    """A plan, and between which stores and since when it is carried out."""
+    """A plan, its two stores, its request, and its start in terms of time.monotonic()."""
 
     plan: PagePlan
     source: Store
@@ -160,7 +160,10 @@ class _Prewarming(NamedTuple):
 def _executed(
     run: _Prewarming, copying: CopyRun, on_copied: Callable[[int, int], None]
 ) -> PrewarmOutcome:
-    """Copy, put into the order of eviction, and look; shortened when it is interrupted."""
+    """Copy the pages, touch them in eviction order, and count usable ones.
+
+    After an interrupt, touching and counting have a time limit.
+    """
     plan = run.plan
     total = max(int(plan.cost.sum()), 1)
     watch = Watch(run.destination, plan.survey)
@@ -177,7 +180,7 @@ def _executed(
         with persistent():
             copying.copy([plan.work()], on_done=on_done)
             if plan.there:
-                run.destination.flush()  # what was there already is reported as well
+                run.destination.flush()  # pages that already exist are reported as well
             touch_pages(run.destination, plan.survey, plan.wanted, until=_after(run.deadline))
             outcome = _finished(run)
     except BaseException as error:
@@ -207,7 +210,7 @@ def _executed(
 
 
 class Watch:
-    """Notices that a destination evicts what was just written to it."""
+    """Detector of a destination that evicts newly written objects."""
 
     def __init__(self, store: Store, survey: Survey) -> None:
         self._store = store
@@ -221,7 +224,7 @@ class Watch:
         self._lost = False
 
     def add(self, batch: PageBatch, result: MoveResult) -> None:
-        """Take note of what was written."""
+        """Record the bytes and the first anchors written."""
         self._written += result.nbytes
         done = batch.items[result.open][: _WATCHED - self._count]
         if len(done):
@@ -229,7 +232,7 @@ class Watch:
             self._count += len(done)
 
     def lost(self) -> bool:
-        """Look, now and then, whether something of it is gone."""
+        """Return whether a recorded object has vanished; ask the store every few seconds."""
         if self._lost or not self._keys or time.monotonic() < self._next:
             return self._lost
         self._next = time.monotonic() + _WATCH_SECONDS
@@ -238,21 +241,21 @@ class Watch:
         return self._lost
 
     def remark(self) -> str:
-        """Say what the destination seems to hold."""
+        """Return the remark that estimates the destination's capacity."""
         return (
-            f"{self._store.url}: evicts what was just written; it holds about "
-            f"{human_size(self._written)} of what is asked for (--budget)"
+            f"{self._store.url}: evicts newly written objects; it holds about "
+            f"{human_size(self._written)} of the requested pages, so set --budget to that"
         )
 
 
 def touch_pages(
     store: Store, survey: Survey, items: IntArray, *, until: float | None = None
 ) -> None:
-    """Make pages the most recently used, where the store has such an order.
+    """Mark pages as most recently used, if the store keeps such an order.
 
-    The least valuable come first, and the leaves of a chain before its root.
-    items: rows of the survey, the most valuable first. until: `time.monotonic()` by which it shall
-    have ended, but for one more call. Less valuable pages are left out where time is short.
+    The least valuable pages come first, and the leaves of a chain before its root.
+    items: survey rows, most valuable first. until: limit in terms of `time.monotonic()`, exceeded
+    by at most one call. If time is short, less valuable pages are left out.
     """
     if not isinstance(store, Touch):
         return
@@ -271,9 +274,9 @@ def touch_pages(
 
 
 def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
-    """Say what servers can restore from a store as it is; nothing is copied."""
+    """Return what servers can restore from a store as it is, without copying."""
     if request.chains is None:
-        raise UsageError("--all needs a store to copy from: --from SRC")
+        raise UsageError("--all needs a store to copy from; give --from SRC")
     started = time.monotonic()
     found = count_usable(store, request.target, request.served, request.chains)
     requested = len(found.target.page_names)
@@ -285,7 +288,7 @@ def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
 
 
 def _after(moment: float | None) -> float | None:
-    """Say until when a run may go on with what ends it; None: as long as that takes."""
+    """Return the time limit for the steps after copying; None: no limit."""
     return None if moment is None else max(moment, time.monotonic()) + ENDING_SECONDS
 
 
@@ -300,10 +303,10 @@ def _reason(full: bool, watch: Watch, complete: bool, plan: PagePlan) -> str | N
 
 
 def _finished(run: _Prewarming, *, until: float | None = None) -> PrewarmOutcome:
-    """Say what servers can restore from the destination in the end.
+    """Return the outcome with the pages that servers can now restore from the destination.
 
-    What they can of pages that the source could not give was there already. A listing that takes
-    longer than `until` is given up: then nothing is known to be usable.
+    Restorable pages that the source lacks count as already there. If the listing lasts longer than
+    `until`, no page counts as usable.
     """
     plan, source, destination, request, started = run
     there, missing = plan.there, plan.missing
@@ -335,12 +338,14 @@ def _finished(run: _Prewarming, *, until: float | None = None) -> PrewarmOutcome
     )
     outcome.remarks += remarks
     if unseen:
-        outcome.remarks.append(f"{destination.url}: too long to list; what is usable is not known")
+        outcome.remarks.append(
+            f"{destination.url}: listing took too long; the usable tokens are unknown"
+        )
     return outcome
 
 
 def _whole_pages(plan: PagePlan, destination: Store, on_batch: Callable[[int], None]) -> int:
-    """Count the pages asked for that the destination has whole by now."""
+    """Count the wanted pages that the destination now has whole."""
     (survey,) = survey_destination(
         destination, [plan.survey], destination.grammar, on_batch=on_batch
     )
@@ -350,9 +355,9 @@ def _whole_pages(plan: PagePlan, destination: Store, on_batch: Callable[[int], N
 
 
 def _pages_to_fit(plan: PagePlan, request: PrewarmRequest) -> pa.StringArray:
-    """Return the pages that were asked for and that an object of a wrong size may keep back.
+    """Return the requested pages that wrong-sized objects may keep out.
 
-    A chain of which servers can restore a page from SRC needs none of its misfits.
+    Pages that servers can restore from SRC do not need such objects.
     """
     if request.chains is None:
         return plan.names
@@ -361,15 +366,13 @@ def _pages_to_fit(plan: PagePlan, request: PrewarmRequest) -> pa.StringArray:
 
 
 def _asked_for(left: list[Problem], names: pa.StringArray) -> list[Problem]:
-    """Return the problems of some pages."""
     wanted = set(names.to_pylist()) if left else set()
     return [problem for problem in left if problem.page in wanted]
 
 
 def _conflicts(plan: PagePlan) -> list[Problem]:
-    """Name the pages of which the destination has another object."""
     pages = plan.survey.pages.take(pa.array(plan.conflicts)).to_pylist()
-    why = "the destination has an object of another size under one of its keys"
+    why = "the destination has an object of another size under one of the page's keys"
     return [Problem(page, None, why) for page in pages]
 
 
@@ -384,7 +387,7 @@ def _outcome(
     *,
     cut: bool = False,
 ) -> PrewarmOutcome:
-    """Return the outcome of a run that has copied nothing. pages: counts, by their names."""
+    """Return the outcome of a run that has copied nothing. pages: counts by name."""
     page_size = request.target.page_size
     asked = pages["requested"]
     if request.chains is not None:

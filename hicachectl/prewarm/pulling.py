@@ -1,4 +1,4 @@
-"""Have live servers pull prefixes from the store into their own memory."""
+"""Make live servers load prefixes from the store into their own memory."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Ranks = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class LiveServer:
-    """What a server says of itself: its /server_info, and the DP ranks with caches of their own."""
+    """A server's /server_info, and its DP ranks with separate caches."""
 
     info: Mapping[str, Any]
     ranks: Ranks
 
 
 def live_servers(urls: Sequence[str]) -> dict[str, LiveServer]:
-    """Ask each server for its deployment.
+    """Return the deployment that each server reports, by URL.
 
     Raises StoreUnavailable, UsageError for a bad URL, and ProfileError for an impossible size.
     """
@@ -44,10 +44,10 @@ def live_servers(urls: Sequence[str]) -> dict[str, LiveServer]:
 
 @dataclass(slots=True)
 class PullReport:
-    """What one server has done; whole whenever the pulling is interrupted.
+    """Results of one server; valid at any time, also after an interrupt.
 
-    pulled: of each request, at each DP rank. complete: whether it was asked for all. error: what
-    made it be given up, if anything did.
+    pulled: one for each request and DP rank. complete: whether all were requested. error: why the
+    server was given up, or None.
     """
 
     server: str
@@ -56,7 +56,7 @@ class PullReport:
     error: str | None = None
 
     def document(self, page_size: int) -> dict[str, Any]:
-        """Count the requests that failed and the tokens that were cached, and list the requests."""
+        """Return the JSON document: one row for each request, and the totals."""
         pulled = list(self.pulled)
         return {
             "server": self.server,
@@ -79,10 +79,10 @@ def pull(
     reports: list[PullReport],
     on_done: Callable[[int], None] = lambda requests: None,
 ) -> None:
-    """Ask each server, at each of its DP ranks, for the prefixes that the store has.
+    """Request the prefixes that the store has, from each server and DP rank.
 
-    asked: gives requests with their numbers, for each server anew. usable_pages: by those numbers.
-    deadline: in terms of time.monotonic(). reports: gets one of each server that is asked.
+    asked: yields numbered requests anew for each server. usable_pages: indexed by these numbers.
+    deadline: in terms of time.monotonic(). reports: receives a report for each server.
     """
     hashing = Hashing.of(profile)
     for url, live in servers.items():

@@ -1,4 +1,4 @@
-"""Put the pages of chains into the order in which they are worth warming."""
+"""Order the pages of chains by the value of warming them."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranker:
-    """Ranks the pages of chains by what is known of the requests that they are of.
+    """Ranking of pages by the requests that use them.
 
-    times: [chains] float64, rising; None where nothing is known: then pages that more requests
-    share come first, and else the chains in their order. output_tokens: [chains], -1 where unknown.
+    times: [chains] float64, rising; None if unknown: then pages that more requests share come
+    first, and otherwise chains keep their order. output_tokens: [chains], -1 if unknown.
     """
 
     times: npt.NDArray[np.float64] | None = None
     output_tokens: IntArray | None = None
 
     def __call__(self, chains: Chains, names: pa.StringArray, page_of: IntArray) -> IntArray:
-        """Give the place of each distinct page, 0 the best, none before one of its prefix."""
+        """Return the rank of each distinct page, 0 the best, never before a page of its prefix."""
         unknown = np.full(len(chains), -1, dtype=np.int64)
         blocks = page_of.astype(np.int32)
         trace = Trace(
@@ -55,7 +55,7 @@ class Ranker:
         plan = plan_order(trace)
         order = plan.order
         if self.times is None:
-            # One chain after another: what ends a prefix, as states do, comes with each.
+            # One chain after another: each prefix is copied with the states at its end.
             first = np.full(len(names), len(page_of), dtype=np.int64)
             np.minimum.at(first, page_of, np.arange(len(page_of)))
             order = order[np.lexsort((first[order], -plan.values))]
@@ -64,7 +64,7 @@ class Ranker:
 
 
 def chains_of_trace(trace: Trace, hashing: Hashing) -> Chains:
-    """Take the chains of a trace whose blocks are pages."""
+    """Return the chains of a trace whose blocks are pages."""
     names = trace.forest.names.reshape(-1, HASH_BYTES).astype(np.uint8, copy=False)
     tokens = trace.input_tokens.astype(np.int64)
     reach = [restorable_pages(n, hashing.page_size, bigram=hashing.bigram) for n in tokens.tolist()]
@@ -74,9 +74,9 @@ def chains_of_trace(trace: Trace, hashing: Hashing) -> Chains:
 def prefixes_worth_asking(
     chains: Chains, usable_pages: IntArray, rank: Rank, *, longest_only: bool
 ) -> IntArray:
-    """Choose chains so that each usable prefix is among them once: their indices, best first.
+    """Return the indices of chains that contain each usable prefix once, best first.
 
-    longest_only: leave out a prefix that others begin with.
+    longest_only: leave out a prefix with which longer ones begin.
     """
     usable = replace(chains, reach=usable_pages).within_reach()
     names, page_of = usable.distinct_pages()
@@ -96,13 +96,13 @@ def prefixes_worth_asking(
 
 
 class PlannedOrder:
-    """The order of a plan that was made before."""
+    """Ranking of pages by an existing plan."""
 
     def __init__(self, pages: pa.StringArray) -> None:
         self._pages = pages
 
     def __call__(self, chains: Chains, names: pa.StringArray, page_of: IntArray) -> IntArray:
-        """Rank distinct pages as the plan does."""
+        """Return the rank of each distinct page in the plan's order."""
         places = pc.index_in(names, value_set=self._pages.cast(names.type)).to_numpy()
         rank = np.empty(len(places), dtype=np.int64)
         rank[np.argsort(places, kind="stable")] = np.arange(len(places))
@@ -110,7 +110,7 @@ class PlannedOrder:
 
 
 def chains_of_plan(planned: PlannedPages, page_size: int) -> tuple[Chains, PlannedOrder]:
-    """Make the chains that a plan's pages form, one for each that is no other's parent."""
+    """Return a plan's chains, one for each page that is not a parent, and the plan's order."""
     inner = np.zeros(len(planned), dtype=np.bool_)
     inner[planned.parents[planned.parents >= 0]] = True
     chains = [_path(planned.parents, leaf) for leaf in np.flatnonzero(~inner).tolist()]
@@ -122,7 +122,7 @@ def chains_of_plan(planned: PlannedPages, page_size: int) -> tuple[Chains, Plann
 
 
 def _path(parents: IntArray, leaf: int) -> IntArray:
-    """Walk from a leaf to its root: the chain, root first."""
+    """Return the chain that ends with a leaf, root first."""
     chain = []
     at = leaf
     while at >= 0:

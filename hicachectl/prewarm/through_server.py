@@ -1,7 +1,7 @@
-"""Have a live SGLang server pull prefixes out of its store into its own memory.
+"""Make a live SGLang server load prefixes from its store into its own memory.
 
-Each prefix is a request to /generate for one new token: the server then looks the prefix up,
-fetches from L3 what L1 and L2 lack, and says how much it took from where. Source: SGLang
+Each prefix is a request to /generate for one new token. The server looks the prefix up, fetches
+from L3 what L1 and L2 lack, and reports the tokens from each source. Source: SGLang
 srt/entrypoints/http_server.py :: generate_request; managers/io_struct.py :: GenerateReqInput;
 managers/scheduler_components/output_streamer.py :: get_cached_tokens_details.
 """
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
     from hicachectl.requests.files import Request
 
 REQUEST_TIMEOUT_S = 120.0
-BUSY_PATIENCE_S = 300.0  # how long a server may only answer that it has no room for requests
+BUSY_PATIENCE_S = 300.0  # how long a server may answer only that it is busy
 
 _TRIES = 3  # of one request
-_GIVE_UP_AFTER = 3  # requests in a row that came to nothing
+_GIVE_UP_AFTER = 3  # failed requests in a row
 _PAUSE_S = 1.0
 _MAX_PAUSE_S = 60.0
 _BUSY = (http.client.TOO_MANY_REQUESTS, http.client.SERVICE_UNAVAILABLE)
-_SAID_CHARS = 200  # of what a server says went wrong
+_SAID_CHARS = 200  # of a server's error text
 _SOURCES = ("device", "host", "storage")
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A prefix to ask for.
+    """A prefix to request.
 
-    number: the caller's own. pages: that it has. token_ids: theirs, and those that a server
+    number: chosen by the caller. pages: count. token_ids: of these pages, and those that a server
     computes beyond them.
     """
 
@@ -60,10 +60,10 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """What became of a prefix at one DP rank; None where there is but one.
+    """Result of one prefix at one DP rank; None if there is only one rank.
 
-    cached_tokens: that the server did not compute. sources: of these, from the device, the host
-    and the storage; empty where it does not say. error: why there was no answer, "" with one.
+    cached_tokens: tokens that the server did not compute. sources: these by device, host and
+    storage; empty if not reported. error: why there was no answer, "" with one.
     """
 
     number: int
@@ -75,24 +75,24 @@ class PullResult:
 
 
 def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Prefix:
-    """Cut a request to what makes a server restore its first pages.
+    """Cut a request to the tokens that make a server restore its first pages.
 
-    The token that is computed beyond them may be any: where the request ends, its last one does.
-    Raises FormatError for a request that is shorter, as one of a file that has changed meanwhile.
+    The token computed beyond them may be any: if the request ends there, its last token is
+    repeated. Raises FormatError for a shorter request, as from a file that has changed.
     """
     wanted = tokens_to_restore(pages, hashing.page_size, bigram=hashing.bigram)
     token_ids = request.token_ids[:wanted]
     if len(token_ids) < wanted - 1:
-        raise FormatError(f"{request.where}: {len(token_ids)} tokens are no {pages} pages")
+        raise FormatError(f"{request.where}: {len(token_ids)} tokens are too few for {pages} pages")
     token_ids += token_ids[-1:] * (wanted - len(token_ids))
     return Prefix(number, pages, token_ids, request.extra_key, request.cache_salt)
 
 
 def dp_ranks(server_info: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """List the DP ranks that hold caches of their own: (None,) where there is one.
+    """Return the DP ranks with separate caches; (None,) if there is only one.
 
-    Source: srt/runtime_context.py :: num_dp_ranks_of, of a reply of /server_info. Raises
-    ProfileError for more than a server can have.
+    Source: srt/runtime_context.py :: num_dp_ranks_of, for a /server_info reply. Raises
+    ProfileError for more ranks than a server can have.
     """
     ranks = 1
     for name in ("dp_size", "attn_dp_size"):
@@ -107,7 +107,7 @@ def dp_ranks(server_info: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def generate_body(prefix: Prefix, dp_rank: int | None) -> dict[str, Any]:
-    """Write the body of a request to /generate."""
+    """Return the body of a /generate request."""
     body: dict[str, Any] = {
         "input_ids": list(prefix.token_ids),
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
@@ -121,19 +121,18 @@ def generate_body(prefix: Prefix, dp_rank: int | None) -> dict[str, Any]:
     return body | {name: value for name, value in optional.items() if value is not None}
 
 
-# Of each thread: its results, what made it fail, and at its end None.
+# Of each thread: its results, its error if it failed, and finally None.
 _Done = queue.SimpleQueue[PullResult | BaseException | None]
 
 
 class ThroughServer:
-    """One live server; `pull` is called once. Every request has a bound, and so has the whole.
+    """One live server; `pull` is called once. Every request, and the whole, has a time limit.
 
-    pulled: what became of prefixes, in the order in which it became known; filled by the threads
-    that ask, so that it is whole whenever `pull` is interrupted. complete: whether nothing was
-    left out for the deadline.
+    pulled: results in the order of completion; filled by the requesting threads, so an interrupt
+    of `pull` loses none. complete: False if the deadline left requests out.
 
-    api_key: default from HICACHECTL_API_KEY. jobs: requests at once. Raises UsageError on a URL
-    or a key that cannot be one.
+    api_key: default from HICACHECTL_API_KEY. jobs: concurrent requests. Raises UsageError on a
+    malformed URL or key.
     """
 
     def __init__(
@@ -164,12 +163,12 @@ class ThroughServer:
         deadline: float | None = None,
         on_done: Callable[[int], None] = lambda requests: None,
     ) -> None:
-        """Ask for prefixes, at every rank, in their order.
+        """Request prefixes in order, at every rank.
 
-        prefixes: taken one after another, by other threads. deadline: in terms of
-        time.monotonic(); what is then under way is given up. on_done: told of each result, in
-        this thread. Raises StoreUnavailable where the server refuses the key, has no such
-        endpoint, or has come to be of no use.
+        prefixes: consumed one at a time, by other threads. deadline: in terms of
+        time.monotonic(); requests under way are then abandoned. on_done: called for each result,
+        in this thread. Raises StoreUnavailable if the server refuses the key, lacks the endpoint,
+        keeps failing or stays busy.
         """
         work = ((prefix, rank) for prefix in prefixes for rank in self._ranks)
         done: _Done = queue.SimpleQueue()
@@ -178,7 +177,7 @@ class ThroughServer:
             for number in range(self._jobs)
         ]
         try:
-            with deferred():  # a thread that is being started is one to wait for
+            with deferred():  # every started thread is joined below
                 for thread in threads:
                     thread.start()
             with persistent() as check:
@@ -198,7 +197,7 @@ class ThroughServer:
         on_done: Callable[[int], None],
         check: Callable[[], None],
     ) -> None:
-        """Wait until all threads have ended, or the deadline is past."""
+        """Wait until all threads end or the deadline passes."""
         running = self._jobs
         while running:
             left = None if deadline is None else max(deadline - time.monotonic(), 0)
@@ -224,7 +223,7 @@ class ThroughServer:
                     break
                 pulled = self._pull(prefix, rank)
                 if pulled.error and self._pauses.stopped:
-                    break  # a request that was broken off is none that failed
+                    break  # an abandoned request did not fail
                 self.pulled.append(pulled)
                 done.put(pulled)
         except BaseException as error:  # raised by `pull` in the caller's thread
@@ -251,7 +250,7 @@ class ThroughServer:
         return self._read(prefix, rank, reply)
 
     def _asked(self, body: bytes) -> Reply:
-        """Send one request until it is answered: 200, or the server blames the request itself."""
+        """Send a request until the server answers 200 or blames the request itself."""
         tries = _TRIES
         while True:
             self._pauses.wait()
@@ -274,9 +273,9 @@ class ThroughServer:
                 self._pauses.failed()
 
     def _refuse_for_all(self, reply: Reply) -> None:
-        """Raise where no other request would fare better."""
+        """Raise if every other request would be refused as well."""
         if reply.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
-            what = f"HTTP {reply.status}: the server wants its API key"
+            what = f"HTTP {reply.status}: the server requires its API key"
             raise _RefusedForAllError(str(self._service.lost(what, f"set {API_KEY_VARIABLE}")))
         if reply.status == http.client.NOT_FOUND or 300 <= reply.status < 400:
             raise _RefusedForAllError(str(self._service.refused(self._path, reply)))
@@ -290,7 +289,7 @@ class ThroughServer:
             sources = {name: details[name] for name in _SOURCES if details.get(name) is not None}
             aborted = reason.get("type") == "abort"
         except (FormatError, KeyError, TypeError, AttributeError):
-            what = "an answer is not that of an SGLang server"
+            what = "the answer is not from an SGLang server"
             raise _RefusedForAllError(str(self._service.lost(what, self._service.hint))) from None
         if aborted:
             said = fit(str(reason.get("message") or "aborted"), _SAID_CHARS)
@@ -298,24 +297,24 @@ class ThroughServer:
         asked = len(prefix.token_ids)
         for name, count in {"cached_tokens": cached, **sources}.items():
             if type(count) is not int or not 0 <= count <= asked:
-                what = f"{name}: the server states {shown(count)} for a request of {asked} tokens"
+                what = f"{name}: the server reports {shown(count)} for a request of {asked} tokens"
                 return PullResult(prefix.number, rank, prefix.pages, error=what)
         return PullResult(prefix.number, rank, prefix.pages, cached, sources)
 
 
 class _RefusedForAllError(StoreUnavailable):
-    """A refusal that no other request would escape."""
+    """A refusal that applies to every request."""
 
 
 class _Backoff:
-    """How long requests wait while a server is busy or fails; shared by all threads."""
+    """Pauses of requests while a server is busy or fails; shared by all threads."""
 
     def __init__(self, pause_s: float, patience_s: float) -> None:
         self._pause_s, self._patience_s = pause_s, patience_s
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._next_s = pause_s
-        self._until = 0.0  # when requests go on
+        self._until = 0.0  # when requests resume
         self._answered = time.monotonic()
 
     @property
@@ -323,24 +322,24 @@ class _Backoff:
         return self._stop.is_set()
 
     def stop(self) -> None:
-        """Let nobody wait any longer."""
+        """End all waiting."""
         self._stop.set()
 
     def wait(self) -> None:
-        """Wait until requests go on. Raises StoreUnavailable once they never will."""
+        """Wait until requests resume. Raises StoreUnavailable after `stop`."""
         while (left := self._until - time.monotonic()) > 0 and not self.stopped:
             self._stop.wait(left)
         if self.stopped:
             raise StoreUnavailable("stopped")
 
     def answered(self) -> None:
-        """Note that the server takes requests."""
+        """Record that the server accepts requests."""
         with self._lock:
             self._answered = time.monotonic()
             self._next_s = self._pause_s
 
     def busy(self, retry_after: str) -> bool:
-        """Make all requests wait, as long as the server says; False when it was busy too long."""
+        """Pause all requests as long as the server asks; return False if it was busy too long."""
         now = time.monotonic()
         with self._lock:
             asked = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
@@ -348,11 +347,11 @@ class _Backoff:
             return now - self._answered < self._patience_s
 
     def failed(self) -> None:
-        """Make all requests wait a little."""
+        """Pause all requests briefly."""
         with self._lock:
             self._extend(time.monotonic(), self._next_s)
 
     def _extend(self, now: float, seconds: float) -> None:
-        if self._until <= now:  # the first of those that were under way together
+        if self._until <= now:  # concurrent failures count once
             self._until = now + min(seconds, _MAX_PAUSE_S)
             self._next_s = min(2 * self._next_s, _MAX_PAUSE_S)

@@ -1,9 +1,9 @@
-"""Requests with their times and block chains, read from JSON lines.
+"""Traces: requests with their times and block chains, read from JSON lines.
 
 A line is one request: `hash_ids`, block ids as in Mooncake's public traces (FAST25-release), or
-`token_ids` (also `input_ids`, as SGLang calls them) with the request's `extra_key` and
-`cache_salt`. `timestamp` is a number in any unit, or ISO 8601; `input_length` and `output_length`
-are tokens. Members of other names are passed over.
+`token_ids` (also `input_ids`, SGLang's name) with the request's `extra_key` and `cache_salt`.
+`timestamp` is a number in any unit, or ISO 8601; `input_length` and `output_length` are tokens.
+Other members are ignored.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hicachectl.backends.disk.bounded import MAX_LINE_BYTES, read_lines
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.forms import decode
 from hicachectl.formats.hashing import HASH_BYTES, namespace_seed, page_hashes
+from hicachectl.formats.wording import failed, needs_profile
 from hicachectl.prewarm.forest import Forest, grow_forest
 from hicachectl.requests.files import Request
 
@@ -38,13 +39,13 @@ _MAX_INDEX = 2**31 - 1
 class Trace:
     """Requests in the order of their times.
 
-    times:         [requests] float64 in the trace's unit; None where it gives none.
-    offsets:       [requests + 1] int64; request i refers to blocks[offsets[i]:offsets[i + 1]].
-    blocks:        [references] int32, indices into the forest, a chain on end.
-    input_tokens:  [requests] int64, -1 where unknown.
-    output_tokens: [requests] int64, -1 where unknown.
-    block_tokens:  tokens of a full block; 0 where the lengths do not tell.
-    starts:        [requests] int64, where in its file the line of each begins; None without a file.
+    times:         [requests] float64 in the trace's unit; None if the trace has no times.
+    offsets:       [requests + 1] int64; request i has blocks[offsets[i]:offsets[i + 1]].
+    blocks:        [references] int32, indices into the forest, chain after chain.
+    input_tokens:  [requests] int64, -1 if unknown.
+    output_tokens: [requests] int64, -1 if unknown.
+    block_tokens:  tokens of a full block; 0 if unknown.
+    starts:        [requests] int64, byte offset of each line; None without a file.
     """
 
     times: npt.NDArray[np.float64] | None
@@ -76,7 +77,7 @@ class _TraceLine(msgspec.Struct):
 
 
 class _Lines:
-    """The columns of a trace while it is read."""
+    """Columns of a trace during reading."""
 
     def __init__(self, profile: Profile | None) -> None:
         self._profile = profile
@@ -91,10 +92,10 @@ class _Lines:
         self.timed: bool | None = None
 
     def add(self, request: _TraceLine, start: int) -> None:
-        """Take a request of the line at `start`; raises FormatError saying what is wrong."""
+        """Add the request whose line begins at byte `start`. Raises FormatError."""
         tokens = request.tokens
         if (tokens is None) == (request.hash_ids is None):
-            raise FormatError('a request has either "token_ids" or "hash_ids"')
+            raise FormatError('a request needs exactly one of "token_ids" and "hash_ids"')
         self.hashed = _same(self.hashed, tokens is not None, "token ids", "hash ids")
         self.timed = _same(self.timed, request.timestamp is not None, "times", "no times")
         if request.timestamp is not None:
@@ -115,11 +116,8 @@ class _Lines:
 
     def _hash(self, request: _TraceLine) -> int:
         if self._profile is None:
-            raise UsageError(
-                "a trace of token ids needs the deployment's page size and kind of hash; "
-                "add --profile, --model-config or --server"
-            )
-        # A server takes empty ones for none: managers/io_struct.py.
+            raise UsageError(needs_profile("A trace of token ids"))
+        # Servers treat empty values as none: SGLang managers/io_struct.py.
         seed = namespace_seed(request.extra_key or None, request.cache_salt or None)
         bigram = self._profile.hash_unit == "bigram"
         hashes = page_hashes(
@@ -133,10 +131,10 @@ _REQUEST = msgspec.json.Decoder(_TraceLine)
 
 
 def read_trace(path: Path, profile: Profile | None) -> Trace:
-    """Read a trace; a profile is needed for one of token ids alone.
+    """Read a trace.
 
-    Raises FormatError naming the line, UsageError where the file cannot be read or a profile
-    is missing.
+    profile: gives the page size and hash unit; needed for token ids only. Raises FormatError
+    naming the line; UsageError if the file cannot be read or the profile is missing.
     """
     lines = _Lines(profile)
     end = 0
@@ -155,10 +153,10 @@ def read_trace(path: Path, profile: Profile | None) -> Trace:
 
 
 def read_requests(path: Path, starts: npt.NDArray[np.int64]) -> Iterator[Request]:
-    """Read again the requests of token ids whose lines begin at `starts`, in that order.
+    """Read again the token-id requests whose lines begin at bytes `starts`, in that order.
 
-    A trace does not keep tokens, of which there may be billions. Raises UsageError where the file
-    cannot be read again, FormatError where it has changed.
+    A trace does not keep tokens, since there may be billions. Raises UsageError if the file cannot
+    be read again, FormatError if it has changed.
     """
     try:
         with path.open("rb") as file:
@@ -169,16 +167,16 @@ def read_requests(path: Path, starts: npt.NDArray[np.int64]) -> Iterator[Request
                 salts = found.extra_key or None, found.cache_salt or None
                 yield Request(where, found.tokens or [], *salts)
     except FormatError as error:
-        raise FormatError(f"{path}: has changed since it was read") from error
+        raise FormatError(f"{path}: changed since it was read; run again") from error
     except OSError as error:
-        raise UsageError(f"cannot read {path} again: {error.strerror or error}") from error
+        raise UsageError(failed(path, "read the trace again", error)) from error
 
 
 def _trace(lines: _Lines, profile: Profile | None) -> Trace:
     offsets = np.zeros(len(lines.lengths) + 1, np.int64)
     np.cumsum(lines.lengths, out=offsets[1:])
     if offsets[-1] > _MAX_INDEX:
-        raise FormatError(f"{offsets[-1]} references to blocks; a trace has 2^31 at most")
+        raise FormatError(f"{offsets[-1]} references to blocks; a trace has at most 2^31-1")
     names, blocks = _hash_index(lines) if lines.hashed else _id_index(lines.ids)
     inputs, outputs = np.array(lines.inputs, np.int64), np.array(lines.outputs, np.int64)
     times = np.array(lines.times, np.float64) if lines.timed else None
@@ -198,7 +196,7 @@ def _trace(lines: _Lines, profile: Profile | None) -> Trace:
 def _id_index(
     ids: array[int],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Give each distinct id, in order, and the index among them of every id."""
+    """Return the distinct ids, ascending, and the index of each id among these."""
     flat = np.frombuffer(ids, np.int64) if ids else np.empty(0, np.int64)
     least, most = (int(flat.min()), int(flat.max())) if len(flat) else (0, -1)
     if least >= 0 and most < 4 * len(flat):  # mostly consecutive: a table instead of a sort
@@ -211,7 +209,7 @@ def _id_index(
 
 
 def _hash_index(lines: _Lines) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
-    """Do as `_id_index` for hashes, told apart by their first 8 bytes."""
+    """Do the same as `_id_index` for hashes, distinguished by their first 8 bytes."""
     empty = np.empty((0, HASH_BYTES), np.uint8)
     hashes = np.concatenate([empty, *lines.hashes])
     lines.hashes.clear()
@@ -235,7 +233,7 @@ def _reordered(
 def _block_tokens(inputs: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> int:
     """Infer a block's tokens from prompts of n tokens in ceil(n / tokens) blocks; 0 if none fits.
 
-    Of several that fit, the least power of two, else the least.
+    If several fit: the least power of two, else the least.
     """
     known = (inputs > 0) & (lengths > 0)
     if not known.any() or not (inputs >= 0).all():
@@ -252,7 +250,7 @@ def _block_tokens(inputs: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64])
 
 def _same(before: bool | None, now: bool, yes: str, no: str) -> bool:
     if before is not None and before != now:
-        raise FormatError(f"has {yes if now else no}, the lines before {no if now else yes}")
+        raise FormatError(f"has {yes if now else no}, but earlier lines have {no if now else yes}")
     return now
 
 

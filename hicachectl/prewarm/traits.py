@@ -1,4 +1,4 @@
-"""What is known of a block that waits for its next use, as small codes."""
+"""Small codes for the known properties of blocks that wait for their next use."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
     Codes = npt.NDArray[np.int64]
 
-_USES = np.array([2, 3, 5, 9, 17])  # a level a doubling, from here on
+_USES = np.array([2, 3, 5, 9, 17])  # a level per doubling from 3 on
 _TURNS = np.array([1, 2, 3, 5, 9])
 _BLOCKS = np.array([1, 2, 4, 16, 64])
 _QUANTILES = 12
-_FEW_QUANTILES = 6  # of what is told apart by age as well, and has no more to say
+_FEW_QUANTILES = 6  # enough for a factor that is also split by age
 _USE_FACTOR = Factor("uses", len(_USES) + 1)
 _DEPTH_FACTOR = Factor("depth", len(_BLOCKS) + 1)
-_TAIL_FACTOR = Factor("tail", 2)  # the last block of a prompt that does not fill it
-_LEFT_FACTOR = Factor("left", 2)  # a block that its conversation went on without
+_TAIL_FACTOR = Factor("tail", 2)  # a prompt's last block, partly filled
+_LEFT_FACTOR = Factor("left", 2)  # the conversation continued without the block
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RequestFactors:
-    """Codes of requests, to be joined with those of a block in one of them.
+    """Codes of requests, to be joined with codes of their blocks.
 
-    factors:  of the codes that `codes` returns, in its order.
+    factors:  in the order of the columns of `codes`.
     requests: [requests, request factors] int64.
-    tails:    [requests] int64, depth of a block that the prompt does not fill, else -1.
+    tails:    [requests] int64, depth of a partly filled last block, else -1.
     """
 
     factors: tuple[Factor, ...]
@@ -48,9 +48,9 @@ class RequestFactors:
         uses: npt.NDArray[np.integer],
         left: npt.NDArray[np.bool_],
     ) -> Codes:
-        """Code blocks by their last request, depth, number of uses: one small int.
+        """Return one small int for each block, from its last request, depth and number of uses.
 
-        left: the block's conversation went on without it.
+        left: whether its conversation continued without the block.
         """
         use = _by_edges(_USES, uses)
         depth = _by_edges(_BLOCKS, depths)
@@ -64,7 +64,7 @@ class RequestFactors:
         return _USE_FACTOR.levels * _DEPTH_FACTOR.levels * 4
 
     def codes(self, requests: Codes, block_codes: Codes) -> Codes:
-        """Join to [rows, factors]."""
+        """Return the codes of all factors: [rows, factors]."""
         use, depth = np.divmod(block_codes // 4, _DEPTH_FACTOR.levels)
         tail, left = block_codes // 2 % 2, block_codes % 2
         return np.column_stack((use, depth, tail, left, self.requests[requests]))
@@ -73,7 +73,7 @@ class RequestFactors:
 def take_traits(
     trace: Trace, links: Conversations, times: npt.NDArray[np.float64]
 ) -> RequestFactors:
-    """Code every request by what may tell whether, and when, it is carried on."""
+    """Return each request's codes for the properties that may predict its continuation."""
     lengths = np.diff(trace.offsets)
     going_on = links.source >= 0
     pace = np.where(going_on, times - times[links.source], -1.0)
@@ -100,7 +100,7 @@ def take_traits(
 
 
 def _added_tokens(trace: Trace, links: Conversations) -> Codes:
-    """Count what each prompt adds to its conversation's last prompt and answer; -1: unknown."""
+    """Return the tokens that each prompt adds to the prompt and answer before; -1: unknown."""
     tokens, before = trace.input_tokens, links.source
     going_on = before >= 0
     so_far = np.where(going_on, tokens[before], 0)
@@ -116,7 +116,7 @@ def _by_edges(edges: Codes, values: npt.NDArray[np.integer]) -> Codes:
 def _by_quantile(
     values: npt.NDArray[np.int64] | npt.NDArray[np.float64], quantiles: int = _QUANTILES
 ) -> Codes:
-    """Code by quantile, from 1; 0 is unknown, which is below 0."""
+    """Return each value's quantile, from 1; 0 for an unknown value, which is negative."""
     known = values[values >= 0]
     if not len(known):
         return np.zeros(len(values), np.int64)

@@ -1,4 +1,4 @@
-"""Who used each block before, and which request each request continues."""
+"""Earlier uses of each block, and the request that each request continues."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
     from hicachectl.prewarm.trace import Trace
 
-MOST_COUNTED = 255  # uses a reference tells apart
+MOST_COUNTED = 255  # uses, in `Uses.earlier`
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Uses:
-    """The uses of blocks, as one walk through the trace finds them.
+    """Uses of blocks.
 
-    previous: [references] int32, the request that used the block before this one; -1: none.
-    earlier:  [references] uint8, how often it was used before, `MOST_COUNTED` at most.
+    previous: [references] int32, the last request before this one to use the block; -1: none.
+    earlier:  [references] uint8, number of earlier uses, at most `MOST_COUNTED`.
     last:     [blocks] int32, the last request that used the block.
-    counts:   [blocks] int32, requests that used it.
+    counts:   [blocks] int32, number of requests that used it.
     """
 
     previous: npt.NDArray[np.int32]
@@ -33,14 +33,14 @@ class Uses:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Conversations:
-    """Which requests carry on which, as the turns of a conversation do; all [requests].
+    """Links between requests, as turns of conversations; all [requests].
 
     known:  int64, leading blocks that were used before.
-    source: int32, the request that this one carries on; -1: none.
+    source: int32, the request that this one continues; -1: none.
     turns:  int32, requests before this one in its conversation.
-    first:  int32, the request that began its conversation.
-    left:   int32, the first request that carries this one on. What it does not use of this one's
-            blocks, the conversation has left behind. The number of requests: none.
+    first:  int32, the first request of its conversation.
+    left:   int32, the first request that continues this one, and leaves behind the blocks that it
+            does not use; the number of requests: none.
     """
 
     known: npt.NDArray[np.int64]
@@ -51,7 +51,7 @@ class Conversations:
 
 
 def walk_uses(trace: Trace) -> Uses:
-    """Walk through the requests once, in their order."""
+    """Return the uses of a trace's blocks, in one pass over the requests."""
     blocks = trace.blocks
     last = np.full(len(trace.forest), -1, np.int32)
     counts = np.zeros(len(trace.forest), np.int32)
@@ -59,7 +59,7 @@ def walk_uses(trace: Trace) -> Uses:
     earlier = np.empty(len(blocks), np.uint8)
     start = 0
     for request, end in enumerate(trace.offsets[1:].tolist()):
-        chain = blocks[start:end]  # distinct, for a block stands at one depth
+        chain = blocks[start:end]  # distinct: a block has one depth
         previous[start:end] = last[chain]
         used = counts[chain]
         earlier[start:end] = np.minimum(used, MOST_COUNTED)
@@ -70,10 +70,10 @@ def walk_uses(trace: Trace) -> Uses:
 
 
 def link_requests(trace: Trace, uses: Uses) -> Conversations:
-    """Link each request to the one that last used the deepest block it shares.
+    """Link each request to the last one before it that used its deepest known block.
 
-    A block that more requests used than that one's conversation has had is a prompt that
-    conversations share, and links nothing.
+    A block with more uses than that conversation has requests is a prompt that conversations
+    share, and links nothing.
     """
     requests = len(trace)
     fresh = np.zeros(len(trace.blocks) + 1, np.int64)

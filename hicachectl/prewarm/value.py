@@ -1,12 +1,12 @@
-"""What warming a block is worth: the chance that it is used before a cache gives it up.
+"""Value of warming a block: the chance of a use before a cache evicts the block.
 
-Only the first use counts. A block that is not warmed is computed then, and is in the cache
-afterwards like any other; that is why a count of uses orders badly. How long a cache keeps a block
-depends on its size, which one order has to serve whatever it is: the chance is averaged over
-horizons from 1/32 of the trace's span to all of it.
+Only the first use counts: it computes a block that was not warmed, which is then cached like any
+other. A count of uses therefore orders badly. How long a cache keeps a block depends on the
+cache's size, which is unknown here. The chance is averaged over horizons from 1/32 of the trace's
+span to all of it.
 
-Chances come from the trace itself: how often blocks that were as old and as often used, of
-requests with as long an output and so on, were used again in it (`hazard`).
+Chances are measured on the trace (`hazard`): how often blocks of the same age, number of uses,
+output length of the request and so on were used again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 HORIZONS = tuple(0.5**halvings for halvings in range(6))  # of the trace's span
 
-_SAMPLED_REQUESTS = 20_000  # whose blocks' waits are fitted: enough, and bounds the time
+_SAMPLED_REQUESTS = 20_000  # the waits of their blocks are fitted; bounds the time
 _PRIOR_EVENTS = 4.0
 _REFERENCES_AT_ONCE = 1 << 20
 _GROUPS_AT_ONCE = 1 << 17
@@ -40,10 +40,10 @@ _GROUPS_AT_ONCE = 1 << 17
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reuse:
-    """When the blocks of a trace may be used again, as it looks from its end.
+    """Expected reuse of a trace's blocks after its end.
 
-    groups: keys of blocks that have the same chances. group_of: [blocks] the group of each.
-    ages: [requests] float64, time since each. span: time since the first one.
+    groups: keys of groups of blocks with equal chances. group_of: [blocks] the group of each.
+    ages: [requests] float64, time since each. span: time since the first.
     """
 
     hazards: Hazards
@@ -54,10 +54,7 @@ class Reuse:
     span: float
 
     def chances(self, horizons: Sequence[float]) -> Iterator[tuple[slice, Floats]]:
-        """Give the chances of a use within each horizon, of some groups at a time.
-
-        Yields which groups, and their chances [horizons, these groups].
-        """
+        """Yield some groups at a time, and their chances of a use: [horizons, these groups]."""
         for start in range(0, len(self.groups), _GROUPS_AT_ONCE):
             piece = slice(start, start + _GROUPS_AT_ONCE)
             requests, block_codes = np.divmod(self.groups[piece], self.traits.block_levels)
@@ -66,10 +63,10 @@ class Reuse:
 
 
 def reuse_values(trace: Trace, times: Floats, now: float, uses: Uses) -> Floats:
-    """Estimate for every block the expected share of its tokens that warming saves.
+    """Return for every block the expected share of its tokens that warming saves: [blocks].
 
-    times: [requests], not decreasing, `now` no earlier. Returns [blocks], not prefix-closed; all 0
-    where no block was ever used twice.
+    times: [requests], not decreasing; `now` is not earlier. The values are not prefix-closed, and
+    all 0 if no block was used twice.
     """
     reuse = fit_reuse(trace, times, now, uses)
     if reuse is None:
@@ -81,7 +78,7 @@ def reuse_values(trace: Trace, times: Floats, now: float, uses: Uses) -> Floats:
 
 
 def fit_reuse(trace: Trace, times: Floats, now: float, uses: Uses) -> Reuse | None:
-    """Measure on the trace itself when blocks are used again; None where none ever was."""
+    """Measure on the trace when blocks are used again; return None if none was."""
     links = link_requests(trace, uses)
     traits = take_traits(trace, links, times)
     waits, codes = _waits(trace, times, now, uses, links, traits)
@@ -108,7 +105,7 @@ def _waits(
     links: Conversations,
     traits: RequestFactors,
 ) -> tuple[Waits, Index]:
-    """Collect the waits that began at a sample of the requests, and the codes of their cells."""
+    """Return the waits that began at a sample of the requests, and the codes of their cells."""
     stride = -(-len(trace) // _SAMPLED_REQUESTS)
     sampled = np.arange(len(trace)) % stride == 0
     begins, ends, depths, counts = [], [], [], []
@@ -135,19 +132,19 @@ def _cells(
     traits: RequestFactors,
     waits: tuple[Index, Index, Index, Index],
 ) -> tuple[Waits, Index]:
-    """Code waits, a wait that is left behind as one that ends and one that takes over.
+    """Return coded waits; split a wait at the moment when its block is left behind.
 
-    times: with the trace's end as that of one more request. waits: the requests that began and
-    ended each, and depth and number of uses of its block.
+    times: of the requests, then the trace's end. waits: the requests that began and ended each,
+    and the depth and number of uses of its block.
     """
     begin, end, depth, count = waits
-    weight = 1 / np.sqrt(np.diff(trace.offsets)[begin])  # a chain's blocks wait together
+    weight = 1 / np.sqrt(np.diff(trace.offsets)[begin])  # blocks of a chain wait together
     middle = links.left[begin]
     left = np.less(middle, end)
     at = np.flatnonzero(left)
     every = np.concatenate((np.arange(len(begin)), at, at))
     whole = len(begin)
-    # Left-behind time is all of the wait's less that before it was left.
+    # Time after a block was left behind: the whole wait minus the time before.
     behind = np.concatenate((left, np.zeros(len(at), np.bool_), np.ones(len(at), np.bool_)))
     stop = np.concatenate((end, middle[at], middle[at]))
     sign = np.concatenate((np.ones(whole + len(at)), -np.ones(len(at))))
@@ -163,9 +160,9 @@ def _cells(
 def _alike(
     trace: Trace, uses: Uses, links: Conversations, traits: RequestFactors
 ) -> tuple[Index, Index]:
-    """Group blocks that have the same chances: of one last request, and of one code in it.
+    """Group blocks with equal chances: the same last request and code.
 
-    Returns the groups' keys and each block's group.
+    Return the groups' keys and each block's group.
     """
     last = uses.last.astype(np.int64)
     left = np.less(links.left[last], len(trace))

@@ -1,1 +1,1 @@
-"""The profile of a deployment, from options, servers, stamps and stores."""
+"""Profiles of deployments, from options, servers, stamps and stores."""

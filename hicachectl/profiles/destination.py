@@ -1,10 +1,11 @@
-"""The profile of a destination, from the options that say what is to change."""
+"""Build the profile of a destination from the --to-* options."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.wording import needs_profile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,9 +16,9 @@ _FIELDS = ("model", "tag", "tp", "pp", "tp_lcm_size", "layout", "sglang")
 
 
 def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> Profile | None:
-    """Give the profile that pages are to be written for; None where nothing is to change.
+    """Return the profile that pages are written for; None if nothing changes.
 
-    Raises UsageError where the options contradict one another, or there is no profile to change.
+    Raises UsageError if options contradict each other, or if there is no profile to change.
     """
     from hicachectl.formats.transfer import retargeted
     from hicachectl.profiles.sources import read_profile, stage_layers
@@ -29,11 +30,11 @@ def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> 
     if options["to_profile"]:
         if changes:
             name = next(iter(changes)).replace("_", "-")
-            raise UsageError(f"--to-profile says everything; leave out --to-{name}")
+            raise UsageError(f"--to-{name} cannot be combined with --to-profile; remove one")
         return read_profile(options["to_profile"])
     if not changes:
         return None
     if profile is None or profile.inferred:
         name = next(iter(changes)).replace("_", "-")
-        raise UsageError(f"--to-{name} needs a profile of the source: --profile, --model-config")
+        raise UsageError(needs_profile(f"--to-{name}"))
     return retargeted(profile, **changes)

@@ -1,4 +1,4 @@
-"""A profile of a store's deployment, as far as the store itself shows it."""
+"""Infer the profile of a deployment from a store's keys and object sizes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.inventory import Inventory
 
-_OTHER_SOURCES = "give --model-config with the server's flags, --server, or write a profile file"
-# The last release whose keys of states name no TP rank beside a KV object that all ranks share.
+_OTHER_SOURCES = "give --model-config with the server's flags, --server, or a profile file"
+# The last release whose state keys omit the TP rank beside a KV object that all ranks share.
 _UNRANKED_STATES_SGLANG = "0.5.18"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolGuess:
-    """Which deployment of a store is meant; what is None is left open."""
+    """Selection of one deployment of a store; None matches any value."""
 
     model: str | None = None
     tp: int | None = None
@@ -36,7 +36,7 @@ class PoolGuess:
     dcp: int | None = None
 
     def fits(self, deployment: Deployment) -> bool:
-        """Tell whether a deployment is one of those that are meant."""
+        """Return whether a deployment matches."""
         if self.model is not None and deployment.model != self.model.replace("/", "-"):
             return False
         specs = deployment.specs
@@ -44,10 +44,10 @@ class PoolGuess:
 
 
 def infer_profile(inventory: Inventory, scheme: str, choice: PoolGuess | None = None) -> Profile:
-    """State the shards, pools and object sizes that were seen of the one deployment of a store.
+    """Return the shards, pools and object sizes of a store's one deployment as a profile.
 
-    scheme: of the store's keys. Raises ProfileError when there is no deployment or the choice is
-    open, and where a profile cannot say what was seen.
+    scheme: of the store's keys. Raises ProfileError unless exactly one deployment matches, and if
+    a profile cannot describe the objects seen.
     """
     chosen = choose_deployment(inventory, choice or PoolGuess())
     deployment = _seen(inventory, inventory.table.deployments[chosen])
@@ -57,37 +57,35 @@ def infer_profile(inventory: Inventory, scheme: str, choice: PoolGuess | None = 
 
 
 def choose_deployment(inventory: Inventory, choice: PoolGuess) -> int:
-    """Find the one deployment of a store that is meant: its number in the inventory.
+    """Return the number in the inventory of the one matching deployment.
 
-    Raises ProfileError when there is none or the choice is open.
+    Raises ProfileError if none or several match.
     """
     deployments = inventory.table.deployments
     if not deployments:
         raise ProfileError(_nothing_seen(inventory))
-    # Sidecars whose kv is gone are no deployment to speak of beside one that has it.
+    # Sidecars without kv count only if no deployment has kv.
     fitting = [number for number, d in enumerate(deployments) if choice.fits(d)]
     found = [number for number in fitting if _anchors(deployments[number])] or fitting
     if not found:
-        raise ProfileError(f"the store has no such deployment, but: {_listed(deployments)}")
+        raise ProfileError(f"No deployment matches; the store has: {_listed(deployments)}")
     if len(found) > 1:
         several = [deployments[number] for number in found]
-        remedy = (
-            "choose one" if len(set(map(_options, several))) > 1 else "no option tells them apart"
-        )
-        raise ProfileError(f"the store has several deployments, {remedy}: {_listed(several)}")
+        remedy = "choose one" if len(set(map(_options, several))) > 1 else "no option selects one"
+        raise ProfileError(f"The store has several deployments; {remedy}: {_listed(several)}")
     _check_one_state_size(deployments[found[0]])
     return found[0]
 
 
 def _seen(inventory: Inventory, deployment: Deployment) -> Deployment:
-    """Leave only specs that a key of the store names: others stand for ranks that must be."""
+    """Return the deployment without specs that no key of the store names."""
     listed = set(inventory.table.affixes)
     return replace(deployment, specs=tuple(s for s in deployment.specs if s.affix in listed))
 
 
 def _nothing_seen(inventory: Inventory) -> str:
     if not len(inventory.objects):
-        return "the store has no pages"
+        return "The store has no pages"
     ambiguous = [
         "<hash>".join(affix)
         for affix, found in zip(inventory.table.affixes, inventory.table.resolved, strict=True)
@@ -95,10 +93,10 @@ def _nothing_seen(inventory: Inventory) -> str:
     ]
     if ambiguous:
         return (
-            f"the keys of the store can be read in several ways ({ambiguous[0]}, "
-            f"{len(ambiguous)} forms in all), so that they show no deployment; {_OTHER_SOURCES}"
+            f"The store's keys are ambiguous and show no deployment ({ambiguous[0]}, "
+            f"{len(ambiguous)} forms in all); {_OTHER_SOURCES}"
         )
-    return f"none of the {len(inventory.objects)} keys of the store is one that SGLang writes"
+    return f"None of the {len(inventory.objects)} keys of the store is a key that SGLang writes"
 
 
 def _listed(deployments: Iterable[Deployment]) -> str:
@@ -106,9 +104,9 @@ def _listed(deployments: Iterable[Deployment]) -> str:
 
 
 def _described(deployment: Deployment) -> str:
-    """Write a deployment as the options that choose it, and what they do not say."""
+    """Return the options that choose a deployment, with notes on its other properties."""
     ranks = {spec.coordinate.shard.tp_rank for spec in deployment.specs}
-    notes = [] if ranks != {None} else ["no TP ranks in its keys"]
+    notes = [] if ranks != {None} else ["keys without TP ranks"]
     if not _anchors(deployment):
         pools = sorted({spec.pool for spec in deployment.specs})
         notes.append(f"only {', '.join(pools)}")
@@ -135,9 +133,9 @@ def _check_one_state_size(deployment: Deployment) -> None:
             continue
         texts = ", ".join(str(size or "none") for size in sorted(found))
         raise ProfileError(
-            f"model {deployment.model!r} has {pool} objects of several TP sizes ({texts}) beside "
-            "the same kv, as servers that share a store leave them; a profile states one size: "
-            f"{_OTHER_SOURCES}"
+            f"Model {deployment.model!r} has {pool} objects of several TP sizes ({texts}) for the "
+            "same kv, as servers that share a store write them. A profile has one TP size: "
+            f"{_OTHER_SOURCES}."
         )
 
 
@@ -145,7 +143,7 @@ def _profile(deployment: Deployment) -> Profile:
     pools: dict[str, list[ObjectSpec]] = defaultdict(list)
     anchors = _anchors(deployment)
     if not anchors:
-        raise ProfileError(f"no kv objects of model {deployment.model!r} are in the store")
+        raise ProfileError(f"The store has no kv objects of model {deployment.model!r}")
     for spec in sorted(deployment.specs, key=lambda spec: spec.pool != "kv"):
         pools[spec.pool].append(spec)
     mapping = {
@@ -161,7 +159,7 @@ def _profile(deployment: Deployment) -> Profile:
         mapping["page_size"] = page_size
     if any(pool_name(name).states and not _ranked(specs) for name, specs in pools.items()):
         mapping["sglang"] = _UNRANKED_STATES_SGLANG
-    return profile_from_mapping(mapping, source="what the store shows")
+    return profile_from_mapping(mapping, source="profile inferred from the store")
 
 
 def _pool(name: str, specs: list[ObjectSpec]) -> dict[str, object]:
@@ -171,11 +169,11 @@ def _pool(name: str, specs: list[ObjectSpec]) -> dict[str, object]:
         return {"name": name, "kind": "opaque", "nbytes": nbytes, "replicated": not ranked}
     if name == "kv" and not ranked:  # DeepSeek-V4: empty files stand for the page
         return {"name": name, "kind": "logical"}
-    raise ProfileError(f"the {name} objects of this store are empty; see hicachectl verify")
+    raise ProfileError(f"The store's {name} objects are empty; run hicachectl verify")
 
 
 def _common_size(name: str, specs: list[ObjectSpec]) -> int:
-    """Give the one size of a pool's objects."""
+    """Return the one size of a pool's objects. Raises ProfileError if there are several."""
     by_size: dict[int, list[ObjectSpec]] = defaultdict(list)
     for spec in specs:
         by_size[spec.nbytes].append(spec)
@@ -183,14 +181,14 @@ def _common_size(name: str, specs: list[ObjectSpec]) -> int:
         return next(iter(by_size))
     if UNKNOWN_SIZE in by_size:
         raise ProfileError(
-            f"{name} objects of one rank have several sizes in this store, none of them usual; "
-            f"see hicachectl ls --objects, and {_OTHER_SOURCES}"
+            f"{name} objects of one rank have several sizes, none of which prevails; run "
+            f"hicachectl ls --objects to see them, and {_OTHER_SOURCES}"
         )
     shown = ", ".join(f"{size} bytes at {_place(found[0])}" for size, found in by_size.items())
     raise ProfileError(
-        f"{name} objects have no single size in this store ({shown}): pipeline stages or "
-        "context-parallel ranks with unequal numbers of layers, which an inferred profile cannot "
-        f"state; {_OTHER_SOURCES}"
+        f"{name} objects differ in size ({shown}), so pipeline stages or context-parallel ranks "
+        "have unequal numbers of layers. An inferred profile cannot state that: "
+        f"{_OTHER_SOURCES}."
     )
 
 
@@ -202,21 +200,21 @@ def _place(spec: ObjectSpec) -> str:
 
 
 def _check_says_all(profile: Profile, deployment: Deployment, scheme: str) -> None:
-    """Refuse a profile that does not expect just what was seen, rank by rank."""
+    """Raise ProfileError unless the profile expects exactly the objects seen, rank by rank."""
     expected = {e.coordinate for e in object_specs(profile, scheme)}
     for spec in deployment.specs:
         if spec.coordinate not in expected:
             raise ProfileError(
-                f"a profile cannot state keys like {'<hash>'.join(spec.affix)} beside the "
-                f"others of model {deployment.model!r}; {_OTHER_SOURCES}"
+                f"A profile cannot describe keys like {'<hash>'.join(spec.affix)} beside the "
+                f"other keys of model {deployment.model!r}; {_OTHER_SOURCES}"
             )
     anchored = {_stage(spec) for spec in _anchors(deployment)}
     for pool in profile.pools:
         own = {_stage(spec) for spec in deployment.specs if spec.pool == pool.name}
-        if not pool.is_draft and own != anchored:  # a draft is on the last stage alone
+        if not pool.is_draft and own != anchored:  # a draft is on the last stage only
             raise ProfileError(
-                f"{pool.name} objects are on some pipeline or context-parallel ranks only, which "
-                f"an inferred profile cannot state; {_OTHER_SOURCES}"
+                f"{pool.name} objects exist on some pipeline or context-parallel ranks only. "
+                f"An inferred profile cannot state that: {_OTHER_SOURCES}."
             )
 
 

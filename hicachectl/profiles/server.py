@@ -1,4 +1,4 @@
-"""Ask a live SGLang server for its deployment, over HTTP."""
+"""Fetch the deployment of a live SGLang server over HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
 API_KEY_VARIABLE = "HICACHECTL_API_KEY"
-MAX_REPLY_BYTES = 32 << 20  # a real reply has some 50 KB for each attention-DP rank
+MAX_REPLY_BYTES = 32 << 20  # a real reply has about 50 KB per attention-DP rank
 MAX_CONFIG_BYTES = 32 << 20
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServerReplies:
-    """Parsed `/server_info` and, where the server has it, `/get_hicache_l3_cache_layout`."""
+    """Parsed `/server_info` and, if the server has it, `/get_hicache_l3_cache_layout`."""
 
     info: Mapping[str, Any]
     layout: Mapping[str, Any] | None
@@ -40,26 +40,25 @@ class ServerReplies:
 
 @dataclass(frozen=True, slots=True)
 class ServerProfile:
-    """The profile of a live server, and what the operator should know of it."""
+    """Profile of a live server, and warnings for the operator."""
 
     profile: Profile
     warnings: tuple[str, ...]
 
 
 def fetch_server(url: str, *, api_key: str | None = None, timeout_s: float = 10.0) -> ServerReplies:
-    """Ask a server for its deployment and its key layout.
+    """Fetch the deployment and the key layout of a server.
 
     url: `http://host:port`, or https. api_key: default from HICACHECTL_API_KEY. timeout_s: for
-    each request as a whole. Raises UsageError for a bad URL and StoreUnavailable where no usable
-    answer comes.
+    each whole request. Raises UsageError for a bad URL, StoreUnavailable without a usable answer.
     """
     service, base = server_service(url, "--server", api_key=api_key, timeout_s=timeout_s)
     try:
         info = _get_json(service, f"{base}/server_info")
         if info is None:
-            info = _get_json(service, f"{base}/get_server_info")  # its older name
+            info = _get_json(service, f"{base}/get_server_info")  # older name
         if info is None:
-            what = "has neither /server_info nor /get_server_info: no SGLang server?"
+            what = f"has neither /server_info nor /get_server_info; {service.hint}"
             raise service.lost(what)
         return ServerReplies(info, _get_json(service, f"{base}/get_hicache_l3_cache_layout"))
     finally:
@@ -69,10 +68,10 @@ def fetch_server(url: str, *, api_key: str | None = None, timeout_s: float = 10.
 def server_service(
     url: str, option: str, *, api_key: str | None = None, timeout_s: float
 ) -> tuple[HttpService, str]:
-    """Make the client of an SGLang server; returns it and the path of the server's endpoints.
+    """Return a client of an SGLang server, and the path of the server's endpoints.
 
-    option: gave the URL. api_key: default from HICACHECTL_API_KEY. timeout_s: for each request as
-    a whole. Raises UsageError on a URL or a key that cannot be one.
+    option: gave the URL. api_key: default from HICACHECTL_API_KEY. timeout_s: for each whole
+    request. Raises UsageError for a malformed URL or key.
     """
     parts = urlsplit(checked_url(url, option))
     key = checked_key(api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE, ""))
@@ -81,7 +80,7 @@ def server_service(
         str(parts.hostname),
         parts.port or (443 if tls else 80),
         who="SGLang server",
-        hint="is this the URL of an SGLang server?",
+        hint="check that this is the URL of an SGLang server",
         timeout_s=timeout_s,
         headers={"Authorization": f"Bearer {key}"} if key else {},
         tls=tls,
@@ -98,11 +97,11 @@ def profile_from_server(
     overrides: Mapping[str, Any] | None = None,
     timeout_s: float = 10.0,
 ) -> ServerProfile:
-    """Derive the profile of a live server.
+    """Return the profile of a live server.
 
-    model_config: the model's config.json or its folder; default: the server's `model_path`, where
-    that is a folder on this machine. overrides: fields of DeploymentFlags that win over what the
-    server says. Raises ProfileError where the sizes cannot be told, else as fetch_server.
+    model_config: the model's config.json or its folder; default: the server's `model_path`, if
+    that is a folder on this machine. overrides: fields of DeploymentFlags that replace the
+    server's. Raises ProfileError if the sizes are unknown, otherwise as `fetch_server`.
     """
     replies = fetch_server(url, timeout_s=timeout_s)
     server = flags_from_server_info(replies.info)
@@ -119,8 +118,8 @@ def profile_from_server(
 def read_model_config(path: Path) -> dict[str, Any]:
     """Read a config.json, or the one in a folder. Raises ProfileError.
 
-    A ModelOpt `hf_quant_config.json` beside it is put in as `quantization_config` where the config
-    has none, as SGLang does.
+    As in SGLang, a ModelOpt `hf_quant_config.json` beside it becomes a missing
+    `quantization_config`.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read_json(file)
@@ -141,11 +140,11 @@ def _draft_config(server: ServerDeployment, given: Path | None) -> dict[str, Any
 
 def _local_model(model_path: str, option: str) -> Path:
     path = Path(model_path)
-    # A relative path is one of the server's working directory, or a name on the Hub.
+    # A relative path is relative to the server's working directory, or a name on the Hub.
     if not path.is_absolute() or not (path / "config.json").is_file():
         raise ProfileError(
-            f"the server's {model_path!r} is no folder with a config.json on this machine; "
-            f"pass {option}"
+            f"The server's {model_path!r} is not a folder with a config.json on this machine; "
+            f"give {option}"
         )
     return path
 
@@ -156,19 +155,19 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def checked_url(url: str, option: str = "--server") -> str:
-    """Check the server's address, which an option gave; the result is fit to be shown.
+    """Return a server's URL, given by an option, in a form that is safe to show.
 
-    Raises UsageError.
+    Raises UsageError for a malformed URL.
     """
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise UsageError(f"{option}: not a URL; write http://host:port") from None
+        raise UsageError(f"{option}: not a URL; give http://host:port") from None
     if parts.username is not None or parts.password is not None:
-        raise UsageError(f"{option}: no credentials in the URL; set {API_KEY_VARIABLE}")
+        raise UsageError(f"{option}: the URL has credentials; set {API_KEY_VARIABLE} instead")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{option}: {url!r} is no http or https URL; write http://host:port")
+        raise UsageError(f"{option}: {url!r} is not an http or https URL; give http://host:port")
     if parts.query or parts.fragment:
         raise UsageError(f"{option}: a URL without ? and # is needed; write http://host:port")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
@@ -176,21 +175,21 @@ def checked_url(url: str, option: str = "--server") -> str:
 
 
 def checked_key(key: str) -> str:
-    """Strip the key and refuse what no header can hold: http.client would quote it in its error."""
+    """Return the key stripped. Raises UsageError for a key that http.client's error would quote."""
     key = key.strip()
     if not (key.isascii() and key.isprintable()):
-        raise UsageError(f"{API_KEY_VARIABLE}: holds characters that an API key cannot have")
+        raise UsageError(f"{API_KEY_VARIABLE}: has characters that an API key cannot have")
     return key
 
 
 def _get_json(service: HttpService, path: str) -> dict[str, Any] | None:
-    """Get a JSON object; None where the server has no such endpoint. Raises StoreUnavailable."""
+    """Get a JSON object; None if the server lacks the endpoint. Raises StoreUnavailable."""
     _log.debug("GET %s", path)
     reply = service.get(path)
     if reply.status == http.client.NOT_FOUND:
         return None
     if reply.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
-        what = f"HTTP {reply.status}: the server wants its API key"
+        what = f"HTTP {reply.status}: the server requires its API key"
         raise service.lost(what, f"set {API_KEY_VARIABLE}")
     if 300 <= reply.status < 400:
         what = f"HTTP {reply.status}: redirects are not followed"

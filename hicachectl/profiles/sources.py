@@ -1,4 +1,4 @@
-"""The profile that a command works with: from its options, in design's order of sources."""
+"""Build the profile that a command uses from its options, or take the store's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
 
-# Options that describe a deployment, to the fields of DeploymentFlags.
+# Options that describe a deployment, and their fields in DeploymentFlags.
 _FLAG_OPTIONS = {
     "served_model_name": "model",
     **{
@@ -38,19 +38,18 @@ def profile_from_options(
     looks_only: bool = False,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Profile | None:
-    """Build the profile that the profile options ask for, else give the one the store keeps.
+    """Return the profile that the options name, else the one that the store keeps, else None.
 
-    None when there is neither. store: asked for its model name where nothing else gives one, and
-    told the profile. looks_only: see `Profiled.use_profile`. warn: told what the operator should
-    know of a server's answer. Raises UsageError on options that contradict one another,
-    ProfileError and StoreUnavailable from the source or the store.
+    store: gives the model's name if nothing else does, and is given the profile. looks_only: see
+    `Profiled.use_profile`. warn: called with warnings about a server's answer. Raises UsageError
+    if options contradict each other, ProfileError and StoreUnavailable from the source or store.
     """
     profile = _asked_for(options, store, warn)
     return profile if store is None else _agreed(store, profile, looks_only)
 
 
 def _agreed(store: Store, profile: Profile | None, looks_only: bool) -> Profile | None:
-    """Tell a store the profile; without one, ask the store."""
+    """Give a store the profile; without a profile, take the store's own."""
     from hicachectl.backends.capabilities import Archive, Profiled
 
     if profile is None and isinstance(store, Archive):
@@ -61,7 +60,7 @@ def _agreed(store: Store, profile: Profile | None, looks_only: bool) -> Profile 
 
 
 def states_source(options: Mapping[str, Any]) -> bool:
-    """Tell whether the profile options name something to build a profile from."""
+    """Return whether the options name a source of a profile."""
     return any(options.get(name) for name in _SOURCES)
 
 
@@ -75,7 +74,7 @@ def _asked_for(
     if options.get("profile_file"):
         others = [*sources[1:], *given]
         if others:
-            raise UsageError(f"--profile says everything; leave out {_option(others[0])}")
+            raise UsageError(f"{_option(others[0])} cannot be combined with --profile; remove one")
         return read_profile(options["profile_file"])
     if not sources:
         if given:
@@ -141,15 +140,15 @@ def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stage_layers(text: str, option: str) -> tuple[int, ...]:
-    """Read the layers of each pipeline stage, as an option gives them. Raises UsageError."""
+    """Return the layers of each pipeline stage from an option's text. Raises UsageError."""
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise UsageError(f"{option} {text!r}: write layers a stage, as in 30,31") from None
+        raise UsageError(f"{option}: {text!r} is not layers per stage; give 30,31") from None
 
 
 def _only_model(store: Store | None) -> str:
-    """Return the model that the first keys of a store name, when it is one."""
+    """Return the one model that the first keys of a store name. Raises UsageError otherwise."""
     from hicachectl.formats.keys.base import codec_for
     from hicachectl.formats.keys.table import KeySplitter
     from hicachectl.pages.deployments import assign_affixes
@@ -162,6 +161,6 @@ def _only_model(store: Store | None) -> str:
         table = assign_affixes(splitter.affixes, codec_for(store.grammar), None)
         models = {deployment.model for deployment in table.deployments}
     if len(models) != 1:
-        seen = f"; the store has {', '.join(sorted(models))}" if models else ""
-        raise UsageError(f"name the model as served: --served-model-name NAME{seen}")
+        seen = f" (the store has {', '.join(sorted(models))})" if models else ""
+        raise UsageError(f"The model's name is unknown{seen}; give --served-model-name NAME")
     return models.pop()

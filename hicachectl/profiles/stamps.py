@@ -1,4 +1,4 @@
-"""The stamp: the profile and weights version that a store was filled with, kept beside it."""
+"""Stamps: the profile and weights version of a store's pages, kept beside the store."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from hicachectl.formats.errors import (
 )
 from hicachectl.formats.forms import convert
 from hicachectl.formats.profile import Profile, profile_from_mapping, profile_to_mapping
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ _KEYLESS = ("sglang",)  # may differ between servers that share a store
 
 
 class _StampForm(Struct):
-    """A stamp as JSON has it."""
+    """JSON form of a stamp."""
 
     form: int
     weights_version: str
@@ -45,17 +46,17 @@ class _StampForm(Struct):
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Who filled a store. weights_version is "" where it was not said."""
+    """Deployment that filled a store. weights_version is "" if unknown."""
 
     profile: Profile
     weights_version: str = ""
 
 
 def read_stamp(store: Store, key_model: str) -> Stamp | None:
-    """Read the stamp of a model, by its name in keys; None where there is none.
+    """Read the stamp of a model, by its name in keys; None if missing.
 
-    Raises FormatError on a damaged stamp, UntrustedError on a link, a special file or a file of
-    an owner who is not trusted, StoreUnavailable.
+    Raises FormatError for a damaged stamp, UntrustedError for a link, a special file or a file of
+    an untrusted owner, StoreUnavailable.
     """
     name = _file_name(key_model)
     with _opened(store, writes=False) as directory:
@@ -65,19 +66,19 @@ def read_stamp(store: Store, key_model: str) -> Stamp | None:
 
 
 def check_stamp_place(store: Store, key_model: str) -> None:
-    """Raise what `write_stamp` would, before anything is changed."""
+    """Raise UntrustedError or StoreUnavailable if `write_stamp` would; change nothing."""
     with _opened(store, writes=True) as directory:
         _check_place(directory, _file_name(key_model))
 
 
 def write_stamp(store: Store, stamp: Stamp) -> Path:
-    """Write the stamp of the profile's model beside a store, whole or not at all.
+    """Write the stamp of the profile's model beside a store, atomically.
 
-    Raises UnsupportedByBackend where the store has no place for it, UntrustedError as
+    Raises UnsupportedByBackend if the store has no place for a stamp, UntrustedError as
     `read_stamp` does, StoreUnavailable.
     """
     if not isinstance(store, SideFiles):
-        raise UnsupportedByBackend(f"{store.url}: there is no place beside this store for a stamp")
+        raise UnsupportedByBackend(f"{store.url}: this store has no place for a stamp")
     name = _file_name(stamp.profile.key_model)
     document = _StampForm(_FORM, stamp.weights_version, profile_to_mapping(stamp.profile))
     with _opened(store, writes=True, makes=True) as directory:
@@ -93,23 +94,22 @@ def stamp_differences(
     weights_version: str = "",
     remark: Callable[[str], None] = lambda text: None,
 ) -> list[str]:
-    """List where the profile, or the weights version, is not the one a store was stamped with.
+    """Return how the profile, or the weights version, differs from a store's stamp.
 
-    remark is told of a stamp that is not read, since it is a link, its owner is not trusted, or
-    the user may not read it.
+    remark: called if the stamp cannot be read: a link, an untrusted owner, or no permission.
     """
     if profile is None or profile.inferred:
         return []
     try:
         stamp = read_stamp(store, profile.key_model)
     except StoreUnavailable as error:
-        remark(f"the stamp is not compared: {error}")
+        remark(f"The stamp was not compared: {error}")
         return []
     return [] if stamp is None else _differences(stamp, Stamp(profile, weights_version))
 
 
 def check_stamp(given: CheckInput) -> Iterator[pa.Table]:
-    """Find where a store was stamped with another profile or weights version."""
+    """Yield a finding for each difference from the store's stamp."""
     differences = stamp_differences(given.store, given.profile, given.weights_version, given.remark)
     yield findings(
         "stamp-mismatch",
@@ -120,7 +120,7 @@ def check_stamp(given: CheckInput) -> Iterator[pa.Table]:
 
 @contextmanager
 def _opened(store: Store, *, writes: bool, makes: bool = False) -> Iterator[Directory | None]:
-    """Open the folder of a store's stamps; None where there is none."""
+    """Open the folder of a store's stamps; None if missing."""
     if not isinstance(store, SideFiles):
         yield None
         return
@@ -138,11 +138,11 @@ def _opened(store: Store, *, writes: bool, makes: bool = False) -> Iterator[Dire
     except OSError as error:
         verb = "write" if writes else "read"
         path = f"{store.side_directory()}/{_FOLDER}"
-        raise StoreUnavailable(f"cannot {verb} {path}: {error.strerror}") from error
+        raise StoreUnavailable(failed(path, verb, error)) from error
 
 
 def _check_place(directory: Directory | None, name: str) -> None:
-    """Refuse to replace what is no regular file of a trusted owner."""
+    """Refuse to replace anything except a regular file of a trusted owner."""
     if directory is not None and directory.has(name):
         directory.read(name, 0)
 
@@ -172,7 +172,7 @@ def _pool_differences(before: list[dict[str, Any]], after: list[dict[str, Any]])
 
 
 def _file_name(key_model: str) -> str:
-    """Spell a model name as a file name: without "/" already, it may be anything else."""
+    """Return the file name for a model name, which has no "/" but any other character."""
     plain = "".join(c if c.isalnum() or c in "-_." else f"%{ord(c):x}" for c in key_model)
     return f"{plain[:200]}.json"
 
@@ -182,8 +182,8 @@ def _parse(data: bytes, path: str) -> Stamp:
         document = parse_json(data[:_MAX_BYTES], path)
         stamp = convert(document, _StampForm, path)
     except FormatError as error:
-        raise FormatError(f"{path}: not a stamp, or damaged; remove it to go on") from error
+        raise FormatError(f"{path}: not a stamp, or damaged; remove the file") from error
     if stamp.form != _FORM:
-        raise FormatError(f"{path}: not a stamp of this version")
+        raise FormatError(f"{path}: stamp form is {stamp.form}, expected {_FORM}")
     profile = profile_from_mapping(stamp.profile, source=f"{path}: profile")
     return Stamp(profile, stamp.weights_version)

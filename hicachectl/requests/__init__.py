@@ -1,1 +1,1 @@
-"""Requests as page chains, and how far a store can serve them."""
+"""Requests as page chains, and their hits in a store."""

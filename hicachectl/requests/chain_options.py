@@ -1,10 +1,12 @@
-"""Which page chains the options of a command ask for."""
+"""Build page chains from command-line options."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from hicachectl.formats.wording import GIVE_PROFILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashing | None:
-    """Say how tokens become pages; None where nothing says it."""
+    """Return the hashing that the profile or the options state, or None."""
     from hicachectl.formats.models.flags import DeploymentFlags, canonical_algorithm, hash_unit
     from hicachectl.requests.chains import Hashing
 
@@ -30,7 +32,7 @@ def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashin
 def asked_chains(options: Mapping[str, Any], hashing: Hashing | None) -> Chains:
     """Read the chains of --pages, or hash the requests of --token-ids or --prompts.
 
-    Raises click.UsageError where nothing says how, UsageError and FormatError from the files.
+    Raises click.UsageError if the hashing is unknown, UsageError and FormatError from the files.
     """
     from hicachectl.requests.chains import chains_of, chains_of_pages
     from hicachectl.requests.files import read_page_chains
@@ -40,7 +42,7 @@ def asked_chains(options: Mapping[str, Any], hashing: Hashing | None) -> Chains:
         return chains_of_pages(read_page_chains(options["pages"]), page_size)
     if hashing is None:
         raise click.UsageError(
-            "token ids are hashed by pages: give --profile, --model-config, --server or --page-size"
+            f"Hashing token ids needs a page size; {GIVE_PROFILE}, or --page-size"
         )
     return chains_of(asked_requests(options), hashing)
 
@@ -58,10 +60,10 @@ def asked_requests(options: Mapping[str, Any]) -> Iterator[Request]:
 
 
 def refuse_other_sources(options: Mapping[str, Any], sources: Iterable[str]) -> None:
-    """Fail unless exactly one of the options that name requests is given."""
+    """Raise click.UsageError unless exactly one option names requests."""
     names = list(sources)
     if sum(bool(options[name]) for name in names) != 1:
         shown = [f"--{name.rstrip('_').replace('_', '-')}" for name in names]
-        raise click.UsageError(f"give the requests: one of {', '.join(shown[:-1])} and {shown[-1]}")
+        raise click.UsageError(f"Give exactly one of {', '.join(shown[:-1])} and {shown[-1]}")
     if options["tokenizer"] and not options["prompts"]:
-        raise click.UsageError("--tokenizer is for --prompts")
+        raise click.UsageError("--tokenizer needs --prompts")

@@ -32,18 +32,18 @@ _DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
 
 @dataclass(frozen=True, slots=True)
 class Hashing:
-    """What makes tokens into pages: their number a page, and whether pairs of them are hashed."""
+    """How tokens become pages: tokens per page, and whether token pairs are hashed."""
 
     page_size: int
     bigram: bool = False
 
     @classmethod
     def of(cls, profile: Profile) -> Hashing:
-        """Take it from a profile, which must not be an inferred one."""
+        """Return the hashing of a profile, which must not be inferred."""
         return cls(profile.page_size, profile.hash_unit == "bigram")
 
     def hashes(self, request: Request) -> npt.NDArray[np.uint8]:
-        """Hash the full pages of a request: [pages, 32]. Raises FormatError naming its place."""
+        """Hash the full pages of a request: [pages, 32]. Raises FormatError naming its line."""
         try:
             seed = namespace_seed(request.extra_key, request.cache_salt)
             return page_hashes(request.token_ids, self.page_size, bigram=self.bigram, prior=seed)
@@ -57,9 +57,9 @@ class Chains:
 
     pages:   [all pages, 32] uint8, raw page hashes
     offsets: [chains + 1] int64: chain i has pages[offsets[i]:offsets[i + 1]]
-    tokens:  [chains] int64, of each request; -1 where only hashes are known
-    reach:   [chains] int64, how many pages a server takes from a store at most for the request
-        itself, whose last token is always computed; all of them where only hashes are known
+    tokens:  [chains] int64, of each request; -1 if only hashes are known
+    reach:   [chains] int64, maximum pages that a server takes from a store for the request, since
+        it always computes the last token; all pages if only hashes are known
     """
 
     pages: npt.NDArray[np.uint8]
@@ -71,7 +71,7 @@ class Chains:
         return len(self.tokens)
 
     def within_reach(self) -> Chains:
-        """Cut each chain to its reach."""
+        """Return the chains, each cut to its reach."""
         lengths = np.diff(self.offsets)
         if np.array_equal(lengths, self.reach):
             return self
@@ -81,7 +81,7 @@ class Chains:
         return Chains(taken, offsets, self.tokens, self.reach)
 
     def distinct_pages(self) -> tuple[pa.StringArray, IntArray]:
-        """Name each distinct page once, in hex: [distinct], and which of them each page is."""
+        """Return the distinct pages in hex [distinct], and each page's index among them."""
         fixed = pa.FixedSizeBinaryArray.from_buffers(
             pa.binary(HASH_BYTES), len(self.pages), [None, pa.py_buffer(self.pages)]
         )
@@ -92,7 +92,7 @@ class Chains:
 
 
 def chains_of(requests: Iterable[Request], hashing: Hashing) -> Chains:
-    """Hash requests. Raises FormatError naming the place of a bad one; keeps no tokens."""
+    """Hash requests; keep no tokens. Raises FormatError naming the line of a bad request."""
     hashed: list[npt.NDArray[np.uint8]] = []
     tokens: list[int] = []
     for request in requests:
@@ -103,7 +103,7 @@ def chains_of(requests: Iterable[Request], hashing: Hashing) -> Chains:
 
 
 def chains_of_pages(chains: Iterable[list[str]], page_size: int | None) -> Chains:
-    """Take chains of page hashes; page_size: None where nothing says it."""
+    """Return chains of page hashes. page_size: None if unknown."""
     hashed = [
         np.frombuffer(bytes.fromhex("".join(chain)), np.uint8).reshape(-1, HASH_BYTES)
         for chain in chains
@@ -114,13 +114,13 @@ def chains_of_pages(chains: Iterable[list[str]], page_size: int | None) -> Chain
 
 
 def hex_chains(requests: Iterable[Request], hashing: Hashing) -> Iterator[list[str]]:
-    """Hash requests one at a time, spelling the hashes as keys do."""
+    """Yield the page hashes of each request, as keys spell them."""
     for request in requests:
         yield hex_pages(hashing.hashes(request)).to_pylist()
 
 
 def hex_pages(pages: npt.NDArray[np.uint8]) -> pa.StringArray:
-    """Spell raw page hashes [n, 32] as keys do."""
+    """Return raw page hashes [n, 32] as keys spell them."""
     width = 2 * HASH_BYTES
     text = _HEX[pages]
     # Arrow's 32-bit offsets hold 2 GiB of text.
@@ -130,7 +130,7 @@ def hex_pages(pages: npt.NDArray[np.uint8]) -> pa.StringArray:
 
 
 def raw_pages(names: pa.StringArray) -> npt.NDArray[np.uint8]:
-    """Read page hashes as keys spell them, without nulls: [n, 32] uint8, raw."""
+    """Return the raw form [n, 32] uint8 of page hashes that keys spell; no nulls."""
     if not len(names):
         return np.zeros((0, HASH_BYTES), np.uint8)
     start, width = names.offset, 2 * HASH_BYTES

@@ -1,6 +1,6 @@
-"""Tools of a chat as SGLang hands them to a chat template.
+"""Tools of a chat as SGLang passes them to a chat template.
 
-Templates write them out as JSON, so every member counts, and their order. Source: SGLang
+Templates write them as JSON, so every member and the order of members count. Source: SGLang
 srt/entrypoints/openai/protocol.py :: Tool, Function; serving_chat.py :: _process_messages.
 """
 
@@ -15,36 +15,36 @@ if TYPE_CHECKING:
 
     from hicachectl.requests.files import Chat
 
-_ALWAYS = ("description", "name", "parameters")  # null where a request does not give them
+_ALWAYS = ("description", "name", "parameters")  # null if a request omits them
 _WHERE_GIVEN = ("strict", "defer_loading")
 _TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "integer"})
 _CHOICES = ("auto", "required", "none")
 
 
 def template_tools(chat: Chat) -> list[dict[str, Any]] | None:
-    """Make a chat's tools into what its template gets; None without any.
+    """Return a chat's tools as its template gets them, or None.
 
-    Raises FormatError for what is no tool, for a choice of none of them, and for types of JSON
-    schemas that SGLang would replace.
+    Raises FormatError for a malformed tool, an unknown choice, and types in JSON schemas that
+    SGLang would replace.
     """
     tools = [_tool(tool, number) for number, tool in enumerate(chat.tools)]
     choice = chat.tool_choice
     if isinstance(choice, str):
         if choice not in _CHOICES:
-            raise FormatError(f"tool_choice: {choice!r:.40} is none of {', '.join(_CHOICES)}")
+            raise FormatError(f"tool_choice: {choice!r:.40} is not one of {', '.join(_CHOICES)}")
         return tools if tools and choice != "none" else None
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     chosen = [tool for tool in tools if tool["function"]["name"] == name]
     if not chosen:
-        raise FormatError(f"tool_choice: {name!r:.40} is none of the tools")
+        raise FormatError(f"tool_choice: {name!r:.40} is not one of the tools")
     return chosen
 
 
 def _tool(tool: Mapping[str, Any], number: int) -> dict[str, Any]:
     given = tool.get("function")
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-        raise FormatError(f"tools[{number}]: no function with a name")
+        raise FormatError(f"tools[{number}]: has no function with a name")
     _refuse_other_types(given.get("parameters"), f"tools[{number}].function.parameters")
     later = tool.get("defer_loading")
     function = {name: value for name, value in given.items() if name in (*_ALWAYS, *_WHERE_GIVEN)}
@@ -72,6 +72,6 @@ def _refuse_other_types(schema: object, where: str) -> None:
         for name in names:
             if isinstance(name, str) and name not in _TYPES:
                 raise FormatError(
-                    f"{where}: {name!r:.40} is no type of JSON schemas, and SGLang would put "
-                    "another there; give the token ids that were served"
+                    f"{where}: {name!r:.40} is not a JSON schema type, so SGLang would replace "
+                    "it; give the token ids that were served"
                 )

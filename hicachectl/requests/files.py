@@ -1,4 +1,4 @@
-"""Requests that files name, a line each: token ids, text, chats, or the hashes of pages."""
+"""Read requests from files, one a line: token ids, text, chats, or page hashes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-_PROMPTS_AT_ONCE = 64  # a tokenizer works on several at a time
+_PROMPTS_AT_ONCE = 64  # a tokenizer encodes several in parallel
 _HASH = re.compile(r"[0-9a-f]{64}")
-_UNHASHABLE = "whose page hashes a prompt alone does not tell; give the token ids that were served"
+_UNHASHABLE = "whose page hashes need more than the text; give the token ids that were served"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a server is asked, as far as its page hashes follow from it.
+    """The parts of a request that determine its page hashes.
 
     where: "FILE: line N", for messages. An empty extra_key or cache_salt is None, as in SGLang
     (managers/io_struct.py).
@@ -40,9 +40,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages, and what the request hands to the chat template beside them.
+    """Messages and the other input of the chat template.
 
-    tool_choice: "auto", "required" or "none", or which of the tools, as in a request.
+    tool_choice: "auto", "required", "none", or one of the tools, as in a request.
     """
 
     messages: list[dict[str, Any]]
@@ -55,9 +55,9 @@ class Chat:
 class PageList:
     """Pages that a file names, in its order.
 
-    source: the file, for messages. groups: for each page the label of the one group that is
-    meant (`ls` shows it as "group"); None: all groups of the page. lengths: how many pages each
-    line has, a chain where there are several.
+    source: the file, for messages. groups: for each page the label of one group (`ls` shows it as
+    "group"); None: all groups of the page. lengths: number of pages in each line; several pages
+    are a chain.
     """
 
     source: str
@@ -67,7 +67,7 @@ class PageList:
 
     @property
     def is_chained(self) -> bool:
-        """Whether any line says which pages follow one another."""
+        """Whether any line is a chain of several pages."""
         return any(length > 1 for length in self.lengths)
 
     def chains(self) -> Iterator[list[str]]:
@@ -76,7 +76,7 @@ class PageList:
         return (list(islice(pages, length)) for length in self.lengths)
 
     def only_in_others(self, label: str) -> list[str]:
-        """List the pages that rows name in other groups than this one, and in no other way."""
+        """Return the pages that rows name only in groups other than this one."""
         rows = list(zip(self.pages, self.groups, strict=True))
         named = {page for page, group in rows if group in (None, label)}
         return [page for page, _ in rows if page not in named]
@@ -86,16 +86,16 @@ Prompt = str | Chat
 
 
 class PromptTokenizer(Protocol):
-    """Makes prompts into the token ids that a server makes of them."""
+    """Tokenizer that gives the same token ids as a server."""
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Give the token ids of each prompt. Raises FormatError, naming none of them."""
+        """Return the token ids of each prompt. Raises FormatError without naming the prompt."""
 
 
 class _Unhashed(msgspec.Struct, forbid_unknown_fields=True):
-    """Members of a request that do not touch its page hashes, so that bodies can be given whole.
+    """Request members allowed beside the prompt, so that whole bodies can be given.
 
-    Any other member is refused: mistyped or not understood, it would give another chain.
+    Other members are refused: a mistyped or unsupported one could give a different chain.
     """
 
     rid: msgspec.Raw = msgspec.Raw()
@@ -142,7 +142,7 @@ _PAGE_LINE = msgspec.json.Decoder(list[str] | _PageLine)
 def read_token_ids(path: Path) -> Iterator[Request]:
     """Read requests as token ids: a JSON list, or {"token_ids" or "input_ids": [...]}, a line.
 
-    The latter with "extra_key" and "cache_salt" where the request had them. Raises UsageError when
+    The objects have "extra_key" and "cache_salt" if the request had them. Raises UsageError if
     the file cannot be read, FormatError naming the line.
     """
     for where, line in _lines(path):
@@ -152,17 +152,16 @@ def read_token_ids(path: Path) -> Iterator[Request]:
             continue
         ids = [value for value in (found.token_ids, found.input_ids) if value is not None]
         if len(ids) != 1:
-            raise FormatError(f'{where}: one of "token_ids" and "input_ids" is needed')
+            raise FormatError(f'{where}: needs exactly one of "token_ids" and "input_ids"')
         yield Request(where, ids[0], found.extra_key or None, found.cache_salt or None)
 
 
 def read_prompts(path: Path, tokenizer: PromptTokenizer) -> Iterator[Request]:
     """Read requests as text or chats.
 
-    A line is a JSON string, {"text" or "prompt": "…"}, a list of messages or {"messages": [...]};
-    the objects with "extra_key" and "cache_salt", chats with "chat_template_kwargs", "tools" and
-    "tool_choice". Raises UsageError when the file cannot be read, FormatError naming the line, or
-    the lines of a batch.
+    A line is a JSON string, {"text" or "prompt": "…"}, a list of messages or {"messages": [...]}.
+    Objects may have "extra_key" and "cache_salt"; chats "chat_template_kwargs", "tools" and
+    "tool_choice". Raises UsageError if the file cannot be read, FormatError naming the line.
     """
     batch: list[tuple[str, Prompt, _PromptLine]] = []
     for where, line in _lines(path):
@@ -179,10 +178,10 @@ def read_prompts(path: Path, tokenizer: PromptTokenizer) -> Iterator[Request]:
 
 
 def read_page_chains(path: Path) -> Iterator[list[str]]:
-    """Read page hashes: a line is one, bare or as "page" of a JSON row, or a JSON list, a chain.
+    """Read page hashes: a line is one hash, a JSON row with a "page", or a JSON list: a chain.
 
-    JSON rows are such as `ls --format jsonl` prints. Raises UsageError when the file cannot be
-    read, FormatError naming the line.
+    JSON rows are those of `ls --format jsonl`. Raises UsageError if the file cannot be read,
+    FormatError naming the line.
     """
     for chain, _ in _page_lines(path):
         yield chain
@@ -201,7 +200,7 @@ def read_page_list(path: Path) -> PageList:
 
 
 def _page_lines(path: Path) -> Iterator[tuple[list[str], str | None]]:
-    """Yield the pages of each line, and the group that the line names."""
+    """Yield the pages of each line and its group label."""
     for where, line in _lines(path):
         chain, group = [line.decode(errors="replace")], None
         if line.startswith((b"{", b"[")):
@@ -213,14 +212,14 @@ def _page_lines(path: Path) -> Iterator[tuple[list[str], str | None]]:
         for page in chain:
             if not _HASH.fullmatch(page):
                 raise FormatError(
-                    f"{where}: {page!r:.80} is no page hash (64 hexadecimal digits), nor a row of "
-                    "hicachectl ls --format jsonl"
+                    f"{where}: {page!r:.80} is neither a page hash (64 hexadecimal digits) nor a "
+                    "row of hicachectl ls --format jsonl"
                 )
         yield chain, group
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Give each line that is not blank, stripped, and the name of its place."""
+    """Yield "FILE: line N" and the stripped text of each line that is not blank."""
     for number, line in read_lines(path, MAX_LINE_BYTES):
         if text := line.strip():
             yield f"{path}: line {number}", text
@@ -236,30 +235,30 @@ def _decoded(decoder: msgspec.json.Decoder[T], line: bytes, where: str) -> T:
 def _prompt(line: _PromptLine, where: str) -> Prompt:
     given = [value for value in (line.text, line.prompt, line.messages) if value is not None]
     if len(given) != 1:
-        raise FormatError(f'{where}: one of "text", "prompt" and "messages" is needed')
+        raise FormatError(f'{where}: needs exactly one of "text", "prompt" and "messages"')
     if isinstance(given[0], str):
         if line.chat_template_kwargs or line.tools:
-            raise FormatError(f"{where}: chat_template_kwargs and tools belong to messages")
+            raise FormatError(f"{where}: chat_template_kwargs and tools need messages")
         return given[0]
     for number, message in enumerate(given[0]):
         if not isinstance(message.get("role"), str):
-            raise FormatError(f"{where}: messages[{number}]: no role")
+            raise FormatError(f"{where}: messages[{number}]: has no role")
         _check_content(message.get("content"), f"{where}: messages[{number}]")
     choice = line.tool_choice or "auto"
     return Chat(given[0], line.chat_template_kwargs, line.tools or (), choice)
 
 
 def _check_content(content: object, where: str) -> None:
-    """Refuse what is hashed by its bytes, not by its text (schedule_batch.py, pad values)."""
+    """Refuse parts that are hashed by their bytes, not as text (schedule_batch.py, pad values)."""
     if content is None or isinstance(content, str):
         return
     if not isinstance(content, list):
-        raise FormatError(f"{where}.content: neither a text nor a list of parts")
+        raise FormatError(f"{where}.content: is neither a text nor a list of parts")
     for part in content:
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str) or part.get("type") not in ("text", "input_text"):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise FormatError(f"{where}.content: a part of type {kind!r:.40}, {_UNHASHABLE}")
+            raise FormatError(f"{where}.content: has a part of type {kind!r:.40}, {_UNHASHABLE}")
 
 
 def _tokenized(
@@ -268,7 +267,7 @@ def _tokenized(
     try:
         encoded = tokenizer.encode([prompt for _, prompt, _ in batch]) if batch else []
     except FormatError as error:
-        if len(batch) > 1:  # find the one at fault
+        if len(batch) > 1:  # find the bad prompt
             for one in batch:
                 yield from _tokenized([one], tokenizer)
             return

@@ -35,7 +35,7 @@ _STOP_FIELDS = [
 
 
 def hit_rows(hits: Hits, page_size: int | None) -> pa.Table:
-    """Make a row per chain, in the columns of `hits`. page_size: None where nothing says it."""
+    """Return a row per chain, in the columns of `hits`. page_size: None if unknown."""
     tokens = hits.chains.tokens
     usable = hits.usable_pages * (page_size or 0)
     unknown = np.full(len(usable), page_size is None)
@@ -52,7 +52,7 @@ def hit_rows(hits: Hits, page_size: int | None) -> pa.Table:
 
 
 def _stopped_by(hits: Hits) -> pa.StructArray:
-    """Name the object that stops each chain; null where nothing does."""
+    """Return the object that stops each chain; null without a stop."""
     stopped = hits.stop_pages >= 0
     positions = (hits.chains.offsets[:-1] + hits.stop_pages)[stopped]
     spread = np.full(len(stopped), -1, dtype=np.int64)
@@ -62,7 +62,7 @@ def _stopped_by(hits: Hits) -> pa.StructArray:
     specs = () if hits.deployment is None else hits.deployment.specs
     coordinates = [spec.coordinate for spec in specs]
     keys = join_keys([spec.affix for spec in specs], which, pages)
-    # Where nothing is known of a deployment, its kv would be the first to be missed.
+    # Without a deployment, kv is the first object missing.
     pools = pc.fill_null(pa.array([c.pool for c in coordinates], pa.string()).take(which), "kv")
     parts = pa.array([c.part for c in coordinates], pa.string()).take(which)
     shards = pa.array([shard_fields(c.shard) for c in coordinates], _SHARD).take(which)

@@ -1,7 +1,7 @@
-"""How far page chains can be restored from a store, and the object that stops each.
+"""Hits: how much of each page chain a store can serve, and the object that stops the chain.
 
-A server can use a page's object if it is there and, where its size is known, as long as it has to
-be: a shorter one fails the read (files) or is used with stale bytes (Mooncake).
+An object is usable if it exists and has its expected size, where sizes are known. Reads of a
+shorter object fail (files) or return stale bytes (Mooncake).
 """
 
 from __future__ import annotations
@@ -43,28 +43,27 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-MISFIT, HELD = range(2)  # of a slot that is not ABSENT; MISFIT: an object of another size
+MISFIT, HELD = range(2)  # values of a slot that is not ABSENT; MISFIT: another size
 
-_FEW_KEYS = 10_000  # asked for one by one, which takes a file system no second
+_FEW_KEYS = 10_000  # looked up one by one, in under a second on a file system
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """How far each chain can be restored; arrays are [chains] but for page_of.
+    """How much of each chain can be restored; arrays are [chains] unless stated.
 
-    deployment:   whose servers would restore; None where the store shows none.
-    needs:        the object sets that servers need, whose slots are ABSENT, MISFIT or HELD for
-        each of page_names. Of trailing sets a prefix needs the pages at its end only.
+    deployment:   of the restoring servers; None if the store shows none.
+    needs:        the object sets that servers need; slots are ABSENT, MISFIT or HELD for each of
+        page_names. A prefix needs trailing sets only at its end.
     chains:       cut to their reach.
-    page_names, page_of: distinct pages in hex, and which of them each page of `chains` is.
+    page_names, page_of: distinct pages in hex; index of each page of `chains` among these.
     kv_pages:     leading pages with kv on all ranks.
     usable_pages: the longest prefix that all ranks can restore.
-    allowed:      [pages of `chains`] whether all ranks can restore the prefix that ends with each.
-    stop_pages:   place in its chain of the page that keeps it from being restored further; -1
-        where the whole chain can be.
-    stop_specs:   the first object of that page at fault, a position in the deployment's specs;
-        -1 without a stop, or without a deployment.
-    misfits:      how many of these objects are there, but of another size.
+    allowed:      [pages of `chains`] whether all ranks can restore the prefix ending there.
+    stop_pages:   index in its chain of the page that stops it; -1 if all can be restored.
+    stop_specs:   index in the deployment's specs of that page's first object at fault; -1 without
+        a stop or a deployment.
+    misfits:      how many of these objects exist with another size.
     """
 
     deployment: Deployment | None
@@ -80,14 +79,14 @@ class Hits:
     misfits: int
 
     def usable_within(self, lengths: IntArray) -> IntArray:
-        """Find the longest prefix of each chain that is no longer than so many pages: [chains]."""
+        """Return the longest usable prefix of each chain within so many pages: [chains]."""
         return longest(self.allowed, self.chains.offsets, lengths)
 
     def needed(self, prefix_pages: IntArray | None = None) -> BoolArray:
-        """Say what restoring prefixes takes: [page_names, needs].
+        """Return the object sets that restoring prefixes needs: [page_names, needs].
 
-        prefix_pages: [chains]; default: the usable ones. Of trailing pools that is no more than
-        the window at the end of a prefix.
+        prefix_pages: [chains]; default: the usable ones. Trailing pools are needed only in the
+        window at the end of a prefix.
         """
         offsets = self.chains.offsets
         places = positions_of(offsets)
@@ -109,10 +108,10 @@ def inventory_of_chains(
     *,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
-    """Understand what a store has of the pages of chains, and perhaps more.
+    """Return an inventory with at least the pages of chains.
 
-    Asks for single keys where they are few, or where a listing lacks what was written lately; if
-    none is there, lists all the same, as that may tell why. Raises like `take_inventory`.
+    Looks up single keys if they are few, or if listings lack recent writes. If none exists, lists
+    the store, which may show why. Raises like `take_inventory`.
     """
     names, _ = chains.within_reach().distinct_pages()
     codec = codec_for(store.grammar)
@@ -129,13 +128,13 @@ def inventory_of_chains(
 def find_hits(
     inventory: Inventory, deployment_id: int | None, chains: Chains, *, own: bool = False
 ) -> Hits:
-    """Find how far servers of a deployment can restore chains from a store.
+    """Return how much of chains the servers of a deployment can restore from a store.
 
-    own: only with objects that are the deployment's, not another model's under the same keys.
+    own: ignore objects that another model wrote under the same keys.
 
-    deployment_id: index into the inventory's deployments; None where there is none, so that
-    nothing can be restored. Memory: a byte for each page that the chains name and each object of
-    the object sets it has, and some 30 bytes a page of a chain.
+    deployment_id: index into the inventory's deployments; None: nothing can be restored. Memory:
+    one byte for each distinct page and each object of its object sets, and about 30 bytes for each
+    page of a chain.
     """
     chains = chains.within_reach()
     page_names, page_of = chains.distinct_pages()
@@ -175,10 +174,10 @@ def find_hits(
 def _held_objects(
     inventory: Inventory, deployment_id: int, page_names: pa.StringArray, *, own: bool
 ) -> GroupTable:
-    """Return the objects that servers of a deployment find of distinct pages: MISFIT or HELD.
+    """Return the objects that servers of a deployment find for distinct pages: MISFIT or HELD.
 
-    Servers go by the key alone, so objects count that another model has written under it; own:
-    only those that were told to be the deployment's.
+    Servers look at the key alone, so objects of another model with that key count; own: only the
+    deployment's objects.
     """
     table = inventory.table
     specs = table.deployments[deployment_id].specs
@@ -200,7 +199,7 @@ def _held_objects(
 
 
 def _held(block: SlotBlock, count: int) -> BoolArray:
-    """Return which pages have every object of a set, of the right size: [pages]."""
+    """Return which pages have every object of a set, in its size: [pages]."""
     held = np.zeros(count, dtype=np.bool_)
     held[block.where(block.values == HELD).complete] = True
     return held
@@ -225,7 +224,7 @@ def _no_hits(chains: Chains, page_names: pa.StringArray, page_of: IntArray) -> H
 
 
 def _all_pages_runs(pools: list[PoolPages], offsets: IntArray) -> IntArray:
-    """Count the leading pages of each chain that every pool with ALL_PAGES has: [chains]."""
+    """Return the leading pages of each chain that every ALL_PAGES pool has: [chains]."""
     everywhere = np.ones(offsets[-1], dtype=np.bool_)
     for pool in pools:
         if pool.window == ALL_PAGES:
@@ -236,10 +235,10 @@ def _all_pages_runs(pools: list[PoolPages], offsets: IntArray) -> IntArray:
 def _stop_pages(
     pools: list[PoolPages], offsets: IntArray, runs: IntArray, usable: IntArray
 ) -> IntArray:
-    """Find the first page that is at fault for each chain: [chains], -1 without a fault.
+    """Return the index of the first page at fault in each chain: [chains], -1 without a fault.
 
-    runs: of the pools with ALL_PAGES. Where they carry on beyond what is usable, a page that a
-    trailing pool lacks for their length is at fault; else the page at which they end.
+    runs: of the ALL_PAGES pools. If a run is longer than the usable prefix, a page that a trailing
+    pool lacks near its end is at fault; otherwise the page after it.
     """
     starts = offsets[:-1]
     ends = starts + runs
@@ -254,9 +253,9 @@ def _stop_pages(
 def _at_fault(
     needs: tuple[SlotBlock, ...], pages: IntArray, stops: IntArray, runs: IntArray
 ) -> tuple[IntArray, BoolArray]:
-    """Find the first spec at fault at each stop: [stops], and whether its object is a misfit.
+    """Return the first spec at fault at each stop [stops], and whether its object is a misfit.
 
-    pages: [stops] the page. stops: its place in its chain. runs: as above.
+    pages: [stops] page numbers. stops: their indices in their chains. runs: as in `_stop_pages`.
     """
     beyond = stops >= runs
     first = np.full(len(pages), np.iinfo(np.int64).max)

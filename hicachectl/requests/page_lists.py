@@ -36,13 +36,13 @@ class NamedGroups:
 
     @cached_property
     def _at(self) -> IntArray:
-        """Place of each group's page among the distinct pages, -1 if it is not listed: [groups]."""
+        """Index of each group's page among the distinct pages, -1 if not listed: [groups]."""
         at: IntArray = pc.index_in(self.groups.pages, value_set=self._distinct).fill_null(-1)
         return np.asarray(at, dtype=np.int64)
 
     @cached_property
     def _rows(self) -> tuple[IntArray, IntArray]:
-        """Place of each row's page among the distinct pages, and its label: -1 bare, -2 unknown."""
+        """Index of each row's page among the distinct pages, and its label: -1 bare, -2 unknown."""
         numbers: dict[str | None, int] = {t: n for n, t in enumerate(self.groups.labels)}
         numbers[None] = -1
         labels = [numbers.get(group, -2) for group in self.listed.groups]
@@ -52,7 +52,7 @@ class NamedGroups:
 
     @cached_property
     def by_page(self) -> BoolArray:
-        """Say which groups are named by their page alone: [groups]."""
+        """Which groups are named by their page alone: [groups]."""
         at, labels = self._rows
         is_bare = np.zeros(len(self._distinct) + 1, dtype=np.bool_)
         is_bare[at[labels == -1]] = True
@@ -61,7 +61,7 @@ class NamedGroups:
 
     @cached_property
     def chosen(self) -> BoolArray:
-        """Say which groups are named: [groups]."""
+        """Which groups are named: [groups]."""
         at, labels = self._rows
         known = labels >= 0
         wanted = at[known] * len(self.groups.labels) + labels[known]
@@ -70,21 +70,21 @@ class NamedGroups:
 
     @property
     def unmatched(self) -> int:
-        """Count the rows that name a group which the store does not show."""
+        """Number of rows that name a group missing in the store."""
         at, labels = self._rows
         codes = at * len(self.groups.labels) + labels
         return int(((labels == -2) | ((labels >= 0) & ~np.isin(codes, self._codes))).sum())
 
     @cached_property
     def _codes(self) -> IntArray:
-        """Number each group by its page and its label; negative if its page is not listed."""
+        """A number for each page and label of a group; negative if the page is not listed."""
         codes = self._at * len(self.groups.labels) + self.groups.label_ids
         return np.where(self._at >= 0, codes, -1)
 
     def refuse_several(self, among: BoolArray, store: str) -> None:
         """Raise UsageError if a bare page names groups of several deployments.
 
-        among: [groups] those that other options leave.
+        among: [groups] those that other options select.
         """
         count = len(self.groups.labels)
         codes = np.unique(self._codes[self.by_page & among])

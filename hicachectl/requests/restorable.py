@@ -1,4 +1,4 @@
-"""Count what servers can restore of requests, for the deployment that serves a store."""
+"""Count the pages of requests that live servers can restore from a store."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Chains
     from hicachectl.requests.hits import Hits
 
-# What decides which objects a server asks for and how it reads them, and the option that sets it;
-# "" where pages cannot be converted.
+# Settings that decide which objects a server requests and how it reads them, with the option that
+# converts pages; "" if pages cannot be converted.
 _OPTIONS = {
     "model": "--to-model {}",
     "tag": "--to-tag {}",
@@ -35,16 +35,16 @@ _OPTIONS = {
     "page_size": "",
     "kv_cache_dtype": "",
 }
-# Keys do not show these: objects of another are there under the server's keys all the same.
+# Keys do not show these settings, so objects with other values have the server's keys as well.
 _NOT_IN_KEYS = {"layout", "page_size", "kv_cache_dtype"}
 
 
 @dataclass(frozen=True, slots=True)
 class Usable:
-    """What a store can give to servers.
+    """Pages that servers can restore from a store.
 
-    pages: [chains] int64, leading pages that servers of `deployment` restore. target: the same in
-    full for the deployment that the pages were written for. remarks: servers that differ from it.
+    pages: [chains] int64, leading pages that servers of `deployment` restore. target: all hits of
+    the deployment that the pages were written for. remarks: on servers that differ from it.
     """
 
     pages: IntArray
@@ -63,9 +63,9 @@ def count_usable(
 ) -> Usable:
     """Count the leading pages of each chain that servers can restore from a store.
 
-    target: the deployment that pages are written for; counted for where no server is known.
-    served: the deployment of each live server, by URL; of several the one that can use the least
-    counts. Raises StoreUnavailable, and ProfileError where the target contradicts the store.
+    target: the deployment that pages are written for; counts if no server is known. served: the
+    deployment of each live server, by URL; the one that can use the least counts. Raises
+    StoreUnavailable, and ProfileError if the target contradicts the store.
     """
     hits = find_hits(inventory_of_chains(store, target, chains, on_batch=on_batch), 0, chains)
     counted = [] if served else [(hits.usable_pages, target)]
@@ -86,7 +86,7 @@ def count_usable(
 
 
 def deployment_document(profile: Profile) -> dict[str, Any]:
-    """Describe the deployment of a profile in JSON's types."""
+    """Return the deployment of a profile in JSON types."""
     return {
         "model": profile.model,
         "tag": profile.tag,
@@ -100,7 +100,7 @@ def deployment_document(profile: Profile) -> dict[str, Any]:
 
 
 def deployment_text(document: Mapping[str, Any]) -> str:
-    """Write a described deployment for people: `org/model tp 8`."""
+    """Return the readable form of such a document: `org/model tp 8`."""
     sizes = [
         f"{axis} {document[f'{axis}_size']}"
         for axis in AXES
@@ -110,7 +110,7 @@ def deployment_text(document: Mapping[str, Any]) -> str:
 
 
 def stamp_remarks(store: Store, target: Profile) -> list[str]:
-    """Say where the stamp of a store names another deployment of the model than the target."""
+    """Return a remark if a store's stamp names another deployment than the target."""
     try:
         found = stamp_differences(store, target)
     except (FormatError, StoreUnavailable) as error:
@@ -118,9 +118,9 @@ def stamp_remarks(store: Store, target: Profile) -> list[str]:
     if not found:
         return []
     return [
-        f"{store.url} is stamped for another deployment ({'; '.join(found)}): usable tokens are "
-        f"counted for {deployment_text(deployment_document(target))}; if the servers of the store "
-        "run as stamped, give --to-profile"
+        f"{store.url}: the stamp names another deployment ({'; '.join(found)}), but usable tokens "
+        f"are counted for {deployment_text(deployment_document(target))}; if the store's servers "
+        "match the stamp, give --to-profile"
     ]
 
 
@@ -129,14 +129,14 @@ def _restorable(
 ) -> IntArray:
     try:
         found = inventory_of_chains(store, profile, chains, on_batch=on_batch)
-    except ProfileError:  # the store has pages of other deployments alone
+    except ProfileError:  # the store has only pages of other deployments
         return np.zeros(len(chains), dtype=np.int64)
     usable: IntArray = find_hits(found, 0, chains).usable_pages
     return usable
 
 
 def _differences(target: Profile, served: Profile) -> dict[str, tuple[Any, Any]]:
-    """Return what a server's deployment and the target differ in: the server's value, and ours."""
+    """Return the settings that differ: the server's value and the target's."""
     theirs, ours = _features(served), _features(target)
     if all(kind_of(pool).shards is False for pool in target.pools):
         theirs["tp"] = ours["tp"]  # all TP ranks share each object
@@ -161,4 +161,4 @@ def _described(url: str, differing: Mapping[str, tuple[Any, Any]]) -> str:
         if fixed
         else f"give {' '.join(dict.fromkeys(options.values()))} to write pages for it"
     )
-    return f"{url} serves {found}: usable tokens are counted for this server; {remedy}"
+    return f"{url}: serves {found}, so usable tokens are counted for this server; {remedy}"

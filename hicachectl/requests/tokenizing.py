@@ -1,8 +1,8 @@
-"""Prompts to the token ids that an SGLang server makes of them, with a tokenizer on this machine.
+"""Encode prompts to the token ids of an SGLang server, with a tokenizer on this machine.
 
-Text is encoded with the special tokens of the tokenizer, as /generate and /v1/completions do;
-chats through the model's own chat template with a generation prompt, as /v1/chat/completions does.
-Source: SGLang srt/managers/tokenizer_manager.py :: _tokenize_texts; srt/utils/hf_transformers/
+Text is encoded with the tokenizer's special tokens, as by /generate and /v1/completions. Chats go
+through the model's chat template with a generation prompt, as by /v1/chat/completions. Source:
+SGLang srt/managers/tokenizer_manager.py :: _tokenize_texts; srt/utils/hf_transformers/
 tokenizer.py :: get_tokenizer; srt/entrypoints/openai/serving_chat.py :: _apply_jinja_template.
 """
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from hicachectl.requests.files import Prompt
 
 _TOKENIZER_FILE = "tokenizer.json"
-_MAX_TOKENIZER_BYTES = 256 << 20  # the largest known ones have some 40 MB
+_MAX_TOKENIZER_BYTES = 256 << 20  # the largest known ones have about 40 MB
 _MAX_CONFIG_BYTES = 64 << 20
 _INSTALL = "pip install 'hicachectl[tokenizers]'"
-# Classes whose add_bos_token decides instead of the post-processor in tokenizer.json, by default
-# true; add_eos_token does not, for fast ones (_fix_v5_add_bos_eos_token).
+# In these classes add_bos_token (default true) overrides the post-processor of tokenizer.json; in
+# fast classes add_eos_token does not (_fix_v5_add_bos_eos_token).
 _BOS_BY_FLAG = frozenset(
     {
         "LlamaTokenizer",
@@ -41,14 +41,14 @@ _BOS_BY_FLAG = frozenset(
         "CohereTokenizerFast",
     }
 )
-# Whose chats SGLang renders by code of its own (openai/chat_encoding.py).
+# SGLang renders their chats without a chat template (openai/chat_encoding.py).
 _OWN_RENDERERS = ("DeepseekV4", "KimiK3", "InklingForConditionalGeneration")
 
 
 def find_tokenizer(given: Path | None, places: Iterable[Path | None] = ()) -> DirectoryTokenizer:
-    """Open the tokenizer of a directory; without one, of the first place that has one.
+    """Open the given directory's tokenizer, or that of the first place with one.
 
-    places: files or directories beside which a tokenizer may lie. Raises UsageError.
+    places: directories, or files in such directories. Raises UsageError if there is no tokenizer.
     """
     if given is not None:
         return DirectoryTokenizer(given)
@@ -57,22 +57,25 @@ def find_tokenizer(given: Path | None, places: Iterable[Path | None] = ()) -> Di
             directory = place if place.is_dir() else place.parent
             if (directory / _TOKENIZER_FILE).is_file():
                 return DirectoryTokenizer(directory)
-    raise UsageError("--prompts needs a tokenizer: give --tokenizer DIR")
+    raise UsageError("--prompts needs a tokenizer; give --tokenizer DIR")
 
 
 class DirectoryTokenizer:
-    """The tokenizer of a model's directory. Nothing is fetched, and no code of the model is run."""
+    """The tokenizer of a model directory. Downloads nothing, and runs no code of the model."""
 
     def __init__(self, directory: Path) -> None:
-        """Open it. Raises UsageError without a tokenizer.json, or the package tokenizers."""
+        """Raise UsageError without a tokenizer.json, or without the package tokenizers."""
         self._directory = directory
         file = directory / _TOKENIZER_FILE
         if not file.is_file():
-            raise UsageError(f"{directory}: no {_TOKENIZER_FILE} there, so no tokenizer for us")
+            raise UsageError(
+                f"{directory}: has no {_TOKENIZER_FILE}; give a local directory, since hub names "
+                "are not downloaded"
+            )
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise UsageError(f"prompts need the package tokenizers: {_INSTALL}") from error
+            raise UsageError(f"Prompts need the package tokenizers; {_INSTALL}") from error
         data = read_bounded(file, _MAX_TOKENIZER_BYTES, what="a tokenizer", regular=True)
         try:
             self._fast: Any = Tokenizer.from_buffer(data)
@@ -84,7 +87,7 @@ class DirectoryTokenizer:
         self._prefix = self._flagged_prefix()
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Give the token ids of each prompt. Raises FormatError naming none of them."""
+        """Return the token ids of each prompt. Raises FormatError without naming the prompt."""
         chats = [isinstance(prompt, Chat) for prompt in prompts]
         texts = [self._rendered(p) if isinstance(p, Chat) else p for p in prompts]
         # A chat template writes special tokens itself.
@@ -99,11 +102,11 @@ class DirectoryTokenizer:
         try:
             found = self._fast.encode_batch(texts, add_special_tokens=special)
         except Exception as error:  # tokenizers raises Exception itself
-            raise FormatError(f"the tokenizer refuses it: {error}") from error
+            raise FormatError(f"the tokenizer refuses the text: {error}") from error
         return [encoding.ids for encoding in found]
 
     def _flagged_prefix(self) -> list[int] | None:
-        """Give what stands before each text; None where tokenizer.json itself says it."""
+        """Return the token ids before each text; None if tokenizer.json decides."""
         if self._config.get("tokenizer_class") not in _BOS_BY_FLAG:
             return None
         if self._config.get("add_bos_token") is False:
@@ -113,8 +116,8 @@ class DirectoryTokenizer:
         token = self._fast.token_to_id(text) if isinstance(text, str) else None
         if token is None:
             raise FormatError(
-                f"{self._directory}: tokenizer_config.json asks for a bos_token, "
-                f"{text!r:.40}, that {_TOKENIZER_FILE} does not have"
+                f"{self._directory}: tokenizer_config.json names the bos_token {text!r:.40}, "
+                f"which {_TOKENIZER_FILE} lacks"
             )
         return [token]
 
@@ -122,7 +125,7 @@ class DirectoryTokenizer:
         messages = _template_messages(chat.messages, takes_parts=self._takes_parts)
         tools = template_tools(chat)
         ways = [tools]
-        if tools:  # some templates want them without what wraps them; SGLang tries that as well
+        if tools:  # some templates need the bare functions; SGLang tries them second as well
             ways.append([tool["function"] for tool in tools])
         for given in ways:
             try:
@@ -133,11 +136,11 @@ class DirectoryTokenizer:
                     add_generation_prompt=True,
                     **chat.template_arguments,
                 )
-            except Exception as error:  # templates raise what they like
+            except Exception as error:  # a template may raise anything
                 refusal = error
             else:
                 return str(text)
-        raise FormatError(f"the chat template refuses it: {refusal}") from refusal
+        raise FormatError(f"the chat template refuses the messages: {refusal}") from refusal
 
     @cached_property
     def _templated(self) -> Any:
@@ -146,11 +149,12 @@ class DirectoryTokenizer:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise UsageError(f"chats need the package transformers: {_INSTALL}") from error
+            raise UsageError(f"Chats need the package transformers; {_INSTALL}") from error
         architectures = _read_json(self._directory / "config.json").get("architectures") or [""]
         if str(architectures[0]).startswith(_OWN_RENDERERS):
             raise UsageError(
-                f"SGLang renders chats of {architectures[0]} by code of its own: give token ids"
+                f"Chats of {architectures[0]} are rendered by SGLang's code, without a chat "
+                "template; give token ids"
             )
         try:
             found = AutoTokenizer.from_pretrained(
@@ -164,25 +168,25 @@ class DirectoryTokenizer:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether SGLang hands content to the template in parts, instead of as one text.
+        """Whether SGLang passes content to the template in parts, not as one text.
 
         Source: parser/jinja_template_utils.py :: detect_jinja_template_content_format.
         """
         template = self._templated.chat_template
         if not isinstance(template, str):
-            raise UsageError(f"{self._directory}: several chat templates: give token ids")
+            raise UsageError(f"{self._directory}: has several chat templates; give token ids")
         if any(word in template for word in ("image", "audio", "video", "vision")):
             return True
         return _iterates_content(template)
 
 
 def _iterates_content(template: str) -> bool:
-    """Tell whether a template has a loop over the content of a message."""
+    """Return whether a template loops over the content of a message."""
     from jinja2 import Environment, TemplateSyntaxError, nodes
 
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(template)
-    except TemplateSyntaxError:  # what only transformers' own extensions parse
+    except TemplateSyntaxError:  # syntax of transformers' own extensions
         return False
     for loop in tree.find_all(nodes.For):
         source = loop.iter
@@ -208,7 +212,7 @@ def _member(node: Any) -> tuple[object, object]:
 def _template_messages(
     messages: Sequence[dict[str, Any]], *, takes_parts: bool
 ) -> list[dict[str, Any]]:
-    """Make messages into what SGLang hands to a chat template."""
+    """Return messages as SGLang passes them to a chat template."""
     found = []
     for message in messages:
         given = {name: value for name, value in message.items() if value is not None}
@@ -216,7 +220,7 @@ def _template_messages(
         if given["role"] == "assistant" and given.get("tool_calls"):
             given["tool_calls"] = [_parsed_call(call) for call in given["tool_calls"]]
         found.append(given)
-    # A last word of the assistant's is taken for the user's (_handle_last_assistant_message).
+    # A last message of the assistant counts as the user's (_handle_last_assistant_message).
     if found and found[-1]["role"] == "assistant" and isinstance(found[-1]["content"], str):
         found[-1] = {"role": "user", "content": found[-1]["content"]}
     return found
@@ -242,7 +246,7 @@ def _parsed_call(call: Any) -> Any:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty one where there is no such file."""
+    """Read a JSON object, empty if the file does not exist."""
     if not file.exists():
         return {}
     data = read_bounded(file, _MAX_CONFIG_BYTES, what="the config of a tokenizer", regular=True)

@@ -1,4 +1,4 @@
-"""JSON text of Arrow columns, without Python per row."""
+"""Convert Arrow columns to JSON text, without Python code per row."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pyarrow.types as pt
 
 from hicachectl.text.terminal import escape_controls
 
-WRITE_NULL = {b"json": b"null"}  # metadata of a struct's field whose nulls are not to be left out
+WRITE_NULL = {b"json": b"null"}  # metadata of a struct field whose nulls are written
 
 
 def json_rows(table: pa.Table | pa.RecordBatch) -> pa.StringArray:
-    """Each row as a JSON object, fields in column order; a null is written as null."""
+    """Return each row as a JSON object, fields in column order; nulls are written."""
     rows = table.to_struct_array()
     if isinstance(rows, pa.ChunkedArray):
         rows = rows.combine_chunks()
@@ -23,7 +23,7 @@ def json_rows(table: pa.Table | pa.RecordBatch) -> pa.StringArray:
 
 
 def json_values(array: pa.Array) -> pa.StringArray:
-    """Each value as JSON. Null fields of a nested struct are left out, unless WRITE_NULL.
+    """Return each value as JSON, without null fields of nested structs unless WRITE_NULL.
 
     Takes strings, booleans, integers, floats, dictionaries of these, lists and structs.
     """
@@ -55,9 +55,9 @@ def _object(array: pa.StructArray, *, skip_nulls: bool) -> pa.StringArray:
 
 
 def join_present(columns: list[pa.StringArray], separator: str) -> pa.StringArray:
-    """Join the values of each row that are not null; "" where all are.
+    """Join the values of each row that are not null; "" if all are.
 
-    Arrow's own null_handling="skip" loses rows of which every value is null (pyarrow 26.0.1).
+    Arrow's null_handling="skip" loses rows with only nulls (pyarrow 26.0.1).
     """
     joined = pc.fill_null(columns[0], "")
     for column in columns[1:]:
@@ -69,7 +69,7 @@ def join_present(columns: list[pa.StringArray], separator: str) -> pa.StringArra
 
 def _list(array: pa.ListArray) -> pa.StringArray:
     items = json_values(array.flatten())
-    # An absolute rebuild: flatten() drops what a sliced or null list does not show.
+    # flatten() drops values outside a slice and under nulls, so offsets are rebuilt.
     lengths = pc.fill_null(pc.list_value_length(array), 0)
     offsets = pa.concat_arrays([pa.array([0], pa.int32()), pc.cumulative_sum(lengths)])
     body = pc.binary_join(pa.ListArray.from_arrays(offsets, items), ", ")
@@ -77,9 +77,9 @@ def _list(array: pa.ListArray) -> pa.StringArray:
 
 
 def json_text(value: Any) -> str:
-    r"""Write a value as JSON that a terminal shows and any encoding takes.
+    r"""Return a value as JSON that is safe on a terminal and valid in any Unicode encoding.
 
-    Characters that `escape_controls` escapes, half characters among them, are written \uNNNN.
+    Characters that `escape_controls` escapes, such as lone surrogates, are written \uNNNN.
     """
     text = json.dumps(value, ensure_ascii=False)
     if escape_controls(text) == text:

@@ -1,4 +1,4 @@
-"""Text for a terminal: nothing that a store holds may command it."""
+"""Text for a terminal, which data from a store must not control."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import unicodedata
 
 from hicachectl.backends.urls import without_secrets
 
-# Texts without a match need no look at each character; in the syntax that `re` and RE2 share.
+# Texts without a match need no check of each character. The syntax is common to `re` and RE2.
 UNUSUAL_PATTERN = "[^ -~]"
-# Letters and marks that take no place, or none that is seen: Unicode's default ignorable ones.
+# Letters and marks without a visible glyph: Unicode's default ignorable characters.
 _INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
     "\U000e0100-\U000e01ef]"
@@ -20,10 +20,10 @@ _INVISIBLE = re.compile(
 
 
 def escape_controls(text: str, *, keep: str = "") -> str:
-    r"""Write what a terminal would obey or hide as \xNN, \uNNNN or \UNNNNNNNN.
+    r"""Escape characters that a terminal would obey or hide, as \xNN, \uNNNN or \UNNNNNNNN.
 
-    These are control and format characters (bidirectional overrides, zero-width ones), line and
-    paragraph separators, surrogates, and code points of private or no use; not those in `keep`.
+    These are control and format characters (bidirectional overrides, zero-width characters), line
+    and paragraph separators, surrogates, private-use and unassigned code points; except `keep`.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -33,7 +33,7 @@ def escape_controls(text: str, *, keep: str = "") -> str:
 def _visible(char: str) -> bool:
     if char.isprintable():
         return not _INVISIBLE.match(char)
-    return unicodedata.category(char) == "Zs"  # spaces other than ASCII's
+    return unicodedata.category(char) == "Zs"  # non-ASCII spaces
 
 
 def _escaped(char: str) -> str:
@@ -44,28 +44,28 @@ def _escaped(char: str) -> str:
 
 
 def message_text(text: str, *, keep: str = "") -> str:
-    """Make a message fit to be shown: without the secrets of URLs, and escaped."""
+    """Return a message without secrets in URLs, and escaped."""
     return escape_controls(without_secrets(text), keep=keep)
 
 
 class MessageFormatter(logging.Formatter):
-    """A formatter of log records as messages."""
+    """Formatter that makes log records safe to show."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text of a record; its lines stay apart."""
+        """Return the text of a record; line breaks stay."""
         return message_text(super().format(record), keep="\n")
 
 
 def mute_native_logs() -> None:
-    """Let nothing but this program's own messages reach stderr, until it ends.
+    """Keep messages of native libraries off stderr until this process ends.
 
-    Libraries in C++ write to descriptor 2, from threads of theirs, whatever they are told. Python's
-    stderr goes to a copy of it; a stderr that is not descriptor 2 is left as it is.
+    C++ libraries write to descriptor 2 from their own threads, whatever their settings. Python's
+    stderr moves to a copy of descriptor 2; a stderr elsewhere stays as is.
     """
     try:
         if sys.stderr.fileno() != 2:
             return
-    except (OSError, ValueError):  # replaced by something that is no file
+    except (OSError, ValueError):  # replaced by an object without a descriptor
         return
     sys.stderr.flush()
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding=sys.stderr.encoding,

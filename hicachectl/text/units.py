@@ -1,4 +1,4 @@
-"""Sizes and ages as text for people."""
+"""Readable sizes and ages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def human_size(nbytes: int | None) -> str:
-    """Write bytes for people: 1536 is `1.5 KiB`, an unknown size `? B`."""
+    """Return a readable size: 1536 bytes is `1.5 KiB`, an unknown size `? B`."""
     if nbytes is None:
         return "? B"
     value = float(nbytes)
@@ -24,12 +24,12 @@ def human_size(nbytes: int | None) -> str:
 
 
 def human_sizes(nbytes: pa.Array) -> pa.Array:
-    """Write a column of bytes for people, as `human_size` does."""
+    """Return `human_size` of each value of a column."""
     return pc.fill_null(human_column(nbytes, human_size), human_size(None))
 
 
 def human_age(seconds: float) -> str:
-    """Write an age for people, in its largest whole unit: 7260 is `2h`."""
+    """Return an age in its largest whole unit: 7260 seconds is `2h`."""
     for length, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= length:
             return f"{int(seconds // length)}{unit}"
@@ -37,7 +37,7 @@ def human_age(seconds: float) -> str:
 
 
 def human_column(values: pa.Array, text: Callable[[Any], str]) -> pa.StringArray:
-    """Apply a text function to each distinct value of a column; null stays null."""
+    """Apply a text function to each distinct value of a column; nulls stay."""
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
     distinct = pc.dictionary_encode(values)
