@@ -1,9 +1,9 @@
 """Run work in forked processes, which share the parent's memory and send it messages.
 
-For work that the GIL would serialize in threads. Other threads may exist at the fork: Arrow's and
-the progress bar's. They are idle and hold no lock that a child would inherit locked, since the
-parent is not in an Arrow call. Arrow recreates its thread pools in a child, and runs the children's
-calls (a slice of a table, a few rows, keys) in the calling thread.
+This is for work that the GIL serializes. Other threads may exist at the fork: Arrow's and the
+progress bar's. They are idle and hold no lock that a child would inherit locked, since the parent
+is not in an Arrow call. Arrow recreates its thread pools in a child; the children's Arrow calls (a
+slice of a table, a few rows, keys) run in the calling thread.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Workers:
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
         while self._children:
-            with suppress(ChildProcessError):  # if SIGCHLD is ignored, the system waits
+            with suppress(ChildProcessError):  # if SIGCHLD is ignored, the system reaps it
                 os.waitpid(self._children[-1].pid, 0)
             self._children.pop()
 
@@ -131,7 +131,7 @@ class Workers:
         self.close()
 
     def _fork(self, work: Callable[[Send], None]) -> None:
-        """Add a child. If a signal prevents its recording, the child ends when it cannot send."""
+        """Add a child. If a signal prevents recording the child, it ends when it cannot send."""
         inbox, outbox = connection.Pipe(duplex=False)
         parent = os.getpid()
         # The parent's handlers must not run in the child.
@@ -198,7 +198,6 @@ def _live(
 
 
 def _raised(name: str, text: str) -> Exception:
-    """Return the exception that a child reported."""
     if name:
         error: HicacheError = getattr(errors, name, HicacheError)(text)
         return error

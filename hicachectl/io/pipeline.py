@@ -35,8 +35,8 @@ DEFAULT_BUFFER_BYTES = 1 << 30
 _QUEUED_RESULTS = 64  # finished tasks whose results are not taken yet
 # Objects announced to a store in advance: enough to keep a disk busy while the readers work.
 _AHEAD_BYTES = 64 << 20
-# Tasks per job that may begin after an unfinished one, if order counts: if that one then fails,
-# objects written after it are of less use.
+# Tasks per job that may begin after an unfinished one: if that one fails, objects written after it
+# are of less use.
 _TURNS_AHEAD = 2
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Task:
 
 @dataclass(slots=True, eq=False)
 class _Upcoming:
-    """A drawn task, its number, and its objects once they are needed."""
+    """A drawn task, its number, and its objects once needed."""
 
     task: Task
     number: int
@@ -111,8 +111,8 @@ class Pipeline(Generic[T]):
     """Run a function over tasks; iterate once for its results, in the order of completion.
 
     The iterating thread raises the first error of a reader, such as a lost store or a task larger
-    than the buffer. An iteration that ends early, by `close` or an exception such as Ctrl-C, ends
-    the readers after their current tasks.
+    than the buffer. If the iteration ends early, by `close` or an exception, the readers end after
+    their current tasks.
     """
 
     def __init__(
@@ -136,7 +136,6 @@ class Pipeline(Generic[T]):
         objects:  columns of a scan; tasks name objects by row.
         work:     called in reader threads.
         deadline: `time.monotonic()` after which no task begins.
-        pace:     limit on reading.
         identify: whether versions of objects are needed.
         confirm:  read with `Confirm.read_confirmed`.
         destination: a store that the work writes to, from the same memory. No task begins while
@@ -212,7 +211,6 @@ class Pipeline(Generic[T]):
                     arena.close()
 
     def _read(self, arena: Arena, allocator: SlabAllocator) -> None:
-        """Process tasks in a reader thread until none is left."""
         end: BaseException | None = None
         try:
             while (taken := self._take()) is not None:
@@ -259,7 +257,6 @@ class Pipeline(Generic[T]):
             self._next.notify_all()
 
     def _announce(self, fresh: list[_Upcoming], *, but: _Upcoming) -> None:
-        """Announce upcoming tasks to the store."""
         for upcoming in fresh:
             if self._announces is not None and upcoming is not but:
                 upcoming.named = self._named(upcoming.task.rows)

@@ -1,1 +1,1 @@
-"""Warming a store: which pages to copy and in which order, from earlier requests."""
+"""Choose the pages that warm a store, and their order, from earlier requests."""

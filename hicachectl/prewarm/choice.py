@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class PageChoice:
     """Objects of a survey to copy, so that servers can restore prefixes of chains.
 
-    hits: how much of the chains the source holds. names: pages that can be restored. rank: rank of
-    each by value, 0 the best. `fit` narrows `actions` and `survey.wanted`.
+    hits: of the chains in the source. names: pages that can be restored. rank: of each by value, 0
+    the best. `fit` narrows `actions` and `survey.wanted`.
     """
 
     def __init__(self, survey: Survey, hits: Hits, names: pa.StringArray, rank: IntArray) -> None:
@@ -82,7 +82,7 @@ class PageChoice:
         return self._name_of_item[items]
 
     def costs(self, items: IntArray) -> IntArray:
-        """Return the bytes that each of some survey rows adds to the destination."""
+        """Return the bytes that each survey row adds to the destination."""
         return self.survey.lacking.sums[items]
 
     def _take(self, prefix_pages: IntArray) -> None:

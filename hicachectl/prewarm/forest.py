@@ -19,7 +19,7 @@ _REFERENCES_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Forest:
-    """Blocks by index. A block is a page, or a block as the trace defines it.
+    """Blocks by index. A block is a page, or the trace's own block.
 
     names:   [blocks] int64, the trace's block ids; or [blocks, 32] uint8, page hashes.
     parents: [blocks] int32, -1 for the first block of a chain.
@@ -117,7 +117,7 @@ def name_of(forest: Forest, block: int) -> str:
 
 
 def prefix_closed(forest: Forest, values: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Return values raised to the largest among each block's descendants, which need the block."""
+    """Return each block's value, raised to the largest of its descendants, which need the block."""
     closed = values.copy()
     by_depth = np.argsort(forest.depths, kind="stable")
     levels = np.searchsorted(forest.depths[by_depth], np.arange(forest.depths.max(initial=0) + 2))

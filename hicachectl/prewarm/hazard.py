@@ -1,8 +1,8 @@
 """Model of how soon blocks are used again: a rate by age, times a ratio for each factor.
 
-A block used at time t waits for its next use. The rate is the chance of that use per unit of time,
-at an age (time since t). Rates are measured as events over exposure (blocks waiting times time),
-which includes blocks still waiting at the trace's end, and fitted proportionally, factor by factor.
+The rate is the chance per unit of time that a waiting block is used again, at an age (time since
+its last use). Rates are measured as events over exposure (waiting blocks times time), which
+includes blocks still waiting at the trace's end, and fitted proportionally, factor by factor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHORTEST_TAIL = 1e-4  # of the longest wait; bounds the number of spans if most
 
 
 class Factor(NamedTuple):
-    """A property that multiplies the rate: number of levels, and of age groups it is split into."""
+    """A property that multiplies the rate, split into levels and age groups."""
 
     name: str
     levels: int

@@ -110,8 +110,7 @@ def requests_for_servers(
 ) -> Numbered:
     """Return a function that yields the numbered requests anew on each call.
 
-    A trace yields each usable prefix once, the most valuable first. Other files yield all requests
-    in order.
+    A trace gives each usable prefix once, the most valuable first; other files give all requests.
     """
     if wanted.starts is None:
         listed = list(enumerate(asked_requests(options)))

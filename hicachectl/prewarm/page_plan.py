@@ -41,8 +41,7 @@ class PrewarmRequest:
     profile: of the source. destination_profile: of the destination's servers; None: the same.
     chains: None if prefixes are unknown; then whole pages are copied.
     pages: without chains, the pages to copy, best first; None: all pages, newest first.
-    served: profile of each live server of the destination, by URL; usable pages are counted for
-    these servers.
+    served: profile of each live server of the destination, by URL, to count usable pages for.
     in_others: pages that the request names only in groups of other deployments.
     rank: takes chains, their distinct pages and each page's index among these; returns the rank of
     each distinct page by value, 0 the best, never before a page that precedes it in a chain.
@@ -161,8 +160,8 @@ def plan_chains(
 def plan_pages(groups: PageGroups, survey: Survey, request: PrewarmRequest) -> PagePlan:
     """Choose whole pages whose prefixes are unknown.
 
-    Pages of a list keep its order. Otherwise all pages are chosen, the newest minute first. Within
-    a minute, the oldest page is first, since the pages before it in its chain are not newer.
+    Pages of a list keep its order. Otherwise the newest minute is first, and within a minute the
+    oldest page, since the pages before it in its chain are not newer.
     """
     whole = groups.states[survey.groups] == WHOLE
     asked = int(whole.sum())

@@ -1,8 +1,8 @@
 """Plan files: JSON lines, best first.
 
-A row is {"page", "parent", "depth", "value", "requests", "last_seen"}: the hash of a page, that
-of the page before it in its chain (null: none), and so on; or block ids if the trace has no others.
-Executing a plan needs only "page".
+A row is {"page", "parent", "depth", "value", "requests", "last_seen"}. "parent" is the page before
+it in its chain, or null. Both are page hashes, or block ids if the trace has only these. Executing
+a plan needs only "page".
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _take(line: bytes, position: dict[str, int], outside: set[str]) -> int:
 
 
 def _names(forest: Forest, blocks: npt.NDArray[np.int64]) -> pa.Array:
-    """Return ids or hexadecimal hashes; null for -1."""
+    """Return ids or hex hashes; null for -1."""
     none = blocks < 0
     names = forest.names[np.where(none, 0, blocks)]
     if not forest.hashed:

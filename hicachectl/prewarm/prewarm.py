@@ -54,9 +54,9 @@ class PrewarmOutcome:
 
     document: members of the JSON contract. problems: failed or conflicting pages.
     plan: pages to copy, best first: page, its parent in a chain, depth, bytes.
-    usable_pages: [chains] pages of each chain that servers can restore from the destination;
-    without chains, [1] wanted pages that are whole there. interruption: the exception that ended
-    the copying early, such as KeyboardInterrupt, to be raised after the report.
+    usable_pages: [chains] pages that servers can restore from the destination; without chains, [1]
+    wanted pages that are whole there. interruption: exception that ended the copying early, such
+    as KeyboardInterrupt, to be raised after the report.
     """
 
     document: dict[str, Any]
@@ -74,7 +74,7 @@ class PrewarmOutcome:
 
 
 def not_begun(source: str | None, destination: str) -> PrewarmOutcome:
-    """Return the outcome of a run that another run's lock prevented, given two URLs."""
+    """Return the outcome of a run that another run's lock prevented. Takes two URLs."""
     document: dict[str, Any] = {"destination": destination, "source": source}
     counts = ("requested_pages", "already_there", "copied_pages", "bytes", "missing_pages")
     document |= dict.fromkeys((*counts, "usable_tokens", "requested_tokens"), 0)
@@ -93,9 +93,9 @@ def prewarm(
 ) -> PrewarmOutcome:
     """Copy the requested pages that the destination lacks and servers could restore.
 
-    on_listed: called with the number of objects in each listed batch. on_copied: called with the
-    bytes of each finished batch and the total. Raises UsageError, ProfileError and
-    UnsupportedByBackend before anything is written; StoreUnavailable at any time.
+    on_listed: called with the objects of each listed batch. on_copied: called with the bytes of
+    each finished batch and the total. Raises UsageError, ProfileError and UnsupportedByBackend
+    before anything is written; StoreUnavailable at any time.
     """
     started = time.monotonic()
     if request.options.pin:
@@ -305,7 +305,7 @@ def _reason(full: bool, watch: Watch, complete: bool, plan: PagePlan) -> str | N
 def _finished(run: _Prewarming, *, until: float | None = None) -> PrewarmOutcome:
     """Return the outcome with the pages that servers can now restore from the destination.
 
-    Restorable pages that the source lacks count as already there. If the listing lasts longer than
+    Restorable pages that the source lacks count as already there. If the listing is not done by
     `until`, no page counts as usable.
     """
     plan, source, destination, request, started = run
@@ -345,7 +345,6 @@ def _finished(run: _Prewarming, *, until: float | None = None) -> PrewarmOutcome
 
 
 def _whole_pages(plan: PagePlan, destination: Store, on_batch: Callable[[int], None]) -> int:
-    """Count the wanted pages that the destination now has whole."""
     (survey,) = survey_destination(
         destination, [plan.survey], destination.grammar, on_batch=on_batch
     )

@@ -44,7 +44,7 @@ def live_servers(urls: Sequence[str]) -> dict[str, LiveServer]:
 
 @dataclass(slots=True)
 class PullReport:
-    """Results of one server; valid at any time, also after an interrupt.
+    """Results of one server; valid at any time.
 
     pulled: one for each request and DP rank. complete: whether all were requested. error: why the
     server was given up, or None.

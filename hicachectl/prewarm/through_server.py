@@ -77,8 +77,8 @@ class PullResult:
 def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Prefix:
     """Cut a request to the tokens that make a server restore its first pages.
 
-    The token computed beyond them may be any: if the request ends there, its last token is
-    repeated. Raises FormatError for a shorter request, as from a file that has changed.
+    Any token may follow them: if the request ends there, its last token is repeated. Raises
+    FormatError for a shorter request, as from a file that has changed.
     """
     wanted = tokens_to_restore(pages, hashing.page_size, bigram=hashing.bigram)
     token_ids = request.token_ids[:wanted]
@@ -128,8 +128,8 @@ _Done = queue.SimpleQueue[PullResult | BaseException | None]
 class ThroughServer:
     """One live server; `pull` is called once. Every request, and the whole, has a time limit.
 
-    pulled: results in the order of completion; filled by the requesting threads, so an interrupt
-    of `pull` loses none. complete: False if the deadline left requests out.
+    pulled: results in the order of completion; an interrupt of `pull` loses none. complete: False
+    if the deadline left requests out.
 
     api_key: default from HICACHECTL_API_KEY. jobs: concurrent requests. Raises UsageError on a
     malformed URL or key.
@@ -197,7 +197,6 @@ class ThroughServer:
         on_done: Callable[[int], None],
         check: Callable[[], None],
     ) -> None:
-        """Wait until all threads end or the deadline passes."""
         running = self._jobs
         while running:
             left = None if deadline is None else max(deadline - time.monotonic(), 0)
@@ -250,7 +249,7 @@ class ThroughServer:
         return self._read(prefix, rank, reply)
 
     def _asked(self, body: bytes) -> Reply:
-        """Send a request until the server answers 200 or blames the request itself."""
+        """Send a request until the server accepts it or rejects this request alone."""
         tries = _TRIES
         while True:
             self._pauses.wait()
@@ -273,7 +272,7 @@ class ThroughServer:
                 self._pauses.failed()
 
     def _refuse_for_all(self, reply: Reply) -> None:
-        """Raise if every other request would be refused as well."""
+        """Raise if the server would refuse every request."""
         if reply.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
             what = f"HTTP {reply.status}: the server requires its API key"
             raise _RefusedForAllError(str(self._service.lost(what, f"set {API_KEY_VARIABLE}")))
@@ -322,7 +321,6 @@ class _Backoff:
         return self._stop.is_set()
 
     def stop(self) -> None:
-        """End all waiting."""
         self._stop.set()
 
     def wait(self) -> None:
@@ -347,7 +345,6 @@ class _Backoff:
             return now - self._answered < self._patience_s
 
     def failed(self) -> None:
-        """Pause all requests briefly."""
         with self._lock:
             self._extend(time.monotonic(), self._next_s)
 

@@ -77,8 +77,6 @@ class _TraceLine(msgspec.Struct):
 
 
 class _Lines:
-    """Columns of a trace during reading."""
-
     def __init__(self, profile: Profile | None) -> None:
         self._profile = profile
         self.times = array("d")
@@ -209,7 +207,7 @@ def _id_index(
 
 
 def _hash_index(lines: _Lines) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
-    """Do the same as `_id_index` for hashes, distinguished by their first 8 bytes."""
+    """Like `_id_index`, for hashes, which are distinguished by their first 8 bytes."""
     empty = np.empty((0, HASH_BYTES), np.uint8)
     hashes = np.concatenate([empty, *lines.hashes])
     lines.hashes.clear()

@@ -1,12 +1,9 @@
 """Value of warming a block: the chance of a use before a cache evicts the block.
 
-Only the first use counts: it computes a block that was not warmed, which is then cached like any
-other. A count of uses therefore orders badly. How long a cache keeps a block depends on the
-cache's size, which is unknown here. The chance is averaged over horizons from 1/32 of the trace's
-span to all of it.
-
-Chances are measured on the trace (`hazard`): how often blocks of the same age, number of uses,
-output length of the request and so on were used again.
+Only the first use counts: it computes a block that was not warmed, and caches it like any other.
+A count of uses therefore orders badly. How long a cache keeps a block depends on the cache's size,
+which is unknown, so the chance is averaged over horizons from 1/32 of the trace's span to all of
+it. Chances are measured on the trace (`hazard`), from blocks with the same properties.
 """
 
 from __future__ import annotations
@@ -78,7 +75,7 @@ def reuse_values(trace: Trace, times: Floats, now: float, uses: Uses) -> Floats:
 
 
 def fit_reuse(trace: Trace, times: Floats, now: float, uses: Uses) -> Reuse | None:
-    """Measure on the trace when blocks are used again; return None if none was."""
+    """Measure when blocks of the trace are used again; return None if none is."""
     links = link_requests(trace, uses)
     traits = take_traits(trace, links, times)
     waits, codes = _waits(trace, times, now, uses, links, traits)

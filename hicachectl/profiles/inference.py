@@ -64,7 +64,7 @@ def choose_deployment(inventory: Inventory, choice: PoolGuess) -> int:
     deployments = inventory.table.deployments
     if not deployments:
         raise ProfileError(_nothing_seen(inventory))
-    # Sidecars without kv count only if no deployment has kv.
+    # Deployments without kv count only if no matching one has kv.
     fitting = [number for number, d in enumerate(deployments) if choice.fits(d)]
     found = [number for number in fitting if _anchors(deployments[number])] or fitting
     if not found:
@@ -104,7 +104,7 @@ def _listed(deployments: Iterable[Deployment]) -> str:
 
 
 def _described(deployment: Deployment) -> str:
-    """Return the options that choose a deployment, with notes on its other properties."""
+    """Return the options that choose a deployment, with notes."""
     ranks = {spec.coordinate.shard.tp_rank for spec in deployment.specs}
     notes = [] if ranks != {None} else ["keys without TP ranks"]
     if not _anchors(deployment):

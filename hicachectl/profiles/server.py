@@ -118,8 +118,8 @@ def profile_from_server(
 def read_model_config(path: Path) -> dict[str, Any]:
     """Read a config.json, or the one in a folder. Raises ProfileError.
 
-    As in SGLang, a ModelOpt `hf_quant_config.json` beside it becomes a missing
-    `quantization_config`.
+    If it has no `quantization_config`, a ModelOpt `hf_quant_config.json` beside it is used, as in
+    SGLang.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read_json(file)
@@ -140,7 +140,7 @@ def _draft_config(server: ServerDeployment, given: Path | None) -> dict[str, Any
 
 def _local_model(model_path: str, option: str) -> Path:
     path = Path(model_path)
-    # A relative path is relative to the server's working directory, or a name on the Hub.
+    # A relative path belongs to the server's working directory, or is a name on the Hub.
     if not path.is_absolute() or not (path / "config.json").is_file():
         raise ProfileError(
             f"The server's {model_path!r} is not a folder with a config.json on this machine; "
@@ -169,13 +169,13 @@ def checked_url(url: str, option: str = "--server") -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"{option}: {url!r} is not an http or https URL; give http://host:port")
     if parts.query or parts.fragment:
-        raise UsageError(f"{option}: a URL without ? and # is needed; write http://host:port")
+        raise UsageError(f"{option}: the URL must not have ? or #; give http://host:port")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path.rstrip('/')}"
 
 
 def checked_key(key: str) -> str:
-    """Return the key stripped. Raises UsageError for a key that http.client's error would quote."""
+    """Return the key stripped. Raises UsageError if http.client would refuse and quote it."""
     key = key.strip()
     if not (key.isascii() and key.isprintable()):
         raise UsageError(f"{API_KEY_VARIABLE}: has characters that an API key cannot have")

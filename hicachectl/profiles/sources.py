@@ -49,7 +49,7 @@ def profile_from_options(
 
 
 def _agreed(store: Store, profile: Profile | None, looks_only: bool) -> Profile | None:
-    """Give a store the profile; without a profile, take the store's own."""
+    """Give a store the profile, or take the store's own."""
     from hicachectl.backends.capabilities import Archive, Profiled
 
     if profile is None and isinstance(store, Archive):

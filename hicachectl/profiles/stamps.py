@@ -37,8 +37,6 @@ _KEYLESS = ("sglang",)  # may differ between servers that share a store
 
 
 class _StampForm(Struct):
-    """JSON form of a stamp."""
-
     form: int
     weights_version: str
     profile: Any
@@ -142,7 +140,7 @@ def _opened(store: Store, *, writes: bool, makes: bool = False) -> Iterator[Dire
 
 
 def _check_place(directory: Directory | None, name: str) -> None:
-    """Refuse to replace anything except a regular file of a trusted owner."""
+    """Refuse to replace anything but a regular file of a trusted owner."""
     if directory is not None and directory.has(name):
         directory.read(name, 0)
 
@@ -172,7 +170,7 @@ def _pool_differences(before: list[dict[str, Any]], after: list[dict[str, Any]])
 
 
 def _file_name(key_model: str) -> str:
-    """Return the file name for a model name, which has no "/" but any other character."""
+    """Return the file name of a model, whose name has any characters except "/"."""
     plain = "".join(c if c.isalnum() or c in "-_." else f"%{ord(c):x}" for c in key_model)
     return f"{plain[:200]}.json"
 

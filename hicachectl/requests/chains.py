@@ -58,8 +58,8 @@ class Chains:
     pages:   [all pages, 32] uint8, raw page hashes
     offsets: [chains + 1] int64: chain i has pages[offsets[i]:offsets[i + 1]]
     tokens:  [chains] int64, of each request; -1 if only hashes are known
-    reach:   [chains] int64, maximum pages that a server takes from a store for the request, since
-        it always computes the last token; all pages if only hashes are known
+    reach:   [chains] int64, maximum pages that a server takes from a store, since it always
+        computes a request's last token; all pages if only hashes are known
     """
 
     pages: npt.NDArray[np.uint8]
@@ -92,7 +92,7 @@ class Chains:
 
 
 def chains_of(requests: Iterable[Request], hashing: Hashing) -> Chains:
-    """Hash requests; keep no tokens. Raises FormatError naming the line of a bad request."""
+    """Hash requests; keep no tokens. Raises FormatError naming the line."""
     hashed: list[npt.NDArray[np.uint8]] = []
     tokens: list[int] = []
     for request in requests:
@@ -130,7 +130,7 @@ def hex_pages(pages: npt.NDArray[np.uint8]) -> pa.StringArray:
 
 
 def raw_pages(names: pa.StringArray) -> npt.NDArray[np.uint8]:
-    """Return the raw form [n, 32] uint8 of page hashes that keys spell; no nulls."""
+    """Return page hashes, spelled as in keys and without nulls, in raw form: [n, 32] uint8."""
     if not len(names):
         return np.zeros((0, HASH_BYTES), np.uint8)
     start, width = names.offset, 2 * HASH_BYTES

@@ -56,8 +56,7 @@ class PageList:
     """Pages that a file names, in its order.
 
     source: the file, for messages. groups: for each page the label of one group (`ls` shows it as
-    "group"); None: all groups of the page. lengths: number of pages in each line; several pages
-    are a chain.
+    "group"); None: all groups. lengths: pages in each line; several are a chain.
     """
 
     source: str
@@ -76,7 +75,7 @@ class PageList:
         return (list(islice(pages, length)) for length in self.lengths)
 
     def only_in_others(self, label: str) -> list[str]:
-        """Return the pages that rows name only in groups other than this one."""
+        """Return the pages that are named only in groups other than this one."""
         rows = list(zip(self.pages, self.groups, strict=True))
         named = {page for page, group in rows if group in (None, label)}
         return [page for page, _ in rows if page not in named]
@@ -142,8 +141,8 @@ _PAGE_LINE = msgspec.json.Decoder(list[str] | _PageLine)
 def read_token_ids(path: Path) -> Iterator[Request]:
     """Read requests as token ids: a JSON list, or {"token_ids" or "input_ids": [...]}, a line.
 
-    The objects have "extra_key" and "cache_salt" if the request had them. Raises UsageError if
-    the file cannot be read, FormatError naming the line.
+    Objects may have "extra_key" and "cache_salt". Raises UsageError if the file cannot be read,
+    FormatError naming the line.
     """
     for where, line in _lines(path):
         found: list[int] | _TokenLine = _decoded(_TOKEN_LINE, line, where)
@@ -178,17 +177,17 @@ def read_prompts(path: Path, tokenizer: PromptTokenizer) -> Iterator[Request]:
 
 
 def read_page_chains(path: Path) -> Iterator[list[str]]:
-    """Read page hashes: a line is one hash, a JSON row with a "page", or a JSON list: a chain.
+    """Read page hashes: a line is a hash, a JSON row with a "page", or a JSON list (a chain).
 
-    JSON rows are those of `ls --format jsonl`. Raises UsageError if the file cannot be read,
-    FormatError naming the line.
+    Rows: as from `ls --format jsonl`. Raises UsageError if the file cannot be read, FormatError
+    naming the line.
     """
     for chain, _ in _page_lines(path):
         yield chain
 
 
 def read_page_list(path: Path) -> PageList:
-    """Read page hashes as `read_page_chains` does, with the "group" of rows that have one."""
+    """Read page hashes as `read_page_chains` does, with the "group" of rows."""
     pages: list[str] = []
     groups: list[str | None] = []
     lengths: list[int] = []
@@ -200,7 +199,6 @@ def read_page_list(path: Path) -> PageList:
 
 
 def _page_lines(path: Path) -> Iterator[tuple[list[str], str | None]]:
-    """Yield the pages of each line and its group label."""
     for where, line in _lines(path):
         chain, group = [line.decode(errors="replace")], None
         if line.startswith((b"{", b"[")):

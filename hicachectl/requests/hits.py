@@ -133,8 +133,7 @@ def find_hits(
     own: ignore objects that another model wrote under the same keys.
 
     deployment_id: index into the inventory's deployments; None: nothing can be restored. Memory:
-    one byte for each distinct page and each object of its object sets, and about 30 bytes for each
-    page of a chain.
+    one byte for each distinct page and object of its sets, and about 30 bytes per page of a chain.
     """
     chains = chains.within_reach()
     page_names, page_of = chains.distinct_pages()
@@ -176,8 +175,7 @@ def _held_objects(
 ) -> GroupTable:
     """Return the objects that servers of a deployment find for distinct pages: MISFIT or HELD.
 
-    Servers look at the key alone, so objects of another model with that key count; own: only the
-    deployment's objects.
+    Servers look at keys only, so objects of another model count as well. own: leave those out.
     """
     table = inventory.table
     specs = table.deployments[deployment_id].specs
@@ -237,8 +235,8 @@ def _stop_pages(
 ) -> IntArray:
     """Return the index of the first page at fault in each chain: [chains], -1 without a fault.
 
-    runs: of the ALL_PAGES pools. If a run is longer than the usable prefix, a page that a trailing
-    pool lacks near its end is at fault; otherwise the page after it.
+    runs: of the ALL_PAGES pools. If a run is longer than the usable prefix, the first page that a
+    trailing pool lacks in the run's last window is at fault; otherwise the page after the run.
     """
     starts = offsets[:-1]
     ends = starts + runs

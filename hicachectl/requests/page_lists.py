@@ -77,7 +77,7 @@ class NamedGroups:
 
     @cached_property
     def _codes(self) -> IntArray:
-        """A number for each page and label of a group; negative if the page is not listed."""
+        """Number of each group's page and label, negative if not listed: [groups]."""
         codes = self._at * len(self.groups.labels) + self.groups.label_ids
         return np.where(self._at >= 0, codes, -1)
 

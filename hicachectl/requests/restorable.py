@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Chains
     from hicachectl.requests.hits import Hits
 
-# Settings that decide which objects a server requests and how it reads them, with the option that
-# converts pages; "" if pages cannot be converted.
+# Settings that decide which objects a server requests and how it reads them, and the option that
+# converts pages; "" if none can.
 _OPTIONS = {
     "model": "--to-model {}",
     "tag": "--to-tag {}",
@@ -35,7 +35,7 @@ _OPTIONS = {
     "page_size": "",
     "kv_cache_dtype": "",
 }
-# Keys do not show these settings, so objects with other values have the server's keys as well.
+# Keys do not show these: objects with other values have the server's keys as well.
 _NOT_IN_KEYS = {"layout", "page_size", "kv_cache_dtype"}
 
 

@@ -28,8 +28,8 @@ _TOKENIZER_FILE = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest known ones have about 40 MB
 _MAX_CONFIG_BYTES = 64 << 20
 _INSTALL = "pip install 'hicachectl[tokenizers]'"
-# In these classes add_bos_token (default true) overrides the post-processor of tokenizer.json; in
-# fast classes add_eos_token does not (_fix_v5_add_bos_eos_token).
+# Their add_bos_token (default true) overrides tokenizer.json's post-processor; add_eos_token does
+# not in fast classes (_fix_v5_add_bos_eos_token).
 _BOS_BY_FLAG = frozenset(
     {
         "LlamaTokenizer",
@@ -48,7 +48,7 @@ _OWN_RENDERERS = ("DeepseekV4", "KimiK3", "InklingForConditionalGeneration")
 def find_tokenizer(given: Path | None, places: Iterable[Path | None] = ()) -> DirectoryTokenizer:
     """Open the given directory's tokenizer, or that of the first place with one.
 
-    places: directories, or files in such directories. Raises UsageError if there is no tokenizer.
+    places: directories, or files in them. Raises UsageError without a tokenizer.
     """
     if given is not None:
         return DirectoryTokenizer(given)
@@ -144,7 +144,6 @@ class DirectoryTokenizer:
 
     @cached_property
     def _templated(self) -> Any:
-        """The tokenizer with its chat template."""
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         try:
             from transformers import AutoTokenizer
