@@ -93,8 +93,8 @@ def _nothing_seen(inventory: Inventory) -> str:
     ]
     if ambiguous:
         return (
-            f"The store's keys are ambiguous and show no deployment ({ambiguous[0]}, "
-            f"{len(ambiguous)} forms in all); {_OTHER_SOURCES}"
+            f"The store's keys can be read in several ways, so they show no deployment "
+            f"({ambiguous[0]}, {len(ambiguous)} forms in all); {_OTHER_SOURCES}"
         )
     return f"None of the {len(inventory.objects)} keys of the store is a key that SGLang writes"
 

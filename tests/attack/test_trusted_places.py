@@ -286,7 +286,7 @@ def test_readers_leave_a_stamp_alone_that_is_no_file(
     before = state(store.parent)
     outcome = invoke(*stamp_arguments(store), "--format", "json")
     assert "stamp-mismatch" not in outcome.document["counts"]
-    assert "the stamp is not compared" in outcome.stderr
+    assert "The stamp was not compared" in outcome.stderr
     invoke(*stamp_arguments(store), "--stamp", exit_code=3)
     assert state(store.parent) == before
 
@@ -296,7 +296,7 @@ def test_a_stamp_that_the_user_may_not_read_is_said(shared: Path) -> None:
     (shared / ".hicachectl").mkdir(mode=0o700)
     done = as_user(STRANGER, STRANGER, *stamp_arguments(shared))
     assert done.returncode == 0, done.stderr
-    assert "the stamp is not compared" in done.stderr
+    assert "The stamp was not compared" in done.stderr
     assert "ermission denied" in done.stderr
 
 

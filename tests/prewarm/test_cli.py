@@ -111,7 +111,7 @@ def test_a_stamp_of_another_topology_is_said(
     stores = ("prewarm", target, "--from", source, "--profile", profile)
     asked = ("--token-ids", prompts(tmp_path / "asked.jsonl", 8))
     said = invoke(*stores, *asked).stderr
-    assert "is stamped for another deployment (tp: stamped 4, now 2" in said
+    assert "the stamp names another deployment (tp: stamped 4, now 2" in said
     assert "usable tokens are counted for demo/hybrid-1b tp 2" in said
     assert "tamped" not in invoke(*stores, *asked, "--to-tp", 4).stderr
 
@@ -176,7 +176,7 @@ def test_a_trace_of_tokens_warms_and_one_of_block_ids_is_refused(
     assert "the plan cannot be executed" in said
     refused = invoke("prewarm", *stores, "--plan", plan, exit_code=2)
     assert refused.stdout == ""
-    assert "names block 1 of a trace, no page" in refused.stderr
+    assert "names block 1 of a trace, not a page hash" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_rows_of_ls_name_the_group_to_copy(
     listed.write_text(f"{json.dumps(HASHES[:2])}\n{json.dumps(rows[0])}\n")
     refused = invoke("prewarm", target, "--from", source, "--profile", profile, "--pages", listed,
                      exit_code=2).stderr  # fmt: skip
-    assert "1 rows name groups of other deployments" in refused
+    assert "1 rows name groups of deployments other than" in refused
 
 
 @pytest.mark.parametrize("asked", ["--all", "--pages", "--token-ids"])

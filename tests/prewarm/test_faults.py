@@ -181,7 +181,7 @@ def test_a_cluster_that_evicts_ends_the_run_and_says_what_it_holds(
         )  # fmt: skip
         left = reach(invoke, cluster.url, profile, asked)
     assert (document["complete"], document["stopped_by"]) == (False, "destination evicts")
-    assert "evicts what was just written; it holds about" in document["stderr"]
+    assert "evicts newly written objects; it holds about" in document["stderr"]
     assert document["copied_pages"] < 1200
     assert document["usable_tokens"] == left[0] * SIZE
 

@@ -117,11 +117,11 @@ def test_what_cannot_be_planned_is_refused(
     ("rows", "reason"),
     [
         (["x"], "line 1"),
-        ([{"page": "ab"}], "line 1: page: 'ab' is no page hash"),
-        ([{"page": "a" * 64}, {"page": "a" * 64}], "line 2: page a+ stands twice"),
+        ([{"page": "ab"}], "line 1: page: 'ab' is not a page hash"),
+        ([{"page": "a" * 64}, {"page": "a" * 64}], "line 2: page a+ is listed twice"),
         (
             [{"page": "a" * 64, "parent": "b" * 64}, {"page": "b" * 64}],
-            "line 2: page b+ stands behind a page that it is the parent of",
+            "line 2: page b+ is listed after a page whose parent it is",
         ),
         ([{"depth": 1}], "line 1"),
     ],

@@ -52,7 +52,7 @@ def test_no_page_comes_before_its_prefix(paths: list[list[int]]) -> None:
 
 
 def test_a_page_with_two_prefixes_is_named() -> None:
-    with pytest.raises(FormatError, match=f"page {page(3)} stands behind page"):
+    with pytest.raises(FormatError, match=f"page {page(3)} follows page"):
         ranked([1, 3], [2, 3])
 
 

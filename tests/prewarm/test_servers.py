@@ -142,7 +142,7 @@ def test_pages_that_a_live_server_does_not_ask_for_are_not_usable(
         through = ("--through-server", f"http://{place}")
         document = warmed(invoke, *stores, *asked, *through, exit_code=4)
         assert (document["copied_pages"], document["usable_tokens"]) == (12, 0)
-        assert f"http://{place} serves " in document["stderr"]
+        assert f"http://{place}: serves " in document["stderr"]
         assert remedy in document["stderr"]
         assert server.asked == []
         again = warmed(invoke, stores[0], *stores[3:], *asked, *through, exit_code=4)

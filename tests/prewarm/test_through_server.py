@@ -154,7 +154,7 @@ def test_what_is_no_sglang_server_ends_it_at_once(play: Play, status: int) -> No
     with pytest.raises(StoreUnavailable, match="/generate"):
         play(lambda call, _: call.answer(b"no", status))
     for body in (b"<html>", b"[]", b'{"meta_info": 3}', b'{"meta_info": {}}'):
-        with pytest.raises(StoreUnavailable, match="not that of an SGLang server"):
+        with pytest.raises(StoreUnavailable, match="the answer is not from an SGLang server"):
             play(lambda call, _, body=body: call.answer(body))
 
 
@@ -350,5 +350,5 @@ def test_a_prefix_has_the_tokens_that_its_pages_need(bigram: bool) -> None:
 def test_the_token_beyond_the_last_page_may_be_any() -> None:
     request = Request("x", list(range(8)))
     assert list(prefix_of(0, request, 2, Hashing(4)).token_ids) == [*range(8), 7]
-    with pytest.raises(FormatError, match="8 tokens are no 3 pages"):
+    with pytest.raises(FormatError, match="8 tokens are too few for 3 pages"):
         prefix_of(0, request, 3, Hashing(4))

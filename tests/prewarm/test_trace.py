@@ -106,8 +106,8 @@ def test_a_trace_of_token_ids_needs_a_profile(tmp_path: Path) -> None:
     [
         ("{", "Input data was truncated"),
         ("[1, 2]", "Expected `object`"),
-        ({"timestamp": 1}, 'either "token_ids" or "hash_ids"'),
-        ({"timestamp": 1, "hash_ids": [1], "token_ids": [1]}, "either"),
+        ({"timestamp": 1}, 'exactly one of "token_ids" and "hash_ids"'),
+        ({"timestamp": 1, "hash_ids": [1], "token_ids": [1]}, "exactly one"),
         ({"timestamp": 1, "hash_ids": [1.5]}, "hash_ids"),
         ({"timestamp": 1, "hash_ids": [2**63]}, "hash_ids"),
         ({"timestamp": 1, "hash_ids": "x"}, "hash_ids"),
@@ -198,8 +198,8 @@ def test_requests_are_read_again_from_where_they_stand(tmp_path: Path) -> None:
         ([1] * 70, None, None),
     ]
     path.write_text("other lines")
-    with pytest.raises(FormatError, match="has changed since it was read"):
+    with pytest.raises(FormatError, match="changed since it was read"):
         next(read_requests(path, trace.starts))
     path.unlink()
-    with pytest.raises(UsageError, match=r"trace\.jsonl again"):
+    with pytest.raises(UsageError, match=r"trace\.jsonl: cannot read the trace again"):
         next(read_requests(path, trace.starts))

@@ -182,7 +182,7 @@ def refused(invoke: Invoke, store: Path, *arguments: object) -> str:
 def test_several_deployments_need_a_choice(invoke: Invoke, tmp_path: Path) -> None:
     put_pages(tmp_path, range(2), "_a", "_b_0_2", "_b_1_2")
     line = refused(invoke, tmp_path)
-    assert "--model a --tp 1 (no TP ranks in its keys); --model b --tp 2" in line
+    assert "--model a --tp 1 (keys without TP ranks); --model b --tp 2" in line
     assert parse_profile(invoke("profile", tmp_path, "--model", "b").stdout).tp == 2
     assert "--model b --tp 2" in refused(invoke, tmp_path, "--model", "c")
 
@@ -206,7 +206,7 @@ def test_topologies_that_no_option_tells_apart_are_said_to_be(
     invoke: Invoke, tmp_path: Path
 ) -> None:
     put_pages(tmp_path, range(2), "_m", "_m_0_1")
-    assert "no option tells them apart" in refused(invoke, tmp_path)
+    assert "no option selects one" in refused(invoke, tmp_path)
 
 
 def test_sidecars_without_kv_do_not_ask_for_a_choice(invoke: Invoke, tmp_path: Path) -> None:
@@ -218,11 +218,14 @@ def test_sidecars_without_kv_do_not_ask_for_a_choice(invoke: Invoke, tmp_path: P
     ("stems", "message"),
     [
         ([], "no pages"),
-        (["-foreign"], "none of the 4 keys"),
+        (["-foreign"], "None of the 4 keys"),
         (["_m_1_2"], "several ways"),
         ([".swa_m_0_2", ".swa_m_1_2"], "no kv objects of model 'm'"),
         (["_m", *(f".mamba_m_{r}_{n}" for n in (2, 4) for r in range(n))], "TP sizes (2, 4)"),
-        ([f"_m_2_{stage}" for stage in range(2)] + [".indexer_m_2_0"], "indexer objects are on"),
+        (
+            [f"_m_2_{stage}" for stage in range(2)] + [".indexer_m_2_0"],
+            "indexer objects exist on some",
+        ),
     ],
 )
 def test_what_shows_no_profile_is_said(
@@ -249,7 +252,7 @@ def test_objects_of_no_usual_size_are_refused(invoke: Invoke, tmp_path: Path) ->
 def test_empty_sidecars_are_refused(invoke: Invoke, tmp_path: Path) -> None:
     put_pages(tmp_path, range(4), "_m")
     put_pages(tmp_path, range(4), ".indexer_m", nbytes=0)
-    assert "indexer objects of this store are empty" in refused(invoke, tmp_path)
+    assert "indexer objects are empty" in refused(invoke, tmp_path)
 
 
 def test_a_config_beside_a_store_takes_the_name_from_it(invoke: Invoke, tmp_path: Path) -> None:

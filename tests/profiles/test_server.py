@@ -115,7 +115,7 @@ def test_older_servers_are_asked_under_the_older_name(sglang: Sglang) -> None:
 
 def test_a_server_with_neither_endpoint_is_no_sglang(sglang: Sglang) -> None:
     sglang.answers.clear()
-    with pytest.raises(StoreUnavailable, match="no SGLang server"):
+    with pytest.raises(StoreUnavailable, match="check that this is the URL of an SGLang server"):
         fetch_server(sglang.url)
 
 
@@ -254,7 +254,7 @@ def test_a_model_path_on_this_machine_is_read(sglang: Sglang, tmp_path: Path) ->
 @pytest.mark.parametrize("path", ["Qwen/Qwen3-32B", "/no/such/model"])
 def test_a_model_path_elsewhere_asks_for_the_config(sglang: Sglang, path: str) -> None:
     sglang.answer("/server_info", {**INFO, "model_path": path})
-    with pytest.raises(ProfileError, match="pass --model-config"):
+    with pytest.raises(ProfileError, match="give --model-config"):
         profile_from_server(sglang.url)
 
 
@@ -262,7 +262,7 @@ def test_a_draft_elsewhere_asks_for_its_config(sglang: Sglang) -> None:
     speculation = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "x/draft"}
     sglang.answer("/server_info", {**INFO, **speculation})
     config = CONFIGS / "llama-3.1-8b.json"
-    with pytest.raises(ProfileError, match="pass --draft-model-config"):
+    with pytest.raises(ProfileError, match="give --draft-model-config"):
         profile_from_server(sglang.url, model_config=config)
     answer = profile_from_server(
         sglang.url, model_config=config, draft_model_config=CONFIGS / "kimi-k2-eagle3.json"

@@ -117,8 +117,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ([{"role": "user", "content": 5}], "neither a text nor a list of parts"),
         ([{"role": "user", "content": ["x"]}], "part of type 'x'"),
         ({"messages": [], "tools": [1]}, "Expected `object`"),
-        ({"text": "a", "tools": [{}]}, "belong to messages"),
-        ({"text": "a", "chat_template_kwargs": {"x": 1}}, "belong to messages"),
+        ({"text": "a", "tools": [{}]}, "need messages"),
+        ({"text": "a", "chat_template_kwargs": {"x": 1}}, "need messages"),
     ],
 )
 def test_bad_prompts_are_refused_with_their_line(tmp_path: Path, line: object, reason: str) -> None:

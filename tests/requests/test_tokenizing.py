@@ -87,15 +87,15 @@ def test_tools_are_written_by_the_template_and_a_choice_picks_among_them(tmp_pat
 @pytest.mark.parametrize(
     ("tools", "choice", "said"),
     [
-        ([{"type": "function"}], "auto", r"tools\[0\]: no function with a name"),
-        ([TOOL, {"function": {"name": 3}}], "auto", r"tools\[1\]: no function with a name"),
-        ([TOOL], "sometimes", "'sometimes' is none of auto"),
-        ([TOOL], {"function": {"name": "x"}}, "'x' is none of the tools"),
-        ([TOOL], {"function": 1}, "is none of the tools"),
+        ([{"type": "function"}], "auto", r"tools\[0\]: has no function with a name"),
+        ([TOOL, {"function": {"name": 3}}], "auto", r"tools\[1\]: has no function with a name"),
+        ([TOOL], "sometimes", "'sometimes' is not one of auto"),
+        ([TOOL], {"function": {"name": "x"}}, "'x' is not one of the tools"),
+        ([TOOL], {"function": 1}, "is not one of the tools"),
         (
             [{"function": {"name": "f", "parameters": {"anyOf": [{"type": ["varchar"]}]}}}],
             "auto",
-            "'varchar' is no type of JSON schemas",
+            "'varchar' is not a JSON schema type",
         ),
     ],
 )
@@ -113,7 +113,7 @@ def test_tools_that_sglang_would_not_take_or_would_change_are_refused(
 def test_chats_that_sglang_renders_itself_are_refused(tmp_path: Path, architecture: str) -> None:
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    with pytest.raises(UsageError, match="code of its own"):
+    with pytest.raises(UsageError, match="rendered by SGLang's code"):
         tokenizer.encode([Chat([USER], {})])
 
 
@@ -130,7 +130,7 @@ def test_a_missing_package_is_named_with_its_extra(
 ) -> None:
     made = make_tokenizer(tmp_path, "qwen")
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(UsageError, match=rf"{missing}: pip install 'hicachectl\[tokenizers\]'"):
+    with pytest.raises(UsageError, match=rf"{missing}; run pip install 'hicachectl\[tokenizers\]'"):
         DirectoryTokenizer(made).encode([Chat([USER], {})])
 
 
