@@ -87,7 +87,7 @@ class Result:
     """Statuses of the rows of one call.
 
     statuses: [n] uint8, a Status each.
-    errors:   index to message, for each ERROR, UNREACHABLE, FULL and DAMAGED.
+    errors:   row index to message, for each ERROR, UNREACHABLE, FULL and DAMAGED.
     """
 
     statuses: StatusArray
@@ -161,7 +161,7 @@ class Store(ABC):
     A read-only store implements `from_url`, `grammar`, `scan`, `look` and `read_into`.
     `urls.register_scheme` gives the class a URL scheme; `testing.StoreSuite` checks it.
 
-    Calls are synchronous; several threads may call at once, best as many as `limits` states.
+    Calls are synchronous. Several threads call at once; `limits` states how many.
 
     `rows` arguments are record batches or tables with columns of this store's scan: at least
     `key`, and `locator` if the store has one. Rows of another store may be written; `mtime_ns` is
@@ -181,10 +181,7 @@ class Store(ABC):
 
     @classmethod
     def create(cls, url: StoreUrl) -> Self:
-        """Open the store that a URL names for writing; create an empty one if it is missing.
-
-        Raises StoreUnavailable.
-        """
+        """Open a store for writing; create it if it is missing. Raises StoreUnavailable."""
         return cls.from_url(url)
 
     @property

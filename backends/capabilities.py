@@ -105,7 +105,8 @@ class Profiled(Store):
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
         """Set the profile of the deployment. Call before the first scan or write.
 
-        looks_only: the run only reads; accept sizes that the store cannot confirm.
+        looks_only: the run changes, copies and records nothing; accept sizes that the store
+            cannot confirm.
         Raises ProfileError if the store contradicts the profile, UnsupportedByBackend if it cannot
         hold the profile's objects.
         """
@@ -238,7 +239,7 @@ class FilePermissions(Store):
         """Make files that are written from now on no more readable than `permissions`.
 
         listing: also narrow directories that were created for the store.
-        Raises StoreUnavailable if an existing file cannot be narrowed.
+        Raises StoreUnavailable if a file that is written to cannot be narrowed.
         """
 
 

@@ -58,7 +58,7 @@ class _Request:
 
 
 class HttpService:
-    """One HTTP service; safe to call from several threads. Every failure is StoreUnavailable.
+    """One HTTP service; safe to call from several threads. Failures raise StoreUnavailable.
 
     who:       the service's name in messages, such as "Mooncake master".
     hint:      next step if another service, or none, answers at the address.

@@ -254,7 +254,6 @@ def _scheme_url(text: str, name: str, rest: str) -> StoreUrl:
 
 
 def _split_place(text: str, name: str, place: str) -> tuple[str, str]:
-    """Return host and path from the text between scheme and parameters."""
     if place.startswith("//"):
         host, slash, path = place[2:].partition("/")
         return host, slash + path

@@ -299,14 +299,12 @@ def _is_in_memory(descriptor: int, position: int) -> bool:
 
 
 def _raise_lost(path: str, error: OSError) -> None:
-    """Raise StoreUnavailable for errors of the whole file system."""
     if error.errno in LOST:
         message = failed(path, "use the data file", error, "check that 3FS is mounted")
         raise StoreUnavailable(message) from error
 
 
 def _is_on_fuse(descriptor: int) -> bool:
-    """Return whether a file is on a FUSE mount, such as 3FS's."""
     device = os.fstat(descriptor).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):

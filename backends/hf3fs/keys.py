@@ -66,7 +66,6 @@ def rows_by_table(rows: Rows) -> list[TableRows]:
 
 
 def _rows_of_many_tables(keys: list[bytes]) -> list[TableRows]:
-    """Group keys of any number of tables."""
     places: dict[bytes, list[int]] = {}
     for at, key in enumerate(keys):
         match = _KEY.match(key)

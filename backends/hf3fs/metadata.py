@@ -49,7 +49,7 @@ class _ReserveReply(msgspec.Struct):
 
 
 class MetadataClient:
-    """One metadata server; safe to call from several threads. Every failure is StoreUnavailable.
+    """One metadata server; safe to call from several threads. Failures raise StoreUnavailable.
 
     Rank and namespace name a table. Only `exists` and `has_table` leave a table unchanged.
     """

@@ -78,8 +78,6 @@ class _Document(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """Settings in SGLang's JSON config."""
-
     where: str
     prefix: str
     file_size: int
@@ -109,7 +107,6 @@ def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
 
 
 def _config(url: StoreUrl, environ: Mapping[str, str]) -> _Config | None:
-    """Read the JSON config if the URL or the environment names one."""
     if "config" in url.params:
         return _read_config(url.params["config"], "config")
     if url.path:

@@ -28,7 +28,10 @@ class PageSizes:
 
     @classmethod
     def of(cls, profile: Profile) -> Self:
-        """Return the page sizes of a profile. Raises ProfileError, UnsupportedByBackend."""
+        """Return the page sizes of a profile.
+
+        Raises ProfileError, and UnsupportedByBackend for objects that 3FS cannot hold.
+        """
         from hicachectl.formats.keys.base import codec_for
         from hicachectl.formats.spec import object_specs
 

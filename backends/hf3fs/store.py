@@ -432,7 +432,6 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         memory: memoryview,
         result: ReadResult,
     ) -> None:
-        """Read the pages of one table."""
         at, nbytes = share.at, self._sizes.nbytes.get(share.table)
         rank, namespace = share.table
         if nbytes is None:

@@ -102,7 +102,6 @@ class UsrbioReader:
     def _read_some(
         self, ring: Any, descriptor: int, pages: FilePages, places: IntArray, counts: IntArray
     ) -> None:
-        """Read at most as many pages as a ring holds."""
         numbers = places.tolist()  # keep alive: the ring refers to them as userdata
         prepared = 0
         try:
