@@ -107,7 +107,7 @@ def delete_keys(
 ) -> Iterator[TableRepairResult]:
     """Delete the keys of a plan in small batches with pauses; yield each result; end at `stopped`.
 
-    Each batch first looks its keys up: as most recently used keys, none is evicted meanwhile.
+    Each batch first looks up its keys: now most recently used, they are not evicted meanwhile.
     Raises StoreUnavailable; batches yielded before are done.
     """
     most = _batch_size(repair.table)
@@ -123,8 +123,8 @@ def releasable(name: str, earlier: Snapshot, later: Snapshot, *, stopped_at_ns: 
     """Return the leaked pages of a table without writers: int64, ascending.
 
     Both snapshots must be newer than `stopped_at_ns`, when the engines stopped. A snapshot's time
-    is its end, so only the later one surely began after the stop. Raises UsageError if a snapshot
-    is older, or more than `_MOST_LEAKED` pages are leaked.
+    is its end, so only the later snapshot is sure to have begun after the stop. Raises UsageError
+    if a snapshot is older, or more than `_MOST_LEAKED` pages are leaked.
     """
     if not stopped_at_ns < earlier.saved_at_ns < later.saved_at_ns:
         raise UsageError(
@@ -202,7 +202,7 @@ def _batch_size(table: PageTable) -> int:
 
 
 def _batches(pages: Sequence[BadPage], most: int) -> Iterator[list[BadPage]]:
-    """Yield batches of at most so many keys, or of a single page."""
+    """Yield batches of at most `most` keys, or of a single page."""
     batch: list[BadPage] = []
     keys = 0
     for page in pages:

@@ -194,8 +194,8 @@ def _rehearsed(
 class _Removal:
     """Page groups of one batch while they leave a store.
 
-    groups: as the removal began. touched: [k] whether objects were removed. standing: [k] status at
-    the last look, which becomes the result of untouched groups. removed, new: [k] removed objects,
+    groups: as they were at the start. touched: [k] whether objects were removed. standing: [k]
+    status at the last look; the result of untouched groups. removed, new: [k] removed objects,
     recorded and unrecorded. gone: [k] vanished objects. sight: the last look, if still fresh.
     """
 
@@ -551,7 +551,7 @@ class _Worker:
 
 
 def _drop_doubles(mover: Mover, groups: RecordedGroups, held: BoolArray) -> None:
-    """Remove from the store the objects that a power failure left in both places."""
+    """Remove objects from the store that a power failure left in both places."""
     objects = GroupObjects(
         groups.keys_of(groups.cells), groups.owners, groups.anchors[groups.cells]
     )

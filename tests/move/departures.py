@@ -1,8 +1,8 @@
-"""Watch a file store while a command removes or returns objects, and break chosen steps of it.
+"""Watch a file store while a command removes or restores objects, and break chosen steps.
 
-After every rename and unlink the directory is looked at, as a server could at that moment: a page
-whose anchor is there must have all its sidecars. File names of the demo and of the DSA store tell
-both apart: behind the page hash an anchor has "_", and a sidecar ".".
+After every rename and unlink, check the directory as a server could see it: a page with an anchor
+must have all its sidecars. In the demo and in the DSA store, an anchor has "_" after the page hash,
+and a sidecar ".".
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def is_anchor(name: str) -> bool:
 
 
 def anchors(names: Collection[str], page: str = "") -> list[str]:
-    """List the anchors of a page, or of all pages."""
+    """Return the anchors of a page, or of all pages."""
     return [name for name in sorted(names) if is_anchor(name) and name.startswith(page)]
 
 
 def sidecars(names: Collection[str], page: str = "") -> list[str]:
-    """List the sidecars of a page, or of all pages."""
+    """Return the sidecars of a page, or of all pages."""
     return [name for name in sorted(names) if not is_anchor(name) and name.startswith(page)]
 
 
 class Watch:
-    """What was seen of a directory. half: pages with an anchor that lacked a sidecar."""
+    """Looks at a directory. half: pages seen with an anchor but without one of their sidecars."""
 
     def __init__(self, directory: Path, whole: Collection[str]) -> None:
         self.half: set[str] = set()
@@ -47,7 +47,7 @@ class Watch:
         self._sidecars = sidecars(whole)
 
     def look(self) -> None:
-        """See what a server would believe in now."""
+        """Record the pages that a server would now wrongly treat as present."""
         self.steps += 1
         there = set(os.listdir(self._directory))  # noqa: PTH208 - also within a patched os
         believed = {n[:HASH_DIGITS] for n in there if len(n) > HASH_DIGITS and is_anchor(n)}
@@ -55,7 +55,7 @@ class Watch:
         self.half |= believed.intersection(lacking)
 
     def holds(self, descriptor: int | None) -> bool:
-        """Whether a descriptor is of the directory."""
+        """Return whether a descriptor belongs to the directory."""
         if descriptor is None:
             return False
         return Path(f"/proc/self/fd/{descriptor}").readlink() == self._directory
@@ -70,9 +70,9 @@ def watched(
     stuck: Collection[str] = (),
     refused: Collection[str] = (),
 ) -> Iterator[Watch]:
-    """Watch a directory; stuck: names that cannot leave it, refused: that cannot come to it.
+    """Watch a directory. stuck: names that cannot leave; refused: names that cannot arrive.
 
-    whole: the names of all objects that its pages have.
+    whole: names of all objects of its pages.
     """
     watch = Watch(directory, whole)
     unlink, rename, link = os.unlink, os.rename, os.link

@@ -1,16 +1,15 @@
-"""What earlier code left on disk: stores with quarantines and journals, some of killed runs.
+"""Stores, quarantines and journals written by earlier releases, some of them by killed runs.
 
-Each archive of `tests/data/quarantines` and `tests/data/journals` is the state after one run of the
-code of the commit that its name ends with. `hicache` is the store, `before` the store's objects
-before that run, `quarantine` a directory of another file system, `target` the destination, `after`
-what the whole migration makes of the source, and `home` has the journal. The objects have tens to
-a thousand bytes: pages of a model with an indexer, pages of a model of TP 2 with Mamba states on
-some, and pages whose keys have two readings.
+Each archive of `tests/data/quarantines` and `tests/data/journals` is the state after one run; its
+name ends with the commit of the code. `hicache` is the store, `before` the store's objects before
+the run, `quarantine` a directory of another file system, `target` the destination, `after` the
+destination after the whole migration, and `home` has the journal. Objects have tens to a thousand
+bytes: pages of a model with an indexer, of a model of TP 2 with some Mamba states, and with
+ambiguous keys.
 
-No checkout keeps where a tree lies, inodes and change times. `place` therefore rewrites these in
-the documents of the tree, and nothing else: the URLs of the stores, the inode and the change time
-in each `version`, and in journals what is computed of the URLs: the digest of each line and the
-file's name.
+A checkout keeps neither paths nor inodes and change times. `place` therefore rewrites these in the
+documents of the tree: store URLs, the inode and change time in each `version`, and in journals the
+digests and the file name, which depend on the URLs.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ JOURNALS = Path(__file__).parents[1] / "data" / "journals"
 RELEASES = ("c343c6e", "e5bd0ea")
 
 _VERSION = struct.Struct("<QqqQ")  # inode, mtime and ctime in ns, size
-_ROOT = "/mnt"  # where the trees lay when they were written
+_ROOT = "/mnt"  # parent of the trees when they were written
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A tree that earlier code left; elsewhere: its directory of another file system."""
+    """A tree of an earlier release. elsewhere: its directory of another file system."""
 
     root: Path
     elsewhere: Path
@@ -62,22 +61,22 @@ class Earlier:
 
     @property
     def before(self) -> Contents:
-        """What the store had before the run."""
+        """Objects of the store before the run."""
         return contents(self.root / "before")
 
     @property
     def after(self) -> Contents:
-        """What the whole migration makes of that."""
+        """Objects of the destination after the whole migration."""
         return contents(self.root / "after")
 
 
 def objects(directory: Path) -> Contents:
-    """Names, bytes and times of a store's objects, without what unfinished writes left."""
+    """Return names, bytes and times of a store's objects, without temporary files."""
     return {name: value for name, value in contents(directory).items() if name[0] != "."}
 
 
 def place(archive: Path, root: Path, *, elsewhere: Path | None = None) -> Earlier:
-    """Put an archive's tree at a directory, and its `quarantine` at another place below it."""
+    """Unpack an archive's tree to a directory, and its `quarantine` to another place below it."""
     elsewhere = elsewhere or root / "quarantine"
     with tarfile.open(archive) as tar:
         for member in tar:
@@ -107,12 +106,12 @@ def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
 
 
 def _here(text: str, root: Path) -> str:
-    """Name the stores where they lie now."""
+    """Return a text with the present paths of the stores."""
     return re.sub(rf"(?<=://){_ROOT}(?=/)", root.as_uri().removeprefix("file://"), text)
 
 
 def _settle_record(path: Path, root: Path) -> None:
-    """Rewrite the inodes and change times of a record's objects, wherever they lie."""
+    """Rewrite the inodes and change times of a record's objects, in store and quarantine."""
     facts, text = path.stat(), path.read_text()
     document = json.loads(text)
     for group in document["groups"] if document["scheme"] == "file" else ():
@@ -130,7 +129,7 @@ def _settle_record(path: Path, root: Path) -> None:
 
 
 def _settle_journal(path: Path, root: Path) -> None:
-    """Rewrite the URLs of a journal, and its digests where it has some; they are checked first."""
+    """Rewrite the URLs of a journal, and its digests, if any, after checking them."""
     old_start = new_start = 0
     made = b""
     owner = identity = ""
@@ -151,5 +150,5 @@ def _settle_journal(path: Path, root: Path) -> None:
 
 
 def _digest(owner: str, start: int, entry: dict[str, Any]) -> str:
-    """Digest what a line says, where it begins, and whose journal it is in."""
+    """Return the digest of a line's entry, its offset and the journal's owner."""
     return hashlib.sha256(json.dumps([owner, start, entry]).encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Stores that migrations are tested on, and what they hold."""
+"""Stores for tests of migrations, and their contents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL = "demo-hybrid-1b"
 
 
 def demo_store(directory: Path, pages: int = PAGES) -> Path:
-    """The demo's pages: MHA of TP 2, and Mamba states on each fourth page and the last."""
+    """Make the demo's pages: MHA of TP 2, Mamba states on each fourth page and the last."""
     directory.mkdir()
     with FileStore(directory) as store:
         fill(store, pages)
@@ -35,19 +35,19 @@ def profile_file(path: Path, profile: Profile = PROFILE) -> Path:
 
 
 def migrated(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
-    """Run a migration; its document, and what it said on stderr."""
+    """Run a migration; return its document, with stderr."""
     output = invoke("migrate", *arguments, "--format", "json", exit_code=exit_code)
     document = output.document
     return {**document, "stderr": output.stderr}
 
 
 def journals(home: Path) -> list[Path]:
-    """The journals of migrations that are not complete."""
+    """Return the journals of incomplete migrations."""
     return sorted((home / ".local/state/hicachectl/migrations").glob("*.jsonl"))
 
 
 def flip_once_written(monkeypatch: pytest.MonkeyPatch, path: Path, at: int) -> None:
-    """Change a byte of an object right after a migration has written it."""
+    """Change a byte of an object right after a migration wrote the object."""
     write_from = FileStore.write_from
 
     def flipped(store: FileStore, rows: Any, *arguments: Any, **options: Any) -> Any:

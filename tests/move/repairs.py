@@ -1,4 +1,4 @@
-"""What the tests of repairs share: a hybrid store, its plan, and what lies where afterwards."""
+"""Helpers for tests of repairs: a hybrid store, its repair, and the contents afterwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KV_BYTES, INDEXER_BYTES = 4 * 2 * 1152, 4 * 2 * 132
 
 
 def dsa_store(directory: Path, pages: int) -> Path:
-    """A store of pages with kv and indexer; every object has bytes and a time of its own."""
+    """Make a store of pages with kv and indexer; each object has different bytes and time."""
     directory.mkdir(parents=True, exist_ok=True)
     for number in range(pages):
         for stem, nbytes in (("_x-dsa", KV_BYTES), (".indexer_x-dsa", INDEXER_BYTES)):
@@ -81,7 +81,7 @@ def planned(
 
 
 def repaired(directory: Path, **options: Any) -> GroupReport:
-    """Finish, scan, plan and repair, as `verify --repair` does."""
+    """Finish killed runs, scan, plan and repair, as `verify --repair` does."""
     with FileStore(directory) as store:
         finish_removals(store, options.get("quarantine"))
         codes = options.pop("codes", ())
@@ -91,7 +91,7 @@ def repaired(directory: Path, **options: Any) -> GroupReport:
 
 
 def quarantined(directory: Path) -> Contents:
-    """Names, bytes and times of a quarantine's objects, as its records say."""
+    """Return names, bytes and times of a quarantine's objects, by its records."""
     found: Contents = {}
     for record in sorted(directory.glob("*/*.json")):
         for group in json.loads(record.read_text())["groups"]:

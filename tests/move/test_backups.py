@@ -1,4 +1,4 @@
-"""Backups of page groups: exact copies under free keys, or nothing of a group."""
+"""Backups of page groups: exact copies under unused keys, whole groups only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MTIME_NS = 1_700_000_000 * 10**9
 
 @pytest.fixture
 def stores(tmp_path: Path) -> Iterator[tuple[Store, Store]]:
-    """A store of three groups, of an anchor and two sidecars each, and an empty one."""
+    """Open a store of three groups, each an anchor and two sidecars, and an empty store."""
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
     for number in range(GROUPS * SIZE):
@@ -54,7 +54,7 @@ def rows(template: str = "{}.bin") -> pa.Table:
 
 
 def copied(stores: tuple[Store, Store], **options: Any) -> MoveResult:
-    """Copy all groups; the owners are in no order."""
+    """Copy all groups; their objects are interleaved."""
     numbers = np.arange(GROUPS * SIZE)
     names = pa.array([f"page {n}".encode() for n in numbers], pa.binary())
     objects = GroupObjects(names, numbers % GROUPS, numbers < GROUPS)
@@ -68,7 +68,7 @@ def copied(stores: tuple[Store, Store], **options: Any) -> MoveResult:
 
 
 def held(store: Store) -> set[int]:
-    """The numbers of the copies, each with the bytes and the time of its source."""
+    """Return the numbers of the copies; check bytes and time of each."""
     numbers = set()
     for batch in store.scan(("mtime_ns",)):
         for row in batch.to_pylist():
@@ -205,7 +205,7 @@ def test_a_store_without_room_fails_groups_in_words(
 
 @pytest.mark.parametrize("memory_bytes", [24 << 10, 1 << 20], ids=["one object", "all"])
 def test_groups_of_any_size_are_copied(stores: tuple[Store, Store], memory_bytes: int) -> None:
-    """A group that does not fit into memory twice is copied object by object."""
+    """Groups that do not fit into memory twice are copied an object at a time."""
     with copy_memory(stores[0], memory_bytes) as arena:
         result = copied(stores, arena=arena)
     assert result.open.all()
@@ -217,7 +217,7 @@ def test_groups_of_any_size_are_copied(stores: tuple[Store, Store], memory_bytes
 def test_a_large_group_with_an_object_that_exists_is_rolled_back(
     stores: tuple[Store, Store], tmp_path: Path
 ) -> None:
-    """Object by object, a conflict at the anchor takes the sidecars of that group back."""
+    """An object at a time, a conflict at the anchor removes the group's sidecars again."""
     (tmp_path / "other" / "copy-0.bin").write_bytes(b"another")
     with copy_memory(stores[0], 24 << 10) as arena:
         result = copied(stores, arena=arena)
@@ -229,7 +229,7 @@ def test_a_large_group_with_an_object_that_exists_is_rolled_back(
 def test_a_large_group_keeps_what_is_left_of_it(
     stores: tuple[Store, Store], tmp_path: Path
 ) -> None:
-    """Object by object, a source object that is gone is left out, or fails its group by name."""
+    """An object at a time, a vanished source object is left out, or fails its group by name."""
     (tmp_path / "one" / "3.bin").unlink()
     with copy_memory(stores[0], 24 << 10) as arena:
         result = copied(stores, arena=arena)

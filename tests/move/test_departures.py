@@ -1,7 +1,7 @@
-"""In no order of removals, nor of their failures, does a sidecar leave before its page's anchors.
+"""No sidecar leaves before its page's anchors, whatever the order and the failures of removals.
 
-The commands run over a store of two ranks with Mamba states, and one step of them is broken: an
-anchor of either rank, or a sidecar, cannot leave or cannot come.
+The commands run over a store of two ranks with Mamba states. One step is broken: an anchor of
+either rank, or a sidecar, cannot leave or cannot arrive.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ WAYS = ("renames", "deletes")
 
 @pytest.fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How objects get to a quarantine and back: by rename, or as from a store that has none."""
+    """Move objects to a quarantine and back by rename, or by copies as for a store without it."""
     if request.param == "deletes":
         monkeypatch.setattr(FileStore, "mover", lambda *_: None)
     return str(request.param)
 
 
 def broken(objects: Contents, what: str) -> list[str]:
-    """Name the object, of a page with states, whose removal is to fail."""
+    """Return the object, of a page with Mamba states, whose removal fails."""
     page = sidecars(objects)[0][:HASH_DIGITS]
     of_page = anchors(objects, page)
     return {
@@ -52,7 +52,7 @@ def held(directory: Path) -> Contents:
 
 
 def quarantined(directory: Path) -> Contents:
-    """What a quarantine has, by the keys of its records."""
+    """Return the objects of a quarantine by the keys in its records."""
     found: Contents = {}
     for record in directory.glob("*/[0-9]*.*"):
         document = json.loads(record.read_text())
@@ -65,7 +65,7 @@ def quarantined(directory: Path) -> Contents:
 
 
 def check_kept(before: Contents, *places: Contents) -> None:
-    """See that every object is somewhere, with its bytes and its time."""
+    """Check that every object is in one of the places, with its bytes and time."""
     for name, held_ in before.items():
         found = [place[name] for place in places if name in place]
         assert found, name
@@ -90,7 +90,7 @@ def test_a_move_takes_anchors_from_its_source_before_sidecars(
 def test_a_copy_that_is_taken_back_loses_its_anchors_before_its_sidecars(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, what: str
 ) -> None:
-    """One object of a page reads back with other bytes, so that the page is taken back."""
+    """One object of a page reads back with other bytes, so its page is rolled back."""
     before = contents(source)
     stuck = broken(before, what)
     page = sidecars(before)[0][:HASH_DIGITS]
@@ -160,7 +160,7 @@ def test_a_page_that_cannot_be_restored_whole_loses_its_anchors_before_its_sidec
     way: str,
     what: str,
 ) -> None:
-    """The last anchor does not get there, and what came before cannot all be taken back."""
+    """The last anchor cannot arrive, and not all earlier objects can be rolled back."""
     quarantine = tmp_path / "quarantine"
     shorten(source / sidecars(contents(source))[0])
     before = contents(source)

@@ -1,4 +1,4 @@
-"""Quarantines and journals that earlier code wrote are restored, completed and resumed."""
+"""Quarantines and journals of earlier releases are restored, completed and resumed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     Placed = Callable[[str, str], Earlier]
 
-GROUPS = 12  # of the store, and of all quarantines of all of it
-REPAIRED = 4  # groups that were cut, or lacked their indexer
+GROUPS = 12  # of the store, and of quarantines of the whole store
+REPAIRED = 4  # groups with a truncated object or without their indexer
 PAGES = 24  # of the source of migrations
 BESIDE = ("renamed", "repaired", "renaming", "restoring")
 COPIES = ("copied", "deleting-copied", "copying-back")
@@ -32,7 +32,7 @@ COPIES = ("copied", "deleting-copied", "copying-back")
 
 @pytest.fixture(params=["here", "on another file system"])
 def placed(request: pytest.FixtureRequest, tmp_path: Path) -> Placed:
-    """Put quarantines of copies where they can be renamed from, and where they cannot."""
+    """Place quarantines of copies on the file system of the store, and on another one."""
     elsewhere: Path | None = None
     if request.param != "here":
         elsewhere = request.getfixturevalue("other_file_system") / "quarantine"
@@ -47,14 +47,14 @@ def restored(invoke: Invoke, earlier: Earlier, *more: object) -> dict[str, Any]:
 
 
 def repair(invoke: Invoke, earlier: Earlier, *more: object) -> str:
-    """Repair what is there; say what stderr says. What was begun before is completed first."""
+    """Repair a store, after completing killed runs; return stderr."""
     command = ("verify", earlier.store, "--profile", earlier.profile, "--checks", "groups,sizes")
     options = ("--repair", "quarantine", "--quarantine", earlier.quarantine, "--fail-on", "never")
     return invoke(*command, *options, *more).stderr
 
 
 def check_restored(earlier: Earlier, document: dict[str, Any], groups: int) -> None:
-    """See that all of a store is as it was, and that the quarantine holds nothing."""
+    """Check that the store is complete again, and that the quarantine is empty."""
     assert objects(earlier.store) == earlier.before
     assert list(earlier.quarantine.iterdir()) == []
     assert (document["pages"], document["conflicts"], document["failed"]) == (groups, 0, 0)
@@ -66,7 +66,7 @@ def check_restored(earlier: Earlier, document: dict[str, Any], groups: int) -> N
 def test_what_was_renamed_is_restored(
     invoke: Invoke, tmp_path: Path, name: str, release: str
 ) -> None:
-    """Also what killed runs had begun to rename, there or back."""
+    """Includes killed runs, in the middle of renames in either direction."""
     earlier = place(QUARANTINES / f"{name}-{release}.tar.gz", tmp_path)
     check_restored(earlier, restored(invoke, earlier), REPAIRED if name == "repaired" else GROUPS)
 
@@ -76,7 +76,7 @@ def test_what_was_renamed_is_restored(
 def test_what_was_copied_is_restored(
     invoke: Invoke, placed: Placed, name: str, release: str
 ) -> None:
-    """Also what killed runs had begun to delete after they had copied it, and to copy back."""
+    """Includes killed runs, while deleting copied objects or copying objects back."""
     earlier = placed(name, release)
     check_restored(earlier, restored(invoke, earlier), GROUPS)
 
@@ -86,7 +86,7 @@ def test_what_was_copied_is_restored(
 def test_groups_are_restored_one_by_one(
     invoke: Invoke, placed: Placed, tmp_path: Path, name: str, release: str
 ) -> None:
-    """Rows of ls name the groups of all shapes, ambiguous ones too."""
+    """Rows of ls name groups of all shapes, also ambiguous groups."""
     earlier = placed(name, release)
     listed = tmp_path / "rows.jsonl"
     invoke("ls", tmp_path / "before", "--format", "jsonl", "-o", listed)
@@ -146,7 +146,7 @@ def test_what_left_a_3fs_store_is_listed(
 
 
 def check_completed(invoke: Invoke, earlier: Earlier) -> None:
-    """Complete what a killed run had begun to quarantine, and put it back."""
+    """Complete a killed quarantine run, and restore its groups."""
     before = contents(earlier.store)
     assert f"An earlier run began to remove {GROUPS} pages" in repair(invoke, earlier, "--dry-run")
     assert contents(earlier.store) == before
@@ -203,7 +203,7 @@ def test_a_killed_removal_is_completed_and_never_restored(
 def test_copies_that_nothing_left_the_store_for(
     invoke: Invoke, placed: Placed, release: str
 ) -> None:
-    """Deleted where a note says so. The earliest code wrote no note: they stay and are named."""
+    """Copies with a note are deleted. Copies of the earliest release have none: they stay."""
     earlier = placed("copying", release)
     noted = bool(list(earlier.quarantine.glob("*/*.copying")))
     assert noted == (release != "c343c6e")
@@ -218,7 +218,7 @@ def test_copies_that_nothing_left_the_store_for(
 
 
 def resumed(invoke: Invoke, earlier: Earlier, *more: object) -> dict[str, Any]:
-    """Resume the migration of a journal; what it notes as copied is counted, and it is gone."""
+    """Resume the migration of a journal; check that its pages count and that it is removed."""
     (journal,) = journals(earlier.root / "home")
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     noted = sum(len(line["pages"]) // 64 for line in lines[1:] if line["what"] != "removed")
@@ -235,7 +235,7 @@ def resumed(invoke: Invoke, earlier: Earlier, *more: object) -> dict[str, Any]:
 def test_a_killed_migration_is_resumed(
     invoke: Invoke, tmp_path: Path, name: str, existing: str, release: str
 ) -> None:
-    """What the journal notes is not written again, also with --if-exists overwrite."""
+    """Pages in the journal are not written again, not even with --if-exists overwrite."""
     earlier = place(JOURNALS / f"{name}-{release}.tar.gz", tmp_path)
     lacking = {name[:64] for name in earlier.after.keys() - objects(earlier.target).keys()}
     document = resumed(invoke, earlier, "--if-exists", existing)

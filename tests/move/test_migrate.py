@@ -1,4 +1,4 @@
-"""Migration between file stores: what arrives, what stays, and what is said of it."""
+"""Migration between file stores: copied pages, pages left out, and the messages."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_only_the_chosen_pages_move(
 def test_rows_of_ls_name_the_group_to_copy(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
-    """Of a page that two deployments have, the one of the row; the bare hash names both."""
+    """A row with a group names one of a page's two deployments; the bare hash names both."""
     listed = tmp_path / "rows.jsonl"
     invoke("ls", source, "--format", "jsonl", "-o", listed)
     shared = json.loads(listed.read_text().splitlines()[0])["page"]
@@ -350,7 +350,7 @@ def test_a_destination_that_fills_up_keeps_whole_pages(
 def test_jobs_that_take_the_last_room_from_one_another_leave_it_full(
     invoke: Invoke, tmp_path: Path
 ) -> None:
-    """Without room for what three jobs are at, as much is kept as one job would have kept."""
+    """Without room for three concurrent jobs, as much is kept as by one job."""
     source, full, pages = tmp_path / "source", tmp_path / "small", 96
     demo_store(source, pages)
     with small_file_system(full, "2m"):
@@ -536,7 +536,7 @@ def test_a_resumed_run_replaces_nothing_twice(
 
 
 def test_the_profile_in_the_name_of_a_journal_is_spelled_as_earlier_releases_did() -> None:
-    """Else a move that an earlier release began would not find its journal."""
+    """Otherwise a resumed move of an earlier release would not find its journal."""
     pool = Pool(name="kv", kind="mha", dtype="bfloat16", layers=2, kv_heads=8, head_dim=16)
     profile = Profile(model="a/b, tag=x", tag="t", tp=8, sglang="0.5.23", pools=(pool,))
     assert profile_text(profile) == (

@@ -1,4 +1,4 @@
-"""Migrations between two file stores, whose objects the system copies."""
+"""Migrations between two file stores, with copies made by the system."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = ("--buffer-bytes", "512KiB", "--jobs", "1")
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The keys of each call that copies."""
+    """Record the keys of each call that copies."""
     calls: list[list[str]] = []
 
     def note(origins: list[str]) -> None:

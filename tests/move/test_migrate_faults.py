@@ -1,4 +1,4 @@
-"""Migrations whose stores fill up, break, vanish or cannot be written to."""
+"""Migrations to and from stores that fill up, break, vanish or cannot be written to."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SMALL = ("--buffer-bytes", "512KiB", "--jobs", "1")
 def met(
     folder: Path, call: str, number: int, then: Callable[[], object], *arguments: object
 ) -> Ended:
-    """Migrate with something that happens right before a call."""
+    """Migrate; let something happen right before a call."""
     command = ("migrate", *arguments, *SMALL, "--format", "json")
     with paused(folder / "paused", call, number, *command) as process:
         then()
@@ -52,7 +52,7 @@ def met(
 
 
 def assert_lost(ended: Ended, word: str) -> None:
-    """Exit 3, one line that says why and one that says how to go on."""
+    """Check exit code 3, one line with the reason and one with the next step."""
     assert (ended.code, ended.stdout) == (3, ""), ended
     said = [line for line in ended.stderr.splitlines() if line.startswith("hicachectl:")]
     assert len(said) == 2, ended.stderr
@@ -67,7 +67,7 @@ def test_a_pack_on_a_full_disk_keeps_whole_pages_and_is_valid(
     invoke: Invoke, source: Path, tmp_path: Path
 ) -> None:
     size = sum(len(data) for data, _ in contents(source).values())
-    # An index is written in any case: an eighth of the file system is kept for it.
+    # An eighth of the file system is kept for the index, which is always written.
     with small_file_system(tmp_path / "small", size // 2 // 4096 * 4096) as small:
         pack = f"pack://{small}/a.hcpack"
         document = migrated(invoke, source, pack, "--no-space-check", *SMALL, exit_code=4)
@@ -79,7 +79,7 @@ def test_a_pack_on_a_full_disk_keeps_whole_pages_and_is_valid(
         pages = {key[:64] for key in keys}
         assert len(pages) == document["pages"]
         assert keys == {name for name in contents(source) if name[:64] in pages}
-        # With more room, the same command completes it.
+        # With more room, the same command completes the migration.
         subprocess.run(["mount", "-o", f"remount,size={1 << 24}", small], check=True)
         assert migrated(invoke, source, pack, "--resume")["pages"] == PAGES - len(pages)
         migrated(invoke, pack, tmp_path / "back")
@@ -89,7 +89,7 @@ def test_a_pack_on_a_full_disk_keeps_whole_pages_and_is_valid(
 def test_jobs_that_take_the_last_room_from_one_another_leave_a_pack_full(
     invoke: Invoke, tmp_path: Path
 ) -> None:
-    """What a pack has forgotten still takes room: nothing is begun that may have to be."""
+    """Forgotten objects of a pack still take room, so no batch that may not fit is begun."""
     demo_store(tmp_path / "source", 96)
     with small_file_system(tmp_path / "small", "3m") as small:
         pack = f"pack://{small}/a.hcpack"
@@ -102,7 +102,7 @@ def test_jobs_that_take_the_last_room_from_one_another_leave_a_pack_full(
             assert sum(len(batch) for batch in store.scan()) == document["objects"]
         size = (small / "a.hcpack").stat().st_size
         assert document["bytes"] > size / 2  # little of it is forgotten
-        # A megabyte is kept for the index, and another is more than is begun at once.
+        # One megabyte is kept for the index; less than another is begun at once.
         assert (3 << 20) - size < 2 << 20
         again = migrated(invoke, tmp_path / "source", pack, "--no-space-check", exit_code=4)
         assert again["skipped"] == document["pages"]
@@ -143,7 +143,7 @@ def test_a_journal_on_a_full_disk_ends_the_run_and_is_of_use_later(
 
     def write_until_full(descriptor: int, data: bytes) -> int:
         if Path(f"/proc/self/fd/{descriptor}").readlink().suffix == ".jsonl" and next(lines) > 1:
-            write(descriptor, data[:20])  # a part of the line got there
+            write(descriptor, data[:20])  # a part of the line is written
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, data)
 
@@ -190,7 +190,7 @@ def test_a_byte_that_changes_before_it_is_read_back_is_noticed(
     assert (problem["key"], problem["page"]) == (name, name[:64])
     assert "the bytes read back differ from the bytes written" in problem["detail"]
     page = {n: held for n, held in before.items() if n[:64] == name[:64]}
-    # Nothing believes in it at the destination, and the source still has it.
+    # No server treats the page as present at the destination, and the source still has the page.
     assert contents(target) == {n: held for n, held in before.items() if n not in page}
     assert contents(source) == (page if "--move" in options else before)
     assert migrated(invoke, source, target, *options, "--resume")["complete"]
@@ -222,11 +222,11 @@ def test_a_storage_process_killed_meanwhile_fails_what_it_had_and_a_rerun_comple
         assert ended.code in (3, 4), ended
         if ended.code == 4:
             document = json.loads(ended.stdout)
-            # Once the master has noticed, no segment is there, and that looks full.
+            # Once the master notices, there is no segment, which looks like a full store.
             assert document["failed"] or document["stopped_by"] == "destination full"
             assert document["pages"] < PAGES
         cluster.add_store()
-        # The master still lists what the killed process had.
+        # The master still lists the objects of the killed process.
         wait_until(lambda: len(cluster.ask("get_all_segments").split()) == 1)
         assert migrated(invoke, *arguments, "--resume")["complete"]
         check_arrived(invoke, place, source, profile, tmp_path)
@@ -245,7 +245,7 @@ def test_a_cluster_that_is_too_small_is_refused_or_filled_and_said_to_evict(
         output = invoke(*arguments, exit_code=3)
         assert "24.8 MiB to write" in output.stderr
         assert MooncakePlace(cluster).keys() == set()
-        # Whether it refuses what comes, or evicts in time, is a race of its own.
+        # A race decides whether the master refuses objects or evicts in time.
         status = run([str(argument) for argument in (*arguments, "--no-space-check")])
     assert status in (0, 4)
     assert "evicts to make some" in capfd.readouterr().err
@@ -254,7 +254,7 @@ def test_a_cluster_that_is_too_small_is_refused_or_filled_and_said_to_evict(
 def check_arrived(
     invoke: Invoke, place: MooncakePlace, source: Path, profile: Path, tmp_path: Path
 ) -> None:
-    """See that a cluster has all of a source."""
+    """Check that a cluster has all objects of a source."""
     assert half_pages(place, place.held()) == []
     back = tmp_path / "back"
     assert migrated(invoke, place.url, back, "--profile", profile)["pages"] == PAGES

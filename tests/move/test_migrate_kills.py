@@ -1,4 +1,4 @@
-"""Migrations that are killed at any point: what is there then, and that another run completes it.
+"""Migrations killed at any point lose no page, show no half page, and can be completed.
 
 HICACHECTL_TEST_SEED repeats a run.
 """
@@ -39,11 +39,11 @@ MOVES = (
 )
 # A batch has the bytes of two pages with states, or of a dozen without.
 BUFFER_BYTES = 1 << 20
-_SHARE = 3  # a killed run gets at most so much of the way, and the next one on from there
+_SHARE = 3  # a run is killed within this fraction (1/3) of the way; the next one resumes
 
 
 class Killing:
-    """One migration that is killed again and again."""
+    """A migration that is killed again and again."""
 
     def __init__(
         self, places: Places, home: Path, source: str, destination: str, *, move: bool = False
@@ -65,7 +65,7 @@ class Killing:
         self._chance = random.Random(seed)
 
     def kill(self, kills: int, *, share: int) -> None:
-        """Kill runs, each of which goes on where the one before was killed."""
+        """Kill runs; each resumes the run killed before."""
         done = 0
         while done < kills:
             unit: Unit = "bytes" if done % 2 and self._counts_bytes else "steps"
@@ -84,11 +84,11 @@ class Killing:
 
     @property
     def _counts_bytes(self) -> bool:
-        """Whether what is written goes through calls that can be cut short."""
+        """Whether writes are calls that can be cut short."""
         return self.destination.kind != "mooncake"
 
     def check_between(self) -> None:
-        """See that no server could believe in half a page, and that none is lost."""
+        """Check that no server treats half a page as present, and that no page is lost."""
         assert half_pages(self.destination, self.arrived) == [], self.words
         if self._move:
             kept = whole_pages(self.source, self.read_from)
@@ -96,7 +96,7 @@ class Killing:
             assert len(kept | moved) == SOURCE_PAGES, self.words
 
     def check_whole(self, run: Run) -> None:
-        """See that all is as after a run that nothing interrupted."""
+        """Check that the outcome equals that of an uninterrupted run."""
         assert run.document["complete"], self.words
         assert self._held() == self.arrived, self.words
         assert self.destination.leftovers() == [], self.words
@@ -111,21 +111,21 @@ class Killing:
             "--buffer-bytes", BUFFER_BYTES, "--format", "json", *options, *more,
             home=self._home, kill=kill,
         )  # fmt: skip
-        # What a run before has copied is not read again, but for what it was at; that is read once
-        # more where the master waits for a killed writer, until it has given up what that began.
+        # Copied pages are not read again, except the batches at work; those are read twice while
+        # the master waits for a killed writer.
         times = 2 if self.destination.kind == "mooncake" else 1
         if before is not None and not self._move:
             assert run.read <= before + times * BUFFER_BYTES, self.words
         return run
 
     def _held(self) -> Held:
-        """What the destination has; times only where they come from the source."""
+        """Return the destination's objects, with times only if they come from the source."""
         timed = all(time for _, time in self.read_from.values())
         held = self.destination.held()
         return {key: (value, time if timed else None) for key, (value, time) in held.items()}
 
     def _missing(self) -> int | None:
-        """Bytes that have not arrived, once it is known what is to."""
+        """Return the bytes that have not arrived; None before the first whole run."""
         if not hasattr(self, "arrived"):
             return None
         lacking = self.arrived.keys() - set(map(str.encode, self.destination.keys()))
@@ -145,7 +145,7 @@ class Killing:
 def check_kills(
     places: Places, home: Path, pair: tuple[str, str], kills: int, *, share: int, move: bool = False
 ) -> None:
-    """Kill a migration between two kinds of places so many times."""
+    """Kill a migration between two kinds of stores so many times."""
     Killing(places, home, *pair, move=move).kill(kills, share=share)
 
 

@@ -1,4 +1,4 @@
-"""What --move leaves in the source: all that is not whole, and equal, at the destination."""
+"""--move removes only pages from the source that are whole and equal at the destination."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ MOVE = ("--move", "--yes")
 
 
 class KilledError(BaseException):
-    """Ends a run as a kill would, right before something is deleted from the source."""
+    """Ends a run, like a kill, right before the first deletion from the source."""
 
 
 @pytest.fixture
 def killed(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A move that has copied everything, and deleted nothing."""
+    """Run a move that is killed after all copies, before any deletion."""
     copied = Journal.copied
 
     def kill(journal: Journal, *arguments: Any, **options: Any) -> None:
@@ -115,7 +115,7 @@ def test_objects_that_the_profile_does_not_list_keep_their_page_in_the_source(
 def test_shards_that_nothing_can_be_made_of_stay_in_the_source(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
-    """One rank's kv is missing: the other's cannot become that of a TP size of one."""
+    """Without the kv of one rank, the kv of the other cannot become that of TP size 1."""
     profile = profile_file(tmp_path / "profile.toml")
     name = next(name for name in sorted(contents(source)) if ".mamba" in name)
     page = name[:64]
@@ -160,7 +160,7 @@ def test_a_resumed_move_says_what_it_cannot_delete(
 def test_a_move_from_a_cluster_goes_on_while_the_leases_of_its_own_reads_last(
     mooncake_package: None, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is asked to go before all is copied: it could only wait for its lease."""
+    """No page is removed before all are copied: removal would only wait for leases."""
     profile = profile_file(tmp_path / "profile.toml")
     calls: list[str] = []
 

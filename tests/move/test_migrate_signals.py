@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during a migration: what was begun is finished, and the next run goes on."""
+"""Ctrl-C and SIGTERM during a migration: batches at work finish, and the next run continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.paused import Ended
 
 ENDS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
-# Two pages with states fit: several batches, and one is at work when the signal comes.
+# Two pages with Mamba states fit: several batches, with one at work when the signal arrives.
 OPTIONS = ("--buffer-bytes", "512KiB", "--jobs", "1", "--format", "json")
 
 SYNC = "hicachectl.backends.file.store:FileStore._sync_data"
@@ -74,7 +74,7 @@ def test_a_signal_lets_groups_at_work_finish_and_the_next_run_goes_on(
 
 
 def test_a_signal_lets_a_pack_be_finished(invoke: Invoke, tmp_path: Path) -> None:
-    """Even while its index is being written, and whoever is impatient."""
+    """Even while the index is being written, and after repeated signals."""
     source, pack = demo_store(tmp_path / "source"), tmp_path / "a.hcpack"
     migrate = ("migrate", source, f"pack://{pack}", *OPTIONS)
     ended = signalled(tmp_path / "run", INDEX, (signal.SIGINT, signal.SIGINT), *migrate)

@@ -1,4 +1,4 @@
-"""Migration between stores of every kind: what was there comes back, byte for byte."""
+"""Migration between stores of every kind, there and back: every byte is equal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAIRS = [
 
 
 def place_of(kind: str, folder: Path, request: pytest.FixtureRequest) -> str:
-    """The URL of an empty store of a kind."""
+    """Return the URL of an empty store of a kind."""
     if kind == "file":
         return f"file://{folder}/files"
     if kind == "pack":
@@ -56,7 +56,7 @@ def place_of(kind: str, folder: Path, request: pytest.FixtureRequest) -> str:
 
 
 def settle(kind: str, request: pytest.FixtureRequest) -> None:
-    """Let a store's listing have what was just written."""
+    """Bring the listing of a store up to date."""
     if kind == "hf3fs":
         request.getfixturevalue("metadata_server").save()
 
@@ -83,7 +83,7 @@ def test_pages_come_back_through_any_two_stores(
     assert {name: data for name, (data, _) in contents(back).items()} == {
         name: data for name, (data, _) in contents(source).items()
     }
-    # And all of it again finds everything there.
+    # A second run finds every page at the destination.
     assert migrated(invoke, first, second, *options)["skipped"] == PAGES
 
 

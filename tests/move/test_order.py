@@ -1,7 +1,7 @@
 """The order of writes and removals: no reader ever sees an anchor without its sidecars.
 
-A store in memory refuses some calls; after every single write or removal each group is looked at
-as a server would.
+A store in memory refuses some calls. After every write or removal, each group is checked as a
+server would see it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ WHOLE = SIZE
 
 
 def objects_of_groups() -> GroupObjects:
-    """Four groups of one anchor and two sidecars each; the anchor comes first in the arrays."""
+    """Return four groups, each an anchor and two sidecars; the anchor comes first."""
     owners = np.repeat(np.arange(GROUPS), SIZE)
     keys = pa.array([f"{n}".encode() for n in range(len(owners))], pa.binary())
     return GroupObjects(keys, owners, np.arange(len(owners)) % SIZE == 0)
 
 
 class Room:
-    """A store of object numbers that answers some calls otherwise, and checks what is visible."""
+    """A store of object numbers that refuses some calls, and checks each visible state."""
 
     def __init__(self, answers: dict[int, Status], held: set[int] | None = None) -> None:
         self.objects = objects_of_groups()
@@ -44,7 +44,7 @@ class Room:
         self.held = held if held is not None else set()
 
     def check(self) -> None:
-        """No group has its anchor without both sidecars."""
+        """Check that no group has its anchor without both sidecars."""
         groups: dict[int, list[bool]] = defaultdict(list)
         for number in self.held:
             groups[number // SIZE].append(bool(self.objects.anchors[number]))
@@ -52,7 +52,7 @@ class Room:
             assert not any(anchors) or len(anchors) == WHOLE
 
     def call(self, change: Callable[[int], None]) -> Callable[[IntArray], Result]:
-        """Make a call that changes one object after the other."""
+        """Return a call that changes one object after the other."""
 
         def run(places: IntArray) -> Result:
             statuses = np.zeros(len(places), dtype=np.uint8)
@@ -94,7 +94,7 @@ def test_a_published_group_is_whole_or_rolled_back(answers: dict[int, Status]) -
         elif status != GroupStatus.RACED:
             assert not mine
     full = np.flatnonzero(result.statuses == GroupStatus.NO_ROOM)
-    if len(full):  # no group behind the first without room was written
+    if len(full):  # no group after the first without room was written
         assert GroupStatus.DONE not in result.statuses[full[0] :]
 
 
@@ -116,7 +116,7 @@ def test_a_withdrawn_group_keeps_its_sidecars_while_an_anchor_stays(
     def remove(seen: Sighting, places: IntArray) -> Result:
         numbers = np.array([int(k) for k in seen.rows.column("key").to_pylist()], dtype=np.int64)
         found = store.call(store.held.discard)(numbers[places])
-        # A server that had looked before writes some sidecars once more.
+        # A server that looked before writes some sidecars again.
         again = [n for n in numbers[places].tolist() if n in came and not store.objects.anchors[n]]
         store.held.update(again)
         came.difference_update(again)
@@ -131,7 +131,7 @@ def test_a_withdrawn_group_keeps_its_sidecars_while_an_anchor_stays(
 
         return take
 
-    # The check of each step is about anchors: a removed sidecar beside one fails it.
+    # Each step checks that no anchor lacks a sidecar.
     withdraw(
         np.arange(GROUPS), result, look=look, remove=remove, take=taker if group_by_group else None
     )

@@ -128,8 +128,8 @@ def test_a_key_that_moved_or_went_since_the_snapshot_is_left(
     metadata_server.put(0, ["a", "b"])
     metadata_server.confirm(0, [("a'", 3)])
     table = table_now(metadata_server)
-    metadata_server.confirm(0, [("b", 0)], [2])  # b was written anew
-    metadata_server.delete(0, ["a'"])  # and page 3 may be another's by now
+    metadata_server.confirm(0, [("b", 0)], [2])  # b was written again
+    metadata_server.delete(0, ["a'"])  # page 3 may be another key's by now
     assert delete(client, table, "a", "b") == [TableRepairResult((), ("b", "a", "a'"))]
     assert metadata_server.exists(0, ["a", "b"]) == [True, True]
 

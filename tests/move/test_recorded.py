@@ -1,6 +1,6 @@
-"""Recorded groups: how they are judged, what a subset of them is, and their text on disk.
+"""Recorded groups: their statuses, subsets, and text on disk.
 
-The judgement of all groups at once is compared with its definition, slot by slot.
+The statuses of all groups at once are compared with their definition, slot by slot.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def recorded(draw: st.DrawFn) -> RecordedGroups:
 
 
 def is_whole(shape: Shape, absent: set[int], there: set[int]) -> bool:
-    """Whether a group has all that a page needs, its absent slots aside."""
+    """Return whether a group is whole, not counting absent slots."""
     asked = [n for n in range(len(shape)) if n in there or n not in absent]
     if any(shape.slots[n].required and n not in there for n in asked):
         return False
@@ -82,7 +82,7 @@ def is_whole(shape: Shape, absent: set[int], there: set[int]) -> bool:
 
 
 def judged(groups: RecordedGroups, group: int, there: set[int], known: set[int]) -> GroupStatus:
-    """Judge one group. there: slots. known: places of objects that are still what is there."""
+    """Return the status of one group. there: filled slots. known: indices of unchanged objects."""
     shape = groups.shapes[groups.shape_ids[group]]
     start = groups.starts[group]
     absent = {n for n in range(len(shape)) if groups.absent[start + n]}

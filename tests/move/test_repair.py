@@ -1,4 +1,4 @@
-"""Repair: bad groups leave whole, healthy ones stay, whatever happens meanwhile."""
+"""Repair: bad groups leave completely and healthy groups stay, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Six pages of a model with an indexer."""
+    """Make six pages of a model with an indexer."""
     return dsa_store(tmp_path / "store", 6)
 
 
@@ -76,7 +76,7 @@ def only(before: Contents, *names: str) -> Contents:
 
 
 def bad_value(key: str, code: str = "nan") -> pa.Table:
-    """A finding about an object's bytes."""
+    """Return a finding about an object's bytes."""
     return findings(
         code,
         keys=pa.array([key]),
@@ -133,7 +133,7 @@ def test_only_the_group_of_the_damaged_model_goes(tmp_path: Path) -> None:
 
 
 def test_an_ambiguous_group_stays_whatever_is_found(tmp_path: Path) -> None:
-    """Which model it is of, and so whose finding, is not known."""
+    """The model of the group, and so of the finding, is unknown."""
     stems = ("_m_0_2", ".mamba_m_0_2")
     put_pages(tmp_path, range(2), *stems)
     before = contents(tmp_path)
@@ -247,7 +247,7 @@ def test_anchors_leave_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert repair_findings(tmp_path, found).moved == 6
     stems = [key[64:].decode() for key in taken]
     assert sorted(stems[:2]) == ["_m_0_2.bin", "_m_1_2.bin"]
-    # What is damaged follows at once: no anchor that comes back may find it.
+    # The damaged sidecar leaves right after the anchors, before a new anchor can appear.
     assert stems[2] == ".mamba_m_1_2.bin"
 
 
@@ -276,7 +276,7 @@ def test_delete_keeps_nothing(store: Path) -> None:
 def test_no_object_in_the_quarantine_is_without_its_record(
     store: Path, monkeypatch: pytest.MonkeyPatch, *, stuck: bool
 ) -> None:
-    """Else it would be there for good: a record says what the next run is to delete."""
+    """Otherwise it would stay forever: the next run deletes only recorded objects."""
     for number in range(3):
         shorten(store / indexer(number))
     unrecorded: set[Path] = set()
@@ -300,7 +300,7 @@ def test_no_object_in_the_quarantine_is_without_its_record(
     assert unrecorded == set()
     assert outcome.deleted == 6
     assert sum(len(path.read_bytes()) > 0 for path in quarantine.glob("*/*/*")) == 6 * stuck
-    repaired(store, mode="delete")  # finishes what was begun
+    repaired(store, mode="delete")  # finishes the killed run
     assert list(quarantine.glob("*/*")) == []
 
 
@@ -330,7 +330,7 @@ def test_many_groups_go_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert quarantined(default_quarantine(store)) == before
 
 
-# what a quarantine can be
+# places of a quarantine
 
 
 def test_another_file_system_gets_copies(store: Path, other_file_system: Path) -> None:
@@ -344,7 +344,7 @@ def test_another_file_system_gets_copies(store: Path, other_file_system: Path) -
 
 
 def test_a_full_quarantine_costs_nothing(store: Path, tmp_path: Path) -> None:
-    """Two of three groups do not fit: what has no complete copy stays, and all is said."""
+    """Two of three groups do not fit: groups without a complete copy stay, and are reported."""
     for number in range(3):
         shorten(store / indexer(number))
     before = contents(store)
@@ -361,7 +361,7 @@ def test_a_full_quarantine_costs_nothing(store: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path) -> None:
-    """No room even for the record."""
+    """There is no room even for the record."""
     with small_file_system(tmp_path / "small", "256k") as small:
         store = dsa_store(small / "store", 3)
         shorten(store / indexer(1))
@@ -421,7 +421,7 @@ def test_a_quarantine_that_cannot_be_written_is_said(store: Path) -> None:
 
 
 def replan_after(store: Path, change: Callable[[], None], key: str, **options: Any) -> GroupReport:
-    """Repair with a plan made before `change`."""
+    """Repair with a plan made before a change."""
     with FileStore(store) as opened:
         inventory, groups = scanned(opened)
         plan = plan_repair(groups, bad_value(key))
@@ -483,7 +483,7 @@ def test_a_group_that_vanished_is_gone(store: Path) -> None:
 
 
 class Interfering(FileStore):
-    """A store in which something happens right after an object was taken."""
+    """A store in which a server acts right after each removal of an object."""
 
     after: Callable[[bytes], None]
 
@@ -513,7 +513,7 @@ def interfered(store: Path, after: Callable[[bytes], None], **options: Any) -> G
 def test_an_anchor_that_comes_back_beside_an_old_sidecar_goes_again(
     store: Path, times: int
 ) -> None:
-    """A server saw the old sidecar, skipped it, and wrote kv after we had taken that away."""
+    """A server saw the old sidecar, skipped it, and wrote kv again after the removal of kv."""
     value = (store / kv(1)).read_bytes()
     written: list[bytes] = []
 
@@ -567,7 +567,7 @@ def test_an_anchor_that_never_stays_away_is_said(store: Path) -> None:
 def test_what_a_live_server_half_wrote_afterwards_goes(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its anchor comes when the repair has already looked for it and found nothing."""
+    """The anchor appears after the repair has looked and found nothing."""
     value = (store / kv(1)).read_bytes()
     put(store, kv(5), len(value), mtime=time.time())  # there is a writer
     slept: list[float] = []
@@ -592,7 +592,7 @@ def test_what_a_live_server_half_wrote_afterwards_goes(
 
 
 class Faulty(FileStore):
-    """A store some of whose objects cannot be moved."""
+    """A store in which some objects cannot be moved."""
 
     stuck: frozenset[str] = frozenset()
 
@@ -644,7 +644,7 @@ def test_a_sidecar_that_cannot_leave_is_said(store: Path) -> None:
 def test_sidecars_stay_when_their_anchor_cannot_be_deleted(
     store: Path, other_file_system: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same for objects that are copied and then deleted."""
+    """The same rule for objects that are copied and then deleted."""
     for number in (1, 2):
         shorten(store / indexer(number))
     before = contents(store)
@@ -676,7 +676,7 @@ def test_sidecars_stay_when_their_anchor_cannot_be_deleted(
 def test_nothing_is_deleted_whose_copy_was_lost(
     store: Path, other_file_system: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed between copying and deleting; then somebody empties the quarantine."""
+    """The run is killed between copying and deleting; then the quarantine is emptied."""
     shorten(store / indexer(1))
     before = contents(store)
 
@@ -698,7 +698,7 @@ def test_nothing_is_deleted_whose_copy_was_lost(
 
 
 class Bare(Store):
-    """Files, by what every store can do: without renames, and without a place for notes."""
+    """A file store reduced to what every store can do: no renames, no directory for records."""
 
     grammar = FileStore.grammar
     traits = FileStore.traits
@@ -743,7 +743,7 @@ def test_a_store_without_a_place_for_records_can_be_deleted_from(store: Path) ->
 
 
 class Torn(Bare):
-    """A store of which a server rewrites an object, in place, while it is copied."""
+    """A store in which a server rewrites an object in place during the copy."""
 
     rewritten: Path
 
@@ -803,7 +803,7 @@ def test_another_mount_of_the_same_file_system_gets_copies(store: Path, tmp_path
 
 
 def test_what_a_killed_run_left_before_its_record_is_swept(store: Path) -> None:
-    """Copies whose originals are in the store, half-written files, empty folders, and their run."""
+    """Swept: copies with originals in the store, half-written files, empty folders, their run."""
     before = contents(store)
     run = default_quarantine(store) / "20260101T000000Z-abcdef"
     for number in ("000000", "000001"):
@@ -825,7 +825,7 @@ def test_what_a_killed_run_left_before_its_record_is_swept(store: Path) -> None:
 
 
 def test_a_run_at_work_is_left_alone(store: Path) -> None:
-    """What one process has begun, another one does not finish."""
+    """A process does not finish the batches of another running process."""
     shorten(store / indexer(1))
     inside: list[int] = []
 

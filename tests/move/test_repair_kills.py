@@ -1,4 +1,4 @@
-"""Repairs, removals and restores that are killed at any step, and what the next run makes of it.
+"""Repairs, removals and restores killed at any step are completed by the next run.
 
 HICACHECTL_TEST_SEED repeats a run.
 """
@@ -43,7 +43,7 @@ BAD = (1, 4, 7, 8, 10)
 
 
 class Commands:
-    """Commands on a store of pages with an indexer, killed at a step if one is given."""
+    """Commands on a store of pages with an indexer, killed at a given step."""
 
     def __init__(self, runner: Runner, folder: Path) -> None:
         self.store = folder / "store"
@@ -53,7 +53,7 @@ class Commands:
         self._profile.write_text(stores.DSA)
 
     def damage(self) -> tuple[Contents, Contents]:
-        """Make the store anew, with bad pages: its contents, and what of them is healthy."""
+        """Make the store again, with bad pages; return its objects, and the healthy objects."""
         shutil.rmtree(self.store, ignore_errors=True)
         dsa_store(self.store, PAGES)
         for number in (1, 4, 7):
@@ -80,7 +80,7 @@ class Commands:
 
 
 def points(whole: Run, count: int) -> tuple[list[tuple[Unit, int]], str]:
-    """Choose steps to be killed at; the words for a failure name their seed."""
+    """Return steps to kill runs at, and a message for failures that names their seed."""
     seed = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
     words = f"HICACHECTL_TEST_SEED={seed}"
     print(words)
@@ -110,7 +110,7 @@ def test_killed_anywhere_and_run_again_every_group_is_whole_or_gone(
 
 
 def check_kills(commands: Commands, count: int, quarantine: Path) -> None:
-    """Kill a repair at random points, run it again, and put all of it back."""
+    """Kill a repair at random points, run the repair again, and restore everything."""
     commands.damage()
     kills, words = points(commands.repair(quarantine), count)
     for kill in kills:
@@ -118,7 +118,7 @@ def check_kills(commands: Commands, count: int, quarantine: Path) -> None:
         before, healthy = commands.damage()
         assert commands.repair(quarantine, kill).killed, (words, kill)
         half = contents(commands.store)
-        # A reader between the runs: no page without its indexer but those that were so before.
+        # Between the runs, only page 10 may lack its indexer, as before.
         for number in range(PAGES):
             if kv(number) in half and number != 10:
                 assert indexer(number) in half, (words, kill)
@@ -140,7 +140,7 @@ def test_a_killed_repair_can_be_taken_back(commands: Commands) -> None:
 
 
 def check_taking_back(commands: Commands, count: int) -> None:
-    """Kill a repair at random points, and then restore instead of finishing."""
+    """Kill a repair at random points, then restore instead of finishing the repair."""
     commands.damage()
     quarantine = default_quarantine(commands.store)
     kills, words = points(commands.repair(quarantine), count)
@@ -159,7 +159,7 @@ def test_a_killed_removal_is_completed(commands: Commands) -> None:
 
 
 def check_removal(commands: Commands, count: int) -> None:
-    """Kill a removal of everything at random points; the next run completes what was begun."""
+    """Kill a removal of everything at random points; the next run completes begun batches."""
     dsa_store(commands.store, PAGES)
     kills, words = points(commands.remove(), count)
     for kill in kills:
@@ -177,7 +177,7 @@ def test_a_killed_restore_goes_on(commands: Commands) -> None:
 
 
 def check_restore(commands: Commands, count: int) -> None:
-    """Kill a restore at random points, and run it again."""
+    """Kill a restore at random points, then run the restore again."""
     before, healthy = commands.damage()
     quarantine = default_quarantine(commands.store)
     repaired(commands.store)

@@ -1,4 +1,4 @@
-"""`restore`: quarantined groups come back as they were, never over what is there."""
+"""`restore`: quarantined groups come back unchanged, never over existing objects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A store of which pages 1 and 3 are in the quarantine."""
+    """Make a store with pages 1 and 3 in its quarantine."""
     directory = dsa_store(tmp_path / "store", 5)
     shorten(directory / indexer(1))
     shorten(directory / kv(3))
@@ -171,7 +171,7 @@ def test_a_page_that_appears_meanwhile_is_a_conflict(
     monkeypatch: pytest.MonkeyPatch,
     other_file_system: Path,
 ) -> None:
-    """Its sidecars, already back, leave again."""
+    """The page's sidecars, already restored, leave again."""
     quarantine = other_file_system if elsewhere else default_quarantine(store)
     repaired(store, quarantine=str(quarantine))
     from hicachectl.move import recorded, restore
@@ -215,7 +215,7 @@ def test_an_object_of_another_size_is_not_restored(invoke: Invoke, store: Path) 
 def test_another_object_of_the_same_size_and_time_is_a_conflict(
     invoke: Invoke, store: Path, *, resumes: bool
 ) -> None:
-    """Only its bytes tell it from a copy that an interrupted restore has left."""
+    """Only the bytes distinguish the object from a copy of an interrupted restore."""
     before = contents(store)
     repaired(store)
     taken = quarantined(default_quarantine(store))
@@ -315,7 +315,7 @@ def test_objects_of_another_kind_of_store_are_refused(invoke: Invoke, store: Pat
 
 
 def test_rows_of_ls_name_the_group_to_restore(invoke: Invoke, tmp_path: Path) -> None:
-    """Also the orphaned Mamba states of a model whose kv has no rank, and ambiguous groups."""
+    """Includes orphaned Mamba states of a model with rankless kv, and ambiguous groups."""
     store = tmp_path / "store"
     store.mkdir()
     put_pages(store, range(4), "_m_0_2", "_m_1_2", "_n")
@@ -343,7 +343,7 @@ def test_rows_of_ls_name_the_group_to_restore(invoke: Invoke, tmp_path: Path) ->
 def test_a_copy_that_vanishes_while_it_is_restored_fails_its_page(
     invoke: Invoke, store: Path, other_file_system: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others of the page stay in the quarantine, under their record."""
+    """The other objects of the page stay in the quarantine, with their record."""
     repaired(store, quarantine=str(other_file_system))
     copy_from = FileStore.copy_from
 

@@ -1,4 +1,4 @@
-"""`rm`: what was asked for leaves, group by group; nothing else does."""
+"""`rm`: the requested groups leave, one by one; nothing else does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Two models, one of them with Mamba states on its last pages."""
+    """Make a store of two models, one with Mamba states on its last pages."""
     directory = tmp_path / "store"
     directory.mkdir()
     put_pages(directory, range(4), "_x-a_0_2", "_x-a_1_2", nbytes=100)
@@ -130,7 +130,7 @@ def test_pages_come_from_a_list(invoke: Invoke, store: Path, tmp_path: Path) -> 
 
 @pytest.fixture
 def two_sizes(tmp_path: Path) -> Path:
-    """Pages 0 to 5 at TP 4; pages 3 to 7 at TP 8."""
+    """Make a store with pages 0 to 5 at TP 4 and pages 3 to 7 at TP 8."""
     directory = tmp_path / "sizes"
     directory.mkdir()
     put_pages(directory, range(6), *(f"_m_{rank}_4" for rank in range(4)))
@@ -139,7 +139,7 @@ def two_sizes(tmp_path: Path) -> Path:
 
 
 def listing(invoke: Invoke, store: Path, path: Path, *arguments: object) -> list[dict[str, Any]]:
-    """Write the rows of `ls` to a file; give them too."""
+    """Write the rows of `ls` to a file; return them."""
     invoke("ls", store, *arguments, "--format", "jsonl", "-o", path)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -278,7 +278,7 @@ def test_something_must_be_selected(invoke: Invoke, store: Path) -> None:
 
 
 def test_without_a_terminal_it_wants_yes(invoke: Invoke, tmp_path: Path) -> None:
-    """Said before the store is opened, which is not even there."""
+    """The command refuses before it opens the store, which does not exist."""
     message = invoke("rm", tmp_path / "none", "--model", "b", exit_code=2).stderr
     assert "--yes" in message
 
@@ -333,12 +333,12 @@ def test_on_a_terminal_it_asks(store: Path, answer: str, pages: int) -> None:
     assert ("removed" in out) == bool(pages)
 
 
-# what earlier runs began
+# batches of killed runs
 
 
 @pytest.fixture
 def begun(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Four pages, all of which a run that was killed had begun to remove."""
+    """Make a store of four pages that a killed run began to remove."""
     store = dsa_store(tmp_path / "store", 4)
 
     def interrupted(*_: object, **__: object) -> None:
@@ -418,7 +418,7 @@ def test_a_restore_changes_nothing_before_the_answer(tmp_path: Path) -> None:
     repaired(store)
     quarantine = default_quarantine(store)
     (run,) = quarantine.iterdir()
-    (run / "000007").mkdir()  # of a run that was killed before it had a record
+    (run / "000007").mkdir()  # of a run killed before its record
     before = tree(store)
     on_a_terminal("restore", quarantine, store, answer="n")
     assert tree(store) == before
@@ -428,7 +428,7 @@ def test_a_restore_changes_nothing_before_the_answer(tmp_path: Path) -> None:
 
 
 def temporaries(store: Path) -> dict[str, Path]:
-    """Leftovers of SGLang's and of our own writes, one of them young; and what is like them."""
+    """Write leftovers of SGLang's and our own writes, one of them young, and similar names."""
     now = time.time()
     return {
         "sglang": put(store, "." + "0a" * 16 + ".tmp", 5),
@@ -469,7 +469,7 @@ def test_temporaries_can_be_left_for_longer(invoke: Invoke, store: Path) -> None
 def test_a_temporary_that_is_still_written_stays(
     invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written to, finished or gone after it was listed."""
+    """The file is written to, finished or removed after the listing."""
     files = temporaries(store)
     look = FileStore.look
 
@@ -550,8 +550,8 @@ def test_people_get_totals(invoke: Invoke, store: Path) -> None:
 
 @pytest.fixture
 def chained(tmp_path: Path) -> tuple[Path, Path, list[list[int]]]:
-    """A store of two prompts that share two pages, its profile, and the prompts."""
-    first = list(range(100, 118))  # four pages of 4 tokens, and two tokens more
+    """Make a store of two prompts that share two pages; return it, its profile and the prompts."""
+    first = list(range(100, 118))  # four pages of 4 tokens, and two more tokens
     second = [*first[:8], *range(300, 308)]
     directory = tmp_path / "store"
     directory.mkdir()

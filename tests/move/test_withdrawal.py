@@ -1,4 +1,4 @@
-"""`withdraw_listed`: groups that were copied elsewhere leave their source, whole or not at all."""
+"""`withdraw_listed`: groups copied elsewhere leave their source completely or not at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGES = 6
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Six pages of a model with an indexer."""
+    """Make six pages of a model with an indexer."""
     return dsa_store(tmp_path / "store", PAGES)
 
 
@@ -34,7 +34,7 @@ def rewrite(path: Path) -> None:
 
 
 def test_what_changed_since_the_listing_is_judged_anew(store: Path) -> None:
-    """A page that a server has written again stays, and one of which only half is new goes."""
+    """A page that a server has rewritten stays; a page that is only half new leaves."""
     with FileStore(store) as opened:
         inventory, groups = scanned(opened)
         for name in (indexer(1), kv(1), indexer(2), kv(5)):

@@ -1,4 +1,4 @@
-"""Work on page groups: how it is cut into batches, and which objects need no transform."""
+"""Work on page groups: its batches, and the objects that need no transform."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hicachectl.pages.group_table import fill_table
 
 
 def route_of(tp: int, layout: str, grammar: str) -> tuple[Route, list[int]]:
-    """The way of the demo's pages from files to another deployment; bytes of its sources."""
+    """Return the demo's route to another deployment, and the bytes of its sources."""
     source = structs.replace(PROFILE, layout=layout)
     plan = transfer_plan(source, "file", structs.replace(source, tp=tp, linear_tp=tp), grammar)
     route = Route(
@@ -70,7 +70,7 @@ LIMIT = 64 * MIB
 
 
 def survey_of(sizes: list[int]) -> Survey:
-    """Groups of one object each that are due as they are."""
+    """Return a survey of groups of one object each, to be copied unchanged."""
     route, _ = route_of(PROFILE.tp, "page_first", "file")
     unit = next(unit for unit in route.units if unit.identity)
     unit = replace(unit, sources=(0,), destinations=(0,))
