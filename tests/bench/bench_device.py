@@ -1,13 +1,13 @@
-"""Measure what `verify --device cuda` is made of against what the device can do, in one run.
+"""Measure the parts of `verify --device cuda` against the limits of the device, in one run.
 
     python -m tests.bench.bench_device [--part kernels,bus,verify,sparse]
         [--store /dev/shm] [--bytes 8GiB]
 
 Ceilings: a copy within the device (bytes read and written), a bare loop of cudaMemcpyAsync from
-pinned memory, and reads of the same store into the arena. Kernels run on about 1 GiB of pages that
-look like a model's, several times the cache, and are timed by events: the median of some rounds.
-verify reads a store of which --bytes are distinct; the rest are further names of the same files.
-sparse: what `bench_sparse --part gather,digest` measures.
+pinned memory, and reads of the same store into the arena. Kernels run on about 1 GiB of realistic
+pages, several times the cache. Events time them; the median of some rounds counts. verify reads a
+store with --bytes of distinct objects and further names of the same files. sparse measures the same
+as `bench_sparse --part gather,digest`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ STATES = {
 
 
 class Case(NamedTuple):
-    """One kind of object to measure on."""
+    """One kind of object to measure."""
 
     name: str
     profile: Profile
@@ -102,7 +102,7 @@ def expected_of(case: Case) -> ObjectSpec:
 
 
 def pages(case: Case, expected: ObjectSpec, count: int) -> np.ndarray:
-    """Objects at aligned offsets, a few distinct ones repeated: [count, stride]."""
+    """Return objects at aligned offsets, a few distinct ones repeated: [count, stride]."""
     stride = -(-expected.nbytes // ALIGNMENT) * ALIGNMENT
     distinct = min(count, DISTINCT_PAGES if expected.nbytes > 1 << 20 else 64)
     made = np.zeros((count, stride), np.uint8)
@@ -114,7 +114,7 @@ def pages(case: Case, expected: ObjectSpec, count: int) -> np.ndarray:
 
 
 def milliseconds(work: Callable[[], object]) -> float:
-    """Time device work by events: the median of some rounds."""
+    """Time device work by events; return the median of some rounds."""
     import torch
 
     for _ in range(WARM_UP):
@@ -131,11 +131,11 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def replayed(work: Callable[[], object]) -> Callable[[], object]:
-    """Capture launches, as verify does: small kernels are not timed by what Python takes."""
+    """Capture launches, as verify does, so that Python's time does not count for small kernels."""
     import torch
 
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # what the work reads may be on its way
+    stream.wait_stream(torch.cuda.current_stream())  # the work's input may still be on its way
     with torch.cuda.stream(stream):
         work()
         graph = torch.cuda.CUDAGraph()
@@ -146,12 +146,12 @@ def replayed(work: Callable[[], object]) -> Callable[[], object]:
 
 
 def rate(nbytes: int, work: Callable[[], object]) -> float:
-    """GB/s of device work over so many bytes."""
+    """Return the GB/s of device work on so many bytes."""
     return float(nbytes / milliseconds(work) / 1e6)
 
 
 def cuda_device() -> torch.device:
-    """Give the first CUDA device; where there is none, end with the reason."""
+    """Return the first CUDA device; without one, exit with the reason."""
     from hicachectl.device.devices import cuda_devices
 
     try:
@@ -252,7 +252,7 @@ def measure_case(case: Case, ceiling: float, device: torch.device) -> None:
     print(f"{case.name:38}{figures}{digested:8.0f}", flush=True)
 
 
-# --- the way there ---
+# --- host to device ---
 
 
 def measure_bus(device: torch.device, options: argparse.Namespace) -> None:
@@ -283,11 +283,11 @@ def measure_bus(device: torch.device, options: argparse.Namespace) -> None:
     print(f"page-locking the arena once: {registering * 1e3:.0f} ms for {TOTAL_BYTES >> 20} MiB")
 
 
-# --- the whole way ---
+# --- verify, end to end ---
 
 
 def write_store(directory: Path, case: Case, nbytes: int, distinct_bytes: int) -> int:
-    """Write one object a page; beyond `distinct_bytes` further names of the same files."""
+    """Write one object per page; beyond `distinct_bytes`, further names of the same files."""
     expected = expected_of(case)
     before, after = FileCodec().affix(expected.coordinate)
     objects = KvGenerator(expected, case.profile, seed=1).objects(range(DISTINCT_PAGES))
@@ -306,7 +306,7 @@ def write_store(directory: Path, case: Case, nbytes: int, distinct_bytes: int) -
 
 
 def timed_reads(directory: Path, jobs: int, slab_bytes: int) -> tuple[float, float]:
-    """Read all of a store into the arena and do nothing else: GB/s while reading, seconds."""
+    """Only read a whole store into the arena; return GB/s while reading, and seconds."""
     with FileStore(directory) as store:
         objects = pa.Table.from_batches(list(store.scan()))
         sizes = objects.column("nbytes").to_numpy()
@@ -321,7 +321,7 @@ def timed_reads(directory: Path, jobs: int, slab_bytes: int) -> tuple[float, flo
 
 
 class Clock:
-    """Rate of bytes from the first task that is done to the last one."""
+    """Rate of bytes from the first finished task to the last."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -419,7 +419,7 @@ def measure_sparse(device: torch.device, options: argparse.Namespace) -> None:
     bench_sparse.print_digest(memory)
 
 
-# The last one keeps its memory.
+# sparse comes last, since it keeps its memory.
 PARTS = {
     "kernels": measure_kernels,
     "bus": measure_bus,
@@ -429,7 +429,7 @@ PARTS = {
 SLAB_BYTES = 64 << 20
 NAMES_OF_A_FILE = 12
 READ_JOBS = 16
-# Slab and reading threads; None: as many as verify starts by itself.
+# Slab bytes and reading threads; None: verify's own number.
 VERIFY_WITH: tuple[tuple[int, int | None], ...] = (
     (64 << 20, 16),
     (64 << 20, None),

@@ -4,7 +4,7 @@
     python tests/bench/bench_digests.py --objects 200000 --bytes 52000
 
 Writes a store of random objects unless DIR has one, then runs each pair of commands in turn and
-prints the median ratio; one more run is for the memory of all its processes together. b3sum is
+prints the median ratio. One more run measures the memory of all its processes together. b3sum is
 Debian's package of that name. --cold drops the page cache before each run, which needs root, and
 compares with `cat`.
 """
@@ -25,7 +25,7 @@ SMALL_BYTES = 1 << 20
 
 
 def fill(directory: Path, objects: int, nbytes: int) -> None:
-    """Write objects of random bytes, one page each."""
+    """Write objects of random bytes, one per page."""
     block = os.urandom(nbytes + objects)
     for number in range(objects):
         page = hashlib.sha256(str(number).encode()).hexdigest()
@@ -33,7 +33,7 @@ def fill(directory: Path, objects: int, nbytes: int) -> None:
 
 
 def timed(command: list[str], *, cold: bool) -> float:
-    """Wall seconds, output thrown away."""
+    """Return the wall seconds of a command; its output is discarded."""
     if cold:
         subprocess.run(["sync"], check=True)
         Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -43,7 +43,7 @@ def timed(command: list[str], *, cold: bool) -> float:
 
 
 def peak_megabytes(command: list[str]) -> float:
-    """Most memory of a command and its children, shared pages counted once."""
+    """Return the peak memory of a command and its children, shared pages counted once."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peak = 0
     while process.poll() is None:
@@ -56,7 +56,7 @@ def _proportional_kilobytes(pid: int) -> int:
     try:
         facts = Path(f"/proc/{pid}/smaps_rollup").read_text()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return 0
     own = next((line for line in facts.splitlines() if line.startswith("Pss:")), "Pss: 0")
     return int(own.split()[1]) + sum(_proportional_kilobytes(int(child)) for child in children)

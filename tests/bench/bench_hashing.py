@@ -2,8 +2,8 @@
 
     python tests/bench/bench_hashing.py
 
-SGLang's interpreter is HICACHECTL_SGLANG_PYTHON, else .venv-sglang/bin/python of the checkout.
-Both sides hash the same chain of 64-bit tokens to hex text, in turns, one thread each.
+SGLang's interpreter is HICACHECTL_SGLANG_PYTHON, else .venv-sglang/bin/python of the checkout. Both
+sides hash the same chain of 64-bit tokens to hex text, in turns, each in one thread.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def serve_sglang() -> None:
-    """Time one page size for each line of stdin; runs in SGLang's environment."""
+    """Time one page size per line of stdin; runs in SGLang's environment."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from sglang.srt.mem_cache.utils import get_hash_str

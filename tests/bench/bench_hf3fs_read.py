@@ -2,18 +2,20 @@
 
     python -m tests.bench.bench_hf3fs_read [--pages 4096] [--bytes 1048576] [--cold] [--server PY]
 
-Writes a data file and the snapshot of a metadata server, in the order of eviction that SGLang's
-first pass leaves (`written`: the last page first) and after much reuse (`mixed`). Reads all pages
-in turn: by dd with blocks of 1 MiB, which never leave the processor's cache; by fio with the same
-blocks (psync), where it is installed; in the order of the file into as much memory as two of
-verify's tasks have; by `read_objects`, with verify's own tasks and order, whose work does nothing;
-and by dd again, which tells how far two equal readings differ here. --cold drops the file from the
-page cache before each of them; --parts makes the pages K and V in turn, under keys of their own.
-Prints median throughputs, the median ratios of ours to the others, and between which bounds dd was
-of itself.
+Writes a data file and the snapshot of a metadata server, with two orders of eviction: as SGLang's
+first pass leaves it (`written`: the last page first) and after much reuse (`mixed`). Reads all
+pages in turn:
+- by dd with blocks of 1 MiB, which stay in the CPU cache;
+- by fio with the same blocks (psync), if installed;
+- in file order into as much memory as two tasks of verify have;
+- by `read_objects`, with verify's own tasks and order, and no work on the objects;
+- by dd again, which shows how much two equal readings differ here.
+--cold drops the file from the page cache before each reading. --parts makes the pages K and V in
+turn, under separate keys. Prints median throughputs, the median ratios of ours to the others, and
+the range of dd's ratios to itself.
 
---server starts SGLang's metadata server, and measures digesting instead, for which it is asked
-about what was read: with it, against the same without it.
+--server starts SGLang's metadata server and measures digesting instead: with confirmation by the
+server, against the same without the server.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1 << 20
 BUFFER_BYTES = 512 << 20
-TASK_BYTES = 16 << 20  # hicachectl.verify.reading's
+TASK_BYTES = 16 << 20  # as in hicachectl.verify.reading
 
 
 def profile_of(nbytes: int, *, parts: bool) -> Profile:
-    """A deployment whose kv pages, or K and V of them each, have so many bytes."""
+    """Return a deployment with kv pages, or K and V parts, of so many bytes."""
     pool = Pool(name="kv", kind="opaque", nbytes=nbytes, replicated=True)
     if parts:
         head_dim = nbytes // 2
@@ -70,7 +72,7 @@ def fill(path: Path, pages: int, nbytes: int) -> None:
 
 
 def save_table(path: Path, order: np.ndarray, *, parts: bool) -> None:
-    """Write the snapshot of a table in which `order` gives the pages, least recent first."""
+    """Write the snapshot of a table with pages in `order`, least recent first."""
     entries = [
         [f"{index // 2:064x}-{'kv'[index % 2]}" if parts else f"{index:064x}", index]
         for index in order.tolist()
@@ -80,7 +82,7 @@ def save_table(path: Path, order: np.ndarray, *, parts: bool) -> None:
 
 
 def drop(path: Path) -> None:
-    """Have the system forget what it has in memory of a file."""
+    """Drop a file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -89,7 +91,7 @@ def drop(path: Path) -> None:
 
 
 def dd(path: Path) -> float:
-    """Seconds that dd says it took to read a file."""
+    """Return the seconds that dd reports for reading a file."""
     command = ["dd", f"if={path}", "of=/dev/null", f"bs={BLOCK_BYTES}"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"}
@@ -98,7 +100,7 @@ def dd(path: Path) -> float:
 
 
 def fio(path: Path) -> float:
-    """Seconds that fio took to read a file, as it says; not a number without it."""
+    """Return the seconds that fio reports for reading a file; NaN without fio."""
     if shutil.which("fio") is None:
         return float("nan")
     options = ["--rw=read", f"--bs={BLOCK_BYTES}", "--ioengine=psync", "--invalidate=0"]
@@ -110,7 +112,7 @@ def fio(path: Path) -> float:
 
 
 def in_order(path: Path) -> float:
-    """Seconds of reading a file from its start to its end, one block behind the other."""
+    """Return the seconds to read a file from start to end, block by block."""
     memory = memoryview(bytearray(2 * TASK_BYTES))
     blocks = [memory[at : at + BLOCK_BYTES] for at in range(0, len(memory), BLOCK_BYTES)]
     began = time.perf_counter()
@@ -124,7 +126,7 @@ def in_order(path: Path) -> float:
 def ours(
     store: Hf3fsStore, *, digest: bool = False, jobs: int | None = None
 ) -> Callable[[], float]:
-    """Seconds of what verify does to read all that a store lists; listing it is done before."""
+    """Return a function that times the reads of verify, without the listing."""
     inventory = take_inventory(store, None)
     rows = np.arange(len(inventory.objects), dtype=np.int64)
     plan = ReadingPlan(
@@ -152,7 +154,7 @@ def ours(
 def open_store(
     stack: contextlib.ExitStack, folder: Path, profile: Profile, server: MetadataServer | None
 ) -> Hf3fsStore:
-    """Open the store in a folder, by its snapshot, with a server or without."""
+    """Open the store in a folder by its snapshot, with or without a server."""
     settings = Hf3fsSettings(
         prefix=str(folder / "hicache"),
         snapshot=str(folder / "metadata.json"),
@@ -164,10 +166,10 @@ def open_store(
 
 
 def speeds(ways: list[Callable[[], float]], options: argparse.Namespace, data: Path) -> np.ndarray:
-    """Throughputs of each way in each round, [rounds, ways] GB/s; the first round is left out."""
+    """Return throughputs by round and way, [rounds, ways] GB/s, without the first round."""
     times = np.zeros((options.runs + 1, len(ways)))  # the first round touches the memory
     for number in range(len(times)):
-        # Each is the first of a round in turn: a disk can tire.
+        # Each way is first in some rounds: a disk can slow down.
         for way in np.roll(np.arange(len(ways)), number).tolist():
             times[number, way] = _timed(ways[way], data if options.cold else None)
     found: np.ndarray = options.pages * options.bytes / times[1:] / 1e9

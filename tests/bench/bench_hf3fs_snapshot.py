@@ -2,10 +2,10 @@
 
     python tests/bench/bench_hf3fs_snapshot.py [--keys 1000000] [--runs 5] [--file FILE]
 
-Writes a snapshot as SGLang's server would, half of its pages free. Each run reads the file and
-parses it with msgspec and with orjson (where installed) into Python objects, and right after it
-with read_snapshot; printed are medians, and the most memory that each takes in a process of its
-own. The aim: at most twice the time of a bare parse, and memory of the size of the columns.
+Writes a snapshot as SGLang's server does, with half of its pages free. Each run reads the file and
+parses it with msgspec and with orjson (if installed) into Python objects, and right afterwards with
+read_snapshot. Prints medians, and the peak memory of each in a separate process. The aim: at most
+twice the time of a bare parse, and memory of the size of the columns.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ print(peak_kib() - before)
 
 
 def peak_kib() -> int:
-    """Give the most memory that this process had; ru_maxrss would count its parent's too."""
+    """Return the peak memory of this process; ru_maxrss would include the parent's."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0])
 
 
 def write_sample(path: Path, keys: int) -> None:
-    """Write a rank of an MHA model: keys of K and V objects, and as many free pages."""
+    """Write a rank of an MHA model: keys of K and V objects, and equally many free pages."""
     pages = (hashlib.sha256(str(number).encode()).hexdigest() for number in range(-(-keys // 2)))
     names = [f"0:kv:{page}{part}".encode() for page in pages for part in ("-k", "-v")][:keys]
     indices = np.arange(2 * keys - 1, keys - 1, -1)
@@ -79,7 +79,7 @@ PARSERS: dict[str, Callable[[Path], object]] = {
 
 
 def seconds(parse: Callable[[Path], object], path: Path) -> float:
-    """Time one parse; letting go of the result is not part of it."""
+    """Time one parse, without freeing its result."""
     begin = time.perf_counter()
     result = parse(path)
     elapsed = time.perf_counter() - begin
@@ -110,14 +110,14 @@ def measure(path: Path, runs: int) -> None:
 
 
 def peak_mib(name: str, path: Path) -> int:
-    """Measure the memory that a parse adds to a fresh process."""
+    """Return the memory that a parse adds to a fresh process."""
     root = str(Path(__file__).parents[2])
     output = subprocess.check_output([sys.executable, "-c", PEAK, root, name, str(path)], text=True)
     return int(output) >> 10
 
 
 def main() -> None:
-    """Measure as the command line says."""
+    """Measure as the command line asks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keys", type=int, default=1_000_000)
     parser.add_argument("--runs", type=int, default=5)

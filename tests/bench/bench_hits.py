@@ -1,10 +1,10 @@
-"""Hits of many chains against many objects, beside listing and hashing alone; run by hand.
+"""Hits of many chains in many objects, against listing and hashing alone; run by hand.
 
     python tests/bench/bench_hits.py [--objects 1000000] [--chains 10000] [--pages 100]
 
-The store is a listing in memory, of a TP=2 model with an indexer, some objects of which are
-missing; requests are a file of token ids. Prints seconds, and what finding hits costs as a share
-of listing the same objects, as `ls` does, and of hashing the same requests.
+The store is a listing in memory of a TP=2 model with an indexer, with some objects missing.
+Requests are a file of token ids. Prints seconds, and the time to find hits as a share of listing
+the same objects, as `ls` does, and of hashing the same requests.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Listing(Store):
 
 
 def listing(pages: np.ndarray[Any, Any], gone: float) -> Listing:
-    """Every page with all its objects, but for a share of them."""
+    """Return every page with all objects except a share `gone`."""
     chance = np.random.default_rng(0)
     batches = []
     for suffix in SUFFIXES:
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=100)
     options = parser.parse_args()
     chance = random.Random(0)
-    # Requests share prefixes: as many distinct pages as the store has.
+    # Requests share prefixes: they have as many distinct pages as the store.
     stems = max(1, options.objects // len(SUFFIXES) // options.pages)
     tokens = options.pages * PAGE_SIZE + 1
     prompts = [[chance.randrange(150_000) for _ in range(tokens)] for _ in range(stems)]
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def check(chains: Chains, hits: Any) -> None:
-    """What is measured is the work, not a shortcut."""
+    """Check that the hits are real work, not a shortcut."""
     assert len(hits.usable_pages) == len(chains)
     assert 0 < hits.usable_pages.mean() < np.diff(chains.offsets).mean()
 

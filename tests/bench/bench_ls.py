@@ -2,8 +2,8 @@
 
     python tests/bench/bench_ls.py --objects 200000 [--directory DIR] [--runs 7]
 
-Fills a directory with empty-content objects (sparse, 52 KB each) unless it has them already, then
-runs each command in turn with find and prints the median of the pairwise ratios and peak memory.
+Fills a directory with objects without content (sparse, 52 KB each) unless they exist, then runs
+each command in turn with find. Prints the median of the pairwise ratios, and peak memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fill(directory: Path, objects: int) -> None:
 
 
 def timed(command: list[str]) -> tuple[float, float]:
-    """Wall seconds and peak resident MB of one run, output thrown away."""
+    """Return wall seconds and peak resident MB of one run; the output is discarded."""
     start = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(child.pid, 0)
@@ -45,7 +45,7 @@ def timed(command: list[str]) -> tuple[float, float]:
 
 
 def against_find(directory: Path, arguments: list[str], runs: int) -> str:
-    """One line: seconds, ratio to find of the neighbouring run, peak memory."""
+    """Print one line: seconds, ratio to the neighbouring run of find, peak memory."""
     find = ["find", str(directory), "-printf", "%s %f\\n"]
     command = [sys.executable, "-m", "hicachectl", *arguments]
     timed(find), timed(command)  # warm-up

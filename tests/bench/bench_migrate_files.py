@@ -2,11 +2,11 @@
 
     python -m tests.bench.bench_migrate_files [--pages 512] [--bytes 4500000] [--runs 5]
 
-Makes a store of kv objects and copies it by each of the three, in turn, each time to a new
-directory, start-up included, until a `sync` after it has ended. `hicachectl migrate` makes every
-batch durable before it goes on; the other two leave that to the sync. Prints medians in seconds,
-the medians of the ratios (of throughputs) to both others, and the most memory that ours had.
---tp-reshard compares instead a migration of TP 4 to TP 8 with one that changes nothing.
+Makes a store of kv objects. Each of the three copies it in turn, to a new directory each time;
+times include start-up and a final `sync`. `hicachectl migrate` makes every batch durable before the
+next; the other two leave that to the sync. Prints median seconds, the median ratios of our
+throughput to the others', and our peak memory. --tp-reshard compares instead a migration of TP 4 to
+TP 8 with one that changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 
 def fill(store: Path, pages: int, suffixes: list[str], nbytes: int) -> None:
-    """Write pages of random bytes, one object for each suffix."""
+    """Write pages of random bytes, one object per suffix."""
     store.mkdir()
     noise = np.random.default_rng(0).bytes(nbytes + (1 << 16))
     for number in range(pages):
@@ -37,7 +37,7 @@ def fill(store: Path, pages: int, suffixes: list[str], nbytes: int) -> None:
 
 
 def cost_of(command: list[str], environment: dict[str, str]) -> tuple[float, int]:
-    """Seconds that a command and a sync after it take, and bytes of memory the command had."""
+    """Return the seconds of a command and a sync after it, and the command's peak bytes."""
     os.sync()
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
@@ -50,10 +50,10 @@ def cost_of(command: list[str], environment: dict[str, str]) -> tuple[float, int
 
 
 def put_away(target: Path) -> None:
-    """Empty the files of a copy and keep them, for the next one to have a fresh start.
+    """Empty the files of a copy but keep them, to give the next copy a fresh start.
 
-    ext4 does not give an inode's number again within a minute or more, and whoever creates a file
-    has to look through all that were freed: after a deletion of 100,000 that is most of a copy.
+    ext4 does not reuse an inode number for a minute or more, and each creation of a file searches
+    through all freed inodes. After a deletion of 100,000 files that is most of a copy's time.
     """
     spent = target.with_name(f"spent-{time.time_ns()}")
     target.rename(spent)
@@ -66,7 +66,7 @@ def measure(
 ) -> None:
     """Run the commands in turn, each to an empty target; print medians and ratios to the first.
 
-    Each comes first in its turn: who follows whom finds other memory free.
+    Each command is first in some rounds, since the order changes how much memory is free.
     """
     times: dict[str, list[float]] = {name: [] for name in ways}
     first = next(iter(ways))

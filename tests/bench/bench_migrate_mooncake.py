@@ -3,11 +3,11 @@
     python -m tests.bench.bench_migrate_mooncake [--pages 2048] [--bytes 1048576] [--runs 5]
 
 Starts a master and a storage process on this machine. The bare loop puts as many objects of the
-same sizes from one registered buffer that holds them already, in batches of 128, from one thread.
-Ours is what `hicachectl migrate` does once both stores are listed: reading files (on tmpfs unless
---dir says otherwise), taking K and V objects from them, and putting these; setting up the client
-and the buffer is part of it, while the bare loop has both before it begins. Prints median
-throughputs, the median ratio, and the most memory that the process had.
+same sizes, in batches of 128, from one thread and from one registered buffer that already holds
+them. Ours is the work of `hicachectl migrate` after both stores are listed: reading files (on tmpfs
+unless --dir names another place), splitting them into K and V objects, and putting these. Ours
+includes the setup of client and buffer; the bare loop has both before it begins. Prints median
+throughputs, the median ratio, and the peak memory of the process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKENS, HEADS, CHANNELS = 64, 1, 128
 
 
 def profile_of(nbytes: int) -> Profile:
-    """A deployment of TP 1 whose pages have so many bytes in a file, K and V together."""
+    """Return a deployment of TP 1 with so many bytes per page file, K and V together."""
     layers = nbytes // (2 * TOKENS * HEADS * CHANNELS * 2)
     pool = Pool(
         name="kv", kind="mha", dtype="bfloat16", layers=layers, kv_heads=HEADS, head_dim=CHANNELS
@@ -48,7 +48,7 @@ def profile_of(nbytes: int) -> Profile:
 
 
 def bare(store: MooncakeStore, objects: int, nbytes: int, run: int) -> float:
-    """Seconds of putting objects that are in memory, by the calls of Mooncake's own class."""
+    """Return the seconds to put objects from memory with Mooncake's own class."""
     client = store._data()._store
     slot = -(-nbytes // 4096) * 4096
     with Arena(slot * BATCH) as arena:
@@ -65,7 +65,7 @@ def bare(store: MooncakeStore, objects: int, nbytes: int, run: int) -> float:
 
 
 def ours(source: Path, url: str, profile: Profile, options: CopyOptions) -> float:
-    """Seconds of copying, after listing."""
+    """Return the seconds to copy, after listing."""
     spent = [0.0]
     copy = CopyRun.copy
 
@@ -111,7 +111,7 @@ def main() -> None:
             whole = ours(Path(folder, "s"), cluster.url, profile, CopyOptions(jobs=options.jobs))
             cluster.clear()
             times.append((alone, whole))
-        seconds = np.array(times[1:])  # the first touches the segment
+        seconds = np.array(times[1:])  # the first run touches the segment
         speeds = total / seconds / 1e9
         print(
             f"{options.pages} pages of {options.bytes} bytes: bare {np.median(speeds[:, 0]):.2f} "

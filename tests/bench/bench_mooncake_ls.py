@@ -2,10 +2,10 @@
 
     python tests/bench/bench_mooncake_ls.py [--objects 100000] [--runs 5] [--chunk 1000]
 
-Starts a cluster on loopback and fills it with small objects. Each run measures the bare client
-(/get_all_keys, then /batch_query_keys for `--chunk` keys at a time, the replies parsed with the
-standard library's json) and right after it ours; printed are medians of the pairwise ratios:
-of the master's endpoints inside one process, and of whole processes.
+Starts a cluster on loopback and fills it with small objects. Each run measures the bare client and
+right afterwards ours. The bare client calls /get_all_keys, then /batch_query_keys for `--chunk`
+keys at a time, and parses the replies with the standard library's json. Prints medians of the
+pairwise ratios: of the master's endpoints inside one process, and of whole processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SUFFIXES = ("_0_k", "_0_v", "_1_k", "_1_v")
 OBJECT_BYTES = 512
 PUT_KEYS = 1000
-QUERY_KEYS = 16384  # what the store asks for at once when it lists
+QUERY_KEYS = 16384  # keys per query when the store lists
 
 
 def fill(cluster: Cluster, objects: int) -> None:
@@ -48,7 +48,7 @@ def fill(cluster: Cluster, objects: int) -> None:
 
 
 def bare(admin: str, chunk: int) -> int:
-    """List keys and sizes with the standard library alone; the number of objects."""
+    """List keys and sizes with only the standard library; return the number of objects."""
     connection = http.client.HTTPConnection(admin)
     connection.request("GET", "/get_all_keys")
     keys = connection.getresponse().read().decode().splitlines()
@@ -62,12 +62,12 @@ def bare(admin: str, chunk: int) -> int:
 
 
 def ours(admin: MasterAdmin) -> int:
-    """List keys, sizes, versions and replicas; the number of objects."""
+    """List keys, sizes, versions and replicas; return the number of objects."""
     return sum(len(admin.query(keys)) for keys in admin.key_batches(QUERY_KEYS))
 
 
 def command(*arguments: str) -> Callable[[], int]:
-    """Make what runs a process to its end."""
+    """Return a function that runs a process to its end."""
     return lambda: subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL).returncode
 
 

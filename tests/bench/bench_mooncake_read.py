@@ -2,9 +2,9 @@
 
     python -m tests.bench.bench_mooncake_read [--objects 1024] [--bytes 1000000] [--batch 32]
 
-Starts a cluster on this machine, fills it, and reads everything in turn: a loop of
-`batch_get_into` into one registered buffer, and the pipeline with tasks of as many objects, whose
-work does nothing. Prints the median ratio of throughputs, connecting and closing left out.
+Starts a cluster on this machine, fills it, and reads everything in turn: by a loop of
+`batch_get_into` into one registered buffer, and by the pipeline with equally large tasks and no
+work on the objects. Prints the median ratio of throughputs, without connecting and closing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BUFFER_BYTES = 512 << 20
 
 
 def fill(client: Any, count: int, nbytes: int) -> list[str]:
-    """Put objects of random bytes; their keys."""
+    """Put objects of random bytes; return their keys."""
     keys = [f"m_{number:064x}_0_k" for number in range(count)]
     value = np.random.default_rng(0).bytes(nbytes)
     for key in keys:
@@ -39,7 +39,7 @@ def fill(client: Any, count: int, nbytes: int) -> list[str]:
 
 
 def bare(client: Any, keys: list[str], nbytes: int, batch: int, arena: Arena) -> float:
-    """Seconds of a plain loop over batches."""
+    """Return the seconds of a plain loop over batches."""
     offsets, _ = place(np.full(batch, nbytes, dtype=np.int64))
     addresses = (arena.address + offsets).tolist()
     began = time.perf_counter()
@@ -51,7 +51,7 @@ def bare(client: Any, keys: list[str], nbytes: int, batch: int, arena: Arena) ->
 
 
 def ours(store: Store, keys: list[str], nbytes: int, batch: int, jobs: int | None) -> float:
-    """Seconds of the pipeline, its arena's mapping and registration included."""
+    """Return the seconds of the pipeline, with mapping and registration of its arena."""
     objects = pa.table({"key": pa.array([key.encode() for key in keys], pa.binary())})
     rows = np.arange(len(keys), dtype=np.int64)
     sizes = np.full(len(keys), nbytes, dtype=np.int64)
@@ -95,7 +95,7 @@ def main() -> None:
                     )
                 )
             client.unregister_buffer(arena.address)
-    pairs = pairs[1:]  # the first touches the memory
+    pairs = pairs[1:]  # the first pair touches the memory
     other, own = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
     ratio = statistics.median(theirs / mine for theirs, mine in pairs)
     print(

@@ -2,12 +2,12 @@
 
     python -m tests.bench.bench_pack [--directory DIR] [--megabytes 512] [--threads 2] [--cpu]
 
-Objects are of tests/kvgen.py and lie in memory. A pack is written as a migration writes it, to the
-end of its index, and read through read_into, digests checked. zstd is the same library at level 1,
-a frame an object, with as many threads, in the same file system; both page caches are warm. Each
-pair runs in turn, medians of the rounds. Both write to the disk, the pack after each call of 64
-MiB, zstd's file once at its end; with --directory /dev/shm there is none. --cpu counts seconds of
-the processor, of all threads, on a machine that others use too: MB for each.
+Objects come from tests/kvgen.py and lie in memory. A pack is written as a migration writes it, to
+the end of its index, and read with read_into, digests checked. zstd is the same library at level 1,
+one frame per object, with as many threads, in the same file system. Both page caches are warm.
+Pairs run in turn; medians of the rounds count. Both write to the disk, the pack after each call of
+64 MiB, zstd's file once at its end; --directory /dev/shm avoids the disk. --cpu counts CPU seconds
+of all threads, for machines that others use too: MB per CPU second.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STATES = {
     "layers": 6,
     "temporal": StateTensor(shape=(32, 128, 128), dtype="float32"),
 }
-DISTINCT_BYTES = 128 << 20  # made once and repeated, above what a processor keeps
+DISTINCT_BYTES = 128 << 20  # made once and repeated; more than a CPU cache holds
 
 
 class Case(NamedTuple):
@@ -75,7 +75,7 @@ class Case(NamedTuple):
 
 
 def cases(nbytes: int) -> Iterator[Case]:
-    """The kinds of objects, `nbytes` of each."""
+    """Return the kinds of objects, `nbytes` of each."""
     kv: dict[str, Any] = {"name": "kv"}
     for name, pool, page_size, pools in (
         ("bf16 MLA, 4.5 MB", "kv", 64, [kv | LATENT | {"row": "bf16"}]),
@@ -102,7 +102,7 @@ def cases(nbytes: int) -> Iterator[Case]:
 
 
 def write_pack(case: Case, path: Path, threads: int) -> None:
-    """Write every object, in calls as large as the store asks for."""
+    """Write every object, in calls of the size that the store requests."""
     path.unlink(missing_ok=True)
     with PackStore(str(path), writable=True) as store:
         store.use_grammar("file")
@@ -120,11 +120,11 @@ def write_pack(case: Case, path: Path, threads: int) -> None:
 
 
 def read_pack(case: Case, path: Path, threads: int) -> None:
-    """Read every object back into its place."""
+    """Read every object back to its place."""
     with PackStore(str(path)) as store:
         store.attach(case.arena)
         scanned = pa.Table.from_batches(list(store.scan(("nbytes", "locator"))))
-        rows = scanned.sort_by("key").combine_chunks()  # which is the order of the case
+        rows = scanned.sort_by("key").combine_chunks()  # the order of the case
 
         def read(part: slice) -> None:
             picked = rows.slice(part.start, len(case.sizes[part]))
@@ -136,7 +136,7 @@ def read_pack(case: Case, path: Path, threads: int) -> None:
 
 
 def write_zstd(case: Case, path: Path, threads: int) -> list[int]:
-    """Write a frame an object with the library alone; the bytes of each."""
+    """Write one frame per object with the library alone; return the bytes of each."""
     path.unlink(missing_ok=True)
 
     def compress(index: int) -> bytes:
@@ -171,7 +171,7 @@ def timed(act: Callable[[], T], clock: Callable[[], float]) -> tuple[float, T]:
 
 
 def measure(case: Case, directory: Path, options: argparse.Namespace) -> str:
-    """A line of the table, every restored byte compared once."""
+    """Return a line of the table; compare every restored byte once."""
     pack, frames, threads = directory / "x.hcpack", directory / "x.zst", options.threads
     clock = time.process_time if options.cpu else time.perf_counter
     original = case.arena.array.copy()

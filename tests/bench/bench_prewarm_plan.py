@@ -1,12 +1,12 @@
-"""Measure plans: what they save of what a clairvoyant warm-up would, and how long they take.
+"""Measure plans: their share of a clairvoyant warm-up's savings, and the time to plan.
 
     python -m tests.bench.bench_prewarm_plan --trace conversation_trace.jsonl
     python -m tests.bench.bench_prewarm_plan --part speed
 
-Quality: a plan from one part of a trace warms an LRU cache that the requests after it are replayed
-through (`warm_replay` states the rules). Captured is the plan's gain in hit tokens over a cold
-start, as a share of the gain of warming the blocks in the order of their first use. Beside ours:
-plain frequency, plain recency and one exponentially decayed count.
+Quality: a plan from one part of a trace warms an LRU cache, and the requests after that part are
+replayed through the cache (`warm_replay` states the rules). The captured share is the plan's gain
+in hit tokens over a cold start, divided by the gain of warming the blocks in the order of their
+first use. Compared with plain frequency, plain recency and one exponentially decayed count.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
     Index = npt.NDArray[np.int64]
 
-# Shares of the trace: planned from the first to the second, replayed up to the third.
+# Shares of the trace: plan from the first to the second, replay up to the third.
 SPLITS = (
     (0, 0.5, 1), (0, 0.25, 0.75), (0, 0.33, 0.83), (0, 0.4, 0.9), (0, 0.6, 1), (0, 0.75, 1),
     (0.25, 0.5, 1), (0.25, 0.5, 0.75), (0.3, 0.6, 1), (0.4, 0.7, 1), (0.5, 0.75, 1), (0.5, 0.8, 1),
 )  # fmt: skip
 CAPACITIES = [10_000, 30_000, 100_000]
 SHARES = np.geomspace(0.05, 0.9, 10)  # of the known blocks; their mean is the column "all"
-DECAY = 0.2  # of the span planned from
+DECAY = 0.2  # of the planned span
 REQUESTS, BLOCKS = 200_000, 100
 
 
@@ -103,7 +103,7 @@ def measure_quality(trace: Trace) -> None:
 
 
 def captured(known: Trace, later: Trace) -> dict[str, npt.NDArray[np.float64]]:
-    """Share of the clairvoyant gain at each capacity, and the mean over shares of the blocks."""
+    """Return the captured share at each capacity, and the mean over shares of the blocks."""
     uses = first_uses(known, later)
     blocks = len(known.forest)
     capacities = [*CAPACITIES, *(int(share * blocks) for share in SHARES)]
@@ -120,7 +120,7 @@ def print_row(split: str, name: str, row: npt.NDArray[np.float64]) -> None:
 
 
 def measure_speed() -> None:
-    """Plan a trace of 20 million block references in a process of its own."""
+    """Plan a trace of 20 million block references in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         path, output = Path(folder, "trace.jsonl"), Path(folder, "plan.jsonl")
         write_conversations(path)
@@ -142,7 +142,7 @@ def measure_speed() -> None:
 
 
 def write_conversations(path: Path) -> None:
-    """Write requests of conversations that go on with some chance, each a few blocks longer."""
+    """Write requests of conversations; each may continue an earlier one by a few blocks."""
     random = np.random.default_rng(7)
     active: list[list[int]] = []
     fresh = 1

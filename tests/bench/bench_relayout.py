@@ -1,11 +1,10 @@
-"""Measure what re-sharding and re-ordering pages in memory costs over copying them.
+"""Measure the cost of re-sharding and re-ordering pages in memory, against copying them.
 
     python -m tests.bench.bench_relayout [--pages N] [--repeat N]
 
 Pages of Qwen3-32B (64 tokens, 64 layers, 8 KV heads of 128 bfloat16). Prints GB/s of source bytes
-by `relayout`, by numpy.copyto of the same bytes as they are, and the median of their ratios; the
-two take turns. One thread, and its own processor time, so that other load on the machine counts
-less; what it takes of the memory's bandwidth remains.
+by `relayout`, by numpy.copyto of the same bytes, and the median of their ratios; the two take
+turns. Counts the CPU time of one thread, so other load matters only through memory bandwidth.
 """
 
 from __future__ import annotations

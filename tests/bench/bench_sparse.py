@@ -3,14 +3,13 @@
     python -m tests.bench.bench_sparse --part fraction [--pattern FILE.npy] [--slots 2048,4096]
     python -m tests.bench.bench_sparse --part gather,digest [--host-bytes 4GiB] [--memory huge]
 
-fraction: the share of selected tokens that a step has to fetch, for each layer, by the model of the
-          loader; needs no device. The pattern is [steps, layers, k] int32, of one request, -1 for
-          none; without one it is generated: tokens have scores that drift, the k best are selected.
-          Its persistence decides the fraction, so only a recorded pattern says something of a
-          model.
-gather:   400 missing rows of 656 bytes for each of 64 requests, out of page objects in
-          page-locked mapped memory, against a kernel that reads the same memory from end to end.
-digest:   over 1 GiB, against host-to-device copies.
+fraction: the share of selected tokens that a step fetches, for each layer, by the loader's model;
+          needs no device. The pattern is [steps, layers, k] int32, of one request, -1 for none.
+          Without a file it is generated: tokens have scores that drift, the k best are selected.
+          Its persistence decides the share, so only a recorded pattern is evidence about a model.
+gather:   400 missing rows of 656 bytes for each of 64 requests, from page objects in page-locked
+          mapped memory, against a kernel that reads the same memory from end to end.
+digest:   of 1 GiB, against host-to-device copies.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ DEVICE = "cuda"
 
 
 def generated(options: argparse.Namespace) -> Pattern:
-    """Select the k best of scores that keep a share of themselves from step to step."""
+    """Select the k best of scores that keep a share of their value from step to step."""
     rng = np.random.default_rng(options.seed)
     keep = options.persistence
     fresh = np.float32((1 - keep * keep) ** 0.5)
@@ -80,9 +79,9 @@ def loaded(path: Path) -> Pattern:
 
 
 def fractions(pattern: Pattern, slots: int) -> np.ndarray:
-    """Fetched tokens over selected ones, by step and layer."""
+    """Return fetched tokens per selected token, by step and layer."""
     steps, layers = pattern.shape[:2]
-    length = int(pattern.max()) + 2  # so that the newest token is none of them
+    length = int(pattern.max()) + 2  # the newest token is never selected
     there = [True] * length
     shares = np.empty((steps, layers))
     for layer in range(layers):
@@ -119,9 +118,9 @@ def print_fractions(options: argparse.Namespace) -> None:
 
 
 def page_locked(nbytes: int, kind: str) -> torch.Tensor:
-    """Random bytes that kernels can read; they live as long as the process.
+    """Return random bytes that kernels can read, kept until the process ends.
 
-    kind: arena, as the loaders have it; huge, a private mapping that asks for huge pages.
+    kind: arena, as in the loaders; huge, a private mapping that asks for huge pages.
     """
     import torch
 
@@ -134,7 +133,7 @@ def page_locked(nbytes: int, kind: str) -> torch.Tensor:
     block = np.random.default_rng(1).integers(0, 256, 64 << 20, np.uint8)
     for start in range(0, nbytes, len(block)):
         array[start : start + len(block)] = block[: len(array) - start]
-    # Repeated blocks, but a word of each 4 KiB tells where it is.
+    # Blocks repeat, but one word in each 4 KiB holds its position.
     array.view(np.int64)[::512] = np.arange(-(-len(array) // 4096))
     status = int(torch.cuda.cudart().cudaHostRegister(array.ctypes.data, len(array), 3))
     assert status == 0, f"cudaHostRegister: {status}"
@@ -142,7 +141,7 @@ def page_locked(nbytes: int, kind: str) -> torch.Tensor:
 
 
 def mapped_read_gb_s(memory: torch.Tensor) -> float:
-    """Read mapped memory from end to end with a kernel: the ceiling of any gather from it."""
+    """Read mapped memory from end to end with a kernel: the ceiling of any gather."""
     import torch
 
     from tests.bench.stream_triton import stream
@@ -203,7 +202,7 @@ def print_gather(memory: torch.Tensor) -> None:
 
 
 def shifting_top_k(rows: HostRows) -> Iterator[torch.Tensor]:
-    """Yield top-k sets of which each has 400 tokens that no step of the request had before."""
+    """Yield top-k sets, each with 400 tokens that no earlier step of the request had."""
     import torch
 
     context = rows.pages.shape[1] * rows.page_size
@@ -222,7 +221,7 @@ def lengths_of(rows: HostRows) -> torch.Tensor:
 
 
 def check_rows(loader: SparseLoader) -> None:
-    """Compare what two steps brought in with the host's bytes, in the first and last layer."""
+    """Compare the rows of two steps with the host's bytes, in the first and last layer."""
     rows = loader.rows
     top_k = shifting_top_k(rows)
     for layer in (0, rows.layers - 1, rows.layers - 1):
@@ -242,7 +241,7 @@ def check_rows(loader: SparseLoader) -> None:
 
 
 def timings(loader: SparseLoader, rows: HostRows) -> Iterator[tuple[str, float]]:
-    """Milliseconds a layer, by name."""
+    """Yield names and milliseconds per layer."""
     from hicachectl.kernels.sparse_triton import gather_rows
 
     top_k = shifting_top_k(rows)
@@ -258,7 +257,7 @@ def timings(loader: SparseLoader, rows: HostRows) -> Iterator[tuple[str, float]]
     ms = milliseconds(shift_and_step) / LAYERS
     assert loader.fetched.tolist() == [MISSES] * REQUESTS
     yield "step with 400 missing rows", ms
-    plan = loader._plan  # the last one, over and over
+    plan = loader._plan  # the last plan, again and again
 
     def gather_layers() -> None:
         for layer in range(LAYERS):
@@ -270,10 +269,10 @@ def timings(loader: SparseLoader, rows: HostRows) -> Iterator[tuple[str, float]]
 
 
 def captured(work: Callable[[], object]) -> Callable[[], object]:
-    """Capture device work as a graph, as servers do, so that launches cost nothing: its replay."""
+    """Capture device work as a graph, so launches cost nothing; return its replay."""
     import torch
 
-    work()  # kernels are compiled before
+    work()  # compiles the kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,9 +1,9 @@
-"""Measure all value checks together, one thread, against bare passes over the same memory.
+"""Measure all value checks together, in one thread, against bare passes over the same memory.
 
     python -m tests.bench.bench_values
 
-numpy's add.reduce reads each byte once and does nothing else. Where torch is installed, a plain
-isfinite pass in one thread is measured too, on the cases that are floats throughout.
+numpy's add.reduce reads each byte once and does nothing else. If torch is installed, a plain
+isfinite pass in one thread is measured too, in cases that are all floats.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STATES = {
 
 
 def cases() -> Iterator[tuple[str, str, int, int, list[dict[str, Any]]]]:
-    """Name, pool, page size, objects checked together, tables of pools."""
+    """Yield name, pool, page size, objects checked together, and tables of pools."""
     kv: dict[str, Any] = {"name": "kv"}
     yield "bf16 K/V, 8.4 MB", "kv", 64, 1, [kv | LLAMA]
     yield "bf16 MLA, 4.5 MB", "kv", 64, 1, [kv | LATENT | {"row": "bf16"}]
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def aligned_slab(expected: ObjectSpec, count: int) -> np.ndarray:
-    """Objects at aligned offsets of one mapping, as the pipeline reads them."""
+    """Return objects at aligned offsets of one mapping, as the pipeline reads them."""
     stride = -(-expected.nbytes // ALIGNMENT) * ALIGNMENT
     return np.zeros((count, stride), np.uint8)[:, : expected.nbytes]
 

@@ -1,14 +1,14 @@
-"""What keeps a plan from the gain of a clairvoyant warm-up: its choice, its order, or chance.
+"""Show what separates a plan from a clairvoyant warm-up: its choice, its order, or chance.
 
     python -m tests.bench.plan_headroom --trace conversation_trace.jsonl
 
-For the first split of `bench_prewarm_plan`, at each capacity C:
+For the first split of `bench_prewarm_plan`, at each capacity C, the captured share of:
 
-- captured: by the plan.
-- choice: by the plan's first C blocks in the order of their first use, which no plan can know.
-- own set: by the blocks that the clairvoyant warm-up makes use of, in the plan's order.
-- by chance: mean and standard deviation of the share that the plan captures in futures that are
-  drawn from its own chances, where blocks with the same last request are used together.
+- captured: the plan.
+- choice: the plan's first C blocks in the order of their first use, which no plan can know.
+- own set: the blocks that the clairvoyant warm-up uses, in the plan's order.
+- by chance: the plan in futures drawn from its own chances, mean and standard deviation. Blocks
+with the same last request are used together there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 FUTURES = 200
-STEPS = 120  # of time, up to when a cold cache has filled
+STEPS = 120  # time steps until a cold cache has filled
 
 
 def main() -> None:
@@ -71,19 +71,19 @@ def ranks(order: Index, blocks: int) -> Index:
 
 
 def captured(order: Index, uses: FirstUses, blocks: int, capacity: int) -> float:
-    """Share of the clairvoyant gain."""
+    """Return the share of the clairvoyant gain."""
     best = warmed_tokens(clairvoyant(uses), uses, blocks, [capacity])
     return float((warmed_tokens(order, uses, blocks, [capacity]) / np.maximum(best, 1))[0])
 
 
 def drawn_shares(known: Trace, order: Index, capacity: int) -> Floats:
-    """What an order captures in futures that are drawn from the trace's own chances."""
+    """Return the shares that an order captures in futures drawn from the trace's chances."""
     assert known.times is not None
     now = float(known.times[-1])
     uses = walk_uses(known)
     reuse = fit_reuse(known, known.times, now, uses)
     assert reuse is not None
-    rate = len(known.forest) / reuse.span  # distinct blocks used, in all
+    rate = len(known.forest) / reuse.span  # distinct blocks used per unit of time
     moments = np.linspace(0, 1.2 * capacity / rate, STEPS + 1)
     found = [chances for _, chances in reuse.chances(list(moments))]
     chances = np.concatenate(found, axis=1)[:, reuse.group_of]

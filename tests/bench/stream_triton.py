@@ -1,4 +1,4 @@
-"""A kernel that does nothing but read from one end to the other, and write what it read."""
+"""A kernel that only reads memory from end to end and writes it elsewhere."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 4096  # words of one program
+_BLOCK = 4096  # words per program
 
 
 def stream(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a multiple of 16 KiB, 16 bytes a thread and access; source may be mapped host memory."""
+    """Copy a multiple of 16 KiB, 16 bytes per access of a thread; source may be mapped memory."""
     words = source.view(torch.int32)
     grid = (triton.cdiv(len(words), _BLOCK),)
     _stream[grid](words, target.view(torch.int32), BLOCK=_BLOCK, num_warps=8)

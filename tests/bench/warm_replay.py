@@ -1,18 +1,18 @@
-"""Replay requests through an LRU cache that was warmed, for every capacity at once.
+"""Replay requests through a warmed LRU cache, for every capacity at once.
 
 Rules of the replay:
 
-- The cache holds C blocks. It is warmed worst first with the first C blocks of an order, so that
-  the best is the most recently used; cold, it starts empty.
-- A request hits the longest prefix of its blocks that the cache holds, and a block is worth
-  min(block_tokens, tokens of the prompt left) tokens.
-- Then all its blocks are used, the deepest first, so that of one request the leaf goes first, as
-  in SGLang's radix cache; what is over C leaves, least recently used first.
+- The cache holds C blocks. The first C blocks of an order warm it, worst first, so the best block
+is the most recently used. A cold cache starts empty.
+- A request hits the longest prefix of its blocks in the cache. A block is worth min(block_tokens,
+remaining tokens of the prompt) tokens.
+- Then all blocks of the request are used, deepest first, so its leaf is evicted first, as in
+SGLang's radix cache. Blocks beyond C are evicted, least recently used first.
 
-An LRU cache of C blocks holds the C blocks last used, whatever C is. So warming changes only the
-first use of each warmed block, which hits where fewer than C other blocks were used since: those
-of better rank, and those that requests used before it (its stack distance).
-`tests/prewarm/test_replay.py` compares with a cache that is played block by block.
+An LRU cache of C blocks holds the last C blocks used, for any C. So warming changes only the first
+use of each warmed block. That use is a hit if fewer than C other blocks were used since: blocks of
+better rank, and blocks that earlier requests used (its stack distance).
+`tests/prewarm/test_replay.py` compares this with a cache simulated block by block.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class FirstUses(NamedTuple):
-    """First uses, by later requests, of the blocks that earlier ones used; in their order.
+    """First uses, by later requests, of blocks that earlier requests used; in order of use.
 
-    blocks: their index in the forest. requests: which one uses it first. tokens: what a hit saves.
-    before: distinct blocks that the later requests used before.
+    blocks: index in the forest. requests: which one uses the block first. tokens: saved by a hit.
+        before: distinct blocks that the later requests used before.
     """
 
     blocks: Index
@@ -44,7 +44,7 @@ class FirstUses(NamedTuple):
 
 
 def part(trace: Trace, start: int, stop: int) -> Trace:
-    """Return some of a trace's requests, with a forest of the blocks that they use."""
+    """Return requests [start, stop) of a trace, with a forest of their blocks."""
     from hicachectl.prewarm.forest import grow_forest
     from hicachectl.prewarm.trace import Trace as Part
 
@@ -68,7 +68,7 @@ def first_uses(known: Trace, later: Trace) -> FirstUses:
     depth = later.forest.depths[later.blocks]
     _, first = np.unique(later.blocks, return_index=True)
     first.sort()
-    before = np.searchsorted(first, later.offsets[request[first]])  # of the requests before
+    before = np.searchsorted(first, later.offsets[request[first]])  # blocks of the requests before
     names = later.forest.names[later.blocks[first]]
     place = np.minimum(np.searchsorted(known.forest.names, names), len(known.forest) - 1)
     found = known.forest.names[place] == names
@@ -79,7 +79,7 @@ def first_uses(known: Trace, later: Trace) -> FirstUses:
 
 
 def warmed_tokens(order: Index, uses: FirstUses, blocks: int, capacities: list[int]) -> Floats:
-    """Count the tokens that warming in an order saves, for each capacity."""
+    """Return the tokens that warming in an order saves, for each capacity."""
     rank = np.full(blocks, np.iinfo(np.int64).max // 2)
     rank[order] = np.arange(len(order))
     ranks = rank[uses.blocks]
@@ -88,12 +88,12 @@ def warmed_tokens(order: Index, uses: FirstUses, blocks: int, capacities: list[i
 
 
 def clairvoyant(uses: FirstUses) -> Index:
-    """Order the known blocks by their first use."""
+    """Return the known blocks in the order of their first use."""
     return uses.blocks
 
 
 def _better_before(ranks: Index, requests: Index) -> Index:
-    """Count for each use the better ranked blocks that requests before it used."""
+    """Count for each use the blocks of better rank that earlier requests used."""
     place = np.argsort(np.argsort(ranks, kind="stable")) + 1
     tree = [0] * (len(ranks) + 1)
     counts = np.zeros(len(ranks), np.int64)
