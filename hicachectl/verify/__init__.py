@@ -1,1 +1,1 @@
-"""Read a store, run the checks on it, and report what is wrong."""
+"""Read a store, run checks, report findings."""

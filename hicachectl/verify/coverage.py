@@ -1,4 +1,4 @@
-"""What a verification covers: checks that cannot run, and objects that no check judges."""
+"""Gaps of a verification: checks that cannot run, and objects that no check judges."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hicachectl.backends.hf3fs.page_tables import PageTables
 from hicachectl.checks.registry import GROUPS, SIZES, Need, checks, reading_groups, value_groups
 from hicachectl.checks.sizes import expected_sizes
 from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
+from hicachectl.formats.wording import GIVE_PROFILE
 from hicachectl.pages.ambiguity import ambiguity_remark
 from hicachectl.pages.group_table import UNKNOWN
 
@@ -38,14 +39,13 @@ def reading_gaps(
     in_flight: int,
     sampled: bool,
 ) -> Iterator[tuple[str, str]]:
-    """Give each check that judged nothing, and the objects left unread, with the reason.
+    """Yield the name and the reason of each check that judged nothing, and of unread objects.
 
-    planned: objects to read, by check that reads; one object can serve several checks. rows: all
-    objects to read; reached: those that were tried before the time limit. groups: page groups to
-    judge, of which some are in flight.
+    planned: number of objects to read, by check; an object can serve several checks. rows: number
+    of objects to read; reached: those tried before the time limit. groups: number of page groups.
     """
     if groups and in_flight == groups:
-        yield "in-flight", f"all {groups} page groups are younger than --grace"
+        yield "in-flight", f"all {groups} page groups are younger than --grace; verify again later"
     for check, count in planned.items():
         if count:
             if not reached:
@@ -54,49 +54,48 @@ def reading_gaps(
         if groups and in_flight == groups:
             why = "every page group is in flight"
         elif sampled:
-            why = "--sample chose no page with such objects; give another --sample-slice"
+            why = "the --sample slice has no page with such objects; give another --sample-slice"
         elif check in value_groups():
             why = "the profile describes none of the selected objects"
         else:
-            why = "the size of no selected object is known"
+            why = "no selected object has a known size"
         yield check, f"no object was read: {why}"
     if reached < rows:
-        yield "unread-objects", f"{rows - reached} of {rows} were not read before --time-limit"
+        yield (
+            "unread-objects",
+            f"{rows - reached} of {rows} objects were not read before --time-limit",
+        )
 
 
 def unmet_needs(store: Store, profile: Profile | None, *, has_catalog: bool) -> dict[Need, str]:
-    """Return what checks cannot have on a store, with the reason and the remedy.
+    """Return the needs that a store or a request does not meet, with the reason and the next step.
 
     has_catalog: a catalog is compared with the store, or recorded.
     """
     columns = store.traits.columns
     unmet = {}
     if profile is None and "nbytes" not in columns:
-        unmet[Need.SIZES] = (
-            f"{store.url} keeps no object sizes; give --profile, --model-config or --server"
-        )
+        unmet[Need.SIZES] = f"{store.url} keeps no object sizes; {GIVE_PROFILE}"
     if "replicas" not in columns:
         unmet[Need.REPLICAS] = f"{store.url} does not list the replicas of objects"
     if not isinstance(store, PageTables):
         unmet[Need.PAGE_TABLES] = f"{store.url} has no page tables"
     if profile is None or profile.inferred:
-        unmet[Need.PROFILE] = (
-            "nothing says what the bytes of an object are; give --profile, --model-config or "
-            "--server"
-        )
+        unmet[Need.PROFILE] = f"no given profile describes the bytes of objects; {GIVE_PROFILE}"
     elif not any(spec.tensors for spec in object_specs(profile, store.grammar)):
         unmet[Need.TENSORS] = (
-            "the profile describes no values, only object sizes; give one made from --model-config"
+            "the profile describes no values, only object sizes; give a profile made from "
+            "--model-config"
         )
     if not has_catalog and not store.traits.keeps_digests:
         unmet[Need.DIGESTS] = (
-            "no digests are recorded; give --catalog FILE, with --update-catalog to begin one"
+            "no digests are recorded; give --catalog FILE and, to record them, --update-catalog"
         )
     return unmet
 
 
 def impossible_checks(groups: Collection[str], unmet: Mapping[Need, str]) -> dict[str, str]:
-    """Return the reason and the remedy for each group of checks none of which can run."""
+    """Return the reason and the next step for each group without a check that can run."""
     impossible = {}
     for group in groups:
         reasons = [
@@ -110,10 +109,10 @@ def impossible_checks(groups: Collection[str], unmet: Mapping[Need, str]) -> dic
 
 
 def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> Iterator[tuple[str, str]]:
-    """Name the dtypes of checked values that another dtype of the same width could be.
+    """Yield the dtypes of checked values that could be other dtypes of the same width.
 
-    Random bits are finite numbers in most dtypes, so that values alone do not tell. Gives at most
-    one pair, of a name for what was not checked and the reason, as `unjudged` does.
+    Random bits are finite numbers in most dtypes, so values alone do not show the dtype. Yields at
+    most one pair of name and reason, as `unjudged` does.
     """
     assumed: dict[str, set[str]] = {}
     for checker in checkers:
@@ -124,34 +123,34 @@ def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> Iterator[tuple[str, s
         texts = [f"{pool} as {', '.join(sorted(found))}" for pool, found in sorted(assumed.items())]
         yield (
             "dtypes",
-            f"{'; '.join(texts)}: values do not tell dtypes of the same width apart; compare the "
-            "profile with --kv-cache-dtype of the servers",
+            f"{'; '.join(texts)}: values do not distinguish dtypes of the same width; compare the "
+            "profile with the servers' --kv-cache-dtype",
         )
 
 
 def unjudged(
     inventory: Inventory, groups: PageGroups, chosen: Collection[str], profile: Profile | None
 ) -> Iterator[tuple[str, str]]:
-    """Give what of a store the chosen groups of checks do not understand, and why.
+    """Yield the name and the reason of everything that the chosen groups of checks cannot judge.
 
-    profile: a real one; None where the store itself says what to expect.
+    profile: a given profile; None if expectations come from the store.
     """
     table = inventory.table
     if profile is None and len(groups):
         yield (
             "absent-pools",
-            "without a real profile the store is measured against itself: a pool, part or rank "
-            "that is absent everywhere cannot be noticed",
+            "without a given profile, pages are compared with each other: a pool, part or rank "
+            f"missing everywhere goes unnoticed; {GIVE_PROFILE}",
         )
     ambiguous = int((groups.states == UNKNOWN).sum())
     if ambiguous and GROUPS.name in chosen:
-        why = f"{ambiguous} page groups have ambiguous keys: {ambiguity_remark(inventory)}"
+        why = f"{ambiguous} page groups with ambiguous keys: {ambiguity_remark(inventory)}"
         yield "ambiguous-groups", why
     profiled = bool(table.deployments) and table.deployments[0].profile is not None
     if profiled and (groups.deployment_ids > 0).any():
         others = sorted({deployment.model for deployment in table.deployments[1:]})
-        why = f"objects of {', '.join(others)} that the profile does not describe were "
-        yield "other-deployments", why + "measured against themselves"
+        why = f"objects of {', '.join(others)} that the profile does not describe: "
+        yield "other-deployments", why + "only their consistency was checked"
     unlisted = {s.pool for d in groups.deployments for s in d.specs if not s.listed}
     if unlisted:
         yield (
@@ -161,15 +160,15 @@ def unjudged(
     unsized = inventory.affix_ids[inventory.objects.column("nbytes").is_null().to_numpy()]
     if SIZES.name in chosen:
         if sizeless := _pools_without_size(inventory):
-            yield SIZES.name, f"{', '.join(sizeless)}: no size that most objects share"
+            yield SIZES.name, f"{', '.join(sizeless)}: most objects do not share one size"
         if known := int((unsized >= 0).sum()):
             yield SIZES.name, f"the store lists no size for {known} objects"
     unreadable = int((expected_sizes(table)[unsized] == UNKNOWN_SIZE).sum())
     if unreadable and not reading_groups().isdisjoint(chosen):
         yield (
             "unread-objects",
-            f"{unreadable} objects were not read, since the store lists no size for them; give a "
-            "profile, or --allow-leases",
+            f"{unreadable} objects were not read, since the store lists no size for them; give "
+            "--profile or --allow-leases",
         )
 
 

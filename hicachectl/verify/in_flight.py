@@ -1,4 +1,4 @@
-"""Page groups of a live store that are in flight, or changed while it was listed."""
+"""Page groups that are in flight, or changed since the listing."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
 
 
-_CLOCK_SKEW_NS = 60 * 10**9  # between our clock and a file server's
+_CLOCK_SKEW_NS = 60 * 10**9  # between this host's clock and a file server's
 
 
 def groups_in_flight(
     store: Store, groups: PageGroups, *, now_ns: int, listing_ns: int, grace_ns: int
 ) -> BoolArray:
-    """Say which groups are younger than the grace: [groups]; none of a store without writers.
+    """Return which groups are younger than the grace: [groups]; none in a store without writers.
 
-    now_ns: when the listing began, Unix nanoseconds; listing_ns: how long it took. Groups that
-    were written meanwhile are in flight; a time further ahead is a wrong clock's.
+    now_ns: start of the listing, Unix nanoseconds; listing_ns: its duration. Groups written during
+    the listing are in flight; a later time comes from a wrong clock.
     """
     if not store.traits.live:
         return np.zeros(len(groups), dtype=np.bool_)
@@ -37,10 +37,10 @@ def groups_in_flight(
 def changed_groups(
     store: Store, inventory: Inventory, groups: PageGroups, settled: BoolArray
 ) -> tuple[BoolArray, int]:
-    """Look again at settled groups that are not whole: [groups] which have changed since the scan.
+    """Return which settled, incomplete groups have changed since the listing: [groups].
 
-    A server that evicts or writes while a store is being listed makes whole pages look partial.
-    Also returns how many of the objects that were listed are gone.
+    Evictions and writes during a listing make whole pages look partial. Also returns how many
+    listed objects are gone.
     """
     changed = np.zeros(len(groups), dtype=np.bool_)
     suspect = settled & np.isin(groups.states, (PARTIAL, ORPHAN))
@@ -52,7 +52,7 @@ def changed_groups(
         wanted = np.flatnonzero(suspect[missing.groups])
         keys = groups.keys_of(missing).take(pa.array(wanted))
         arrived = store.exists(pa.table({"key": keys}))
-        if len(others):  # another model's, which were there before
+        if len(others):  # objects of another model have not arrived since
             arrived &= ~pc.is_in(keys, value_set=others).to_numpy(zero_copy_only=False)
         changed[missing.groups[wanted[arrived]]] = True
     return changed, int((~still_there).sum())

@@ -1,4 +1,4 @@
-"""One page of a store, in full: what is there, what it holds, what is wrong."""
+"""Report on one page of a store: objects, contents, findings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NAMED_CANDIDATES = 4
 
 @dataclass(frozen=True, slots=True)
 class PageReport:
-    """A page: its document for JSON, its objects as in `ls --objects` with their digests, findings.
+    """Report on a page. objects: as in `ls --objects`, with digests.
 
     The document's "contents" has {"key", "tensor", "layer", "values", "minimum", …} for each tensor
     and layer of the objects that a profile describes.
@@ -57,16 +57,16 @@ def inspect_page(
     grace_seconds: float = 60.0,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> PageReport:
-    """Gather all about the one page whose hash starts with the prefix; reads its objects.
+    """Read and report on the page whose hash starts with the prefix.
 
-    Raises UsageError when there is none, or several; StoreUnavailable.
+    Raises UsageError unless exactly one page does; StoreUnavailable.
     """
     listed = take_inventory(store, profile, on_batch=on_batch)
     inventory = select(listed, Selection(page=prefix))
     groups = PageGroups(inventory)
     pages = pc.unique(groups.pages).to_pylist()
     if not pages:
-        reason = explain_selection(store, listed, EVERYTHING) or f"no page starts with {prefix!r}"
+        reason = explain_selection(store, listed, EVERYTHING) or f"no page begins with {prefix!r}"
         raise UsageError(f"{store.url}: {reason}")
     if len(pages) > 1:
         raise UsageError(_several_pages(store.url, prefix, pages))
@@ -102,7 +102,7 @@ def _read(
         rows=rows,
         capacities=sizes[rows],
         digest=np.ones(len(rows), dtype=np.bool_),
-        expected={},  # no device has a use for it
+        expected={},  # only devices use this
         checkers=checkers,
         sizes=expected,
     )
@@ -110,7 +110,7 @@ def _read(
     of_each = expected[inventory.affix_ids]
     unjudged = (of_each == UNKNOWN_SIZE) | (of_each == sizes)  # check_sizes reports the others
     for row in np.flatnonzero(huge & unjudged).tolist():
-        why = f"{sizes[row]} bytes, more than the {DEFAULT_BUFFER_BYTES} that are read at once"
+        why = f"not read: {sizes[row]} bytes exceed the buffer of {DEFAULT_BUFFER_BYTES} bytes"
         reading.report("unreadable", row, why)
     return reading
 
@@ -126,7 +126,7 @@ def _with_digests(objects: pa.Table, reading: ReadingResult) -> pa.Table:
 def _contents(
     store: Store, inventory: Inventory, checkers: Mapping[int, ValueChecker]
 ) -> Iterator[dict[str, Any]]:
-    """Statistics of each tensor and layer of the objects that have their expected size."""
+    """Yield statistics of each tensor and layer of objects that have their expected size."""
 
     sizes = expected_sizes(inventory.table)[inventory.affix_ids]
     listed = inventory.objects.column("nbytes").fill_null(-1).to_numpy()
@@ -151,4 +151,4 @@ def _contents(
 def _several_pages(store: str, prefix: str, pages: list[str]) -> str:
     shown = ", ".join(sorted(pages)[:_NAMED_CANDIDATES])
     more = ", …" if len(pages) > _NAMED_CANDIDATES else ""
-    return f"{store}: {len(pages)} pages start with {prefix!r}: {shown}{more}; give more digits"
+    return f"{store}: {len(pages)} pages begin with {prefix!r}: {shown}{more}; give more digits"

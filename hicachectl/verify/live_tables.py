@@ -1,4 +1,4 @@
-"""Check a store's own tables of keys and pages, while a server may go on changing them."""
+"""Check a store's page tables while a server may change them."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 _LEAKED = "page-leaked"
 _ONE_SNAPSHOT = (
-    "the metadata server saved one snapshot during the run, and a page that is being written "
-    "looks leaked in it; run longer than its --save-interval, or with --grace 0s"
+    "the metadata server saved only one snapshot during the run, in which pages being written "
+    "look leaked; run longer than its --save-interval, or give --grace 0s if no server writes"
 )
 _NO_THIRD = (
-    "some pages look leaked in two snapshots, and no third was saved in time to confirm it; run "
-    "again, or with --grace 0s where nobody writes"
+    "some pages look leaked in two snapshots, but no third was saved in time to confirm this; run "
+    "again, or give --grace 0s if no server writes"
 )
 _LOOK_EVERY_S = 0.2
-_SAVING_S = 5.0  # that a save may take longer than the one before
-_MOST_WAIT_S = 130.0  # twice SGLang's default --save-interval, and a little
+_SAVING_S = 5.0  # a save may take this much longer than the one before
+_MOST_WAIT_S = 130.0  # twice SGLang's default --save-interval, and some more
 
 
 def saved_tables(store: Store) -> TableState | None:
-    """Return a store's own tables as last saved; None where it has none."""
+    """Return a store's page tables as last saved; None if the store has none."""
     return store.table_state() if isinstance(store, PageTables) else None
 
 
 def check_tables_of(given: CheckInput) -> Iterator[pa.Table]:
-    """Find what is wrong with the tables of the store that is checked."""
+    """Yield the findings about the page tables of the checked store."""
     grace_seconds = given.grace_ns / 1e9
     found, unsure = check_tables(given.store, given.tables, grace_seconds=grace_seconds)
     if unsure is not None:
@@ -52,18 +52,17 @@ def check_tables_of(given: CheckInput) -> Iterator[pa.Table]:
 def check_tables(
     store: Store, before: TableState | None, *, grace_seconds: float
 ) -> tuple[list[pa.Table], str | None]:
-    """Find what is wrong with the tables; also say why leaked pages could not be told, if so.
+    """Return the findings about page tables, and the reason if leaked pages cannot be judged.
 
-    before: the tables as they were when the run began. On a live store a page in no list may be
-    one that a writer has just reserved: it is leaked when an earlier snapshot and the one saved
-    last agree, and so does the next, which is waited for; or at once where there is no grace.
-    Raises StoreUnavailable.
+    before: the tables at the start of the run. On a live store a writer may have just reserved a
+    page that looks leaked. Such a page is leaked if an earlier snapshot, the latest and the next
+    agree; the next is waited for. Without a grace one snapshot decides. Raises StoreUnavailable.
     """
     if before is None or not isinstance(store, PageTables):
         return [], None
     now = store.table_state() or before
     if now.live and now.tables:
-        # Where the server has gone meanwhile, nobody said what of this was evicted: that raises.
+        # Raises if the server has stopped: the snapshot alone does not show later evictions.
         name = now.tables[0].name.encode()
         store.exists(pa.table({"key": pa.array([name + b":hicachectl-probe"], pa.binary())}))
     at_once = not (now.live and grace_seconds)
@@ -72,7 +71,7 @@ def check_tables(
     found = list(check_page_tables(now, grace_s=grace_seconds, earlier=earlier))
     why = None if at_once or saved_again else _ONE_SNAPSHOT
     if earlier and any(_LEAKED in table.column("code").to_pylist() for table in found):
-        # A save gathers keys, then free pages: one page in flight can be missed by two of them.
+        # A save gathers keys, then free pages, so two saves can miss the same page in flight.
         then = _next_state(store, now, now.saved_at_ns - before.saved_at_ns)
         before_then = [*earlier, now] if then else []
         found = list(check_page_tables(then or now, grace_s=grace_seconds, earlier=before_then))
@@ -81,7 +80,7 @@ def check_tables(
 
 
 def _next_state(store: PageTables, now: TableState, interval_ns: int) -> TableState | None:
-    """Wait for the next snapshot, as long as the last one took, within bounds; None: none came."""
+    """Wait for the next snapshot, about as long as the last interval; None if none is saved."""
     wait_s = min(interval_ns / 1e9 + _SAVING_S, _MOST_WAIT_S)
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
@@ -93,7 +92,7 @@ def _next_state(store: PageTables, now: TableState, interval_ns: int) -> TableSt
 
 
 def suspicious_keys(found: pa.Table) -> list[bytes]:
-    """List the keys whose entries in a table are wrong."""
+    """Return the keys whose entries in a table look wrong."""
     keys: list[bytes] = found.filter(_suspicious(found)).column("key").cast(pa.binary()).to_pylist()
     return keys
 
@@ -104,9 +103,9 @@ def _suspicious(found: pa.Table) -> pa.ChunkedArray:
 
 
 def _confirmed(store: PageTables, found: pa.Table) -> pa.Table:
-    """Leave out what is said of keys that are no longer where the snapshot had them.
+    """Return the findings without those about keys that have changed since the snapshot.
 
-    A snapshot is not of one moment: what it says of a key and its page has to be asked for again.
+    A snapshot is not of one moment, so suspicious keys are looked up again.
     """
     doubtful = _suspicious(found).to_numpy()
     if not doubtful.any():

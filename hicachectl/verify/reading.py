@@ -1,4 +1,4 @@
-"""The reading checks: every object's bytes once through the pipeline, digested and looked at."""
+"""Read objects once through the pipeline; digest and check them."""
 
 from __future__ import annotations
 
@@ -39,31 +39,29 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray, Inventory
     from hicachectl.verify.reading_plan import ReadingPlan, Window
 
-# Of how many objects a store is asked at once whether they are still there.
-_ASKED_OBJECTS = 4096
-# From how many objects on, and up to which size of them, forked processes read faster than
-# threads: below, the forks cost more than they bring; above, threads wait for copies and BLAKE3,
-# which are done without the GIL.
+_ASKED_OBJECTS = 4096  # per query which objects still exist
+# From this many objects on, and up to this mean size, forked processes read faster than threads.
+# Fewer objects do not pay for the forks. With larger ones, threads mostly copy and run BLAKE3,
+# without the GIL.
 _FORK_OBJECTS = 4096
 _FORK_MEAN_BYTES = 256 << 10
 _MOST_PROCESSES = 8
 _TELL_SECONDS = 0.05
-# The code of each status of a read that failed, and what is said where the store says nothing.
+# Code of each status of a failed read, and the detail if the store gives no reason.
 _FAILED = {
-    Status.ERROR: ("unreadable", "cannot be read"),
-    Status.DAMAGED: ("digest-mismatch", "damaged"),
-    Status.UNREACHABLE: ("no-replica", "out of reach"),  # a miss for servers too
+    Status.ERROR: ("unreadable", "the store cannot read the object"),
+    Status.DAMAGED: ("digest-mismatch", "the store reports damaged bytes"),
+    Status.UNREACHABLE: ("no-replica", "no replica can be reached: a miss for servers"),
 }
 
 
 @dataclass(slots=True)
 class ReadingResult:
-    """What reading found.
+    """Digests and findings of a reading.
 
-    digests: [objects, 32] uint8 of the whole inventory, and versions: [objects, fields] uint64 of
-    what was digested, valid where `digested`. gone: objects that vanished since they were listed.
-    objects: how many were reached, also in vain; bytes_read: of whole objects. complete: whether
-    all were reached before the deadline.
+    digests: [objects, 32] uint8, versions: [objects, fields] uint64, of the whole inventory, valid
+    where `digested`. gone: objects that vanished since the listing. objects: number of objects
+    tried; bytes_read: of objects read whole. complete: all were tried before the deadline.
     """
 
     digests: npt.NDArray[np.uint8]
@@ -73,11 +71,11 @@ class ReadingResult:
     objects: int = 0
     bytes_read: int = 0
     complete: bool = True
-    # Code, row, detail, and the rule of the code that holds.
+    # Code, row, detail, severity rule.
     _issues: list[tuple[str, int, str, str | None]] = field(default_factory=list)
 
     def report(self, code: str, row: int, detail: str, rule: str | None = None) -> None:
-        """Note one finding about an object; rule: the one of its code that holds."""
+        """Note a finding about an object; rule: the code's rule that applies."""
         self._issues.append((code, row, detail, rule))
 
     @property
@@ -86,7 +84,7 @@ class ReadingResult:
         return bool(self._issues)
 
     def take_notes(self) -> list[Any]:
-        """Give all but the arrays, in JSON's types, and forget it: for `add_notes` elsewhere."""
+        """Return and clear all but the arrays, as JSON types: for `add_notes` elsewhere."""
         notes = [self.objects, self.bytes_read, self.gone, self.complete, self._issues]
         self.objects, self.bytes_read, self.gone, self._issues = 0, 0, 0, []
         return notes
@@ -94,7 +92,7 @@ class ReadingResult:
     def add_notes(
         self, objects: int, bytes_read: int, gone: int, complete: bool, issues: list[Any]
     ) -> None:
-        """Add what another reader of the same objects noted."""
+        """Add the notes of another reader of the same objects."""
         self.objects += objects
         self.bytes_read += bytes_read
         self.gone += gone
@@ -103,11 +101,11 @@ class ReadingResult:
             self.report(*issue)
 
     def suspects(self) -> IntArray:
-        """List the rows that something was reported of, rising."""
+        """Return the rows with findings, ascending."""
         return np.array(sorted({row for _, row, _, _ in self._issues}), dtype=np.int64)
 
     def replace(self, rows: IntArray, again: ReadingResult) -> None:
-        """Let what a second reading of some rows found stand in the place of the first."""
+        """Replace the results of some rows by those of a second reading."""
         redone = set(rows.tolist())
         self._issues = [issue for issue in self._issues if issue[1] not in redone] + again._issues
         self.gone += again.gone
@@ -115,7 +113,7 @@ class ReadingResult:
             getattr(self, name)[rows] = getattr(again, name)[rows]
 
     def findings(self, inventory: Inventory) -> Iterator[pa.Table]:
-        """Give the noted findings, each kind in the order of the objects."""
+        """Yield the noted findings, each kind in the order of objects."""
         kinds: dict[tuple[str, str | None], list[tuple[int, str]]] = defaultdict(list)
         for code, row, detail, rule in self._issues:
             kinds[code, rule].append((row, detail))
@@ -133,7 +131,7 @@ class _Done:
     issues: list[ValueIssue]
 
     def without(self, gone: npt.NDArray[np.bool_]) -> _Done:
-        """Give the same, but for objects that were gone, [n] bool."""
+        """Return the results with some objects, [n] bool, as gone."""
         if not gone.any():
             return self
         self.loaded.read.statuses[gone] = Status.GONE
@@ -141,7 +139,7 @@ class _Done:
 
 
 def known_specs(table: AffixTable) -> dict[int, ObjectSpec]:
-    """Return the specs, by affix id, of the objects whose form a profile tells."""
+    """Return the specs whose tensors a profile describes, by affix id."""
     specs = enumerate(table.specs)
     return {affix: spec for affix, spec in specs if spec is not None and spec.tensors}
 
@@ -149,7 +147,7 @@ def known_specs(table: AffixTable) -> dict[int, ObjectSpec]:
 def value_checkers(
     known: dict[int, ObjectSpec], profile: Profile | None, groups: Collection[str] | None = None
 ) -> dict[int, ValueChecker]:
-    """Make a checker for each of the known objects that a check of some groups applies to."""
+    """Return a checker for each known spec to which a check of the groups applies."""
     if profile is None:
         return {}
     from hicachectl.checks.values import ValueChecker
@@ -165,11 +163,10 @@ def read_objects(
     *,
     on_read: Callable[[int], None] = lambda nbytes: None,
 ) -> ReadingResult:
-    """Read the planned objects, digest and check them.
+    """Read, digest and check the planned objects.
 
-    Many small objects are read in forked processes, where the store allows it. on_read is told
-    bytes as they are done. Raises StoreUnavailable, and UsageError when one object is larger than
-    the buffer.
+    Many small objects are read in forked processes, if the store allows that. on_read: called with
+    bytes done. Raises StoreUnavailable, and UsageError if an object is larger than the buffer.
     """
     count = len(inventory.objects)
     result = ReadingResult(
@@ -187,9 +184,9 @@ def read_objects(
 
 
 def readable_sizes(inventory: Inventory, expected: IntArray) -> IntArray:
-    """Say what to read of each object: the listed size, else the one expected of its affix.
+    """Return the bytes to read of each object: the listed size, else the expected one.
 
-    UNKNOWN_SIZE where there is neither: such an object cannot be read.
+    With UNKNOWN_SIZE, neither is known, and the object cannot be read.
     """
     listed = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
     sizes: IntArray = np.where(
@@ -199,14 +196,14 @@ def readable_sizes(inventory: Inventory, expected: IntArray) -> IntArray:
 
 
 def _shared_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Make an array that forked processes share: what they write to it is seen here."""
+    """Return an array that forked processes share."""
     count = int(np.prod(shape))
     memory = mmap.mmap(-1, max(1, count * dtype.itemsize))
     return np.frombuffer(memory, dtype=dtype, count=count).reshape(shape)
 
 
 class _Reader:
-    """One reading: in threads of this process, or in forked ones that share its result."""
+    """One reading, in threads, or in forked processes that share its result."""
 
     def __init__(
         self, store: Store, inventory: Inventory, plan: ReadingPlan, result: ReadingResult
@@ -221,19 +218,19 @@ class _Reader:
 
     @property
     def processes(self) -> int:
-        """How many processes to read in; 1 where threads of this one do as well.
+        """Number of processes; 1 if threads are as fast.
 
         Small objects cost more Python than copying, and threads take turns at Python.
         """
         count, nbytes = len(self._sizes), int(self._sizes.sum())
         if not self._store.limits.forkable or count < _FORK_OBJECTS:
             return 1
-        if self._plan.device is not None:  # CUDA does not outlive a fork
+        if self._plan.device is not None:  # CUDA does not survive a fork
             return 1
         if nbytes > count * _FORK_MEAN_BYTES:
             return 1
         wanted = self._plan.jobs or min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
-        # Each has its share of the buffer, which must hold any task.
+        # Each process has a share of the buffer that must hold any task.
         fit = self._plan.buffer_bytes // max(int(self._sizes.max()) + ALIGNMENT, 2 * TASK_BYTES)
         return max(1, min(wanted, fit))
 
@@ -241,19 +238,19 @@ class _Reader:
         """Read in threads of this process."""
         windows = windows_of(len(self._plan.rows))
         jobs, device = self._plan.jobs, self._plan.device
-        if jobs is None and device is not None:  # threads that wait for it do not read meanwhile
+        if jobs is None and device is not None:  # threads that wait for the device do not read
             jobs = self._store.limits.parallel_reads + device.lanes
         for nbytes in self._read(self._pipeline(windows, jobs)):
             on_read(nbytes)
 
     def read_forked(self, processes: int, on_read: Callable[[int], None]) -> bool:
-        """Read in forked processes; False when the system has none for us."""
+        """Read in forked processes; return False if the system refuses them."""
         windows = windows_of(len(self._plan.rows), readers=processes)
         try:
             tickets = SharedCounter()
         except OSError:
             return False
-        # Made before the fork, so that its table of keys is one for all.
+        # Made before the fork, so all share its table of keys.
         pipeline = self._pipeline(tickets.deal(windows), 1, share=processes)
 
         def work(send: Callable[[Any], None]) -> None:
@@ -300,7 +297,7 @@ class _Reader:
         return bool(self._plan.digest.any())
 
     def _read(self, pipeline: Pipeline[_Done]) -> Iterator[int]:
-        """Gather the results of the tasks, and give the bytes of each."""
+        """Gather the results of tasks; yield the bytes of each."""
         asks = self._identify and self._store.traits.identifies_by_exists
         for done in self._still_there(pipeline) if asks else pipeline:
             self._gather(done)
@@ -308,7 +305,7 @@ class _Reader:
         self._result.complete = pipeline.complete
 
     def _still_there(self, tasks: Iterable[_Done]) -> Iterator[_Done]:
-        """Ask the store about the objects of many tasks at once, while others are read."""
+        """Yield results with vanished objects as gone; query many tasks at once, while reading."""
         waiting: list[_Done] = []
         count = 0
         for done in tasks:
@@ -320,7 +317,6 @@ class _Reader:
         yield from self._without_gone(waiting)
 
     def _without_gone(self, tasks: list[_Done]) -> Iterator[_Done]:
-        """Let objects that are gone by now be so in the results of tasks."""
         if not tasks:
             return
         rows = np.concatenate([done.loaded.task.rows for done in tasks])
@@ -335,7 +331,7 @@ class _Reader:
         """Digest and check one task's objects; runs in a reader thread."""
         plan, rows = self._plan, loaded.task.rows
         wanted = loaded.read.ok & self._wants_digest[rows]
-        if plan.device is not None:  # its tasks are of one affix
+        if plan.device is not None:  # tasks for a device have one affix
             affix = self._known_affix(loaded, 0)
             expected, checker = plan.expected.get(affix), plan.checkers.get(affix)
             if checker is not None or wanted.any():
@@ -353,12 +349,12 @@ class _Reader:
         return _Done(loaded, _digests(loaded, np.flatnonzero(wanted)), issues)
 
     def _known_affix(self, loaded: Loaded, index: int) -> int:
-        """Give the affix id of an object of a task; -1 where its size is not the expected one."""
+        """Return the affix id of an object of a task; -1 if its size is not the expected one."""
         affix = int(self._inventory.affix_ids[loaded.task.rows[index]])
         return affix if loaded.task.capacities[index] == self._plan.sizes[affix] else -1
 
     def _gather(self, done: _Done) -> None:
-        """Put what was made of a task's objects into the result."""
+        """Add a task's results to the overall result."""
         result, rows, read = self._result, done.loaded.task.rows, done.loaded.read
         ok = read.ok
         result.objects += len(rows)
@@ -374,14 +370,14 @@ class _Reader:
             self._report_unread(done.loaded, index)
 
     def _report_unread(self, loaded: Loaded, index: int) -> None:
-        """Say why an object could not be read whole."""
+        """Report an object that could not be read whole."""
         row, status = int(loaded.task.rows[index]), Status(loaded.read.statuses[index])
         if status in _FAILED:
             code, why = _FAILED[status]
             self._result.report(code, row, loaded.read.errors.get(index, why))
             return
         now, listed = int(loaded.read.nbytes[index]), int(loaded.task.capacities[index])
-        detail = f"{now} bytes when read, {listed} when listed"
+        detail = f"{now} bytes when read, but {listed} bytes when listed"
         if status is Status.SHORT:
             self._result.report("truncated", row, detail)
         else:
@@ -389,7 +385,7 @@ class _Reader:
 
 
 def _digests(loaded: Loaded, wanted: IntArray) -> npt.NDArray[np.uint8]:
-    """Digest some objects of a task: [n, 32], zeros for the others."""
+    """Return the digests of some objects of a task: [n, 32], zeros for the others."""
     from blake3 import blake3
 
     digests = np.zeros((len(loaded.task.rows), DIGEST_BYTES), dtype=np.uint8)

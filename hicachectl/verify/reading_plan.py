@@ -1,4 +1,4 @@
-"""What is to be read, in which order, and in which tasks."""
+"""Plan which objects to read, in which order and tasks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ if TYPE_CHECKING:
 
     Window = tuple[int, int]
 
-# Tasks are small enough that the bytes are still in the processor's cache when they are worked
-# on, and large enough that what a task costs beside them is little: with half of it two threads
-# read 20% less, with a quarter 40%.
+# Small enough to stay in the CPU's cache while checked, large enough to make the overhead of a
+# task small: with half the size two threads read 20% less, with a quarter 40%.
 TASK_BYTES = 16 << 20
 _TASK_OBJECTS = 256
-# Objects of one kind are read together within a window of the listing, so that a run that is cut
-# short has seen whole pages and not one rank's objects alone. Where the store says how they lie,
-# windows follow that: a window is a stretch of each file.
+# Objects of one kind are read together within a window of the listing, so a run that is cut short
+# has read whole pages, not only one rank's objects. If the store lists offsets, windows follow
+# them: a window is a stretch of each file.
 _WINDOW_OBJECTS = 8192
 _LEAST_WINDOW_OBJECTS = 1024
 _HOLES_AT_ONCE = 8192
@@ -41,14 +40,13 @@ _HOLES_AT_ONCE = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingPlan:
-    """What to read and what to do with it.
+    """Objects to read, digest and check.
 
-    rows: [n] int64, the objects to read. capacities: [n] int64, how many bytes of each. digest:
-    [n] bool, which of them to digest. expected: by affix id, what objects of `sizes[affix]` bytes
-    are made of, where that is known; checkers: for those whose values are to be checked. The last
-    of sizes is of foreign keys. jobs: how many threads, or processes, read. confirm: so that no
-    writer can have interfered, see `Confirm.read_confirmed`. device: what digests and checks
-    in place of the processor.
+    rows: [n] int64, objects to read. capacities: [n] int64, bytes to read of each. digest: [n]
+    bool, objects to digest. expected, checkers: by affix id, known specs and value checkers, for
+    objects of `sizes[affix]` bytes; the last of sizes is for foreign keys. jobs: number of reading
+    threads or processes. confirm: rule out writers that interfere, see `Confirm.read_confirmed`.
+    device: digests and checks in place of the CPU.
     """
 
     rows: IntArray
@@ -65,15 +63,15 @@ class ReadingPlan:
     device: DeviceChecker | None = None
 
     def without(self, left_out: npt.NDArray[np.bool_]) -> ReadingPlan:
-        """Plan the same but for some of the rows, [n] bool."""
+        """Return the plan without some of the rows, [n] bool."""
         return self._picked(~left_out) if left_out.any() else self
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> ReadingPlan:
-        """Plan some of the rows, [n] bool, to be confirmed."""
+        """Return a plan of some of the rows, [n] bool, with `confirm`."""
         return replace(self._picked(chosen), confirm=True)
 
     def ordered(self, places: IntArray | None) -> ReadingPlan:
-        """Plan the same in the order of places, [objects]; as it is where there are none."""
+        """Return the plan in the order of places, [objects]; unchanged if None."""
         if places is None:
             return self
         return self._picked(np.argsort(places[self.rows], kind="stable"))
@@ -88,7 +86,7 @@ class ReadingPlan:
 
 
 def unwritten(store: Store, inventory: Inventory, plan: ReadingPlan) -> npt.NDArray[np.bool_]:
-    """Say which of the planned objects have bytes that were never written: [rows of the plan]."""
+    """Return which planned objects have bytes that were never written: [rows of the plan]."""
     hollow = np.zeros(len(plan.rows), dtype=np.bool_)
     if not isinstance(store, PageTables):
         return hollow
@@ -102,9 +100,9 @@ def unwritten(store: Store, inventory: Inventory, plan: ReadingPlan) -> npt.NDAr
 
 
 def windows_of(count: int, *, readers: int = 1) -> list[Window]:
-    """Cut the listing into windows; for several readers smaller ones to the end.
+    """Cut the listing into windows.
 
-    These are then done together.
+    For several readers the last ones are smaller, so all readers finish together.
     """
     least = _WINDOW_OBJECTS if readers == 1 else _LEAST_WINDOW_OBJECTS
     windows = []
@@ -117,7 +115,7 @@ def windows_of(count: int, *, readers: int = 1) -> list[Window]:
 
 
 def places_of(inventory: Inventory) -> IntArray | None:
-    """Say where objects lie, each in its file: [objects]; None where the store does not say."""
+    """Return each object's offset in its file: [objects]; None if the store lists no offsets."""
     if "locator" not in inventory.objects.column_names:
         return None
     places: IntArray = inventory.objects.column("locator").fill_null(0).to_numpy()
@@ -125,10 +123,10 @@ def places_of(inventory: Inventory) -> IntArray | None:
 
 
 def tasks_of(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window]) -> Iterator[Task]:
-    """Cut the rows of each window into tasks of objects of one size, and of one affix or file.
+    """Cut each window into tasks of objects of one size, and of one affix or file.
 
-    Where the store says how objects lie, those that do so next to each other are read together,
-    such as the K and V of a page on 3FS; in memory those of each affix follow one another.
+    If the store lists offsets, adjacent objects are read together, such as the K and V of a page
+    on 3FS; in memory the objects of each affix follow one another.
     """
     affix_ids, places = inventory.affix_ids, places_of(inventory)
     most_objects, most_bytes = _TASK_OBJECTS, min(TASK_BYTES, plan.buffer_bytes // 2)
@@ -154,13 +152,13 @@ def tasks_of(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window])
 
 
 def _in_slab(device: DeviceChecker, nbytes: int) -> int:
-    """Say how many objects of a size a slab of a device holds, as the arena places them."""
+    """Return how many objects of a size fit in a device's slab, as the arena places them."""
     _, step = place(np.array([max(1, nbytes)]))
     return max(1, min(device.most_objects, device.slab_bytes // step))
 
 
 def _prefix_ids(inventory: Inventory) -> IntArray:
-    """Give a number to what keys begin with, by affix id: on 3FS, which file they mean."""
+    """Return a number for each key prefix, by affix id: on 3FS, for each file."""
     prefixes = [prefix for prefix, _ in inventory.table.affixes]
     ids = {prefix: number for number, prefix in enumerate(dict.fromkeys(prefixes))}
     return np.array([*(ids[prefix] for prefix in prefixes), len(ids)], dtype=np.int64)

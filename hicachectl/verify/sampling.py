@@ -1,4 +1,4 @@
-"""A stable slice of a store's pages, so that nightly runs cover all of it."""
+"""Stable slices of a store's pages: nightly runs cover all of them in turn."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _SECONDS_A_DAY = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One of `slices` equal shares of all pages; which one is up to the page hash."""
+    """One of `slices` equal shares of all pages, by page hash."""
 
     slices: int
     number: int
 
     @classmethod
     def of(cls, percent: float, number: int | None = None) -> Sample:
-        """Make the slice for a share in percent; number defaults to the day: slices take turns.
+        """Return the slice for a share in percent; number defaults to the day: slices take turns.
 
         Raises UsageError unless 0 < percent <= 100.
         """
         if not 0 < percent <= 100:
-            raise UsageError(f"--sample {percent:g}%: a share above 0% and up to 100%")
+            raise UsageError(f"--sample {percent:g}%: must be above 0% and at most 100%")
         slices = max(1, round(100 / percent))
         day = int(time.time() // _SECONDS_A_DAY)
         return cls(slices, (day if number is None else number) % slices)
 
     def contains(self, pages: pa.StringArray) -> BoolArray:
-        """Say of each page hash whether it is in the slice."""
+        """Return which page hashes are in the slice: [pages]."""
         # Eight hex digits of a SHA-256 are as good as random; Arrow parses "0x..." vectorised.
         digits = pc.binary_join_element_wise("0x", pc.utf8_slice_codeunits(pages, 0, 8), "")
         numbers = pc.cast(digits, "uint32").to_numpy(zero_copy_only=False)

@@ -1,4 +1,4 @@
-"""Check a store against what its deployment should have written, and report."""
+"""Verify a store: scan, read, check, report."""
 
 from __future__ import annotations
 
@@ -73,13 +73,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyRequest:
-    """What to verify, and how.
+    """Options of a verification.
 
-    checks: groups of them. identity: fields in which an object must be as recorded to count as the
-    same object; empty: all that the store has. time_limit_seconds: no object is begun to be read
-    after it. repairs: the report is to be acted on, so that each object's version is noted.
-    devices: as `hicachectl.device.devices.parse_devices` gives them; device_bytes: of memory on
-    each.
+    checks: names of groups. identity: fields that must equal the recorded ones for an object to
+    count as not rewritten; empty: all fields of the store. time_limit_seconds: no read begins
+    later. repairs: note each object's version, for a repair. devices: from
+    `hicachectl.device.devices.parse_devices`; device_bytes: memory on each.
     """
 
     profile: Profile | None = None
@@ -110,19 +109,19 @@ class VerifyRequest:
         return self.catalog is not None or self.update_catalog
 
     def unmet(self, store: Store) -> dict[Need, str]:
-        """Return what checks cannot have on a store, and why."""
+        """Return the unmet needs of checks on a store, with the reasons."""
         return unmet_needs(store, self.profile, has_catalog=self.has_catalog)
 
     def impossible(self, store: Store) -> dict[str, str]:
-        """Return the reason for each of the checks that cannot run on a store."""
+        """Return the reason for each group of checks that cannot run on a store."""
         return impossible_checks(self.checks, self.unmet(store))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """The result of a verification; `document` has the members of the JSON contract.
+    """Result of a verification; `document` has the members of the JSON contract.
 
-    inventory, groups: what was judged, for a repair. catalog: the one to keep, where asked for.
+    inventory, groups: for a repair. catalog: the updated one, if requested.
     """
 
     document: dict[str, Any]
@@ -138,7 +137,7 @@ class VerifyReport:
 
 
 def not_begun(store: str) -> dict[str, Any]:
-    """Return the document of a verification that did nothing, since another run had the lock."""
+    """Return the document of a verification that did nothing because of a lock."""
     return {
         "store": store,
         "profile": None,
@@ -171,20 +170,20 @@ def verify_store(
     on_read: Callable[[int, int], None] = lambda nbytes, total: None,
     on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
 ) -> VerifyReport:
-    """Scan a store, run the checks, and gather what they find.
+    """Scan a store, run the checks, and return their report.
 
-    Groups younger than the grace are in flight: no check judges them. on_listed is told objects
-    as they are listed; on_read bytes as they are read, and how many there are in all. Where the
-    store keeps no times, what is not whole is looked at again once the grace is over: on_wait is
-    told for how long, and for how many groups. Raises StoreUnavailable, and ProfileError where
-    the profile cannot be the one that wrote the store.
+    Groups younger than the grace are in flight: no check judges them. If the store keeps no times,
+    incomplete groups are looked up again after the grace. on_listed: called with objects listed;
+    on_read: with bytes read and bytes in all; on_wait: with the seconds to wait and the number of
+    incomplete groups. Raises StoreUnavailable, and ProfileError if the profile contradicts the
+    store.
     """
     return _Verification(store, request).report(on_listed, on_read, on_wait)
 
 
 @dataclass(slots=True)
 class _Verification:
-    """One verification: the store, what was asked, and what has been seen of it so far."""
+    """State of one verification."""
 
     store: Store
     request: VerifyRequest
@@ -200,7 +199,7 @@ class _Verification:
         on_wait: Callable[[float, int], None],
     ) -> VerifyReport:
         request = self.request
-        if self._reads:  # said before a long listing, and of an empty store too
+        if self._reads:  # before a long listing, and for an empty store too
             refuse_missing(request.devices)
         tables = saved_tables(self.store) if GROUPS.name in request.checks else None
         listed = take_inventory(
@@ -278,7 +277,7 @@ class _Verification:
         )
 
     def _columns(self) -> list[str]:
-        """Name the columns of the scan that checks and repairs need."""
+        """Return the columns of the scan that checks and repairs need."""
         replicas = any(Need.REPLICAS in check.needs for check in checks(self.request.checks))
         wanted = {"version": self.request.repairs, "replicas": replicas}
         return [
@@ -292,7 +291,7 @@ class _Verification:
     def _look_again(
         self, inventory: Inventory, groups: PageGroups, on_wait: Callable[[float, int], None]
     ) -> tuple[BoolArray, int]:
-        """Say which groups have changed within the grace, and how many listed objects are gone."""
+        """Wait out the grace; return which groups have changed, and how many objects are gone."""
         suspects = int(np.isin(groups.states, (PARTIAL, ORPHAN)).sum())
         left = self.started + self.request.grace_seconds - time.monotonic()
         if suspects and left > 0:
@@ -308,7 +307,7 @@ class _Verification:
 
     @property
     def _own_digests(self) -> bool:
-        """Whether objects are read so that the store compares them with its own digests."""
+        """Whether objects are read to let the store compare its own digests."""
         return self.store.traits.keeps_digests and DIGESTS.name in self.request.checks
 
     @property
@@ -317,13 +316,13 @@ class _Verification:
 
     @property
     def _value_groups(self) -> tuple[str, ...]:
-        """Name the groups with checks of objects' bytes; none where no profile describes them."""
+        """Names of the groups with value checks; none without a given profile."""
         if self.request.real_profile is None:
             return ()
         return tuple(group for group in self.request.checks if group in value_groups())
 
     def _plan(self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray) -> ReadingPlan:
-        """Choose the objects to read: settled, in the sample, and of use to a check."""
+        """Plan to read the settled objects in the sample that a check needs."""
         known = known_specs(inventory.table)
         checkers = value_checkers(known, self.request.profile, self._value_groups)
         replicated = replica_sets(inventory.table) != NO_REPLICAS
@@ -337,8 +336,8 @@ class _Verification:
         expected = expected_sizes(inventory.table)
         sizes = readable_sizes(inventory, expected)
         chosen &= sizes != UNKNOWN_SIZE
-        # An object that claims more than memory holds must not end the run. The check of sizes
-        # reports it where a size is expected.
+        # An object that claims a huge size must not end the run. The check of sizes reports it, if
+        # a size is expected.
         huge = chosen & (sizes > self.request.buffer_bytes) & (sizes != expected[ids])
         chosen &= ~huge
         self.unread = np.flatnonzero(huge & (expected[ids] == UNKNOWN_SIZE))
@@ -373,7 +372,7 @@ class _Verification:
     def _read(
         self, inventory: Inventory, plan: ReadingPlan, on_read: Callable[[int, int], None]
     ) -> ReadingResult:
-        """Read what is planned; what looks damaged once more, where that can be a race."""
+        """Read the planned objects; read damaged ones again if a writer may have interfered."""
         total = int(plan.capacities.sum())
         hollow = unwritten(self.store, inventory, plan)
         reading = read_objects(
@@ -386,9 +385,9 @@ class _Verification:
             reading.replace(again.rows, read_objects(self.store, inventory, again))
         reading.objects += int(hollow.sum())
         for row in plan.rows[hollow].tolist():
-            reading.report("unwritten-page", row, "its page was never written")
+            reading.report("unwritten-page", row, "page never written: servers would read zeros")
         for row in self.unread.tolist():
-            why = f"larger than --buffer-bytes {self.request.buffer_bytes}; it was not read"
+            why = f"not read: larger than --buffer-bytes {self.request.buffer_bytes}"
             reading.report("unreadable", row, why)
         return reading
 
@@ -396,7 +395,7 @@ class _Verification:
     def _device(
         self, inventory: Inventory, plan: ReadingPlan, remarks: list[str]
     ) -> Iterator[DeviceChecker | None]:
-        """Open what reading hands its objects to, where that is not the processor."""
+        """Open the device that digests and checks; yield None for the CPU."""
         if not len(plan.rows) or not (plan.checkers or plan.digest.any()):
             yield None
             return
@@ -412,12 +411,12 @@ class _Verification:
         ) as device:
             yield device
             if device is not None and device.failure is not None:
-                remarks.append(f"{device.failure}; the CPU did what was left")
+                remarks.append(f"{device.failure}; the CPU did the rest")
 
     def _compared(
         self, inventory: Inventory, reading: ReadingResult
     ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int64]]:
-        """Say what became of each digested object since the catalog; and which those are."""
+        """Return the change of each digested object since the catalog, and the objects' rows."""
         rows = np.flatnonzero(reading.digested) if self._digests else np.zeros(0, dtype=np.int64)
         if self.request.catalog is None:
             return np.zeros(len(rows), dtype=np.int8), rows
@@ -452,7 +451,7 @@ class _Verification:
         reading: ReadingResult,
         impossible: dict[str, str],
     ) -> dict[str, str]:
-        """List what no check has looked at, and why; said on stderr."""
+        """Return the name and the reason of everything not judged, for stderr."""
         inventory, groups = given.inventory, given.groups
         request = self.request
         pool = request.selection.pool
@@ -504,16 +503,16 @@ class _Verification:
         }
 
     def _ran(self, check: str, impossible: dict[str, str], skipped: dict[str, str]) -> bool:
-        """Say whether a check judged anything: one that reads no object, in part is enough."""
+        """Return whether a check ran; one that reads objects must not be in `skipped`."""
         if check in reading_groups():
             return bool(self.planned.get(check)) and check not in skipped
         return check not in impossible
 
 
 def _found(given: CheckInput, reading: ReadingResult, able: list[Check]) -> pa.Table:
-    """Gather what checks that can run find, and what the reading has found.
+    """Return the findings of the checks and of the reading.
 
-    The checks of page tables say more of an object than the reading of it.
+    A check of page tables says more about an object than the reading, which is then left out.
     """
     found = {check: list(check.find(given)) for check in able}
     of_tables = [
@@ -529,5 +528,5 @@ def _found(given: CheckInput, reading: ReadingResult, able: list[Check]) -> pa.T
 
 
 def _distinct(ids: npt.NDArray[np.int64]) -> int:
-    """Count the different ones of small numbers, without a sort."""
+    """Return the number of distinct small numbers, without a sort."""
     return int(np.count_nonzero(np.bincount(ids)))

@@ -77,7 +77,7 @@ def test_a_check_from_outside_is_of_the_default_set(invoke: Invoke, store: Path)
 @pytest.mark.usefixtures("repeats")
 def test_a_check_from_outside_needs_what_it_says(invoke: Invoke, store: Path) -> None:
     refused = invoke("verify", store, "--checks", "repeats", exit_code=2).stderr
-    assert "--checks repeats: nothing says what the bytes of an object are" in refused
+    assert "--checks repeats: no given profile describes the bytes of objects" in refused
     document = invoke("verify", store, "--format", "json").document
     assert {"values", "repeats", "digests"} <= set(document["skipped_checks"])
     nothing = verified(invoke, store, "--checks", "repeats", "--page", "f" * 64, exit_code=0)

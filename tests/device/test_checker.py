@@ -447,7 +447,7 @@ def test_a_device_that_fails_ends_the_run_or_leaves_the_rest_to_the_cpu(
     provided(Failing(good=1))
     report = verified(store, profile, "auto", device_bytes=lane_bytes(16384))
     assert found(report) == expected
-    assert any("the CPU did what was left" in remark for remark in report.remarks)
+    assert any("the CPU did the rest" in remark for remark in report.remarks)
 
 
 def test_without_memory_for_many_objects_fewer_are_sent(
@@ -504,7 +504,7 @@ def test_where_kernels_cannot_be_built_the_run_ends_with_the_reason(
     provided(Failing(error=error))
     report = verified(store, profile, "auto")
     assert found(report) == []
-    assert "the CPU did what was left" in report.remarks[0]
+    assert "the CPU did the rest" in report.remarks[0]
 
 
 class Unbuilt:
@@ -586,7 +586,7 @@ main(sys.argv[1:])
 @pytest.mark.skipif(not HAS_CUDA, reason=NO_CUDA)
 @pytest.mark.parametrize(
     ("device", "status", "said"),
-    [("auto", 4, "the CPU did what was left"), ("cuda", 3, "run again or use --device cpu")],
+    [("auto", 4, "the CPU did the rest"), ("cuda", 3, "run again or use --device cpu")],
 )
 def test_a_device_that_really_fails_does_not_take_the_process_with_it(
     tmp_path: Path, device: str, status: int, said: str
