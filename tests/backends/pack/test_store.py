@@ -369,9 +369,7 @@ def test_any_order_of_writes_and_of_runs_cut_off_behaves_like_a_dict(
             assert result_.statuses.tolist() == [Status.EXISTS if kept else Status.OK]
             model.update({} if kept else {key: value})
         assert listing(store) == {key: len(value) for key, value in model.items()}
-    store.own_temporaries(
-        "0" * 16, sweep=True
-    )  # `close` must finish it, even if nothing was written
+    store.own_temporaries("0" * 16, sweep=True)  # `close` must finish the pack in any case
     store.close()
     if model:
         assert contents(path, arena) == model
