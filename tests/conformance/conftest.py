@@ -1,4 +1,4 @@
-"""Stores written by SGLang itself, in an environment of its own beside ours."""
+"""Fixtures for stores written by SGLang itself, which runs in a separate environment."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ ReadBack = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
-    """The interpreter of the SGLang environment; skips without one."""
+    """Return the interpreter of the SGLang environment; skip if it is missing."""
     return sglang_interpreter()
 
 
 @pytest.fixture(scope="session")
 def sglang_store(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> WriteStore:
-    """Write the store of a case, once a session, and return its directory and manifest.
+    """Return a function that writes a case's store once per session.
 
-    Options: layout, pages, seed. Stores are shared: a test that changes one copies it first.
+    It returns the store's directory and manifest. Options: layout, pages, seed. Stores are shared:
+    a test that changes one copies it first.
     """
     base = tmp_path_factory.getbasetemp()
-    # Under xdist each worker has a folder of its own in the session's.
+    # Under xdist, each worker has a separate folder inside the session's folder.
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sglang-stores"
     shared.mkdir(exist_ok=True)
 
@@ -54,7 +55,7 @@ def sglang_store(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) 
         layout = options.pop("layout", DEFAULT_LAYOUT)
         name = store_name(case, layout)
         if CASES[case].sglang != LEGACY and (case, layout) in VARIANTS and not options:
-            # Importing SGLang takes seconds, writing a store does not: all at once.
+            # Importing SGLang takes seconds, so one process writes all stores.
             manifests = _written(sglang_python, shared / "all", ["all"])
             return shared / "all" / "store" / name, manifests[name]
         options["layout"] = layout
@@ -67,7 +68,10 @@ def sglang_store(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def sglang_read_back(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> ReadBack:
-    """Read a store with SGLang (read_back.py), as the manifest's deployments or as `profile`."""
+    """Return a function that reads a store with SGLang (read_back.py).
+
+    SGLang runs as the manifest's deployments, or as `profile`.
+    """
 
     def read(
         directory: Path, manifest: Manifest, profile: dict[str, Any] | None = None
@@ -87,7 +91,7 @@ def sglang_read_back(sglang_python: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 class SglangSession:
-    """A process with SGLang in it, which runs scripts of this folder (session.py)."""
+    """A process that has imported SGLang and runs scripts of this folder (session.py)."""
 
     def __init__(self, python: Path, log: Path) -> None:
         self._log = log
@@ -136,14 +140,14 @@ class SglangSession:
 def sglang_session(
     sglang_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SglangSession]:
-    """One process with SGLang, for all tests of a worker."""
+    """Start one process with SGLang for all tests of a worker."""
     session = SglangSession(sglang_python, tmp_path_factory.mktemp("sglang") / "session.log")
     yield session
     session.close()
 
 
 def _written(python: Path, folder: Path, arguments: list[str]) -> Manifest:
-    """The manifest of a folder's store, which the first caller of all processes writes."""
+    """Return the manifest of a folder's store; the first caller of all processes writes it."""
     folder.mkdir(exist_ok=True)
     manifest = folder / "manifest.json"
     release = CASES[arguments[0]].sglang if arguments[0] in CASES else ""

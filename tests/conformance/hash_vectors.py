@@ -1,13 +1,13 @@
-"""Answer questions about SGLang's page hashes and unified keys; runs in SGLang's environment.
+"""Compute page hashes and unified keys with SGLang; runs in SGLang's environment.
 
-Reads one JSON document from stdin, writes one to stdout. Per list of the question:
+Reads one JSON document from stdin and writes one to stdout. It has an entry for each list:
 
 - chains: {form, tokens, page_size, extra_key, cache_salt, prior} to the hashes of its pages
 - seeds:  [extra_key, cache_salt] to the seed in hex, or null
 - plans:  arguments of plan_unified_kv to {suffixes, layer_ranges, head_ranges}
 
-The answer to chains is a text, the reason, where the native extension cannot be built: nothing
-else hashes pages in SGLang 0.5.23.
+If the native extension cannot be built, the entry of chains is a text with the reason: only that
+extension hashes pages in SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ else:  # run as a script: its own folder is on the path
 
 
 def main() -> None:
-    """Answer on the stdout we were given, which imports and compilers must not write to."""
+    """Print the answer to the original stdout, which imports and compilers must not use."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     question = json.load(sys.stdin)
@@ -62,7 +62,7 @@ def hash_chain(
     cache_salt: str | None,
     prior: str | None,
 ) -> list[str]:
-    """Hash a chain in one of the forms that SGLang keeps tokens in.
+    """Hash a chain, with its tokens in one of SGLang's forms.
 
     "int64" and "uint32" tree keys; "bigram" tree keys; "list" and "tuples" without a namespace.
     """

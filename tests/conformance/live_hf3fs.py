@@ -1,13 +1,13 @@
 """Keep a 3FS store busy with SGLang's own HiCacheHF3FS, as the ranks of a server do.
 
 Runs inside the SGLang environment: `live_hf3fs.py CASE CONFIG --pages N --hot FILE --until FILE`,
-as a script of session.py. The ranks back up the nodes of a prompt of N pages in random order, again
-and again: what is there SGLang leaves alone, what was evicted it writes anew, to whatever page it
-is given. The first node comes up each time: it is never evicted, however slowly any process runs.
-With --clear-every the ranks clear their tables after so many nodes, as a flush of the store does.
+as a script of session.py. The ranks repeatedly back up the nodes of a prompt of N pages in random
+order. SGLang skips existing objects and rewrites evicted ones, to any free 3FS page. Every round
+also backs up the first node, so it is never evicted, however slowly a process runs.
+With --clear-every N, the ranks clear their tables after every N nodes, like a flush of the store.
 
-Writes the hash of the prompt's first page to the file of --hot, goes on until that of --until
-exists, and prints how many nodes were backed up.
+Writes the hash of the prompt's first page to the --hot file, runs until the --until file exists,
+and prints the number of nodes backed up.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ else:
     import write_store
     from store_cases import HF3FS_CASES, Deployment
 
-_PAUSE_S = 0.01  # after each node: the machine has to verify as well
-_MOST_S = 900.0  # nobody may be left to say when to stop
+_PAUSE_S = 0.01  # after each node: verify needs processor time too
+_MOST_S = 900.0  # the parent may have died, so this process limits itself
 
 
 def main() -> None:
-    """Write until told to stop."""
+    """Write until the --until file exists."""
     options = _parse_arguments()
     case = HF3FS_CASES[options.case]
     deployment = case.deployments[0]
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 class _Writer:
-    """One rank, with every node of the prompt in its host pools."""
+    """One rank with all nodes of the prompt in its host pools."""
 
     def __init__(
         self,

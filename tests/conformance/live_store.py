@@ -4,15 +4,15 @@ Runs inside the SGLang environment:
 `live_store.py (write|fill|read) DIR --manifest FILE --rank N --log FILE --until FILE
 [--max-bytes N]`.
 
-The writer backs up every node of the manifest's prompt again and again: what is there SGLang
-skips, what is missing it writes. The filler does so with the prompt's tokens again and again
-behind its end, so that every page is new; with --max-bytes SGLang evicts what was there first.
-The reader asks for each page and reads all its pools.
-All go on until the file of --until exists, and append JSON lines to --log:
+The writer repeatedly backs up every node of the manifest's prompt: SGLang skips existing objects
+and writes missing ones. The filler appends the prompt's tokens to the chain in each round, so every
+page is new; with --max-bytes SGLang evicts the oldest objects.
+The reader queries each page and reads all its pools.
+All run until the --until file exists, and append JSON lines to --log:
 
-    writer   {"round": n} after each time through the prompt; the filler too
+    writer   {"round": n} after each pass through the prompt; the filler too
     reader   {"page", "start", "wrong"} for each page that was read whole; start is Unix
-             nanoseconds, taken before SGLang was asked whether the page is there
+             nanoseconds, taken before the query whether the page exists
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ else:
     import write_store
     from store_cases import Deployment
 
-_PAUSE_S = 0.01  # after each node of the filler, which else writes a gigabyte in seconds
+_PAUSE_S = 0.01  # after each node of the filler, which would write a gigabyte in seconds
 
 
 def main() -> None:
-    """Write or read until told to stop."""
+    """Write or read until the --until file exists."""
     options = _parse_arguments()
     manifest = json.loads(options.manifest.read_text())
     deployment = Deployment(**manifest["deployments"][0])
     rank = rank_pools.ranks(deployment.profile)[options.rank]
-    logging.disable(logging.WARNING)  # a miss is one
+    logging.disable(logging.WARNING)  # SGLang warns of each miss
     if options.max_bytes:
         os.environ["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] = options.max_bytes
     with (
@@ -82,7 +82,7 @@ def _fill(
 
 
 def _continued(manifest: dict[str, Any]) -> Iterator[list[str]]:
-    """The page hashes of the prompt's tokens behind the prompt, once more behind these, ..."""
+    """Yield the page hashes of the prompt's tokens, repeated after the prompt without end."""
     from sglang.srt.mem_cache.utils import get_hash_str
 
     pages = manifest["pages"]
@@ -98,7 +98,7 @@ def _back_up(
     log: IO[str],
     prompts: Iterator[list[str]],
 ) -> Iterator[None]:
-    """Back up one prompt after another, all with the bytes of the manifest's pages."""
+    """Back up prompts one after another, each with the bytes of the manifest's pages."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import StorageOperation
 
     page_size, per_node = manifest["page_size"], manifest["node_pages"]
@@ -128,7 +128,7 @@ def _back_up(
 
 
 def _of_node(transfer: Any, node: list[str]) -> Any:
-    """A transfer of the same slots for another node; what goes with kv has no keys of its own."""
+    """Return a transfer of the same slots for another node; sidecars of kv have no keys here."""
     keys = transfer.keys and node[-len(transfer.keys) :]
     return dataclasses.replace(transfer, keys=keys)
 
@@ -180,7 +180,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--until", type=Path, required=True)
-    parser.add_argument("--max-bytes", help="of the objects of this rank")
+    parser.add_argument("--max-bytes", help="limit for the objects of this rank")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""The bytes that an object of a conformance store must have, spelled out from the formats' text.
+"""The bytes that an object of a conformance store must have, built from the formats' description.
 
-Independent of the code under test: from page_values.py and the axis orders that
-formats/layouts.py also states.
+Independent of the code under test: uses page_values.py and the axis orders that formats/layouts.py
+also states.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ else:
 
 
 def expected_bytes(manifest: dict[str, Any], entry: dict[str, Any]) -> bytes:
-    """Spell out one object of a manifest: a file's flat page, or a part of it on Mooncake."""
+    """Return the bytes of one object of a manifest: a file's flat page, or a part on Mooncake."""
     profile, table = _tables(manifest, entry)
     salt = page_values.page_salt(entry["page"], entry["pool"], manifest["seed"])
     whole = page_values.logical_page(table, profile["page_size"], salt)
@@ -39,11 +39,11 @@ def expected_bytes(manifest: dict[str, Any], entry: dict[str, Any]) -> bytes:
 def _tensor_shard(
     profile: dict[str, Any], table: dict[str, Any], entry: dict[str, Any]
 ) -> tuple[int, int]:
-    """Rank and size of the cut through heads or channels."""
+    """Return rank and size of the split of heads or channels."""
     if entry.get("heads"):
         first, end = map(int, entry["heads"].split("-"))
         return first // (end - first), profile["tp_lcm_size"] // (end - first)
-    # An older release keeps rank 0's state under a key without ranks.
+    # An older release stores rank 0's state under a key without ranks.
     tp = profile.get("tp", 1) if table["kind"] in ("mha", "mamba") else 1
     return entry["tp_rank"] or 0, tp
 
@@ -62,12 +62,12 @@ def _tables(
 def _layers(
     profile: dict[str, Any], table: dict[str, Any], entry: dict[str, Any]
 ) -> tuple[slice, int]:
-    """The rank's layers on the pool's layer axis, and how many empty ones follow them."""
+    """Return the rank's layers on the pool's layer axis, and the number of padding layers."""
     count = page_values.layer_count(table)
     if entry["pp_size"]:
         before = sum(profile["pp_partition"][: entry["pp_rank"]])
         return slice(before, before + profile["pp_partition"][entry["pp_rank"]]), 0
-    # Mooncake's keys name no CP rank, and only the first stores anything.
+    # Mooncake's keys have no CP rank, and only the first rank stores objects.
     size = profile.get("cp", 1) if profile.get("cp_layer_split") else 1
     rank = entry["cp_rank"] or 0
     share, more = divmod(count, size)

@@ -1,8 +1,8 @@
-"""What the conformance stores hold: values that tell where in the model an element belongs.
+"""Values of the conformance stores; each shows where in the model its element belongs.
 
-Needs numpy only, so that the SGLang environment, which writes them, and the tests, which
-compare them, share one definition. An element's value depends on its position in the whole
-model's page (before sharding, in the order of the axes given below), and on the page and pool:
+Needs numpy only: the SGLang environment, which writes the values, and the tests, which compare
+them, share this module. An element's value depends on its position in the whole model's page
+(before sharding, in the order of the axes given below), and on the page and pool:
 
 - 16-bit patterns: `(position + salt) mod 2**15` as sign, 7 exponent bits and 7 mantissa bits
   of a finite, normal bfloat16 of moderate size. Unique in any 32768 neighbouring positions.
@@ -32,12 +32,12 @@ _E4M3_LARGEST = 0x7E
 
 
 def page_salt(page_hash: str, pool: str, seed: int = 0) -> int:
-    """The number that makes two pages, two pools and two seeds differ."""
+    """Return a number that differs between pages, pools and seeds."""
     return int(page_hash[:8], 16) ^ zlib.crc32(f"{pool}/{seed}".encode())
 
 
 def logical_page(pool: Mapping[str, Any], page_size: int, salt: int) -> Parts:
-    """One page of a whole pool (every layer and head), from the pool's table of a profile.
+    """Return one page of a whole pool (all layers and heads), from the pool's profile table.
 
     mha: `page` uint16 (bfloat16 bits) [k or v, layer, token, head, dim]
     mla: `page` uint16 [layer, token, dim]; uint8 [layer, token, 656] with row "fp8_scaled"
@@ -64,7 +64,7 @@ def logical_page(pool: Mapping[str, Any], page_size: int, salt: int) -> Parts:
 
 
 def layer_count(pool: Mapping[str, Any]) -> int:
-    """Layers of a pool's table, which states a count or the layer numbers."""
+    """Return the number of layers of a pool's table, which has a count or layer numbers."""
     layers = pool["layers"]
     return layers if isinstance(layers, int) else len(layers)
 
@@ -72,9 +72,9 @@ def layer_count(pool: Mapping[str, Any]) -> int:
 def shard(
     pool: Mapping[str, Any], parts: Parts, layers: slice, tp_rank: int, tp_size: int
 ) -> Parts:
-    """The part of `logical_page` that one rank holds: some layers, and its heads or channels."""
+    """Return one rank's part of `logical_page`: its layers and its heads or channels."""
     if pool["kind"] == "mha":
-        # With fewer heads than ranks, neighbouring ranks hold the same one.
+        # With fewer heads than ranks, neighbouring ranks hold the same head.
         heads = max(1, pool["kv_heads"] // tp_size)
         first = tp_rank * pool["kv_heads"] // tp_size
         mine = slice(first, first + heads)
@@ -97,7 +97,7 @@ def _state_table(pool: Mapping[str, Any], part: str) -> Mapping[str, Any]:
 def _shard_state(
     values: NDArray[Any], state: Mapping[str, Any], tp_rank: int, tp_size: int
 ) -> NDArray[Any]:
-    """Cut each group of the sharded axis on its own: q, k and v rows of a convolution."""
+    """Split each group of the sharded axis separately: q, k and v rows of a convolution."""
     axis = state.get("shard_axis", 0) + 1  # after the layers
     groups = state.get("groups") or [values.shape[axis]]
     blocks = np.split(values, np.cumsum(groups)[:-1], axis=axis)
@@ -136,7 +136,7 @@ def _scales(shape: tuple[int, ...], salt: int) -> NDArray[np.float32]:
 def _scaled_rows(
     layers: int, page_size: int, pool: Mapping[str, Any], salt: int
 ) -> NDArray[np.uint8]:
-    """656-byte rows: codes, one float32 scale for each 128 of them, rope part in bfloat16."""
+    """Return 656-byte rows: codes, one float32 scale per 128 codes, and the bfloat16 rope part."""
     rank, rope = pool["kv_lora_rank"], pool["qk_rope_head_dim"]
     codes = _e4m3((layers, page_size, rank), salt)
     scales = _scales((layers, page_size, rank // FP8_BLOCK), salt)

@@ -1,8 +1,8 @@
 """Have SGLang parse bodies of /generate, as its HTTP server does.
 
 Runs inside the SGLang environment: `parse_generate.py FILE`, a JSON list of bodies. Prints a JSON
-list with an entry for each: error, of the check against the wire schema, null without; and the
-fields of GenerateReqInput that steer the prefix cache, once it is normalised.
+list with an entry for each body: error, from the check against the wire schema, or null; and the
+fields of the normalised GenerateReqInput that control the prefix cache.
 """
 
 from __future__ import annotations

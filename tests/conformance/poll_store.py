@@ -1,15 +1,14 @@
-"""Ask SGLang's own backend again and again which pages of a prompt are there, and how much of each.
+"""Poll SGLang's own backend for the existing pages of a prompt and for their missing sidecars.
 
 Runs inside the SGLang environment:
 `poll_store.py PLACE --manifest FILE --log FILE --until FILE`; PLACE, --backend and the manifest
-are write_store.py's.
+are those of write_store.py.
 
-Every rank asks `batch_exists_v2` for a page's anchor, and once it has that, in a second call for
-each side pool that the manifest's objects of the page are of: one call asks for them all in no
-certain order. Goes on until the file of --until exists, and appends a JSON line to --log for each
-time through the prompt that finds something else, and now and then: {"seen", "half"}, how many
-pages all ranks see, and [page, rank, pool] of each side object that was not there though the
-anchor was.
+Every rank queries a page's anchor with `batch_exists_v2`. If the anchor exists, the rank queries
+each of the page's side pools in a separate call, since one call checks pools in no fixed order.
+Runs until the --until file exists. Appends a JSON line to --log for each pass whose result differs
+from the last, and at least every _SILENCE_S: {"seen", "half"}, the number of pages that all ranks
+see, and [page, rank, pool] of each side object that was missing while its anchor existed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _SILENCE_S = 0.1
 
 
 def main() -> None:
-    """Poll until told to stop."""
+    """Poll until the --until file exists."""
     parser = argparse.ArgumentParser(description="Watch a store with SGLang itself.")
     write_store.add_place(parser)
     parser.add_argument("--manifest", type=Path, required=True)
@@ -45,7 +44,7 @@ def main() -> None:
     parser.add_argument("--until", type=Path, required=True)
     options = parser.parse_args()
     manifest = json.loads(options.manifest.read_text())
-    logging.disable(logging.WARNING)  # a miss is one
+    logging.disable(logging.WARNING)  # SGLang warns of each miss
     with contextlib.redirect_stdout(sys.stderr), options.log.open("w", buffering=1) as log:
         backends = _backends(manifest, write_store.place(options))
         said, at = None, 0.0
@@ -57,7 +56,7 @@ def main() -> None:
 
 
 def _backends(manifest: dict[str, Any], place: write_store.Place) -> list[Any]:
-    """The backend of each rank, and the pools that keep it alive."""
+    """Return the controller of each rank, with the pools that must stay alive."""
     deployment = Deployment(**manifest["deployments"][0])
     controllers = []
     for rank in rank_pools.ranks(deployment.profile):

@@ -1,10 +1,10 @@
-"""Ask SGLang's own backend how far each rank could restore chains of pages.
+"""Query SGLang's own backend for the lengths that each rank could restore of chains of pages.
 
-Runs inside the SGLang environment: `query_hits.py --question FILE PLACE… [--backend B]`. Places and
---backend are write_store.py's; the question is JSON: deployments (of a manifest) and chains, lists
-of page hashes. Prints a JSON list with an entry for each place, deployment and rank: place,
-deployment (their numbers), pp, cp, tp, and for each chain restorable, the lengths that
-`batch_exists_v2` reports, and kv, the leading pages of kv. 3FS reports no more than one length.
+Runs inside the SGLang environment: `query_hits.py --question FILE PLACE… [--backend B]`. PLACE and
+--backend are those of write_store.py. The question is JSON: deployments (of a manifest) and chains
+(lists of page hashes). Prints a JSON list with an entry for each place, deployment and rank: place
+and deployment (their numbers), pp, cp, tp, and for each chain restorable (the lengths that
+`batch_exists_v2` reports) and kv (the leading pages of kv). 3FS reports only one length.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 def _ask(
     deployment: Deployment, rank: Rank, chains: list[list[str]], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """The answers of a rank, one a place."""
+    """Yield the answers of a rank, one for each place."""
     with rank_pools.parallel(deployment, rank):
         pools = rank_pools.build_pools(deployment, rank, pages=1)
         for number, text in enumerate(options.places):

@@ -1,4 +1,4 @@
-"""SGLang's own device and host pools on the CPU, for one rank of a deployment.
+"""SGLang's own device and host pools for one rank of a deployment, on the CPU.
 
 Runs inside the SGLang environment, after sglang_env.prepare().
 """
@@ -35,7 +35,7 @@ class Rank:
 
 @dataclass(slots=True)
 class RankPools:
-    """What one rank holds: pools by name, and its layers on each pool's own layer axis."""
+    """Pools of one rank by name, and the rank's layers on each pool's layer axis."""
 
     profile: Mapping[str, Any]
     rank: Rank
@@ -51,7 +51,7 @@ class RankPools:
         self.layers[name] = slice(start, start + len(held))
 
     def values(self, name: str, salt: int) -> page_values.Parts:
-        """What one page of a pool must hold."""
+        """Return the values that one page of a pool must have."""
         table = next(pool for pool in self.profile["pools"] if pool["name"] == name)
         whole = page_values.logical_page(table, self.profile["page_size"], salt)
         tp = self.profile.get("tp", 1)
@@ -59,7 +59,7 @@ class RankPools:
 
 
 def ranks(profile: Mapping[str, Any]) -> list[Rank]:
-    """Every rank of a deployment that has attention KV of its own."""
+    """Return every rank of a deployment with its own attention KV."""
     return [
         Rank(pp, cp, tp)
         for pp in range(profile.get("pp", 1))
@@ -70,7 +70,7 @@ def ranks(profile: Mapping[str, Any]) -> list[Rank]:
 
 @contextlib.contextmanager
 def parallel(deployment: Deployment, rank: Rank) -> Iterator[None]:
-    """Tell SGLang which rank this is, as its process groups would."""
+    """Set this process's rank in SGLang, as its process groups would."""
     from sglang.srt.runtime_context import get_flags, get_parallel
 
     profile = deployment.profile
@@ -99,10 +99,10 @@ def parallel(deployment: Deployment, rank: Rank) -> Iterator[None]:
 
 
 def build_pools(deployment: Deployment, rank: Rank, pages: int) -> RankPools:
-    """Build every pool of `deployment` that `rank` holds, with room for `pages` pages and more."""
+    """Build every pool of a rank, with room for at least `pages` pages."""
     from sglang.srt.mem_cache.pool_host import base
 
-    # SGLang leaves 10 GB to others; these pools are tiny, and so may the machine be.
+    # SGLang reserves 10 GB for others, which a small test machine may not have.
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     profile = deployment.profile
     tables = {pool["name"]: pool for pool in profile["pools"]}
@@ -120,7 +120,7 @@ def build_pools(deployment: Deployment, rank: Rank, pages: int) -> RankPools:
         pools.add(tables["swa"], window, _host(window, profile))
     if "draft" in tables:
         draft = _draft_device(profile, tables["draft"], rank, size)
-        capacity = pools.host["kv"].logical_size  # its indices are those of kv
+        capacity = pools.host["kv"].logical_size  # the draft uses kv's indices
         pools.add(tables["draft"], draft, _host(draft, profile, host_token_capacity=capacity))
     if "mamba" in tables:
         states = _mamba_device(deployment, tables["mamba"], pages)
@@ -129,9 +129,9 @@ def build_pools(deployment: Deployment, rank: Rank, pages: int) -> RankPools:
 
 
 def page_view(host: Any, kind: str, index: int) -> dict[str, Any]:
-    """One page of a host pool as writable tensors with the axes of page_values.logical_page.
+    """Return one page of a host pool as writable tensors, with page_values.logical_page's axes.
 
-    index: the page's first token index in the host pool; a Mamba pool's slot.
+    index: the page's first token index in the host pool, or a Mamba pool's slot.
     """
     page, end, layout = index // host.page_size, index + host.page_size, host.layout
     if kind == "mha":
@@ -151,14 +151,14 @@ def page_view(host: Any, kind: str, index: int) -> dict[str, Any]:
 
 
 def fill(view: dict[str, Any], values: page_values.Parts, kind: str) -> None:
-    """Put values into a page; layers beyond them are padding and stay as allocated."""
+    """Write values into a page; padding layers after them stay unchanged."""
     for part, array in values.items():
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         _unpadded(view[part], array, kind).view(tensor.dtype).copy_(tensor)
 
 
 def holds(view: dict[str, Any], values: page_values.Parts, kind: str) -> bool:
-    """Whether a page has these values, bit for bit."""
+    """Return whether a page has exactly these bits."""
     return all(
         np.array_equal(
             _unpadded(view[part], array, kind).contiguous().view(torch.uint8).numpy(),
@@ -188,7 +188,7 @@ def _numbers(table: Mapping[str, Any]) -> list[int]:
 
 
 def _stage(profile: Mapping[str, Any], rank: Rank) -> tuple[int, int]:
-    """Model layers [start, end) of the rank's pipeline stage."""
+    """Return the model layers [start, end) of the rank's pipeline stage."""
     partition = profile.get("pp_partition")
     if not partition:
         return 0, 1 << 30
@@ -196,7 +196,7 @@ def _stage(profile: Mapping[str, Any], rank: Rank) -> tuple[int, int]:
 
 
 def _held(table: Mapping[str, Any], profile: Mapping[str, Any], rank: Rank) -> list[int]:
-    """The model layers of a pool that a rank holds."""
+    """Return the model layers of a pool that a rank holds."""
     start, end = _stage(profile, rank)
     held = [number for number in _numbers(table) if start <= number < end]
     if not profile.get("cp_layer_split"):
@@ -262,7 +262,7 @@ def _mla_device(
 def _draft_device(
     profile: Mapping[str, Any], table: Mapping[str, Any], rank: Rank, size: int
 ) -> Any:
-    """A draft's pool, whose kind does not follow the target's."""
+    """Return a draft's device pool, whose kind can differ from the target's."""
     if table["kind"] == "mla":
         return _mla_device(profile, {"kv": table}, rank, size)
     return _mha_device(profile, table, rank, size)
@@ -272,7 +272,7 @@ def _layer_split_device(rank: Rank, cp: int, arguments: Mapping[str, Any]) -> An
     from sglang.srt.mem_cache.dsa_cache_layer_split import LayerSplitDSATokenToKVPool
 
     class OneProcess(LayerSplitDSATokenToKVPool):  # type: ignore[misc]
-        """No other ranks to broadcast layers to, which storage does not need."""
+        """A pool without the broadcast of layers to other ranks, which storage does not need."""
 
         def _init_layer_broadcast_comm(self) -> None:
             pass
@@ -301,7 +301,7 @@ def _mamba_device(deployment: Deployment, table: Mapping[str, Any], slots: int) 
 
 
 def _check_profile_shapes(table: Mapping[str, Any], shape: Any, tp: int) -> None:
-    """The profile, which is ours, must shard to the shapes that SGLang computes."""
+    """Raise AssertionError unless our profile's shards have the shapes that SGLang computes."""
     for state, actual in zip(
         [table["temporal"], *table["conv"]], [shape.temporal, *shape.conv], strict=True
     ):
@@ -312,7 +312,7 @@ def _check_profile_shapes(table: Mapping[str, Any], shape: Any, tp: int) -> None
 
 
 def _host(device: Any, profile: Mapping[str, Any], **more: Any) -> Any:
-    """A host pool as hybrid_pool_assembler.build_kv_host_pool makes it, but not pinned."""
+    """Return a host pool like hybrid_pool_assembler.build_kv_host_pool's, but not pinned."""
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host import mha, mla
 
@@ -327,7 +327,7 @@ def _host(device: Any, profile: Mapping[str, Any], **more: Any) -> Any:
     }
     if is_mla:
         common["override_kv_cache_dim"] = device.kv_cache_dim
-    if not hasattr(device, "get_device_pool_infos"):  # 0.5.18 hands over the device pool itself
+    if not hasattr(device, "get_device_pool_infos"):  # 0.5.18 passes the device pool itself
         return (mla.MLATokenToKVPoolHost if is_mla else mha.MHATokenToKVPoolHost)(device, **common)
     info = device.get_device_pool_infos()[0].buffer_info
     common |= {

@@ -1,14 +1,13 @@
 """Read a store with SGLang's own backend and compare with the values that were written.
 
 Runs inside the SGLang environment: `read_back.py PLACE --manifest FILE [--profile FILE]`. PLACE,
---backend and the manifest are write_store.py's. A profile (JSON) takes the place of the
-manifest's first one: so a store that was re-sharded or re-ordered is read as the server it was
-made for would read it.
+--backend and the manifest are those of write_store.py. A profile (JSON) replaces the manifest's
+first one, to read a re-sharded or re-ordered store like the server that the store was made for.
 
 Prints a JSON list with an entry for each deployment and rank: model, pp, cp, tp (ranks);
-hit_pages, what `batch_exists_v2` gives for the whole chain; read and wrong, which map each pool
-to the positions in the chain that were read, and to those that are too short or have other
-values than expected. Exits 1 when anything is wrong.
+hit_pages, the result of `batch_exists_v2` for the whole chain; read and wrong, which map each pool
+to the chain positions that were read, and to those that are too short or have unexpected values.
+Exits 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ else:
 
 
 def main() -> None:
-    """Read what the command line names and print the result."""
+    """Read the store that the command line names and print the result."""
     parser = argparse.ArgumentParser(description="Read a store with SGLang itself.")
     write_store.add_place(parser)
     parser.add_argument("--manifest", type=Path, required=True)
@@ -76,7 +75,7 @@ def _read_rank(
 
 
 def queries(profile: dict[str, Any]) -> list[Any]:
-    """The transfers of a prefetch: trailing pools ask with as many keys as their window."""
+    """Return the transfers of a prefetch; those of trailing pools have one key per window page."""
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
     transfers = []
@@ -95,7 +94,7 @@ def queries(profile: dict[str, Any]) -> list[Any]:
 def _read_pool(
     pools: RankPools, backend: Any, table: dict[str, Any], manifest: dict[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Positions of the pages that were read, and of those that are short or have other values."""
+    """Return the positions of pages that were read, and of short pages or wrong values."""
     name, kind = table["name"], table["kind"]
     host = pools.host[name]
     exists, load = _file_calls(backend) if hasattr(backend, "_read_page") else _calls(backend)
@@ -120,7 +119,7 @@ Calls = tuple["Callable[[str, str], bool]", "Callable[[str, str, Any, Any], bool
 
 
 def _file_calls(backend: Any) -> Calls:
-    """How a page's pool is asked for and read; the second says whether it was read."""
+    """Return functions that query and read a page's pool; the second returns whether it read."""
 
     def load(name: str, page: str, host: Any, indices: Any) -> bool:
         try:
@@ -133,7 +132,7 @@ def _file_calls(backend: Any) -> Calls:
 
 
 def _calls(backend: Any) -> Calls:
-    """The same with Mooncake, where a short object is read with success, and with 3FS."""
+    """Return the same for 3FS and Mooncake; Mooncake reads a short object with success."""
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
     def exists(name: str, page: str) -> bool:

@@ -1,10 +1,10 @@
-"""Run scripts of this folder one after another, as importing SGLang takes seconds.
+"""Run scripts of this folder in one process, because importing SGLang takes seconds.
 
 Runs inside the SGLang environment. Each line of stdin is {"script": name without .py,
-"arguments": […]}; each answer on stdout a line {"code", "output", "error"}: the exit code, what
-the script printed, and the traceback of what it raised. Every script runs in a fork of its own,
-with which its Mooncake clients end: by themselves they take a second each. A fork of a process with
-threads of native code may crash at its very beginning: then, and only then, there is a second one.
+"arguments": […]}; each answer is a line on stdout, {"code", "output", "error"}: the exit code, the
+script's output, and the traceback of its exception. Every script runs in a separate fork, which
+also ends its Mooncake clients: to close one takes a second. A fork of a process with native threads
+may crash before the script begins; only then is the script started once more.
 Ends with stdin.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 else:
     import sglang_env
 
-# What the scripts import when they run.
+# Modules that the scripts import when they run.
 _IMPORTED_ONCE = (
     "mooncake.store",
     "sglang.srt.configs.mamba_utils",
@@ -43,7 +43,7 @@ _IMPORTED_ONCE = (
 def main() -> None:
     """Answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever libraries print
+    os.dup2(2, 1)  # output of libraries goes to stderr
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)
     for line in sys.stdin:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _answered(line: str, answers: IO[str]) -> tuple[int, bool]:
-    """Have a fork answer; how it ended, and whether its script had begun."""
+    """Run the script in a fork; return the exit status, and whether the script began."""
     with mmap.mmap(-1, 1) as begun:  # shared with the fork
         child = os.fork()
         if not child:
@@ -78,7 +78,7 @@ def _run(begun: mmap.mmap, script: str, arguments: list[str]) -> dict[str, Any]:
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 2
             error = "" if isinstance(end.code, int) else str(end.code)
-        except Exception:  # handed over: the next script may fare better
+        except Exception:  # reported to the caller; the next script can still run
             code, error = 1, traceback.format_exc()
     return {"code": code, "output": output.getvalue(), "error": error}
 

@@ -1,4 +1,4 @@
-"""Make SGLang importable, and its behaviour its own default, on a machine without a GPU.
+"""Make SGLang importable on a machine without a GPU, with SGLang's default behaviour.
 
 Runs inside the SGLang environment, before anything of SGLang is imported.
 """
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-# Imported by the cache modules, called by none of them. torchvision has no CPU build that fits
-# the pinned torch; the parsers of SGLang want packages that are not pinned at all.
+# The cache modules import these but never call them. torchvision has no CPU build for the pinned
+# torch; SGLang's parsers need packages that are not pinned.
 _STAND_INS = (
     "torchvision",
     "torchvision.io",
@@ -27,7 +27,7 @@ _STAND_INS = (
 
 
 def prepare() -> None:
-    """Clear what steers SGLang, hide GPUs, stand in for packages that are absent."""
+    """Clear SGLang's environment variables, hide GPUs, and replace missing packages by mocks."""
     for name in list(os.environ):
         if name.startswith(("SGLANG_", "MOONCAKE_")):
             del os.environ[name]
@@ -41,7 +41,7 @@ def prepare() -> None:
 
 
 def _extensions_directory() -> str:
-    """Where the page-hash extension is built: releases share its name but not its source."""
+    """Return the build directory of the page-hash extension, whose source differs by release."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.origin is None:
         raise SystemExit(f"sglang is not installed for {sys.executable}")
@@ -52,9 +52,9 @@ def _reconcile_transformers() -> None:
     from transformers.models.auto import configuration_auto
     from transformers.utils import is_torchvision_available
 
-    # Cached by transformers: asked once the stand-in exists, it would go and use it.
+    # transformers caches this answer: after the mock exists, it would use the mock.
     is_torchvision_available()
-    # An older SGLang registers model names that transformers has taken since.
+    # An older SGLang registers model names that transformers now has itself.
     mapping = configuration_auto.CONFIG_MAPPING
     register = mapping.register
     mapping.register = lambda key, value, exist_ok=False: register(key, value, exist_ok=True)

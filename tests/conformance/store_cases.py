@@ -1,7 +1,7 @@
 """The deployments whose stores SGLang writes for the conformance tests.
 
-Plain data: a profile (schema of hicachectl.formats.profile) with what SGLang needs besides.
-Models are real in shape (heads, row widths, quant blocks) and tiny in layers.
+Plain data: profiles (schema of hicachectl.formats.profile) and the other settings SGLang needs.
+Models have real shapes (heads, row widths, quant blocks) but few layers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 NEWEST = "0.5.23"
-# The last release whose mamba keys carry no TP pair on a model whose KV is shared by the ranks.
+# The last release with mamba keys without a TP pair, for models whose ranks share their KV.
 LEGACY = "0.5.18"
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 DEFAULT_LAYOUT = "page_first"
@@ -24,8 +24,8 @@ class Deployment:
     """One served model.
 
     linear_attention: class in sglang.srt.configs.mamba_utils and the arguments of its `create`.
-    attention_dp: DP attention is on, which makes keys count the attention TP ranks.
-    groups: `enable_group_semantics`: Mooncake evicts the objects of a page together.
+    attention_dp: DP attention is on; keys then count the attention TP ranks.
+    groups: `enable_group_semantics`; Mooncake then evicts the objects of a page together.
     """
 
     profile: dict[str, Any]
@@ -38,8 +38,8 @@ class Deployment:
 class Case:
     """Deployments that share one store and serve the same prompt.
 
-    node_pages: pages of a radix node, which is what SGLang backs up at a time; mamba states
-    lie at the end of a node, sliding windows on its last pages.
+    node_pages: pages of a radix node, the unit that SGLang backs up. Mamba states lie at the end
+    of a node, sliding windows on its last pages.
     """
 
     deployments: tuple[Deployment, ...]
@@ -96,11 +96,11 @@ def _profile(model: str, pools: list[dict[str, Any]], **fields: Any) -> dict[str
 
 
 def _dsa(model: str, pools: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-    # DSATokenToKVPool asserts 64-token pages on everything but HIP.
+    # Except on HIP, DSATokenToKVPool asserts pages of 64 tokens.
     return _profile(model, pools, page_size=64, **fields)
 
 
-# Qwen3-Next in small: 4 key heads and 8 value heads of 32, a convolution over 4 tokens.
+# A small Qwen3-Next: 4 key heads and 8 value heads of 32, a convolution over 4 tokens.
 _GATED_DELTA = {
     "shape": "Mamba2StateShape",
     "arguments": {
@@ -118,7 +118,7 @@ _GATED_DELTA_POOL = _mamba(
     [8, 32, 32],
     {"shape": [512, 3], "shard_axis": 0, "groups": [128, 128, 256]},
 )
-# Kimi-Linear in small: the convolution's window is its first axis.
+# A small Kimi-Linear: the convolution's window is its first axis.
 _KIMI_DELTA = {
     "shape": "KimiLinearStateShape",
     "arguments": {"num_heads": 4, "head_dim": 32, "conv_kernel_size": 4},
@@ -158,7 +158,7 @@ _SWA = _mha("swa", [0, 1, 3, 4], trailing_pages=2, hit_policy="trailing_pages")
 CASES: dict[str, Case] = {
     "gqa_tp2": Case((Deployment(_profile("Qwen/Qwen3-Tiny", [_mha("kv", 4)], tp=2)),)),
     "mla_indexer": Case(
-        # Layer 2 takes over layer 1's top-k and has no index keys of its own.
+        # Layer 2 reuses layer 1's top-k and has no index keys.
         (Deployment(_dsa("deepseek-ai/DeepSeek-Tiny", [_mla(4), _indexer([0, 1, 3])], tp=2)),)
     ),
     "mla_fp8_indexer": Case(
@@ -188,19 +188,19 @@ CASES: dict[str, Case] = {
     "mha_layouts": Case((Deployment(_profile("Qwen/Qwen3-Tiny", [_mha("kv", 3)])),)),
     "legacy_mla_mamba": Case((_mla_mamba(LEGACY),), sglang=LEGACY),
 }
-# What `write_store.py all` writes: (case, layout).
+# Stores that `write_store.py all` writes: (case, layout).
 VARIANTS: tuple[tuple[str, str], ...] = (
     *((case, DEFAULT_LAYOUT) for case in CASES if case != "mha_layouts"),
     *(("mha_layouts", layout) for layout in LAYOUTS),
 )
 
 _SPLIT = {"layout": "page_head", "tp_lcm_size": 4}
-# What SGLang writes to Mooncake: what it writes to files, and what only Mooncake knows.
+# Cases that SGLang writes to Mooncake: those of files, and those that only Mooncake has.
 MOONCAKE_CASES: dict[str, Case] = {
     **{
         name: case
         for name, case in CASES.items()
-        # Without CP ranks in its keys the one is as the other; layouts are below.
+        # Keys without CP ranks make cp2_without_dp equal to cp2; layouts are below.
         if case.sglang == NEWEST and name not in ("cp2_without_dp", "mha_layouts")
     },
     "mla_pp2": Case(
@@ -219,7 +219,7 @@ MOONCAKE_CASES: dict[str, Case] = {
     "mla_mla_draft": Case(
         (Deployment(_drafted("deepseek-ai/DeepSeek-Tiny", [_mla(3), _mla(1, name="draft")])),)
     ),
-    # Every rank stores its own shard of such a draft, though only the first stores kv.
+    # Every rank stores its own shard of such a draft, but only the first rank stores kv.
     "mla_mha_draft": Case(
         (Deployment(_drafted("deepseek-ai/DeepSeek-Tiny", [_mla(3), _mha("draft", 1)])),)
     ),
@@ -228,7 +228,7 @@ MOONCAKE_CASES: dict[str, Case] = {
     "split_heads": Case(
         (Deployment(_profile("Qwen/Qwen3-Tiny", [_mha("kv", 3)], tp=2, **_SPLIT)),)
     ),
-    # The keys of its draft hold a printed list, with commas.
+    # The draft's keys contain a printed list with commas.
     "split_heads_draft": Case(
         (
             Deployment(
@@ -237,7 +237,7 @@ MOONCAKE_CASES: dict[str, Case] = {
         )
     ),
 }
-# (case, layout); in layer_first MooncakeStore takes MLA pages only, and no indexer beside them.
+# (case, layout); in layer_first, MooncakeStore accepts only MLA pages without an indexer.
 MOONCAKE_VARIANTS: tuple[tuple[str, str], ...] = (
     *((name, case.deployments[0].profile["layout"]) for name, case in MOONCAKE_CASES.items()),
     ("mla_mla_draft", "layer_first"),
@@ -245,11 +245,11 @@ MOONCAKE_VARIANTS: tuple[tuple[str, str], ...] = (
 )
 
 
-# What SGLang can write to 3FS: no MHA pool beside kv, and no second stage, rank of CP, or model.
+# Cases that SGLang can write to 3FS: no second MHA pool, PP stage, CP rank or model.
 HF3FS_CASES: dict[str, Case] = {
     name: CASES[name] for name in ("gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba")
 }
-# (case, layout): K and V apart in the page_first ones, as one flat page in layer_first.
+# (case, layout): K and V are separate in page_first layouts, one flat page in layer_first.
 HF3FS_VARIANTS: tuple[tuple[str, str], ...] = (
     *((name, DEFAULT_LAYOUT) for name in HF3FS_CASES),
     ("gqa_tp2", "layer_first"),
@@ -259,5 +259,5 @@ HF3FS_VARIANTS: tuple[tuple[str, str], ...] = (
 
 
 def store_name(case: str, layout: str) -> str:
-    """The folder of a variant."""
+    """Return the folder name of a variant."""
     return f"{case}-{layout}" if case == "mha_layouts" else case

@@ -21,7 +21,7 @@ else:
 
 
 def main() -> None:
-    """Tokenize what the file that the command line names holds."""
+    """Tokenize the prompts of the file that the command line names."""
     questions = json.loads(Path(sys.argv[1]).read_text())
     with contextlib.redirect_stdout(sys.stderr):
         answers = [_answered(**question) for question in questions]
@@ -40,8 +40,8 @@ def _answered(directory: str, texts: list[str], chats: list[dict[str, Any]]) -> 
 
 
 def _serving(tokenizer: Any) -> Any:
-    """SGLang's chat endpoint with only what renders and encodes."""
-    # Imported by the endpoint, and called for what no chat here has.
+    """Return SGLang's chat endpoint, with only the parts that render and encode."""
+    # The endpoint imports these, but no chat of the tests needs them.
     sys.modules.setdefault("jsonschema", mock.MagicMock())
     from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
     from sglang.srt.parser import jinja_template_utils

@@ -1,28 +1,28 @@
-"""Have SGLang write a store, and say what it really wrote.
+"""Have SGLang write a store, and list the objects that SGLang wrote.
 
 Runs inside the SGLang environment: `write_store.py CASE PLACE [--backend B] [--manifest FILE]`.
 CASE is a name in store_cases.py; PLACE is a directory (backend file), host:port of a Mooncake
 master, or SGLang's own JSON config (backend hf3fs). With files, `all` writes every case of the
 installed release, each to a folder of PLACE (store_cases.store_name).
 
-SGLang hashes the pages, allocates host slots, decides what each rank writes and names the
-objects; this program only puts the values of page_values.py into the host pools, and plays the
-radix tree by handing the controller one node after another. The manifest lists every object
-that went through `HiCacheFile.set`, MooncakeStore's puts or HiCacheHF3FS's confirmations:
+SGLang hashes the pages, allocates host slots, decides which objects each rank writes, and names
+them. This program only puts the values of page_values.py into the host pools and, in place of the
+radix tree, passes nodes to the controller one by one. The manifest lists every object that went
+through `HiCacheFile.set`, MooncakeStore's puts or HiCacheHF3FS's confirmations:
 
     case, sglang, layout, page_size, seed
     tokens        token ids of the prompt, a whole number of pages
     pages         page hashes in chain order
-    objects       key (of a file: `file`), page, pool, part (null where the object is the whole
-                  page), model, tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size (null where
-                  the key carries none), nbytes; of Mooncake, whose keys state ranks but no
-                  sizes, also tag, heads (the slices of split heads) and group (its group id);
-                  of 3FS, whose keys name no model, the one that wrote it, and its page index
-    ignored       file: calls that wrote nothing, since the file existed, with the writer's ranks
+    objects       key (of a file: `file`), page, pool, part (null if the object is the whole page),
+                  model, tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size (null if the key
+                  lacks them), nbytes. Mooncake, where keys have ranks but no sizes: also tag, heads
+                  (the slices of split heads) and group (its group id). 3FS, where keys have no
+                  model: the model that wrote the object, and its page index
+    ignored       file: calls that wrote nothing because the file existed, with the writer's ranks
     deployments   profile, linear_attention, … (see store_cases.Deployment)
     profile       of the first deployment
 
-For `all` it is one object with a manifest for each store's name.
+For `all`, the output is one object that maps store names to manifests.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
     """Write the stores that the command line names."""
     options = _parse_arguments()
     cases = {"file": CASES, "hf3fs": HF3FS_CASES, "mooncake": MOONCAKE_CASES}[options.backend]
-    # SGLang prints to stdout now and then; the manifest must stand there alone.
+    # SGLang sometimes prints to stdout, which must contain only the manifest.
     with contextlib.redirect_stdout(sys.stderr):
         if options.case == "all":
             document = _write_all(options)
@@ -89,14 +89,14 @@ def add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def place(options: argparse.Namespace) -> Place:
-    """The place that the command line names."""
+    """Return the place that the command line names."""
     kinds = {"file": Path, "hf3fs": Hf3fsConfig, "mooncake": str}
     named: Place = kinds[options.backend](options.place)
     return named
 
 
 def write_case(name: str, case: Case, place: Place, options: argparse.Namespace) -> dict[str, Any]:
-    """Write one store and return its manifest. Raises where SGLang does something unforeseen."""
+    """Write one store and return its manifest. Raises if SGLang does something unexpected."""
     _check_release(name, case)
     deployments = [_with_layout(deployment, options.layout) for deployment in case.deployments]
     page_sizes = {deployment.profile["page_size"] for deployment in deployments}
@@ -127,7 +127,7 @@ def write_case(name: str, case: Case, place: Place, options: argparse.Namespace)
 
 
 def hash_pages(tokens: Sequence[int], page_size: int) -> list[str]:
-    """The page hashes that SGLang gives a prompt."""
+    """Return SGLang's page hashes of a prompt."""
     from sglang.srt.mem_cache.utils import get_hash_str
 
     hashes: list[str] = get_hash_str(list(tokens), None, page_size=page_size)
@@ -135,10 +135,10 @@ def hash_pages(tokens: Sequence[int], page_size: int) -> list[str]:
 
 
 def make_controller(deployment: Deployment, pools: RankPools, place: Place) -> Any:
-    """SGLang's controller with only what moves pages between host pools and a store.
+    """Return SGLang's controller with only the parts that move pages between host and store.
 
-    Its threads and process groups are left out; which rank writes what, under which
-    coordinates and in which order stays its own decision.
+    It has no threads or process groups. It still decides which rank writes which objects, under
+    which coordinates and in which order.
     """
     from sglang.srt.mem_cache.hicache_storage import PoolName
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
@@ -189,7 +189,7 @@ def _attach_files(controller: Any, deployment: Deployment, directory: Path) -> N
     if not hasattr(type(controller), "backup_skip"):  # 0.5.18 sets it on attaching the backend
         controller.backup_skip = config.is_mla_model and config.tp_rank != 0
         controller.has_draft = False
-    # 0.5.18 does not know file_storage_path.
+    # 0.5.18 has no setting file_storage_path.
     controller.storage_backend = HiCacheFile(config, str(directory))
 
 
@@ -201,7 +201,7 @@ def _attach_hf3fs(controller: Any, deployment: Deployment, place: Hf3fsConfig) -
     controller.page_set_func = controller._page_set_zero_copy
     config = controller._generate_storage_config(
         deployment.profile["model"],
-        {"use_mock_hf3fs_client": True},  # SGLang's own, for plain files
+        {"use_mock_hf3fs_client": True},  # SGLang's mock, which uses plain files
     )
     controller.storage_config = config
     controller.storage_backend = StorageBackendFactory.create_backend(
@@ -217,7 +217,7 @@ def _attach_mooncake(controller: Any, deployment: Deployment, master: str) -> No
         "master_server_address": master,
         "local_hostname": master.partition(":")[0],
         "protocol": "tcp",
-        "global_segment_size": 0,  # the data is to outlive this process
+        "global_segment_size": 0,  # the data must outlive this process
         "enable_group_semantics": deployment.groups,
     }
     if "tag" in profile:
@@ -229,13 +229,13 @@ def _attach_mooncake(controller: Any, deployment: Deployment, master: str) -> No
     config = controller._generate_storage_config(profile["model"], settings)
     controller.storage_config = config
     controller.storage_backend = MooncakeStore(config, controller.storage_host_pool)
-    _CLIENTS.append(controller)  # the end of each would take a second
+    _CLIENTS.append(controller)  # to close one would take a second
 
 
 def _write_rank(
     deployment: Deployment, rank: Rank, prompt: _Prompt, place: Place, recorder: _Recorder
 ) -> None:
-    """Fill a rank's host pools and have its controller back them up, node by node."""
+    """Fill a rank's host pools, and have the controller back them up node by node."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import StorageOperation
 
     page_size = deployment.profile["page_size"]
@@ -243,7 +243,7 @@ def _write_rank(
         pools = rank_pools.build_pools(deployment, rank, len(prompt.pages))
         controller = make_controller(deployment, pools, place)
         recorder.attach(controller.storage_backend, controller.storage_config)
-        pools.host["kv"].alloc(page_size)  # so that page i is not at slot i
+        pools.host["kv"].alloc(page_size)  # shifts page i away from slot i
         for start in range(0, len(prompt.pages), prompt.node_pages):
             node = prompt.pages[start : start + prompt.node_pages]
             tokens = len(node) * page_size
@@ -261,7 +261,7 @@ def _write_rank(
 
 
 def side_transfers(pools: RankPools, node: Sequence[str]) -> list[Any]:
-    """A node's transfers of the pools beside kv, as the tree's components build them.
+    """Return a node's transfers of the pools other than kv, as the tree's components build them.
 
     mamba: the node's end (unified_cache/components/mamba.py); swa: its last pages (swa.py);
     the others go with kv (SidecarPoolSpec, hybrid_pool_assembler.py).
@@ -288,7 +288,7 @@ def side_transfers(pools: RankPools, node: Sequence[str]) -> list[Any]:
 
 
 def _fill_node(pools: RankPools, operation: Any, seed: int) -> None:
-    """Put into the host pools what the pages of an operation must hold."""
+    """Write the expected values of an operation's pages into the host pools."""
     kinds = {pool["name"]: pool["kind"] for pool in pools.profile["pools"]}
     for name, page, index in _placed_pages(pools, operation):
         values = pools.values(name, page_values.page_salt(page, name, seed))
@@ -298,10 +298,10 @@ def _fill_node(pools: RankPools, operation: Any, seed: int) -> None:
 
 
 def _placed_pages(pools: RankPools, operation: Any) -> Iterator[tuple[str, str, int]]:
-    """(pool, page hash, host index) of every page that an operation moves."""
+    """Yield (pool, page hash, host index) of every page that an operation moves."""
     spans: list[Any] = [("kv", operation.hash_value, operation.host_indices)]
     for transfer in operation.pool_transfers:
-        # What goes with kv has no keys of its own until the controller resolves them.
+        # Sidecars of kv have no keys until the controller resolves them.
         own = transfer.indices_from_pool is None
         source = (transfer.keys, transfer.host_indices) if own else spans[0][1:]
         spans.append((transfer.name.value, *source))
@@ -312,7 +312,7 @@ def _placed_pages(pools: RankPools, operation: Any) -> Iterator[tuple[str, str, 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hf3fsConfig:
-    """The JSON file that SGLang's 3FS backend is configured by."""
+    """The JSON config of SGLang's 3FS backend."""
 
     path: str
 
@@ -322,7 +322,7 @@ Place = Path | Hf3fsConfig | str  # a directory of files, 3FS, or host:port of a
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A prompt of whole pages, and how it lies in the radix tree."""
+    """A prompt of whole pages, and its node size in the radix tree."""
 
     tokens: list[int]
     pages: list[str]
@@ -334,7 +334,7 @@ _CLIENTS: list[Any] = []
 
 
 class _Recorder(Protocol):
-    """Notes what the backends it is attached to write."""
+    """Records the objects that attached backends write."""
 
     objects: list[dict[str, Any]]
     ignored: list[dict[str, Any]]
@@ -349,7 +349,7 @@ def _recorder(place: Place) -> _Recorder:
 
 
 class _FileRecorder:
-    """Notes every `set` of the backends it is attached to, and the file that came of it."""
+    """Records every `set` of attached backends, and the resulting file."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -387,7 +387,7 @@ class _FileRecorder:
 
 
 class _Hf3fsRecorder:
-    """Notes every object that the backends it is attached to confirm at the metadata server."""
+    """Records every object that attached backends confirm at the metadata server."""
 
     def __init__(self) -> None:
         self.objects: list[dict[str, Any]] = []
@@ -416,7 +416,7 @@ class _Hf3fsRecorder:
 
 
 def _hf3fs_coordinates(suffix: str, namespace: str, rank: int, config: Any) -> dict[str, Any]:
-    """What a key and the table that it is in say; the model is the one that wrote it."""
+    """Return the coordinates of a key and its table, with the model that wrote the object."""
     found: dict[str, Any] = dict.fromkeys(
         ("part", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size")
     )
@@ -431,7 +431,7 @@ def _hf3fs_coordinates(suffix: str, namespace: str, rank: int, config: Any) -> d
 
 
 class _MooncakeRecorder:
-    """Notes every object that the backends it is attached to put."""
+    """Records every object that attached backends put."""
 
     def __init__(self) -> None:
         self.objects: list[dict[str, Any]] = []
@@ -440,7 +440,7 @@ class _MooncakeRecorder:
     def attach(self, backend: Any, config: Any) -> None:
         names_of_sidecars: Callable[..., Any] = backend._get_hybrid_page_component_keys
         put: Callable[..., list[int]] = backend._put_batch_zero_copy_impl
-        pools: dict[str, str] = {}  # of each name without prefix
+        pools: dict[str, str] = {}  # by name without prefix
 
         def recording_names(page_keys: list[str], transfer: Any) -> Any:
             names, parts = names_of_sidecars(page_keys, transfer)
@@ -466,7 +466,7 @@ class _MooncakeRecorder:
 
 
 def _mooncake_coordinates(suffix: str, pool: str, backend: Any, config: Any) -> dict[str, Any]:
-    """What a key's end says, found by spelling it out again; sizes are the deployment's."""
+    """Return the coordinates in a key's suffix, found by rebuilding it; sizes: the deployment's."""
     named = re.search("(?:^|_)(k|v|temporal|conv_[0-9]+)$", suffix)
     part = named[1] if named else None
     words = ("" if pool in ("kv", "mamba") else pool, part or "")
@@ -496,7 +496,7 @@ def _mooncake_coordinates(suffix: str, pool: str, backend: Any, config: Any) -> 
 
 
 def _coordinates(entry: dict[str, Any], config: Any) -> dict[str, Any]:
-    """The ranks that a file's name carries, found by spelling the name out again."""
+    """Return the ranks in a file's name, found by rebuilding the name."""
     model = config.model_name.replace("/", "-")
     pool = "" if entry["pool"] == "kv" else f".{entry['pool']}"
     ranks: dict[str, int | None] = dict.fromkeys(
