@@ -1,4 +1,4 @@
-"""`ls` and `verify` on stores that SGLang itself wrote: exactly what is there, and what is not."""
+"""`ls` and `verify` on stores that SGLang itself wrote: existing and missing objects, exactly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COORDINATES = (
 
 
 def profile_files(manifest: Manifest, directory: Path) -> list[Path]:
-    """The profiles of a store's deployments, as files."""
+    """Write the profiles of a store's deployments; return the files."""
     paths = []
     for number, deployment in enumerate(manifest["deployments"]):
         paths.append(directory / f"profile-{number}.json")
@@ -57,7 +57,7 @@ def test_ls_lists_exactly_what_sglang_wrote(
         entry["file"]: {name: entry[name] for name in _COORDINATES} for entry in manifest["objects"]
     }
     with_profile = ["--profile", profile_files(manifest, tmp_path)[0]]
-    # Of a lone CP rank only the profile can say that it is one.
+    # With one stored CP rank, only the profile shows that it is a CP rank.
     for arguments in [with_profile] if case == "cp2_without_dp" else [[], with_profile]:
         found = {
             key: {name: row[name] for name in _COORDINATES}
@@ -88,7 +88,7 @@ def test_verify_is_clean(
 def test_ranks_that_sglang_never_stores_are_found(
     sglang_store: SglangStore, invoke: Invoke, tmp_path: Path
 ) -> None:
-    """Without attention DP the second CP rank of an MLA model is no storage writer."""
+    """Without attention DP, the second CP rank of an MLA model writes nothing."""
     store, manifest = sglang_store("cp2_without_dp")
     profile = profile_files(manifest, tmp_path)[0]
     assert verified(invoke, store, exit_code=4)["counts"] == {"ambiguous-key": 2}
@@ -109,7 +109,7 @@ def damage_lengthen(path: Path) -> None:
 
 
 def removal_findings(manifest: Manifest, entry: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """What must be found when one object of a page is gone, told from the manifest alone."""
+    """Return the findings expected after the loss of one object, from the manifest alone."""
     mates = [
         o for o in manifest["objects"]
         if o["page"] == entry["page"] and o["model"] == entry["model"] and o is not entry
@@ -128,7 +128,7 @@ def removal_findings(manifest: Manifest, entry: dict[str, Any]) -> list[tuple[st
 
 
 def one_of_each_kind(manifest: Manifest) -> list[dict[str, Any]]:
-    """One object of each model, pool and rank, on a page in the middle of the chain."""
+    """Return one object of each model, pool and rank, from the last page that has it."""
     chosen: dict[tuple[object, ...], dict[str, Any]] = {}
     for entry in manifest["objects"]:
         ranks = (entry["tp_rank"], entry["pp_rank"], entry["cp_rank"])

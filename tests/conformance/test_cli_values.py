@@ -1,4 +1,4 @@
-"""`verify` on damaged values: planted in stores that SGLang wrote, found and nothing else."""
+"""`verify` finds exactly the damaged values that the tests put into stores written by SGLang."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES = ("gqa_tp2", "mla_indexer", "mla_fp8_indexer", "hybrid_mamba", "mha_draft
 def damaged(
     sglang_store: SglangStore, tmp_path: Path
 ) -> Callable[[str], tuple[Path, Path, Profile, Manifest]]:
-    """A copy of a case's store to damage, and its profile as a file."""
+    """Return a function that copies a case's store, to damage it, and writes its profile."""
 
     def make(case: str) -> tuple[Path, Path, Profile, Manifest]:
         store, manifest = sglang_store(case)
@@ -53,7 +53,7 @@ def damaged(
 def objects_of(
     profile: Profile, manifest: Manifest, store: Path
 ) -> Iterator[tuple[Path, ObjectSpec]]:
-    """One object of each kind, from the last page that has it."""
+    """Return one object of each kind, from the last page that has it."""
     present = {entry["file"] for entry in manifest["objects"]}
     for expected in object_specs(profile, "file"):
         suffix = FileCodec().affix(expected.coordinate)[1]

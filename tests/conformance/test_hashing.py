@@ -1,6 +1,6 @@
 """Page hashes and unified keys against SGLang's own functions, on random cases.
 
-The seed is fresh in every run and printed by a failing test; HICACHECTL_TEST_SEED repeats it.
+Every run uses a new seed, which a failing test prints; set HICACHECTL_TEST_SEED to repeat it.
 """
 
 from __future__ import annotations
@@ -137,11 +137,11 @@ def random_token(rng: random.Random, wide_share: float) -> int:
 
 
 def random_plan(rng: random.Random) -> dict[str, Any]:
-    """Arguments that plan_unified_kv accepts."""
+    """Return random arguments that plan_unified_kv accepts."""
     tp_size = rng.choice((1, 2, 3, 4, 8))
     local_heads = rng.choice((1, 2, 4, 6, 8))
     divisors = [group for group in range(1, local_heads + 1) if local_heads % group == 0]
-    # Without a head group SGLang takes the rank's heads, but not a single one of several ranks.
+    # Without a head group, SGLang uses the rank's heads, except one head on several ranks.
     undecided = local_heads == 1 and tp_size > 1
     partition = rng.choice((None, 0, 1, 4, 16))
     step = partition or 1
@@ -169,7 +169,7 @@ def random_plan(rng: random.Random) -> dict[str, Any]:
 def local_ranges(
     shard: Shard, arguments: dict[str, Any]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The layers and heads of a key, counted within its rank; heads (0, 1) without any."""
+    """Return a key's layers and heads, counted within its rank; heads (0, 1) if it has none."""
     assert shard.layers is not None
     offset = arguments["start_layer"]
     layers = (shard.layers[0] - offset, shard.layers[1] - offset)

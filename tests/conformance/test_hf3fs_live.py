@@ -1,4 +1,4 @@
-"""Verify while SGLang's own HiCacheHF3FS evicts, and writes to the pages that this frees."""
+"""Verify while SGLang's own HiCacheHF3FS evicts objects and reuses their pages."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from tests.conformance.conftest import SglangSession
     from tests.conftest import Invoke
 
-# One worker holds the process that has SGLang in it.
+# All these tests run in the worker with the SGLang process.
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-hf3fs")]
 
 RUNS, FLUSHED_RUNS = 3, 15
-EVICTED_S = 120  # by then something is evicted in the middle of a run
+EVICTED_S = 120  # within this time, an eviction falls into a run
 GRACE_S = 2  # two saves of the server
-PROMPT_FOLD = 3  # as many pages are stored in turn as fit three times
+PROMPT_FOLD = 3  # the prompt has three times the pages that fit
 PAGES_OF_FILE = {"gqa_tp2": 128, "mla_indexer": 36, "hybrid_mamba": 48}
 FLUSHED_NODES = 25
 BFLOAT16_NAN = b"\xc0\x7f"
 
-# What is so while engines evict, and no damage: a page is rewritten, the file is newer than the
-# snapshot, and eviction, which goes by keys, has left a page without some of its objects: where a
-# sidecar's file holds more pages than kv's, for as long as they fit.
+# Findings that are no damage while engines evict: a page is rewritten, the file is newer than the
+# snapshot, or eviction, which works key by key, has removed some objects of a page. If a sidecar's
+# file has more pages than kv's, such sidecars remain as long as they fit.
 TRUE_OF_A_BUSY_STORE = {
     "re-recorded",
     "snapshot-stale",
@@ -63,13 +63,13 @@ class Live:
 
     @property
     def page_bytes(self) -> int:
-        """Of one object of kv."""
+        """Bytes of one kv object."""
         expected = object_specs(profile_from_mapping(self.profile), "hf3fs")
         return next(each.nbytes for each in expected if each.coordinate.pool == "kv")
 
     @property
     def parts(self) -> int:
-        """Objects of a page at one rank: K and V apart, or all in one."""
+        """Number of kv objects of a page at one rank: K and V separate, or one object."""
         return 1 if self.profile["pools"][0]["kind"] == "mla" else 2
 
     @property
@@ -82,7 +82,7 @@ class Live:
 
     @property
     def arguments(self) -> list[object]:
-        """Of `verify`."""
+        """Arguments of `verify`."""
         profile = self.folder / "profile.json"
         profile.write_text(json.dumps(self.profile))
         url = f"hf3fs:?config={self.folder / 'hf3fs.json'}&snapshot={self.server.snapshot}"
@@ -90,16 +90,16 @@ class Live:
         return [url, "--profile", profile, "--grace", f"{GRACE_S}s", *catalog]
 
     def tables(self) -> dict[str, Any]:
-        """What the server has saved of its own accord."""
+        """Return the tables of the server's last periodic save."""
         tables: dict[str, Any] = json.loads(self.server.snapshot.read_text())
         return tables
 
     def is_begun(self) -> bool:
-        """Whether SGLang has been imported, has filled its pools, and has stored something."""
+        """Return whether SGLang has been imported, has filled its pools and stored an object."""
         return bool(self.tables().get("0:kv", {}).get("key_to_index"))
 
     def is_full(self) -> bool:
-        """Whether every page of every rank's kv is taken, so that to write is to evict."""
+        """Return whether each rank's kv file is full, so that each write evicts."""
         tables = self.tables()
         ranks = [table for name, table in tables.items() if name.endswith(":kv")]
         return bool(ranks) and not any(table["free_pages"] for table in ranks)
@@ -139,7 +139,7 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 class Hot:
-    """The page that engines back up all the time, so that it is never evicted."""
+    """The page that engines back up in every round and so never evict."""
 
     def __init__(self, live: Live) -> None:
         self._server = live.server
@@ -155,14 +155,14 @@ class Hot:
         assert sum(pool == "kv" for _, pool, _ in self.places) == ranks * live.parts
 
     def is_there(self) -> bool:
-        """Ask for every object, as a hit does: whether all are where they were."""
+        """Query every object, as a hit does; return whether none has moved."""
         return all(
             self._server.page_indices(rank, [key], pool) == [index]
             for (rank, pool, key), index in self.places.items()
         )
 
     def damage(self, live: Live) -> tuple[str, str, str]:
-        """Put a NaN into an object, as bad memory would; the finding that is due."""
+        """Write a NaN into an object, as bad memory would; return the expected finding."""
         path = live.folder / "data" / "hicache.0.bin"
         descriptor = os.open(path, os.O_RDWR)
         try:
@@ -177,7 +177,7 @@ def verified(invoke: Invoke, live: Live) -> dict[str, Any]:
 
 
 def verified_often(invoke: Invoke, live: Live, runs: int) -> list[dict[str, Any]]:
-    """Verify so many times, and on until something has gone in the middle of a run."""
+    """Verify `runs` times, and further until an object vanishes during a run."""
     documents: list[dict[str, Any]] = []
     end = time.monotonic() + EVICTED_S
     while len(documents) < runs or not any(document["gone"] > 0 for document in documents):
@@ -187,9 +187,9 @@ def verified_often(invoke: Invoke, live: Live, runs: int) -> list[dict[str, Any]
 
 
 def no_leaks(documents: Sequence[dict[str, Any]]) -> bool:
-    """Whether no page is called leaked time and again.
+    """Return whether at most one run reports a leaked page.
 
-    One that is being written to in both snapshots of a run looks so; seldom, and never twice.
+    A page that is being written in both snapshots of a run looks leaked; this is rare.
     """
     return sum("page-leaked" in document["counts"] for document in documents) <= 1
 
@@ -214,7 +214,7 @@ def test_reused_pages_are_never_damage_and_a_damaged_page_always_is(
         damaged = [verified(invoke, live) for _ in range(2)]
         assert hot.is_there()
     assert [damage_in(document) for document in clean] == [[]] * len(clean)
-    # The catalog has other bytes of it as well.
+    # The catalog's digest of the object differs too.
     mismatch = ("digest-mismatch", "warning", due[2])
     assert [sorted(damage_in(document)) for document in damaged] == [[mismatch, due]] * 2
     assert no_leaks([*clean, *damaged])

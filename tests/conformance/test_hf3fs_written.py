@@ -1,4 +1,4 @@
-"""What SGLang's own HiCacheHF3FS wrote to page files and its metadata server: all is understood."""
+"""Stores written by SGLang's own HiCacheHF3FS: page files and metadata are understood."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 
 FILE_SIZE = 1 << 24
 
-# A key says no model; the ranks of a file, and of a Mamba state beside an MLA target.
+# Keys have no model. Ranks come from the file, or from the key of a Mamba state of an MLA model.
 _COORDINATES = ("key", "page", "pool", "part", "tp_rank", "tp_size", "pp_rank", "cp_rank", "nbytes")
 
-# One worker holds the process that has SGLang in it, and the server that it writes to.
+# All these tests run in the worker with the SGLang process and its server.
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-hf3fs")]
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A store with what SGLang wrote of one case."""
+    """A store with the objects that SGLang wrote for one case."""
 
     server: MetadataServer
     folder: Path
@@ -62,7 +62,7 @@ class Written:
 
     @property
     def config(self) -> Path:
-        """The JSON config that SGLang had."""
+        """SGLang's JSON config."""
         return self.folder / "hf3fs.json"
 
     @property
@@ -74,7 +74,7 @@ class Written:
 
     @property
     def url(self) -> str:
-        """The store, its snapshot saved just now."""
+        """The store's URL, with a fresh snapshot."""
         return f"hf3fs:?config={self.config}&snapshot={self.server.save()}"
 
     @property
@@ -83,7 +83,7 @@ class Written:
 
     @property
     def expected(self) -> dict[Affix, ObjectSpec]:
-        """What each affix of a key stands for, after the deployment's profile."""
+        """The spec of each affix of a key, from the deployment's profile."""
         codec = codec_for("hf3fs")
         profile = profile_from_mapping(self.manifest["profile"])
         return {codec.affix(each.coordinate): each for each in object_specs(profile, "hf3fs")}
@@ -94,29 +94,29 @@ class Written:
         return self.folder / "data" / name
 
     def get(self, entry: Entry) -> bytes:
-        """The bytes of an object's page."""
+        """Return the bytes of an object's page."""
         with self.file(entry).open("rb") as file:
             return os.pread(file.fileno(), entry["nbytes"], entry["index"] * entry["nbytes"])
 
     def put(self, entry: Entry, value: bytes) -> None:
-        """Put other bytes on an object's page."""
+        """Write other bytes to an object's page."""
         with self.file(entry).open("r+b") as file:
             os.pwrite(file.fileno(), value, entry["index"] * entry["nbytes"])
 
     @contextmanager
     def without(self, entry: Entry) -> Iterator[None]:
-        """Let an object be gone."""
+        """Remove an object for the duration of the block."""
         rank, namespace, name = entry["key"].split(":")
         self.server.delete(int(rank), [name], namespace)
         try:
             yield
         finally:
-            # The page freed last is handed out first: the same one.
+            # The server reuses the page freed last, so the object gets the same page.
             assert self.server.put(int(rank), [name], namespace) == [entry["index"]]
 
     @contextmanager
     def file_as_it_was(self, entry: Entry) -> Iterator[Path]:
-        """Restore an object's data file afterwards, holes and all."""
+        """Restore an object's data file after the block, including its holes."""
         path = self.file(entry)
         mates = [e for e in self.objects.values() if self.file(e) == path]
         before = {e["key"]: self.get(e) for e in mates}
@@ -130,7 +130,7 @@ class Written:
 
 @pytest.fixture(scope="module")
 def server(sglang_python: Path) -> Iterator[MetadataServer]:
-    """A server that no other module empties, as the cases stay from test to test."""
+    """A server for this module only, because a case stays from test to test."""
     with MetadataServer(sglang_python) as server:
         yield server
 
@@ -142,7 +142,7 @@ def written(
     sglang_session: SglangSession,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Written:
-    """Each case in turn; a test that changes the store leaves it as it was."""
+    """Each case in turn; a test that changes the store restores it."""
     case, layout = request.param
     folder = tmp_path_factory.mktemp("hf3fs")
     config = server.write_config(folder, FILE_SIZE)
@@ -152,7 +152,7 @@ def written(
 
 
 def read_back(written: Written, session: SglangSession) -> list[dict[str, Any]]:
-    """What SGLang reads of the store, for each rank."""
+    """Return SGLang's results of reading the store, for each rank."""
     path = written.folder / "manifest.json"
     path.write_text(json.dumps(written.manifest))
     place_ = (written.config, "--backend=hf3fs", f"--manifest={path}")
@@ -160,13 +160,13 @@ def read_back(written: Written, session: SglangSession) -> list[dict[str, Any]]:
     return results
 
 
-# --- how far chains reach ---
+# --- usable lengths of chains ---
 
 
 def test_chains_reach_no_farther_than_sglang_says(
     written: Written, sglang_session: SglangSession, invoke: Invoke
 ) -> None:
-    """HiCacheHF3FS names the shortest of its pools' longest prefixes, which may be none of all."""
+    """HiCacheHF3FS returns the minimum of its pools' longest prefixes, which may not be usable."""
     chance = random.Random(written.manifest["case"])
     manifest = written.manifest
     chains = chains_of(manifest["pages"], chance)
@@ -186,7 +186,7 @@ def test_chains_reach_no_farther_than_sglang_says(
     assert len({row["usable_pages"] for row in rows}) > 2
 
 
-# --- what was written, against the formats ---
+# --- written objects compared with the formats ---
 
 
 def test_every_written_object_was_predicted_and_every_predicted_one_written(
@@ -236,7 +236,7 @@ def test_verify_changes_nothing(written: Written, invoke: Invoke) -> None:
 def test_each_lost_object_is_found_and_nothing_else(written: Written, invoke: Invoke) -> None:
     entries = list(written.objects.values())
     for entry in one_of_each_kind(entries):
-        # Sidecars without kv are no complaint here: 3FS evicts each pool by itself.
+        # Sidecars without kv are not reported here: 3FS evicts each pool separately.
         wanted = [each for each in loss_findings(entries, entry) if each[0] != "orphan-sidecar"]
         with written.without(entry):
             document = verified(
@@ -263,7 +263,7 @@ def test_bad_values_are_found_each_and_nothing_else(written: Written, invoke: In
 
 
 def highest_page(written: Written) -> Entry:
-    """The object that lies last in rank 0's file of kv: pages are handed out from the end."""
+    """Return the last object in rank 0's kv file; pages are allocated from the end."""
     return max(
         (e for e in written.objects.values() if e["key"].startswith("0:kv:")),
         key=lambda entry: int(entry["index"]),
@@ -282,7 +282,7 @@ def test_a_file_that_was_cut_off_is_found(written: Written, invoke: Invoke) -> N
 def test_a_page_that_an_engine_cut_off_and_stretched_again_is_found(
     written: Written, invoke: Invoke
 ) -> None:
-    """What SGLang's clients do when they open a file that is too short."""
+    """SGLang's clients stretch a file that is too short when they open it."""
     entry = highest_page(written)
     with written.file_as_it_was(entry) as path:
         os.truncate(path, entry["index"] * entry["nbytes"])
@@ -291,11 +291,11 @@ def test_a_page_that_an_engine_cut_off_and_stretched_again_is_found(
     assert complaints(document) == [("unwritten-page", "error", entry["key"])]
 
 
-# --- back to SGLang; these come last, since they leave objects on other pages or none ---
+# --- read by SGLang; these tests come last because they move or remove objects ---
 
 
 def write(written: Written, objects: dict[str, bytes]) -> None:
-    """Write objects with hicachectl, in an order of its own."""
+    """Write objects with hicachectl in random order."""
     order = np.random.default_rng(0).permutation(len(objects)).tolist()
     keys = [list(objects)[n] for n in order]
     sizes = np.array([len(objects[key]) for key in keys], dtype=np.int64)
@@ -313,7 +313,7 @@ def write(written: Written, objects: dict[str, bytes]) -> None:
 def test_sglang_starts_on_a_store_that_hicachectl_made(
     written: Written, sglang_session: SglangSession
 ) -> None:
-    """On a server that knows no rank, with no file: as before a new cluster's first start."""
+    """The server has no rank and no file, as before the first start of a new cluster."""
     objects = {key: written.get(entry) for key, entry in written.objects.items()}
     before = {name: table["num_pages"] for name, table in written.server.saved().items()}
     for entry in one_of_each_kind(list(written.objects.values())):
@@ -327,7 +327,7 @@ def test_sglang_starts_on_a_store_that_hicachectl_made(
         assert not any(result["wrong"].values())
     tables = written.server.saved()
     assert {name: table["num_pages"] for name, table in tables.items()} == before
-    for entry in written.manifest["objects"]:  # for the tests that come after
+    for entry in written.manifest["objects"]:  # for the later tests
         rank, namespace, name = entry["key"].split(":")
         entry["index"] = dict(tables[f"{rank}:{namespace}"]["key_to_index"])[name]
 
@@ -335,7 +335,7 @@ def test_sglang_starts_on_a_store_that_hicachectl_made(
 def test_sglang_reads_what_hicachectl_wrote_byte_for_byte(
     written: Written, sglang_session: SglangSession
 ) -> None:
-    """Into an empty store, other pages in other places."""
+    """The objects go into an empty store, to other pages than before."""
     objects = {key: written.get(entry) for key, entry in written.objects.items()}
     for name in written.server.saved():
         rank, namespace = name.split(":")
@@ -363,6 +363,6 @@ def test_sglang_misses_what_hicachectl_deleted(
     with open_store(written.url) as store:
         assert store.delete(pa.table({"key": pa.array(keys, pa.binary())})).all_ok
     hits = [result["hit_pages"] for result in read_back(written, sglang_session)]
-    # A state lies at the end of a node of three pages, and a hit ends where there is one.
+    # Each node of three pages has a state at its end, and a hit ends at a state.
     stateful = any(entry["pool"] == "mamba" for entry in written.objects.values())
     assert set(hits) == {3 if stateful else 4}

@@ -1,4 +1,4 @@
-"""`hits` says what SGLang's own backends would say of each chain, all ranks agreed."""
+"""`hits` returns the lengths that SGLang's own backends find and all ranks agree on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Chain = list[str]
 
 CHAINS = 60
-PLACES = 6  # copies of a store, each with other objects gone
+PLACES = 6  # copies of a store, each without other objects
 FILE_CASES = [name for name, case in CASES.items() if case.sglang == NEWEST]
 MOONCAKE_CASES = (
     "gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "mha_draft", "swa", "pp2", "cp2",
@@ -66,14 +66,14 @@ def test_chains_in_files_reach_as_far_as_sglang_says(
             existing = {path.name for path in place.iterdir()}
             check_stops(rows, chains, existing)
             reached |= {(row["usable_pages"], row["kv_pages"]) for row in rows}
-    if case == "cp2_without_dp":  # SGLang leaves out what its second rank would read
+    if case == "cp2_without_dp":  # SGLang does not store the second rank's objects
         assert reached == {(0, 0)}
     else:
         assert len(reached) > 5
 
 
 def _empty_copy(source: str, target: str) -> None:
-    """Copy an object's name and size: nothing here reads one."""
+    """Create a file with an object's name and size: these tests read no content."""
     from pathlib import Path
 
     with Path(target).open("wb") as file:
@@ -120,7 +120,8 @@ def test_requests_reach_the_pages_that_sglang_wrote_for_their_tokens(
         "hits", store, "--token-ids", requests, "--profile", profile, "--format", "jsonl"
     ).stdout
     rows = [json.loads(line) for line in out.splitlines()]
-    # Of whole pages the last is computed again, and Mamba states lie at pages 2, 5 and 7.
+    # If a prompt has only whole pages, the last page is recomputed. Mamba states are at pages 2, 5
+    # and 7.
     assert [(row["kv_pages"], row["usable_pages"]) for row in rows] == [(8, 8), (7, 6), (0, 0)]
     assert rows[1]["usable_tokens"] == 6 * manifest["page_size"]
     assert rows[1]["stopped_by"]["pool"] == "mamba"
@@ -132,7 +133,7 @@ def some_objects(manifest: Manifest, chance: random.Random, share: float) -> lis
 
 
 def chains_of(pages: list[str], chance: random.Random) -> list[Chain]:
-    """Every prefix, and others: a backend only looks for names, in whichever order they are."""
+    """Return every prefix, and other chains: backends only look up names, in any order."""
     chains = [pages[:length] for length in range(1, len(pages) + 1)]
     while len(chains) < CHAINS:
         strangers = [f"{chance.getrandbits(256):064x}" for _ in range(2)]
@@ -166,7 +167,7 @@ def hits_of(invoke: Invoke, chains: list[Chain], folder: Path, *arguments: objec
 
 
 def compare(rows: Answers, told: Answers, chains: list[Chain]) -> None:
-    """Compare with what the ranks say, agreed as _sync_prefetch_hit_query has them agree."""
+    """Compare with the ranks' answers, combined as in _sync_prefetch_hit_query."""
     assert told
     for number, (row, chain) in enumerate(zip(rows, chains, strict=True)):
         agreed = set.intersection(*(set(answer["restorable"][number]) for answer in told))
@@ -175,7 +176,7 @@ def compare(rows: Answers, told: Answers, chains: list[Chain]) -> None:
 
 
 def check_stops(rows: Answers, chains: list[Chain], existing: set[str]) -> None:
-    """A chain is stopped by an object of one of its pages that is not there."""
+    """Check that each chain is stopped by a missing object of one of its pages."""
     for row, chain in zip(rows, chains, strict=True):
         stop = row["stopped_by"]
         assert (stop is None) == (row["usable_pages"] == len(chain))

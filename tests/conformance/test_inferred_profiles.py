@@ -1,4 +1,4 @@
-"""Profiles inferred from stores that SGLang itself wrote: the store is clean by them."""
+"""Stores that SGLang itself wrote have no findings with profiles inferred from them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.conformance
 
 SglangStore = Callable[..., tuple[Path, dict[str, Any]]]
 
-# What an inferred profile cannot state, and how that is said.
+# Cases that an inferred profile cannot describe, with a part of the message.
 REFUSED = {
-    "pp2": "bytes at pp rank 0",  # three layers and two
-    "cp2": "bytes at cp rank 0",  # the indexer's: kv is padded
-    "cp2_without_dp": "several ways",  # ranks that SGLang does not store look like a model's name
+    "pp2": "bytes at pp rank 0",  # the stages have three and two layers
+    "cp2": "bytes at cp rank 0",  # of the indexer; kv is padded
+    "cp2_without_dp": "several ways",  # the ranks could also be part of a model name
 }
 
 

@@ -1,4 +1,4 @@
-"""Migrations beside SGLang's own backends, which ask, write and evict meanwhile."""
+"""Migrations while SGLang's own backends query, write and evict objects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASE_NAMES = ("mla_indexer", "hybrid_mamba")
 
 
 class Poller:
-    """A process of SGLang that looks at a store all the time."""
+    """An SGLang process that polls a store."""
 
     def __init__(
         self, python: Path, folder: Path, manifest: Manifest, place: str, backend: str
@@ -67,7 +67,7 @@ class Poller:
             time.sleep(0.05)
 
     def stop(self) -> list[dict[str, Any]]:
-        """End it; all that it has seen."""
+        """End the process; return all rounds that it saw."""
         (self._folder / "stop").touch()
         assert self._process.wait(PATIENCE_S) == 0, self._said()
         return self.rounds()
@@ -94,7 +94,7 @@ def polling(
 
 @pytest.fixture(params=["file", "mooncake"])
 def destination(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str, str]:
-    """An empty store: its URL, and what SGLang calls it."""
+    """An empty store: its URL, and its name and backend for SGLang."""
     if request.param == "file":
         (tmp_path / "target").mkdir()
         return f"file://{tmp_path}/target", str(tmp_path / "target"), "file"
@@ -137,7 +137,7 @@ def test_no_reader_ever_sees_half_a_page_whatever_is_killed(
 
 
 def _somewhere(chance: random.Random, backend: str, nbytes: int) -> tuple[Unit, int]:
-    """Draw a point of the first half of a run; what is put into Mooncake is not counted."""
+    """Return a random point in the first half of a run; bytes put into Mooncake are not counted."""
     if backend == "mooncake":
         return "steps", chance.randint(1, 6)
     return "bytes", chance.randint(1, nbytes // 2)
@@ -151,7 +151,7 @@ def test_a_server_that_writes_the_same_pages_to_the_destination_is_no_conflict(
     tmp_path: Path,
     case: str,
 ) -> None:
-    """Both write what a page is; nothing is mixed, and what is there in the end is whole."""
+    """Both write the same bytes: no object is mixed, and in the end every page is whole."""
     source, manifest = sglang_store(case)
     manifest = {**manifest, "node_pages": CASES[case].node_pages}
     target, profile = tmp_path / "target", tmp_path / "profile.json"
@@ -178,9 +178,9 @@ def test_pages_that_a_server_evicts_from_the_source_are_counted(
     invoke: Invoke,
     tmp_path: Path,
 ) -> None:
-    """Its own LRU evictor, at its own threshold, while it goes on to fill the directory.
+    """SGLang's LRU evictor runs at its own threshold while SGLang fills the directory.
 
-    Of a model whose ranks share their objects: others evict each rank's for itself.
+    The model's ranks share their objects: for other models, each rank evicts its own.
     """
     pristine, manifest = sglang_store("mla_indexer")
     manifest = {**manifest, "node_pages": CASES["mla_indexer"].node_pages}

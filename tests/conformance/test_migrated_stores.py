@@ -1,8 +1,8 @@
-"""What SGLang wrote for one deployment, SGLang reads as another after `hicachectl migrate`.
+"""After `hicachectl migrate`, SGLang reads a store as another deployment than it wrote.
 
-The values of page_values.py say where in the model each element belongs. So a store that was
-re-keyed, re-ordered or re-sharded on its way must give the destination's ranks, through SGLang's
-own backends and host pools, the elements that are theirs.
+The values of page_values.py show where in the model each element belongs. After a change of keys,
+layout or shards, SGLang's own backends and host pools must give each rank of the destination
+exactly its elements.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 FILE_SIZE = 1 << 24
 
-# One worker holds the processes that the stores live in.
+# All these tests run in the worker with the stores' processes.
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-migrated")]
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A case of store_cases.py, and the deployment that its pages are to serve.
+    """A case of store_cases.py, and the deployment that its pages must serve.
 
     to: fields of the destination's profile that differ from the source's.
-    layout: that the source has, where it is not the case's own.
+    layout: layout of the source; default: the case's.
     """
 
     case: str
@@ -56,7 +56,7 @@ _THREE_ONE = {"pp": 2, "pp_partition": [3, 1]}
 _ONE_STAGE: dict[str, Any] = {"pp": 1, "pp_partition": []}
 
 MOVES = (
-    # Heads over other ranks, down to one and up to more ranks than heads.
+    # Heads on other numbers of ranks, from one rank to more ranks than heads.
     Move("gqa_tp2", "file", "file", {"tp": 1}),
     Move("gqa_tp2", "file", "file", {"tp": 4, **_DIRECT}),
     Move("gqa_tp2", "file", "file", {"tp": 8}),
@@ -68,7 +68,7 @@ MOVES = (
     Move("gqa_tp2", "hf3fs", "file", {"tp": 4, **_HEAD}),
     Move("gqa_tp2", "hf3fs", "mooncake", {"tp": 4, **_DIRECT}, layout="layer_first"),
     Move("gqa_tp2", "hf3fs", "hf3fs", {"tp": 1, **_DIRECT}),
-    # Stages, with heads at once.
+    # Pipeline stages, also together with heads.
     Move("gqa_tp2", "file", "file", {"tp": 4, **_THREE_ONE}),
     Move("gqa_tp2", "hf3fs", "mooncake", _THREE_ONE),
     Move("pp2", "file", "file", {"tp": 4, **_ONE_STAGE}),
@@ -82,7 +82,7 @@ MOVES = (
     Move("mha_layouts", "file", "mooncake", {"layout": "page_first"}, layout="page_head"),
     Move("mla_indexer", "file", "file", _DIRECT),
     Move("mla_indexer", "hf3fs", "mooncake", {"layout": "page_first"}, layout="layer_first"),
-    # Latent rows and index keys, which the ranks share.
+    # Latent rows and index keys, shared by the ranks.
     Move("mla_indexer", "file", "hf3fs", {"tp": 4}),
     Move("mla_indexer", "file", "mooncake", {**_THREE_ONE, **_DIRECT}),
     Move("mla_fp8_indexer", "mooncake", "file", {"tp": 1, **_DIRECT}),
@@ -117,7 +117,7 @@ MOVES = (
 
 
 class Places:
-    """Where stores of each kind can be: two of each, so that one can be copied to the other."""
+    """Two places of each kind of store: a source and a destination."""
 
     def __init__(self, python: Path, folder: Path) -> None:
         self.clusters = [Cluster(), Cluster()]
@@ -132,7 +132,7 @@ class Places:
             server.close()
 
     def empty(self, kind: str, side: int) -> Place:
-        """An empty store: source (0) or destination (1)."""
+        """Return an empty store; side: source (0) or destination (1)."""
         self._numbers[kind] += 1
         folder = self._folder / f"{kind}-{self._numbers[kind]}"
         folder.mkdir()
@@ -150,7 +150,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A store: what the scripts call it, and its URL."""
+    """A store: its arguments for the scripts, and its URL."""
 
     kind: str
     argument: str
@@ -172,14 +172,14 @@ def places(
 
 
 def changed(profile: dict[str, Any], to: dict[str, Any]) -> dict[str, Any]:
-    """The destination's profile."""
+    """Return the destination's profile."""
     return {name: value for name, value in {**profile, **to}.items() if value not in ([], "")}
 
 
 def check(
     session: SglangSession, place: Place, manifest: Manifest, profile: dict[str, Any], folder: Path
 ) -> None:
-    """SGLang, served as `profile` says, finds every page of the manifest and reads its values."""
+    """Check that SGLang, with `profile`, finds every page of the manifest with its values."""
     for rank in read_back(session, place, manifest, profile, folder):
         where = {name: rank[name] for name in ("pp", "cp", "tp")}
         assert rank["hit_pages"] == len(manifest["pages"]), where
@@ -190,7 +190,7 @@ def check(
 def read_back(
     session: SglangSession, place: Place, manifest: Manifest, profile: dict[str, Any], folder: Path
 ) -> list[dict[str, Any]]:
-    """What each rank of a deployment reads of a store (read_back.py)."""
+    """Return what each rank of a deployment reads from a store (read_back.py)."""
     paths = {"manifest": manifest, "profile": profile}
     for name, document in paths.items():
         (folder / f"{name}.json").write_text(json.dumps(document))
@@ -202,7 +202,7 @@ def read_back(
 
 
 def positions(manifest: Manifest, profile: dict[str, Any]) -> dict[str, list[int]]:
-    """Where in the chain SGLang stored each pool."""
+    """Return the chain positions at which SGLang stored each pool."""
     number = {page: position for position, page in enumerate(manifest["pages"])}
     first = manifest["profile"]
     own = {"model": first["model"].replace("/", "-"), "tag": first.get("tag")}
@@ -221,7 +221,7 @@ def test_sglang_reads_what_was_migrated_as_the_destination_it_was_made_for(
     layout = [f"--layout={move.layout}"] if move.layout else []
     manifest = sglang_session.run("write_store", move.case, *source.arguments, *layout)
     profile = changed(manifest["profile"], move.to)
-    if move.destination == "hf3fs":  # its servers have told the metadata server of their files
+    if move.destination == "hf3fs":  # as if servers had registered their files
         read_back(sglang_session, destination, {**manifest, "pages": []}, profile, tmp_path)
     before, after = tmp_path / "from.json", tmp_path / "to.json"
     before.write_text(json.dumps(manifest["profile"]))

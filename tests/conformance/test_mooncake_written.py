@@ -1,4 +1,4 @@
-"""What SGLang's own MooncakeStore wrote into a cluster: all of it is understood, and only that."""
+"""Objects that SGLang's own MooncakeStore wrote into a cluster are understood, and no others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COORDINATES = (
     "cp_rank", "cp_size", "heads", "nbytes",
 )  # fmt: skip
 
-# Every kind of object and of rank; a client of its own for each run takes a second to end.
+# Every kind of object and rank, but not all variants: each run needs a second to close its client.
 DAMAGED = [
     variant
     for variant in MOONCAKE_VARIANTS
@@ -48,13 +48,13 @@ DAMAGED = [
     or variant[0].startswith("split_heads")
 ]
 
-# One worker holds the process that has SGLang in it, and the cluster that it writes into.
+# All these tests run in the worker with the SGLang process and its cluster.
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-mooncake")]
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A cluster with what SGLang wrote of one case, and its warm-up keys."""
+    """A cluster with the objects that SGLang wrote for one case, and its warm-up keys."""
 
     cluster: Cluster
     manifest: Manifest
@@ -69,7 +69,7 @@ class Written:
 
     @property
     def expected(self) -> dict[Affix, ObjectSpec]:
-        """What each affix of a key stands for, after the deployments' profiles."""
+        """The spec of each affix of a key, from the deployments' profiles."""
         codec = codec_for("mooncake")
         return {
             codec.affix(expected.coordinate): expected
@@ -78,7 +78,7 @@ class Written:
         }
 
     def profiles(self, folder: Path) -> dict[tuple[str, str | None], Path]:
-        """The deployments' profiles as files, by model and tag as manifests have them."""
+        """Write the deployments' profiles; return the files by the manifest's model and tag."""
         paths = {}
         for number, deployment in enumerate(self.manifest["deployments"]):
             profile = deployment["profile"]
@@ -88,12 +88,12 @@ class Written:
         return paths
 
     def of(self, model: str, tag: str | None) -> list[Entry]:
-        """What a deployment wrote."""
+        """Return the objects that a deployment wrote."""
         return [e for e in self.manifest["objects"] if (e["model"], e["tag"]) == (model, tag)]
 
     @contextmanager
     def damaged(self, values: dict[str, bytes | None]) -> Iterator[None]:
-        """Put other bytes in the place of objects, or none."""
+        """Replace or remove objects for the duration of the block."""
         client = self.cluster.client()
         before = {key: client.get(key) for key in values}
         for key, value in values.items():
@@ -110,8 +110,8 @@ class Written:
 
 @pytest.fixture(scope="module")
 def cluster(mooncake_package: None) -> Iterator[Cluster]:
-    """A cluster that no other module empties, as the cases stay from test to test."""
-    # What verify reads is leased: a repair of it need not wait long here.
+    """A cluster for this module only, because a case stays from test to test."""
+    # A read by verify grants leases; short leases keep repairs fast.
     with Cluster(lease_ms=LEASE_S * 1000) as cluster:
         yield cluster
 
@@ -124,13 +124,13 @@ def cluster(mooncake_package: None) -> Iterator[Cluster]:
 def written(
     request: pytest.FixtureRequest, cluster: Cluster, sglang_session: SglangSession
 ) -> Written:
-    """Each case in turn; a test that changes the store leaves it as it was."""
+    """Each case in turn; a test that changes the store restores it."""
     case, layout = request.param
     return write(sglang_session, cluster, case, layout=layout)
 
 
 def write(session: SglangSession, cluster: Cluster, case: str, **options: Any) -> Written:
-    """Have SGLang write a case, and nothing else be there."""
+    """Empty the cluster and have SGLang write a case."""
     cluster.clear()
     arguments = [f"--{name}={value}" for name, value in options.items()]
     return Written(
@@ -147,7 +147,7 @@ def affix_of(entry: Entry) -> Affix:
 def check_predicted(
     manifest: Manifest, objects: dict[str, Entry], expected: dict[Affix, ObjectSpec]
 ) -> None:
-    """See that every object was predicted, and that every predicted one is on each page."""
+    """Check that every object was predicted, and that each page has every predicted object."""
     pages_of: dict[Affix, set[str]] = defaultdict(set)
     for key, entry in objects.items():
         assert entry["nbytes"] == expected[affix_of(entry)].nbytes, key
@@ -158,7 +158,7 @@ def check_predicted(
 
 
 def without_size(entry: Entry) -> bool:
-    """Whether the master cannot be asked about the key without a lease: it cuts keys at commas."""
+    """Return whether a query of the key needs a lease: the master splits keys at commas."""
     return "," in entry["key"]
 
 
@@ -174,7 +174,7 @@ def verified(invoke: Invoke, url: str, *arguments: object, exit_code: int = 0) -
 
 
 def complaints(document: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """The findings that are more than information."""
+    """Return the findings other than info."""
     return sorted(
         (found["code"], found["severity"], found["key"])
         for found in document["findings"]
@@ -183,11 +183,11 @@ def complaints(document: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def one_of_each_kind(entries: list[Entry]) -> list[Entry]:
-    """One object of each pool, part and rank, each on the last page that has it."""
+    """Return one object of each pool, part and rank, each from the last page that has it."""
     return list({affix_of(entry): entry for entry in entries}.values())
 
 
-# --- what was written, against the formats ---
+# --- written objects compared with the formats ---
 
 
 def test_every_written_object_was_predicted_and_every_predicted_one_written(
@@ -220,7 +220,7 @@ def test_objects_of_a_page_are_one_group_where_sglang_groups_them(
         assert entry["group"] == f"sglang-hicache:{entry['model']}_{entry['page']}"
     first, *mates = (e["key"] for e in written.objects.values() if e["page"] == entry["page"])
     client = cluster.client()
-    time.sleep(LEASE_S + 0.5)  # SGLang asked for them when it wrote
+    time.sleep(LEASE_S + 0.5)  # SGLang queried them when it wrote
     assert client.is_exist(first) == 1
     assert {client.remove(mate) for mate in mates} == {HAS_LEASE}
 
@@ -266,7 +266,7 @@ def test_verify_is_clean_and_takes_warm_up_keys_for_what_they_are(
         skipped = {"digests"}
         if len(deployments) > 1:
             skipped.add("other-deployments")
-        if any("," in key for key in written.objects):  # the master lists no sizes of such keys
+        if any("," in key for key in written.objects):  # the master returns no sizes for such keys
             skipped.add("sizes")
         assert set(document["skipped_checks"]) - {"dtypes"} == skipped
         assert document["bytes_read"] > 0
@@ -288,7 +288,7 @@ def test_each_lost_object_is_found_and_nothing_else(
 
 
 def loss_findings(entries: list[Entry], entry: Entry) -> list[tuple[str, str, str]]:
-    """What must be found when one object is gone, told from the manifest alone."""
+    """Return the findings expected after the loss of one object, from the manifest alone."""
     mates = [e for e in entries if e["page"] == entry["page"] and e is not entry]
     same_pool = [e for e in mates if e["pool"] == entry["pool"]]
     ranks = ("tp_rank", "pp_rank", "heads")
@@ -321,7 +321,7 @@ def test_short_long_and_bad_objects_are_found_each_and_nothing_else(
         for code, entries in pages.items():
             for entry in one_of_each_kind(entries):
                 value = damage(code, client.get(entry["key"]), written.expected[affix_of(entry)])
-                # Only a size tells that an object is too long: Mooncake refuses to hand it out.
+                # Only the size shows that an object is too long: Mooncake refuses to read it.
                 if value is not None and not (code == "oversized" and without_size(entry)):
                     planted[entry["key"]] = value
                     severity = "warning" if code == "oversized" else "error"
@@ -333,12 +333,12 @@ def test_short_long_and_bad_objects_are_found_each_and_nothing_else(
 
 
 def thirds(pages: list[str]) -> list[list[str]]:
-    """Three runs of a chain, each with the end of a node."""
+    """Split a chain into three runs, each with the end of a node."""
     return [pages[:3], pages[3:6], pages[6:]]
 
 
 def damage(code: str, value: bytes, expected: ObjectSpec) -> bytes | None:
-    """An object with something wrong; None where its kind cannot have it."""
+    """Return a damaged object, None if its kind cannot have this damage."""
     if code == "truncated":
         return value[: len(value) // 2]
     if code == "oversized":
@@ -352,11 +352,11 @@ def damage(code: str, value: bytes, expected: ObjectSpec) -> bytes | None:
     return data.tobytes()
 
 
-# --- back to SGLang ---
+# --- read by SGLang ---
 
 
 def read_back(written: Written, session: SglangSession, folder: Path) -> list[dict[str, Any]]:
-    """What SGLang reads of a store, for each deployment and rank."""
+    """Return SGLang's results of reading a store, for each deployment and rank."""
     path = folder / "manifest.json"
     path.write_text(json.dumps(written.manifest))
     place = (written.cluster.master, "--backend=mooncake", f"--manifest={path}")
@@ -367,7 +367,7 @@ def read_back(written: Written, session: SglangSession, folder: Path) -> list[di
 def test_sglang_reads_a_short_object_with_success_and_other_values(
     cluster: Cluster, sglang_session: SglangSession, tmp_path: Path
 ) -> None:
-    """What makes `truncated` an error here: the rest of the page stays what it was."""
+    """This makes `truncated` an error on Mooncake: the rest of the page keeps its old values."""
     written = write(sglang_session, cluster, "gqa_tp2")
     results = read_back(written, sglang_session, tmp_path)
     assert all(result["hit_pages"] == 8 for result in results)
@@ -383,7 +383,7 @@ def test_sglang_reads_a_short_object_with_success_and_other_values(
 def test_second_context_parallel_rank_reads_the_layers_of_the_first(
     cluster: Cluster, sglang_session: SglangSession, tmp_path: Path
 ) -> None:
-    """Mooncake's keys name no CP rank, so that what the second one has is never stored."""
+    """Mooncake's keys have no CP rank, so the second rank's objects are never stored."""
     written = write(sglang_session, cluster, "cp2")
     first, second = read_back(written, sglang_session, tmp_path)
     assert first["wrong"]["kv"] == []

@@ -1,6 +1,6 @@
-"""After a prewarm of Mooncake from files, SGLang's own backend finds just what was claimed.
+"""After a prewarm of Mooncake from files, SGLang's own backend finds exactly the reported pages.
 
-Stores are SGLang's own; then objects are taken out of them, in the middle of chains as well.
+SGLang writes the stores; then the tests remove objects, also in the middle of chains.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     Tokens = list[int]
 
-PROMPTS = 6  # of each run; a prompt is a part of the stored chain, and goes on otherwise
-SHARES = (0.0, 0.04, 0.12)  # of the objects but kv that are taken out
-WHOLE_PAGES = 0.05  # of the pages of which all is taken out, where anything is
+PROMPTS = 6  # per run; each is a part of the stored chain with another continuation
+SHARES = (0.0, 0.04, 0.12)  # share of the objects other than kv that are removed
+WHOLE_PAGES = 0.05  # share of the pages that are removed completely, unless the share is 0
 
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-mooncake")]
 
@@ -96,7 +96,7 @@ def test_sglang_finds_the_prefixes_that_prewarm_claims(
         )  # fmt: skip
         compare(rows, told, chains)
         assert document["usable_tokens"] == sum(row["usable_tokens"] for row in rows)
-        # All that the archive could give, and no page beyond it.
+        # Exactly the pages that the archive can serve.
         could = _hits(invoke, archive, asked, tmp_path / "from.json")
         assert [r["usable_pages"] for r in rows] == [r["usable_pages"] for r in could]
         worth = {p for r, c in zip(rows, chains, strict=True) for p in c[: r["usable_pages"]]}
@@ -108,7 +108,7 @@ def test_sglang_finds_the_prefixes_that_prewarm_claims(
 
 
 def _taken_out(manifest: Manifest, chance: random.Random, share: float) -> list[str]:
-    """Files: some sidecars, and some pages with all they have."""
+    """Return files to remove: some sidecars, and all files of some pages."""
     pages = {p for p in manifest["pages"] if share and chance.random() < WHOLE_PAGES}
     sidecars = {"indexer", "mamba", "draft", "swa"}
     return [
@@ -128,7 +128,7 @@ def _prompts(manifest: Manifest, chance: random.Random) -> list[Tokens]:
 
 
 def _chains(prompts: list[Tokens], profile: dict[str, Any]) -> list[list[str]]:
-    """Name the pages that a server looks for."""
+    """Return the page hashes that a server looks for."""
     hashing = Hashing.of(profile_from_mapping(profile))
     chains = chains_of((Request("", tokens) for tokens in prompts), hashing).within_reach()
     pages = hex_pages(chains.pages).to_pylist()

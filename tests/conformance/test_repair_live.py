@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.conformance
 
 HERE = Path(__file__).parent
-PATIENCE_S = 600  # to import SGLang takes a machine that is busy minutes
+PATIENCE_S = 600  # importing SGLang takes minutes on a busy machine
 Manifest = dict[str, Any]
 SglangStore = Callable[..., tuple[Path, Manifest]]
 Damaged = dict[str, list[str]]  # page to the files that were damaged
@@ -113,7 +113,7 @@ def lines(log: Path) -> list[dict[str, Any]]:
 
 
 class Watched(FileStore):
-    """A store that notes when each object was last taken out of it."""
+    """A store that records when each object was last moved out."""
 
     last_taken: dict[str, int]
 
@@ -133,7 +133,7 @@ class Watched(FileStore):
 
 
 def damage(path: Path) -> None:
-    """Change bytes in the middle, as a bad disk would."""
+    """Change bytes in the middle of a file, as a bad disk would."""
     facts = path.stat()
     value = bytearray(path.read_bytes())
     middle = len(value) // 2
@@ -144,7 +144,7 @@ def damage(path: Path) -> None:
 
 
 def objects_of_rank_0(manifest: Manifest, page: str) -> dict[str, str]:
-    """The files of a page by pool, those of the rank that the reader is."""
+    """Return the files of a page by pool, for rank 0, which the reader uses."""
     return {
         entry["pool"]: entry["file"]
         for entry in manifest["objects"]
@@ -231,7 +231,7 @@ def test_no_damaged_page_is_read_once_its_anchor_is_gone(
 
 
 def check_store(store: Path, pristine: Path, inodes: dict[str, int], damaged: Damaged) -> None:
-    """All is there as SGLang writes it, and what was healthy is still the same file."""
+    """Check that all files are as SGLang writes them, and healthy ones still the same files."""
     for path in pristine.iterdir():
         found = store / path.name
         assert found.read_bytes() == path.read_bytes(), path.name
@@ -242,7 +242,7 @@ def check_store(store: Path, pristine: Path, inodes: dict[str, int], damaged: Da
 def check_quarantine(
     store: Path, manifest: Manifest, before: dict[str, bytes], damaged: Damaged
 ) -> None:
-    """Every object of the bad groups is there, with the bytes that it had."""
+    """Check that the quarantine has every object of the bad groups, with its bytes."""
     held = {}
     for record in (store / ".hicachectl" / "quarantine").glob("*/*.json"):
         for group in json.loads(record.read_text())["groups"]:

@@ -1,4 +1,4 @@
-"""Requests become what SGLang makes of them: token ids of prompts, and bodies of /generate."""
+"""Prompts get SGLang's token ids, and bodies of /generate are read as in SGLang."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _call(arguments: str) -> dict[str, Any]:
 
 
 TOOLS: list[dict[str, Any]] = [
-    # What a template writes out: members in the order of the request, and those it does not give.
+    # Members that a template prints: in the request's order, then those that the request lacks.
     {
         "type": "function",
         "function": {
@@ -65,7 +65,7 @@ CHATS: list[dict[str, Any]] = [
             {"role": "tool", "content": _parts("dog", "cat"), "tool_call_id": "1"},
         ]
     },
-    # The assistant's last word, in a text and in parts.
+    # A final assistant message, as a text and as parts.
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The"}]},
     {
         "messages": [

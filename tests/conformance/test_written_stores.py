@@ -1,4 +1,4 @@
-"""What SGLang wrote is what the manifests say, in the byte order that our formats assume."""
+"""Objects that SGLang wrote match the manifests, in the byte order that our formats assume."""
 
 from __future__ import annotations
 
