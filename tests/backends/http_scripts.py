@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
     Script = Callable[["Call"], None]
 
-SOON_S = 15.0  # what ends within it was not left to run for ever, however slow the machine
+SOON_S = 15.0  # limit for a test that must end, even on a slow machine
 PATIENCE_S = 4 * SOON_S  # longer than any test waits
 
 
 def reply(body: bytes, status: int = 200, header: str = "") -> bytes:
-    """Make a reply that says how long it is; header: one more, as `Name: value`."""
+    """Return a reply with its length. header: another header, as `Name: value`."""
     more = f"{header}\r\n".encode() if header else b""
     return b"HTTP/1.1 %d X\r\n%sContent-Length: %d\r\n\r\n%s" % (status, more, len(body), body)
 
 
 class Call:
-    """One request: its path, headers (names in small letters) and body; what may be done about it.
+    """One request, and the possible replies. Header names are lower case.
 
     number: of the connection, from 0. turn: of the request on that connection, from 0.
     """
@@ -63,7 +63,7 @@ class Call:
                 return
 
     def hang(self) -> None:
-        """Say nothing until the test is over; close the connection on who waits for ever."""
+        """Send nothing until the test is over; close the connection after PATIENCE_S."""
         if not self._over.wait(PATIENCE_S):
             self.close()
 
@@ -71,14 +71,14 @@ class Call:
         self._peer.shutdown(socket.SHUT_RDWR)
 
     def reset(self) -> None:
-        """Close the connection as a process does that dies with data unread."""
+        """Reset the connection, as a process that dies with unread data does."""
         self._peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         socket.close(self._peer.detach())
 
 
 @contextmanager
 def serving(script: Script, tls: ssl.SSLContext | None = None) -> Iterator[str]:
-    """Serve on loopback; gives host:port."""
+    """Serve on loopback; yield host:port."""
     over = threading.Event()
     peers: list[socket.socket] = []
     threads: list[threading.Thread] = []
@@ -91,7 +91,7 @@ def serving(script: Script, tls: ssl.SSLContext | None = None) -> Iterator[str]:
                 if tls is not None:
                     try:
                         peer = tls.wrap_socket(peer, server_side=True)
-                    except OSError:  # the client does not trust us
+                    except OSError:  # the client refuses the certificate
                         peer.close()
                         continue
                 peers.append(peer)
@@ -128,7 +128,7 @@ def _serve(peer: socket.socket, number: int, script: Script, over: threading.Eve
             path = first.split()[1].decode()
             length = int(headers.get("content-length", 0))
             body = stream.read(length)
-            if len(body) < length:  # the client has gone in the middle of a request
+            if len(body) < length:  # the client closed within a request
                 return
             script(Call(peer, path, headers, body, number, turn, over))
             turn += 1

@@ -186,7 +186,7 @@ def test_slabs_never_overlap_and_all_memory_comes_back(steps: list[tuple[bool, i
 
 
 def _gaps(held: list[Slab], nbytes: int) -> list[tuple[int, int]]:
-    """Free ranges by brute force; fails when two slabs share a page."""
+    """Return the free ranges by brute force; fail if two slabs share a page."""
     used = np.zeros(nbytes // ALIGNMENT, dtype=int)
     for slab in held:
         used[slab.offset // ALIGNMENT : (slab.offset + slab.nbytes) // ALIGNMENT] += 1

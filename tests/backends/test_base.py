@@ -1,4 +1,4 @@
-"""Taking rows of a table of many chunks is what Table.take does."""
+"""Tests of backends.base: take_rows returns what Table.take does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of backends.http, against services that misbehave."""
+"""Tests of backends.http with services that misbehave."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_threads_have_connections_of_their_own() -> None:
     def script(call: Call) -> None:
         if call.path == "/refuse":
             return call.answer(b"", 500)
-        together.wait()  # passes only when both requests are here
+        together.wait()  # passes only with both requests
         return call.answer(call.path.encode())
 
     with client_of(script) as client, ThreadPoolExecutor(2) as pool:
-        for _ in range(2):  # a refusal gives its connection back, once
+        for _ in range(2):  # a refused stream returns its connection once
             with pytest.raises(StoreUnavailable):
                 list(client.stream("/refuse"))
             replies = pool.map(client.get, ["/a", "/b"])
@@ -161,7 +161,7 @@ def test_a_service_that_hangs_or_trickles_is_given_up_in_time(script: Script) ->
 
 def test_a_service_that_takes_no_request_is_given_up_in_time() -> None:
     with (
-        socket.create_server(("127.0.0.1", 0)) as listener,  # nobody accepts or reads
+        socket.create_server(("127.0.0.1", 0)) as listener,  # never accepts or reads
         closing(_client("{}:{}".format(*listener.getsockname()), SHORT_S)) as client,
         pytest.raises(StoreUnavailable, match="no answer"),
     ):
@@ -184,7 +184,7 @@ def test_a_stream_that_stops_is_given_up_though_it_may_last_longer(
     with client_of(script, timeout_s=block_timeout_s) as client:
         start = time.monotonic()
         with pytest.raises(StoreUnavailable, match="no answer within"):
-            blocks.extend(client.stream("/"))  # keeps what came before the error
+            blocks.extend(client.stream("/"))  # keeps the blocks before the error
         assert 2 * block_timeout_s < time.monotonic() - start < 2 * block_timeout_s + SOON_S
     assert b"".join(blocks) == come
 
@@ -328,7 +328,7 @@ def test_an_ipv6_host_is_reached_and_shown_in_brackets() -> None:
 
 
 def test_the_standard_library_does_not_notice_a_body_cut_short() -> None:
-    """The reason for a check of our own; when this fails, it may go."""
+    """The reason for the check in `_blocks`; if this fails, the check can go."""
 
     def script(call: Call) -> None:
         call.send(reply(b"abcdef")[:-1])
@@ -347,7 +347,7 @@ def test_the_standard_library_does_not_notice_a_body_cut_short() -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate of localhost that nobody vouches for, with its key."""
+    """Return a self-signed certificate of localhost, with its key."""
     need_tool("openssl")
     file = tmp_path_factory.mktemp("tls") / "both.pem"
     subprocess.run(

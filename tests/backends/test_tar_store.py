@@ -1,6 +1,6 @@
-"""A backend that another program could bring: a read-only tar of `.bin` files, as `tar:` URLs.
+"""A backend as another program could add it: a read-only tar of `.bin` files, as `tar:` URLs.
 
-It uses public interfaces only: the `Store` class, `register_scheme`, the suite and the commands.
+The tests use public interfaces only: `Store`, `register_scheme`, the suite and the commands.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TarStore(Store):
 
     @contextmanager
     def _archive(self) -> Iterator[tuple[BufferedReader, Members]]:
-        """Open the archive that lies there now; a later member takes the place of an earlier."""
+        """Open the current archive; a later member replaces an earlier one of the same name."""
         try:
             with self._path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
                 files = [member for member in archive if member.isreg()]
@@ -117,7 +117,7 @@ register_scheme("tar", Scheme(f"{__name__}:TarStore"))
 
 
 def put_tar(path: Path, objects: Mapping[str, bytes]) -> None:
-    """Put an archive in the place of any other."""
+    """Write an archive; replace an existing one."""
     with tarfile.open(path.with_suffix(".new"), "w") as archive:
         for name, value in objects.items():
             member = tarfile.TarInfo(name)
@@ -163,7 +163,7 @@ class TestTarStore(StoreSuite):
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A directory of the demo's pages, and beside it x.tar with the same objects and times."""
+    """Write the demo's pages, and beside them x.tar with the same objects and times."""
     directory = demo_store(tmp_path / "directory")
     for file in directory.iterdir():
         os.utime(file, (OLD, OLD))
@@ -213,7 +213,7 @@ def test_verify_finds_each_damage(invoke: Invoke, archive: Path, profile: Path) 
     first_rank = sorted(name for name in objects if name.endswith(f"_{MODEL}_0_2.bin"))
     flipped, infinite, cut, lost, *_ = (name for name in first_rank if ".mamba" not in name)
     objects[flipped] = bytes([objects[flipped][0] ^ 1]) + objects[flipped][1:]
-    objects[infinite] = objects[infinite][:-2] + b"\x80\x7f"  # a bfloat16
+    objects[infinite] = objects[infinite][:-2] + b"\x80\x7f"  # the bfloat16 infinity
     objects[cut] = objects[cut][:-1]
     del objects[lost]
     put_tar(archive, objects)

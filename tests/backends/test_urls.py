@@ -238,7 +238,7 @@ def _schemes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_schemes")
 def test_a_registered_scheme_is_parsed_and_named_among_the_known() -> None:
-    for _ in range(2):  # the same once more changes nothing
+    for _ in range(2):  # registering again changes nothing
         register_scheme("our-own+1", EXAMPLE)
     assert parse_url("our-own+1://h/d?admin=1") == StoreUrl("our-own+1", "/d", "h", {"admin": "1"})
     with pytest.raises(UsageError, match=r"known: .*our-own\+1"):

@@ -1,6 +1,6 @@
 """A 3FS store for tests: page files in a directory, and tables in SGLang's own metadata server.
 
-What is put here goes around the backend: plain file I/O, and the server's verbs as they are.
+Puts and gets bypass the backend: plain file I/O, and direct calls of the server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PAGE_BYTES = 4096
 NUM_PAGES = 64
 FILE_SIZE = NUM_PAGES * PAGE_BYTES
-# K and V of 4096 bytes each, on either rank.
+# K and V of 4096 bytes each, on both ranks.
 PROFILE = Profile(
     model="m",
     page_size=8,
@@ -34,7 +34,7 @@ PROFILE = Profile(
 
 
 class FreshStore(Hf3fsStore):
-    """One for which the server saves its tables whenever the snapshot is looked at."""
+    """A store for which the server saves its tables before each read of the snapshot."""
 
     def __init__(self, settings: Hf3fsSettings, server: MetadataServer) -> None:
         super().__init__(settings)
@@ -52,18 +52,18 @@ class FreshTables(KeyTables):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Page files of ranks 0 and 1 under a prefix, and their tables, `NUM_PAGES` each."""
+    """Page files of ranks 0 and 1 under a prefix, and their tables of `NUM_PAGES` pages."""
 
     server: MetadataServer
     prefix: Path
 
     @property
     def url(self) -> str:
-        """The store with both a server and its snapshot."""
+        """Return the URL with both the server and its snapshot."""
         return f"hf3fs://{self.prefix}?server={self.server.url}&snapshot={self.server.snapshot}"
 
     def settings(self, **changes: object) -> Hf3fsSettings:
-        """The same as settings."""
+        """Return the settings of the URL, with changes."""
         stated = {
             "prefix": str(self.prefix),
             "server": self.server.url,
@@ -73,7 +73,7 @@ class Place:
         return Hf3fsSettings(**stated)  # type: ignore[arg-type]
 
     def create(self, *, ranks: int = 2, namespace: str = "kv", num_pages: int = NUM_PAGES) -> None:
-        """Make files and tables, as the ranks of a server do when they start."""
+        """Create files and tables, as SGLang's ranks do when they start."""
         for rank in range(ranks):
             path = self.file(f"{rank}:{namespace}:")
             path.touch()
@@ -81,18 +81,18 @@ class Place:
             self.server.initialize(rank, num_pages, namespace)
 
     def file(self, key: bytes | str) -> Path:
-        """The data file of a key."""
+        """Return the data file of a key."""
         rank, namespace, _ = self.split(key)
         return Path(f"{self.prefix}.{rank}.bin" + ("" if namespace == "kv" else f".{namespace}"))
 
     @staticmethod
     def split(key: bytes | str) -> tuple[int, str, str]:
-        """Rank, namespace, and what the server calls the key."""
+        """Return rank, namespace, and the key's name on the server."""
         rank, namespace, name = (key.decode() if isinstance(key, bytes) else key).split(":", 2)
         return int(rank), namespace, name
 
     def put(self, key: bytes | str, value: bytes) -> int:
-        """Store an object in the place of any that is there; its page index."""
+        """Store or replace an object; return its page index."""
         rank, namespace, name = self.split(key)
         self.server.delete(rank, [name], namespace)
         ((_, index),) = self.server.reserve(rank, [name], namespace)
@@ -102,7 +102,7 @@ class Place:
         return index
 
     def get(self, key: bytes | str) -> bytes | None:
-        """An object's bytes; None where the server has no such key."""
+        """Return an object's bytes; None if the server lacks the key."""
         rank, namespace, name = self.split(key)
         (index,) = self.server.page_indices(rank, [name], namespace)
         if index is None:
@@ -116,13 +116,13 @@ class Place:
         self.server.delete(rank, [name], namespace)
 
     def reserved(self, rank: int = 0, namespace: str = "kv") -> int:
-        """Count the pages that are neither free nor held by a key."""
+        """Count the pages that are neither free nor mapped to a key."""
         table = json.loads(self.server.save().read_bytes())[f"{rank}:{namespace}"]
         held = {index for _, index in table["key_to_index"]}
         return int(table["num_pages"]) - len(held | set(table["free_pages"]))
 
     def open(self, *, profile: Profile | None = PROFILE, **changes: object) -> FreshStore:
-        """Open the store, which sees what the server has by then."""
+        """Open the store; its listings show the server's current tables."""
         store = FreshStore(self.settings(**changes), self.server)
         if profile is not None:
             store.use_profile(profile)

@@ -1,4 +1,4 @@
-"""Tests of backends.hf3fs.creating: stores made for clusters that have not started."""
+"""Tests of backends.hf3fs.creating: stores created before their cluster has started."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_room_is_that_of_files_to_be_made_and_of_free_pages(place: Place) -> Non
     with opened(place.url + SIZED) as store:
         assert store.free_bytes() == 2 * FILE_SIZE
         assert write(store, {KEYS[0]: VALUES[KEYS[0]]}, if_absent=True).all_ok
-        assert store.free_bytes() is None  # the table is there, and not yet saved
+        assert store.free_bytes() is None  # the table exists, but is not saved yet
         place.server.save()
         assert store.free_bytes() == 2 * FILE_SIZE - PAGE_BYTES
 

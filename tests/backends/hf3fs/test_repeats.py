@@ -1,4 +1,4 @@
-"""The search for keys that are there twice finds one whenever there is one."""
+"""Tests of backends.hf3fs.repeats: a repeated key is always found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of backends.hf3fs.settings: URLs, SGLang's JSON config, and what contradicts."""
+"""Tests of backends.hf3fs.settings: URLs, SGLang's JSON config, and contradictions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def settings_of(text: str, **environ: str) -> Hf3fsSettings:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Any:
-    """Write a config: the file's path."""
+    """Return a function that writes a config and returns its path."""
 
     def write(**changes: Any) -> Path:
         path = tmp_path / "hf3fs.json"
@@ -64,7 +64,7 @@ def test_sglangs_config_leads_to_the_same_settings(config: Any) -> None:
     path = config()
     assert settings_of(f"hf3fs:?config={path}") == wanted
     assert settings_of("hf3fs:", **{CONFIG_VARIABLE: str(path)}) == wanted
-    # The path is ignored beside a config.
+    # With a config, the path is ignored.
     assert settings_of(f"hf3fs:///elsewhere?config={path}") == wanted
 
 
@@ -193,7 +193,7 @@ def test_a_huge_config_is_not_read_whole(tmp_path: Path) -> None:
         settings_of(f"hf3fs:?config={path}")
 
 
-# Half a character is no name; bytes that are no text are half characters of the second kind.
+# No lone high surrogates; low surrogates stand for bytes that are not UTF-8.
 NAMES = st.text(
     st.characters(exclude_characters="\0/", exclude_categories=["Cs"])
     | st.characters(min_codepoint=0xDC80, max_codepoint=0xDCFF),

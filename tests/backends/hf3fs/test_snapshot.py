@@ -1,4 +1,4 @@
-"""Tests of backends.hf3fs.snapshot: against the json module, the real server and damaged files."""
+"""Tests of backends.hf3fs.snapshot with the json module, the real server and damaged files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SMALL = '{"0:kv": {"num_pages": 4, "free_pages": [0, 1], "key_to_index": [["a", 
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_pieces() -> Iterator[None]:
-    """Let cuts fall everywhere: what is read and parsed at once is a few bytes."""
+    """Read and parse a few bytes at a time, so that every boundary is tested."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf3fs_snapshot, "_PIECE_BYTES", 16)
         patch.setattr(hf3fs_snapshot, "_BLOCK_BYTES", 7)
@@ -112,7 +112,7 @@ def refusal(path: Path, text: str | bytes) -> str:
     return message
 
 
-# what is read
+# reading
 
 
 @examples(300)
@@ -177,7 +177,7 @@ def test_the_fields_may_come_in_any_order(path: Path) -> None:
     assert as_document(read_snapshot(path)) == {"0:kv": table}
 
 
-# what is refused
+# refusals
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_what_never_ends_takes_no_memory(
         tracemalloc.stop()
 
 
-# what is written
+# writing
 
 
 @examples(100)
@@ -316,7 +316,7 @@ def test_a_folder_that_is_not_there_is_an_error_of_one_line(tmp_path: Path) -> N
         write_repaired(Snapshot(0, ()), tmp_path / "none" / "repaired.json")
 
 
-# the server's own
+# snapshots of the real server
 
 
 def test_the_server_s_snapshot_is_read_as_it_is(metadata_server: MetadataServer) -> None:

@@ -1,4 +1,4 @@
-"""Tests of backends.hf3fs: the shared suite on SGLang's own metadata server, and what 3FS has."""
+"""Tests of backends.hf3fs on SGLang's metadata server: the shared suite, and 3FS's own rules."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def place(metadata_server: MetadataServer, tmp_path: Path) -> Place:
 
 @contextmanager
 def ready(store: FreshStore) -> Iterator[FreshStore]:
-    """The store with an arena."""
+    """Attach an arena to a store."""
     with Arena(ARENA_BYTES) as arena, store:
         store.attach(arena)
         yield store
@@ -107,7 +107,7 @@ class TestHf3fsStore(StoreSuite):
 
 
 class TestHf3fsStoreOnFuse(TestHf3fsStore):
-    """The same through a FUSE mount, where reads go past the page cache."""
+    """The suite on a FUSE mount, where reads bypass the page cache."""
 
     @pytest.fixture
     def store(self, metadata_server: MetadataServer, fuse_mount: Path) -> Iterator[Store]:
@@ -176,7 +176,7 @@ def test_nothing_that_looks_changes_the_order_of_eviction(store: FreshStore, pla
 def test_without_a_server_the_snapshot_alone_is_listed_and_read(place: Place) -> None:
     place.put(KEY, page(1))
     snapshot = place.server.save()
-    place.delete(KEY)  # nobody tells
+    place.delete(KEY)  # the store is not told
     settings = place.settings(server=None, snapshot=str(snapshot))
     with Arena(ARENA_BYTES) as arena, Hf3fsStore(settings) as store:
         store.use_profile(PROFILE)
@@ -245,7 +245,7 @@ def test_a_missing_snapshot_is_unavailable(tmp_path: Path, place: Place) -> None
         list(store.scan())
 
 
-# what the profile tells
+# the profile
 
 
 def test_without_a_profile_objects_have_no_size_and_cannot_be_read(place: Place) -> None:
@@ -363,7 +363,7 @@ def test_reading_past_the_cache_gives_the_same(place: Place) -> None:
         rows = scanned_rows(store, [OTHER, KEY, THIRD])
         result, found = read(store, rows, [PAGE_BYTES] * 3)
         assert found == [page(1), page(0), page(2)]
-        # Not aligned: neither memory nor, with such pages, the file.
+        # Neither the memory nor, with such pages, the file is aligned.
         offsets = np.array([1, 5000, 10000], dtype=np.int64)
         sizes = np.full(3, PAGE_BYTES, dtype=np.int64)
         assert store.read_into(rows, offsets, sizes).all_ok
@@ -425,7 +425,7 @@ def test_confirming_tells_where_keys_are_now_and_makes_them_the_most_recent(
     assert store.confirms
     assert store.confirm(rows).tolist() == [Status.OK, Status.GONE, Status.CHANGED]
     assert place.server.keys_by_recency(0) == [name_of(KEY), name_of(THIRD)]
-    assert store.touched_keys == 2  # those that are there
+    assert store.touched_keys == 2  # the two existing keys
 
 
 def test_a_page_that_was_reused_is_gone_when_read_with_confirmation(
@@ -437,7 +437,7 @@ def test_a_page_that_was_reused_is_gone_when_read_with_confirmation(
     index = rows.column("locator").to_pylist()[0]
     place.delete(KEY)
     assert place.put(THIRD, page(2)) == index
-    place.put(KEY, page(0))  # now on another page, which `exists` cannot show
+    place.put(KEY, page(0))  # on another page, which `exists` does not notice
     result, found = read(store, rows, [PAGE_BYTES] * 2)
     assert result.all_ok
     assert found == [page(2), page(1)]
@@ -483,7 +483,7 @@ def test_a_failing_disk_leaves_no_page_reserved(
 
 
 def assert_interrupted(store: FreshStore, place: Place) -> None:
-    """An interrupt ends the writing of three pages; none is there, or reserved."""
+    """After an interrupt, none of the three pages exists or is reserved."""
     with pytest.raises(KeyboardInterrupt):
         write(store, {KEY: page(0), OTHER: page(1), THIRD: page(2)}, if_absent=True)
     assert place.reserved() == 0
@@ -533,7 +533,7 @@ def test_an_exception_while_writing_leaves_no_page_reserved(
 def test_an_interrupt_ends_the_batch_and_releases_its_pages(
     store: FreshStore, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real signal, which arrives in the main thread while another writes."""
+    """A real signal reaches the main thread while another thread writes."""
     real, run = store._files.write, _Reservation.run
     written: list[int] = []
     reservations: list[_Reservation] = []
@@ -547,7 +547,7 @@ def test_an_interrupt_ends_the_batch_and_releases_its_pages(
         written.append(position)
         if len(written) == 1:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            reservations[0].stop.wait(60)  # which the main thread sets once it has noticed
+            reservations[0].stop.wait(60)  # set by the main thread after the signal
 
     monkeypatch.setattr(_Reservation, "run", noted)
     monkeypatch.setattr(store._files, "write", write_slowly)
@@ -654,7 +654,7 @@ def test_what_the_deployment_does_not_have_is_refused_before_anything_is_written
 def test_a_table_with_keys_of_another_form_is_not_written_to(
     store: FreshStore, place: Place
 ) -> None:
-    """Keys name no model: an MLA model's flat pages beside K and V are another one's."""
+    """Keys name no model, but flat MLA pages beside K and V show another model."""
     place.put(f"0:kv:{PAGE_HASHES[5]}", page(0))
     with pytest.raises(UnsupportedByBackend, match="another model"):
         write(store, {KEY: page(1)}, if_absent=True)
@@ -665,7 +665,7 @@ def test_a_table_with_keys_of_another_form_is_not_written_to(
 
 
 def share_a_page(place: Place) -> int:
-    """KEY and OTHER on one page, as a server that lost its newest table has them."""
+    """Map KEY and OTHER to one page, as a server that lost its newest table does."""
     index = place.put(KEY, page(0))
     place.server.confirm(0, [(name_of(OTHER), index)])
     return index
@@ -688,7 +688,7 @@ def test_a_key_is_not_deleted_without_the_one_that_shares_its_page(
     assert name_of(OTHER) in result.errors[0]
     assert set(listing(store)) == {KEY, OTHER}
     assert index not in free_pages(place)
-    place.delete(OTHER)  # the page is free by now, but nobody else means it
+    place.delete(OTHER)  # the page is already free, but no other key has it
     place.server.save()
 
 

@@ -1,4 +1,4 @@
-"""Tests of backends.hf3fs.usrbio against a stand-in that moves real bytes; not a real 3FS."""
+"""Tests of backends.hf3fs.usrbio with a stand-in that copies real bytes, not a real 3FS."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_nothing_is_left_behind(daemon: Daemon, arena: Arena, data: bytes, tmp_p
     assert name is not None
     assert (Path("/dev/shm") / name).exists()
     reader = UsrbioReader(Usrbio(daemon, daemon.mount), arena)
-    assert not (Path("/dev/shm") / name).exists()  # a crash from here on leaves nothing
+    assert not (Path("/dev/shm") / name).exists()  # a crash after this leaves no file
     links = tmp_path / "3fs-virt" / "iovs"
     assert len(list(links.iterdir())) == 1
     reader.read(

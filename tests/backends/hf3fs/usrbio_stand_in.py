@@ -1,9 +1,8 @@
-"""A stand-in for 3FS's `hf3fs_fuse.io`, which moves real bytes as the FUSE daemon does.
+"""A stand-in for 3FS's `hf3fs_fuse.io`, which copies real bytes as the FUSE daemon does.
 
-A daemon thread for each ring opens the shared memory by its name, in a mapping of its own, and
-completes reads in another order than they were submitted. What the real package refuses, such as
-descriptors that are not registered, this refuses alike. Source: 3FS hf3fs_fuse/io.py,
-src/lib/py/usrbio_binding.cc.
+The daemon opens the shared memory by name, in its own mapping. Its threads complete reads in the
+reverse order of submission. Like the real package, it refuses wrong calls, such as descriptors
+that are not registered. Source: 3FS hf3fs_fuse/io.py, src/lib/py/usrbio_binding.cc.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Piece:
 
 
 class Iovec:
-    """Registered memory; the link under the mount lives as long as it does."""
+    """Registered memory; its link under the mount is removed with it."""
 
     def __init__(self, daemon: Daemon, memory: SimpleNamespace) -> None:
         target = Path("/dev/shm") / memory.name
@@ -122,9 +121,9 @@ class Ring:
 
 @dataclass
 class Daemon:
-    """The functions of the module, and what its daemon knows.
+    """The functions of the module, and the state of its daemon.
 
-    silent: it does not answer. fail: results of reads at these places.
+    silent: never complete a read. fail: result by file offset, in bytes.
     """
 
     mount: str
@@ -136,7 +135,7 @@ class Daemon:
     threads: list[threading.Thread] = field(default_factory=list)
 
     def settle(self) -> None:
-        """Wait until its threads have let go of the memory that they served last."""
+        """Wait until the threads have released their last memory."""
         for thread in self.threads:
             thread.join()
 
@@ -150,7 +149,7 @@ class Daemon:
         self.registered.add(fd)
 
     def deregister_fd(self, fd: int) -> None:
-        os.fstat(fd)  # before it is closed
+        os.fstat(fd)  # fails if it is closed
         self.registered.remove(fd)
 
     def make_iovec(
