@@ -1,1 +1,1 @@
-"""What the bytes and names of an L3 store mean. Pure: no I/O, no clock, no torch at import."""
+"""Keys and bytes of the objects of an L3 store. Pure: no I/O, no clock, no torch at import."""

@@ -1,19 +1,18 @@
-"""The catalog: digests of a store's objects, recorded to be compared later. A Parquet file.
+"""The catalog: recorded digests of a store's objects, in a Parquet file.
 
-Columns, one row an object, no key twice:
+Columns, one row per object, distinct keys:
 
-    key            binary   the backend's own name
-    page           string   page hash, null where the key has none
-    pool           string   null where it is not known
+    key            binary   the backend's name for the object
+    page           string   page hash; null if the key has none
+    pool           string   null if unknown
     nbytes         int64
-    identity       binary   what the store said the object was when it was digested; null: nothing
+    identity       binary   the store's identity of the object at digest time; null: unknown
     digest         binary   BLAKE3, 32 bytes
     first_seen_ns  int64    Unix nanoseconds
     last_verified_ns int64  Unix nanoseconds
 
-The file's metadata has `hicachectl.catalog` (the version of this form), `hicachectl.store` (the
-URL of the store) and `hicachectl.identity` (the fields of identity, comma-separated: 8 bytes of
-little endian each).
+File metadata: `hicachectl.catalog` (version of this form), `hicachectl.store` (URL of the store)
+and `hicachectl.identity` (comma-separated fields of identity, 8 bytes little-endian each).
 """
 
 from __future__ import annotations
@@ -42,17 +41,14 @@ SCHEMA = pa.schema(
     ]
 )
 
-# Bounds on what a file may claim before anything is allocated: a hundred million objects.
+# Bounds on the claims of a file, checked before anything is allocated: a hundred million objects.
 _MOST_ROWS = 100_000_000
-_MOST_ROW_BYTES = 1024  # of all columns, on average: keys are about 120 bytes
+_MOST_ROW_BYTES = 1024  # average over rows, all columns; keys have about 120 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Recorded digests.
-
-    entries: SCHEMA. store: URL of the store. identity_fields: names of the fields of identity.
-    """
+    """Recorded digests. entries: a table of SCHEMA. store: URL of the store."""
 
     entries: pa.Table
     store: str
@@ -77,7 +73,7 @@ def write_catalog(catalog: Catalog) -> bytes:
 
 
 def read_catalog(data: bytes | memoryview, *, source: str = "catalog") -> Catalog:
-    """Parse a catalog. Raises FormatError on anything that is not one, before allocating for it."""
+    """Parse a catalog. Raises FormatError on other data, before allocating memory for it."""
     import pyarrow.parquet as pq
 
     try:
@@ -102,11 +98,11 @@ def read_catalog(data: bytes | memoryview, *, source: str = "catalog") -> Catalo
 def _check_claims(file: object, metadata: dict[bytes, bytes], nbytes: int, source: str) -> None:
     form = metadata.get(b"hicachectl.catalog")
     if form is None:
-        raise FormatError(f"{source}: a Parquet file, but not a catalog of hicachectl")
+        raise FormatError(f"{source}: a Parquet file, but not a hicachectl catalog")
     if form.decode("utf-8", "replace") != FORM:
-        raise FormatError(f"{source}: a catalog of form {form!r:.20}, this version reads {FORM}")
+        raise FormatError(f"{source}: catalog form {form!r:.20}; this version reads form {FORM}")
     if not file.schema_arrow.equals(SCHEMA):  # type: ignore[attr-defined]
-        raise FormatError(f"{source}: the columns are not those of a catalog")
+        raise FormatError(f"{source}: its columns are not the columns of a catalog")
     claimed = file.metadata  # type: ignore[attr-defined]
     groups = [claimed.row_group(number) for number in range(claimed.num_row_groups)]
     uncompressed = sum(group.total_byte_size for group in groups)
@@ -114,7 +110,7 @@ def _check_claims(file: object, metadata: dict[bytes, bytes], nbytes: int, sourc
     if not 0 <= rows <= _MOST_ROWS or uncompressed > rows * _MOST_ROW_BYTES + (1 << 20):
         raise FormatError(
             f"{source}: claims {rows} entries in {uncompressed} bytes ({nbytes} compressed), "
-            "which no catalog has"
+            "outside the limits of a catalog"
         )
 
 
@@ -123,4 +119,4 @@ def _check_rows(entries: pa.Table, source: str) -> None:
         if not field.nullable and entries.column(field.name).null_count:
             raise FormatError(f"{source}: column {field.name} has nulls")
     if pc.count_distinct(entries.column("key")).as_py() != len(entries):
-        raise FormatError(f"{source}: some key is recorded twice")
+        raise FormatError(f"{source}: a key is recorded twice")

@@ -1,8 +1,8 @@
 """Rectangular copies between two byte orders: for relayout, reshard, scatter and gather.
 
-A box holds some indices along named axes; in each of two objects it lies with strides of its own.
-What both sides hold, one plan moves, whatever the orders of their axes are. numpy carries plans
-out in host memory (`kernels.relayout`), one Triton kernel on a device (`kernels.copy_triton`).
+A box covers indices along named axes, with different strides in source and destination. One plan
+copies the overlap of two boxes, in any axis order. numpy executes plans in host memory
+(`kernels.relayout`), one Triton kernel on a device (`kernels.copy_triton`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VECTOR_BYTES = 16  # the widest access of a GPU thread
 
 
 class Axis(NamedTuple):
-    """One axis of a copy, with its steps in bytes; one that has a name is not joined to others."""
+    """One axis of a copy, with its steps in bytes. Axes with a name are not joined to others."""
 
     name: str
     length: int
@@ -28,11 +28,11 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Strided copies of one shape, one for each (source place, destination place).
+    """Strided copies of one shape, one for each pair (source index s, destination index d).
 
-    axes: outermost first; under each index `run` bytes are contiguous on both sides. The copy for
-        places (s, d) begins at source_offset + s * source_step and at destination_offset +
-        d * destination_step; who has arrays of objects takes the steps from them.
+    axes: outermost first; at each index, `run` bytes are contiguous on both sides. A copy begins
+        at source_offset + s * source_step and at destination_offset + d * destination_step, with
+        steps in bytes between the objects of an array.
     source, destination: which of several objects.
     """
 
@@ -52,7 +52,7 @@ class CopyPlan:
 
     @property
     def unit(self) -> int:
-        """The widest access, of 16, 8, 4, 2 or 1 bytes, that all its addresses are multiples of."""
+        """Widest access (16, 8, 4, 2 or 1 bytes) to which all addresses are aligned."""
         steps = [step for axis in self.axes for step in (axis.source, axis.destination)]
         offsets = (self.source_offset, self.destination_offset)
         return gcd(
@@ -60,14 +60,14 @@ class CopyPlan:
         )
 
     def of_layer(self, layer: int) -> CopyPlan:
-        """Return the copy of one layer, as load-back moves it. Raises ValueError."""
+        """Return the copy of one layer, as in load-back. Raises ValueError if out of range."""
         place = [axis.name for axis in self.axes].index("layer")
         if not 0 <= layer < self.axes[place].length:
-            raise ValueError(f"layer {layer} of {self.axes[place].length}")
+            raise ValueError(f"layer {layer} is out of range; there are {self.axes[place].length}")
         return self.at(place, layer)
 
     def at(self, place: int, index: int) -> CopyPlan:
-        """Return the copy of one index along the axis in a place."""
+        """Return the copy of one index along the axis at position `place`."""
         axis = self.axes[place]
         return replace(
             self,
@@ -77,7 +77,7 @@ class CopyPlan:
         )
 
     def reversed(self) -> CopyPlan:
-        """Return the way back: source and destination exchanged, dense along the destination."""
+        """Return the copy from destination to source, with axes in the destination's order."""
         axes = [Axis(a.name, a.length, a.destination, a.source) for a in self.axes]
         axes.sort(key=lambda axis: -axis.destination)
         return CopyPlan(
@@ -104,11 +104,11 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One box of a page's content, and where it lies in an object.
+    """One box of a page's content, and its location in an object.
 
-    space:   what the indices count; boxes of different spaces have nothing in common.
+    space:   identity of the indexed content; boxes of different spaces never overlap.
     extents: sorted by name, the same axes in all regions of a space.
-    offset:  of the item with the first index along every axis.
+    offset:  bytes from the start of the object to the first item.
     """
 
     space: tuple[object, ...]
@@ -118,19 +118,19 @@ class Region:
 
     @property
     def box(self) -> tuple[object, ...]:
-        """What it holds, wherever it lies."""
+        """The content of the region, without its location."""
         return self.space, tuple((extent.first, extent.length) for extent in self.extents)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """Bytes of the box."""
         return prod(extent.length for extent in self.extents) * self.itemsize
 
 
 def overlap(
     source: Region, destination: Region, *, copy_from: int, copy_to: int
 ) -> CopyPlan | None:
-    """Plan the copy of what two regions of one space share; None if that is nothing."""
+    """Return the copy of the overlap of two regions of one space; None without overlap."""
     axes: list[Axis] = []
     source_offset, destination_offset = source.offset, destination.offset
     for one, two in zip(source.extents, destination.extents, strict=True):
@@ -148,9 +148,9 @@ def overlap(
 
 
 def compact(axes: Iterable[Axis], run: int) -> tuple[tuple[Axis, ...], int]:
-    """Order axes as the destination lies, and join those that follow one another on both sides.
+    """Sort axes in the destination's order, and join axes that are contiguous on both sides.
 
-    run: bytes of an item. Return the axes that are left, outermost first, and the bytes of a run.
+    run: bytes of an item. Returns the remaining axes, outermost first, and the bytes of a run.
     """
     left: list[Axis] = []
     for axis in sorted(axes, key=lambda axis: axis.destination):
@@ -171,7 +171,7 @@ def compact(axes: Iterable[Axis], run: int) -> tuple[tuple[Axis, ...], int]:
 
 
 def joined(plans: Iterable[CopyPlan]) -> tuple[CopyPlan, ...]:
-    """Join plans between the same objects whose runs continue one another on both sides."""
+    """Join plans between the same objects if their runs are contiguous on both sides."""
     left = sorted(plans, key=lambda plan: (plan.destination, plan.source, plan.destination_offset))
     found: list[CopyPlan] = []
     for plan in left:

@@ -1,8 +1,8 @@
-"""Parse JSON and TOML of untrusted origin, with bounds on the number of values and their depth.
+"""Parse untrusted JSON and TOML, with bounds on the number of values and on their depth.
 
-The text itself is in memory already, so its size is the reader's to bound. These bounds keep the
-time and the memory of parsing proportional to that size: `tomllib` takes time and memory
-quadratic in the parts of a dotted key, and a table header of five bytes costs it a kilobyte.
+The caller bounds the size of the text. The bounds here keep parsing time and memory proportional
+to that size: `tomllib` needs time and memory quadratic in the parts of a dotted key, and a
+kilobyte for a table header of five bytes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hicachectl.formats.errors import FormatError, HicacheError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MAX_VALUES = 1_000_000  # of one document; a large real one has ten thousand
+MAX_VALUES = 1_000_000  # of one document; large real documents have ten thousand
 MAX_TABLES = 50_000  # keys, tables and arrays of one TOML document
-MAX_KEY_PARTS = 8  # of one TOML key or header: a.b.c has three
+MAX_KEY_PARTS = 8  # of one TOML key or header: a.b.c has three parts
 MAX_DEPTH = 64
 _MAX_REASON_CHARS = 200
 
-# What can hold a structural character of TOML without meaning one. An unterminated string ends
-# the parse, so what follows it does not matter.
+# Strings and comments: structural characters of TOML mean nothing inside them. An unterminated
+# string ends the parse, so text after it does not matter.
 _TOML_TEXT = re.compile(
     r'"""(?:[^\\]|\\.)*?"""'
     r"|'''.*?'''"
@@ -44,10 +44,10 @@ def parse_json(
     max_values: int = MAX_VALUES,
     unique: bool = False,
 ) -> Any:
-    """Parse JSON text of untrusted origin.
+    """Parse untrusted JSON text.
 
-    source: names the text in messages. unique: refuse an object that states a member twice, of
-    which otherwise the last counts. Raises `refusal`.
+    source: names the text in messages. unique: refuse repeated members of an object; otherwise
+    the last one counts. Raises `refusal`.
     """
     brackets = _count(text, "[") + _count(text, "{")
     values = brackets + _count(text, ",")
@@ -55,8 +55,8 @@ def parse_json(
         raise refusal(f"{source}: {values} values; at most {max_values} are read")
     try:
         document = json.loads(text, object_pairs_hook=_unique if unique else None)
-    except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
-        # The error holds the text, which can hold credentials.
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5,000 digits
+        # No `from error`: the error contains the text, which can contain credentials.
         raise refusal(f"{source}: not JSON: {_reason(error)}") from None
     if brackets > MAX_DEPTH:
         _check_depth(document, source, refusal)
@@ -70,7 +70,7 @@ def parse_json_object(
     refusal: type[HicacheError] = FormatError,
     max_values: int = MAX_VALUES,
 ) -> dict[str, Any]:
-    """Parse JSON text whose value must be an object, as `parse_json` does."""
+    """Parse untrusted JSON text that must be an object. See `parse_json`."""
     document = parse_json(text, source, refusal=refusal, max_values=max_values)
     if not isinstance(document, dict):
         raise refusal(f"{source}: not a JSON object")
@@ -80,7 +80,7 @@ def parse_json_object(
 def parse_toml(
     text: str, source: str, *, refusal: type[HicacheError] = FormatError
 ) -> dict[str, Any]:
-    """Parse TOML text of untrusted origin. source: names it in messages. Raises `refusal`."""
+    """Parse untrusted TOML text. source: names the text in messages. Raises `refusal`."""
     structure = _TOML_TEXT.sub('""', text)
     tables = sum(structure.count(character) for character in "=[{")
     if tables > MAX_TABLES:
@@ -93,22 +93,22 @@ def parse_toml(
         raise refusal(f"{source}: a key of {parts} parts; at most {MAX_KEY_PARTS} are read")
     try:
         document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5,000 digits
         raise refusal(f"{source}: not TOML: {_reason(error)}") from error
     _check_depth(document, source, refusal)
     return document
 
 
 def storable(text: str) -> str:
-    r"""Write the lone surrogates that JSON can spell as \uXXXX, so that a text can be encoded."""
+    r"""Replace lone surrogates, which JSON allows, by \uXXXX; the result can be encoded."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def shown(value: Any) -> str:
-    """Write any parsed value for a message, shortened."""
+    """Return any parsed value as text for a message, at most 60 characters."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # more than 4,300 digits (TOML has hexadecimals), or deep
+    except (ValueError, RecursionError):  # over 4,300 digits (hexadecimal in TOML), or too deep
         return "a huge value"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -122,7 +122,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(document) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in document if names.count(name) > 1)
-        raise ValueError(f"{twice!a:.60} is stated twice")
+        raise ValueError(f"{twice!a:.60} appears twice")
     return document
 
 
@@ -133,17 +133,17 @@ def _check_depth(document: Any, source: str, refusal: type[HicacheError]) -> Non
         level = [value for outer in level for value in _inner(outer)]
         if not level:
             return
-    raise refusal(f"{source}: values inside one another more than {MAX_DEPTH} levels deep")
+    raise refusal(f"{source}: nested more than {MAX_DEPTH} levels deep")
 
 
 def _inner(value: Any) -> Iterable[Any]:
-    """Give the lists and tables directly inside a value."""
+    """Return the lists and tables directly inside a value."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [inner for inner in values if isinstance(inner, (dict, list))]
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
-        return f"values inside one another more than {MAX_DEPTH} levels deep"
+        return f"nested more than {MAX_DEPTH} levels deep"
     text = str(error)
     return text if len(text) <= _MAX_REASON_CHARS else f"{text[:_MAX_REASON_CHARS]}..."

@@ -1,36 +1,36 @@
-"""Exception classes that every layer may raise; `cli.exit_codes` maps each to an exit code."""
+"""Exception classes of all layers; `cli.exit_codes` maps each to an exit code."""
 
 
 class HicacheError(Exception):
-    """Anything we report as one line instead of a traceback.
+    """An error that is reported as one line, without a traceback.
 
-    The message names the thing at fault and, where there is one, the remedy.
+    The message names the option, file or object at fault and, if possible, the next step.
     """
 
 
 class UsageError(HicacheError):
-    """Options or arguments that cannot be used together, or are refused."""
+    """Options or arguments that are refused, alone or together."""
 
 
 class FormatError(HicacheError):
-    """Bytes or text that are not of the form they claim: a key, a profile, a catalog, a config."""
+    """Malformed bytes or text: a key, a profile, a catalog, a config."""
 
 
 class ProfileError(FormatError):
-    """A profile, or what one is built from, that is incomplete, contradictory or unsupported."""
+    """A profile, or a source of one, that is incomplete, contradictory or unsupported."""
 
 
 class UnsupportedByBackend(HicacheError):
-    """A request that a store cannot hold or do, by its nature."""
+    """A request that this type of store can never serve."""
 
 
 class StoreUnavailable(HicacheError):
-    """A store that cannot be reached, opened or read at all."""
+    """A store that cannot be reached, opened or read."""
 
 
 class UntrustedError(StoreUnavailable):
-    """A link, a special file or another user's file where this tool keeps files of its own."""
+    """A link, a special file or another user's file in a place for this tool's own files."""
 
 
 class DeviceError(HicacheError):
-    """A CUDA device that fails while it is worked with."""
+    """A CUDA device that fails during use."""

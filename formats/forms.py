@@ -1,4 +1,4 @@
-"""Convert parsed documents of untrusted origin to the structs that state their form."""
+"""Convert parsed, untrusted documents to structs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _V = TypeVar("_V")
 
 _MAX_PROBLEMS = 20  # named in one message
 _UNIONS = (Union, UnionType)
-# The latter for names, and at times texts, that hold a lone surrogate.
+# UnicodeEncodeError: msgspec raises it for names, and for some texts, with a lone surrogate.
 _REFUSALS = (msgspec.ValidationError, UnicodeEncodeError)
 
 
 def convert(
     document: Any, form: type[_T], source: str, *, refusal: type[HicacheError] = FormatError
 ) -> _T:
-    """Convert a parsed document to a struct. A value is never coerced: true and 1.0 are no int.
+    """Convert a parsed document to a struct, without coercion: true and 1.0 are not an int.
 
-    source: names the document in messages. Raises `refusal`, which names each field of another
-    shape or type, with what was expected and found.
+    source: names the document in messages. Raises `refusal` if a field has another shape or type;
+    the message names each such field, the expected type and the value found.
     """
     try:
         return msgspec.convert(document, form)
@@ -39,9 +39,9 @@ def convert(
 
 
 def decode(decoder: msgspec.json.Decoder[_V], text: bytes) -> _V:
-    """Decode JSON in one pass, where there is much of it. Raises FormatError.
+    """Decode large JSON in one pass.
 
-    The first wrong field is named by its path, without its value.
+    Raises FormatError; the message gives the path of the first wrong field, not its value.
     """
     try:
         return decoder.decode(text)
@@ -52,7 +52,7 @@ def decode(decoder: msgspec.json.Decoder[_V], text: bytes) -> _V:
 
 
 def _problems(value: Any, form: Any, path: str) -> Iterator[str]:
-    """Name whatever is wrong inside a value: recursion ends at types without a type inside."""
+    """Yield a message for each wrong field of a value; recurse into structs and lists."""
     arms = get_args(form) if get_origin(form) in _UNIONS else (form,)
     for arm in arms:
         if isinstance(value, dict) and _is_struct(arm):
@@ -62,7 +62,7 @@ def _problems(value: Any, form: Any, path: str) -> Iterator[str]:
             for index, item in enumerate(value):
                 yield from _problems(item, get_args(arm)[0], f"{path}[{index}]")
             return
-    try:  # msgspec encodes a text before it compares: half a character has no encoding
+    try:  # msgspec encodes a text before it compares; a lone surrogate cannot be encoded
         msgspec.convert(storable(value) if isinstance(value, str) else value, form)
     except _REFUSALS as error:
         yield f"{path}: {_expectation(error)}, found {shown(value)}".removeprefix(": ")
@@ -86,7 +86,7 @@ def _is_struct(form: Any) -> bool:
 
 
 def _expectation(error: Exception) -> str:
-    """Say what msgspec expected, without what it got and where: both are told with the value."""
+    """Return what msgspec expected. The caller adds the path and the value found."""
     text = str(error).partition(" - at ")[0].partition(", got ")[0].replace("`", "")
     for word, ours in ((" | null", ""), (" | ", " or "), ("array", "list"), ("object", "table")):
         text = text.replace(word, ours)

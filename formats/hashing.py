@@ -1,8 +1,8 @@
-"""Token ids to the page hashes that SGLang's storage path names its pages by.
+"""Convert token ids to page hashes, as SGLang's storage path does.
 
-Page i is SHA-256 over the 32 bytes before it in the chain (nothing before page 0 without a
-namespace) and the page's words: unsigned 32-bit little endian or, as soon as one word of the
-page does not fit, a byte ff and all words as 64-bit. Source: sglang srt/mem_cache/utils.py ::
+The hash of page i is SHA-256 over the previous page's hash (32 bytes; nothing for page 0 without a
+namespace) and the page's words: unsigned 32-bit little-endian or, if any word of the page does not
+fit, a byte ff and all words as 64-bit. Source: sglang srt/mem_cache/utils.py ::
 get_storage_hash_str, storage_namespace_seed; cpp_utils/hash_binding.cpp :: hash_pages_to_hex_blob;
 radix_cache.py :: RadixKey.
 """
@@ -23,7 +23,7 @@ HASH_BYTES = 32
 MAX_TOKEN = 2**63 - 1
 
 _MAX_NARROW = 0xFFFFFFFF
-_WIDE_MARKER = 0xFF  # makes the byte count odd, so that no narrow page hashes alike
+_WIDE_MARKER = 0xFF  # makes the byte count odd, so no narrow page has the same hash
 _NAMESPACE_TEXT = b"sglang-cache-namespace-v1"
 
 Tokens = Sequence[int] | Sequence[tuple[int, ...]] | npt.NDArray[np.integer]
@@ -32,14 +32,14 @@ Tokens = Sequence[int] | Sequence[tuple[int, ...]] | npt.NDArray[np.integer]
 def page_hashes(
     token_ids: Tokens, page_size: int, *, bigram: bool = False, prior: bytes | None = None
 ) -> npt.NDArray[np.uint8]:
-    """Hash every full page of a token chain; a partial last page has no hash.
+    """Return the hash of every full page of a token chain: [pages, 32] uint8, read-only.
 
     token_ids: in 0..2^63-1; a token of several words is a tuple, or a row of a 2-D array.
-    bigram:    pages of `page_size` pairs (t[i], t[i+1]), as servers with EAGLE hash.
-    prior:     raw hash of the page before, or a namespace seed. A chain is continued at token
+    bigram:    hash pages of `page_size` pairs (t[i], t[i+1]), as servers with EAGLE do.
+    prior:     raw hash of the previous page, or a namespace seed. A chain continues at token
                pages * page_size, also with bigrams, whose pages share one token.
 
-    Returns [pages, 32], read-only. Raises FormatError naming the position of a bad token.
+    Raises FormatError naming the position of a bad token.
     """
     blob = _chain(_page_payloads(token_ids, page_size, bigram), prior)
     return np.frombuffer(blob, np.uint8).reshape(-1, HASH_BYTES)
@@ -48,16 +48,16 @@ def page_hashes(
 def page_hashes_hex(
     token_ids: Tokens, page_size: int, *, bigram: bool = False, prior: bytes | None = None
 ) -> list[str]:
-    """Do as `page_hashes`, spelling the hashes as keys do: 64 lowercase hex digits."""
+    """Return the hashes of `page_hashes` as in keys: 64 lowercase hex digits each."""
     text = _chain(_page_payloads(token_ids, page_size, bigram), prior).hex()
     width = 2 * HASH_BYTES
     return [text[start : start + width] for start in range(0, len(text), width)]
 
 
 def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes | None:
-    """Return the `prior` of a namespace's first page; None where requests set neither.
+    """Return the `prior` of a namespace's first page; None if both arguments are None.
 
-    An empty string is not None here. SGLang turns the empty ones of a request into None
+    An empty string differs from None here. SGLang replaces empty strings of a request by None
     (managers/io_struct.py), and appends a LoRA's identifier to `extra_key`.
     """
     if extra_key is None and cache_salt is None:
@@ -76,19 +76,19 @@ def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes | Non
 
 
 def restorable_pages(num_tokens: int, page_size: int, *, bigram: bool = False) -> int:
-    """Count the pages of a prompt that a server can take from a store at most.
+    """Return how many pages of a prompt a server can restore at most.
 
-    Its last token is always computed (managers/schedule_batch.py ::
-    Req._compute_max_prefix_len), and only what stands before it is made into bigrams.
+    The last token is always computed (managers/schedule_batch.py ::
+    Req._compute_max_prefix_len); only the tokens before it form bigrams.
     """
     _require_page_size(page_size)
     return max(num_tokens - 1 - bigram, 0) // page_size
 
 
 def tokens_to_restore(pages: int, page_size: int, *, bigram: bool = False) -> int:
-    """Count the tokens of the shortest prompt for which a server takes that many pages.
+    """Return the tokens of the shortest prompt for which a server restores that many pages.
 
-    The inverse of `restorable_pages`; 0 for no pages.
+    Inverse of `restorable_pages`; 0 for no pages.
     """
     _require_page_size(page_size)
     return pages * page_size + 1 + bigram if pages else 0
@@ -100,11 +100,9 @@ def _require_page_size(page_size: int) -> None:
 
 
 def _chain(payloads: Iterable[bytes], prior: bytes | None) -> bytes:
-    """Join the hashes of all pages."""
     if prior is not None and len(prior) != HASH_BYTES:
         raise FormatError(f"prior: must be {HASH_BYTES} bytes, has {len(prior)}")
-    # One turn a page, and a page can be a single token: names are local, nothing is called
-    # that can be avoided.
+    # A page can be a single token, so this loop uses local names and avoids calls.
     sha256 = hashlib.sha256
     hashes: list[bytes] = []
     append = hashes.append
@@ -116,12 +114,12 @@ def _chain(payloads: Iterable[bytes], prior: bytes | None) -> bytes:
 
 
 def _page_payloads(token_ids: Tokens, page_size: int, bigram: bool) -> Iterable[bytes]:
-    """Encode what each full page adds to the chain."""
+    """Return the bytes that each full page adds to the chain."""
     _require_page_size(page_size)
     units = _units(token_ids)
     if bigram:
         if units.shape[1] != 1:
-            raise FormatError("bigrams are made of plain tokens, not of tuples")
+            raise FormatError("bigrams need tokens of one word, not tuples")
         units = np.hstack((units[:-1], units[1:]))
     pages = len(units) // page_size
     if not pages:
@@ -142,7 +140,7 @@ def _rows(array: npt.NDArray[np.integer]) -> Iterator[bytes]:
 
 
 def _units(token_ids: Tokens) -> npt.NDArray[np.int64]:
-    """Convert token ids to [tokens, words of a token], every word checked."""
+    """Convert token ids to [tokens, words per token]; check every word."""
     try:
         values = np.asarray(token_ids)
     except ValueError:  # rows of unequal length
@@ -159,7 +157,7 @@ def _units(token_ids: Tokens) -> npt.NDArray[np.int64]:
 
 
 def _units_one_by_one(token_ids: Tokens) -> npt.NDArray[np.int64]:
-    """Convert what numpy does not take as it is, mostly to say which token is at fault."""
+    """Convert tokens that numpy cannot convert directly; mostly used to name the bad token."""
     units = [_words_of(token, position) for position, token in enumerate(token_ids)]
     width = len(units[0]) if units else 1
     for position, unit in enumerate(units):
@@ -175,7 +173,7 @@ def _words_of(token: object, position: int) -> list[int]:
     except TypeError as error:
         raise FormatError(f"token {position}: {token!r:.60} is not a whole number") from error
     if not words:
-        raise FormatError(f"token {position}: an empty tuple")
+        raise FormatError(f"token {position}: is an empty tuple")
     for word in words:
         if not 0 <= word <= MAX_TOKEN:
             raise FormatError(f"token {position}: {word} is not in 0..2^63-1")

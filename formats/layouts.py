@@ -1,8 +1,8 @@
 """The order of the axes inside one stored object.
 
-Nothing in an object says how it is ordered, and every layout of a pool has the same size. An
-object is a run of tensors without gaps; a tensor is an axis order, a shape and an item type. Which
-tensors a pool has, a kind of `formats.kinds` says; `formats.pools` puts them into objects.
+An object does not state its order, and all layouts of a pool have the same size. An object is a
+run of tensors without gaps; a tensor has an axis order, a shape and an item type. `formats.kinds`
+defines the tensors of a pool; `formats.pools` places them in objects.
 Source: SGLang srt/mem_cache/pool_host/ {mha,mla,dsa,mamba}.py, `get_data_page` (flat pages) and
 `get_page_buffer_meta` (objects of one part each).
 """
@@ -22,10 +22,10 @@ DTYPE_BYTES = {
     "float8_e4m3fnuz": 1,
     "float8_e5m2": 1,
 }
-# "uint8" is bytes with a form of their own: scaled MLA rows, indexer blocks.
+# "uint8" marks structured bytes: scaled MLA rows, indexer blocks.
 TENSOR_DTYPE_BYTES = {**DTYPE_BYTES, "uint8": 1}
 
-# The outermost axes of each layout, of those that a tensor has; its other axes keep their order.
+# The outermost axes of each layout, if the tensor has them; other axes keep their order.
 _OUTERMOST = {
     "layer_first": ("layer", "token", "head"),
     "page_first": ("token", "layer", "head"),
@@ -35,7 +35,7 @@ _OUTERMOST = {
 PAGE_LAYOUTS = tuple(_OUTERMOST)
 HEADLESS_LAYOUTS = PAGE_LAYOUTS[:3]
 PAGE_FIRST_LAYOUTS = ("page_first", "page_first_direct")
-# page_unified is of the unified key scheme; no SGLang store reads or writes it.
+# page_unified belongs to the unified key scheme; no SGLang store reads or writes it.
 LAYOUTS = (*PAGE_LAYOUTS, "page_unified")
 QUANT_BLOCK = 128  # codes per fp32 scale: DSATokenToKVPool.quant_block_size
 
@@ -58,7 +58,7 @@ class TensorLayout:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one item."""
+        """Bytes per item."""
         return TENSOR_DTYPE_BYTES[self.dtype]
 
     @property
@@ -68,12 +68,12 @@ class TensorLayout:
 
     @property
     def strides(self) -> dict[str, int]:
-        """Bytes from one index to the next, along each axis."""
+        """Bytes from one index to the next along each axis."""
         steps = accumulate(reversed(self.shape), mul, initial=self.itemsize)
         return dict(zip(reversed(self.axes), steps, strict=False))
 
     def in_layout(self, layout: str) -> TensorLayout:
-        """Return the tensor with the axis order of a layout."""
+        """Return the tensor in the axis order of a layout."""
         lengths = dict(zip(self.axes, self.shape, strict=True))
         outer = [axis for axis in _OUTERMOST[layout] if axis in lengths]
         axes = (*outer, *(axis for axis in self.axes if axis not in outer))
@@ -85,10 +85,10 @@ class Column:
     """A run of equal items in each row of a tensor.
 
     offset:      bytes from the start of the row.
-    axes, shape: what the items count, outermost first.
-    scale_floor: for fp32 scales, the least that is legal; None for ordinary numbers.
-    scales:      the column of scales for these codes, each for an equal share of them. Where a
-                 scale of 0 is legal, the codes under it mean nothing and are not judged.
+    axes, shape: of the items, outermost first.
+    scale_floor: lowest legal fp32 scale; None for ordinary numbers.
+    scales:      the column of scales for these codes, each for an equal share of them. If a
+                 scale of 0 is legal, the codes under it are not judged.
     """
 
     name: str
@@ -101,10 +101,10 @@ class Column:
 
     @property
     def items(self) -> int:
-        """Items of the column in one row."""
+        """Items per row."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the column in one row."""
+        """Bytes per row."""
         return self.items * TENSOR_DTYPE_BYTES[self.dtype]

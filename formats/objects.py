@@ -1,23 +1,23 @@
-"""The object model: what one stored object holds, whatever store it lies in.
+"""The object model, which is the same for all stores.
 
-An object is named by a page hash and a `Coordinate`; a key codec (`formats.keys`) turns the
-two into the backend's own name and back.
+A page hash and a `Coordinate` name an object. A key codec (`formats.keys`) converts both to the
+backend's key and back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-AXES = ("tp", "pp", "cp", "dcp")  # along which objects have ranks
+AXES = ("tp", "pp", "cp", "dcp")  # axes of ranks
 
-Sizes = tuple[int | None, ...]  # of tp, pp, cp, dcp, and the DCP page
+Sizes = tuple[int | None, ...]  # of tp, pp, cp, dcp, then tokens of the DCP page
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank coordinates of an object; None where the key does not say.
+    """Rank coordinates of an object; None if the key does not state one.
 
-    `tp` is the attention TP rank and size. Ranks count from 0.
+    tp: the attention TP rank and size. Ranks count from 0.
     """
 
     tp_rank: int | None = None
@@ -28,10 +28,10 @@ class Shard:
     cp_size: int | None = None
     dcp_rank: int | None = None
     dcp_size: int | None = None
-    dcp_page_size: int | None = None  # logical page size, part of DCP keys only
+    dcp_page_size: int | None = None  # logical page size, in DCP keys only
     layers: tuple[int, int] | None = None  # half-open range of model layers (unified keys)
     heads: tuple[int, int] | None = None  # half-open range of head groups (unified, split heads)
-    ranked: bool = True  # False: the key has no place for a rank at all (Mooncake MLA, old)
+    ranked: bool = True  # False: the key has no field for a rank (MLA on Mooncake, up to 0.5.7)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -40,16 +40,16 @@ class Shard:
 
     @property
     def sizes(self) -> Sizes:
-        """The size of each axis, and of the DCP page: what tells deployments apart."""
+        """The size of each axis and of the DCP page. They distinguish deployments."""
         return self.tp_size, self.pp_size, self.cp_size, self.dcp_size, self.dcp_page_size
 
     @property
     def axes(self) -> tuple[tuple[str, int | None, int | None], ...]:
-        """The name, the rank and the size of each axis."""
+        """Name, rank and size of each axis."""
         return tuple(zip(AXES, self.ranks, self.sizes, strict=False))
 
     def ranks_text(self) -> str:
-        """Say the ranks for people: `tp 0/2 pp 1/4`; "" without any."""
+        """Return the ranks for messages, such as `tp 0/2 pp 1/4`; "" without ranks."""
         return " ".join(
             f"{axis} {rank}/{'?' if size is None else size}"
             for axis, rank, size in self.axes
@@ -57,20 +57,20 @@ class Shard:
         )
 
     def sizes_text(self) -> str:
-        """Say the sizes for people: `tp size 2`; "without TP ranks" where there are none."""
+        """Return the sizes for messages, such as `tp size 2`; "without TP ranks" without sizes."""
         sizes = [f"{axis} size {size}" for axis, _, size in self.axes if size is not None]
         return " ".join(sizes) or "without TP ranks"
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinate:
-    """Everything that says what an object holds, except which page.
+    """Identity of an object within its page.
 
-    model: served model name with "/" replaced by "-", as in the keys; "" where keys carry none.
-    tag:   Mooncake `extra_backend_tag`, "" without.
+    model: served model name with "/" replaced by "-", as in the keys; "" if keys have no model.
+    tag:   Mooncake `extra_backend_tag`; "" without one.
     pool:  SGLang `PoolName` value ("kv", "indexer", ...).
-    part:  the piece of the pool in this object ("k", "temporal", ...), None for the whole page.
-           The exception is MLA on Mooncake: SGLang names an object of K and V together "k".
+    part:  piece of the pool in this object ("k", "temporal", ...); None for the whole page.
+           Exception: on Mooncake, SGLang names the MLA object of K and V together "k".
     """
 
     model: str

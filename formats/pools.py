@@ -1,9 +1,9 @@
-"""What one rank stores of one pool in a page: its layers, heads, states and row widths.
+"""One rank's piece of one pool in a page: layers, heads, states and row widths.
 
-The sizes follow SGLang's own divisions: pipeline stages (srt/distributed/utils.py ::
-get_pp_indices), KV heads (srt/configs/model_config.py :: get_num_kv_heads), context-parallel
-layer split (srt/layers/cp/utils.py :: get_layer_shard_range) and linear-attention states
-(srt/configs/mamba_utils.py). They are equal for all TP and DCP ranks, so neither is asked for.
+Divisions follow SGLang: pipeline stages (srt/distributed/utils.py :: get_pp_indices), KV heads
+(srt/configs/model_config.py :: get_num_kv_heads), context-parallel layer split
+(srt/layers/cp/utils.py :: get_layer_shard_range) and linear-attention states
+(srt/configs/mamba_utils.py). Sizes are equal for all TP and DCP ranks, so no function takes one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPiece:
-    """What one rank stores of a pool in one page.
+    """One rank's piece of a pool in one page.
 
-    layers: model layer numbers in stored order. Packed draft layers come last and count on from
-        the model's last layer; a draft pool counts its draft's layers from 0.
-    padding_layers: unused layers between the target's and the packed draft's (CP layer split).
-    tensors: in the axis order of layer_first; none where the bytes have no known form (opaque,
-        logical). `nbytes` then says how many there are in one object.
+    layers: model layer numbers in stored order. Packed draft layers come last, numbered after
+        the model's last layer; a draft pool counts the draft's layers from 0.
+    padding_layers: unused layers between target and packed draft layers (CP layer split).
+    tensors: in the axis order of layer_first; none if the form of the bytes is unknown (opaque,
+        logical).
+    nbytes: bytes of one object without tensors.
     """
 
     pool: Pool
@@ -42,10 +43,10 @@ class PoolPiece:
     nbytes: int = 0
 
     def flat(self, layout: str) -> tuple[TensorLayout, ...]:
-        """Lay out an object that holds the whole page (file, 3FS without zero-copy).
+        """Return the tensors of an object with the whole page (file, 3FS without zero-copy).
 
-        Raises ProfileError for a layout SGLang does not build the pool in, UnsupportedByBackend
-        for one that has no flat page.
+        Raises ProfileError if SGLang does not build the pool in this layout, UnsupportedByBackend
+        if the layout has no flat page.
         """
         kind_of(self.pool).check_flat(self.pool)
         tensors = self._ordered(layout)
@@ -55,28 +56,28 @@ class PoolPiece:
         )
 
     def parts(self, layout: str) -> tuple[TensorLayout, ...]:
-        """Lay out the objects that hold one part each (Mooncake, 3FS -k and -v), in order.
+        """Return the tensors of objects with one part each (Mooncake, 3FS -k and -v), in order.
 
         Raises ProfileError and UnsupportedByBackend like `flat`.
         """
         tensors = self._ordered(layout)
         if layout == "layer_first" and kind_of(self.pool).scattered:
             raise UnsupportedByBackend(
-                "layer_first pages of this pool lie scattered in host memory and cannot be stored "
-                "as parts; page_first and page_first_direct can"
+                "layout layer_first: pages of this pool are scattered in host memory and cannot be "
+                "stored as parts; use page_first or page_first_direct"
             )
         return tensors
 
     def head_slice(self, slices: int) -> PoolPiece:
-        """Return one of equal slices along the heads. Raises ProfileError."""
+        """Return one of `slices` equal slices along the heads. Raises ProfileError."""
         tensors = []
         for tensor in self.tensors:
             at = tensor.axes.index("head")
             heads, odd = divmod(tensor.shape[at], slices)
             if odd:
                 raise ProfileError(
-                    f"tp_lcm_size: a rank's {tensor.shape[at]} KV heads do not split into {slices} "
-                    "slices"
+                    f"tp_lcm_size: a rank's {tensor.shape[at]} KV heads cannot be split into "
+                    f"{slices} equal slices"
                 )
             shape = (*tensor.shape[:at], heads, *tensor.shape[at + 1 :])
             tensors.append(replace(tensor, shape=shape))
@@ -94,10 +95,10 @@ class PoolPiece:
 def pp_ranges(
     num_layers: int, pp: int, partition: Sequence[int] = ()
 ) -> tuple[tuple[int, int], ...]:
-    """Split layers over pipeline stages as half-open ranges.
+    """Return the half-open layer range of each pipeline stage.
 
-    Without `partition` the last `num_layers % pp` stages hold one layer more (get_pp_indices).
-    Raises ProfileError when a stage would be empty or the partition does not add up.
+    Without `partition`, the last `num_layers % pp` stages have one more layer (get_pp_indices).
+    Raises ProfileError if a stage is empty or the partition does not sum to `num_layers`.
     """
     if pp == 1:  # SGLang ignores a partition then
         return ((0, num_layers),)
@@ -112,9 +113,9 @@ def pp_ranges(
 
 
 def layer_shard_range(rank: int, size: int, num_layers: int) -> tuple[int, int]:
-    """Give the half-open range of a stage's layers that a CP rank owns under layer split.
+    """Return the half-open range of a stage's layers that a CP rank owns under layer split.
 
-    The first `num_layers % size` ranks own one layer more (get_layer_shard_range).
+    The first `num_layers % size` ranks own one more layer (get_layer_shard_range).
     """
     base, extra = divmod(num_layers, size)
     start = rank * base + min(rank, extra)
@@ -122,7 +123,7 @@ def layer_shard_range(rank: int, size: int, num_layers: int) -> tuple[int, int]:
 
 
 def model_layer_count(profile: Profile) -> int:
-    """Count the target model's layers: those of the stages, else up to the largest named one."""
+    """Return the number of the target's layers: of all stages, else up to the pools' highest."""
     if profile.pp > 1 and profile.pp_partition:
         return sum(profile.pp_partition)
     return max(
@@ -132,16 +133,16 @@ def model_layer_count(profile: Profile) -> int:
 
 
 def stage_ranges(profile: Profile) -> tuple[tuple[int, int], ...]:
-    """Give the half-open range of model layers of each pipeline stage. Raises ProfileError."""
+    """Return the half-open range of model layers of each pipeline stage. Raises ProfileError."""
     return pp_ranges(model_layer_count(profile), profile.pp, profile.pp_partition)
 
 
 def pool_piece(
     profile: Profile, pool: Pool, *, pp_rank: int = 0, cp_rank: int = 0
 ) -> PoolPiece | None:
-    """Describe what one rank stores of a pool; None where none of its layers lie on the stage.
+    """Return one rank's piece of a pool; None if the stage has no layers of the pool.
 
-    Raises ProfileError when the profile does not say enough, or contradicts itself.
+    Raises ProfileError if the profile is incomplete or contradicts itself.
     """
     kind = kind_of(pool)
     if not kind.has_bytes:
@@ -154,13 +155,13 @@ def pool_piece(
         return None
     if not kind.has_form:
         return PoolPiece(pool=pool, layers=layers, padding_layers=padding, nbytes=pool.nbytes)
-    # Under DCP a rank holds every dcp-th token of a KV page; a draft holds the page whole.
+    # Under DCP a rank holds every dcp-th token of a KV page, but all tokens of a draft page.
     tokens = profile.page_size // profile.dcp if pool.name == "kv" else profile.page_size
     if pool.is_draft and kind.shards and profile.cp > 1:
-        # runtime_context.py :: draft_attn_parallel_group: it depends on DP attention too.
+        # runtime_context.py :: draft_attn_parallel_group also depends on DP attention.
         raise ProfileError(
-            f"pools[{pool.name}]: with cp > 1 SGLang shards draft heads over a group of ranks "
-            "that a profile does not state"
+            f"pools[{pool.name}]: not supported with cp {profile.cp}: SGLang shards draft heads "
+            "over a group of ranks that a profile does not state"
         )
     tp = profile.linear_tp if kind.linear and profile.linear_tp else profile.tp
     tensors = kind.tensors(pool, len(layers) + padding, tokens, tp)
@@ -170,8 +171,8 @@ def pool_piece(
 def _piece_layers(
     profile: Profile, pool: Pool, pp_rank: int, cp_rank: int
 ) -> tuple[tuple[int, ...], int]:
-    """Give the layers a rank stores, and how many layers of padding."""
-    # A draft runs on the last stage alone (EAGLEWorkerV2._hosts_draft), whole on each CP rank.
+    """Return the layers that a rank stores, and the number of padding layers."""
+    # Only the last stage runs the draft (EAGLEWorkerV2._hosts_draft); each CP rank has all of it.
     hosts_draft = pp_rank == profile.pp - 1
     if pool.is_draft:
         if not hosts_draft:
@@ -189,20 +190,20 @@ def _piece_layers(
 def _split_layers(
     profile: Profile, pool: Pool, pp_rank: int, cp_rank: int
 ) -> tuple[tuple[int, ...], int]:
-    """Give the target's layers of a stage or of a CP rank's share of it, and the padding."""
+    """Return the target's layers of a stage, or of a CP rank's share of it, and the padding."""
     layers = _stage_layers(profile, pool, pp_rank)
     if not profile.cp_layer_split or profile.cp == 1 or not pool_name(pool.name).cp_split:
         return layers, 0
     anchor = profile.pools[0]
     if not kind_of(anchor).splits_layers:
-        raise ProfileError("cp_layer_split: only DSA models, whose kv is of kind mla, have it")
+        raise ProfileError("cp_layer_split: needs a DSA model, with a kv pool of kind mla")
     kv_layers = _stage_layers(profile, anchor, pp_rank)
     start, end = layer_shard_range(cp_rank, profile.cp, len(kv_layers))
     owned = kv_layers[start:end]
     if pool.name == "kv":
-        # build_kv_host_pool rounds up, so that all ranks' objects have one size.
+        # build_kv_host_pool rounds up, so objects of all ranks have the same size.
         return owned, -(-len(kv_layers) // profile.cp) - len(owned)
-    # DSAIndexerPoolHost does not: it holds the owned layers that compute their own top-k.
+    # DSAIndexerPoolHost does not round: it holds the owned layers that compute their own top-k.
     return tuple(layer for layer in layers if layer in owned), 0
 
 
@@ -212,10 +213,13 @@ def _stage_layers(profile: Profile, pool: Pool, pp_rank: int) -> tuple[int, ...]
     total = model_layer_count(profile)
     if isinstance(pool.layers, int) and pool.layers != total:
         raise ProfileError(
-            f"pools[{pool.name}].layers: a count of {pool.layers} out of {total} model layers "
-            "does not say which stage holds them; give the layer numbers"
+            f"pools[{pool.name}].layers: the count {pool.layers} of {total} model layers does not "
+            "determine their stages; give a list of layer numbers"
         )
     if max(pool.layer_numbers) >= total:
-        raise ProfileError(f"pools[{pool.name}].layers: the stages hold {total} layers only")
+        raise ProfileError(
+            f"pools[{pool.name}].layers: {max(pool.layer_numbers)} is too large; the stages have "
+            f"{total} layers"
+        )
     start, end = stage_ranges(profile)[pp_rank]
     return tuple(layer for layer in pool.layer_numbers if start <= layer < end)

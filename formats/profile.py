@@ -1,7 +1,7 @@
-"""The deployment that wrote a store: what it served, how it was sharded, what its pools hold.
+"""The profile: model, sharding and pools of the deployment that wrote a store.
 
-A profile describes the whole model before sharding; `formats.spec` derives from it the
-objects a page must have. It is written as TOML (or the same keys as JSON).
+It describes the whole model before sharding; `formats.spec` derives the objects of a page. Its file
+form is TOML, or JSON with the same keys.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hicachectl.formats.forms import convert
 from hicachectl.formats.kinds import kind_names, kind_of, kinds
 from hicachectl.formats.kinds.pool import Pool, StateTensor, default_hit_policy
 from hicachectl.formats.layouts import DTYPE_BYTES, LAYOUTS
+from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,8 +27,8 @@ NEWEST_SGLANG = "0.5.23"
 
 HIT_POLICIES = ("all_pages", "trailing_pages")
 
-# Bounds on what a profile may state, far above any deployment, so that a mistyped or hostile one
-# is refused before anything of its size is built.
+# Bounds far above any deployment. They refuse mistyped and hostile profiles before anything of
+# the stated size is built.
 MAX_RANKS = 4096  # along one axis
 MAX_ALL_RANKS = 65_536
 MAX_LAYERS = 10_000
@@ -39,9 +40,9 @@ _MAX_STATES = 16
 _MAX_POOLS = 32  # SGLang has 23
 HASH_UNITS = ("token", "bigram")
 
-_NO_TEXT = "holds half a character (a lone surrogate)"
+_NO_TEXT = "not valid Unicode (a lone surrogate)"
 
-# What a pool counts from 0 on, and how far.
+# Fields of a pool that count from 0, with their bounds.
 _COUNTS = {
     "packed_draft_layers": MAX_LAYERS,
     "kv_heads": MAX_LENGTH,
@@ -57,8 +58,8 @@ _COUNTS = {
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A deployment. `tp` is the attention TP size, as in the keys.
 
-    inferred: made from what a store showed, so that only model, topology, pools and their object
-    sizes mean anything; it does not do where bytes must be understood.
+    inferred: built from a store's listing. Only model, topology, pools and object sizes are valid;
+    commands that interpret bytes refuse such a profile.
     """
 
     model: str
@@ -81,7 +82,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def key_model(self) -> str:
-        """The model name as keys spell it (HiCacheFile, MooncakeStore: "/" becomes "-")."""
+        """Model name as in keys (HiCacheFile, MooncakeStore: "/" becomes "-")."""
         return self.model.replace("/", "-")
 
     @property
@@ -91,12 +92,12 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return kind_of(anchor).shards is False or anchor.replicated
 
     def pool(self, name: str) -> Pool | None:
-        """Find a pool by its name."""
+        """Return the pool of this name, or None."""
         return next((pool for pool in self.pools if pool.name == name), None)
 
 
 def parse_profile(text: str, *, source: str = "profile") -> Profile:
-    """Read a profile from TOML or JSON text. Raises ProfileError naming the field at fault."""
+    """Parse a profile from TOML or JSON text. Raises ProfileError naming the field at fault."""
     text = text.removeprefix("\ufeff")
     if text.lstrip().startswith("{"):
         document = parse_json(text, source, refusal=ProfileError, unique=True)
@@ -115,35 +116,35 @@ def profile_from_mapping(document: Any, *, source: str = "profile") -> Profile:
 
 
 def dump_profile(profile: Profile) -> str:
-    """Write a profile as TOML that `parse_profile` reads back to an equal value."""
+    """Return a profile as TOML; `parse_profile` returns an equal profile for it."""
     import tomli_w
 
     return tomli_w.dumps(profile_to_mapping(profile))
 
 
 def profile_to_mapping(profile: Profile) -> dict[str, Any]:
-    """Turn a profile into plain dicts and lists, leaving out fields at their default."""
+    """Convert a profile to plain dicts and lists, without fields at their default."""
     mapping: dict[str, Any] = _plain(profile)
     return mapping
 
 
 def validate_profile(profile: Profile) -> list[str]:
-    """List every problem of a profile, in words; none when it is usable."""
+    """Return a message for every problem of a profile; none if the profile is valid."""
     problems = [*_size_problems(profile)]
     if problems:
-        return problems  # the other checks calculate with what is bounded here
+        return problems  # the other checks calculate with these numbers
     problems = [*_scalar_problems(profile), *_parallel_problems(profile)]
     if not profile.pools:
-        return [*problems, "pools: at least the kv pool is needed"]
+        return [*problems, "pools: at least the kv pool must be stated"]
     anchor = profile.pools[0]
     if anchor.name != "kv":
-        problems.append(f"pools: the first must be kv, is {anchor.name!r}")
+        problems.append(f"pools: the first pool must be kv, but is {anchor.name!r}")
     elif anchor.kind in kind_names() and not kind_of(anchor).anchors:
-        known = ", ".join(kind.name for kind in kinds() if kind.anchors)
-        problems.append(f"pools[kv].kind: {anchor.kind!r} is none of {known}")
+        known = [kind.name for kind in kinds() if kind.anchors]
+        problems.append(not_one_of("pools[kv].kind", anchor.kind, known))
     names = [pool.name for pool in profile.pools]
     twice = sorted({name for name in names if names.count(name) > 1})
-    problems += [f"pools: {name!r} stated twice" for name in twice]
+    problems += [f"pools: {name!r} appears twice" for name in twice]
     for pool in profile.pools:
         own = [*_pool_problems(pool)] or [*_object_problems(profile, pool)]
         problems += [f"pools[{pool.name}].{problem}" for problem in own]
@@ -151,7 +152,7 @@ def validate_profile(profile: Profile) -> list[str]:
 
 
 def above(name: str, value: int, most: int) -> Iterator[str]:
-    """Give the problem of a number that is larger than a bound."""
+    """Yield a message if a number is larger than its bound."""
     if value > most:
         yield f"{name}: {shown(value)} is larger than {most}"
 
@@ -162,7 +163,7 @@ def _size_problems(profile: Profile) -> Iterator[str]:
         yield from above(name, getattr(profile, name), MAX_RANKS)
     sizes = (profile.tp, profile.pp, profile.cp)
     if all(0 < size <= MAX_RANKS for size in sizes) and prod(sizes) > MAX_ALL_RANKS:
-        yield f"tp: tp x pp x cp are {prod(sizes)} ranks, more than {MAX_ALL_RANKS}"
+        yield f"tp: tp x pp x cp is {prod(sizes)} ranks; at most {MAX_ALL_RANKS} are allowed"
     yield from above("page_size", profile.page_size, MAX_PAGE_SIZE)
     yield from above("pp_partition", max(profile.pp_partition, default=0), MAX_LAYERS)
     yield from above("pools: their number", len(profile.pools), _MAX_POOLS)
@@ -186,14 +187,14 @@ def _pool_size_problems(pool: Pool) -> Iterator[str]:
 
 
 def _object_problems(profile: Profile, pool: Pool) -> Iterator[str]:
-    """Check that no object of a pool can reach MAX_OBJECT_BYTES, sharded or not."""
+    """Yield a message if an object of the pool, before sharding, can reach MAX_OBJECT_BYTES."""
     layers = pool.layers if isinstance(pool.layers, int) else len(pool.layers)
-    layers += pool.packed_draft_layers + 1  # one of padding, under CP layer split
+    layers += pool.packed_draft_layers + 1  # one layer of padding, under CP layer split
     rows = {name: row for kind in kinds() for name, row in kind.row_items(pool).items()}
     items = {name: profile.page_size * row for name, row in rows.items()}
     items |= {f"{where}.shape": prod(state.shape) for where, state in _named_states(pool)}
     if sum(items.values()) * layers * max(DTYPE_BYTES.values()) >= MAX_OBJECT_BYTES:
-        yield f"{max(items, key=lambda name: items[name])}: objects of 2^62 bytes and more"
+        yield f"{max(items, key=lambda name: items[name])}: objects must be smaller than 2^62 bytes"
 
 
 def _named_states(pool: Pool) -> Iterator[tuple[str, StateTensor]]:
@@ -206,10 +207,10 @@ def _named_states(pool: Pool) -> Iterator[tuple[str, StateTensor]]:
 def _scalar_problems(profile: Profile) -> Iterator[str]:
     for name in ("page_size", "tp", "pp", "cp", "dcp"):
         if getattr(profile, name) < 1:
-            yield f"{name}: must be at least 1, is {getattr(profile, name)}"
+            yield f"{name}: must be at least 1, but is {getattr(profile, name)}"
     for name in ("linear_tp", "tp_lcm_size"):
         if getattr(profile, name) < 0:
-            yield f"{name}: must not be negative"
+            yield f"{name}: must not be negative, but is {getattr(profile, name)}"
     if not profile.model:
         yield "model: missing"
     for name in ("model", "sglang", "tag", "speculative_algorithm"):
@@ -220,17 +221,17 @@ def _scalar_problems(profile: Profile) -> Iterator[str]:
 
 
 def _parallel_problems(profile: Profile) -> Iterator[str]:
-    """Check what the sizes of a deployment demand of one another."""
+    """Yield a message for each contradiction between the sizes of a deployment."""
     if profile.pp_partition and len(profile.pp_partition) != profile.pp:
-        yield f"pp_partition: names {len(profile.pp_partition)} stages, pp is {profile.pp}"
+        yield f"pp_partition: states {len(profile.pp_partition)} stages, but pp is {profile.pp}"
     if any(layers < 1 for layers in profile.pp_partition):
-        yield "pp_partition: every stage needs at least one layer"
+        yield f"pp_partition: {list(profile.pp_partition)} has a stage without layers"
     if profile.dcp > 1 and profile.page_size % profile.dcp:
-        yield f"page_size: {profile.page_size} is no multiple of dcp {profile.dcp}"
+        yield f"page_size: {profile.page_size} is not a multiple of dcp {profile.dcp}"
     if profile.dcp > 1 and profile.tp % profile.dcp:
-        yield f"tp: {profile.tp} is no multiple of dcp {profile.dcp}"
+        yield f"tp: {profile.tp} is not a multiple of dcp {profile.dcp}"
     if profile.tp_lcm_size and profile.tp > 0 and profile.tp_lcm_size % profile.tp:
-        yield f"tp_lcm_size: {profile.tp_lcm_size} is no multiple of tp {profile.tp}"
+        yield f"tp_lcm_size: {profile.tp_lcm_size} is not a multiple of tp {profile.tp}"
 
 
 def _pool_problems(pool: Pool) -> Iterator[str]:
@@ -258,28 +259,31 @@ def _layer_problems(layers: int | tuple[int, ...]) -> Iterator[str]:
         if layers < 0:
             yield "layers: must not be negative"
     elif any(b <= a for a, b in zip((-1, *layers), layers, strict=False)):
-        yield "layers: layer numbers must rise from 0 on"
+        yield "layers: layer numbers must be at least 0 and strictly ascending"
 
 
 def _state_problems(state: StateTensor) -> Iterator[str]:
     yield from _choice("dtype", state.dtype, tuple(DTYPE_BYTES))
     if not state.shape or any(length < 1 for length in state.shape):
-        yield f"shape: {list(state.shape)} needs lengths of at least 1"
+        yield f"shape: every length must be at least 1, but is {list(state.shape)}"
     elif not 0 <= state.shard_axis < len(state.shape):
-        yield f"shard_axis: {state.shard_axis} is no axis of {list(state.shape)}"
+        yield f"shard_axis: {state.shard_axis} is not an axis of {list(state.shape)}"
     elif any(group < 1 for group in state.groups):
-        yield "groups: lengths must be at least 1"
+        yield f"groups: every length must be at least 1, but is {list(state.groups)}"
     elif state.groups and sum(state.groups) != state.shape[state.shard_axis]:
-        yield f"groups: sum to {sum(state.groups)}, the axis has {state.shape[state.shard_axis]}"
+        yield (
+            f"groups: sum to {sum(state.groups)}, but the sharded axis has length "
+            f"{state.shape[state.shard_axis]}"
+        )
 
 
 def _choice(name: str, value: str, known: tuple[str, ...]) -> Iterator[str]:
     if value not in known:
-        yield f"{name}: {value!r} is none of {', '.join(known)}"
+        yield not_one_of(name, value, known)
 
 
 def _is_text(text: str) -> bool:
-    """Tell whether a text can be encoded; JSON can spell surrogates that stand alone."""
+    """Return whether a text can be encoded; JSON allows lone surrogates, which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

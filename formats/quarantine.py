@@ -1,4 +1,4 @@
-"""Names of the files and folders of a quarantine; `move.quarantine` says what they hold."""
+"""Names of files and folders in a quarantine; `move.quarantine` describes their contents."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ RUN = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{6}")
 
 
 def is_quarantine(path: str, names: Iterable[str], exists: Callable[[str], bool]) -> bool:
-    """Tell a directory of these names from a store: a quarantine, one of its runs or folders.
+    """Return whether a directory with these names is a quarantine, or a run or folder of one.
 
-    exists: whether there is anything of a path; a folder of objects has its record beside it.
+    names: entries of the directory. exists: whether a path exists. The record of a folder of
+    objects lies beside the folder.
     """
     parts = path.rsplit("/", 2)[-2:]
     if parts == [".hicachectl", "quarantine"]:

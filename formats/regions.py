@@ -1,7 +1,7 @@
-"""Which part of a page's content an object holds, in terms that do not depend on who wrote it.
+"""Which part of a page's content an object holds, independent of the deployment.
 
 A pool's content is indexed by model layer, KV head, token, channel and so on. An object holds
-boxes of it: its own layers, heads and state channels, each at a place that its axis order gives.
+boxes of this content: its layers, heads and state channels, at offsets given by its axis order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LayerOrder = dict[object, int]
 
 
 def layer_order(pool: Pool) -> LayerOrder:
-    """Count the layers of a pool as its whole page has them, packed drafts last."""
+    """Return the index of each layer in a whole page of the pool, packed draft layers last."""
     names = [*pool.layer_numbers, *(("packed", n) for n in range(pool.packed_draft_layers))]
     return {name: number for number, name in enumerate(names)}
 
@@ -36,10 +36,10 @@ def layer_order(pool: Pool) -> LayerOrder:
 def object_regions(
     profile: Profile, pool: Pool, expected: ObjectSpec, order: LayerOrder
 ) -> tuple[Region, ...]:
-    """List the boxes that an object holds; none for one without bytes.
+    """Return the boxes that an object holds; none for an object without bytes.
 
-    order: of the pool in the deployment that all layers are counted by. Raises ProfileError on a
-    layer that is not in it, and where the profile cannot say which heads or channels a rank has.
+    order: layer order of the pool in the source deployment. Raises ProfileError if a layer is not
+    in it, or if the profile does not determine which heads or channels a rank has.
     """
     if not expected.tensors:
         return _opaque_region(profile, pool, expected) if expected.nbytes else ()
@@ -58,7 +58,7 @@ def _tensor_regions(
     tensor: TensorLayout,
     layers: list[Span],
 ) -> Iterator[Region]:
-    """Lay out the boxes of one tensor: one for each choice of a span along every axis."""
+    """Yield the boxes of one tensor: one per combination of spans along its axes."""
     strides = tensor.strides
     spans: dict[str, list[Span]] = {
         axis: [(0, 0, length)] for axis, length in zip(tensor.axes, tensor.shape, strict=True)
@@ -77,10 +77,10 @@ def _tensor_regions(
 
 
 def _space(profile: Profile, pool: Pool, expected: ObjectSpec) -> tuple[object, ...]:
-    """Name the content that an object's indices count.
+    """Return the identity of the content that an object's indices count.
 
-    Ranks of DCP hold other tokens of kv under the same indices. Those of CP are kept apart too, as
-    nothing says that they are equal, except where they share out the layers.
+    DCP ranks hold different tokens of kv under the same indices. CP ranks are kept apart, because
+    their contents may differ, except if they divide the layers among themselves.
     """
     shard = expected.coordinate.shard
     split = profile.cp_layer_split and pool_name(pool.name).cp_split
@@ -89,7 +89,7 @@ def _space(profile: Profile, pool: Pool, expected: ObjectSpec) -> tuple[object, 
 
 
 def _opaque_region(profile: Profile, pool: Pool, expected: ObjectSpec) -> tuple[Region, ...]:
-    """Take an object of unknown form as one item, the same only in the same place."""
+    """Return an object of unknown form as one item; equal only for the same rank and layers."""
     shard = expected.coordinate.shard
     shared = pool.replicated or (shard.tp_rank is None and shard.heads is None)
     place = None if shared else (profile.tp, holder(shard))

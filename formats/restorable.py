@@ -1,14 +1,14 @@
 """Which prefixes of page chains a server can restore, by its pools' hit policies.
 
-A prefix of p pages can be restored when every pool agrees: one with ALL_PAGES has its pages
-0..p-1, one with TRAILING_PAGES the last ones of these, as many as its window. Ranks agree on the
-longest prefix that each of them can restore, which is the longest of the lengths that all have in
-common, not the shortest of their longest. Source: SGLang srt/mem_cache/hicache_storage.py ::
+A prefix of p pages is restorable if every pool has its pages: all of 0..p-1 with ALL_PAGES, the
+last of them (as many as the window) with TRAILING_PAGES. Ranks agree on the longest prefix that
+all of them can restore: the maximum of the intersection of their lengths, not the minimum of
+their maxima. Source: SGLang srt/mem_cache/hicache_storage.py ::
 HiCacheFile.batch_exists_v2; storage/mooncake_store/mooncake_store.py ::
 MooncakeStore.batch_exists_v2; hybrid_cache/hybrid_cache_controller.py :: _sync_prefetch_hit_query.
 
-Chains lie one after another in flat arrays over positions; `offsets` [chains + 1] int64 says where
-each begins, from 0 to the number of positions.
+Arrays over positions hold all chains, one after another; `offsets` [chains + 1] int64 holds the
+start of each chain, then the number of positions.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
 
-ALL_PAGES = 0  # the window of a pool that every page of a prefix must have
+ALL_PAGES = 0  # window of a pool that every page of a prefix needs
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPages:
-    """Where a pool has every object of all ranks.
+    """Positions at which a pool has the objects of all ranks.
 
-    present: [positions]. window: how many pages before a prefix's end must have the pool, at least
-    1; or ALL_PAGES.
+    present: [positions] bool. window: how many last pages of a prefix need the pool, at least 1;
+    or ALL_PAGES.
     """
 
     present: BoolArray
@@ -41,25 +41,25 @@ class PoolPages:
 
 
 def positions_of(offsets: IntArray) -> IntArray:
-    """Give each position's place in its chain: [positions], from 0."""
+    """Return the index of each position in its chain: [positions], from 0."""
     lengths = np.diff(offsets)
     return np.arange(offsets[-1], dtype=np.int64) - np.repeat(offsets[:-1], lengths)
 
 
 def leading_runs(present: BoolArray, offsets: IntArray) -> IntArray:
-    """Count the pages before each chain's first one that is not present: [chains]."""
+    """Return the number of pages before each chain's first absent page: [chains]."""
     return first_absent(present, offsets[:-1], offsets[1:]) - offsets[:-1]
 
 
 def first_absent(present: BoolArray, starts: IntArray, ends: IntArray) -> IntArray:
-    """Find the first position of each range [start, end) that is not present; its end if none."""
+    """Return the first absent position of each range [start, end), or its end."""
     absent = np.append(np.flatnonzero(~present), len(present))
     found: IntArray = np.minimum(absent[np.searchsorted(absent, starts)], ends)
     return found
 
 
 def restorable(pools: Sequence[PoolPages], offsets: IntArray) -> BoolArray:
-    """Say of each position whether the prefix that ends with it can be restored: [positions]."""
+    """Return whether the prefix that ends at each position is restorable: [positions]."""
     places = positions_of(offsets)
     allowed = np.ones(len(places), dtype=np.bool_)
     for pool in pools:
@@ -72,9 +72,9 @@ def restorable(pools: Sequence[PoolPages], offsets: IntArray) -> BoolArray:
 
 
 def longest(allowed: BoolArray, offsets: IntArray, lengths: IntArray | None = None) -> IntArray:
-    """Give the longest prefix of each chain that is allowed, in pages: [chains], 0 without any.
+    """Return the pages of each chain's longest allowed prefix: [chains], 0 without any.
 
-    lengths: [chains] pages that it has at most, where that is fewer than the chain has.
+    lengths: [chains] maximum pages of the prefix, if fewer than the chain has.
     """
     found = np.flatnonzero(allowed)
     ends = offsets[1:] if lengths is None else offsets[:-1] + lengths
@@ -83,7 +83,7 @@ def longest(allowed: BoolArray, offsets: IntArray, lengths: IntArray | None = No
 
 
 def _runs(present: BoolArray, places: IntArray) -> IntArray:
-    """Count how many pages in a row are present up to each position, in its chain."""
+    """Return how many consecutive pages of its chain are present up to each position."""
     numbers = np.arange(len(present), dtype=np.int64)
     absent = np.maximum.accumulate(np.where(present, -1, numbers)) if len(present) else numbers
     return np.minimum(numbers - absent, places + 1)

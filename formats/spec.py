@@ -1,7 +1,7 @@
-"""The objects of a page: which there are in a store, their keys, and their bytes.
+"""The objects of a page in a store: their keys and bytes, for all ranks of a deployment.
 
-The coordinates are those that SGLang's key builders produce (see `formats.keys`), for all ranks
-of a deployment together. Source: SGLang srt/mem_cache/hicache_storage.py :: HiCacheFile,
+The coordinates are those of SGLang's key builders (see `formats.keys`).
+Source: SGLang srt/mem_cache/hicache_storage.py :: HiCacheFile,
 storage/mooncake_store/mooncake_store.py :: MooncakeStore, storage/hf3fs/storage_hf3fs.py ::
 HiCacheHF3FS, managers/cache_controller.py.
 """
@@ -48,16 +48,15 @@ class ObjectSpec:
     """One object that a page of a deployment can have.
 
     affix: text of the key before and after the page hash.
-    nbytes: size of the object; UNKNOWN_SIZE where neither a profile nor the store tells.
-    anchor: whether servers take the page for stored because of this object.
-    trailing_pages: for pools that only the last pages of a stored node carry (Mamba, SWA), how
-        many pages; else 0: every page has the object.
-    listed: False for objects that lie in the store beside a profile's, and that the profile does
-        not list.
-    tensors: what fills the object, without gaps; empty where the form of the bytes is not known.
-    layers: model layer numbers in stored order, packed drafts after the model's last; a draft
-        pool counts its draft's own layers.
-    padding_layers: unused layers stored after the target's and before the packed drafts'.
+    nbytes: bytes of the object; UNKNOWN_SIZE if neither profile nor store states them.
+    anchor: whether servers treat the page as present because of this object.
+    trailing_pages: number of last pages of a stored node that have the object (Mamba, SWA); 0 if
+        every page has the object.
+    listed: False for objects that were found in the store and that the profile does not list.
+    tensors: contents of the object, without gaps; empty if the form of the bytes is unknown.
+    layers: model layer numbers in stored order, packed draft layers after the model's last; a
+        draft pool counts the draft's layers.
+    padding_layers: unused layers, stored between target layers and packed draft layers.
     """
 
     affix: Affix
@@ -72,45 +71,46 @@ class ObjectSpec:
 
     @property
     def pool(self) -> str:
-        """Name the object's pool."""
+        """Name of the object's pool."""
         return self.coordinate.pool
 
     @property
     def trailing(self) -> bool:
-        """Whether only the last pages of a stored node carry the object."""
+        """Whether only the last pages of a stored node have the object."""
         return self.trailing_pages > 0
 
     @property
     def object_set(self) -> tuple[str, int | None, bool]:
-        """Identify the objects that a page has all of, or none of where they are trailing.
+        """Identity of the object's set: a whole page has all objects of the set.
 
-        A set is a pool; trailing pools of several linear TP sizes are sets of their own.
+        A page may also have no object of a trailing set. A set is a pool; a trailing pool forms
+        one set per linear TP size.
         """
         linear_tp = self.coordinate.shard.tp_size if self.trailing else None
         return self.pool, linear_tp, self.listed
 
     @property
     def awaited(self) -> bool:
-        """Whether a removal waits for the object before it takes a page for whole again.
+        """Whether a removal treats a page as whole again only if this object is present.
 
-        Servers without speculation write pages without drafts, and most pages have no trailing
-        objects.
+        Drafts do not count: servers without speculation do not write them. Trailing objects do
+        not count: most pages have none.
         """
         return self.anchor or not self.costs_hits_only
 
     @property
     def costs_hits_only(self) -> bool:
-        """Whether servers read no wrong data where the object alone is missing."""
+        """Whether servers read no wrong data if only this object is missing."""
         return self.trailing or pool_name(self.pool).draft
 
     def shares_rank(self, other: ObjectSpec) -> bool:
-        """Whether one rank writes both objects: their ranks are equal where both keys say one."""
+        """Return whether one rank writes both objects: ranks that both keys state are equal."""
         mine, theirs = self.coordinate.shard.ranks, other.coordinate.shard.ranks
         return all(a is None or b is None or a == b for a, b in zip(mine, theirs, strict=True))
 
 
 def object_sets(specs: Sequence[ObjectSpec]) -> tuple[IntArray, ...]:
-    """Return the positions of each object set's specs, the sets in the order of their first."""
+    """Return the indices of each object set's specs; sets are in order of their first spec."""
     found: dict[object, list[int]] = {}
     for position, spec in enumerate(specs):
         found.setdefault(spec.object_set, []).append(position)
@@ -118,24 +118,24 @@ def object_sets(specs: Sequence[ObjectSpec]) -> tuple[IntArray, ...]:
 
 
 def fits(sizes: IntArray, expected: IntArray) -> npt.NDArray[np.bool_]:
-    """Return which objects have the size that they should have, as far as both are known.
+    """Return which objects have their expected size; True if either size is unknown.
 
-    sizes, expected: bytes, which are broadcast; negative where nothing tells.
+    sizes, expected: bytes, broadcast against each other; negative if unknown.
     """
     fitting: npt.NDArray[np.bool_] = (sizes == expected) | (sizes < 0) | (expected < 0)
     return fitting
 
 
-# What an object has of a page: the part, and its tensors; none if their form is not known.
+# One object's share of a page: part and tensors; no tensors if the form is unknown.
 _Content = tuple[str | None, tuple[TensorLayout, ...]]
 
 
 class _Scheme(NamedTuple):
-    """How one backend cuts a page into objects.
+    """How one backend splits a page into objects.
 
-    check:    raises for what it cannot hold at all.
-    shards:   of each rank, or each group of ranks that share objects, that stores a pool.
-    contents: the objects of one of these.
+    check:    raises if the backend cannot store the profile's pages.
+    shards:   the shards of a pool: one per rank, or per group of ranks that share objects.
+    contents: the objects of one shard.
     """
 
     check: Callable[[Profile], None]
@@ -144,12 +144,12 @@ class _Scheme(NamedTuple):
 
 
 def object_specs(profile: Profile, scheme: str) -> tuple[ObjectSpec, ...]:
-    """Return the specs of a page's objects, the anchors first, then by pool and rank.
+    """Return the specs of a page's objects, anchors first, then by pool and rank.
 
-    scheme: "file", "mooncake" or "hf3fs". Coordinates are distinct; where a key lacks a rank (CP
-    on Mooncake and 3FS), the object of rank 0 stands for all. Raises ProfileError when the
-    profile is contradictory or too vague, UnsupportedByBackend when the backend has no such
-    objects (and for the unified scheme, which no server writes), UsageError on an unknown scheme.
+    scheme: "file", "mooncake" or "hf3fs". Coordinates are distinct; if keys lack a rank (CP on
+    Mooncake and 3FS), the object of rank 0 stands for all ranks. Raises ProfileError if the
+    profile is contradictory or incomplete, UnsupportedByBackend if the backend has no such objects
+    or the scheme is "unified", which no server writes, UsageError if the scheme is unknown.
     """
     if scheme == "unified":
         raise UnsupportedByBackend("no profile describes objects of the unified key scheme")
@@ -172,7 +172,7 @@ def _pool_objects(profile: Profile, scheme: str, pool: Pool, anchor: bool) -> It
     _, shards, contents = _SCHEMES[scheme]
     model = profile.key_model if _names_model(profile, scheme) else ""
     tag = profile.tag if scheme == "mooncake" else ""
-    # The same for all TP ranks of a stage.
+    # By (pp_rank, cp_rank): contents are the same for all TP ranks of a stage.
     held: dict[tuple[int, int], list[tuple[PoolPiece, str | None, tuple[TensorLayout, ...]]]] = {}
     for shard in shards(profile, pool):
         stage = shard.pp_rank or 0, shard.cp_rank or 0
@@ -194,7 +194,7 @@ def _pool_objects(profile: Profile, scheme: str, pool: Pool, anchor: bool) -> It
 
 
 def _has_objects(pool: Pool, scheme: str) -> bool:
-    # A logical anchor has no bytes; only the file backend writes something for it, an empty file.
+    # A logical anchor has no bytes; only the file backend stores it, as an empty file.
     return kind_of(pool).has_bytes or scheme == "file"
 
 
@@ -203,7 +203,7 @@ def _names_model(profile: Profile, scheme: str) -> bool:
 
 
 def _stages(profile: Profile) -> Iterator[Shard]:
-    """List the shard of each stage and CP rank, where a lone rank is None."""
+    """Yield the shard of each stage and CP rank; the rank is None if the size is 1."""
     for pp_rank, cp_rank in product(range(profile.pp), range(profile.cp)):
         shard = Shard()
         if profile.pp > 1:
@@ -214,18 +214,18 @@ def _stages(profile: Profile) -> Iterator[Shard]:
 
 
 def _check_dcp(profile: Profile) -> None:
-    """Refuse what SGLang refuses with decode context parallelism.
+    """Refuse combinations with decode context parallelism that SGLang refuses.
 
     Source: managers/cache_controller.py :: attach_storage_backend.
     """
     if profile.dcp == 1:
         return
     anchor = profile.pools[0]
-    # Of an inferred profile's opaque pools only the form of their keys is known.
+    # For opaque pools of an inferred profile, only the form of the keys is known.
     if not kind_of(anchor).stored_with_dcp(anchor):
         raise UnsupportedByBackend("dcp: SGLang stores DCP pages of MLA models only")
     if profile.layout not in HEADLESS_LAYOUTS:
-        raise UnsupportedByBackend(f"dcp: SGLang has no DCP pages in {profile.layout}")
+        raise UnsupportedByBackend(f"dcp: SGLang has no DCP pages in layout {profile.layout}")
     for pool in profile.pools:
         if not pool_name(pool.name).dcp:
             raise UnsupportedByBackend(f"dcp: SGLang stores no {pool.name} pool with DCP")
@@ -240,10 +240,10 @@ def _check_file(profile: Profile) -> None:
 
 
 def _file_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
-    """List where file keys lead; their form follows the target, not the pool.
+    """Yield the shards of file keys; their form follows the target, not the pool.
 
-    So each rank of an MHA target has a file of its own, and the ranks of an MLA target share the
-    first one's: an MHA draft's too, of which the other ranks then read the wrong shard.
+    Each rank of an MHA target has its own file. All ranks of an MLA target share the file of the
+    first rank. This also applies to an MHA draft: the other ranks then read the wrong shard.
     """
     per_rank = not profile.rank_replicated
     if profile.rank_replicated and pool_name(pool.name).states:
@@ -283,7 +283,7 @@ def _check_mooncake(profile: Profile) -> None:
 
 
 def _splits_heads(profile: Profile) -> bool:
-    """Decide like should_split_heads of cache_controller.py :: _generate_storage_config."""
+    """Return should_split_heads (cache_controller.py :: _generate_storage_config)."""
     return (
         profile.tp_lcm_size > profile.tp
         and profile.layout == "page_head"
@@ -292,7 +292,7 @@ def _splits_heads(profile: Profile) -> bool:
 
 
 def _mooncake_per_rank(profile: Profile, pool: Pool) -> bool:
-    """Tell whether a pool's keys name the TP rank (_get_hybrid_page_component_keys)."""
+    """Return whether a pool's keys name the TP rank (_get_hybrid_page_component_keys)."""
     form = pool_name(pool.name).mooncake
     if not form:
         raise UnsupportedByBackend(f"SGLang stores no {pool.name} pool on Mooncake")
@@ -304,7 +304,7 @@ def _mooncake_per_rank(profile: Profile, pool: Pool) -> bool:
 def _mooncake_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
     per_rank = _mooncake_per_rank(profile, pool)
     for stage in _stages(profile):
-        # Only rank-less keys under DCP name the CP rank.
+        # Under DCP, keys name the CP rank only if they do not name the TP rank.
         cp_rank = (stage.cp_rank or 0) if profile.dcp > 1 and not per_rank else None
         if cp_rank is None and stage.cp_rank:
             continue
@@ -324,7 +324,7 @@ def _mooncake_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
 
 def _mooncake_ranks(profile: Profile, pool: Pool, shard: Shard, per_rank: bool) -> Iterator[Shard]:
     if per_rank and _splits_heads(profile):
-        # Keys name slices of the LCM grid: one each for KV, all of a rank's for its sidecars.
+        # KV keys name one slice of the LCM grid; sidecar keys name all slices of their rank.
         step = 1 if pool.name == "kv" else profile.tp_lcm_size // profile.tp
         for first in range(0, profile.tp_lcm_size, step):
             yield replace(shard, tp_size=profile.tp, heads=(first, first + step))
@@ -342,9 +342,10 @@ def _mooncake_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]
     pool = piece.pool
     kind = kind_of(pool)
     per_rank = _mooncake_per_rank(profile, pool)
-    if kind.shards not in (None, per_rank):  # MooncakeStore has no keys of the right number
+    if kind.shards not in (None, per_rank):  # MooncakeStore makes too few or too many keys
         raise UnsupportedByBackend(
-            f"pools[{pool.name}]: Mooncake keys of this pool and target do not fit kind {pool.kind}"
+            f"pools[{pool.name}]: kind {pool.kind} does not fit the Mooncake keys of this pool "
+            "and target"
         )
     kind.check_mooncake(pool)
     if not piece.tensors:
@@ -362,23 +363,23 @@ def _mooncake_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]
 def _check_hf3fs(profile: Profile) -> None:
     if profile.pp > 1:
         raise UnsupportedByBackend(
-            f"pp {profile.pp}: 3FS keys name no pipeline stage, so the stages of a page overwrite "
-            "one another"
+            f"pp {profile.pp}: 3FS keys do not name the pipeline stage, so stages overwrite each "
+            "other's objects"
         )
     if profile.dcp > 1:
-        raise UnsupportedByBackend("dcp: SGLang stores DCP pages on file and Mooncake only")
+        raise UnsupportedByBackend("dcp: SGLang stores DCP pages on file and Mooncake stores only")
     if profile.layout not in _HF3FS_LAYOUTS:
         raise UnsupportedByBackend(
-            f"layout {profile.layout}: SGLang's 3FS backend starts in {', '.join(_HF3FS_LAYOUTS)} "
-            "only"
+            f"layout {profile.layout}: SGLang's 3FS backend supports "
+            f"{', '.join(_HF3FS_LAYOUTS)} only"
         )
 
 
 def _hf3fs_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
-    """List where 3FS keys lead: tp_rank is the rank of the data file.
+    """Yield the shards of 3FS keys: tp_rank is the rank of the data file.
 
-    tp_size stands only where the key spells the pair: for Mamba states beside an MLA target, which
-    all lie in the file of rank 0 and have their tp_rank in the key.
+    tp_size is set only if the key states tp_rank and tp_size: for Mamba states beside an MLA
+    target, which all lie in the file of rank 0.
     """
     if not profile.rank_replicated:
         for rank in range(profile.tp):
@@ -403,7 +404,7 @@ def _hf3fs_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
     elif not piece.tensors:
         yield from ((part, ()) for part in ("k", "v"))
     else:
-        kind.check_flat(pool)  # K and V have keys of their own, but are of one size
+        kind.check_flat(pool)  # K and V have separate keys but must have the same size
         yield from ((tensor.name, (tensor,)) for tensor in piece.parts(profile.layout))
 
 

@@ -1,8 +1,8 @@
-"""How the bytes of a page's objects in one deployment become those of another's.
+"""Plan the copies that convert a page's objects from one deployment to another.
 
-A page's content does not change when it is stored under other keys, in another order, or by other
-ranks. So each object is described by the boxes of content that it holds (`formats.regions`), and
-what a destination object shares with a source object is one strided copy (`formats.copyplan`).
+Keys, byte order and ranks change; the content of the page does not. Each object is described by
+its boxes of content (`formats.regions`). One strided copy (`formats.copyplan`) moves the overlap
+of a source object and a destination object.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TransferUnit:
-    """Source objects that must be in memory together, and the destination objects made of them.
+    """Source objects that must be in memory together, and the destination objects made from them.
 
-    sources, destinations: indices into the plan's; a copy's are positions among these.
-    copies:   fill every byte of every destination once, but for those of `padded`.
-    identity: one source and one destination of the same bytes.
-    trailing: absent from pages that lack its sources.
-    padded:   positions of destinations with bytes that no copy fills; they are to be zero.
+    sources, destinations: indices into the plan's objects; copies index into these two tuples.
+    copies:   fill every byte of every destination once, except in `padded`.
+    identity: one source and one destination with equal bytes.
+    trailing: the unit is absent from pages that lack its sources.
+    padded:   indices of destinations with bytes that no copy fills; these bytes must be zero.
 
-    Without sources a destination is an empty object (a logical anchor).
+    A destination without sources is an empty object (a logical anchor).
     """
 
     sources: tuple[int, ...]
@@ -48,10 +48,10 @@ class TransferUnit:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What one page takes from its source objects to its destination objects.
+    """All copies between the objects of one page in two deployments.
 
-    sources, destinations: all that a page has or may have, as `object_specs` lists them.
-    units:  the smallest sets that no copy connects; each destination is in one of them.
+    sources, destinations: all objects that a page can have, in the order of `object_specs`.
+    units:  the smallest sets that no copy connects; each destination is in one unit.
     """
 
     sources: tuple[ObjectSpec, ...]
@@ -65,7 +65,7 @@ def transfer_plan(
     """Plan the transfer of a page between two deployments.
 
     Grammars are the schemes of `object_specs`. Raises UnsupportedByBackend, ProfileError or
-    UsageError with the reason where a page cannot be transferred whole.
+    UsageError with the reason if a page cannot be transferred whole.
     """
     sources = object_specs(source, source_grammar)
     destinations = object_specs(destination, destination_grammar)
@@ -86,10 +86,10 @@ def transfer_plan(
 
 
 def retargeted(profile: Profile, **changes: Any) -> Profile:
-    """Describe the same pages as another deployment would store them.
+    """Return the profile of a deployment that stores the same pages differently.
 
     changes: fields of a profile; None keeps a value. Another pp without a partition gets SGLang's
-    own; where linear attention is sharded like attention, it still is. `transfer_plan` checks.
+    default partition. linear_tp follows tp if both were equal. `transfer_plan` checks the result.
     """
     new = {name: value for name, value in changes.items() if value is not None}
     if new.get("pp", profile.pp) != profile.pp:
@@ -100,7 +100,7 @@ def retargeted(profile: Profile, **changes: Any) -> Profile:
 
 
 def _is_plain(source: Side, destination: Side) -> bool:
-    """Tell whether nothing changes but the names of the objects' model and tag."""
+    """Return whether only the model and tag in the keys change."""
     old, new = source.profile, destination.profile
     same = structs.replace(new, model=old.model, tag=old.tag, sglang=old.sglang) == old
     if not same or len(source.specs) != len(destination.specs):
@@ -122,11 +122,11 @@ def _regions(side: Side, orders: dict[str, LayerOrder]) -> list[tuple[Region, ..
 
 
 class _Sources:
-    """Source objects by what they hold: replicas together, boxes by space and layers."""
+    """Source objects by content: replicas together, boxes by space and layers."""
 
     def __init__(self, regions: Sequence[tuple[Region, ...]]) -> None:
         self._replicas: dict[tuple[object, ...], list[int]] = defaultdict(list)
-        # space -> (first layer, end) -> distinct boxes with the object that is of their kind
+        # space -> (first layer, end) -> distinct boxes, each with the signature of its replicas
         self._boxes: dict[object, dict[tuple[int, int], list[tuple[Region, tuple[object, ...]]]]]
         self._boxes = defaultdict(lambda: defaultdict(list))
         for number, held in enumerate(regions):
@@ -137,7 +137,7 @@ class _Sources:
                     self._boxes[region.space][_layers(region)].append((region, signature))
 
     def copies(self, wanted: Region, destination: int, replica: int) -> list[CopyPlan]:
-        """Plan the copies that fill a box of a destination; from its own replica, if there is."""
+        """Return the copies that fill a box of a destination, from its own replica if possible."""
         first, end = _layers(wanted)
         found = []
         for (start, stop), boxes in self._boxes[wanted.space].items():
@@ -152,7 +152,7 @@ class _Sources:
 
 
 def _layers(region: Region) -> tuple[int, int]:
-    """Give the span of layers of a box, along which stages are found quickly."""
+    """Return the layer span of a box; it is the index for a fast search by stage."""
     span = next(((a.first, a.first + a.length) for a in region.extents if a.name == "layer"), None)
     return span or (0, 1)
 
@@ -162,7 +162,7 @@ def _copies(
     destinations: Sequence[tuple[Region, ...]],
     objects: Sequence[ObjectSpec],
 ) -> list[CopyPlan]:
-    """Plan the copies of all boxes of the destinations. Raises UnsupportedByBackend on a gap."""
+    """Return the copies for all destination boxes. Raises UnsupportedByBackend on a gap."""
     held = _Sources(sources)
     seen: dict[tuple[object, ...], int] = defaultdict(int)
     found: list[CopyPlan] = []
@@ -183,14 +183,14 @@ def _gap_text(expected: ObjectSpec) -> str:
     ranks = coordinate.shard.ranks_text()
     what = f"pools[{coordinate.pool}]:{part} of {ranks or 'all ranks'}"
     if not expected.tensors:
-        return f"{what}: bytes of no known form stay as they were written, with their topology"
-    return f"{what}: the source does not hold all of it"
+        return f"{what}: the form of its bytes is unknown, so topology and layout cannot change"
+    return f"{what}: the source does not hold all of its content"
 
 
 def _empty_units(
     sources: Sequence[ObjectSpec], destinations: Sequence[ObjectSpec]
 ) -> Iterator[TransferUnit]:
-    """Make a unit of each empty destination, with an empty source if there is one."""
+    """Yield a unit for each empty destination, with an empty source if one exists."""
     empty = [number for number, spec in enumerate(sources) if not spec.nbytes]
     wanted = [number for number, spec in enumerate(destinations) if not spec.nbytes]
     for position, number in enumerate(wanted):
@@ -208,7 +208,7 @@ def _connected_units(
     sources: Sequence[ObjectSpec],
     destinations: Sequence[ObjectSpec],
 ) -> list[TransferUnit]:
-    """Make a unit of each set of objects that copies connect."""
+    """Return a unit for each set of objects that copies connect."""
     parents: dict[tuple[str, int], tuple[str, int]] = {}
 
     def root(node: tuple[str, int]) -> tuple[str, int]:
