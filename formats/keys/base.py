@@ -1,4 +1,4 @@
-"""What the key codec of every backend offers, and the table of them."""
+"""Interface of the key codecs, and their table."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from hicachectl.formats.errors import UsageError
 if TYPE_CHECKING:
     from hicachectl.formats.objects import Coordinate
 
-Affix = tuple[str, str]  # the text of a key before and after its page hash
+Affix = tuple[str, str]  # text of a key before and after its page hash
 
 
 class KeyCodec(Protocol):
-    """One backend's grammar: the text around a page hash, to a `Coordinate` and back."""
+    """One backend's grammar: converts affixes to coordinates and back."""
 
     scheme: str
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """Every coordinate the text can stand for by grammar alone; none when foreign."""
+        """Return every coordinate that the grammar allows for an affix; none if foreign."""
 
     def affix(self, coordinate: Coordinate) -> Affix:
-        """Spell the text before and after the page hash."""
+        """Return the affix of a coordinate."""
 
 
 def codec_for(scheme: str) -> KeyCodec:
-    """Return the codec of a key scheme. Raises UsageError on an unknown one."""
+    """Return the codec of a key scheme. Raises UsageError if unknown."""
     from hicachectl.formats.keys.file import FileCodec
     from hicachectl.formats.keys.hf3fs import Hf3fsCodec
     from hicachectl.formats.keys.mooncake import MooncakeCodec

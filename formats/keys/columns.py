@@ -1,4 +1,4 @@
-"""What keys say, as Arrow columns: a value for each distinct affix, spread over the rows."""
+"""Coordinates of keys as Arrow columns."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SPAN_COLUMNS = ("layers", "heads")  # half-open ranges, as in "0-16"
 def coordinate_columns(
     resolved: Sequence[Resolved], affix_ids: npt.NDArray[np.int32]
 ) -> dict[str, pa.Array]:
-    """Give each row's coordinate: texts as dictionaries, ranks int32; null where nothing says it.
+    """Return each row's coordinate: texts as dictionaries, ranks int32; null if not stated.
 
-    resolved: by affix id. affix_ids: [n], negative for a foreign key.
+    resolved: by affix id. affix_ids: [n] int32, negative for a foreign key.
     """
-    # Columns are few distinct values, one an affix: dictionaries cost nothing per object.
+    # A column has one value per affix, so dictionaries cost nothing per object.
     indices = pa.array(affix_ids, mask=affix_ids < 0)
     known = [_known_fields(one) for one in resolved]
 
@@ -49,7 +49,7 @@ def coordinate_columns(
 
 
 def shard_fields(shard: Shard) -> dict[str, str | int | None]:
-    """Give the columns of a shard; None where the key does not say."""
+    """Return the columns of a shard; None if the key does not state a value."""
     return {
         **{name: getattr(shard, name) for name in RANK_COLUMNS},
         **{name: _span(getattr(shard, name)) for name in SPAN_COLUMNS},
@@ -57,7 +57,7 @@ def shard_fields(shard: Shard) -> dict[str, str | int | None]:
 
 
 def _known_fields(resolved: Resolved) -> dict[str, str | int | None]:
-    """Return what an affix says for certain: where it is ambiguous, what all readings share."""
+    """Return the certain fields of an affix; if ambiguous, those that all readings share."""
     readings = resolved.readings if resolved.coordinate is None else (resolved.coordinate,)
     values = [
         {

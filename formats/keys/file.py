@@ -1,13 +1,13 @@
-"""File names of SGLang's file backend.
+"""Keys of SGLang's file backend, which are file names.
 
 Source: sglang srt/mem_cache/hicache_storage.py :: HiCacheFile.__init__, _get_suffixed_key,
 _get_component_key, _log_key. A name is::
 
     page-hash [ "." pool ] "_" model [tp] [pp] [cp] [dcp] ".bin"
-    tp  = "_" rank "_" size         pp  = "_" size "_" rank   (the other way round)
+    tp  = "_" rank "_" size         pp  = "_" size "_" rank   (size first)
     cp  = "_cp" rank "_" size       dcp = "_tp" size "_dcp" rank "_" size "_page" tokens
 
-Keys of the unified scheme (`keys.unified`) lie in files of the same form, with ".bin" added.
+Keys of the unified scheme (`keys.unified`) also name files, with ".bin" added.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 _UNIFIED = UnifiedCodec()
 _NUMBER = "(0|[1-9][0-9]{0,8})"  # as Python prints an int
-_MOST_RANKS = 4096  # larger sizes belong to the model's name: nobody has such a deployment
+_MOST_RANKS = 4096  # larger numbers belong to the model's name: no deployment has such a size
 _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
 _CP = re.compile(f"_cp{_NUMBER}_{_NUMBER}$")
 _DCP = re.compile(f"_tp{_NUMBER}_dcp{_NUMBER}_{_NUMBER}_page{_NUMBER}$")
 
-# An unfinished write, of HiCacheFile.set or of our own file store.
+# An unfinished write of HiCacheFile.set or of hicachectl's file store.
 TEMPORARY_PATTERN = r"^\.(?:hicachectl-)?[0-9a-f]{32}\.tmp$"
 
 
 class FileCodec:
-    """Names of HiCacheFile, between their text and a `Coordinate`."""
+    """Codec of HiCacheFile's file names."""
 
     scheme = "file"
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """Every coordinate that the text around a page hash can stand for; none when foreign.
+        """Return every coordinate that an affix can mean; none if foreign.
 
-        More than one where a model name ends like a rank suffix or starts like a pool.
+        There are several if a model name ends like a rank suffix or starts like a pool.
         """
         if prefix or not suffix.endswith(".bin"):
             return ()
@@ -55,7 +55,7 @@ class FileCodec:
         )
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """Spell the text before and after the page hash; inverse of `readings`."""
+        """Return the affix of a coordinate; inverse of `readings`."""
         shard = coordinate.shard
         if shard.layers is not None:
             return "", _UNIFIED.affix(coordinate)[1] + ".bin"
@@ -74,7 +74,7 @@ class FileCodec:
 
 
 def _pool_readings(stem: str) -> Iterator[tuple[str, str]]:
-    """(pool, text from the model on) for every pool that the start can name."""
+    """Yield (pool, text from the model on) for every pool that the start can name."""
     if stem.startswith("_"):
         yield "kv", stem[1:]
     for pool in pool_names():
@@ -83,7 +83,7 @@ def _pool_readings(stem: str) -> Iterator[tuple[str, str]]:
 
 
 def _shard_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
-    """(model, shard) for every way to read the end of the text, the longest model first."""
+    """Yield (model, shard) for every way to read the end of the text, longest model first."""
     yield text, Shard()
     yield from _rank_readings(text, Shard())
     without_cp = _strip_cp(text, Shard())
@@ -94,7 +94,7 @@ def _shard_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
 
 
 def _dcp_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
-    """Read a DCP part: of MLA targets, so only pools with ranks of their own have a tp pair."""
+    """Yield the readings of a DCP part. The target is MLA: only states have a tp pair."""
     match = _DCP.search(text)
     if match is None:
         return
@@ -119,7 +119,7 @@ def _dcp_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
 
 
 def _rank_readings(text: str, shard: Shard) -> Iterator[tuple[str, Shard]]:
-    """Read one or two number pairs at the end: tp, pp, or tp then pp."""
+    """Yield the readings of one or two number pairs at the end: tp, pp, or tp then pp."""
     match = _PAIR.search(text)
     if match is None:
         return

@@ -1,16 +1,16 @@
-"""Keys of SGLang's 3FS backend, as we write them: RANK:NAMESPACE:KEY.
+"""Keys of SGLang's 3FS backend, written as RANK:NAMESPACE:KEY.
 
-RANK and NAMESPACE are those of SGLang's metadata server, KEY is what it maps to a page index.
+SGLang's metadata server has a table per RANK and NAMESPACE, which maps KEY to a page index.
 Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS,
 _get_mha_zero_copy_keys, _pool_component_key. KEY is::
 
     page-hash                               kv, flat page or MLA
     page-hash "-k" | page-hash "-v"         kv, MHA zero-copy
     page-hash "_" pool                      namespace = pool
-    page-hash "_mamba_" tp-rank "_" tp-size mamba beside an MLA target, all in rank 0; as would
-                                            be any pool with ranks of its own
+    page-hash "_mamba_" tp-rank "_" tp-size mamba beside an MLA target, all in rank 0; likewise
+                                            any pool with its own ranks
 
-Neither model nor pipeline rank is in any of them.
+No key names the model or the pipeline rank.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _OWN_RANK = re.compile(r"_([a-z0-9_]+)_(0|[1-9][0-9]{0,8})_([1-9][0-9]{0,8})")
 
 
 class Hf3fsCodec:
-    """Keys of HiCacheHF3FS, between their text and a `Coordinate`.
+    """Codec of HiCacheHF3FS's keys.
 
-    tp_rank is the rank whose data file holds the object. tp_size is set only where the key says
-    it: pools with ranks of their own beside an MLA target, which all lie in the file of rank 0.
+    tp_rank: rank whose data file holds the object. tp_size is set only if the key states it: for
+    pools with their own ranks beside an MLA target, which all lie in the file of rank 0.
     """
 
     scheme = "hf3fs"
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """Read the text around a page hash; no coordinate when it is foreign."""
+        """Return the coordinate of an affix; none if foreign."""
         match = _PREFIX.fullmatch(prefix)
         if match is None:
             return ()
@@ -52,7 +52,7 @@ class Hf3fsCodec:
         return (Coordinate("", namespace, part, shard=Shard(tp_rank=rank)),)
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """Spell the text before and after the page hash; inverse of `readings`."""
+        """Return the affix of a coordinate; inverse of `readings`."""
         shard, pool = coordinate.shard, coordinate.pool
         if pool_name(pool).states and shard.tp_size is not None:
             return f"0:{pool}:", f"_{pool}_{shard.tp_rank}_{shard.tp_size}"

@@ -1,8 +1,8 @@
-"""Name the deployment of a page group by what its keys show, the same with and without a profile.
+"""Labels of deployments: the same with and without a profile.
 
-A label is the tag and the model as they stand in the keys, then the sizes that the keys state:
-`Qwen-Qwen3-32B tp4 pp2`. A profile knows more (the TP size of Mooncake pages, where a tag ends and
-a model begins), so nothing of a label comes from one.
+A label has the tag and model as in the keys, then the sizes that the keys state:
+`Qwen-Qwen3-32B tp4 pp2`. It uses nothing from a profile, which would add more (the TP size of
+Mooncake pages, the boundary between tag and model).
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
     from hicachectl.formats.keys.base import Affix, KeyCodec
     from hicachectl.formats.objects import Coordinate, Shard
 
-AMBIGUOUS = "?"  # the label of objects whose keys can be read in several ways
-_NAMELESS = "-"  # of keys that show neither a tag nor a model
+AMBIGUOUS = "?"  # label of objects with ambiguous keys
+_NAMELESS = "-"  # of keys without tag and model
 
-# What would make two deployments share a label: white space ends the name.
+# Characters that are escaped, so labels stay distinct: white space ends the name.
 _RESERVED = re.compile(rf"[%\s\x00-\x1f]|^[{AMBIGUOUS}{_NAMELESS}]$")
 _SIZES = (*AXES, "page")
 
 
 def group_label(codec: KeyCodec, model: str, tag: str, affixes: Iterable[Affix]) -> str:
-    """Return the label of a group that has objects of some affixes, all of one deployment.
+    """Return the label of a group, given the affixes of its objects, all of one deployment.
 
-    Mamba states name a TP size even beside an anchor without one, so any other object goes first.
+    Keys of Mamba states may have a TP size that the anchor's keys lack, so other objects take
+    precedence.
     """
     of_states = ""
     for affix in affixes:
@@ -44,12 +45,12 @@ def group_label(codec: KeyCodec, model: str, tag: str, affixes: Iterable[Affix])
 
 
 def key_name(model: str, tag: str) -> str:
-    """Return a tag and a model as one text: keys do not show where the one ends."""
+    """Return tag and model as one text: keys do not show their boundary."""
     return "_".join(filter(None, (tag, model)))
 
 
 def _reading(codec: KeyCodec, name: str, affix: Affix) -> Coordinate | None:
-    """Return the reading of an affix that has this name; its name decides its sizes."""
+    """Return the reading of an affix with this name, which also determines its sizes."""
     readings = codec.readings(*affix)
     return next((r for r in readings if key_name(r.model, r.tag) == name), None)
 

@@ -10,10 +10,10 @@ _get_mha_split_heads_buffer_meta, _tag_keys. A key is::
              | "" | pp-rank | "dcp" r "_cp" c [ "_" pp-rank ] rank-replicated
              | "['4', '5']"                     sidecars of split heads: a printed list
 
-Up to SGLang 0.5.7 MLA keys have no rank at all, and up to 0.5.16 none has a model.
+Up to SGLang 0.5.7, MLA keys have no rank field; up to 0.5.16, no key has a model.
 
-No TP or PP size is in a key. A tag cannot be told from the start of a model name without a
-profile, so a reading without one leaves it in `model`.
+Except in the DCP part, keys state no TP or PP size. Without a profile, a tag cannot be separated
+from the model name, so it stays in `model`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _CONV = re.compile(f"conv_{_NUMBER}")
 # The 4 KiB key that each SGLang client leaves (MooncakeStore.warmup).
 WARM_UP_PATTERN = r"^sglang_mooncake_store_warmup_key[0-9a-f]{32}$"
 
-Rank = tuple[bool, Shard]  # whether the rank form is the MHA one, and what it says
+Rank = tuple[bool, Shard]  # whether the rank has the MHA form, and its reading
 
 
 class MooncakeCodec:
-    """Keys of MooncakeStore, between their text and a `Coordinate`."""
+    """Codec of MooncakeStore's keys."""
 
     scheme = "mooncake"
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """Every coordinate that the text around a page hash can stand for; none when foreign."""
+        """Return every coordinate that an affix can mean; none if foreign."""
         if prefix and not prefix.endswith("_"):
             return ()
         model, dcp = _read_prefix(prefix.removesuffix("_"))
@@ -67,10 +67,10 @@ class MooncakeCodec:
     def narrow(
         self, readings: Mapping[tuple[str, str], tuple[Coordinate, ...]]
     ) -> dict[tuple[str, str], tuple[Coordinate, ...]]:
-        """Drop readings that the other keys of the same store rule out.
+        """Drop readings that other keys of the same store exclude.
 
-        A rank-replicated pool has no V, an MHA pool always has: `_1_k` is TP rank 1 where a
-        `_v` exists under the same prefix and pool, stage 1 otherwise.
+        A rank-replicated pool has no V; an MHA pool always has one. So `_1_k` means TP rank 1 if a
+        `_v` exists under the same prefix and pool, else stage 1.
         """
         with_v = {
             (prefix, reading.pool)
@@ -90,7 +90,7 @@ class MooncakeCodec:
         }
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """Spell the text before and after the page hash; inverse of `readings`."""
+        """Return the affix of a coordinate; inverse of `readings`."""
         shard = coordinate.shard
         parts = [coordinate.tag, coordinate.model]
         if shard.dcp_size is not None:
@@ -104,12 +104,12 @@ class MooncakeCodec:
 
 
 def _read_prefix(text: str) -> tuple[str, Shard | None]:
-    """Read the model (with any tag) and the sizes that a DCP part states."""
+    """Return the model (with any tag) and the sizes of a DCP part."""
     match = _DCP_PREFIX.fullmatch(text)
     if match is None:
         return text, None
     tp, dcp, page_size, pp, cp = map(int, match.groups()[1:])
-    if dcp < 2 or tp % dcp or page_size % dcp:  # no deployment has such sizes
+    if dcp < 2 or tp % dcp or page_size % dcp:  # impossible sizes: text of the model name
         return text, None
     return match[1] or "", Shard(
         tp_size=tp, dcp_size=dcp, dcp_page_size=page_size, pp_size=pp, cp_size=cp
@@ -117,7 +117,7 @@ def _read_prefix(text: str) -> tuple[str, Shard | None]:
 
 
 def _component_readings(suffix: str) -> Iterator[tuple[str, str, str | None]]:
-    """(rank text, pool, part) for every component that the end can name."""
+    """Yield (rank text, pool, part) for every component that the end can name."""
     for name, pool, part in _components(pool_names()):
         if suffix.startswith("_") and suffix.endswith(f"_{name}"):
             yield suffix[1 : -len(name) - 1], pool, part
@@ -128,7 +128,7 @@ def _component_readings(suffix: str) -> Iterator[tuple[str, str, str | None]]:
 
 @lru_cache(maxsize=1)
 def _components(pools: tuple[PoolName, ...]) -> tuple[tuple[str, str, str | None], ...]:
-    """List the components that keys can name: their text, pool and part."""
+    """Return the components that keys can name: text, pool and part."""
     found: list[tuple[str, str, str | None]] = []
     for pool in pools:
         if pool.mooncake in ("shared", "window"):
@@ -139,7 +139,7 @@ def _components(pools: tuple[PoolName, ...]) -> tuple[tuple[str, str, str | None
 
 
 def _rank_readings(text: str, dcp: Shard | None) -> Iterator[Rank]:
-    """Both ways to read a rank, as far as they fit."""
+    """Yield the readings of a rank text, in MHA form and in rank-replicated form."""
     sizes = dcp or Shard()
     if _SLICES.fullmatch(text):
         yield from _slice_readings(text, sizes)
@@ -164,7 +164,7 @@ def _rank_readings(text: str, dcp: Shard | None) -> Iterator[Rank]:
 
 
 def _slice_readings(text: str, sizes: Shard) -> Iterator[Rank]:
-    """Read the printed list of a rank's slices, each with the stage where there are several."""
+    """Yield the reading of a printed list of slices, each with its stage if there are several."""
     ranks = [_MHA_RANK.fullmatch(rank) for rank in re.findall("'([0-9_]+)'", text)]
     found = [rank for rank in ranks if rank is not None]
     slices = [int(rank[1]) for rank in found]
@@ -177,7 +177,7 @@ def _slice_readings(text: str, sizes: Shard) -> Iterator[Rank]:
 
 
 def _agrees(pool: str, part: str | None, is_mha: bool, shard: Shard) -> bool:
-    """Whether SGLang writes this pool with this form of rank."""
+    """Return whether SGLang writes this pool with this form of rank."""
     form = pool_name(pool).mooncake
     if form == "shared" or (form == "window" and part is None):
         return not is_mha or shard.heads is not None
@@ -185,7 +185,7 @@ def _agrees(pool: str, part: str | None, is_mha: bool, shard: Shard) -> bool:
 
 
 def _within_sizes(shard: Shard) -> bool:
-    """Whether each rank is below the size that the key states, where it states one."""
+    """Return whether each rank is below its size, if the key states the size."""
     return all(rank is None or size is None or rank < size for _, rank, size in shard.axes)
 
 

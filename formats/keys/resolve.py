@@ -1,8 +1,8 @@
-"""Choose between the readings of a key that its grammar leaves open.
+"""Choose between several possible readings of a key.
 
-The evidence is the set of distinct affixes of a store: a rank suffix is believed where ranks
-0..size-1 are seen together, a pool name where the same deployment has an anchor. What stays open
-is left open, never guessed.
+The evidence is the set of distinct affixes of a store. A rank suffix is accepted if all ranks
+0..size-1 exist, a pool name if the same deployment has an anchor. Without such evidence a key
+stays ambiguous; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ANCHOR_POOL = "kv"
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What an affix stands for: a coordinate, or the readings between which nothing decides.
+    """Meaning of an affix: one coordinate, or several possible readings.
 
-    coordinate is None for a foreign affix (no readings) and for an ambiguous one.
+    coordinate: None if the affix is foreign (no readings) or ambiguous.
     """
 
     coordinate: Coordinate | None
@@ -35,7 +35,7 @@ class Resolved:
 
     @property
     def ambiguous(self) -> bool:
-        """Whether several readings are left."""
+        """Whether several readings remain."""
         return self.coordinate is None and bool(self.readings)
 
 
@@ -44,9 +44,9 @@ def resolve_affixes(
     codec: KeyCodec,
     known: Mapping[Affix, Coordinate] | None = None,
 ) -> dict[Affix, Resolved]:
-    """One `Resolved` for every distinct affix of a store.
+    """Return the meaning of every distinct affix of a store.
 
-    known: affixes that a profile accounts for; they are taken as it says.
+    known: coordinates of affixes that a profile describes; they take precedence.
     """
     known = known or {}
     readings = {affix: codec.readings(*affix) for affix in affixes}
@@ -78,7 +78,7 @@ def resolve_affixes(
 
 
 def _choose(readings: tuple[Coordinate, ...], ranks: Mapping[object, set[object]]) -> Resolved:
-    """Choose the reading that explains most of the text with all its ranks seen, if alone."""
+    """Choose the one reading with the most rank pairs among those with all their ranks seen."""
     if len(readings) <= 1:
         return Resolved(next(iter(readings), None), readings)
     complete = [r for r in readings if explained(r) and _is_complete(r, ranks)]
@@ -88,7 +88,7 @@ def _choose(readings: tuple[Coordinate, ...], ranks: Mapping[object, set[object]
 
 
 def explained(reading: Coordinate) -> int:
-    """Count the rank pairs of the text that a reading takes as such."""
+    """Return the number of rank pairs in a reading."""
     return sum(rank is not None for rank in reading.shard.ranks)
 
 
@@ -97,12 +97,12 @@ def _is_complete(reading: Coordinate, ranks: Mapping[object, set[object]]) -> bo
 
 
 def rank_count(reading: Coordinate) -> int:
-    """Count the ranks that write together under a reading; 1 where its key names no sizes."""
+    """Return the number of ranks that write together; 1 if the key states no sizes."""
     return prod(size or 1 for _, rank, size in reading.shard.axes if rank is not None)
 
 
 def _ranks_seen(readings: Iterable[Coordinate]) -> dict[object, set[object]]:
-    """Gather the rank tuples of each (model, tag, sizes), sidecars with their anchors."""
+    """Collect the rank tuples of each (model, tag, sizes), of sidecars and anchors together."""
     seen: dict[object, set[object]] = defaultdict(set)
     for reading in readings:
         seen[rank_set(reading)].add(reading.shard.ranks)
@@ -110,26 +110,26 @@ def _ranks_seen(readings: Iterable[Coordinate]) -> dict[object, set[object]]:
 
 
 def rank_set(reading: Coordinate) -> object:
-    """Return what the readings of all ranks that write together have in common."""
+    """Return the fields that readings of all ranks of one deployment share."""
     shard = reading.shard
     stated = tuple(None if rank is None else size for _, rank, size in shard.axes)
     return reading.model, reading.tag, stated, shard.dcp_page_size
 
 
 def deployment_of(coordinate: Coordinate) -> tuple[str, str, Sizes]:
-    """Return what tells the deployment of a reading from others: model, tag and sizes."""
+    """Return the deployment of a reading: model, tag and sizes."""
     return coordinate.model, coordinate.tag, coordinate.shard.sizes
 
 
 def _has_anchor(reading: Coordinate, deployments: Collection[tuple[str, str, Sizes]]) -> bool:
-    """Whether some anchor's deployment can own a sidecar with this reading."""
+    """Return whether the deployment of an anchor can own a sidecar with this reading."""
     model, tag, own = deployment_of(reading)
     if (model, tag, own) in deployments:
         return True
-    # Such pools keep their tp pair beside an anchor without one (HiCacheFile.tp_config_suffix).
+    # State keys have a tp pair beside an anchor without one (HiCacheFile.tp_config_suffix).
     return pool_name(reading.pool).states and (model, tag, rankless(own)) in deployments
 
 
 def rankless(sizes: Sizes) -> Sizes:
-    """Return the sizes of a rank-replicated target whose Mamba keys have these."""
+    """Return the sizes of the rank-replicated target beside Mamba keys with these sizes."""
     return (None if sizes[3] is None else sizes[0], *sizes[1:])

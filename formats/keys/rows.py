@@ -1,4 +1,4 @@
-"""The bytes of a column of keys, many rows at a time, without Python for each."""
+"""Vectorised access to the bytes of a column of keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ByteRows:
-    """A binary array as bytes, and where each row begins; a null is a row of no bytes.
+    """The bytes of a binary array; a null is a row of 0 bytes.
 
     lengths: [n] int32, bytes of each row.
     """
@@ -29,15 +29,15 @@ class ByteRows:
         self.lengths: npt.NDArray[np.int32] = np.diff(bounds)
 
     def row(self, row: int) -> bytes:
-        """Give one row."""
+        """Return the bytes of one row."""
         start = int(self._starts[row])
         return self._data[start : start + int(self.lengths[row])].tobytes()
 
     def cut(self, rows: IntArray, at: IntArray | int, nbytes: int) -> npt.NDArray[np.bytes_]:
-        """Copy the bytes that begin behind `at` bytes of each row: [rows], dtype S`nbytes`.
+        """Copy `nbytes` bytes from offset `at` of each row: [rows], dtype S`nbytes`.
 
-        They have to lie within the row. Strings are what numpy copies and compares fastest; what
-        it leaves out of account, zeros at the end, makes no difference between equal lengths.
+        The bytes must lie within the row. numpy copies and compares strings fastest; it ignores
+        trailing zeros, which does not matter for equal lengths.
         """
         places = self._starts[rows] + at
         if not len(places):
@@ -49,5 +49,5 @@ class ByteRows:
         return cut
 
     def cut_bytes(self, rows: IntArray, at: IntArray | int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Copy the same as bytes: [rows, nbytes]."""
+        """Copy the same bytes as an array: [rows, nbytes] uint8."""
         return self.cut(rows, at, nbytes).view(np.uint8).reshape(len(rows), nbytes)

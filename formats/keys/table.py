@@ -1,6 +1,6 @@
-"""Split whole columns of keys at their page hash, and name each distinct rest once.
+"""Split columns of keys into page hashes and affix ids, without Python per key.
 
-Keys repeat: one page hash, then a suffix out of a few dozen. Nothing here runs Python per key.
+A store has few distinct affixes: keys are a page hash and one of a few dozen suffixes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ FOREIGN = -1  # affix id of a key without a page hash
 PAGE_LENGTH = 64
 _WORD_DIGITS = 16
 
-# A run of exactly 64 hex digits; the first one where the key starts with it, else the last.
+# A run of exactly 64 hex digits: the first if the key starts with it, else the last.
 _AROUND_HASH = r"(?s:(?P<prefix>|.*[^0-9a-f])(?P<page>[0-9a-f]{64})(?P<suffix>|[^0-9a-f].*))"
 _ONE_KEY = re.compile(_AROUND_HASH.encode())
-# So many distinct affixes are looked for among the keys of a column before those that are left
-# are split one by one.
+# Distinct affixes of a column that are compared bytewise; keys with other affixes are matched
+# one by one.
 _LIKENESSES = 32
 _UNKNOWN = -2
 
 
 def join_keys(affixes: Sequence[Affix], which: pa.Array, pages: pa.StringArray) -> pa.BinaryArray:
-    """Spell keys. which: [n] the affix of each. pages: [n] its page hash; null where one is."""
+    """Return n keys. which: [n] affix ids. pages: [n] page hashes. Null if either is null."""
     before, after = (pa.array([affix[end] for affix in affixes], pa.string()) for end in (0, 1))
     keys = pc.binary_join_element_wise(before.take(which), pages, after.take(which), "")
     return pc.cast(keys, pa.binary())
@@ -45,22 +45,22 @@ def join_keys(affixes: Sequence[Affix], which: pa.Array, pages: pa.StringArray) 
 
 @dataclass(slots=True)
 class KeySplitter:
-    """Splits batches of keys; the distinct affixes gather in `affixes`, in order of appearance."""
+    """Splits batches of keys; collects the distinct affixes in order of appearance."""
 
     affixes: list[Affix] = field(default_factory=list)
     _ids: dict[Affix, int] = field(default_factory=dict)
 
     def split(self, keys: pa.BinaryArray) -> tuple[pa.StringArray, npt.NDArray[np.int32]]:
-        """Return each key's page hash, null when foreign, and the id of its affix or FOREIGN."""
+        """Return each key's page hash (null if foreign) and affix id (or FOREIGN)."""
         ids = self.identify(keys)
         return pages_of(keys, page_starts(self.affixes)[ids]), ids
 
     def identify(self, keys: pa.BinaryArray) -> npt.NDArray[np.int32]:
-        """Return the id of each key's affix, or FOREIGN."""
+        """Return each key's affix id, or FOREIGN: [n] int32."""
         column = ByteRows(keys)
         ids = np.full(len(keys), _UNKNOWN, dtype=np.int32)
         left = np.arange(len(keys))
-        # All keys that have the bytes of one outside their hash are split as that one is.
+        # All keys with the same bytes outside the hash have the same affix.
         for _ in range(_LIKENESSES):
             if not len(left):
                 return ids
@@ -77,8 +77,8 @@ class KeySplitter:
         return ids
 
     def _each(self, keys: pa.BinaryArray) -> npt.NDArray[np.int32]:
-        """Identify keys by a regular expression for each, which takes twenty times as long."""
-        # latin-1 in all but name: RE2 works on bytes, and a key need not be UTF-8.
+        """Identify keys with a regular expression each, which takes twenty times as long."""
+        # RE2 matches bytes here: a key need not be UTF-8.
         found = pc.extract_regex(keys, f"^{_AROUND_HASH}$")
         prefixes, _, suffixes = found.flatten()
         prefix_codes = pc.dictionary_encode(prefixes)
@@ -100,7 +100,7 @@ class KeySplitter:
         try:
             affix = (prefix.decode(), suffix.decode())
         except UnicodeDecodeError:
-            return FOREIGN  # SGLang builds keys from str; other bytes are not its own
+            return FOREIGN  # SGLang builds keys from str, so other bytes are not SGLang's
         if affix not in self._ids:
             self._ids[affix] = len(self.affixes)
             self.affixes.append(affix)
@@ -108,12 +108,12 @@ class KeySplitter:
 
 
 def page_starts(affixes: Sequence[Affix]) -> IntArray:
-    """Say behind how many bytes of a key its page hash begins: by affix id, -1 for FOREIGN."""
+    """Return the byte offset of the page hash by affix id: [affixes + 1], -1 for FOREIGN."""
     return np.array([*(len(prefix.encode()) for prefix, _ in affixes), -1], dtype=np.int64)
 
 
 def pages_of(keys: pa.BinaryArray, starts: IntArray) -> pa.StringArray:
-    """Cut page hashes out of keys, where they begin; null where that is negative."""
+    """Return the page hashes of keys. starts: [n] byte offsets; negative gives null."""
     known = starts >= 0
     cut = ByteRows(keys).cut(np.flatnonzero(known), starts[known], PAGE_LENGTH)
     offsets = np.zeros(len(keys) + 1, dtype=np.int32)
@@ -129,13 +129,13 @@ def pages_of(keys: pa.BinaryArray, starts: IntArray) -> pa.StringArray:
 def page_words(
     keys: pa.BinaryArray, rows: IntArray, starts: IntArray, word: int
 ) -> npt.NDArray[np.uint64]:
-    """Give a quarter of the page hash of some keys, 0 the first, as numbers: [rows].
+    """Return one quarter (`word` 0 to 3) of the page hashes of some keys: [rows] uint64.
 
-    starts: [rows], where the hash begins in each.
+    starts: [rows] byte offsets of the hashes.
     """
     digits = ByteRows(keys).cut_bytes(rows, starts + word * _WORD_DIGITS, _WORD_DIGITS)
     text: npt.NDArray[np.uint64] = digits.view(">u8").astype(np.uint64)
-    # The low half of a digit's byte is its value, but for letters, which have bit 6 set, by 9.
+    # The low 4 bits of a digit are its value; letters, which have bit 6 set, need 9 more.
     halves = (text & _each_byte(0x0F)) + np.uint64(9) * ((text >> np.uint64(6)) & _each_byte(1))
     for bits, kept in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0xFFFFFFFF)):
         halves = (halves | (halves >> np.uint64(bits))) & np.uint64(kept)
@@ -148,7 +148,7 @@ def _each_byte(value: int) -> np.uint64:
 
 
 def _alike(keys: ByteRows, rows: IntArray, prefix: bytes, suffix: bytes) -> npt.NDArray[np.bool_]:
-    """Say which of some keys are a prefix, 64 hex digits and a suffix: [rows]."""
+    """Return which keys consist of prefix, 64 hex digits and suffix: [rows] bool."""
     behind = len(prefix) + PAGE_LENGTH
     alike: npt.NDArray[np.bool_] = keys.lengths[rows] == behind + len(suffix)
     for text, at in ((suffix, behind), (prefix, 0)):

@@ -1,12 +1,12 @@
-"""Keys of SGLang's unified scheme, which names what an object holds and no rank.
+"""Keys of SGLang's unified scheme, which names layers and heads, but no rank.
 
 Source: sglang srt/mem_cache/hicache_key_scheme.py :: plan_unified_kv, namespace_digest. A key is::
 
     page-hash "_" digest "_L" start "-" end [ "_H" head-group ]
     digest = "ukv1-" first 16 hex digits of SHA-256 over a msgpack map
 
-One object holds K and V of a range of model layers and one group of heads; KV that every rank
-replicates has no heads. In SGLang 0.5.23 the scheme is a library: no backend stores it yet.
+One object holds K and V of a range of model layers and of one head group; KV that all ranks
+replicate has no head group. In SGLang 0.5.23 the scheme is a library: no backend stores it yet.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from hicachectl.formats.objects import Coordinate, Shard
 
 SCHEMA_VERSION = 1
 
-_NUMBER = "(0|[1-9][0-9]{0,8})"  # as Python prints an int; nine digits bound what we believe
+_NUMBER = "(0|[1-9][0-9]{0,8})"  # as Python prints an int, at most nine digits
 _SUFFIX = re.compile(f"_(ukv{SCHEMA_VERSION}-[0-9a-f]{{16}})_L{_NUMBER}-{_NUMBER}(?:_H{_NUMBER})?")
 
 
 class UnifiedCodec:
-    """Keys of the unified scheme, between their text and a `Coordinate`.
+    """Codec of the unified scheme's keys.
 
-    The digest stands for the model: it covers model, dtype, page size and grid, and cannot be
-    undone. `shard.heads` is the one head group of the object, counted over the whole model.
+    The digest takes the place of the model: it covers model, dtype, page size and grid, and cannot
+    be inverted. `shard.heads`: the object's one head group, counted over the whole model.
     """
 
     scheme = "unified"
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """Return the coordinate of the text around a page hash; none when foreign."""
+        """Return the coordinate of an affix; none if foreign."""
         match = _SUFFIX.fullmatch(suffix)
         if prefix or match is None:
             return ()
@@ -44,10 +44,10 @@ class UnifiedCodec:
         return (Coordinate(match[1], shard=Shard(layers=(start, end), heads=heads)),)
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """Return the text before and after the page hash; inverse of `readings`.
+        """Return the affix of a coordinate; inverse of `readings`.
 
-        Raises UnsupportedByBackend for what the scheme has no name for: a rank, a part, any
-        pool but kv, more than one head group.
+        Raises UnsupportedByBackend for a coordinate that the scheme cannot name: with a rank, a
+        part, a pool other than kv, or more than one head group.
         """
         layers, heads = coordinate.shard.layers, coordinate.shard.heads
         suffix = f"_{coordinate.model}"
@@ -56,5 +56,5 @@ class UnifiedCodec:
         if heads is not None:
             suffix += f"_H{heads[0]}"
         if self.readings("", suffix) != (coordinate,):
-            raise UnsupportedByBackend(f"the unified key scheme has no name for {coordinate}")
+            raise UnsupportedByBackend(f"The unified key scheme has no key for {coordinate}")
         return "", suffix

@@ -1,6 +1,6 @@
-"""The kinds of pools: a file for each, and the list of them.
+"""The kinds of pools, one file each, and their registry.
 
-A kind of one's own is a `PoolKind` that is registered, with the pool names that it brings.
+To add a kind, subclass `PoolKind` and register an instance, with its new pool names.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _KINDS: dict[str, PoolKind] = {}
 
 
 def register(kind: PoolKind, names: tuple[PoolName, ...] = ()) -> None:
-    """Add a kind of pool, and pool names that keys may have. Raises ValueError on a known one."""
+    """Add a kind, and pool names that keys may have. Raises ValueError if either exists."""
     if kind.name in _KINDS:
-        raise ValueError(f"kind {kind.name!r} is registered already")
+        raise ValueError(f"kind {kind.name!r} is already registered")
     add_pool_names(names)
     _KINDS[kind.name] = kind
 
 
 def unregister(kind: PoolKind, names: tuple[PoolName, ...] = ()) -> None:
-    """Take back `register`."""
+    """Undo `register`."""
     remove_pool_names(names)
     del _KINDS[kind.name]
 
 
 def kind_of(pool: Pool) -> PoolKind:
-    """Return the kind of a valid profile's pool."""
+    """Return the kind of a pool, which must come from a valid profile."""
     return _KINDS[pool.kind]
 
 
 def kinds() -> tuple[PoolKind, ...]:
-    """Return all kinds, in the order in which they are registered."""
+    """Return all kinds, in order of registration."""
     return tuple(_KINDS.values())
 
 

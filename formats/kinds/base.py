@@ -1,4 +1,4 @@
-"""What a kind of pool says: one class, in one file, that all others ask (`kind_of`)."""
+"""Base class of pool kinds; other modules get a pool's kind from `kind_of`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Span = tuple[int, int, int]  # index in the object, index in the whole model, le
 
 
 class PoolKind:
-    """What depends on the kind of a pool. A kind overrides what is not so by default.
+    """Properties of one kind of pool; subclasses override the defaults.
 
-    name:     `kind` of a profile's pool.
-    summary:  the fields that it needs, for the manual.
-    words:    a pool of the kind, in messages.
+    name:     value of `kind` in a profile.
+    summary:  required fields, for the manual.
+    words:    description of such a pool, in messages.
     required: fields of `Pool` that must be stated.
-    anchors:  whether a kv pool can be of the kind.
-    shards:   True: each TP rank holds a share; False: all hold the same; None: not known.
-    linear:   whether the shards are those of linear attention (linear_tp of a profile).
-    has_bytes, has_form: whether objects have bytes, and whether their form is known.
-    scattered: whether SGLang cannot store the layers of a layer_first page as parts: they lie
-              scattered in host memory, and MooncakeStore takes those of MLA KV alone
+    anchors:  whether a kv pool can have this kind.
+    shards:   True: each TP rank holds a share; False: all hold the same; None: unknown.
+    linear:   whether shards follow linear attention (linear_tp of a profile).
+    has_bytes, has_form: whether objects have bytes; whether the form of the bytes is known.
+    scattered: whether SGLang cannot store layer_first pages as parts, because their layers are
+              scattered in host memory; MooncakeStore stores only those of MLA KV
               (_get_mha_buffer_meta raises).
-    splits_layers: whether CP ranks can share out the layers of such an anchor.
-    hf3fs_sidecar, hf3fs_parts: whether SGLang stores such a pool beside kv on 3FS, and a kv pool
-              of it as parts with zero-copy.
+    splits_layers: whether CP ranks can divide the layers of such an anchor.
+    hf3fs_sidecar: whether SGLang stores such a pool beside kv on 3FS.
+    hf3fs_parts: whether SGLang stores a kv pool of this kind as parts on 3FS with zero-copy.
     """
 
     name = ""
@@ -53,22 +53,22 @@ class PoolKind:
     # --- the profile ---
 
     def problems(self, pool: Pool) -> Iterator[str]:
-        """Yield what is wrong with a pool beyond missing fields and their bounds."""
+        """Yield a message for each invalid field; missing fields and bounds are checked elsewhere."""
         yield from ()
 
     def row_items(self, pool: Pool) -> dict[str, int]:
-        """Return the items of a token in a layer, before sharding, by the field at fault for many.
+        """Return the items per token and layer, before sharding, by the field that determines them.
 
-        Of any pool that states the kind's fields: it bounds what a profile may state.
+        The result bounds object sizes, for any pool that states the kind's fields.
         """
         return {}
 
     def dtype(self, pool: Pool) -> str:
-        """Return the dtype of what a pool stores. Raises ProfileError."""
+        """Return the dtype of the stored bytes. Raises ProfileError."""
         return pool.dtype
 
     def cache_dtype(self, pool: Pool) -> str:
-        """Return what stands in a profile for a server's --kv-cache-dtype."""
+        """Return the profile's value that corresponds to a server's --kv-cache-dtype."""
         return pool.dtype
 
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
@@ -76,7 +76,7 @@ class PoolKind:
         return pool
 
     def stored_with_dcp(self, pool: Pool) -> bool:
-        """Tell whether SGLang stores pages of such an anchor under decode context parallelism."""
+        """Return whether SGLang stores such an anchor under decode context parallelism."""
         return False
 
     # --- the bytes ---
@@ -90,79 +90,79 @@ class PoolKind:
         known = self.layouts(pool)
         if layout not in known:
             raise ProfileError(
-                f"layout: SGLang does not build {self.described(pool)} in {layout!r}, "
-                f"only in {', '.join(known)}"
+                f"layout: SGLang does not build {self.described(pool)} in {layout!r}, only in "
+                f"{', '.join(known)}"
             )
 
     def described(self, pool: Pool) -> str:
-        """Return the pool in words, for messages."""
+        """Return a description of the pool, for messages."""
         return self.words
 
     def check_flat(self, pool: Pool) -> None:
-        """Raise UnsupportedByBackend if no object can hold a whole page of the pool."""
+        """Raise UnsupportedByBackend if one object cannot hold a whole page of the pool."""
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
-        """Return what a rank stores in a page of layer_first, each tensor at offset 0.
+        """Return one rank's tensors of a layer_first page, each at offset 0.
 
-        Nothing without a known form. Raises ProfileError.
+        Empty if the form is unknown. Raises ProfileError.
         """
         return ()
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
-        """Count the leading channels of a row whose magnitudes tell one layer from another.
+        """Return how many leading channels of a row distinguish layers by their magnitudes.
 
-        0 if nothing tells one layout's order of rows from another's.
+        0 if they cannot reveal the row order of a layout.
         """
         return 0
 
     def columns(
         self, pool: Pool, tensor: TensorLayout, code_dtype: str
     ) -> tuple[Column, ...] | None:
-        """Return the numbers of one row; None if the tensor is one array of its dtype.
+        """Return the columns of one row; None if the tensor is one array of its dtype.
 
-        code_dtype: of quantised codes.
+        code_dtype: dtype of quantised codes.
         """
         return None
 
     # --- the shards ---
 
     def check_shards(self, pool: Pool, tp: int) -> None:
-        """Raise ProfileError if nothing tells which rank has which share of the pool."""
+        """Raise ProfileError if it is unknown which rank has which share of the pool."""
 
     def shared_shard(self, pool: Pool, tp_rank: int, tp: int) -> int | None:
-        """Return which share a TP rank has in common with others, as a number; None if alone."""
+        """Return the number of the share that a TP rank has in common with others, or None."""
         return None
 
     def spans(
         self, pool: Pool, tensor: TensorLayout, shard: Shard, tp: int
     ) -> dict[str, list[Span]]:
-        """Return which indices of the model an object holds, along the axes that are sharded."""
+        """Return which indices of the model an object holds along each sharded axis."""
         return {}
 
     # --- the backends ---
 
     def names_rank(self, pool: Pool, shared_anchor: bool) -> bool:
-        """Tell whether Mooncake keys of a pool that may have K and V name the TP rank.
+        """Return whether Mooncake keys name the TP rank, for pools that may have K and V.
 
-        shared_anchor: whether all ranks share the anchor's objects. The form of a draft's key
-        follows the draft, of every other the target.
+        shared_anchor: whether all ranks share the anchor's objects. Keys of a draft follow the
+        draft's form; all other keys follow the target's.
         """
         return bool(self.shards) if pool.is_draft else not shared_anchor
 
     def check_mooncake(self, pool: Pool) -> None:
-        """Raise UnsupportedByBackend if MooncakeStore has no keys of the right number."""
+        """Raise UnsupportedByBackend if MooncakeStore's keys do not match the pool's objects."""
 
     def mooncake_parts(self, pool: Pool, names_rank: bool) -> tuple[str | None, ...]:
-        """Return the parts of a page on Mooncake, of objects without a known form."""
+        """Return the parts of a page on Mooncake, for objects of unknown form."""
         return (None,)
 
     def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
-        """Return the part that the object of one tensor is on Mooncake."""
+        """Return the part of the Mooncake object that holds one tensor."""
         return tensor.name
 
 
 def holder(shard: Shard) -> int:
-    """Return the TP rank whose share an object is; 0 if the ranks share it."""
+    """Return the TP rank whose share an object holds; 0 if ranks share the object."""
     if shard.tp_rank is not None:
         return shard.tp_rank
     if shard.heads is None:

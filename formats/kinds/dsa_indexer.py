@@ -1,4 +1,4 @@
-"""Index keys of sparse attention (DSA): fp8 keys and their scales, a block a layer and page.
+"""Kind dsa_indexer, index keys of sparse attention: fp8 keys and scales, one block per layer.
 
 Sources: SGLang srt/mem_cache/pool_host/dsa.py, srt/mem_cache/index_key_cache.py.
 """
@@ -19,13 +19,13 @@ INDEXER_POOLS = (
     PoolName(name="draft_indexer", draft=True, dcp=True, mooncake="shared"),
 )
 
-# act_quant and fused_store_index_cache.cuh divide no less than 1e-4 by the largest code.
+# act_quant and fused_store_index_cache.cuh divide at least 1e-4 by the largest code, 448.
 SCALE_FLOOR = 1e-4 / 448
 _SCALE_BYTES = 4
 
 
 class DsaIndexer(PoolKind):
-    """Index keys, the same on all TP ranks."""
+    """Index keys of DSA, equal on all TP ranks."""
 
     name = "dsa_indexer"
     summary = "layers, index_head_dim."
@@ -34,17 +34,17 @@ class DsaIndexer(PoolKind):
     shards = False
 
     def row_items(self, pool: Pool) -> dict[str, int]:
-        """Return the items of a key and its scales."""
+        """Return an upper bound for a key with its scales."""
         return {"index_head_dim": 2 * pool.index_head_dim}
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:
-        """Return all but page_head."""
+        """Return all layouts except page_head."""
         return HEADLESS_LAYOUTS
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
-        """Return a block a layer, the same on each rank: the fp8 keys of all tokens, their scales.
+        """Return one block per layer, equal on all ranks: fp8 keys of all tokens, then the scales.
 
-        Layer-major in all layouts, so that the layout does not show in the bytes.
+        The order is layer-major in every layout, so the bytes do not depend on the layout.
         """
         dim = pool.index_head_dim
         block_bytes = tokens * (dim + dim // QUANT_BLOCK * _SCALE_BYTES)
@@ -63,7 +63,7 @@ class DsaIndexer(PoolKind):
         return keys, scales
 
     def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
-        """Return None: one object holds the page."""
+        """Return None: one object holds the whole page."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""An anchor without bytes: an empty file on the file backend, nothing elsewhere (DeepSeek-V4)."""
+"""Kind logical, an anchor without bytes (DeepSeek-V4): on file an empty file, else no object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Logical(PoolKind):
     has_form = False
 
     def problems(self, pool: Pool) -> Iterator[str]:
-        """Yield that a sidecar has no bytes."""
+        """Yield a message if the pool is a sidecar."""
         if pool.name != "kv":
             yield "kind: only kv can be logical"
 

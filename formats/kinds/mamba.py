@@ -1,4 +1,4 @@
-"""Recurrent states of linear attention and state space layers: one state a layer, not a token.
+"""Kind mamba, recurrent states of linear attention and state-space layers: per layer, not token.
 
 Sources: SGLang srt/mem_cache/pool_host/mamba.py, srt/configs/mamba_utils.py.
 """
@@ -26,15 +26,15 @@ MAMBA_POOLS = (PoolName(name="mamba", trailing=True, dcp=True, states=True, moon
 def local_state_shape(state: StateTensor, tp: int) -> tuple[int, ...]:
     """Return the shape of one rank's shard of a state.
 
-    Each group of the sharded axis is divided on its own. Raises ProfileError if one does not
-    divide: SGLang then replicates groups, and the profile must state the widened shape.
+    Groups of the sharded axis are divided separately. Raises ProfileError if tp does not divide a
+    group: SGLang then replicates groups, and the profile must state the widened shape.
     """
     groups = state.groups or (state.shape[state.shard_axis],)
     for group in groups:
         if group % tp:
             raise ProfileError(
-                f"state {list(state.shape)}: {group} along axis {state.shard_axis} does not "
-                f"divide over {tp} ranks"
+                f"state {list(state.shape)}: {group} along axis {state.shard_axis} is not a "
+                f"multiple of tp {tp}; SGLang then replicates groups, so state the widened shape"
             )
     shape = list(state.shape)
     shape[state.shard_axis] = sum(group // tp for group in groups)
@@ -42,9 +42,9 @@ def local_state_shape(state: StateTensor, tp: int) -> tuple[int, ...]:
 
 
 def state_spans(state: StateTensor, rank: int, held: int) -> list[Span]:
-    """Place a rank's share of each group: q, k and v channels of a convolution.
+    """Return a rank's span in each group, such as q, k and v channels of a convolution.
 
-    held: indices of the sharded axis that the object has.
+    held: number of indices along the sharded axis in the object.
     """
     whole = state.shape[state.shard_axis]
     groups = state.groups or (whole,)
@@ -58,7 +58,7 @@ def state_spans(state: StateTensor, rank: int, held: int) -> list[Span]:
 
 
 class Mamba(PoolKind):
-    """Recurrent states, each sharded along an axis of its own."""
+    """Recurrent states, each with its own sharded axis."""
 
     name = "mamba"
     summary = "layers, temporal, conv; shapes before sharding."
@@ -68,17 +68,17 @@ class Mamba(PoolKind):
     linear = True
 
     def states(self, pool: Pool) -> dict[str, StateTensor]:
-        """Return the states of a layer before sharding, by name, in stored order."""
+        """Return a layer's states before sharding, by name, in stored order."""
         found = {} if pool.temporal is None else {"temporal": pool.temporal}
         return found | {f"conv_{index}": state for index, state in enumerate(pool.conv)}
 
     def problems(self, pool: Pool) -> Iterator[str]:
-        """Yield that there is no state."""
+        """Yield a message if the pool has no state."""
         if not self.states(pool):
-            yield "temporal, conv: a mamba pool needs at least one state"
+            yield "temporal, conv: a mamba pool needs at least one state; state one of the two"
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
-        """Return each state of all layers, one rank's share; tokens do not matter."""
+        """Return one rank's share of each state of all layers, independent of `tokens`."""
         tensors = []
         for name, state in self.states(pool).items():
             axes = ("layer", *(f"state_{axis}" for axis in range(len(state.shape))))

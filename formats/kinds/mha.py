@@ -1,4 +1,4 @@
-"""Multi-head attention: K and V of each token, by head.
+"""Kind mha, multi-head attention: K and V of each token, by head.
 
 Sources: SGLang srt/mem_cache/pool_host/mha.py (MHATokenToKVPoolHost, Asymmetric...),
 srt/configs/model_config.py :: get_num_kv_heads.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.kinds.pool import Pool
     from hicachectl.formats.objects import Shard
 
-# The pools that hold K and V; an MLA model has them too, with latents instead.
+# Pools of K and V; in MLA models they hold latents instead.
 KV_POOLS = (
     PoolName(name="kv", dcp=True, cp_split=True, mooncake="kv"),
     PoolName(name="swa", trailing=True, mooncake="window"),
@@ -31,7 +31,7 @@ KV_POOLS = (
 
 
 def local_kv_heads(kv_heads: int, tp: int) -> int:
-    """Count the KV heads of one TP rank; with fewer heads than ranks each rank holds one."""
+    """Return the KV heads of one TP rank; one if there are fewer heads than ranks."""
     return max(1, kv_heads // tp)
 
 
@@ -44,7 +44,7 @@ class Mha(PoolKind):
     required = ("dtype", "layers", "kv_heads", "head_dim")
     anchors = True
     shards = True
-    # register_mem_host_pool_v2 takes K's size for a page; the write of K and V then fails.
+    # register_mem_host_pool_v2 uses K's size for a page, so writing K and V fails.
     hf3fs_sidecar = False
     hf3fs_parts = True
 
@@ -54,23 +54,23 @@ class Mha(PoolKind):
 
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
         """Return the pool with another dtype."""
-        # ROCm names its own form of e4m3 like the other.
+        # ROCm servers call float8_e4m3fnuz by the name of float8_e4m3fn.
         return pool if pool.dtype.startswith(dtype) else structs.replace(pool, dtype=dtype)
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:
-        """Return every page layout, or two of them for rows of different width."""
+        """Return every page layout; the page-first two if K and V differ in width."""
         return PAGE_FIRST_LAYOUTS if _is_asymmetric(pool) else PAGE_LAYOUTS
 
     def described(self, pool: Pool) -> str:
-        """Tell of rows of different width, which have fewer layouts."""
+        """Return the description; it states different widths, which have fewer layouts."""
         return self.words + " with K and V of different width" * _is_asymmetric(pool)
 
     def check_flat(self, pool: Pool) -> None:
         """Refuse K and V of different width."""
         if _is_asymmetric(pool):
             raise UnsupportedByBackend(
-                f"K and V of different width {_widths(pool)} have no flat page: SGLang stores "
-                "such models on Mooncake only"
+                f"pools[{pool.name}]: K and V of different width {_widths(pool)} have no flat "
+                "page; SGLang stores such models on Mooncake only"
             )
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
@@ -87,20 +87,20 @@ class Mha(PoolKind):
         )
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
-        """Count all channels of a head."""
+        """Return all channels of a head."""
         return tensor.shape[-1]
 
     def check_shards(self, pool: Pool, tp: int) -> None:
-        """Refuse heads that ranks do not share out evenly."""
+        """Raise ProfileError if heads and TP ranks do not divide evenly."""
         most, least = max(pool.kv_heads, tp), min(pool.kv_heads, tp)
         if not pool.replicated and most % least:
             raise ProfileError(
-                f"pools[{pool.name}].kv_heads: {pool.kv_heads} heads and tp {tp} do not "
-                "divide one another, so SGLang does not shard them"
+                f"pools[{pool.name}].kv_heads: neither of {pool.kv_heads} heads and tp {tp} is a "
+                "multiple of the other, so SGLang cannot shard them"
             )
 
     def shared_shard(self, pool: Pool, tp_rank: int, tp: int) -> int | None:
-        """Return the head that neighbouring ranks hold, if there are more ranks than heads.
+        """Return the head that neighbouring ranks share, if there are more ranks than heads.
 
         Source: srt/layers/linear.py :: QKVParallelLinear.num_kv_head_replicas.
         """
@@ -111,7 +111,7 @@ class Mha(PoolKind):
     def spans(
         self, pool: Pool, tensor: TensorLayout, shard: Shard, tp: int
     ) -> dict[str, list[Span]]:
-        """Return the heads of an object, out of the whole model's."""
+        """Return which of the model's heads an object holds."""
         held = tensor.shape[tensor.axes.index("head")]
         return {"head": [(0, _first_head(pool, shard, held, tp), held)]}
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one latent row a token and layer, the same on all TP ranks.
+"""Kind mla, multi-head latent attention: one row per token and layer, equal on all TP ranks.
 
 Sources: SGLang srt/mem_cache/pool_host/mla.py, srt/mem_cache/kv_cache_configurator.py ::
 calculate_mla_kv_cache_dim, kernels/ops/quantization/dsa_quant_k_cache.py (scaled rows).
@@ -19,6 +19,7 @@ from hicachectl.formats.layouts import (
     Column,
     TensorLayout,
 )
+from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,20 +30,20 @@ MLA_ROWS = ("bf16", "fp8", "fp8_scaled")
 
 _SCALE_BYTES = 4
 _ROPE_BYTES = 2  # DSATokenToKVPool.rope_storage_dtype is bfloat16
-_ROWS = {"bf16": ("bfloat16", 2), "fp8": ("float8_e4m3fn", 1)}  # default dtype, bytes of an item
+_ROWS = {"bf16": ("bfloat16", 2), "fp8": ("float8_e4m3fn", 1)}  # default dtype, bytes per item
 
 
 def mla_row(pool: Pool) -> tuple[int, str]:
     """Return channels and dtype of one token's row in one layer.
 
-    A scaled row is bytes: fp8 codes, an fp32 scale for every 128 of them, the bf16 rope part
-    (656 bytes for 512 + 64). Raises ProfileError if row and dtype contradict each other.
+    A scaled row has dtype uint8: fp8 codes, one fp32 scale per 128 codes, the bf16 rope part (656
+    bytes for 512 + 64 channels). Raises ProfileError if row and dtype contradict each other.
     """
     if pool.row == "fp8_scaled":
         if pool.kv_lora_rank % QUANT_BLOCK:
             raise ProfileError(
-                f"pools[{pool.name}].kv_lora_rank: {pool.kv_lora_rank} is no multiple of "
-                f"{QUANT_BLOCK}, which scaled rows need"
+                f"pools[{pool.name}].kv_lora_rank: {pool.kv_lora_rank} is not a multiple of "
+                f"{QUANT_BLOCK}, which row {pool.row!r} needs"
             )
         scales = pool.kv_lora_rank // QUANT_BLOCK * _SCALE_BYTES
         return pool.kv_lora_rank + scales + pool.qk_rope_head_dim * _ROPE_BYTES, "uint8"
@@ -68,12 +69,12 @@ class Mla(PoolKind):
     splits_layers = True
 
     def problems(self, pool: Pool) -> Iterator[str]:
-        """Yield a row that is none of the three forms."""
+        """Yield a message if `row` is not one of the three forms."""
         if pool.row and pool.row not in MLA_ROWS:
-            yield f"row: {pool.row!r} is none of {', '.join(MLA_ROWS)}"
+            yield not_one_of("row", pool.row, MLA_ROWS)
 
     def row_items(self, pool: Pool) -> dict[str, int]:
-        """Return the items of latents and rope part."""
+        """Return the items of latents and rope part together."""
         return {"kv_lora_rank": pool.kv_lora_rank + pool.qk_rope_head_dim}
 
     def dtype(self, pool: Pool) -> str:
@@ -85,46 +86,46 @@ class Mla(PoolKind):
         return pool.row
 
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
-        """Return the pool with fp8 rows, of either form, or with bf16 rows."""
+        """Return the pool with bf16 rows, or with fp8 rows, whose form is kept."""
         is_fp8 = dtype.startswith("float8")
         same = is_fp8 == (pool.row != "bf16")
         return pool if same else structs.replace(pool, row="fp8" if is_fp8 else "bf16")
 
     def stored_with_dcp(self, pool: Pool) -> bool:
-        """Return True: MLA pages are the only ones."""
+        """Return True: SGLang stores DCP pages of MLA models only."""
         return True
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:
-        """Return all but page_head: there are no heads."""
+        """Return all layouts except page_head: rows have no heads."""
         return HEADLESS_LAYOUTS
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
-        """Return the rows, the same on each rank."""
+        """Return the rows, equal on all ranks."""
         channels, dtype = mla_row(pool)
         shape = (layers, tokens, channels)
         return (TensorLayout("kv", ("layer", "token", "channel"), shape, dtype),)
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
-        """Count the latents: the rope part has another magnitude in every layer."""
+        """Return the latents only: in every layer, the rope part has other magnitudes."""
         return pool.kv_lora_rank
 
     def columns(
         self, pool: Pool, tensor: TensorLayout, code_dtype: str
     ) -> tuple[Column, ...] | None:
-        """Return codes, scales and rope part of a scaled row."""
+        """Return codes, scales and rope part of a scaled row; None for other rows."""
         if pool.row != "fp8_scaled":
             return None
         rank, rope = pool.kv_lora_rank, pool.qk_rope_head_dim
         tiles = rank // QUANT_BLOCK
         scales = Column("scales", rank, "float32", ("tile",), (tiles,), scale_floor=0.0)
         codes = Column("codes", 0, code_dtype, ("channel",), (rank,), scales=scales)
-        if not rope:  # models without positions in their latents have none
+        if not rope:  # models without positions in their latents
             return codes, scales
         at = rank + scales.nbytes
         return codes, scales, Column("rope", at, "bfloat16", ("channel",), (rope,))
 
     def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
-        """Return "k" for the pools that have a V where the model is an MHA one."""
+        """Return "k" for pools that have K and V in MHA models, else None."""
         return "k" if pool.name in ("kv", "draft") else None
 
 

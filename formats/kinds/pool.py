@@ -1,4 +1,4 @@
-"""A pool of a profile, and what SGLang's pool names say."""
+"""Pools of a profile, and the properties of SGLang's pool names."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from msgspec.structs import force_setattr
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolName:
-    """One of SGLang's `PoolName` values, and how the backends treat its pool whatever its kind.
+    """One of SGLang's `PoolName` values, with the properties that do not depend on the kind.
 
-    trailing: only the last pages of a node carry it (hybrid_pool_assembler.py:
+    trailing: only the last pages of a node have the pool (hybrid_pool_assembler.py:
               PoolHitPolicy.TRAILING_PAGES).
-    draft:    of a speculative draft model; its layer numbers are the draft's own.
+    draft:    belongs to a speculative draft model; layer numbers count the draft's layers.
     dcp:      stored under decode context parallelism (cache_controller.py).
-    cp_split: CP ranks share out its layers under cp_layer_split.
-    states:   recurrent states: servers need those of one page, and keys name a TP rank of their
-              own beside an anchor that all ranks share.
-    mooncake: its Mooncake keys: "kv" (k and v), "parts" (its name with k and v), "window" (the
-              same, or its name alone where all TP ranks share it), "shared" (its name, always
-              shared), "states" (the name of each state), "" (none).
+    cp_split: CP ranks divide the layers under cp_layer_split.
+    states:   recurrent states: servers need the states of one page only. Their keys name a TP
+              rank even if all ranks share the anchor.
+    mooncake: form of Mooncake keys: "kv" (k and v), "parts" (pool name with k and v), "window"
+              (as "parts", or the name alone if all TP ranks share the pool), "shared" (name,
+              always shared), "states" (name of each state), "" (none).
     """
 
     name: str
@@ -37,7 +37,7 @@ _NAMES: dict[str, PoolName] = {}
 
 
 def pool_name(name: str) -> PoolName:
-    """Return what is known of a pool by its name; nothing of an unknown one."""
+    """Return the properties of a pool name; the defaults for an unknown name."""
     return _NAMES.get(name) or PoolName(name=name)
 
 
@@ -47,29 +47,29 @@ def pool_names() -> tuple[PoolName, ...]:
 
 
 def add_pool_names(names: tuple[PoolName, ...]) -> None:
-    """Add names that keys can have. Raises ValueError on one that is known."""
+    """Add names that keys can have. Raises ValueError if a name exists."""
     known = [one.name for one in names if one.name in _NAMES]
     if known:
-        raise ValueError(f"pool names are known already: {', '.join(known)}")
+        raise ValueError(f"pool names already exist: {', '.join(known)}")
     _NAMES.update((one.name, one) for one in names)
 
 
 def remove_pool_names(names: tuple[PoolName, ...]) -> None:
-    """Take back `add_pool_names`."""
+    """Undo `add_pool_names`."""
     for one in names:
         del _NAMES[one.name]
 
 
 def default_hit_policy(name: str) -> str:
-    """Return SGLang's hit policy for a pool of this name."""
+    """Return SGLang's hit policy for a pool name."""
     return "trailing_pages" if pool_name(name).trailing else "all_pages"
 
 
 class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One recurrent state of a Mamba-like layer, before sharding.
 
-    groups: lengths along `shard_axis` that are sharded each on its own (q, k, v of a
-    convolution); they sum to shape[shard_axis]. Empty: the axis is one block.
+    groups: lengths along `shard_axis` that are sharded separately (q, k, v of a convolution);
+    their sum is shape[shard_axis]. Empty: the axis is one group.
     """
 
     shape: tuple[int, ...]
@@ -81,10 +81,10 @@ class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pool of the model, before sharding. Fields that do not apply keep their default.
 
-    layers: a count (model layers 0..n-1) or the model layer numbers the pool covers.
-    packed_draft_layers: layers of an EAGLE/NextN draft appended to the target's layer axis.
-    nbytes: of one object, for kind "opaque".
-    replicated: every TP rank holds, and shares, one object.
+    layers: a count (model layers 0..n-1) or the model layer numbers of the pool.
+    packed_draft_layers: layers of an EAGLE/NextN draft, appended to the target's layer axis.
+    nbytes: bytes of one object, for kind "opaque".
+    replicated: all TP ranks share one object.
     """
 
     name: str
@@ -112,15 +112,15 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
-        """Model layer numbers, without packed draft layers."""
+        """Model layer numbers without packed draft layers."""
         return tuple(range(self.layers)) if isinstance(self.layers, int) else self.layers
 
     @property
     def trailing(self) -> bool:
-        """Whether only the last pages of a stored node carry the pool."""
+        """Whether only the last pages of a stored node have the pool."""
         return self.hit_policy == "trailing_pages"
 
     @property
     def is_draft(self) -> bool:
-        """Whether the pool is of a speculative draft, so that its layers are the draft's own."""
+        """Whether the pool belongs to a speculative draft and counts the draft's layers."""
         return pool_name(self.name).draft

@@ -1,1 +1,1 @@
-"""The form of pack files; documented in hcpack(5)."""
+"""The form of pack files, documented in hcpack(5)."""

@@ -1,7 +1,7 @@
-"""The index of a pack: an Arrow IPC stream with a row for each object, in the order of the file.
+"""The index of a pack: an Arrow IPC stream with one row per object, in the order of the file.
 
-Its schema's metadata says what the pack's metadata record says, so that other programs can read
-the index alone. Bodies are not compressed: nothing larger than the stream is allocated for it.
+The schema metadata repeats the pack's metadata record, so other programs need only the index.
+Bodies are not compressed, so reading allocates no more memory than the stream's size.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 
-# What a record holds, and where it lies.
+# Content and location of a record.
 ENTRY_FIELDS = (
     pa.field("key", pa.binary(), nullable=False),
     pa.field("nbytes", pa.int64(), nullable=False),
@@ -58,7 +58,7 @@ ENTRY_FIELDS = (
     pa.field("digest", pa.binary(DIGEST_BYTES), nullable=False),
 )
 ENTRIES = pa.schema(ENTRY_FIELDS)
-# What the key says, for readers without its grammar.
+# The coordinate of the key, for readers without its grammar.
 SCHEMA = pa.schema(
     [
         *ENTRY_FIELDS,
@@ -81,7 +81,7 @@ _COMPRESSION_SLOT = 3
 
 
 def write_index(entries: pa.Table, metadata: Metadata) -> bytes:
-    """Serialise the index. entries: ENTRIES, sorted by offset, no key twice."""
+    """Serialise the index. entries: table of ENTRIES, sorted by offset, with distinct keys."""
     splitter = KeySplitter()
     pages, ids = [], [np.empty(0, dtype=np.int32)]
     for chunk in entries.column("key").chunks:
@@ -112,7 +112,7 @@ def write_index(entries: pa.Table, metadata: Metadata) -> bytes:
 
 
 def _profiled_affixes(metadata: Metadata) -> dict[Affix, Coordinate]:
-    """Spell the keys that the pack's profile accounts for; none where it is of no use."""
+    """Return the affixes that the pack's profile describes; none if it does not fit."""
     if not metadata.profile:
         return {}
     codec = codec_for(metadata.grammar)
@@ -124,10 +124,10 @@ def _profiled_affixes(metadata: Metadata) -> dict[Affix, Coordinate]:
 
 
 def read_index(data: bytes | memoryview, *, end: int, source: str) -> tuple[pa.Table, Metadata]:
-    """Parse an index and check every row of it: a table of ENTRIES, and the pack's metadata.
+    """Parse an index and check every row. Returns a table of ENTRIES and the pack's metadata.
 
-    end: where the records that it may point to end in the file. Raises FormatError on anything
-    that is no index of such a file; allocates no more than a few times `data`.
+    end: byte offset in the file where its records end. Raises FormatError if `data` is not a valid
+    index of this file; allocates at most a few times the size of `data`.
     """
     try:
         table = _read_stream(data)
@@ -135,7 +135,7 @@ def read_index(data: bytes | memoryview, *, end: int, source: str) -> tuple[pa.T
     # ValueError: pyarrow decodes names of a damaged schema as UTF-8.
     except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
         reason = " ".join(str(error).split())[:120]
-        raise FormatError(f"{source}: its index cannot be read: {reason}") from error
+        raise FormatError(f"{source}: cannot read its index: {reason}") from error
     except HicacheError as error:
         raise FormatError(f"{source}: its index {error}") from error
     texts = _texts(table.schema.metadata or {}, source)
@@ -152,11 +152,11 @@ def _read_stream(data: bytes | memoryview) -> pa.Table:
         raise FormatError("does not begin with a schema")
     schema = pa.ipc.read_schema(message)
     if not schema.equals(SCHEMA):
-        raise FormatError("has other columns than those of a pack")
+        raise FormatError("does not have the columns of a pack index")
     batches = []
     while (message := _next_message(reader)) is not None:
         if message.type != "record batch" or _is_compressed(message.metadata):
-            raise FormatError(f"has a {message.type} that no pack has")
+            raise FormatError(f"has a compressed or unexpected message ({message.type})")
         batches.append(pa.ipc.read_record_batch(message, schema))
     return pa.Table.from_batches(batches, schema=schema)
 
@@ -169,9 +169,9 @@ def _next_message(reader: Any) -> Any:
 
 
 def _is_compressed(metadata: Any) -> bool:
-    """Look into the flatbuffer of a record batch message for body compression.
+    """Return whether the flatbuffer of a record batch message states body compression.
 
-    A compressed body says itself how much memory it takes, and Arrow believes it.
+    A compressed body states its own decompressed size, and Arrow trusts this number.
     """
     data = memoryview(metadata)
     try:
@@ -186,7 +186,7 @@ def _is_compressed(metadata: Any) -> bool:
 
 
 def _field(data: memoryview, table: int, slot: int) -> int | None:
-    """Find a field of a flatbuffer table by its slot in the vtable; None where it is left out."""
+    """Return the offset of a flatbuffer table's field, by its vtable slot; None if absent."""
     (back,) = struct.unpack_from("<i", data, table)
     vtable = table - back
     if vtable < 0:
@@ -205,11 +205,13 @@ def _texts(found: Mapping[bytes, bytes], source: str) -> Metadata:
     except KeyError as error:
         raise FormatError(f"{source}: its index lacks the metadata {error}") from error
     except UnicodeDecodeError as error:
-        raise FormatError(f"{source}: the metadata of its index is no text") from error
+        raise FormatError(f"{source}: the metadata of its index is not valid UTF-8") from error
     if texts.pop("form") != str(FORM):
-        raise FormatError(f"{source}: its index is of another form than {FORM}")
+        raise FormatError(f"{source}: its index does not have form {FORM}")
     if sum(map(len, found.values())) > MOST_METADATA_BYTES:
-        raise FormatError(f"{source}: the metadata of its index is larger than any pack's")
+        raise FormatError(
+            f"{source}: the metadata of its index has more than {MOST_METADATA_BYTES} bytes"
+        )
     try:
         return checked_metadata(Metadata(**texts))
     except FormatError as error:
@@ -223,7 +225,7 @@ def _check_nulls(entries: pa.Table, source: str) -> None:
 
 
 def _check_values(entries: pa.Table, end: int, source: str) -> None:
-    """Check that every row can be the record of an object of its own within the file."""
+    """Check that every row describes a distinct record within the file."""
     if not len(entries):
         return
     nbytes, offset, length = (column_of(entries, n) for n in ("nbytes", "offset", "length"))
@@ -231,12 +233,12 @@ def _check_values(entries: pa.Table, end: int, source: str) -> None:
     key_bytes = pc.binary_length(entries.column("key")).to_numpy().astype(np.int64)
     head = RECORD_BYTES + key_bytes
     problems = (
-        ("a key of no or too many bytes", (key_bytes < 1) | (key_bytes > MOST_KEY_BYTES)),
+        ("an empty or too long key", (key_bytes < 1) | (key_bytes > MOST_KEY_BYTES)),
         ("an object of impossible size", (nbytes < 0) | (nbytes >= MOST_OBJECT_BYTES)),
-        ("planes that no pack has", ~np.isin(planes, PLANE_COUNTS)),
+        ("an invalid number of planes", ~np.isin(planes, PLANE_COUNTS)),
         ("planes of unequal size", nbytes % np.maximum(planes, 1) != 0),
-        ("a record outside of the file", (offset < HEADER_BYTES) | (offset > end)),
-        ("a record that ends outside of the file", (length < head) | (length > end - offset)),
+        ("a record outside the file", (offset < HEADER_BYTES) | (offset > end)),
+        ("a record that ends outside the file", (length < head) | (length > end - offset)),
         ("a record larger than its object", length - head > nbytes),
     )
     for text, wrong in problems:
@@ -248,7 +250,7 @@ def _check_values(entries: pa.Table, end: int, source: str) -> None:
             source, "a record that overlaps its neighbour", int(np.argmax(overlaps)), offset
         )
     if pc.count_distinct(entries.column("key")).as_py() != len(entries):
-        raise FormatError(f"{source}: its index has some key twice")
+        raise FormatError(f"{source}: its index has a repeated key")
 
 
 def _refuse_row(source: str, text: str, row: int, offset: IntArray) -> None:
@@ -256,6 +258,6 @@ def _refuse_row(source: str, text: str, row: int, offset: IntArray) -> None:
 
 
 def column_of(entries: pa.Table, name: str) -> IntArray:
-    """Give an int64 column without nulls as one array."""
+    """Return an int64 column without nulls as one array."""
     column: IntArray = entries.column(name).to_numpy()
     return column

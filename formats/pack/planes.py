@@ -1,7 +1,7 @@
-"""Object bytes as packs store them: split into byte planes, each of them raw or one zstd frame.
+"""Byte planes of objects in packs, each raw or one zstd frame.
 
 Plane i of p holds bytes i, i + p, i + 2p, ... of the object. The high bytes of bfloat16 numbers
-(sign and most of the exponent) are alike and compress; the low ones are noise, and stay raw.
+(sign and most of the exponent) are similar and compress; the low bytes are noise and stay raw.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 PLANE_COUNTS = (1, 2, 4)
 
-# What a plan is chosen by: pieces spread over an object, so that choosing costs little.
+# The sample that a plan is chosen by: pieces spread over an object, to keep the choice cheap.
 _PIECES = 4
 _PIECE_BYTES = 16 << 10
-_MEASURED_EVERY = 32  # objects of a kind follow the plan of the last one that was measured
+_MEASURED_EVERY = 32  # objects of one kind share the plan of the last measured one
 _MOST_KINDS = 4096
-_WORTH = 0.97  # of the bytes without it; a smaller gain does not pay for the work of reading
+_WORTH = 0.97  # share of the raw bytes; a smaller gain does not pay for decompression
 
 _PAGE_HASH = re.compile(rb"[0-9a-f]{64}")
 
 
 class Coding(IntEnum):
-    """How a plane is compressed; a reader sees only whether it is."""
+    """Compression of a plane. A reader only needs to know whether a plane is compressed."""
 
     RAW = 0
-    ENTROPY = 1  # Huffman codes and hardly any matches: all there is to exponents, and fast
+    ENTROPY = 1  # Huffman codes, hardly any matches: fast, and as good as possible for exponents
     MATCHES = 2  # zstd -1
 
 
@@ -48,15 +48,15 @@ Plan = tuple[Coding, ...]  # a coding for each plane
 
 _LEVEL = 1
 _PARAMETERS = {
-    # Level 1 finds chance matches of few bytes between exponents, which cost more than they save:
-    # on bf16 KV it is less than half as fast, and the frame 5% larger.
+    # Level 1 alone finds short chance matches between exponents, which cost more than they save:
+    # on bf16 KV it has less than half the speed, and frames are 5 % larger.
     Coding.ENTROPY: {"min_match": 7, "hash_log": 6, "target_length": 0},
     Coding.MATCHES: {},
 }
 
 
 class Encoder:
-    """Compresses objects. One for each thread: zstd's contexts are not shared."""
+    """Compressor of objects. Not thread-safe: zstd contexts cannot be shared."""
 
     def __init__(self) -> None:
         self._compressors = {
@@ -69,15 +69,15 @@ class Encoder:
         }
 
     def encode(self, data: Bytes, plan: Plan) -> list[Plane]:
-        """Give the planes of an object, [n] uint8 -> one buffer a plane; none is larger than raw.
+        """Return the planes of an object ([n] uint8), one buffer each, none larger than raw.
 
-        A single raw plane is `data` itself. The GIL is released for most of it.
+        A single raw plane is `data` itself. Compression releases the GIL.
         """
         planes = [data] if len(plan) == 1 else _split(data, len(plan))
         return [self._code(plane, coding) for plane, coding in zip(planes, plan, strict=True)]
 
     def measure(self, data: Bytes) -> Plan:
-        """Choose the plan that makes a sample of an object smallest, and is worth it."""
+        """Return the plan with the smallest result on a sample; raw if the gain is too small."""
         sample = _sample(data)
         best: Plan = (Coding.RAW,)
         least = len(sample) * _WORTH
@@ -106,16 +106,16 @@ class Encoder:
 
 
 class Decoder:
-    """Restores objects. One for each thread."""
+    """Decompressor of objects. Not thread-safe."""
 
     def __init__(self) -> None:
         self._decompressor = zstandard.ZstdDecompressor()
 
     def decode(self, planes: Sequence[memoryview], out: memoryview) -> None:
-        """Fill `out` from the stored planes of an object of that many bytes.
+        """Fill `out`, which has the size of the object, from its stored planes.
 
-        Memory: a plane. Raises FormatError where one is no frame of exactly the bytes that it
-        stands for, before anything is allocated for it.
+        Uses the memory of one plane. Raises FormatError if a plane is not a frame of exactly the
+        expected bytes, before allocating memory for it.
         """
         size = len(out) // len(planes)
         restored = (
@@ -134,28 +134,28 @@ class Decoder:
         try:
             claimed = zstandard.get_frame_parameters(plane).content_size
             if claimed != size:
-                raise FormatError(f"a zstd frame of {claimed} bytes in the place of {size}")
+                raise FormatError(f"a zstd frame has {claimed} bytes; expected {size}")
             data: bytes = self._decompressor.decompress(
                 plane, max_output_size=size, allow_extra_data=False
             )
         except zstandard.ZstdError as error:
-            raise FormatError(f"a bad zstd frame: {error}") from error
+            raise FormatError(f"a zstd frame is damaged: {error}") from error
         if len(data) != size:
-            raise FormatError(f"a zstd frame of {len(data)} bytes in the place of {size}")
+            raise FormatError(f"a zstd frame has {len(data)} bytes; expected {size}")
         return data
 
 
 @dataclass(slots=True)
 class PlanMemory:
-    """Remembers the plan of each kind of object: same size, same key but for the page hash.
+    """The plans of all kinds of objects. A kind has one size, and one key except the page hash.
 
-    Threads may share one: the worst of their races is an object measured twice.
+    Threads may share an instance: at worst, a race measures an object twice.
     """
 
     _plans: dict[tuple[bytes, int], tuple[Plan, int]] = field(default_factory=dict)
 
     def plan(self, key: bytes, data: Bytes, encoder: Encoder) -> Plan:
-        """Give the plan for an object; now and then it is measured again."""
+        """Return the plan for an object; measure it anew from time to time."""
         kind = _PAGE_HASH.sub(b"", key), len(data)
         plan, uses_left = self._plans.get(kind, ((Coding.RAW,), 0))
         if not uses_left:
@@ -167,7 +167,7 @@ class PlanMemory:
 
 
 def _sample(data: Bytes) -> Bytes:
-    """Take evenly spread pieces of an object, or all of a small one."""
+    """Return evenly spread pieces of an object, or all of a small one."""
     if len(data) <= _PIECES * _PIECE_BYTES:
         return data
     step = len(data) // _PIECES
@@ -176,7 +176,7 @@ def _sample(data: Bytes) -> Bytes:
 
 
 def _split(data: Bytes, count: int) -> list[Bytes]:
-    """Copy every count-th byte: shifts of words are several times as fast as strided copies."""
+    """Split bytes into planes. Word shifts are several times faster than strided copies."""
     words = data.view(f"<u{count}")
     planes = [np.empty(len(words), dtype=np.uint8) for _ in range(count)]
     for index, plane in enumerate(planes):

@@ -1,10 +1,10 @@
-"""The records of a pack file, byte by byte; documented in hcpack(5).
+"""Encode and decode the records of a pack file, documented in hcpack(5). No file I/O.
 
     header | record | record | ... | index record | trailer
 
 All numbers are little-endian. A record is a fixed head, a key and the planes of its content
-(`formats.pack.planes`); its checksum covers head and key, its digest the content, so that records
-can be told from anything else without the index. Nothing here touches a file.
+(`formats.pack.planes`). Its checksum covers head and key, its digest the content, so records can
+be recognised without the index.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _NO_TIME = -(1 << 63)
 
 
 class Kind(IntEnum):
-    """What a record holds."""
+    """Kinds of records."""
 
     METADATA = 1
     OBJECT = 2
     INDEX = 3
-    WITHDRAWN = 4  # the object of this key, written before, counts no more
+    WITHDRAWN = 4  # the earlier object of this key is no longer valid
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -62,8 +62,9 @@ _KINDS = {int(kind): kind for kind in Kind}
 class Record:
     """The head of a record.
 
-    nbytes: of the content. stored: bytes of each of its planes; one of nbytes / len(stored) bytes
-    is raw, a shorter one a zstd frame. digest: BLAKE3 of the content. mtime_ns: None when unknown.
+    nbytes: bytes of the content. stored: bytes of each plane; a plane of nbytes / len(stored)
+    bytes is raw, a shorter one is a zstd frame. digest: BLAKE3 of the content. mtime_ns: None if
+    unknown.
     """
 
     kind: Kind
@@ -75,7 +76,7 @@ class Record:
 
     @property
     def content_offset(self) -> int:
-        """Where the planes begin, counted from the record's start."""
+        """Bytes from the record's start to its planes."""
         return RECORD_BYTES + len(self.key)
 
     @property
@@ -85,36 +86,37 @@ class Record:
 
 
 class Metadata(Struct, frozen=True, kw_only=True, rename={"version": "hicachectl"}):
-    """What a pack says of itself.
+    """Content of a pack's metadata record.
 
-    grammar: of its keys, a name of formats.keys. profile: TOML text, "" without one.
+    grammar: of the keys, a scheme of formats.keys. profile: TOML text; "" without one. version:
+    of the hicachectl that wrote the pack.
     """
 
     grammar: str
     profile: str = ""
-    version: str = ""  # of the hicachectl that wrote it
+    version: str = ""
 
 
 def build_header(pack_id: bytes) -> bytes:
-    """Write the first bytes of a file."""
+    """Return the header of a file."""
     head = _HEADER.pack(MAGIC, FORM, pack_id)
     return head + _SUM.pack(zlib.crc32(head))
 
 
 def parse_header(data: bytes) -> bytes:
-    """Read the first bytes of a file, and give its id. Raises FormatError."""
+    """Parse the header of a file and return the pack's id. Raises FormatError."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
         raise FormatError("is not a pack")
     _, form, pack_id = _HEADER.unpack_from(data)
     if _SUM.unpack_from(data, _HEADER.size)[0] != zlib.crc32(data[: _HEADER.size]):
         raise FormatError("its header is damaged")
     if form != FORM:
-        raise FormatError(f"is a pack of form {form}, this version reads {FORM}")
+        raise FormatError(f"is a pack of form {form}; this version reads form {FORM}")
     return bytes(pack_id)
 
 
 def build_record(record: Record, pack_id: bytes) -> bytes:
-    """Write a record's head and key; the planes follow."""
+    """Return a record's head and key; the caller writes the planes after them."""
     stored = record.stored + (0,) * (max(PLANE_COUNTS) - len(record.stored))
     head = _RECORD.pack(
         RECORD_MAGIC,
@@ -131,12 +133,12 @@ def build_record(record: Record, pack_id: bytes) -> bytes:
 
 
 def key_length(head: bytes | memoryview) -> int:
-    """Say how long the key is that follows RECORD_BYTES bytes, whatever they are."""
+    """Return the length in bytes of the key after a head of RECORD_BYTES, without any check."""
     return int(_RECORD.unpack_from(head)[3])
 
 
 def parse_record(data: bytes | memoryview, pack_id: bytes) -> Record:
-    """Read a record's head and key, and what follows is not looked at. Raises FormatError."""
+    """Parse a record's head and key, and ignore the planes. Raises FormatError."""
     if len(data) < RECORD_BYTES:
         raise FormatError("a record is cut off")
     magic, kind, count, key_bytes, owner, nbytes, mtime_ns, *stored, digest = _RECORD.unpack_from(
@@ -151,7 +153,7 @@ def parse_record(data: bytes | memoryview, pack_id: bytes) -> Record:
     if _SUM.unpack_from(data, _RECORD.size)[0] != checksum:
         raise FormatError("the head of a record is damaged")
     if kind not in _KINDS or count not in PLANE_COUNTS or any(stored[count:]):
-        raise FormatError(f"a record of unknown form (kind {kind}, {count} planes)")
+        raise FormatError(f"a record has an unknown form (kind {kind}, {count} planes)")
     _check_sizes(nbytes, stored[:count])
     return Record(
         kind=_KINDS[kind],
@@ -165,19 +167,19 @@ def parse_record(data: bytes | memoryview, pack_id: bytes) -> Record:
 
 def _check_sizes(nbytes: int, stored: list[int]) -> None:
     if nbytes >= MOST_OBJECT_BYTES or nbytes % len(stored):
-        raise FormatError(f"a record of {nbytes} bytes in {len(stored)} planes")
+        raise FormatError(f"a record cannot have {nbytes} bytes in {len(stored)} planes")
     if max(stored) > nbytes // len(stored):
-        raise FormatError(f"a record of {nbytes} bytes with a plane of {max(stored)}")
+        raise FormatError(f"a record of {nbytes} bytes cannot have a plane of {max(stored)} bytes")
 
 
 def build_trailer(index_offset: int, index_length: int, pack_id: bytes) -> bytes:
-    """Write the last bytes of a file, which make it valid."""
+    """Return the trailer, which makes a file valid."""
     head = _TRAILER.pack(index_offset, index_length, pack_id)
     return head + _TRAILER_END.pack(zlib.crc32(head), TRAILER_MAGIC)
 
 
 def parse_trailer(data: bytes, pack_id: bytes) -> tuple[int, int] | None:
-    """Give offset and length of the index record; None where these bytes are no trailer."""
+    """Return offset and length of the index record in bytes; None if `data` is not a trailer."""
     if len(data) != TRAILER_BYTES or not data.endswith(TRAILER_MAGIC):
         return None
     offset, length, owner = _TRAILER.unpack_from(data)
@@ -187,20 +189,20 @@ def parse_trailer(data: bytes, pack_id: bytes) -> tuple[int, int] | None:
 
 
 def build_metadata(metadata: Metadata) -> bytes:
-    """Write the content of a metadata record: JSON."""
+    """Return the content of a metadata record, as JSON."""
     return json.dumps(to_builtins(metadata)).encode()
 
 
 def parse_metadata(data: bytes | memoryview) -> Metadata:
-    """Read the content of a metadata record. Raises FormatError."""
+    """Parse the content of a metadata record. Raises FormatError."""
     source = "its metadata"
     return checked_metadata(convert(parse_json_object(bytes(data), source), Metadata, source))
 
 
 def checked_metadata(metadata: Metadata) -> Metadata:
-    """Return what a file says of itself. Raises FormatError on keys of an unknown grammar."""
+    """Return the metadata unchanged. Raises FormatError if the grammar is unknown."""
     try:
         codec_for(metadata.grammar)
     except UsageError as error:
-        raise FormatError(f"its keys are of no form that this version knows: {error}") from error
+        raise FormatError(f"this version cannot read its keys: {error}") from error
     return metadata
