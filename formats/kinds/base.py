@@ -53,7 +53,7 @@ class PoolKind:
     # --- the profile ---
 
     def problems(self, pool: Pool) -> Iterator[str]:
-        """Yield a message for each invalid field; missing fields and bounds are checked elsewhere."""
+        """Yield a message for each invalid field; callers check missing fields and bounds."""
         yield from ()
 
     def row_items(self, pool: Pool) -> dict[str, int]:

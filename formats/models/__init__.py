@@ -1,1 +1,1 @@
-"""Models and server flags, and the profiles that they make."""
+"""Profiles from model configs and server flags."""

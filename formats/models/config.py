@@ -1,4 +1,4 @@
-"""Build a profile from a Hugging Face config and the flags of the server that serves it."""
+"""Build a profile from a Hugging Face config and a server's flags."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.kinds.pool import Pool
 
-# BaseSpecWorker._draft_model_runners: these have no draft model whose KV could be stored.
+# Algorithms without a draft model, so without draft KV: BaseSpecWorker._draft_model_runners.
 _DRAFTLESS_ALGORITHMS = ("", "NGRAM", "FROZEN_KV_MTP", "UNO")
 _ROW_FIELDS = ("kind", "kv_heads", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim",
                "row", "dtype")  # fmt: skip
@@ -52,14 +52,14 @@ def profile_from_config(
 ) -> Profile:
     """Derive the profile of a deployment.
 
-    source: name of the config, for messages. Raises ProfileError for an architecture we do not
-    know, a missing field, flags that contradict each other or the model, and where the outcome
-    depends on what neither config nor flags say (the GPU, say).
+    source: name of the config, for messages. Raises ProfileError if the architecture is unknown, a
+    field is missing, flags contradict each other or the model, or the result depends on a value
+    that neither config nor flags state, such as the GPU.
     """
     model = open_config(config, source=source)
     family = family_of(model)
     if family.draft_only:
-        raise model.error("architectures", "a draft model, which cannot be served alone")
+        raise model.error("architectures", "this is a draft model; give the target's config")
     tp = attention_tp(flags)
     layout = normalised_layout(flags)
     algorithm = canonical_algorithm(flags)
@@ -95,44 +95,50 @@ def _served_name(model: HfConfig, flags: DeploymentFlags) -> str:
     name = flags.model or model.outer.get("_name_or_path")
     if not isinstance(name, str) or not name:
         raise ProfileError(
-            f"model: the flags name none, nor does {model.source}; give the served model name"
+            f"model: neither the flags nor {model.source} name it; give the served model name"
         )
     return name
 
 
 def _page_size(model: HfConfig, flags: DeploymentFlags) -> int:
-    """--page-size after SGLang's own changes to it."""
+    """Return --page-size after SGLang's overrides, in tokens."""
     if flags.page_size is not None and flags.page_size < 1:
-        raise ProfileError(f"page_size: must be at least 1, is {flags.page_size}")
+        raise ProfileError(f"page_size: must be at least 1, but is {flags.page_size}")
     if flags.resolved and flags.page_size is not None:
         return flags.page_size
     if not is_dsa(model):
         if flags.page_size is None:
             raise ProfileError(
-                "page_size: not given, and SGLang's own choice depends on the GPU and the "
-                "attention backend; give the server's page_size"
+                "page_size: missing; SGLang's default depends on the GPU and the attention "
+                "backend; give the server's page_size"
             )
         return flags.page_size
     forced = dsa_page_size(model)
     if flags.page_size not in (None, forced):
         raise ProfileError(
-            f"page_size: SGLang sets {forced} for this DSA model on CUDA, whatever is asked for "
-            f"({flags.page_size}); leave it out, or write a profile file for another platform"
+            f"page_size: {flags.page_size} given, but on CUDA SGLang always sets {forced} for this "
+            "DSA model; leave page_size out, or write a profile file for another platform"
         )
     return forced
 
 
 def _check_parallelism(model: HfConfig, flags: DeploymentFlags, pools: tuple[Pool, ...]) -> None:
-    """Refuse what SGLang refuses, and what keys then say that a profile cannot."""
+    """Refuse flags that SGLang refuses, or whose keys a profile cannot describe."""
     names = [pool.name for pool in pools]
     latent = kind_of(pools[0]).shards is False
     if flags.dcp > 1 and (not latent or "indexer" in names):
         # resolve_hicache_dcp_compatibility, _dsa_dcp_overrides
-        raise model.error("dcp", "SGLang's HiCache has it for MLA models without indexer only")
+        raise model.error(
+            "dcp", "SGLang's HiCache supports dcp only for MLA models without an indexer pool"
+        )
     has_dp = flags.enable_dp_attention and flags.dp > 1
     if flags.cp > 1 and not has_dp and (not latent or "mamba" in names):
-        # CacheController._generate_storage_config: the whole TP rank then, not the attention TP
-        raise model.error("cp", "keys then carry another TP size than the one heads are split by")
+        # CacheController._generate_storage_config uses the full TP rank, not the attention TP rank
+        raise model.error(
+            "cp",
+            "not supported without DP attention: keys name the full TP size, but heads are split "
+            "by the attention TP size",
+        )
 
 
 def _check_layout(model: HfConfig, layout: str, pools: tuple[Pool, ...]) -> None:
@@ -141,7 +147,7 @@ def _check_layout(model: HfConfig, layout: str, pools: tuple[Pool, ...]) -> None
     if page_first and layout not in PAGE_FIRST_LAYOUTS:
         raise model.error(
             "layout",
-            f"SGLang has no {layout} for this model; page_first and page_first_direct are left",
+            f"SGLang has no {layout} for this model; use page_first or page_first_direct",
         )
 
 
@@ -153,22 +159,22 @@ def _pp_partition(model: HfConfig, flags: DeploymentFlags) -> tuple[int, ...]:
         raise ProfileError(f"pp: {layers} layers cannot fill {flags.pp} stages")
     if flags.pp_partition and sum(flags.pp_partition) != layers:
         raise ProfileError(
-            f"pp_partition: {list(flags.pp_partition)} sums to {sum(flags.pp_partition)}, "
-            f"the model has {layers} layers"
+            f"pp_partition: {list(flags.pp_partition)} sums to {sum(flags.pp_partition)}, but the "
+            f"model has {layers} layers"
         )
     return flags.pp_partition
 
 
 def _split_heads(flags: DeploymentFlags, tp: int, layout: str, pools: tuple[Pool, ...]) -> int:
-    """tp_lcm_size where it has an effect (CacheController._generate_storage_config), else 0."""
+    """Return tp_lcm_size if it has an effect (CacheController._generate_storage_config), else 0."""
     if flags.tp_lcm_size % tp:
-        raise ProfileError(f"tp_lcm_size: {flags.tp_lcm_size} is no multiple of tp {tp}")
+        raise ProfileError(f"tp_lcm_size: {flags.tp_lcm_size} is not a multiple of tp {tp}")
     splits = layout == "page_head" and flags.tp_lcm_size > tp and kind_of(pools[0]).shards
     return flags.tp_lcm_size if splits else 0
 
 
 def _with_draft(target: _Target, algorithm: str) -> tuple[Pool, ...]:
-    """Add what a speculative draft stores (BaseSpecWorker._build_hicache_draft_plan)."""
+    """Add the layers or pool of a draft (BaseSpecWorker._build_hicache_draft_plan)."""
     if algorithm in _DRAFTLESS_ALGORITHMS:
         return target.pools
     draft = _draft_config(target, algorithm)
@@ -179,7 +185,7 @@ def _with_draft(target: _Target, algorithm: str) -> tuple[Pool, ...]:
         _check_packed(target, draft, draft_kv, nextn_layers)
         return _packed(target)
     if others:
-        raise draft.error("architectures", f"a draft with a {others[0].name} pool is not supported")
+        raise draft.error("architectures", f"drafts with a pool {others[0].name} are not supported")
     layers = draft.optional_integer("num_nextn_predict_layers")  # _compute_model_num_layers
     return (*target.pools, replace(draft_kv, name="draft", layers=layers or draft_kv.layers))
 
@@ -189,41 +195,42 @@ def _draft_config(target: _Target, algorithm: str) -> HfConfig:
         return open_config(target.flags.draft_model_config, source="draft config")
     if algorithm != "EAGLE" or not _nextn_layers(target.model, target.family):
         raise ProfileError(
-            f"draft_model_config: {algorithm} needs one, {target.model.source} describes no draft"
+            f"draft_model_config: missing; {algorithm} needs a draft, and {target.model.source} "
+            "does not describe one"
         )
     return target.model
 
 
 def _nextn_layers(config: HfConfig, family: Family) -> int:
-    """MTP layers of a checkpoint as SGLang counts them for a draft."""
+    """Return the number of MTP layers of a checkpoint, as SGLang counts them for a draft."""
     return 1 if family.own_mtp else config.optional_integer("num_nextn_predict_layers")
 
 
 def _check_packed(target: _Target, draft: HfConfig, draft_kv: Pool, nextn_layers: int) -> None:
-    """Refuse drafts that SGLang cannot append, and those whose place we have not derived."""
+    """Refuse drafts that SGLang cannot append, or whose place in objects is unknown."""
     if any(pool.name == "swa" for pool in target.pools):
         raise target.model.error(
             "speculative_algorithm", "packed drafts of sliding-window models are not supported"
         )
     if target.flags.enable_multi_layer_eagle and target.flags.speculative_num_steps < 1:
-        raise ProfileError("speculative_num_steps: needed with enable_multi_layer_eagle")
+        raise ProfileError("speculative_num_steps: enable_multi_layer_eagle needs at least 1")
     if not target.flags.enable_multi_layer_eagle and nextn_layers != 1:
         raise draft.error(
             "num_nextn_predict_layers",
-            f"{nextn_layers} layers in one draft cannot be packed, SGLang takes one",
+            f"{nextn_layers} layers in one draft cannot be packed; SGLang packs one layer",
         )
     for name in _ROW_FIELDS:
         ours, theirs = getattr(target.pools[0], name), getattr(draft_kv, name)
         if ours != theirs:  # check_packed_kv_rows
-            raise draft.error(name, f"{theirs!r}, but the target's rows have {ours!r}")
+            raise draft.error(name, f"{theirs!r} differs from the target's {ours!r}")
 
 
 def _packed(target: _Target) -> tuple[Pool, ...]:
     """Append the draft's layers to the target's KV and indexer objects.
 
-    Linear states need no tail: an MTP layer has full attention and shares the target's state
-    pool (KVCacheConfigurator._build_hybrid_linear_kv_pool). A multi-layer draft has a runner,
-    and so a layer, for each speculative step.
+    Linear states need no tail: an MTP layer has full attention and shares the target's state pool
+    (KVCacheConfigurator._build_hybrid_linear_kv_pool). A multi-layer draft has one runner, and so
+    one layer, per speculative step.
     """
     flags = target.flags
     layers = flags.speculative_num_steps if flags.enable_multi_layer_eagle else 1

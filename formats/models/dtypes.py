@@ -1,4 +1,4 @@
-"""Element types of KV rows and recurrent states, from a model's config and the server's flags.
+"""Dtypes of KV rows and recurrent states, from a model's config and the server's flags.
 
 Source: SGLang srt/mem_cache/kv_cache_dtype.py :: configure_kv_cache_dtype,
 srt/arg_groups/overrides.py :: _dsa_kv_cache_dtype_default, srt/configs/mamba_utils.py ::
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
     from hicachectl.formats.models.flags import DeploymentFlags
@@ -33,43 +34,43 @@ _MODEL_DTYPES = {
 }
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
 _ROCM_DSA_BACKENDS = {"triton", "aiter"}
-# Quantisation methods whose SGLang config has a kv_cache_quant_algo; of the others, such as
-# compressed-tensors, SGLang ignores the KV scheme for "auto".
+# Quantisation methods whose SGLang config has a kv_cache_quant_algo. For "auto", SGLang ignores
+# the KV scheme of others, such as compressed-tensors.
 _FP8_METHODS = ("fp8", "mxfp8")
 _MODELOPT_METHODS = ("modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mixed")
 
 
 def stated_kv_dtype(name: str) -> str | None:
-    """Return the element type that --kv-cache-dtype names; None for auto and unknown names."""
+    """Return the dtype that --kv-cache-dtype names; None for auto and unknown names."""
     return _KV_DTYPES.get(name)
 
 
 def kv_dtype(config: HfConfig, flags: DeploymentFlags, *, dsa: bool, draft: bool = False) -> str:
-    """Resolve --kv-cache-dtype for a model. Raises ProfileError where it cannot be known."""
+    """Return the dtype of --kv-cache-dtype for a model. Raises ProfileError if undetermined."""
     name = flags.kv_cache_dtype
     if draft and flags.speculative_draft_kv_cache_dtype:
         name = flags.speculative_draft_kv_cache_dtype
     if name == "auto" and dsa:
         raise ProfileError(
-            "kv_cache_dtype: for a DSA model auto means bfloat16 or fp8_e4m3, by the GPU "
-            "(fp8_e4m3 on Blackwell); give the one that the server logs at start"
+            "kv_cache_dtype: for a DSA model, auto means bfloat16 or fp8_e4m3, depending on the "
+            "GPU (fp8_e4m3 on Blackwell); give the dtype that the server logs at start"
         )
     if name == "auto":
         quantised = (_kv_quant_algo(config) or "").upper() == "FP8"
         return "float8_e4m3fn" if quantised else model_dtype(config, flags)
     if name not in _KV_DTYPES:
         raise ProfileError(
-            f"kv_cache_dtype: {name!r} has no known object form; "
-            f"known are auto, {', '.join(_KV_DTYPES)}"
+            f"kv_cache_dtype: the object form of {name!r} is unknown; known are auto, "
+            f"{', '.join(_KV_DTYPES)}"
         )
     resolved = _KV_DTYPES[name]
     if dsa and resolved not in _DSA_KV_DTYPES:
-        raise ProfileError(f"kv_cache_dtype: {name!r} is not supported by SGLang for DSA models")
+        raise ProfileError(f"kv_cache_dtype: SGLang does not support {name!r} for DSA models")
     return resolved
 
 
 def model_dtype(config: HfConfig, flags: DeploymentFlags) -> str:
-    """Resolve --dtype for a model: its config's dtype, but never float32 by itself.
+    """Return the dtype of --dtype for a model. auto means the config's dtype, but never float32.
 
     Source: srt/configs/model_config.py :: _get_and_verify_dtype, model_overrides/gpt_oss.py.
     """
@@ -85,9 +86,9 @@ def model_dtype(config: HfConfig, flags: DeploymentFlags) -> str:
 
 
 def mla_row(dtype: str, flags: DeploymentFlags, *, dsa: bool) -> str:
-    """Name the row form of an MLA pool of an element type.
+    """Return the row form of an MLA pool.
 
-    Scaled rows are what DSA writes with fp8, unless a backend that reads raw rows is named.
+    DSA writes scaled rows with fp8, except if a stated backend reads raw rows.
     """
     if not dtype.startswith("float8"):
         return "bf16"
@@ -95,13 +96,13 @@ def mla_row(dtype: str, flags: DeploymentFlags, *, dsa: bool) -> str:
 
 
 def state_dtypes(config: HfConfig | None, flags: DeploymentFlags) -> tuple[str, str]:
-    """Give the dtypes of a Mamba-like layer's temporal and convolution states.
+    """Return the dtypes of a Mamba-like layer's temporal and convolution states.
 
-    config: None for models whose SGLang config does not look for `mamba_ssm_dtype`.
+    config: None for models whose SGLang config does not read `mamba_ssm_dtype`.
     """
     stated = config.text.get("mamba_ssm_dtype") if config else None
     temporal = "float32"
-    for name in (stated, flags.mamba_ssm_dtype):  # SGLang keeps what it has for a name it lacks
+    for name in (stated, flags.mamba_ssm_dtype):  # SGLang ignores unknown names
         temporal = name if name in _STATE_DTYPES else temporal
     conv = flags.mamba_conv_dtype
     return temporal, conv if conv in _STATE_DTYPES else "bfloat16"
@@ -125,12 +126,12 @@ def _stated_dtype(config: HfConfig) -> str:
 
 def _known_dtype(name: str, field: str) -> str:
     if name.lower() not in _MODEL_DTYPES:
-        raise ProfileError(f"{field}: {name!r} is none of auto, {', '.join(_MODEL_DTYPES)}")
+        raise ProfileError(not_one_of(field, name, ("auto", *_MODEL_DTYPES)))
     return _MODEL_DTYPES[name.lower()]
 
 
 def _quantisation(config: HfConfig) -> Mapping[str, Any]:
-    """Find the section, where SGLang looks first (resolve_checkpoint_quant_spec)."""
+    """Return the section, in SGLang's order of search (resolve_checkpoint_quant_spec)."""
     for source in (config.outer, config.text):
         section = source.get("quantization_config")
         if isinstance(section, Mapping):
@@ -144,7 +145,7 @@ def _quant_method(config: HfConfig) -> str | None:
 
 
 def _kv_quant_algo(config: HfConfig) -> str | None:
-    """Read the KV quantisation a checkpoint asks for, where SGLang listens to it."""
+    """Return the KV quantisation of a checkpoint, or None if SGLang ignores it."""
     section = _quantisation(config)
     nested = section.get("quantization")  # the form of hf_quant_config.json
     section = nested if isinstance(nested, Mapping) else section
@@ -162,7 +163,7 @@ def _kv_quant_algo(config: HfConfig) -> str | None:
 
 
 def _is_modelopt_kv(section: Mapping[str, Any]) -> bool:
-    """Whether a ModelOpt section is read as ModelOpt: mixed precision without NVFP4 is W4AFP8."""
+    """Return whether SGLang reads a section as ModelOpt, not W4AFP8 (mixed, without NVFP4)."""
     if section.get("quant_algo") != "MIXED_PRECISION":
         return True
     layers = section.get("quantized_layers")

@@ -1,4 +1,4 @@
-"""Which pools a model has and what they hold, by architecture, as SGLang derives them.
+"""Derive a model's pools from its config, by architecture, as SGLang does.
 
 Source: SGLang srt/configs/model_config.py, srt/mem_cache/kv_cache_configurator.py and
 srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py; each rule names its symbol.
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from hicachectl.formats.models.flags import DeploymentFlags
     from hicachectl.formats.models.hf_config import HfConfig
 
-# Up to this version HiCache kept indexer pages of layers that reuse another layer's top-k.
+# Up to this version, HiCache stored indexer pages of layers that reuse another layer's top-k.
 _ALL_INDEXER_LAYERS_UNTIL = (0, 5, 18)
-_DSA_PAGE_TOKENS = 64  # physical index page of CUDA (DSATokenToKVPool)
+_DSA_PAGE_TOKENS = 64  # physical index page on CUDA (DSATokenToKVPool)
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a family needs besides the config. page_size: tokens a hash page covers."""
+    """Inputs of a family besides the config. page_size: tokens per page hash."""
 
     flags: DeploymentFlags
     page_size: int
@@ -38,11 +38,11 @@ PoolBuilder = Callable[["HfConfig", Context], tuple[Pool, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How an architecture's pools follow from its config.
+    """Rules for the pools of an architecture.
 
-    own_mtp: the checkpoint holds an MTP layer that SGLang counts as one NextN layer, whatever
-        the config says (ModelConfig._config_draft_model).
-    draft_only: served as a draft, never as a target.
+    own_mtp: the checkpoint has an MTP layer that SGLang counts as one NextN layer, regardless of
+        the config (ModelConfig._config_draft_model).
+    draft_only: served only as a draft, never as a target.
     """
 
     pools: PoolBuilder
@@ -51,31 +51,30 @@ class Family:
 
 
 def family_of(config: HfConfig) -> Family:
-    """Find the family of a config's architecture. Raises ProfileError for one we do not know."""
+    """Return the family of a config's architecture. Raises ProfileError if unknown."""
     family = FAMILIES.get(config.architecture)
     if family is None:
         raise ProfileError(
-            f"{config.source}: architectures: {config.architecture!r} is not supported; "
-            "write a profile file; see hicachectl-profile(1)"
+            f"{config.source}: architectures: {config.architecture!r} is not supported; write a "
+            "profile file, see hicachectl-profile(1)"
         )
     return family
 
 
 def is_dsa(config: HfConfig) -> bool:
-    """Tell whether attention is DeepSeek Sparse Attention (is_deepseek_dsa)."""
+    """Return whether attention is DeepSeek Sparse Attention (is_deepseek_dsa)."""
     return config.architecture in _DSA_ARCHITECTURES and config.outer.get("index_topk") is not None
 
 
 def dsa_page_size(config: HfConfig) -> int:
-    """Give the page size that SGLang sets for a DSA model on CUDA (_deepseek_family_overrides)."""
+    """Return SGLang's page size in tokens for DSA models on CUDA (_deepseek_family_overrides)."""
     return _DSA_PAGE_TOKENS * (config.optional_integer("index_kpool") or 1)
 
 
 def dsa_indexer_layers(config: HfConfig, version: tuple[int, ...]) -> tuple[int, ...]:
-    """List the layers whose index keys are stored.
+    """Return the layers whose index keys are stored. The first field present decides.
 
-    Source: srt/configs/model_config.py :: dsa_layer_skips_topk; the first field that is there
-    decides.
+    Source: srt/configs/model_config.py :: dsa_layer_skips_topk.
     """
     count = config.integer("num_hidden_layers")
     layers = range(count)
@@ -91,24 +90,24 @@ def dsa_indexer_layers(config: HfConfig, version: tuple[int, ...]) -> tuple[int,
     if pattern is not None:
         return tuple(i for i in layers if i >= len(pattern) or pattern[i] != "S")
     frequency = config.optional_integer("index_topk_freq") or 1
-    # Without an offset the first group starts after layer 0, as if the offset were 2.
+    # Without an offset, the first group starts after layer 0, as with offset 2.
     offset = config.optional_integer("index_skip_topk_offset") or 2
     return tuple(i for i in layers if max(i - offset + 1, 0) % frequency == 0)
 
 
 def _mha(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """One pool over all layers (MHATokenToKVPool)."""
+    """Return one pool of all layers (MHATokenToKVPool)."""
     return (_mha_pool("kv", config, context, range(config.integer("num_hidden_layers"))),)
 
 
 def _mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Latent rows, with index keys where the model is DSA (MLATokenToKVPool, DSATokenToKVPool)."""
+    """Return latent rows, with index keys for DSA (MLATokenToKVPool, DSATokenToKVPool)."""
     dsa = is_dsa(config)
     kv = _mla_pool(config, context, range(config.integer("num_hidden_layers")), dsa=dsa)
     if not dsa:
         return (kv,)
     if config.optional_integer("index_kpool") > 1:
-        raise config.error("index_kpool", "pooled index keys have no known object form")
+        raise config.error("index_kpool", "the object form of pooled index keys is unknown")
     layers = dsa_indexer_layers(config, sglang_version(context.flags.sglang))
     indexer = Pool(
         name="indexer",
@@ -120,7 +119,7 @@ def _mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def _gdn(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Full attention on some layers, gated delta net on the others (Qwen3NextConfig)."""
+    """Return pools for full attention and gated delta net layers (Qwen3NextConfig)."""
     full, linear = _split(config, _is_full_attention_layer(config))
     key_heads, value_heads = (config.integer(f"linear_num_{x}_heads") for x in ("key", "value"))
     key_dim, value_dim = (config.integer(f"linear_{x}_head_dim") for x in ("key", "value"))
@@ -143,7 +142,7 @@ def _gdn(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def _kimi_linear(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Latent rows on some layers, Kimi delta attention on the others (KimiLinearConfig)."""
+    """Return pools for latent rows and Kimi delta attention layers (KimiLinearConfig)."""
     linear_config = config.section("linear_attn_config")
     delta_layers = linear_config.integers("kda_layers")  # counted from 1
     full, linear = _split(config, lambda layer: layer + 1 not in delta_layers)
@@ -167,12 +166,12 @@ def _kimi_linear(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def _gpt_oss(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Full and sliding-window layers of one geometry (SWAKVPool)."""
+    """Return pools for full and sliding-window layers, with equal heads (SWAKVPool)."""
     if context.flags.disable_hybrid_swa_memory:
         return _mha(config, context)
     kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
     full, window = _split(config, lambda layer: kinds[layer] == "full_attention")
-    # The token itself is not counted: models/gpt_oss.py :: get_attention_sliding_window_size.
+    # Without the token itself: models/gpt_oss.py :: get_attention_sliding_window_size.
     retained = config.integer("sliding_window") - 1
     return (
         _mha_pool("kv", config, context, full),
@@ -181,9 +180,11 @@ def _gpt_oss(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def _mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Full and sliding-window layers, each with its own heads; K is wider than V."""
+    """Return pools for full and sliding-window layers, with different heads; K wider than V."""
     if context.flags.disable_hybrid_swa_memory:
-        raise config.error("architectures", "SGLang cannot disable its hybrid SWA memory")
+        raise config.error(
+            "architectures", "SGLang cannot disable hybrid SWA memory for this model"
+        )
     pattern = config.integers("hybrid_layer_pattern", config.integer("num_hidden_layers"))
     full, window = _split(config, lambda layer: pattern[layer] == 0)
     head_dim = config.optional_integer("swa_head_dim") or config.integer("head_dim")
@@ -236,10 +237,9 @@ def _mla_pool(config: HfConfig, context: Context, layers: Iterable[int], *, dsa:
 
 
 def _head_dim(config: HfConfig) -> int:
-    """Read the width of a K row; where a config may leave it out, it is a quotient.
+    """Return the width of a K row; the quotient if the config may leave it out.
 
-    Source: ModelConfig._derive_model_shapes. Other classes of transformers have defaults of
-    their own, on which we do not rely.
+    Source: ModelConfig._derive_model_shapes. Defaults of other transformers classes are not used.
     """
     stated = config.optional_integer("head_dim")
     if stated or config.architecture not in _HEAD_DIM_IS_QUOTIENT:
@@ -248,7 +248,7 @@ def _head_dim(config: HfConfig) -> int:
 
 
 def _kv_heads(config: HfConfig) -> int:
-    """Count the KV heads of the whole model; null means one for each attention head."""
+    """Return the KV heads of the whole model; null means one per attention head."""
     null = "num_key_value_heads" in config.text and config.text["num_key_value_heads"] is None
     if null or (
         config.architecture in _KV_HEADS_DEFAULT_TO_HEADS
@@ -259,7 +259,7 @@ def _kv_heads(config: HfConfig) -> int:
 
 
 def _other(value: int, usual: int) -> int:
-    """Leave out a width that is the usual one."""
+    """Return a width, or 0 if it is the usual one."""
     return 0 if value == usual else value
 
 
@@ -274,27 +274,27 @@ def _is_full_attention_layer(config: HfConfig) -> Callable[[int], bool]:
 
 
 def _window_size(config: HfConfig) -> int:
-    """Read the first of SGLang's names that is there (ModelConfig._get_sliding_window_size)."""
+    """Return the first stated window size (ModelConfig._get_sliding_window_size)."""
     names = ("sliding_window_size", "sliding_window", "window_size")
     found = [name for name in names if config.text.get(name) is not None]
     return config.integer(found[0] if found else names[0])
 
 
 def _pages(tokens: int, context: Context) -> int:
-    """Count the pages of a retained window (SWAComponent.full_window_pages)."""
+    """Return the pages of a retained window (SWAComponent.full_window_pages)."""
     return max(1, -(-tokens // context.page_size))
 
 
 def _split(
     config: HfConfig, is_full: Callable[[int], bool]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """List the layers with full attention, and the others; a hybrid has some of both."""
+    """Return the full-attention layers and the others. Raises ProfileError if either is empty."""
     layers = range(config.integer("num_hidden_layers"))
     full = tuple(layer for layer in layers if is_full(layer))
     others = tuple(layer for layer in layers if not is_full(layer))
     if not full or not others:
         missing = "window or linear" if full else "full-attention"
-        raise config.error("num_hidden_layers", f"a hybrid model without {missing} layers")
+        raise config.error("num_hidden_layers", f"this hybrid model has no {missing} layers")
     return full, others
 
 
@@ -326,8 +326,8 @@ _KV_HEADS_DEFAULT_TO_HEADS = frozenset(
     {"LlamaForCausalLM", "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"}
 )
 
-# Gemma 2 and 3 have window layers, but only architectures that is_hybrid_swa_model lists keep
-# them in a pool of their own.
+# Gemma 2 and 3 have window layers, but only architectures listed in is_hybrid_swa_model have a
+# separate pool for them.
 FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(_mha),
     "Gemma3ForCausalLM": Family(_mha),

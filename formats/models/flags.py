@@ -1,4 +1,4 @@
-"""The SGLang server flags that decide keys and object sizes, and what SGLang makes of them."""
+"""SGLang server flags that determine keys and object sizes, and the values SGLang derives."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hicachectl.formats.profile import (
     NEWEST_SGLANG,
     above,
 )
+from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,19 +35,18 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentFlags:
-    """How a server was started, in SGLang's own words and before sharding.
+    """Flags of a server, with SGLang's names and values, before sharding.
 
-    model: served model name; None falls back to the config's `_name_or_path`.
-    page_size: --page-size, the physical page under DCP; None where SGLang itself decides.
+    model: served model name; None means the config's `_name_or_path`.
+    page_size: --page-size in tokens, the physical page under DCP; None if SGLang chooses.
     layout: --hicache-mem-layout; None for the version's default.
-    storage_backend, io_backend: decide with `layout` which layout is used in the end.
-    tp: --tp-size, the ranks of a pipeline stage, not the attention TP size.
+    storage_backend, io_backend: with `layout`, determine the layout in use.
+    tp: --tp-size, the ranks of a pipeline stage; not the attention TP size.
     cp: --attention-context-parallel-size.
     pp_partition: SGLANG_PP_LAYER_PARTITION.
-    draft_model_config: the draft's config; None where the target's checkpoint holds the draft.
+    draft_model_config: the draft's config; None if the target's checkpoint contains the draft.
     mamba_ssm_dtype, mamba_conv_dtype: --mamba-ssm-dtype or SGLANG_MAMBA_*_DTYPE; "" if unset.
-    resolved: the values are what a server reports after its own overrides, so that "auto" and
-        page sizes are not second-guessed.
+    resolved: a server reported these values after its own overrides; page_size is final.
     """
 
     model: str | None = None
@@ -82,18 +82,18 @@ class DeploymentFlags:
 
 
 def normalised_layout(flags: DeploymentFlags) -> str:
-    """Give the host memory layout that SGLang ends up with.
+    """Return the host memory layout that SGLang uses.
 
     Source: srt/arg_groups/hicache_hook.py :: resolve_layout_io_compatibility,
-    resolve_storage_layout_compatibility. Raises ProfileError for a layout we do not know.
+    resolve_storage_layout_compatibility. Raises ProfileError if the layout is unknown.
     """
     page_first = sglang_version(flags.sglang) >= _PAGE_FIRST_BY_DEFAULT_SINCE
     layout = flags.layout or ("page_first" if page_first else "layer_first")
     if layout not in LAYOUTS:
-        raise ProfileError(f"layout: {layout!r} is none of {', '.join(LAYOUTS)}")
+        raise ProfileError(not_one_of("layout", layout, LAYOUTS))
     if layout == "page_first" and flags.io_backend == "direct":
         return "page_first_direct"
-    # Under DCP Mooncake takes layer_first pages as they are, through several buffers.
+    # Under DCP, Mooncake stores layer_first pages unchanged, through several buffers.
     if layout == "layer_first" and flags.storage_backend == "mooncake" and flags.dcp == 1:
         replacements = {"direct": "page_first_direct", "kernel": "page_first"}
         return replacements.get(flags.io_backend, layout)
@@ -101,7 +101,7 @@ def normalised_layout(flags: DeploymentFlags) -> str:
 
 
 def attention_dp(flags: DeploymentFlags) -> int:
-    """Count the attention data-parallel groups inside a TP group.
+    """Return the number of attention data-parallel groups in a TP group.
 
     Without --enable-dp-attention, --dp-size counts replicas, except under context parallelism
     (srt/arg_groups/model_override_base.py :: context_parallel_attn_dp_size).
@@ -110,19 +110,20 @@ def attention_dp(flags: DeploymentFlags) -> int:
 
 
 def attention_tp(flags: DeploymentFlags) -> int:
-    """Give the attention TP size (srt/runtime_context.py :: derive_attn_tp_size).
+    """Return the attention TP size (srt/runtime_context.py :: derive_attn_tp_size).
 
-    Raises ProfileError when tp does not divide, and for sizes beyond belief.
+    Raises ProfileError if tp is not divisible, or a size is out of bounds.
     """
     for name in ("tp", "dp", "cp", "pp", "dcp"):
         if getattr(flags, name) < 1:
-            raise ProfileError(f"{name}: must be at least 1, is {getattr(flags, name)}")
+            raise ProfileError(f"{name}: must be at least 1, but is {getattr(flags, name)}")
     for problem in _beyond_belief(flags):
         raise ProfileError(problem)
     groups = attention_dp(flags) * flags.cp
     if flags.tp % groups:
         raise ProfileError(
-            f"tp: {flags.tp} is no multiple of attention dp {attention_dp(flags)} x cp {flags.cp}"
+            f"tp: {flags.tp} is not a multiple of attention dp {attention_dp(flags)} x cp "
+            f"{flags.cp}"
         )
     return flags.tp // groups
 
@@ -135,9 +136,9 @@ def _beyond_belief(flags: DeploymentFlags) -> Iterator[str]:
 
 
 def canonical_algorithm(flags: DeploymentFlags) -> str:
-    """Give SGLang's own name of the speculative algorithm, "" without one.
+    """Return SGLang's name of the speculative algorithm; "" without one.
 
-    Raises ProfileError for one that SGLang does not come with.
+    Raises ProfileError if SGLang does not have the algorithm.
     """
     name = flags.speculative_algorithm.upper()
     if name in ("", "NONE"):
@@ -145,13 +146,11 @@ def canonical_algorithm(flags: DeploymentFlags) -> str:
     if name == "NEXTN":
         return "EAGLE"
     if name not in _ALGORITHMS:
-        raise ProfileError(
-            f"speculative_algorithm: {flags.speculative_algorithm!r} is none of "
-            f"{', '.join((*_ALGORITHMS, 'NEXTN'))}"
-        )
+        known = (*_ALGORITHMS, "NEXTN")
+        raise ProfileError(not_one_of("speculative_algorithm", flags.speculative_algorithm, known))
     return name
 
 
 def hash_unit(algorithm: str) -> str:
-    """Give what one unit of a page hash is under a speculative algorithm: token or bigram."""
+    """Return the unit of page hashes under a speculative algorithm: token or bigram."""
     return "bigram" if algorithm in _BIGRAM_ALGORITHMS else "token"

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json, read strictly: a missing or malformed field is named."""
+"""Read a Hugging Face config.json strictly; errors name each missing or malformed field."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """The part of a config that describes the language model.
+    """The description of the language model in a config.
 
-    outer: the document itself.
-    text: its `text_config`, where the language model is one of several.
-    source: the document's name, for messages.
+    outer: the whole document. text: its `text_config` if it has one, else the document.
+    source: name of the document, for messages.
     """
 
     architecture: str
@@ -28,37 +27,37 @@ class HfConfig:
     source: str
 
     def integer(self, name: str) -> int:
-        """Read a whole number that is at least 1."""
+        """Return a whole number of at least 1."""
         return self._positive(name, self._present(name))
 
     def optional_integer(self, name: str) -> int:
-        """Read a whole number that may be absent or null; 0 then."""
+        """Return a whole number; 0 if absent or null."""
         value = self.text.get(name)
         return 0 if value is None or value == 0 else self._positive(name, value)
 
     def strings(self, name: str, length: int) -> tuple[str, ...]:
-        """Read a list of `length` strings."""
+        """Return a list of `length` strings."""
         value = self._present(name)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(name, f"expected a list of strings, found {shown(value)}")
         return tuple(self._of_length(name, value, length))
 
     def integers(self, name: str, length: int | None = None) -> tuple[int, ...]:
-        """Read a list of whole numbers, of `length` where given."""
+        """Return a list of whole numbers, of `length` if given."""
         value = self._present(name)
         if not isinstance(value, list) or not all(type(item) is int for item in value):
             raise self.error(name, f"expected a list of whole numbers, found {shown(value)}")
         return tuple(value if length is None else self._of_length(name, value, length))
 
     def section(self, name: str) -> HfConfig:
-        """Read a table within the config, as a config of its own."""
+        """Return a table within the config, as an HfConfig."""
         value = self._present(name)
         if not isinstance(value, Mapping):
             raise self.error(name, f"expected a table, found {shown(value)}")
         return HfConfig(self.architecture, self.outer, value, f"{self.source}: {name}")
 
     def error(self, name: str, problem: str) -> ProfileError:
-        """Make the error for a field."""
+        """Return the error for a field."""
         return ProfileError(f"{self.source} ({self.architecture}): {name}: {problem}")
 
     def _present(self, name: str) -> Any:
@@ -82,7 +81,7 @@ class HfConfig:
 
 
 def open_config(document: Mapping[str, Any], *, source: str) -> HfConfig:
-    """Find architecture and language model of a config. Raises ProfileError."""
+    """Return a config's architecture and language model. Raises ProfileError."""
     if not isinstance(document, Mapping):
         raise ProfileError(f"{source}: expected a JSON object, found {shown(document)}")
     architectures = document.get("architectures")

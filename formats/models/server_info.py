@@ -1,4 +1,4 @@
-"""What a live SGLang server says of its deployment, as flags, and checks against a profile.
+"""Read a live SGLang server's flags, and compare its keys with a profile.
 
 Source: SGLang srt/entrypoints/http_server.py :: server_info (`/server_info`) and
 get_hicache_l3_cache_layout (`/get_hicache_l3_cache_layout`); srt/server_args.py ::
@@ -34,11 +34,11 @@ _SOURCE = "server_info"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerDeployment:
-    """A server's flags and where its models lie.
+    """A server's flags and model paths.
 
     model_path: a path on the server's machine, or a Hub name.
-    draft_model_path: "" without a draft model of its own.
-    notes: what the server does not say, in words for the operator.
+    draft_model_path: "" without a separate draft model.
+    notes: messages for the operator about missing information.
     """
 
     flags: DeploymentFlags
@@ -49,7 +49,7 @@ class ServerDeployment:
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """The server's arguments, the scheduler's view over the one at start."""
+    """The server's arguments; current values of the scheduler override those at start."""
 
     values: Mapping[str, Any]
 
@@ -98,11 +98,10 @@ def flags_from_server_info(reply: Mapping[str, Any]) -> ServerDeployment:
 
 
 def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
-    """Return a profile with the names and the topology of the server that a reply describes.
+    """Return a profile with the names and topology of a reply's server, for the same model.
 
-    For a server of the same model. What the reply does not state stays as in the profile; a reply
-    without model_path, tp_size and page_size states nothing. Raises ProfileError naming the field
-    at fault.
+    Fields that the reply does not state stay as in the profile; a reply that lacks model_path,
+    tp_size or page_size changes nothing. Raises ProfileError naming the field at fault.
     """
     if any(reply.get(name) is None for name in ("model_path", "tp_size", "page_size")):
         return profile
@@ -128,16 +127,16 @@ def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
 
 
 def _of_dtype(pool: Pool, kv_cache_dtype: str) -> Pool:
-    """Return the kv pool with the dtype that a server states; as it is for auto."""
+    """Return the kv pool with the dtype that a server states; unchanged for auto."""
     stated = stated_kv_dtype(kv_cache_dtype)
     return pool if stated is None else kind_of(pool).with_cache_dtype(pool, stated)
 
 
 def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> list[str]:
-    """Compare a profile with the key layout that a server reports; one sentence a difference.
+    """Return one message per difference between a profile and a server's reported key layout.
 
-    An empty list proves little where the server reports no pools, as it does for MHA models and
-    for stores other than Mooncake. Raises ProfileError for a reply of another form.
+    An empty list proves little if the server reports no pools, as for MHA models and for stores
+    other than Mooncake. Raises ProfileError if the reply has another form.
     """
     layout = reply.get("hicache_object_layout") if isinstance(reply, Mapping) else None
     if not isinstance(layout, Mapping) or not isinstance(layout.get("pools", []), list):
@@ -149,7 +148,7 @@ def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> li
         "key_prefix": (_key_prefix(profile), layout.get("key_prefix")),
     }
     found = [
-        f"{name}: the server has {shown(theirs)}, the profile means {ours!r}"
+        f"{name}: the server has {shown(theirs)}, the profile {ours!r}"
         for name, (ours, theirs) in expected.items()
         if theirs is not None and theirs != ours
     ]
@@ -157,8 +156,8 @@ def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> li
 
 
 def _flags(reply: _Reply, model_path: str, version: str) -> DeploymentFlags:
-    # Since attn_dp_size is a field, dp_size counts replicas, which share keys and so do not
-    # matter; enable_dp_attention is then only an echo of it.
+    # If attn_dp_size is stated, dp_size counts replicas. Replicas share keys, so it is ignored.
+    # enable_dp_attention then only repeats attn_dp_size.
     attn_dp = reply.count("attn_dp_size", 0)
     dp = attn_dp or reply.count("dp_size", 1)
     extra = _extra_config(reply)
@@ -198,7 +197,7 @@ def _flags(reply: _Reply, model_path: str, version: str) -> DeploymentFlags:
 
 
 def _extra_config(reply: _Reply) -> Mapping[str, Any]:
-    """Parse --hicache-storage-backend-extra-config, where it is not the name of a file."""
+    """Return the parsed --hicache-storage-backend-extra-config; {} if it names a file."""
     stated = reply.values.get("hicache_storage_backend_extra_config")
     if isinstance(stated, str) and not stated.startswith("@"):
         where = f"{_SOURCE}: hicache_storage_backend_extra_config"
@@ -207,7 +206,7 @@ def _extra_config(reply: _Reply) -> Mapping[str, Any]:
 
 
 def _environment(reply: _Reply) -> Mapping[str, str]:
-    """Environment of the scheduler, which servers tell with SGLANG_EXPOSE_OWN_ENV_VARS only."""
+    """Return the scheduler's environment, which needs SGLANG_EXPOSE_OWN_ENV_VARS on the server."""
     stated = reply.values.get("env_vars")
     if not isinstance(stated, Mapping):
         return {}
@@ -220,7 +219,9 @@ def _partition(text: str | None) -> tuple[int, ...]:
     try:
         return tuple(int(layers) for layers in text.split(",", MAX_RANKS + 1))
     except ValueError:
-        raise ProfileError(f"{_SOURCE}: SGLANG_PP_LAYER_PARTITION: {text!r:.60}") from None
+        raise ProfileError(
+            f"{_SOURCE}: SGLANG_PP_LAYER_PARTITION: expected numbers of layers, found {text!r:.60}"
+        ) from None
 
 
 def _notes(reply: _Reply) -> tuple[str, ...]:
@@ -232,20 +233,19 @@ def _notes(reply: _Reply) -> tuple[str, ...]:
     stated = reply.values.get("hicache_storage_backend_extra_config")
     if isinstance(stated, str) and stated.startswith("@"):
         notes.append(
-            "the server reads its store options from a file: its tag and tp_lcm_size are not "
-            "known; give --tag and --tp-lcm-size where it has them"
+            "the server reads its store options from a file, so its tag and tp_lcm_size are "
+            "unknown; give --tag and --tp-lcm-size if they are set"
         )
     tells_partition = isinstance(reply.values.get("env_vars"), Mapping)
     if not tells_partition and reply.count("pp_size", 1) != 1:
         notes.append(
-            "the server does not tell SGLANG_PP_LAYER_PARTITION; give --pp-partition where it is "
-            "set"
+            "the server does not report SGLANG_PP_LAYER_PARTITION; give --pp-partition if it is set"
         )
     return tuple(notes)
 
 
 def _key_prefix(profile: Profile) -> str:
-    """Mooncake's key prefix (MooncakeStore.config_prefix)."""
+    """Return Mooncake's key prefix (MooncakeStore.config_prefix)."""
     parts = [profile.tag, profile.key_model]
     if profile.dcp > 1:
         parts.append(
@@ -258,13 +258,13 @@ def _pool_contradictions(profile: Profile, pools: list[Any]) -> list[str]:
     if not pools:
         return []
     reported: dict[str, Mapping[str, Any]] = {}
-    for pool in pools:  # one entry a stage under PP; stages do not differ in policy
+    for pool in pools:  # one entry per pipeline stage; stages have equal policies
         if not isinstance(pool, Mapping) or not isinstance(pool.get("pool"), str):
             raise ProfileError("cache layout: pools: expected objects with a pool name")
         reported[pool["pool"]] = pool
     ours = {pool.name: pool for pool in profile.pools if kind_of(pool).has_bytes}
-    found = [f"pools: the server has {name}, the profile not" for name in reported.keys() - ours]
-    found += [f"pools: the profile has {name}, the server not" for name in ours.keys() - reported]
+    found = [f"pools: only the server has {name}" for name in reported.keys() - ours]
+    found += [f"pools: only the profile has {name}" for name in ours.keys() - reported]
     for name in ours.keys() & reported:
         stated = {"hit_policy": ours[name].hit_policy}
         if ours[name].trailing:

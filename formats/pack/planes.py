@@ -31,7 +31,7 @@ _PIECES = 4
 _PIECE_BYTES = 16 << 10
 _MEASURED_EVERY = 32  # objects of one kind share the plan of the last measured one
 _MOST_KINDS = 4096
-_WORTH = 0.97  # share of the raw bytes; a smaller gain does not pay for decompression
+_WORTH = 0.97  # a plan must shrink bytes to this share; less does not pay for decompression
 
 _PAGE_HASH = re.compile(rb"[0-9a-f]{64}")
 
