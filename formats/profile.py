@@ -166,7 +166,7 @@ def _size_problems(profile: Profile) -> Iterator[str]:
         yield f"tp: tp x pp x cp is {prod(sizes)} ranks; at most {MAX_ALL_RANKS} are allowed"
     yield from above("page_size", profile.page_size, MAX_PAGE_SIZE)
     yield from above("pp_partition", max(profile.pp_partition, default=0), MAX_LAYERS)
-    yield from above("pools: their number", len(profile.pools), _MAX_POOLS)
+    yield from above("pools: number of pools", len(profile.pools), _MAX_POOLS)
     for pool in profile.pools[:_MAX_POOLS]:
         for problem in _pool_size_problems(pool):
             yield f"pools[{pool.name}].{problem}"
@@ -178,10 +178,10 @@ def _pool_size_problems(pool: Pool) -> Iterator[str]:
     yield from above("trailing_pages", pool.trailing_pages, MAX_LENGTH)
     for name, most in _COUNTS.items():
         yield from above(name, getattr(pool, name), most)
-    yield from above("conv: their number", len(pool.conv), _MAX_STATES)
+    yield from above("conv: number of states", len(pool.conv), _MAX_STATES)
     for where, state in _named_states(pool):
         yield from above(f"{where}.shard_axis", state.shard_axis, _MAX_AXES)
-        yield from above(f"{where}.shape: its axes", len(state.shape), _MAX_AXES)
+        yield from above(f"{where}.shape: number of axes", len(state.shape), _MAX_AXES)
         yield from above(f"{where}.shape", max(state.shape, default=0), MAX_LENGTH)
         yield from above(f"{where}.groups", max(state.groups, default=0), MAX_LENGTH)
 

@@ -75,7 +75,7 @@ class Mamba(PoolKind):
     def problems(self, pool: Pool) -> Iterator[str]:
         """Yield a message if the pool has no state."""
         if not self.states(pool):
-            yield "temporal, conv: a mamba pool needs at least one state; state one of the two"
+            yield "temporal, conv: a mamba pool needs at least one state"
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
         """Return one rank's share of each state of all layers, independent of `tokens`."""

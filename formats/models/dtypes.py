@@ -60,7 +60,7 @@ def kv_dtype(config: HfConfig, flags: DeploymentFlags, *, dsa: bool, draft: bool
         return "float8_e4m3fn" if quantised else model_dtype(config, flags)
     if name not in _KV_DTYPES:
         raise ProfileError(
-            f"kv_cache_dtype: the object form of {name!r} is unknown; known are auto, "
+            f"kv_cache_dtype: {name!r} has an unknown object form; give one of auto, "
             f"{', '.join(_KV_DTYPES)}"
         )
     resolved = _KV_DTYPES[name]

@@ -131,7 +131,7 @@ def attention_tp(flags: DeploymentFlags) -> int:
 def _beyond_belief(flags: DeploymentFlags) -> Iterator[str]:
     for name, most in _BOUNDS.items():
         yield from above(name, getattr(flags, name) or 0, most)
-    yield from above("pp_partition: its stages", len(flags.pp_partition), MAX_RANKS)
+    yield from above("pp_partition: number of stages", len(flags.pp_partition), MAX_RANKS)
     yield from above("pp_partition", max(flags.pp_partition, default=0), MAX_LAYERS)
 
 

@@ -72,7 +72,7 @@ def parquet(table: pa.Table, **metadata: str) -> bytes:
 
 
 def test_another_parquet_file_is_refused() -> None:
-    with pytest.raises(FormatError, match="not a catalog"):
+    with pytest.raises(FormatError, match="not a hicachectl catalog"):
         read_catalog(parquet(pa.table({"a": [1]})))
 
 
@@ -99,5 +99,5 @@ def test_a_bomb_is_refused_before_it_is_inflated() -> None:
     }, schema=SCHEMA)  # fmt: skip
     data = parquet(bomb, catalog="1", store="s", identity="")
     assert len(data) < 50_000_000
-    with pytest.raises(FormatError, match="which no catalog has"):
+    with pytest.raises(FormatError, match="outside the limits of a catalog"):
         read_catalog(data)

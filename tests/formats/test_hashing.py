@@ -191,7 +191,7 @@ def test_a_page_larger_than_any_chain_has_no_hash() -> None:
         (["1"], "token 0: '1' is not a whole number"),
         ([(1, 2), (3,)], "token 1: has 1 words, token 0 has 2"),
         ([(1, 2), (3, -4)], "token 1: -4 is not in"),
-        ([(), ()], "token 0: an empty tuple"),
+        ([(), ()], "token 0: is an empty tuple"),
         ([[[1]]], r"token 0: \[\[1\]\] is not a whole number"),
     ],
 )
@@ -206,7 +206,7 @@ def test_a_bad_token_in_the_partial_last_page_is_refused() -> None:
 
 
 def test_bigrams_of_tuples_are_refused() -> None:
-    with pytest.raises(FormatError, match="bigrams are made of plain tokens"):
+    with pytest.raises(FormatError, match="bigrams need tokens of one word"):
         page_hashes([(1, 2), (3, 4)], 1, bigram=True)
 
 

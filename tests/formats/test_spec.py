@@ -187,7 +187,7 @@ def test_newer_files_of_an_mla_target_do(version: str) -> None:
 
 
 def test_a_version_that_is_none_is_refused() -> None:
-    with pytest.raises(ProfileError, match="sglang: 'main' is no version"):
+    with pytest.raises(ProfileError, match="sglang: 'main' is not a version"):
         object_specs(structs.replace(MLA_TARGET, sglang="main"), "file")
 
 
@@ -317,7 +317,7 @@ def test_heads_are_split_in_page_head_and_for_more_slices_only(change: dict[str,
 
 def test_heads_that_do_not_split_are_refused() -> None:
     model = profile(mha(), tp=2, tp_lcm_size=16, layout="page_head")
-    with pytest.raises(ProfileError, match="4 KV heads do not split into 8 slices"):
+    with pytest.raises(ProfileError, match="4 KV heads cannot be split into 8 equal slices"):
         object_specs(model, "mooncake")
 
 
@@ -346,13 +346,13 @@ def test_keys_without_cp_rank_hold_rank_0(scheme: str) -> None:
         (profile(mha(), layout="layer_first"), "scattered"),
         (profile(mha(), layout="page_unified"), "page_unified"),
         (profile(mha(), mha("auxiliary_swa")), "no auxiliary_swa pool"),
-        (profile(mla(), mha("swa")), "do not fit kind mha"),
-        (profile(mha(), mla("swa")), "do not fit kind mla"),
-        (profile(mha(replicated=True)), "do not fit kind mha"),
-        (profile(mha(), opaque("mamba")), "does not name them"),
+        (profile(mla(), mha("swa")), "kind mha does not fit"),
+        (profile(mha(), mla("swa")), "kind mla does not fit"),
+        (profile(mha(replicated=True)), "kind mha does not fit"),
+        (profile(mha(), opaque("mamba")), "which kind opaque cannot name"),
         (profile(mha(), tp=2, dcp=2), "MLA models only"),
         (profile(mla(), indexer(), tp=2, dcp=2), "no indexer pool with DCP"),
-        (profile(mla(), tp=2, dcp=2, layout="page_unified"), "no DCP pages in page_unified"),
+        (profile(mla(), tp=2, dcp=2, layout="page_unified"), "no DCP pages in layout page_unified"),
     ],
 )
 def test_what_mooncake_cannot_hold_is_refused(model: Profile, reason: str) -> None:
@@ -408,8 +408,8 @@ def test_opaque_kv_on_3fs_follows_zero_copy() -> None:
     [
         (profile(mla(), mha("draft")), "beside kv"),
         (profile(mha(), mha("swa")), "beside kv"),
-        (profile(mha(), pp=2), "no pipeline stage"),
-        (profile(mla(), tp=2, dcp=2), "file and Mooncake only"),
+        (profile(mha(), pp=2), "do not name the pipeline stage"),
+        (profile(mla(), tp=2, dcp=2), "file and Mooncake stores only"),
         (profile(mha(), layout="page_head"), "layout page_head: SGLang's 3FS backend"),
     ],
 )
@@ -454,7 +454,7 @@ def test_ranks_that_an_older_release_does_not_tell_apart_are_refused(
     sglang: str, scheme: str, change: dict[str, Any]
 ) -> None:
     model = structs.replace(profile(mla()), sglang=sglang, **change)
-    with pytest.raises(UnsupportedByBackend, match="overwrite one another"):
+    with pytest.raises(UnsupportedByBackend, match="overwrite each other"):
         object_specs(model, scheme)
     major, minor, patch = sglang.split(".")
     assert object_specs(structs.replace(model, sglang=f"{major}.{minor}.{int(patch) + 1}"), scheme)

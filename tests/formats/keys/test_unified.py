@@ -90,5 +90,5 @@ def test_other_text_around_a_hash_is_foreign(prefix: str, suffix: str) -> None:
     ],
 )
 def test_what_the_scheme_cannot_name_is_refused(unnamed: Coordinate) -> None:
-    with pytest.raises(UnsupportedByBackend, match="the unified key scheme has no name for"):
+    with pytest.raises(UnsupportedByBackend, match="The unified key scheme has no key for"):
         UnifiedCodec().affix(unnamed)

@@ -84,24 +84,24 @@ def test_a_profile_decides_what_keys_leave_open() -> None:
 
 
 LIES: dict[str, tuple[dict[str, Any], str]] = {
-    "before the file": ({"offset": -1}, "outside of the file"),
-    "in the header": ({"offset": 31}, "outside of the file"),
-    "least offset": ({"offset": -(2**63)}, "outside of the file"),
-    "behind the file": ({"offset": END + 1}, "outside of the file"),
-    "largest offset": ({"offset": 2**63 - 1}, "outside of the file"),
-    "ends behind the file": ({"length": END}, "ends outside of the file"),
-    "largest length": ({"length": 2**63 - 1}, "ends outside of the file"),
-    "negative length": ({"length": -1}, "ends outside of the file"),
-    "no room for its head": ({"length": HEAD - 1}, "ends outside of the file"),
+    "before the file": ({"offset": -1}, "outside the file"),
+    "in the header": ({"offset": 31}, "outside the file"),
+    "least offset": ({"offset": -(2**63)}, "outside the file"),
+    "behind the file": ({"offset": END + 1}, "outside the file"),
+    "largest offset": ({"offset": 2**63 - 1}, "outside the file"),
+    "ends behind the file": ({"length": END}, "ends outside the file"),
+    "largest length": ({"length": 2**63 - 1}, "ends outside the file"),
+    "negative length": ({"length": -1}, "ends outside the file"),
+    "no room for its head": ({"length": HEAD - 1}, "ends outside the file"),
     "negative size": ({"nbytes": -2}, "impossible size"),
     "impossible size": ({"nbytes": 1 << 62}, "impossible size"),
     "larger than its object": ({"nbytes": 98}, "larger than its object"),
     "three planes": ({"planes": 3}, "planes"),
     "no plane": ({"planes": 0}, "planes"),
     "unequal planes": ({"nbytes": 101}, "unequal size"),
-    "no key": ({"key": b""}, "key of no"),
-    "key too long": ({"key": b"k" * 70_000, "length": 71_000}, "too many bytes"),
-    "key twice": ({"key": KEYS[0]}, "twice"),
+    "no key": ({"key": b""}, "empty or too long key"),
+    "key too long": ({"key": b"k" * 70_000, "length": 71_000}, "empty or too long key"),
+    "key twice": ({"key": KEYS[0]}, "a repeated key"),
     "overlapping": ({"offset": 40 + HEAD}, "overlaps"),
     "disordered": ({"offset": 32 + 10 * HEAD}, "overlaps"),
 }
@@ -119,7 +119,7 @@ def test_nulls_are_refused() -> None:
     for name in ("key", "nbytes", "offset", "length", "planes", "digest"):
         fields = [pa.field(f.name, f.type, metadata=f.metadata) for f in SCHEMA]
         table = pa.Table.from_pylist([row(0, **{name: None})], schema=pa.schema(fields))
-        with pytest.raises(FormatError, match=f"nulls in {name}|other columns"):
+        with pytest.raises(FormatError, match=f"nulls in {name}|does not have the columns"):
             read(as_stream(table, SCHEMA))
 
 
@@ -141,17 +141,17 @@ def test_compressed_bodies_are_refused_before_they_are_expanded(compression: str
     table = pa.Table.from_pylist([row(n) for n in range(3)], schema=SCHEMA)
     data = as_stream(table, SCHEMA, compression=compression)
     before = pa.total_allocated_bytes()
-    with pytest.raises(FormatError, match="record batch that no pack has"):
+    with pytest.raises(FormatError, match=r"unexpected message \(record batch"):
         read(data)
     assert pa.total_allocated_bytes() - before < 1 << 16
 
 
 def test_other_columns_and_dictionaries_are_refused() -> None:
     table = pa.table({"key": pa.array([b"k"], pa.binary())})
-    with pytest.raises(FormatError, match="other columns"):
+    with pytest.raises(FormatError, match="does not have the columns"):
         read(as_stream(table, table.schema))
     coded = pa.table({"key": pa.array(["k"]).dictionary_encode()})
-    with pytest.raises(FormatError, match="other columns"):
+    with pytest.raises(FormatError, match="does not have the columns"):
         read(as_stream(coded, coded.schema))
 
 
@@ -159,8 +159,8 @@ def test_other_columns_and_dictionaries_are_refused() -> None:
     ("changed", "text"),
     [
         ({"hicachectl.grammar": "s3"}, "s3"),
-        ({"hicachectl.pack": "2"}, "another form"),
-        ({"hicachectl.profile": b"\xff"}, "no text"),
+        ({"hicachectl.pack": "2"}, "does not have form 1"),
+        ({"hicachectl.profile": b"\xff"}, "not valid UTF-8"),
         ({"hicachectl.version": None}, "lacks"),
     ],
 )
