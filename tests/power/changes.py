@@ -1,4 +1,4 @@
-"""Changes of directory trees, and what else a command does, in the order in which it does it."""
+"""Changes of directory trees, and other actions of a command, in order."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Inode:
-    """A file or a directory. device: number of the file system that holds it.
+    """A file or a directory. device: number of its file system.
 
-    version: the hexadecimal version of an object as hicachectl records it, for what was there
-    before the recording.
+    version: hexadecimal version of an object, as hicachectl records it; only of objects that
+        existed before the recording.
     """
 
     number: int
@@ -22,7 +22,7 @@ class Inode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Write:
-    """Bytes of a file are replaced."""
+    """New bytes in a file."""
 
     inode: Inode
     offset: int
@@ -31,7 +31,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resize:
-    """A file gets another size."""
+    """A new size of a file."""
 
     inode: Inode
     size: int
@@ -39,7 +39,7 @@ class Resize:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SetTime:
-    """A file gets a modification time."""
+    """A new modification time of a file."""
 
     inode: Inode
     mtime_ns: int
@@ -47,7 +47,7 @@ class SetTime:
 
 @dataclass(slots=True, eq=False)
 class Names:
-    """Names of one directory change, at once. other: the other half of a rename between two."""
+    """An atomic change of names in one directory. other: the other half of a rename between two."""
 
     inode: Inode
     entries: dict[str, Inode | None]
@@ -56,14 +56,14 @@ class Names:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SyncBegins:
-    """A sync begins: it covers what was done before."""
+    """Begin of a sync, which covers all earlier changes."""
 
     sync: Sync
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sync:
-    """A sync has ended. inode: whose; None for a whole file system. path: what was named."""
+    """End of a sync. inode: of what; None for a whole file system. path: the named path."""
 
     call: str
     path: str
@@ -73,7 +73,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Bytes were printed, or sent to a server. handle: 1 for stdout."""
+    """Bytes that were printed or sent to a server. handle: 1 for stdout."""
 
     handle: int
     data: bytes
@@ -85,14 +85,14 @@ Event = Change | SyncBegins | Sync | Output
 
 @dataclass(slots=True)
 class Trees:
-    """Directory trees in memory: names of each directory, bytes and time of each file."""
+    """Directory trees in memory: names in each directory, bytes and time of each file."""
 
     names: dict[Inode, dict[str, Inode]] = field(default_factory=lambda: defaultdict(dict))
     bytes: dict[Inode, bytes] = field(default_factory=dict)
     times: dict[Inode, int | None] = field(default_factory=dict)
 
     def apply(self, change: Change) -> None:
-        """Do what a change does."""
+        """Apply a change."""
         if isinstance(change, Names):
             names = self.names[change.inode]
             for name, inode in change.entries.items():
@@ -107,7 +107,7 @@ class Trees:
             self.times[change.inode] = None
 
     def copy(self) -> Trees:
-        """Copy, so that changes do not reach the original."""
+        """Return a copy that can be changed without changing the original."""
         names: dict[Inode, dict[str, Inode]] = defaultdict(dict)
         names.update({inode: dict(entries) for inode, entries in self.names.items()})
         return Trees(names, dict(self.bytes), dict(self.times))

@@ -1,18 +1,19 @@
-"""What may be on the disk after a power failure, at each point of a recording.
+"""States of the disk after a power failure, at each point of a recording.
 
-The model (that of CrashMonkey and ALICE, and what POSIX promises):
+The model (of CrashMonkey and ALICE, and the promises of POSIX):
 
-- Contents, size and time of a file are durable once an fsync or fdatasync of the file that began
-  after the change has ended, or a syncfs or sync of its file system.
-- Names (create, rename, link, unlink) are durable once an fsync of their directory has ended, or a
-  syncfs or sync. An fsync of a file says nothing about its name.
+- Contents, size and time of a file are durable once an fsync or fdatasync of the file, or a syncfs
+or sync of its file system, has begun after the change and ended.
+- Names (create, rename, link, unlink) are durable once an fsync of their directory, or a syncfs or
+sync, has ended. An fsync of a file does not make its name durable.
 - A rename within a directory is atomic. A rename between two directories is atomic until one of
-  them is synced; from then on the half in the other one can be lost alone.
-- Of what is not durable any part can be lost, in any order. Journalled file systems keep more.
+them is synced; after that, the half in the other directory can be lost alone.
+- Any part of the changes that are not durable can be lost, in any order. Journalled file systems
+keep more.
 
 Crash states of a point: nothing lost (a kill); all lost; each change lost alone; all contents lost
-while all names are kept, as empty files and as files of zeros; and seeded subsets, in which writes
-can also be torn into sectors of 512 bytes, of which some are kept.
+with all names kept, as empty files and as files of zeros; and seeded subsets, in which writes can
+also be torn into sectors of 512 bytes, with some of them kept.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ _SECTOR = 512
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Syncs to leave out: of one call, and a path as a shell pattern.
+    """Syncs to leave out: those of one call, with a path that matches a shell pattern.
 
-    first, last: some of them only, as in a slice.
+    first, last: only some of these, as in a slice.
     """
 
     call: str
@@ -61,7 +62,7 @@ class Kind:
     last: int | None = None
 
     def of(self, recording: Recording) -> list[Sync]:
-        """List the syncs of this kind."""
+        """Return the syncs of this kind."""
         found = [
             event
             for event in recording.events
@@ -74,9 +75,9 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Trees after a power failure. what: how it came to be.
+    """Trees after a power failure. what: how the state arose.
 
-    printed: stdout until then. sent: what servers were told.
+    printed: stdout until then. sent: bytes sent to servers.
     """
 
     what: str
@@ -89,11 +90,11 @@ class State:
 
     @property
     def content(self) -> object:
-        """What makes two states equal."""
+        """The value by which two states are compared."""
         return frozenset(self.files.items()), self.folders
 
     def below(self, folder: Path) -> dict[str, bytes]:
-        """Return the files of a directory and those below it, by their path from there."""
+        """Return the files in a directory and below, by relative path."""
         prefix = f"{folder}/"
         return {p.removeprefix(prefix): b for p, b in self.files.items() if p.startswith(prefix)}
 
@@ -102,10 +103,10 @@ class State:
         return {name: data for name, data in self.below(folder).items() if "/" not in name}
 
     def materialise(self, roots: Collection[str]) -> None:
-        """Make the trees on disk what they are in this state.
+        """Write this state's trees to disk.
 
-        Objects get new inodes: what records say of the inode and change time of an object follows,
-        as long as the object had not been renamed.
+        Objects get new inodes. Records of an object's inode and change time are adapted, unless the
+        object had been renamed.
         """
         for root in roots:
             for entry in os.scandir(root):
@@ -150,9 +151,9 @@ def _write(path: str, data: bytes, mtime_ns: int | None) -> None:
 def crash_states(
     recording: Recording, *, seed: int = 0, without: Sequence[Kind] = ()
 ) -> Iterator[State]:
-    """Give the states of every point of a recording.
+    """Yield the states of every point of a recording.
 
-    without: syncs that are left out, as if the code did not have them; each must be there.
+    without: syncs to ignore, as if the code did not make them; the recording must contain each.
     """
     disk = _Disk(recording)
     printed = b""
@@ -177,7 +178,7 @@ def crash_states(
             disk.change(event)
         half = isinstance(event, Names) and event.other is not None and event.entries
         if half and None not in event.entries.values():  # type: ignore[union-attr]
-            continue  # the other half of the rename comes next, in the same call
+            continue  # the other half of the rename follows, in the same call
         for what, lost in _losses(disk.pending, random.Random(seed * 1_000_003 + number)):
             state = disk.without(lost)
             yield replace(state, what=f"event {number}: {what}", printed=printed, sent=sent)
@@ -185,7 +186,7 @@ def crash_states(
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """What is lost: changes, and all but some sectors of torn writes. zeros: sizes are kept."""
+    """Lost changes, and torn writes with the sectors kept. zeros: sizes are kept."""
 
     changes: frozenset[Change]
     torn: tuple[tuple[Change, frozenset[int]], ...] = ()
@@ -220,7 +221,7 @@ def _losses(pending: Sequence[Change], chance: random.Random) -> Iterator[tuple[
 
 
 def _units(pending: Sequence[Change]) -> list[tuple[Change, ...]]:
-    """Put the halves of a rename together while neither is durable."""
+    """Return the changes, the halves of a rename joined while neither is durable."""
     there = set(pending)
     units: list[tuple[Change, ...]] = []
     for change in pending:
@@ -239,13 +240,13 @@ def _said(change: Change) -> str:
 
 
 class _Disk:
-    """What is durable, and what is not yet, in order."""
+    """The durable state, and the changes that are not yet durable, in order."""
 
     def __init__(self, recording: Recording) -> None:
         self._roots = recording.roots
         self._durable = recording.before.copy()
         self.pending: list[Change] = []
-        self._covered: dict[Sync, int] = {}  # how many changes there were when it began
+        self._covered: dict[Sync, int] = {}  # number of changes when the sync began
         self._made = 0
         self._order: dict[Change, int] = {}
         self._bytes: dict[tuple[Inode, tuple[object, ...]], bytes] = {}
@@ -271,7 +272,7 @@ class _Disk:
         self._bytes.clear()
 
     def without(self, loss: _Loss) -> State:
-        """Give the state after a loss."""
+        """Return the state after a loss."""
         trees = Trees(self._durable.names, self._durable.bytes, self._durable.times)
         kept = [change for change in self.pending if change not in loss.changes]
         torn = dict(loss.torn)
@@ -298,7 +299,7 @@ class _Disk:
 def _kept(
     change: Write | Resize, sectors: Collection[int] | None, *, zeros: bool
 ) -> Iterator[Write | Resize]:
-    """Give what reaches the disk of a change. sectors: those kept of a torn write."""
+    """Yield the parts of a change that reach the disk. sectors: those kept of a torn write."""
     if isinstance(change, Write) and zeros:
         yield replace(change, data=bytes(len(change.data)))
     elif isinstance(change, Write) and sectors is not None:
@@ -314,7 +315,7 @@ def _kept(
 
 
 def replace_names(trees: Trees, changes: Sequence[Names]) -> Trees:
-    """Return trees with some names changed; the given ones stay as they are."""
+    """Return trees with some names changed; the given trees stay unchanged."""
     names = dict(trees.names)
     for folder in {change.inode for change in changes}:
         names[folder] = dict(names.get(folder, {}))
@@ -356,7 +357,7 @@ def _state(
 
 
 def distinct(states: Iterator[State], key: Callable[[State], object]) -> Iterator[State]:
-    """Leave out states that are equal to an earlier one."""
+    """Yield states, except those that equal an earlier one."""
     seen = set()
     for state in states:
         what = key(state)

@@ -1,4 +1,4 @@
-"""Commands that write to 3FS, and what must hold of every state that a power failure leaves."""
+"""Commands that write to 3FS, and rules for every state after a power failure."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FILE_BYTES = 8 * 9216
 
 
 class PageWrites(Writer):
-    """File to 3FS: data files are made and written, and the metadata server is told so.
+    """File to 3FS: data files are made and written, and the metadata server is told.
 
-    The server is another machine: what it was told, it keeps.
+    The server runs on another machine and keeps everything that it was told.
     """
 
     kinds: ClassVar[dict[str, Kind]] = {
@@ -71,11 +71,11 @@ class PageWrites(Writer):
         return self.original[f"{key[:64]}{stem}_x-dsa.bin"][0]
 
     def recover(self, state: State) -> Iterator[str]:
-        raise NotImplementedError  # the server cannot be brought back to what it knew then
+        raise NotImplementedError  # the server cannot return to its earlier state
 
 
 def _told(state: State) -> Iterator[dict[str, Any]]:
-    """Give the bodies of the requests that make tables and confirm pages."""
+    """Return the bodies of the requests that make tables and confirm pages."""
     for sent in state.sent:
         if sent.startswith(b"{"):
             body = json.loads(sent)
@@ -84,7 +84,7 @@ def _told(state: State) -> Iterator[dict[str, Any]]:
 
 
 class RepairedSnapshot(Writer):
-    """A snapshot in which two keys share a page, and no server: one without them is written."""
+    """A snapshot without a server, with two keys on one page: a repair writes one without them."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         "data": Kind("fsync", "*/meta/.*"),
@@ -140,7 +140,7 @@ class RepairedSnapshot(Writer):
             yield "the repaired snapshot has other keys"
 
     def recover(self, state: State) -> Iterator[str]:
-        # 2: what is there is never replaced.
+        # 2: an existing file is never replaced.
         yield from self.run(*self.arguments(), codes=(2,) if self.repaired.exists() else (0,))
         if not self.repaired.exists():
             yield "the repair was run again, and wrote no snapshot"

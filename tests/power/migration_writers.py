@@ -1,4 +1,4 @@
-"""Migrations, and what must hold of every state that a power failure leaves of them."""
+"""Migrations, and rules for every state after a power failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Migration(Writer):
-    """SRC to DST, each on a file system of its own."""
+    """SRC to DST, on separate file systems."""
 
     destination: Path | str
 
@@ -35,11 +35,11 @@ class Migration(Writer):
     def arguments(self) -> list[object]:
         arguments = ["migrate", self.store, self.destination, "--profile", self.profile]
         move = ["--move", "--yes"] if self.moves else []
-        # A buffer of a few objects: several batches, and lines of the journal.
+        # A buffer for a few objects gives several batches and several lines of the journal.
         return [*arguments, *move, "--buffer-bytes", "64KiB", "--format", "json"]
 
     def noted(self, state: State) -> set[str]:
-        """List the pages that the journal has as copied."""
+        """Return the pages that the journal lists as copied."""
         pages: set[str] = set()
         for text in state.below(self.home).values():
             for line in text.split(b"\n")[1:-1]:
@@ -53,7 +53,7 @@ class Migration(Writer):
 
 
 class FileMigration(Migration):
-    """File to file: the system copies."""
+    """File to file, copied by the system."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         "publish-data": Kind("syncfs", "*/new/store"),
@@ -84,7 +84,7 @@ class FileMigration(Migration):
 
 
 class FileMigrationWithoutSyncfs(FileMigration):
-    """The same where the system has no syncfs: each file is synced."""
+    """The same on a system without syncfs: each file is synced."""
 
     inject: ClassVar[str | None] = "syncfs:error=ENOSYS"
     kinds: ClassVar[dict[str, Kind]] = {
@@ -95,7 +95,7 @@ class FileMigrationWithoutSyncfs(FileMigration):
 
 
 class Move(FileMigration):
-    """A migration that then deletes from the source."""
+    """A migration that deletes from the source afterwards."""
 
     moves: ClassVar[bool] = True
     kinds: ClassVar[dict[str, Kind]] = {
@@ -138,10 +138,10 @@ class _ToCopies(Migration):
 
 
 class MigrationToCopies(_ToCopies, FileMigration):
-    """A migration to a destination that has just got the pages."""
+    """A migration to a destination that has just received the pages."""
 
     def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
-        """Check the end: before, what others wrote may be torn."""
+        """Check the end only: until then, files of other writers may be torn."""
         if document is not None:
             yield from super().wrong(state, document)
 
@@ -153,14 +153,14 @@ class MoveToCopies(_ToCopies, Move):
     """A move to such a destination."""
 
     def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
-        """Check that a whole copy is left: what others wrote may be torn, which is not ours."""
+        """Check that a whole copy is left: files of other writers may be torn."""
         here, there = state.directly_in(self.store), state.directly_in(self.target)
         for name, (data, _) in self.original.items():
             if data not in (here.get(name), there.get(name)):
                 yield f"{name} is nowhere"
 
     def recover(self, state: State) -> Iterator[str]:
-        # What another writer has torn is a conflict (4), or looks like another deployment (2).
+        # Another writer's torn object is a conflict (4), or looks like another deployment (2).
         yield from self.run(*self.arguments(), "--resume", codes=(0, 2, 4))
         places = [self.objects(), self.objects(self.target)]
         for name, (data, _) in self.original.items():
@@ -169,7 +169,7 @@ class MoveToCopies(_ToCopies, Move):
 
 
 class PackToFile(FileMigration):
-    """Pack to file: what was decompressed is written."""
+    """Pack to file: decompressed bytes are written."""
 
     def prepare(self) -> None:
         super().prepare()

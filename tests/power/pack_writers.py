@@ -1,4 +1,4 @@
-"""Commands that write packs, and what must hold of every state that a power failure leaves."""
+"""Commands that write packs, and rules for every state after a power failure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class PackBytes:
-    """A pack of some bytes: its objects, and whether it is finished; raises FormatError."""
+    """Objects of a pack in memory, and whether it is finished. Raises FormatError."""
 
     def __init__(self, data: bytes) -> None:
         self.finished = True
@@ -69,17 +69,14 @@ def _objects(reader: ObjectReader, entries: pa.Table) -> Iterator[tuple[str, byt
 
 
 class _PackWriter(Writer):
-    """What writes to a pack.
-
-    sound: objects that must be in it at every point. beginning: whether it may be without any.
-    """
+    """A command that writes a pack."""
 
     pack: Path
 
     def pack_wrong(self, state: State, held: set[str], *, ended: bool) -> Iterator[str]:
-        """Check the pack. held: objects that must be in it. ended: it must be finished."""
+        """Check the pack. held: objects that must be in the pack. ended: it must be finished."""
         data = state.files.get(str(self.pack), b"")
-        if len(data) <= HEADER_BYTES:  # the header is there before anything else is
+        if len(data) <= HEADER_BYTES:  # the header is written before anything else
             if held or ended:
                 yield "the pack has no header, and its objects were reported"
             return
@@ -136,19 +133,19 @@ class FileToPack(_PackWriter, Migration):
 
     @property
     def earlier(self) -> set[str]:
-        """Return the objects that the pack has had before."""
+        """Return the objects that the pack had before."""
         return set()
 
     def recover(self, state: State) -> Iterator[str]:
         if self.pack.exists() and hash(state.content) % 2:
-            # 2: nothing can be saved of a pack that has no metadata yet.
+            # 2: a pack without metadata has nothing to save yet.
             yield from self.run("pack", "repair", self.pack, codes=(0, 2, 4))
         yield from self.run(*self.arguments())
         yield from self.complete()
 
 
 class FileToOldPack(FileToPack):
-    """File to a pack that has two of the pages."""
+    """File to a pack that already has two of the pages."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         "append": Kind("fdatasync", "*.hcpack", 0, -2),
@@ -169,7 +166,7 @@ class FileToOldPack(FileToPack):
 
 
 class PackRepair(_PackWriter):
-    """A pack without an end is repaired in place."""
+    """Repair of a pack without an end, in place."""
 
     kinds: ClassVar[dict[str, Kind]] = {"trailer": Kind("fdatasync", "*.hcpack", -1)}
 
@@ -182,7 +179,7 @@ class PackRepair(_PackWriter):
         command = ("migrate", self.store, f"pack://{self.cut}", "--profile", self.profile)
         code, text = run_here(*command, "--buffer-bytes", "16MiB", home=self.home)
         assert code == 0, text
-        os.truncate(self.cut, self.cut.stat().st_size - 40)  # an index that is cut, no trailer
+        os.truncate(self.cut, self.cut.stat().st_size - 40)  # a cut index and no trailer
 
     def arguments(self) -> list[object]:
         return ["pack", "repair", self.cut, "--format", "json"]
@@ -196,7 +193,7 @@ class PackRepair(_PackWriter):
 
 
 class PackRepairToNew(PackRepair):
-    """What can be saved goes to a new pack."""
+    """Repair that writes all objects that can be saved to a new pack."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         "trailer": Kind("fdatasync", "*", -1),

@@ -1,7 +1,7 @@
 """Record the system calls of a command with strace, as changes to some directory trees.
 
-`record` runs a real process, its threads and its children, and returns what they did, in order:
-changes of file contents and of names, syncs, and bytes printed or sent.
+`record` runs a real process with its threads and children, and returns their events in order:
+changes of file contents and names, syncs, and bytes printed or sent.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parents[2]
 MOST_STRING_BYTES = 1 << 22
-_SETTINGS = ("HICACHECTL_", "XDG_")  # of the environment: would lead out of the trees
+_SETTINGS = ("HICACHECTL_", "XDG_")  # environment variables that would lead out of the trees
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a command did. roots: directories by path. exit_code: of the command."""
+    """Events of a command. roots: directories by path. exit_code: of the command."""
 
     roots: dict[str, Inode]
     before: Trees
@@ -44,10 +44,10 @@ def record(
     inject: str | None = None,
     unsynced: Sequence[Path] = (),
 ) -> Recording:
-    """Run a command and return what it did below some directories, its HOME among them.
+    """Run a command and return its events below some directories, its HOME included.
 
-    Each root is a file system of its own to the model. inject: a fault, as strace takes it.
-    unsynced: directories whose files another process has just written, and never synced.
+    The model treats each root as a separate file system. inject: a fault, in strace's syntax.
+    unsynced: directories with files that another process has just written and never synced.
     """
     tracer = need_tool("strace")
     trees, tops = _snapshot([*roots, home])
@@ -110,7 +110,7 @@ def _snapshot(roots: Sequence[Path]) -> tuple[Trees, dict[str, Inode]]:
 
 
 def _taken_back(trees: Trees, tops: Mapping[str, Inode], folder: Path) -> Iterator[Change]:
-    """Take the files of a directory out of some trees; give the changes that bring them back."""
+    """Remove the files of a directory from some trees; yield the changes that restore them."""
     here = find(trees, tops, str(folder))
     assert here is not None
     for name, inode in trees.names.pop(here).items():

@@ -1,4 +1,4 @@
-"""Repairs, removals and restores, and what must hold of every state that a power failure leaves."""
+"""Repairs, removals and restores, and rules for every state after a power failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Repair(Writer):
-    """Two of the pages are damaged. puts_back: sidecars come before their anchor."""
+    """A command on a store with two damaged pages. puts_back: sidecars come before their anchor."""
 
     puts_back: ClassVar[bool] = False
 
@@ -40,18 +40,18 @@ class _Repair(Writer):
         return [*command, *options, "--fail-on", "never", *BUFFER, "--format", "json"]
 
     def records(self, state: State, suffix: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
-        """Read the records of a quarantine: path of the batch's folder, and the record."""
+        """Yield the records of a quarantine: path of the batch's folder, and the record."""
         for name, data in state.below(self.quarantine).items():
             if re.fullmatch(rf".*/\d{{6}}\{suffix}", name):
                 yield f"{self.quarantine}/{name.removesuffix(suffix)}", document_of(data)
 
     def named(self, state: State) -> set[str]:
-        """List the pages that the records of unfinished batches name."""
+        """Return the pages in the records of unfinished batches."""
         records = (found for _, found in self.records(state, ".begun"))
         return {group["page"] for found in records if found for group in found["groups"]}
 
     def held(self, state: State) -> dict[str, bytes]:
-        """Return what the quarantine holds, as its records say, by key."""
+        """Return the quarantined objects by key, as the records list them."""
         return {
             taken["key"]: state.files[f"{folder}/{taken['file']}"]
             for suffix in (".begun", ".json")
@@ -97,7 +97,7 @@ class _Repair(Writer):
 
 
 class Quarantine(_Repair):
-    """Objects leave by rename."""
+    """Objects are moved by rename."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         "record": Kind("fsync", "*.begun.tmp"),
@@ -124,7 +124,7 @@ class _Elsewhere(_Repair):
 
 
 class QuarantineByCopy(_Elsewhere):
-    """Copies are made, and then the objects are deleted."""
+    """Objects are copied, and then deleted."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         "copies": Kind("syncfs", "*/quarantine/*Z-??????/000000"),
@@ -160,7 +160,7 @@ class Remove(_Repair):
 
 
 class Restore(_Repair):
-    """What was quarantined comes back."""
+    """Quarantined objects come back by rename."""
 
     puts_back: ClassVar[bool] = True
     kinds: ClassVar[dict[str, Kind]] = {
@@ -186,7 +186,7 @@ class Restore(_Repair):
 
 
 class RestoreByCopy(_Elsewhere, Restore):
-    """Copies of the copies come back."""
+    """Quarantined copies come back as copies."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         "copies": Kind("syncfs", "*/disk/store"),
@@ -195,7 +195,7 @@ class RestoreByCopy(_Elsewhere, Restore):
 
 
 class RestoreAgain(RestoreByCopy):
-    """A restore that was killed has copied all objects, and its copies are not durable."""
+    """A killed restore has copied all objects, and its copies are not durable."""
 
     kinds: ClassVar[dict[str, Kind]] = {"found": Kind("syncfs", "*/disk/store")}
 
@@ -211,14 +211,14 @@ class RestoreAgain(RestoreByCopy):
         return [self.store]
 
     def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
-        """Check that a whole copy is left: what the killed run wrote may be torn."""
+        """Check that a whole copy is left: the copies of the killed run may be torn."""
         here, held = state.directly_in(self.store), self.held(state)
         for name in sorted(self.bad):
             if self.original[name][0] not in (here.get(name), held.get(name)):
                 yield f"{name} is nowhere"
 
     def recover(self, state: State) -> Iterator[str]:
-        # 4: a torn object in the store is a conflict, and its copy stays in quarantine.
+        # 4: a torn object in the store is a conflict; its copy stays in quarantine.
         yield from self.run(*self.arguments(), codes=(0, 4))
         kept = [path.read_bytes() for path in self.quarantine.rglob("*") if path.is_file()]
         for name in sorted(self.bad):

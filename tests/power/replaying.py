@@ -1,4 +1,4 @@
-"""Replay a recording: look at every crash state, and recover from some of them."""
+"""Replay a recording: check every crash state, and recover from some of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECOVERIES = 40
 
 
 def seed_of_run() -> int:
-    """Return the seed: a new one each time, unless HICACHECTL_TEST_SEED repeats a run."""
+    """Return HICACHECTL_TEST_SEED to repeat a run, else a new seed."""
     seed = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
     print(f"HICACHECTL_TEST_SEED={seed}")
     return seed
@@ -28,7 +28,7 @@ def seed_of_run() -> int:
 def found_by_looking(
     writer: Writer, recording: Recording, seed: int, without: Sequence[Kind] = ()
 ) -> list[str]:
-    """Name what is wrong with the crash states, by their files alone."""
+    """Return what is wrong with the crash states, from their files alone."""
     states = crash_states(recording, seed=seed, without=without)
     return [
         f"{state.what}: {violation}"
@@ -38,7 +38,7 @@ def found_by_looking(
 
 
 def missed_without_syncs(writer: Writer, recording: Recording) -> list[str]:
-    """Leave out each kind of sync that a writer needs; name those that nothing notices."""
+    """Return the kinds of required syncs whose absence no check finds."""
     seed = seed_of_run()
     return [
         name
@@ -50,7 +50,7 @@ def missed_without_syncs(writer: Writer, recording: Recording) -> list[str]:
 def found_by_recovering(
     writer: Writer, recording: Recording, seed: int, recoveries: int | None = RECOVERIES
 ) -> list[str]:
-    """Recover from a sample of the crash states, or from all of them, and name what is wrong."""
+    """Recover from some crash states, or from all; return what is wrong afterwards."""
     states = list(distinct(crash_states(recording, seed=seed), lambda s: s.content))
     if recoveries is not None and len(states) > recoveries:
         states = _sample(states, recoveries, random.Random(seed))
@@ -62,7 +62,7 @@ def found_by_recovering(
 
 
 def _sample(states: list[State], count: int, chance: random.Random) -> list[State]:
-    """Choose half among the states that lost everything, half among the others."""
+    """Sample states: half of those that lost everything, half of the others."""
     plain = [state for state in states if state.what.endswith("all lost")]
     chosen = chance.sample(plain, min(len(plain), count // 2))
     others = [state for state in states if not state.what.endswith("all lost")]

@@ -1,7 +1,7 @@
 """Power failures at every system call of the commands that write.
 
-Each command runs once, recorded. What it may leave on the disk is then replayed: see
-`crash_states`. That this finds a missing sync is tested too, for each kind of sync.
+Each command runs once, recorded. Then every state that it may leave on the disk is checked: see
+`crash_states`. Further tests leave out each kind of sync and check that this is found.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Recorded = tuple["Writer", "Recording"]
 
 
 def _params() -> list[Any]:
-    """One process records a writer once, for all of its tests."""
+    """Group tests by writer, so that one process records a writer once."""
     types: tuple[type[Writer], ...] = (
         *migration_writers.WRITERS,
         *repair_writers.WRITERS,
@@ -67,7 +67,7 @@ def test_the_next_run_completes_the_work(recorded: Recorded) -> None:
 
 
 def test_a_missing_sync_is_found(recorded: Recorded) -> None:
-    """Each kind of sync that the command makes is left out once."""
+    """Each kind of sync that the command needs is left out once."""
     assert missed_without_syncs(*recorded) == []
 
 

@@ -1,7 +1,7 @@
-"""Read what strace writes: system calls as changes to some directory trees.
+"""Read the output of strace: system calls as changes to some directory trees.
 
-Paths are resolved by the kernel (`strace -y`), so that names relative to a directory handle are
-understood. Calls that could change a tree in a way that is not understood raise `NotUnderstood`.
+The kernel resolves paths (`strace -y`), so names relative to a directory handle are understood. A
+call that might change a tree in an unknown way raises `NotUnderstood`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _HANDLE = re.compile(r"\b(\d+|AT_FDCWD)<((?:\\x[0-9a-f]{2}|[^<>\\])*)>")
 
 
 class NotUnderstood(Exception):
-    """A call that the model of a file system lacks."""
+    """A call that the file-system model does not cover."""
 
 
 def find(trees: Trees, tops: Mapping[str, Inode], path: str) -> Inode | None:
-    """Find what a path names in trees; None where nothing does, or it lies outside of them."""
+    """Return the inode of a path in trees; None if it is missing or outside."""
     for root, top in tops.items():
         if path == root:
             return top
@@ -71,13 +71,13 @@ class _Handle:
 
 
 class TraceReader:
-    """Makes events of the text that strace writes."""
+    """Converter from the text of strace to events."""
 
     def __init__(self, trees: Trees, tops: dict[str, Inode]) -> None:
         self._trees = trees
         self._tops = tops
-        self._numbers = count(1 << 62)  # no file system gives these
-        self._groups: dict[int, int] = {}  # of threads: the process
+        self._numbers = count(1 << 62)  # no file system uses these
+        self._groups: dict[int, int] = {}  # process of each thread
         self._positions: dict[tuple[int, int], int] = {}
         self._appends: set[tuple[int, int]] = set()
         self._pending: dict[int, tuple[str, Sync | None]] = {}
@@ -96,7 +96,7 @@ class TraceReader:
                 yield from self._line(thread, rest)
 
     def _line(self, thread: int, text: str) -> Iterator[Event]:
-        """Read what begins, ends, or both, in one line. A change comes when its call ends."""
+        """Read the begin or end of a call, or both, from a line. Changes come when a call ends."""
         if text.endswith(_UNFINISHED):
             begun = text.removesuffix(_UNFINISHED)
             sync = self._sync(begun)
@@ -122,7 +122,7 @@ class TraceReader:
             yield event
 
     def _read_groups(self, lines: Sequence[str]) -> None:
-        """Learn which thread belongs to which process."""
+        """Record the process of each thread."""
         flags: dict[str, str] = {}
         for line in lines:
             match = _LINE.fullmatch(line)
@@ -138,7 +138,7 @@ class TraceReader:
                 self._groups[int(made[1])] = self._groups.get(int(thread), int(thread))
 
     def _sync(self, text: str) -> Sync | None:
-        """Read a call that syncs something of the trees."""
+        """Return the sync of the trees that a call makes, or None."""
         name, _, arguments = text.partition("(")
         if name == "sync":
             return Sync(name, "", None, None)
@@ -166,7 +166,7 @@ class TraceReader:
         return any(path == top or path.startswith(top + "/") for top in self._tops)
 
     def _place(self, path: str) -> tuple[Inode, str] | None:
-        """Find the directory and the name of a path inside the trees."""
+        """Return the directory and the name of a path inside the trees."""
         path = os.path.normpath(path)
         folder = self._at(os.path.dirname(path))  # noqa: PTH120 - text
         if folder is None:
@@ -176,7 +176,7 @@ class TraceReader:
         return folder, os.path.basename(path)  # noqa: PTH119
 
     def _paths(self, arguments: str) -> list[str]:
-        """Spell the paths of a call's arguments, each beside the handle that comes before it."""
+        """Return the paths in a call's arguments, each joined to the handle before it."""
         paths: list[str] = []
         base = ""
         for part in re.finditer(f"{_HANDLE.pattern}|{_STRING.pattern}", arguments):
@@ -290,7 +290,7 @@ class TraceReader:
     _do_writev = _do_write
 
     def _advance(self, handle: _Handle, inode: Inode, nbytes: int) -> int:
-        """Move a file's position behind what is written there; where that begins."""
+        """Move a file's position past a write; return where the write begins."""
         key = self._group, handle.number
         at = self._positions.get(key)
         if key in self._appends:

@@ -1,8 +1,7 @@
-"""Commands that write, and what must hold of every state that a power failure leaves.
+"""Commands that write, and rules for every state after a power failure.
 
-A `Writer` prepares directories, names the command to record, finds what is wrong with a crash
-state by looking at its files alone (`violations`), and runs what an operator would run next
-(`recover`).
+A `Writer` prepares directories, names the command to record, checks the files of a crash state
+(`violations`), and runs the command that an operator would run next (`recover`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ BUFFER = ("--buffer-bytes", "16MiB")
 
 
 class Writer(ABC):
-    """One command. kinds: syncs that it cannot do without, each under the name of a test."""
+    """One command. kinds: syncs that the command needs, by name of a test."""
 
     inject: ClassVar[str | None] = None
     kinds: ClassVar[dict[str, Kind]] = {}
@@ -49,20 +48,20 @@ class Writer(ABC):
 
     @property
     def roots(self) -> list[Path]:
-        """Return the file systems of the command, its HOME aside."""
+        """Return the file systems of the command, except its HOME."""
         return [self.store.parent]
 
     @property
     def unsynced(self) -> list[Path]:
-        """Return directories whose files another process has just written, and never synced."""
+        """Return directories with files that another process has just written and never synced."""
         return []
 
     @abstractmethod
     def arguments(self) -> list[object]:
-        """Spell the command."""
+        """Return the command line."""
 
     def prepare(self) -> None:
-        """Make what the command works on."""
+        """Make the command's input."""
         for root in (*self.roots, self.home):
             root.mkdir(parents=True, exist_ok=True)
         self.profile.write_text(stores.DSA)
@@ -70,7 +69,7 @@ class Writer(ABC):
         self.original = contents(self.store)
 
     def record(self) -> Recording:
-        """Run the command once, recorded. Its exit code is 0."""
+        """Run and record the command once; it must exit with 0."""
         self.prepare()
         command = [sys.executable, "-m", "hicachectl", "-q", *self.arguments()]
         recording = record(
@@ -80,32 +79,32 @@ class Writer(ABC):
         return recording
 
     def violations(self, state: State) -> Iterator[str]:
-        """Name what is wrong with a state."""
+        """Yield what is wrong with a state."""
         yield from self.wrong(state, document_of(state.printed))
 
     @abstractmethod
     def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
-        """Name what is wrong; document: what the command had printed, once that is whole."""
+        """Yield what is wrong. document: the command's output, once complete."""
 
     @abstractmethod
     def recover(self, state: State) -> Iterator[str]:
-        """Run what an operator runs next on the files of a state; name what is wrong then."""
+        """Run an operator's next command on the files of a state; yield what is wrong then."""
 
     def objects(self, directory: Path | None = None) -> Contents:
-        """Return the objects of a store; unfinished files of other names aside."""
+        """Return the objects of a store, without unfinished files of other names."""
         directory = directory or self.store
         there = contents(directory) if directory.is_dir() else {}
         return {name: value for name, value in there.items() if name in self.original}
 
     def run(self, *arguments: object, codes: tuple[int, ...] = (0,)) -> Iterator[str]:
-        """Run a command in this process; complain of any other exit code."""
+        """Run a command in this process; yield a complaint about any other exit code."""
         code, text = run_here(*arguments, home=self.home)
         if code not in codes:
             yield f"{' '.join(map(str, arguments[:2]))}: exit code {code}: {text}"
 
 
 def run_here(*arguments: object, home: Path) -> tuple[int, str]:
-    """Run a command in this process; its exit code and stderr."""
+    """Run a command in this process; return its exit code and stderr."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     error = io.StringIO()
     before, os.environ["HOME"] = os.environ.get("HOME"), str(home)
@@ -127,7 +126,7 @@ def document_of(printed: bytes) -> dict[str, Any] | None:
 
 
 def half_pages(names: set[str], *, orphans: bool = True) -> set[str]:
-    """List pages with an anchor and no sidecar; orphans: and with a sidecar and no anchor."""
+    """Return pages with an anchor and no sidecar; orphans: also the opposite."""
     pages = range(PAGES)
     return {
         page(n)

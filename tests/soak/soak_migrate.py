@@ -2,7 +2,7 @@
 
     python -m pytest tests/soak/soak_migrate.py
 
-Each kill is followed by a run that completes. HICACHECTL_TEST_SEED repeats a run.
+After each kill, another run completes the work. HICACHECTL_TEST_SEED repeats a run.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m pytest tests/soak/soak_million.py -s
 
-It takes minutes and a tmpfs of a million inodes, about 1 GB of memory. -s shows the peak of each
+Takes minutes, and a tmpfs of a million inodes, about 1 GB of memory. -s shows the peak of each
 command.
 """
 

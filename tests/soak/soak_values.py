@@ -2,8 +2,8 @@
 
     python -m tests.soak.soak_values [--pages 10000] [--seed N]
 
-Each page is drawn from a model of its own kind and seed. Prints the seed; exits 1 at any finding
-on a healthy page or any miss of a decidable wrong layout.
+Each page comes from a model with its own kind and seed. Prints the seed. Exits with 1 if a healthy
+page has a finding, or if a decidable wrong layout is missed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.spec import ObjectSpec
 
 PAGES_OF_A_MODEL = 32
-FEWEST_LAYERS = 4  # with fewer, no order may be told from another
+FEWEST_LAYERS = 4  # with fewer, orders may be indistinguishable
 KINDS: tuple[tuple[str, tuple[dict[str, Any], ...], dict[str, Any], str], ...] = (
     ("llama bf16 tp8", (LLAMA_8B,), {"tp": 8}, "kv"),
     ("llama bf16 tp2", (LLAMA_8B | {"layers": 16},), {"tp": 2}, "kv"),
@@ -107,7 +107,7 @@ def random_layout(
 
 
 def visible_axes(expected: ObjectSpec) -> list[str]:
-    """Axes whose order shows in the bytes, of pages with tokens and layers enough to say so."""
+    """Return the axes whose order shows in the bytes, for pages with enough tokens and layers."""
     tensor = expected.tensors[0]
     lengths = dict(zip(tensor.axes, tensor.shape, strict=True))
     if lengths.get("token", 1) == 1 or lengths["layer"] < FEWEST_LAYERS:
