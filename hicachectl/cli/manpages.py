@@ -60,7 +60,7 @@ _STORES = (
 )
 _OUTPUT = (
     "The result goes to stdout, or to the file of -o. Progress, remarks and errors go to stderr. "
-    "json is one document; jsonl has one row per line.",
+    "A json result is one document; jsonl has one row per line.",
     "In table and csv, characters that a terminal would interpret or hide are written as \\xNN or "
     "\\uNNNN. In csv, a ' precedes text that begins like a formula.",
 )
@@ -73,13 +73,13 @@ _HF3FS = (
     "damaged, hicachectl asks whether the page was reused, and reports that it asked.",
     "Each pool has its own tables and evicts independently. So objects without their kv "
     "(orphan-sidecar) are normal and only noted (info). While a server is live, a page that looks "
-    "lost (page-leaked) is reported only if three snapshots miss it. verify waits for the third "
-    "snapshot, at most two minutes.",
+    "lost (page-leaked) is reported only if three snapshots miss it. For the third snapshot, "
+    "verify waits at most two minutes.",
     "The server reuses freed pages at once. A deletion can therefore corrupt what a live server is "
     "reading: repair at a time of few reads. All keys that share a page are deleted in one call. "
     "Without server=, a repair writes a new snapshot FILE.repaired beside the old one; start the "
-    "metadata server from it. --writers-stopped releases pages that are in no list. Give it only "
-    "if no engine writes: otherwise the server hands out a page twice.",
+    "metadata server from it. With --writers-stopped, pages that are in no list are released. Give "
+    "this option only if no engine writes: otherwise the server hands out a page twice.",
     "If 3FS's hf3fs_fuse package is installed and the prefix is on a 3FS mount, pages are read "
     "through that package (USRBIO); otherwise they are read as files. USRBIO has not been tested "
     "on a real 3FS.",
@@ -93,7 +93,7 @@ _HF3FS_PARAMETERS = (
         "Bytes of each file, as given to SGLang; default: the size of the largest file. With it, "
         "a truncated file can be distinguished from a profile with other page sizes.",
     ),
-    ("ranks=N", "Only ranks below N."),
+    ("ranks=N", "Read only ranks below N."),
 )
 _MOONCAKE = (
     "hicachectl contributes no memory to the cluster. Listing, and the checks names, groups and "
@@ -142,12 +142,12 @@ _ENVIRONMENT = (
     ),
 )
 _TRUST = (
-    "STORE, --quarantine DIR and the parent of --lock FILE may contain symbolic links. Below them, "
-    "no link is followed: .hicachectl in a store, its stamps and quarantine, and the lock file "
-    "must be regular files and directories. Their owner must be the user who runs hicachectl, "
-    "root, the owner of the store, or a user to whom the file system gives new files. A "
-    "group-writable store trusts the members of its group. Objects in a quarantine keep their "
-    "owner, who may be anyone.",
+    "The paths of STORE, --quarantine DIR and the parent of --lock FILE may contain symbolic "
+    "links. Below them, no link is followed: .hicachectl in a store, its stamps and quarantine, "
+    "and the lock file must be regular files and directories. Their owner must be the user who "
+    "runs hicachectl, root, the owner of the store, or a user to whom the file system gives new "
+    "files. A group-writable store trusts the members of its group. Objects in a quarantine keep "
+    "their owner, who may be anyone.",
     "A command that only reads leaves alone what breaks these rules, and says so. A command that "
     "writes then changes nothing and ends with status 3.",
     "Objects in a quarantine without a record are left alone; a remark names them.",
@@ -156,9 +156,10 @@ _TRUST = (
     "several objects, a pack and a 3FS data file are readable only by users who may read all "
     "objects read so far. A pack is readable only by its owner until it is complete. Directories, "
     "stamps, catalogs and quarantine records are as readable as the store's directory. If a new "
-    "file has another group than its source, that group gets only the permissions of others. New "
-    "objects written by root belong to the owner of their directory, if that user may read the "
-    "sources. restore restores owner and permissions. Existing 3FS data files keep theirs.",
+    "file has another group than its source, that group gets no more permissions than everyone. "
+    "New objects written by root belong to the owner of their directory, if that user may read the "
+    "sources. The command restore also restores owner and permissions. Existing 3FS data files "
+    "keep theirs.",
 )
 _LOCKS = (
     "--lock FILE takes the lock of flock(2), as flock(1) does. If another process holds the lock, "
@@ -205,7 +206,19 @@ _STATES = (
     ("unknown", "The keys are ambiguous, so the expected objects are unknown."),
 )
 # Sections of a command's page that follow its examples, as texts like click's help.
+_REQUEST_FILES = """
+    A line of --prompts is JSON: a text, a list of messages, or an object with text, prompt or
+    messages. A line of --token-ids is a list of token ids, or an object with token_ids or
+    input_ids. The objects can also have extra_key and cache_salt.
+"""
 _BACKGROUND: dict[str, dict[str, str]] = {
+    "hits": {
+        "REQUEST FILES": _REQUEST_FILES,
+        "TOKENS THAT ARE NOT RESTORED": """
+            Servers always compute the last token of a request. They skip prefixes below their
+            prefetch threshold (256 tokens by default).
+        """,
+    },
     "verify": {
         "UNCHECKED DTYPES": """
             Values do not show whether another dtype of the same width was written (e4m3 or e5m2,
@@ -233,6 +246,7 @@ _BACKGROUND: dict[str, dict[str, str]] = {
         """,
     },
     "prewarm": {
+        "REQUEST FILES": _REQUEST_FILES,
         "ORDER OF PAGES": """
             A prefix must be restorable from SRC by the rules of every pool. Of trailing pools
             (Mamba states, sliding windows) only the pages at the end of a prefix are copied. Pages
@@ -344,7 +358,7 @@ def main_page() -> str:
 
 
 def command_page(name: str) -> str:
-    """Return the page of one command, from its click declaration and `_BACKGROUND`."""
+    """Return the page of one command."""
     command = cli.get_command(_group_context(), name)
     assert command is not None  # COMMANDS names only commands that exist
     ctx = click.Context(command, info_name=name, parent=_group_context())
@@ -475,6 +489,8 @@ def _see_also(page: str) -> list[str]:
     pages = [other for other in pages if other != f"{page} 1"]
     if page in ("hicachectl", "hicachectl-pack"):
         pages.append("hcpack 5")
+    if page in ("hicachectl", "hicachectl-prewarm", "hicachectl-verify"):
+        pages.append("hicachectl-scheduling 7")
     return [f".Xr {other} {',' if other != pages[-1] else ''}".rstrip() for other in pages]
 
 

@@ -62,7 +62,7 @@ def write_rows(
 
 
 def write_json_lines(tables: Iterable[pa.Table], output: Path | None) -> None:
-    """Write the rows of several tables as JSON lines, one table at a time."""
+    """Write the rows of several tables as JSON lines, table by table."""
     with _destination(output, "jsonl") as stream:
         for rows in tables:
             _write_lines(stream, _joined(rows, "\n"))

@@ -1,4 +1,4 @@
-"""The man pages are what the commands say, and are well formed."""
+"""The man pages match the commands and are well formed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hicachectl.formats.profile import parse_profile
 from tests.skips import need_tool
 
 MAN = Path(__file__).parents[2] / "man"
+SYSTEM_PAGES = {("crontab", "5"), ("systemd.timer", "5")}
 
 
 def test_the_committed_pages_are_those_that_would_be_built(tmp_path: Path) -> None:
@@ -52,9 +53,12 @@ def test_mandoc_has_nothing_to_say(page: Path) -> None:
     said = subprocess.run(
         [need_tool("mandoc"), "-T", "lint", str(page)], capture_output=True, text=True, check=False
     ).stdout
-    # mandoc looks for referenced pages on the system; ours are beside this one.
+    # mandoc looks for referenced pages on the system only; ours are beside this one.
     missing = r".*STYLE: referenced manual not found: Xr (\S+) (\d)(?: \(\d+ times\))?"
     for line in said.splitlines():
         reference = re.fullmatch(missing, line)
         assert reference is not None, line
-        assert (MAN / f"{reference[1]}.{reference[2]}").is_file(), line
+        if reference[1].startswith(("hicachectl", "hcpack")):
+            assert (MAN / f"{reference[1]}.{reference[2]}").is_file(), line
+        else:  # a page of the system, which may not be installed here
+            assert (reference[1], reference[2]) in SYSTEM_PAGES, line

@@ -55,19 +55,16 @@ def command(
 ) -> None:
     """Show how much of each request a store can serve, and which object stops it.
 
-    Give requests with --prompts, --token-ids or --pages. STORE is only read.
+    Give the requests with --prompts, --token-ids or --pages. STORE is only read.
 
     A page counts if all its objects of all ranks are present. Trailing pools (Mamba states,
-    sliding windows) are needed only at the end of a prefix. Servers always compute the last token
-    of a request. They skip prefixes below their prefetch threshold (256 tokens by default).
-
-    A line of --prompts is JSON: a text, a list of messages, or an object with text, prompt or
-    messages. A line of --token-ids is a list, or an object with token_ids or input_ids. The
-    objects can also have extra_key and cache_salt.
+    sliding windows) are needed only at the end of a prefix.
 
     Without a profile, --page-size (and --speculative-algorithm for EAGLE) decides how tokens are
     hashed, and --model, --tp, --pp, --cp and --dcp choose one of several deployments. Pages are
     then compared with each other, so a pool missing everywhere goes unnoticed.
+
+    hicachectl-hits(1) describes request files.
     """
     _refuse_contradictions(options)
     from hicachectl.cli.output import write_rows
@@ -102,7 +99,7 @@ def command(
 
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
-    """Raise UsageError for options that contradict each other, before the store is opened."""
+    """Raise UsageError for contradicting options."""
     from hicachectl.profiles.sources import states_source
 
     refuse_other_sources(options, _SOURCES)
@@ -116,8 +113,7 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
 def _profile(ctx: click.Context, store: Store, options: dict[str, Any]) -> Profile | None:
     """Return the profile of the options or of the store (a pack); None if there is none.
 
-    Without one of the profile sources, flags such as --page-size only serve hashing and the choice
-    of a deployment.
+    Without a profile, flags such as --page-size only set the hashing or choose a deployment.
     """
     from hicachectl.profiles.sources import profile_from_options, states_source
 
@@ -145,7 +141,6 @@ def _deployment(
 
 
 def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) -> None:
-    """Print remarks on facts that the rows do not show."""
     from hicachectl.formats.kinds.pool import pool_name
     from hicachectl.pages.ambiguity import ambiguity_remark
 

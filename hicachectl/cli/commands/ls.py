@@ -112,7 +112,6 @@ def command(
 
 
 def _say_what_is_odd(ctx: click.Context, inventory: Inventory, *, judged: bool) -> None:
-    """Print remarks on facts that the rows do not show."""
     if inventory.is_foreign.all():
         return
     from hicachectl.pages.ambiguity import ambiguity_remark, split_remarks

@@ -101,8 +101,8 @@ def command(
 ) -> None:
     """Copy or move pages to another store, layout or topology.
 
-    Reads SRC and writes DST, which can be stores of any kind. A missing directory or pack is
-    created. SRC changes only with --move.
+    SRC and DST can be stores of any kind; a missing directory or pack is created. SRC changes only
+    with --move.
 
     Without a profile, objects keep their keys and bytes. With a profile, keys follow the kind of
     DST, and the --to options change model name, layout and topology.

@@ -147,13 +147,13 @@ def command(
     short is still useful, except with --all. --dry-run prints the plan, and --plan executes it.
 
     The --to options transform pages as in migrate: an archive of TP 4 can warm a cluster of TP 8.
-    A page with an object of another size than the profile's is not copied, is named, and counts as
-    failed (exit status 4).
+    A page with an object of another size than the profile's is not copied and counts as failed
+    (exit status 4); a remark names the page.
 
     With --through-server, live servers then load the prefixes that DST has. Without --from, this
     is all that prewarm does.
 
-    The result goes to stdout, as JSON unless --format says otherwise; a summary goes to stderr.
+    The result goes to stdout, as JSON unless --format is given; a summary goes to stderr.
     hicachectl-prewarm(1) explains the order of pages, how a run ends, traces and how to record
     one, pins, live servers, and usable tokens.
     """
@@ -198,7 +198,7 @@ def _write_lock_held(
     output_format: str,
     output: Path | None,
 ) -> None:
-    """Write the document of a run that did nothing because another process holds the lock."""
+    """Write the document of a run that another process's lock prevented."""
     from hicachectl.prewarm.prewarm import not_begun
 
     remark(ctx, lock_held(ctx.params["lock"]))
@@ -217,7 +217,7 @@ def _format(ctx: click.Context, output_format: str) -> str:
 def _plan_trace(
     ctx: click.Context, options: dict[str, Any], output_format: str, output: Path | None
 ) -> None:
-    """Plan from a trace alone, without any store."""
+    """Plan from a trace, without stores."""
     from hicachectl.cli.output import write_json_lines
     from hicachectl.prewarm.plan import pages_within, plan_order
     from hicachectl.prewarm.plan_file import plan_rows
@@ -251,7 +251,7 @@ def _plan_trace(
 def _worked(
     ctx: click.Context, source: str | None, target: Store, options: dict[str, Any]
 ) -> PrewarmOutcome:
-    """Copy the pages, then make the servers pull them."""
+    """Copy pages, then make servers pull them."""
     from hicachectl.prewarm.prewarm import prewarm, usable_from
 
     started = time.monotonic()

@@ -51,13 +51,13 @@ def command(
 ) -> None:
     """Print the profile of a deployment: its model, shards and pools.
 
-    Write the profile once with -o, and give it to the other commands with --profile. Its source is
-    --profile, --model-config with flags, or --server. Without one, it is the profile recorded in
-    STORE (a pack), or one inferred from STORE. --model, --tp, --pp, --cp and --dcp then choose one
+    Write the profile once with -o, then give it to other commands with --profile. Its source is
+    --profile, --model-config with flags, or --server. Otherwise it is the profile that STORE (a
+    pack) records, or one inferred from STORE; --model, --tp, --pp, --cp and --dcp then choose one
     of several deployments.
 
-    An inferred profile states only the shards, pools and sizes seen in STORE. It serves ls and the
-    checks names, groups and sizes. Commands that must interpret bytes refuse it.
+    An inferred profile states only the shards, pools and sizes seen in STORE. It serves ls and
+    the checks names, groups and sizes; commands that must interpret bytes refuse it.
     """
     from hicachectl.cli.output import write_text
     from hicachectl.formats.profile import dump_profile, profile_to_mapping

@@ -109,17 +109,16 @@ def command(
 ) -> None:
     """Remove pages from a store for good.
 
-    Removes each page that matches all given filters: --model, --tag, --tp, --pp, --cp, --pages,
-    --before and --state. At least one filter is needed. A page is removed with all its objects,
-    the kv objects first, so servers never see half a page. Objects that a server rewrites during
-    the run stay. The exit status is 4 if something could not be removed.
+    Give at least one filter: --model, --tag, --tp, --pp, --cp, --pages, --before or --state. Pages
+    that match all filters are removed with all their objects, the kv objects first, so servers
+    never see half a page. Objects that a server rewrites during the run stay. The exit status is 4
+    if something could not be removed.
 
     One page can have objects of several deployments. --pages removes only the group that a row of
     ls names, and refuses a bare hash that several deployments have (see --all-deployments).
 
-    --temporaries removes no pages, but the temporary files of unfinished writes, which verify
-    reports as stale-temporary. Files must be older than a minute, and older than --before if it is
-    given.
+    --temporaries removes no pages, but the files that verify reports as stale-temporary: those
+    older than a minute and, if given, --before.
     """
     _refuse_contradictions(options)
     require_consent(yes=yes, dry_run=dry_run)
@@ -151,7 +150,7 @@ def command(
 
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
-    """Raise UsageError for options that contradict each other, before the store is opened."""
+    """Raise UsageError for contradicting options."""
     given = [name for name in _SELECTORS if options[name] is not None]
     if options["temporaries"]:
         others = [
@@ -261,10 +260,7 @@ def _plan(
 
 
 def _alone(criteria: Criteria, groups: PageGroups) -> dict[str, bool]:
-    """Return for each filter whether it matches anything alone; --pages counts as a match.
-
-    If --pages is the only filter, it counts as no match.
-    """
+    """Return for each filter whether it matches anything alone; --pages does unless it is alone."""
     from dataclasses import fields, replace
 
     from hicachectl.pages.unmatched import option_text
@@ -325,7 +321,7 @@ def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
 
 
 def _write_lock_held(store: str, dry_run: bool, output_format: str, output: Path | None) -> None:
-    """Write the document of a run that did nothing because another process holds the lock."""
+    """Write the document of a run that another process's lock prevented."""
     from hicachectl.move.reports import GroupReport
 
     outcome = GroupReport()

@@ -57,9 +57,9 @@ def command(
 ) -> None:
     """Show the objects of one page, and what is wrong with them.
 
-    PAGE is a page hash, or a prefix that only one page of STORE has. show reads the page's
-    objects and changes nothing. It lists the objects with their digests, the missing objects, the
-    findings and, with a profile, statistics of the values per layer.
+    PAGE is a page hash, or a prefix that only one page of STORE has. The page is read; nothing is
+    changed. The result has the objects with their digests, the missing objects, the findings and,
+    with a profile, statistics of the values per layer.
     """
     from hicachectl.cli.output import write_document
     from hicachectl.profiles.sources import profile_from_options

@@ -234,7 +234,7 @@ def command(
 def _write_lock_held(
     store: str, options: dict[str, Any], output_format: str, output: Path | None
 ) -> None:
-    """Write the document of a run that did nothing because another process holds the lock."""
+    """Write the document of a run that another process's lock prevented."""
     from hicachectl.checks.findings import SCHEMA
     from hicachectl.cli.output import write_document
     from hicachectl.verify.verify import not_begun
@@ -253,7 +253,7 @@ def _write_lock_held(
 
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
-    """Raise UsageError for options that contradict each other, before the store is opened."""
+    """Raise UsageError for contradicting options."""
     from hicachectl.device.devices import parse_devices
 
     parse_devices(options["device"])
@@ -274,7 +274,7 @@ def _refuse_impossible_checks(ctx: click.Context, store: Store, request: VerifyR
 
 
 def _refuse_what_is_lacking(store: Any, request: VerifyRequest, options: dict[str, Any]) -> None:
-    """Raise UsageError for options that the store does not support, before it is read."""
+    """Raise UsageError for options that the store does not support."""
     unknown = sorted(set(request.identity) - set(store.traits.version_fields))
     if unknown:
         known = ", ".join(store.traits.version_fields) or "none"

@@ -60,7 +60,7 @@ repair_options = stack(
 
 
 def refuse_early(options: dict[str, Any]) -> None:
-    """Raise UsageError for options that contradict each other, before the store is opened."""
+    """Raise UsageError for contradicting options, before the store is opened."""
     names = ("repair_codes", "quarantine", "token_ids", "writers_stopped", "dry_run", "yes")
     given = [name for name in names if options[name]]
     if options["repair"] == "none":
@@ -74,18 +74,15 @@ def refuse_early(options: dict[str, Any]) -> None:
 
 
 def refuse_without_profile(request: VerifyRequest) -> None:
-    """Raise UsageError for a repair without a given profile.
-
-    A profile inferred from the store cannot justify a removal.
-    """
+    """Raise UsageError for a repair without a given profile; an inferred one is not enough."""
     if request.repairs and request.real_profile is None:
         raise UsageError(inferred_refused("--repair"))
 
 
 def earlier_runs(ctx: click.Context, store: Store, options: dict[str, Any]) -> EarlierRuns | None:
-    """Return the unfinished removals of killed runs; None without --repair.
+    """Count the unfinished removals of killed runs, or complete them with --yes.
 
-    With --yes they are completed first.
+    None without --repair.
     """
     if options["repair"] == "none":
         return None
