@@ -88,7 +88,7 @@ class Arena:
         return self.array[offset : offset + nbytes]
 
     def at_close(self, undo: Callable[[], None]) -> None:
-        """Call `undo`, which ends a registration, before the memory is unmapped; last in first."""
+        """Call `undo`, which ends a registration, before unmapping; the last one comes first."""
         self._at_close.append(undo)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ BoolArray = npt.NDArray[np.bool_]
 StatusArray = npt.NDArray[np.uint8]
 Rows = Any  # pa.RecordBatch | pa.Table, a slice of the scan table; pyarrow ships no types
 
-_MANY_CHUNKS = 8  # from here on `take_rows` does not join chunks
+_MANY_CHUNKS = 8  # `take_rows` does not join this many chunks
 
 SCAN_FIELDS = {
     "key": pa.field("key", pa.binary(), nullable=False),

@@ -30,7 +30,7 @@ MAX_HEAD_BYTES = 1 << 18  # status, headers and interim replies; real ones have 
 _BLOCK_BYTES = 1 << 20
 _TRIES = 3
 _PAUSE_S = 0.1
-_SAID_BYTES = 200  # quoted of a service's error text
+_SAID_BYTES = 200  # of a service's error text, in messages
 # The service restarted, or had closed a kept connection.
 _PASSING = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 
@@ -216,7 +216,7 @@ class HttpService:
             try:
                 return attempt()
             except _PASSING as error:
-                self._drop_idle()  # to the same process
+                self._drop_idle()  # they lead to the same process
                 if not tries_left or self._closed or time.monotonic() + _PAUSE_S > deadline:
                     raise self._failed(error) from error
                 time.sleep(_PAUSE_S)

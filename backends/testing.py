@@ -1,7 +1,7 @@
 """One behaviour suite for every store: a test for each sentence of the `Store` contract.
 
 A backend's test module subclasses `StoreSuite` and defines a `store` fixture and the `raw_`
-accessors. The accessors bypass the backend, so that matching faults of writes and reads show.
+accessors. The accessors bypass the backend, so that a fault common to writes and reads shows.
 Tests of traits and capabilities that the store lacks are skipped.
 Imported by tests only: needs pytest and hypothesis.
 """

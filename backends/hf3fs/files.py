@@ -241,7 +241,7 @@ class _Source:
                 self._drop_cache(positions[first], (end - first) * self.nbytes)
         read, descriptor = os.preadv, self.descriptor  # this loop is the cost of small pages
         start, stop = runs[0][0], runs[-1][1]
-        with suppress(OSError):  # _read_each finds the page
+        with suppress(OSError):  # _read_each finds the page at fault
             counts = [read(descriptor, views[first:end], positions[first]) for first, end in runs]
             if sum(counts) == (stop - start) * self.nbytes:
                 return [self.nbytes] * (stop - start)
@@ -300,7 +300,7 @@ def _is_in_memory(descriptor: int, position: int) -> bool:
 
 def _raise_lost(path: str, error: OSError) -> None:
     if error.errno in LOST:
-        message = failed(path, "use the data file", error, "check that 3FS is mounted")
+        message = failed(path, "access the data file", error, "check that 3FS is mounted")
         raise StoreUnavailable(message) from error
 
 

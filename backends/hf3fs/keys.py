@@ -30,7 +30,7 @@ class TableRows:
     """The rows of one table.
 
     at:      [n] int64, indices among all rows.
-    keys:    [n] whole keys; on the server, the first `skipped` bytes are missing.
+    keys:    [n] whole keys; the server's names lack the first `skipped` bytes.
     """
 
     table: TableName

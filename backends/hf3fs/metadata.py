@@ -102,8 +102,9 @@ class MetadataClient:
         """Reserve a page for each key. Return whether each key exists, and its page.
 
         A full table drops its least recently used keys and reuses their pages. The pages of new
-        keys must be confirmed or released by `confirm`; after an error, unknown pages may stay
-        reserved. Keys must be distinct: a repeated key gets two pages. Sent once, as a whole.
+        keys must be confirmed or released by `confirm`. After an error, pages may stay reserved;
+        the server does not report which. Keys must be distinct: a repeated key gets two pages. Sent
+        once, as a whole.
         """
         verb = "reserve_and_allocate_page_indices"
         reply = self._changed(rank, verb, namespace, keys=[(key, "") for key in keys])

@@ -87,7 +87,7 @@ class _Config:
 def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
     """Return the settings that a URL names.
 
-    Raises UsageError for the URL, also if it contradicts the JSON config; FormatError for that.
+    Raises UsageError for the URL and its contradictions, FormatError for the JSON config.
     """
     config = _config(url, environ)
     settings = Hf3fsSettings(

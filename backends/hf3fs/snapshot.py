@@ -362,7 +362,7 @@ class _Parser:
 
 
 def listed_keys(prefix: str, names: Sequence[Any]) -> Any:
-    """Return the listed keys, one binary array, of arrays of the server's names."""
+    """Return listed keys, one binary array, from arrays of the server's names."""
     joined = pc.binary_join_element_wise(prefix, pa.concat_arrays(names), "")
     return joined.cast(pa.binary())
 

@@ -225,7 +225,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Return the age of the listing, the doubts, and changes of the eviction order."""
+        """Return the age of the listing, doubts about page sizes, and effects on eviction."""
         texts = []
         if (listed := self._tables.remark()) is not None:
             texts.append(listed)
@@ -301,7 +301,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     # reading
 
     def attach(self, arena: Arena) -> None:
-        """Use `arena`; reads are by USRBIO if available and the arena has a name."""
+        """Use `arena`; read by USRBIO if it is available and the arena has a name."""
         self.detach()
         super().attach(arena)
         if self._usrbio is not None and arena.name is not None:
@@ -353,7 +353,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         """Read pages whose keys have the same page before and after the read.
 
         Its queries count as use (see Confirm). GONE: missing, or not on the row's page. Rows
-        without a page are read where the server has them.
+        without a locator are read where the server has them.
         """
         before = self._tables.current(rows)
         located = self._tables.located(rows) if "locator" in rows.schema.names else before

@@ -196,7 +196,7 @@ class KeyTables:
         return table in self._known
 
     def current(self, rows: Rows) -> IntArray:
-        """Ask the server, else the snapshot, for page indices: [n] int64. Counts as use."""
+        """Ask the server, or without one the snapshot, for page indices: [n] int64. Counts as use."""
         current = np.full(len(rows), UNKNOWN, dtype=np.int64)
         for share in rows_by_table(rows):
             if self._server is None:
@@ -205,7 +205,7 @@ class KeyTables:
             if self.may_have(share.table):
                 answer = self._server.page_indices(*share.table, share.names)
                 current[share.at] = [UNKNOWN if index is None else index for index in answer]
-        with self._lock:  # other threads add, too
+        with self._lock:  # other threads count, too
             self.touched_keys += int((current != UNKNOWN).sum()) if self._server else 0
         return current
 

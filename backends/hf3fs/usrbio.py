@@ -96,7 +96,7 @@ class UsrbioReader:
         order = np.argsort(pages.positions, kind="stable")
         for start in range(0, len(order), RING_ENTRIES):
             self._read_some(ring, descriptor, pages, order[start : start + RING_ENTRIES], counts)
-        self._idle.put(ring)  # only now: a ring that raised may be busy
+        self._idle.put(ring)  # not after an error: the ring may be busy
         return counts
 
     def _read_some(
