@@ -241,14 +241,14 @@ class Store(ABC):
         else replace it. Statuses: OK, EXISTS, FULL, ERROR. Raises UnsupportedByBackend unless
         `traits.writes`.
         """
-        raise UnsupportedByBackend(f"{self.url}: this store does not support writes")
+        raise UnsupportedByBackend(f"{self.url}: this store cannot be written to")
 
     def delete(self, rows: Rows) -> Result:
         """Delete objects by key. Statuses: OK, GONE, ERROR.
 
         Raises UnsupportedByBackend unless `traits.deletes`.
         """
-        raise UnsupportedByBackend(f"{self.url}: this store does not support deletion")
+        raise UnsupportedByBackend(f"{self.url}: objects of this store cannot be deleted")
 
     def undo_writes(self, rows: Rows) -> Result:
         """Remove objects that this instance has just written. Statuses as of `delete`."""

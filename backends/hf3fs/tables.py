@@ -196,7 +196,7 @@ class KeyTables:
         return table in self._known
 
     def current(self, rows: Rows) -> IntArray:
-        """Ask the server, or without one the snapshot, for page indices: [n] int64. Counts as use."""
+        """Ask the server, else the snapshot, for page indices: [n] int64. This counts as use."""
         current = np.full(len(rows), UNKNOWN, dtype=np.int64)
         for share in rows_by_table(rows):
             if self._server is None:
