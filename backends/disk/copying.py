@@ -1,4 +1,4 @@
-"""Write to open files, from memory or from another file (inside the kernel if it can)."""
+"""Write to open files, from memory or from another file, inside the kernel if possible."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hicachectl.backends.disk.durable import UNSUPPORTED
 # Bytes per call, which fit the processor's cache. For larger calls Linux (6.18, ext4) searches the
 # page cache for large folios, at up to four times the processor time of the copy.
 WRITE_BYTES = 256 << 10
-# From this many bytes, writeback starts at once, which leaves little for the batch's sync. For
-# smaller files the calls cost more than they save.
+# Writeback of files with at least these bytes starts at once, leaving little for the batch's sync.
+# For smaller files the calls cost more than they save.
 _EARLY_BYTES = 256 << 10
 # copy_file_range is missing, or does not work between these two file systems.
 _NOT_BY_THE_SYSTEM = UNSUPPORTED | {errno.EXDEV}

@@ -260,7 +260,7 @@ class Directory:
         return self._facts.st_mode & self.trust.permissions.for_group(self._facts.st_gid)
 
     def _give_away(self, descriptor: int) -> None:
-        """Give a new entry this directory's group and, as root, its owner.
+        """Give a new entry this directory's group and, as root, its owner if the trust allows.
 
         If the group cannot be set, the entry's group gets no more rights than everyone.
         """

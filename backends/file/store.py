@@ -146,7 +146,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         self._new = _Ownership(0o666, self._owner)
 
     def _for_new(self, permissions: Permissions) -> _Ownership:
-        """Return mode and owner of a new file made from such sources."""
+        """Return mode and owner of a new file whose sources have these permissions."""
         owner = self._owner
         if owner is not None and permissions.may_own(owner[0]):
             return _Ownership(0o666 & permissions.for_group(owner[1]), owner)
@@ -208,7 +208,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             self._seen = self._seen.both(seen)
 
     def side_directory(self) -> Path:
-        """Return the sub-directory, which SGLang ignores and its `clear()` keeps."""
+        """Return the sub-directory, which SGLang and its `clear()` ignore."""
         return Path(self.path) / os.fsdecode(OWN_PREFIX)
 
     def open_side_directory(self, *, writes: bool, makes: bool = False) -> Directory | None:

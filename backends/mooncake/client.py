@@ -63,7 +63,7 @@ _REACH_SECONDS = 5.0
 _RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS = "MC_RPC_TIMEOUT_MS", "15000"
 _PATIENCE_SECONDS = 25.0
 # Niceness of threads in large transfers: Mooncake's busy loop would take a core from the copying
-# threads. Short calls stay at 0: on a busy machine they would outlast the leases that they grant.
+# threads. Short calls keep normal priority, or on a busy machine they would outlast their leases.
 _NICENESS = 10
 _LARGE_BYTES = 1 << 20
 _ABANDONED: list[Any] = []  # never freed: the destructor would wait for a hanging call
@@ -199,7 +199,7 @@ class MooncakeClient:
         if lost := next((int(code) for code in LOST if (codes == code).any()), 0):
             raise StoreUnavailable(
                 f"mooncake://{self._settings.master}: the master does not answer (error {lost}); "
-                "check that it runs, in the version of the mooncake package here"
+                "check that it runs and has the version of the mooncake package here"
             )
         return codes
 
@@ -240,12 +240,12 @@ class MooncakeClient:
         return answers[0]
 
     def _probe(self) -> None:
-        """Raise StoreUnavailable unless the master understands us; `setup` accepts any version."""
+        """Raise StoreUnavailable if the master is incompatible; `setup` accepts any version."""
         try:
             code = int(self._call("is_exist", _PROBE_KEY)[0])
         except StoreUnavailable as error:
             raise StoreUnavailable(
-                f"mooncake://{self._settings.master}: the master listens, but does not understand "
+                f"mooncake://{self._settings.master}: the master listens, but is incompatible with "
                 "the mooncake package here; install the version that the cluster runs"
             ) from error
         if code < 0:

@@ -300,7 +300,8 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         """Put objects and read them back, because a put of an existing key also succeeds.
 
         Without `confirms_writes` nothing is read back: a key that another writer put after our
-        query gets OK. Without if_absent, an existing object is removed once no reader has a lease.
+        query gets OK. Without if_absent, an existing object is first removed, once no reader has a
+        lease.
         A full cluster evicts objects without lease or pin; FULL means that this was not enough.
         """
         self.memory(offsets, sizes, len(rows))

@@ -280,7 +280,7 @@ class RecordPlace:
 
     @classmethod
     def of(cls, record: Record, offset: int) -> RecordPlace:
-        """Return the place that a record itself states."""
+        """Return the place of a record, from its head."""
         return cls(offset, record.length, record.nbytes, len(record.stored), record.digest)
 
 

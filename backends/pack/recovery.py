@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-# Only records since the last sync can be torn after a valid head, and a few calls write less than
-# this. The content of earlier records is checked when it is read.
+# Content after a valid head can be torn only since the last sync; the calls since then write less
+# than this. Earlier content is checked when it is read.
 CHECKED_TAIL_BYTES = 1 << 30
 _MOST_CHECKED_BYTES = 256 << 20  # per object, which must fit into memory
 _SEARCH_BYTES = 4 << 20
@@ -196,8 +196,8 @@ def repair(
 ) -> PackRepair:
     """Make a valid pack from all whole records, in place or as a new file.
 
-    In place, only a tail without a whole record is cut off. output: a new file, for which the pack
-    stays unchanged. Raises UsageError if output exists, FormatError if nothing can be saved,
+    In place, only a tail without a whole record is cut off. output: write a new file instead; the
+    pack stays unchanged. Raises UsageError if output exists, FormatError if nothing can be saved,
     StoreUnavailable if another process writes to the pack or a system call fails.
     """
     if output is not None and Path(output).exists():
