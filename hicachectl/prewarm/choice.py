@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class PageChoice:
     """Objects of a survey to copy, so that servers can restore prefixes of chains.
 
-    hits: of the chains in the source. names: pages that can be restored. rank: of each by value, 0
-    the best. `fit` narrows `actions` and `survey.wanted`.
+    hits: of the chains, in the source. names: pages that can be restored. rank: of each by value,
+    0 the best. `fit` narrows `actions` and `survey.wanted`.
     """
 
     def __init__(self, survey: Survey, hits: Hits, names: pa.StringArray, rank: IntArray) -> None:

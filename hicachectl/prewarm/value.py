@@ -1,9 +1,10 @@
 """Value of warming a block: the chance of a use before a cache evicts the block.
 
-Only the first use counts: it computes a block that was not warmed, and caches it like any other.
+Only the first use counts: a block that was not warmed is then computed, and cached like any other.
 A count of uses therefore orders badly. How long a cache keeps a block depends on the cache's size,
 which is unknown, so the chance is averaged over horizons from 1/32 of the trace's span to all of
-it. Chances are measured on the trace (`hazard`), from blocks with the same properties.
+it. Chances are measured on the trace (`hazard`), from blocks of the same age, number of uses,
+output length of the request and so on.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Reuse:
     span: float
 
     def chances(self, horizons: Sequence[float]) -> Iterator[tuple[slice, Floats]]:
-        """Yield some groups at a time, and their chances of a use: [horizons, these groups]."""
+        """Yield slices of groups, and their chances of a use: [horizons, these groups]."""
         for start in range(0, len(self.groups), _GROUPS_AT_ONCE):
             piece = slice(start, start + _GROUPS_AT_ONCE)
             requests, block_codes = np.divmod(self.groups[piece], self.traits.block_levels)

@@ -1,4 +1,4 @@
-"""Forked work: everything done once, every end noticed, nothing left behind."""
+"""Forked work: each item done once, each child's end noticed, no process left over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def children_of(pid: int) -> list[int]:
-    """Which processes are its children, zombies among them."""
+    """Return the children of a process, with zombies."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:

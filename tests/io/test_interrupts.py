@@ -1,4 +1,4 @@
-"""Tests of interrupts: when a signal is raised, and that none gets lost."""
+"""Interrupts: when a signal's exception is raised, and that none is lost."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class _SignalError(Exception):
-    """What the signal raises in these tests."""
+    """The exception that the signal raises in these tests."""
 
 
 @pytest.fixture(autouse=True)
 def handler() -> Iterator[None]:
-    """Have SIGTERM raise."""
+    """Make SIGTERM raise an exception."""
 
     def handle(_number: int, _frame: object) -> None:
         raise _SignalError
@@ -52,11 +52,11 @@ class _Asked(type):
 
 
 class _Number(int, metaclass=_Asked):
-    """Sends the signal while numpy looks for an attribute that it need not have."""
+    """A number that sends the signal while numpy looks up an optional attribute."""
 
 
 def lose() -> None:
-    """Let C code clear what the signal raises, as numpy does with members of an enum."""
+    """Let C code discard the signal's exception, as numpy does with members of an enum."""
     assert not (np.arange(3) == _Number(7)).any()
 
 

@@ -1,4 +1,4 @@
-"""Tests of pacing, on a clock of its own."""
+"""Pacing, with a fake clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hicachectl.io.pacing import Pace
 
 
 class Waits(threading.Event):
-    """An event that notes for how long it was waited for."""
+    """An event that records the timeouts of its waits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The pipeline: every object once, bounded memory, errors raised where they are awaited."""
+"""The pipeline: every object once, bounded memory, errors raised to the iterating thread."""
 
 from __future__ import annotations
 
@@ -132,12 +132,12 @@ def test_a_slow_consumer_holds_the_readers_back(store: FileStore) -> None:
     next(iterator)
     wait_until(lambda: len(done) >= 65)
     time.sleep(0.05)
-    assert len(done) <= 70  # the queue's 64, and one a reader
+    assert len(done) <= 70  # 64 in the queue, and one per reader
     assert len(list(iterator)) == 999
 
 
 def test_towards_a_destination_no_task_begins_far_before_one_is_done(store: FileStore) -> None:
-    """Two jobs are at most four tasks apart: the first task is slow here."""
+    """With two jobs, at most four tasks begin while the first, slow task is unfinished."""
     begun: list[int] = []
     may_end = threading.Event()
 
@@ -217,6 +217,6 @@ def test_large_objects_are_announced_before_they_are_read_and_small_ones_not(
     only_large = [task for task in each if task.capacities[0] == 100_000]
     seen.clear()
     list(Pipeline(Told(tmp_path), OBJECTS, only_large, content, jobs=1))
-    # The first is read at once, and two are announced ahead of it.
+    # The first is read without an announcement; the others are announced.
     assert [verb for verb, _ in seen[:3]] == ["told", "read", "told"]
     assert {keys[0] for verb, keys in seen if verb == "told"} == set(large[1:])

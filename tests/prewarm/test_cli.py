@@ -37,14 +37,14 @@ def source(tmp_path: Path) -> Path:
 
 
 def prompts(path: Path, *lengths: int) -> Path:
-    """The demo's chain cut after so many pages, a request each."""
+    """A file with one request per length: the demo's chain, cut after so many pages."""
     cut = [[*tokens(), 1][: length * SIZE + 1] for length in lengths]
     path.write_text("".join(f"{json.dumps(ids)}\n" for ids in cut))
     return path
 
 
 def strangers(path: Path, count: int) -> Path:
-    """Requests that no store has anything of."""
+    """A file of requests whose pages are in no store."""
     rng = np.random.default_rng(count)
     lines = [json.dumps(rng.integers(0, 9, 3 * SIZE + 1).tolist()) for _ in range(count)]
     path.write_text("".join(f"{line}\n" for line in lines))
@@ -52,7 +52,7 @@ def strangers(path: Path, count: int) -> Path:
 
 
 def warmed(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
-    """Run a prewarm; its document, and what it said on stderr."""
+    """Run a prewarm; return its document, with its stderr."""
     output = invoke("prewarm", *arguments, exit_code=exit_code)
     document = output.document
     return {**document, "stderr": output.stderr}
@@ -294,7 +294,7 @@ def test_a_state_is_added_to_a_page_that_is_there_without_one(
 def test_pages_of_which_parts_are_there_wait_for_their_prefix(
     invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
 ) -> None:
-    # Of page 6 a rank is there, of what comes before it nothing.
+    # The target has one rank of page 6, and none of the pages before it.
     target.mkdir()
     name = next(name for name in contents(source) if name.startswith(HASHES[6]))
     (target / name).write_bytes(contents(source)[name][0])
@@ -365,7 +365,7 @@ def test_rows_of_ls_name_the_group_to_copy(
     listed = tmp_path / "rows.jsonl"
     invoke("ls", source, "--format", "jsonl", "-o", listed)
     rows = [json.loads(line) for line in listed.read_text().splitlines()]
-    for row in rows[:3]:  # what is asked for is another deployment's, if the page has one
+    for row in rows[:3]:  # name the group of another deployment
         row["group"] = row["group"].replace("tp2", "tp4")
     listed.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     document = warmed(

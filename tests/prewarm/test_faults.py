@@ -1,4 +1,4 @@
-"""Prewarm that is terminated, and stores that fill up, evict or lose pages meanwhile."""
+"""Terminated prewarms, and stores that fill up, evict or lose pages during a prewarm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SIZE = PROFILE.page_size
 COPY = "hicachectl.backends.file.store:FileStore.copy_from"
 READ = "hicachectl.backends.file.store:FileStore.read_into"
-SMALL = ("--jobs", 1, "--buffer-bytes", "300KiB")  # a batch holds a page or two
+SMALL = ("--jobs", 1, "--buffer-bytes", "300KiB")  # one or two pages per batch
 
 
 @pytest.fixture
@@ -44,12 +44,12 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Path:
-    """Prompts of 4, 8 and 12 pages: states end each."""
+    """Prompts of 4, 8 and 12 pages; each ends with states."""
     return prompts(tmp_path / "asked.jsonl", 4, 8, 12)
 
 
 def reach(invoke: Invoke, store: object, profile: Path, asked: Path) -> list[int]:
-    """How far each prompt can be restored."""
+    """Return the usable pages of each prompt."""
     out = invoke("hits", store, "--profile", profile, "--token-ids", asked, "--format", "jsonl")
     return [json.loads(line)["usable_pages"] for line in out.stdout.splitlines()]
 
@@ -95,7 +95,7 @@ def test_terminated_it_leaves_prefixes_says_so_and_a_second_run_completes_them(
 
 
 def touched_best_last(target: Path, held: int) -> bool:
-    """Whether the pages, which came best first, would be evicted in the other order."""
+    """Return whether the pages, written best first, would be evicted worst first."""
     times = {name: mtime for name, (_, mtime) in contents(target).items()}
     newest = [max(t for name, t in times.items() if name.startswith(h)) for h in HASHES[:held]]
     return newest == sorted(newest, reverse=True)
@@ -124,7 +124,7 @@ def test_several_jobs_leave_no_more_behind_the_page_that_found_no_room_than_they
     jobs, target = 3, tmp_path / "target"
     source, asked = many_pages(tmp_path, 160)
     whole = json.loads(asked.read_text())
-    cut = [[*whole[: pages * SIZE], 1] for pages in range(4, 164, 4)]  # a state ends each
+    cut = [[*whole[: pages * SIZE], 1] for pages in range(4, 164, 4)]  # each ends with a state
     asked.write_text("".join(f"{json.dumps(ids)}\n" for ids in cut))
     with small_file_system(target, "8m"):
         document = warmed(
@@ -137,7 +137,7 @@ def test_several_jobs_leave_no_more_behind_the_page_that_found_no_room_than_they
     assert (document["complete"], document["stopped_by"]) == (False, "destination full")
     assert document["usable_tokens"] == sum(usable) * SIZE
     in_batch = 300 // 32  # KiB
-    at_once = 2 * jobs  # batches that are begun while one before them is at work
+    at_once = 2 * jobs  # batches begun before an unfinished one
     assert max(usable) >= len(held) - at_once * in_batch - 3
     assert len(held) > 80
 
@@ -161,7 +161,7 @@ def test_pages_that_leave_the_source_meanwhile_are_counted_and_nothing_claims_th
 
 
 def many_pages(folder: Path, pages: int) -> tuple[Path, Path]:
-    """A store of one long chain, and the prompt that reaches all of it."""
+    """Return a store of one long chain, and the prompt for the whole chain."""
     source = demo_store(folder / "many", pages)
     drawn = np.random.default_rng(20_251_120).integers(0, 150_000, pages * SIZE)
     asked = folder / "many.jsonl"
@@ -204,7 +204,7 @@ def test_pins_last_as_long_as_is_asked(
     with Cluster() as cluster:
         stores = (cluster.url, "--from", source, "--profile", profile, "--token-ids", asked)
         refused = warmed(invoke, *stores, "--pin", "--pin-ttl", "2d", exit_code=4)
-        assert refused["failed"] == PAGES  # the master allows a day
+        assert refused["failed"] == PAGES  # the master allows at most one day
         assert "--pin-ttl" in refused["stderr"]
         assert not cluster.list_keys()
         assert warmed(invoke, *stores, "--pin", "--pin-ttl", "20h")["copied_pages"] == PAGES
@@ -226,7 +226,7 @@ def test_the_most_valuable_pages_are_the_last_that_3fs_evicts(
     assert document["usable_tokens"] == 8 * SIZE
     for rank in (0, 1):
         keys = metadata_server.keys_by_recency(rank)
-        pages = [page for key in keys for page in HASHES if page in key]  # K and V apart
+        pages = [page for key in keys for page in HASHES if page in key]  # separate K and V
         assert list(dict.fromkeys(pages)) == HASHES[:8][::-1]
 
 

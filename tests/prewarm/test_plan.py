@@ -17,7 +17,7 @@ from tests.prewarm.traces import Row, conversations, trace_of
 
 
 def chains(draw: st.DrawFn) -> list[list[int]]:
-    """Chains of a random forest: a block's id tells its parent."""
+    """Draw chains of a random forest, in which a block's id determines its parent."""
     parents = draw(st.lists(st.integers(-1, 12), min_size=1, max_size=25))
     paths: list[list[int]] = []
     for block, parent in enumerate(parents):
@@ -153,7 +153,7 @@ def test_equal_waits_have_finite_rates_and_no_warning(censored: float) -> None:
 
 
 def test_the_rate_of_blocks_that_were_left_behind_counts_their_time_since_then() -> None:
-    """A conversation goes on without a block, which is used as often after that as before."""
+    """Conversations continue without a block, which is used as often afterwards as before."""
     random = np.random.default_rng(4)
     conversations_, end, until_used, until_left = 3000, 400.0, 100.0, 50.0
     rows: list[tuple[float, list[int]]] = []

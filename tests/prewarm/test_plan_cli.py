@@ -1,4 +1,4 @@
-"""`prewarm --dry-run`: plans as files, and what is refused."""
+"""`prewarm --dry-run`: plan files, and refused input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def blocks(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
-    """A trace of token ids: two prompts that share two pages, the second one longer by one."""
+    """A trace of token ids: two prompts that share two pages; the second has one page more."""
     path = tmp_path / "tokens.jsonl"
     shared = list(range(2 * PAGE))
     requests = [shared, [*shared, *range(PAGE + 3)]]

@@ -1,4 +1,4 @@
-"""What prewarm copies: as far as servers could restore it, best first, within its limits."""
+"""Prewarm copies the pages that servers could restore, best first, within its limits."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
     IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
-PAGES = 12  # of the demo's one chain; states end it at pages 3, 7 and 11
+PAGES = 12  # of the demo's one chain; pages 3, 7 and 11 have states
 SEED = 20_251_120
 MINUTE_NS = 60 * 10**9
 
 
 def tokens() -> list[int]:
-    """The tokens that the demo's pages are of."""
+    """Return the tokens of the demo's pages."""
     rng = np.random.default_rng(SEED)
     drawn: list[int] = rng.integers(0, 150_000, PAGES * PROFILE.page_size).tolist()
     return drawn
@@ -54,7 +54,7 @@ HASHES = page_hashes_hex(np.array(tokens()), PROFILE.page_size)
 
 
 def chains(*lengths: int) -> Chains:
-    """Prompts that are the demo's chain, cut after so many pages, and one token more."""
+    """Return prompts for the demo's chain, each cut one token after so many pages."""
     prompts = [
         Prompt("test", [*tokens(), 1][: length * PROFILE.page_size + 1]) for length in lengths
     ]
@@ -62,7 +62,7 @@ def chains(*lengths: int) -> Chains:
 
 
 def in_turn(asked: Chains, names: pa.StringArray, page_of: IntArray) -> IntArray:
-    """Rank pages by where they first stand."""
+    """Rank pages by their first position."""
     first = np.full(len(names), len(page_of), dtype=np.int64)
     np.minimum.at(first, page_of, np.arange(len(page_of)))
     rank = np.empty(len(names), dtype=np.int64)
@@ -90,7 +90,7 @@ def warmed(source: Path, target: Path, asked: Chains | None, **options: Any) -> 
 
 
 def usable_share(outcome: PrewarmOutcome) -> float:
-    """The share of the tokens asked for that servers can restore in the end."""
+    """Return the share of the requested tokens that servers can restore."""
     share: float = outcome.document["usable_tokens"] / outcome.document["requested_tokens"]
     return share
 
@@ -112,7 +112,7 @@ def pages_of(store: Path) -> set[str]:
 
 def test_a_prompt_is_copied_as_far_as_it_can_be_restored(source: Path, target: Path) -> None:
     outcome = warmed(source, target, chains(10))
-    # A state stands at page 7, the next at 11: pages 8 and 9 would be of no use.
+    # Only pages 7 and 11 have states, so pages 8 and 9 would be of no use.
     assert pages_of(target) == set(HASHES[:8])
     assert usable(target, chains(10)) == [8]
     assert outcome.document["requested_pages"] == 10
@@ -291,7 +291,7 @@ def test_all_whole_pages_can_be_asked_for(source: Path, target: Path) -> None:
 
 
 def aged(store: Path, minutes: dict[str, int]) -> None:
-    """Let pages be so many minutes older than they are, each a second after the one before it."""
+    """Make pages so many minutes old, each one second newer than the page before it."""
     newest = time.time_ns() // MINUTE_NS * MINUTE_NS
     for name in contents(store):
         moment = newest - minutes[name[:64]] * MINUTE_NS + HASHES.index(name[:64]) * 10**9
@@ -301,7 +301,7 @@ def aged(store: Path, minutes: dict[str, int]) -> None:
 def test_of_all_pages_the_newest_minute_is_best_and_in_it_what_others_follow(
     source: Path, target: Path
 ) -> None:
-    # Pages 0 to 3 were written long ago, 8 to 11 are a later branch, 4 to 7 came in between.
+    # Pages 0 to 3 are the oldest, 8 to 11 the newest.
     aged(source, {page: (9, 5, 1)[at // 4] for at, page in enumerate(HASHES)})
     best_first = [*HASHES[8:], *HASHES[4:8], *HASHES[:4]]
     outcome = warmed(source, target, None, budget_pages=6)

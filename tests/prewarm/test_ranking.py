@@ -22,7 +22,7 @@ def page(number: int) -> str:
 
 
 def ranked(*prompts: Sequence[int]) -> list[int]:
-    """The pages of prompts, which are numbers, best first."""
+    """Return the pages of prompts, given as numbers, best first."""
     chains = chains_of_pages([[page(number) for number in prompt] for prompt in prompts], 16)
     names, page_of = chains.distinct_pages()
     rank = Ranker()(chains, names, page_of)
@@ -40,7 +40,7 @@ def test_what_more_prompts_share_comes_first() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=8))
 def test_no_page_comes_before_its_prefix(paths: list[list[int]]) -> None:
-    # A page is named by the path to it, as hashes name prefixes.
+    # A page's number encodes the path to it, as a hash encodes a prefix.
     def number(path: list[int]) -> int:
         return int("1" + "".join(map(str, path)))
 
@@ -67,7 +67,7 @@ def test_hashes_are_read_as_they_are_spelt(hashes: list[bytes], skipped: int) ->
 def test_servers_are_asked_for_each_usable_prefix_once_and_the_most_shared_first() -> None:
     asked = [[1, 2, 3], [1, 2], [11, 12, 13], [11, 12, 14], [1, 2, 9], [21]]
     chains = chains_of_pages([[page(number) for number in one] for one in asked], 16)
-    usable = np.array([3, 2, 3, 2, 2, 0])  # of the fourth and fifth no more than what others share
+    usable = np.array([3, 2, 3, 2, 2, 0])  # 4th and 5th: only shared pages
 
     def chosen(*, longest_only: bool) -> list[int]:
         found = prefixes_worth_asking(chains, usable, Ranker(), longest_only=longest_only)

@@ -1,4 +1,4 @@
-"""The bench's replay by stack distances agrees with a cache that is played block by block."""
+"""The bench's replay by stack distances agrees with a simulated cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def played(later: Trace, warmed: Sequence[int], capacity: int) -> int:
-    """Hit tokens of an LRU cache that starts with the best of `warmed`, by name."""
+    """Return the hit tokens of an LRU cache that starts with the best blocks of `warmed`."""
     cache = OrderedDict.fromkeys(reversed(warmed[:capacity]))
     hit = 0
     for request in range(len(later)):

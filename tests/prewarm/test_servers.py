@@ -1,4 +1,4 @@
-"""`prewarm --through-server`: what servers are asked for, and those that refuse, fail or hang."""
+"""`prewarm --through-server`: requests to servers, and servers that refuse, fail or hang."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     Script = Callable[[Call, int], None]
 
 SIZE = PROFILE.page_size
-QUICK_S = 60  # half of what one request may take
+QUICK_S = 60  # half the time limit of one request
 
 
 class Server:
-    """A scripted SGLang server: its /server_info, and what it was asked to generate."""
+    """A scripted SGLang server, which records the bodies of /generate requests."""
 
     def __init__(self, script: Script, **info: Any) -> None:
         self._script, self._info = script, info
@@ -69,7 +69,7 @@ def stores(tmp_path: Path) -> tuple[object, ...]:
 
 @pytest.fixture
 def started() -> Iterator[float]:
-    """A test whose end is bounded."""
+    """Fail the test if it takes too long; yield its start."""
     began = time.monotonic()
     yield began
     assert time.monotonic() - began < QUICK_S
@@ -85,7 +85,7 @@ def test_servers_are_asked_for_what_the_store_has(
         document = warmed(
             invoke, *stores, "--token-ids", asked, "--through-server", f"http://{place}"
         )
-    # Of 10 pages L3 has 8; of 3 pages none, as no state lies at their end.
+    # Of 10 pages, 8 are usable; of 3 pages none, since no state is at their end.
     wanted = [[*tokens(), 1][: pages * SIZE + 1] for pages in (8, 12)]
     assert sorted((body["input_ids"] for body in server.asked), key=len) == wanted
     assert all(body["sampling_params"]["max_new_tokens"] == 1 for body in server.asked)
@@ -105,7 +105,7 @@ def test_servers_are_asked_for_what_the_store_has(
 
 
 def deployed(**changes: Any) -> dict[str, Any]:
-    """What a server of the demo's model says of itself."""
+    """Return the /server_info of a server of the demo's model."""
     return {
         "model_path": PROFILE.model, "served_model_name": PROFILE.model, "tp_size": PROFILE.tp,
         "page_size": SIZE, "hicache_mem_layout": "page_first", "version": PROFILE.sglang, **changes,
@@ -229,7 +229,7 @@ def test_of_a_trace_each_prefix_is_asked_for_once_the_best_first(
         document = warmed(
             invoke, *stores, "--trace", trace, "--jobs", 1, "--through-server", f"http://{place}"
         )
-    # The demo has states, and that of page 4 only a request that ends there restores.
+    # The demo has states; only a request that ends at page 4 restores that page's state.
     assert [body["input_ids"] for body in server.asked] == cut[::-1]
     assert [row["request"] for row in document["pulled"][0]["requests"]] == [1, 2]
     assert document["usable_tokens"] == (4 + 8 + 8) * SIZE
@@ -331,7 +331,7 @@ def test_a_server_that_hangs_is_left_at_the_deadline(
     invoke: Invoke, stores: tuple[object, ...], tmp_path: Path, started: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    # When servers are asked, most of the hour is over.
+    # Three seconds of the hour are left for the servers.
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 - 3)
     monkeypatch.setattr(through_server, "time", clock)
     with serving(Server(lambda call, _: call.hang())) as place:

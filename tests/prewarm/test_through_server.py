@@ -31,7 +31,7 @@ PREFIXES = [Prefix(number, 2, list(range(number, number + 9))) for number in ran
 
 
 def answer_of(body: bytes, **meta: Any) -> bytes:
-    """What SGLang replies to /generate."""
+    """Return SGLang's reply to a /generate request."""
     asked = len(json.loads(body)["input_ids"])
     details = {"device": 0, "host": 4, "storage": asked - 5, "storage_backend": "file"}
     found = {
@@ -47,7 +47,7 @@ def answer_of(body: bytes, **meta: Any) -> bytes:
 
 @pytest.fixture
 def play() -> Play:
-    """Pull PREFIXES from a scripted server: what came of it, and the requests it got."""
+    """A function that pulls PREFIXES from a scripted server and returns results and requests."""
 
     def pull(
         script: Callable[[Call, int], None], **options: Any
@@ -127,7 +127,7 @@ def test_no_more_requests_than_jobs_are_under_way(play: Play) -> None:
             most[0] = max(most[0], len(running))
         if number < 2:
             together.wait()
-        time.sleep(0.05)  # in which a third would come
+        time.sleep(0.05)  # time for a third to arrive
         with lock:
             running.discard(number)
         call.answer(answer_of(call.body))
@@ -173,7 +173,7 @@ def test_a_busy_server_is_given_time(play: Play, status: int) -> None:
     assert [result.error for result in pulled] == [""] * 6
     assert len(calls) == 11
     pauses = [b - a for a, b in itertools.pairwise(times[:6])]
-    assert sum(pauses) >= 0.02 * (1 + 2 + 4 + 8 + 16)  # twice as long each time
+    assert sum(pauses) >= 0.02 * (1 + 2 + 4 + 8 + 16)  # each twice as long as the last
 
 
 def test_a_busy_server_says_how_long(play: Play) -> None:
@@ -255,7 +255,7 @@ def test_a_server_that_hangs_is_given_up(play: Play) -> None:
 
 
 def test_the_deadline_holds_while_a_server_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is half a second off once the first two are answered."""
+    """The deadline is half a second away when the first two prefixes are answered."""
     now = [0.0]
     monkeypatch.setattr(through_server, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -277,7 +277,7 @@ def test_the_deadline_holds_while_a_server_hangs(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_interruption_loses_no_answer_and_is_not_kept_waiting() -> None:
-    """Raised where a signal would be, while other requests are under way."""
+    """The exception is raised where a signal's would be, while other requests are under way."""
 
     def hang_later(call: Call) -> None:
         if json.loads(call.body)["input_ids"][0]:

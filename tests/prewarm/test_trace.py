@@ -1,4 +1,4 @@
-"""Traces: what a line may be, what is refused and by which line, and how chains become blocks."""
+"""Traces: forms of lines, refusals that name the line, and chains as blocks."""
 
 from __future__ import annotations
 

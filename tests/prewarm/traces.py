@@ -1,4 +1,4 @@
-"""Small traces: conversations that go on after a while, or do not."""
+"""Small traces of conversations, some of which continue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def trace_of(rows: list[Row], profile: Profile | None = None) -> Trace:
-    """Read requests as a file of them would be."""
+    """Return the trace of a file of these requests."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.jsonl")
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -31,7 +31,7 @@ def trace_of(rows: list[Row], profile: Profile | None = None) -> Trace:
 def conversations(
     seed: int, requests: int, *, going_on: float = 0.6, think: float = 20_000
 ) -> list[Row]:
-    """Draw requests with block ids, about one a second; short outputs go on half as often.
+    """Draw about one request per second; those with short outputs continue half as often.
 
     think: mean time between the turns of a conversation, in ms.
     """

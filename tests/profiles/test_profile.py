@@ -1,4 +1,4 @@
-"""`profile`: every source, and an inferred profile that does not pretend."""
+"""`profile`: every source, and inferred profiles that state only what was seen."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_store_is_clean_by_its_own_profile(
 
 
 def assert_clean(invoke: Invoke, store: Path, path: Path) -> Profile:
-    """Verify a store by the profile inferred from it, which is given back."""
+    """Verify a store with its inferred profile; return the profile."""
     invoke("profile", store, "-o", path)
     arguments = ["--profile", path, "--checks", "names,groups,sizes", "--format", "json"]
     document = invoke("verify", store, *arguments).document
@@ -172,7 +172,7 @@ def test_mamba_keys_tell_which_releases_wrote_them(
 
 
 def refused(invoke: Invoke, store: Path, *arguments: object) -> str:
-    """The one line that says why a store shows no profile."""
+    """Return the one line that says why no profile can be inferred."""
     outcome = invoke("profile", store, *arguments, exit_code=2)
     (line,) = outcome.stderr.splitlines()
     assert outcome.stdout == ""

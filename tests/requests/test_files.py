@@ -1,4 +1,4 @@
-"""Requests of files: what each form of line says, and what is refused with its line."""
+"""Requests in files: the forms of lines, and refusals that name the line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Lengths:
-    """A tokenizer that keeps what it was given, and refuses one word."""
+    """A tokenizer that records its prompts and refuses one word."""
 
     def __init__(self) -> None:
         self.given: list[Prompt] = []

@@ -1,4 +1,4 @@
-"""`hits`: how far chains reach, and the object that stops each, on stores of files."""
+"""`hits`: usable prefixes of chains, and the object that stops each, on file stores."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_a_pack_says_itself_what_to_expect(
     put_dsa(store, pages)
     (store / f"{pages[2]}.indexer_x-dsa.bin").unlink()
     pack = f"pack://{tmp_path / 'x.hcpack'}"
-    invoke("migrate", store, pack, "--profile", profile)  # which leaves the last page out
+    invoke("migrate", store, pack, "--profile", profile)  # leaves the partial page out
     (row,) = rows(invoke, pack, "--token-ids", lines(tmp_path / "r.jsonl", tokens))
     assert (row["kv_pages"], row["usable_tokens"]) == (2, 8)
     assert row["stopped_by"]["pool"] == "kv"
@@ -308,7 +308,7 @@ def test_options_that_make_no_sense_are_refused(
     assert reason in invoke("hits", dsa[0], *options, exit_code=2).stderr
 
 
-# --- against a twin that asks page by page ---
+# --- against a reference that checks page by page ---
 
 
 def test_random_stores_agree_with_a_twin_that_asks_page_by_page(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_random_stores_agree_with_a_twin_that_asks_page_by_page(tmp_path: Path) 
             assert (stop, member) == _stop(chain, usable, expected, held)
             seen.add((usable > 0, member))
     assert {(True, -1), (False, 0)} < seen
-    assert len({member for _, member in seen}) == len(expected) + 1  # each stops some chain
+    assert len({member for _, member in seen}) == len(expected) + 1  # each object stops a chain
 
 
 Held = set[tuple[str, int]]  # page, number of the expected object
@@ -370,7 +370,7 @@ def _fits(chain: list[str], p: int, expected: tuple[ObjectSpec, ...], held: Held
 
 
 def _run(chain: list[str], pool: list[ObjectSpec], held: Held) -> int:
-    numbers = range(len(pool))  # kv comes first among what is expected
+    numbers = range(len(pool))  # kv objects come first in `expected`
     whole = [all((name, number) in held for number in numbers) for name in chain]
     return whole.index(False) if False in whole else len(chain)
 

@@ -1,4 +1,4 @@
-"""Prompts to token ids, with tokenizers of real kinds; SGLang's own ids are in conformance."""
+"""Prompts to token ids, with realistic tokenizers; conformance tests compare with SGLang's ids."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_special_tokens_are_the_tokenizers_own_or_by_flag(tmp_path: Path) -> Non
     plain = ids("qwen")
     assert ids("llama_without") == plain
     assert ids("llama3") == ids("deepseek") == ids("llama_by_default") == [0, *plain]
-    # Classes that never knew the flag do not obey it.
+    # Classes without the flag ignore it.
     assert ids("qwen", add_bos_token=True) == plain
 
 
@@ -44,7 +44,7 @@ def test_texts_and_chats_keep_their_order(tmp_path: Path) -> None:
     mixed = tokenizer.encode(["a", chat, "b", chat, chat])
     assert mixed == [tokenizer.encode([prompt])[0] for prompt in ("a", chat, "b", chat, chat)]
     assert mixed[1] != mixed[0]
-    assert mixed[1][:2] == [0, 2]  # one <s>, of the template; <|im_start|>
+    assert mixed[1][:2] == [0, 2]  # one <s>, from the template, then <|im_start|>
 
 
 def test_a_chat_that_the_template_refuses_is_said(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sizes and ages for people."""
+"""Readable sizes and ages."""
 
 from __future__ import annotations
 
