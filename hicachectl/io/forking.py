@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
-# Sent to all processes of a terminal or service; the parent handles them and ends its children.
+# Sent to all processes of a terminal or service; the parent ends its children.
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MESSAGE, _ERROR, _END = b"m", b"e", b"."
 

@@ -147,8 +147,8 @@ def fit_hazards(
 def _tabulate(waits: Waits, cells: int, edges: Floats) -> tuple[Floats, Floats]:
     """Return the next uses and the time waited: [cells, ages] each."""
     ages = len(edges)
-    # A wait that ends at an edge belongs to the span before: it has no exposure in the next span,
-    # and events without exposure have no finite rate. All waits of a regular trace end at edges.
+    # A wait that ends at an edge belongs to the span before: it has no exposure in the next, where
+    # its event would have no finite rate. All waits of a regular trace end at edges.
     ends = np.maximum(np.searchsorted(edges, waits.durations, side="left") - 1, 0)
     place = waits.cells * ages + ends
 

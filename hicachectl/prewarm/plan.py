@@ -44,8 +44,8 @@ class TracePlan:
 def plan_order(trace: Trace, *, budget: int | None = None) -> TracePlan:
     """Order all blocks of a trace by the savings expected from warming them.
 
-    The plan is for the moment one mean request interval after the trace's last request. budget:
-    maximum number of blocks. In a trace without times, blocks that more requests share come first.
+    Savings are expected one mean request interval after the trace's last request. budget: maximum
+    blocks. Without times, blocks that more requests share come first.
     """
     uses = walk_uses(trace)
     values = _values(trace, uses)

@@ -160,10 +160,7 @@ class _Prewarming(NamedTuple):
 def _executed(
     run: _Prewarming, copying: CopyRun, on_copied: Callable[[int, int], None]
 ) -> PrewarmOutcome:
-    """Copy the pages, touch them in eviction order, and count usable ones.
-
-    After an interrupt, touching and counting have a time limit.
-    """
+    """Copy the pages, touch them, count usable ones; after an interrupt, within a time limit."""
     plan = run.plan
     total = max(int(plan.cost.sum()), 1)
     watch = Watch(run.destination, plan.survey)

@@ -122,7 +122,6 @@ def chains_of_plan(planned: PlannedPages, page_size: int) -> tuple[Chains, Plann
 
 
 def _path(parents: IntArray, leaf: int) -> IntArray:
-    """Return the chain that ends with a leaf, root first."""
     chain = []
     at = leaf
     while at >= 0:

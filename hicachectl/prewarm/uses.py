@@ -39,8 +39,8 @@ class Conversations:
     source: int32, the request that this one continues; -1: none.
     turns:  int32, requests before this one in its conversation.
     first:  int32, the first request of its conversation.
-    left:   int32, the first request that continues this one, and leaves behind the blocks that it
-            does not use; the number of requests: none.
+    left:   int32, the first request that continues this one; the blocks that it does not use are
+            left behind. The number of requests: none.
     """
 
     known: npt.NDArray[np.int64]

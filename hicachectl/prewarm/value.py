@@ -103,7 +103,7 @@ def _waits(
     links: Conversations,
     traits: RequestFactors,
 ) -> tuple[Waits, Index]:
-    """Return the waits that began at a sample of the requests, and the codes of their cells."""
+    """Return the waits that began at a sample of requests, and the codes of their cells."""
     stride = -(-len(trace) // _SAMPLED_REQUESTS)
     sampled = np.arange(len(trace)) % stride == 0
     begins, ends, depths, counts = [], [], [], []

@@ -140,7 +140,7 @@ def _draft_config(server: ServerDeployment, given: Path | None) -> dict[str, Any
 
 def _local_model(model_path: str, option: str) -> Path:
     path = Path(model_path)
-    # A relative path belongs to the server's working directory, or is a name on the Hub.
+    # A relative path is in the server's working directory, or a name on the Hub.
     if not path.is_absolute() or not (path / "config.json").is_file():
         raise ProfileError(
             f"The server's {model_path!r} is not a folder with a config.json on this machine; "

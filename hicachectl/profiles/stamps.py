@@ -73,7 +73,7 @@ def write_stamp(store: Store, stamp: Stamp) -> Path:
     """Write the stamp of the profile's model beside a store, atomically.
 
     Raises UnsupportedByBackend if the store has no place for a stamp, UntrustedError as
-    `read_stamp` does, StoreUnavailable.
+    `read_stamp`, StoreUnavailable.
     """
     if not isinstance(store, SideFiles):
         raise UnsupportedByBackend(f"{store.url}: this store has no place for a stamp")

@@ -94,7 +94,7 @@ class PromptTokenizer(Protocol):
 class _Unhashed(msgspec.Struct, forbid_unknown_fields=True):
     """Request members allowed beside the prompt, so that whole bodies can be given.
 
-    Other members are refused: a mistyped or unsupported one could give a different chain.
+    Others are refused: a mistyped or unsupported one could give a different chain.
     """
 
     rid: msgspec.Raw = msgspec.Raw()
@@ -217,7 +217,7 @@ def _page_lines(path: Path) -> Iterator[tuple[list[str], str | None]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield "FILE: line N" and the stripped text of each line that is not blank."""
+    """Yield "FILE: line N" and the stripped text of lines that are not blank."""
     for number, line in read_lines(path, MAX_LINE_BYTES):
         if text := line.strip():
             yield f"{path}: line {number}", text

@@ -45,7 +45,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 MISFIT, HELD = range(2)  # values of a slot that is not ABSENT; MISFIT: another size
 
-_FEW_KEYS = 10_000  # looked up one by one, in under a second on a file system
+_FEW_KEYS = 10_000  # looked up singly, in under a second on a file system
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ _SHOWN_LABELS = 4
 class NamedGroups:
     """The groups of a store that a page list names.
 
-    A row with a group label names that group of its page; a bare page names all of its groups.
+    A row with a group label names that group; a bare page names all of its groups.
     """
 
     listed: PageList
