@@ -1,4 +1,4 @@
-"""The command line in a child process of bounded memory and time: what an attack may cost."""
+"""Run the command line in a child process with limits of memory and time, for attacks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-MEMORY_BYTES = 3 << 30  # of addresses; the libraries' threads reserve most of it
+MEMORY_BYTES = 3 << 30  # address space; the libraries' threads reserve most of it
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child has ended."""
+    """How a child ended."""
 
     status: int
     stdout: bytes
@@ -28,7 +28,7 @@ class Ended:
 
     @property
     def refusal(self) -> str:
-        """The one line of a command that refuses its input."""
+        """The one line with which a command refuses its input."""
         assert self.status == 2, self
         assert not self.stdout, self
         line = self.stderr.strip().splitlines()[-1]
@@ -43,7 +43,7 @@ def attacked(
     pass_fds: tuple[int, ...] = (),
     cwd: Path | None = None,
 ) -> Ended:
-    """Run the command line, and assert that it neither crashes nor passes its bounds."""
+    """Run the command line; assert that it neither crashes nor exceeds its limits."""
     found = subprocess.run(
         [sys.executable, "-m", "hicachectl", *map(str, arguments)],
         input=stdin,

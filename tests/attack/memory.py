@@ -11,7 +11,7 @@ LIMIT_BYTES = 1_500_000_000
 OBJECTS, OBJECT_BYTES = 1_000_000, 1152
 FIRST_PAGE = "0" * 64
 
-# Directories named "million" list a million pages of one object each, without a file.
+# Directories named "million" list a million pages of one object each, without any file.
 _SYNTHETIC = """
 import sys
 import numpy as np
@@ -65,7 +65,7 @@ REAL = "import sys; from hicachectl.__main__ import main; main(sys.argv[1:])"
 
 
 class Used(NamedTuple):
-    """How a command ended, and the most memory that it had resident."""
+    """How a command ended, and its peak resident memory."""
 
     status: int
     nbytes: int
@@ -73,9 +73,9 @@ class Used(NamedTuple):
 
 
 def synthetic(suffix: str, *strays: str) -> str:
-    """Return a program: hicachectl, to which directories named "million" are large.
+    """Return a hicachectl program for which directories named "million" are large.
 
-    They list OBJECTS pages, FIRST_PAGE and others, each as one file with this suffix, and further
+    They list OBJECTS pages, among them FIRST_PAGE, each as one file with this suffix, and further
     files by name.
     """
     names = [stray.encode() for stray in strays]
@@ -86,9 +86,9 @@ def synthetic(suffix: str, *strays: str) -> str:
 
 
 def peak_of(program: str, *arguments: object) -> Used:
-    """Run a program in a process of its own; return its peak resident memory."""
+    """Run a program in a separate process; return its peak resident memory."""
     words = [sys.executable, "-c", program, *map(str, arguments)]
-    # A process counts the memory of the one that started it as its own, so a small one does.
+    # A process's peak includes the memory of its parent, so a small launcher starts it.
     launched = subprocess.run(
         [sys.executable, "-S", "-c", _LAUNCHER, *words], capture_output=True, text=True, check=True
     )

@@ -1,9 +1,9 @@
-"""A journal of a migration that something has altered: nothing is lost because of it.
+"""An altered journal of a migration loses nothing.
 
 A move is cut off while it deletes from its source, its journal is altered, and the same command
-runs again. Whatever the journal says then, each object is at one of the two places with its bytes,
-and once the journal is moved away the same command completes the move. HICACHECTL_TEST_SEED
-repeats a run, HICACHECTL_ATTACK_ROUNDS makes it longer.
+runs again. Whatever the journal says, each object remains at one of the two places with its bytes.
+Once the journal is moved away, the same command completes the move. HICACHECTL_TEST_SEED repeats a
+run, HICACHECTL_ATTACK_ROUNDS makes it longer.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Lines = list[bytes]
 
 
 class KilledError(BaseException):
-    """Ends a run as a kill would."""
+    """Stand-in for a kill: ends a run."""
 
 
 class Cut:
-    """A move that was cut off, and can be brought back to that moment."""
+    """A move that was cut off, and can be restored to that moment."""
 
     def __init__(self, invoke: Invoke, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._invoke = invoke
@@ -77,7 +77,7 @@ class Cut:
     def _cut(
         self, monkeypatch: pytest.MonkeyPatch, target: Path, *options: str, deletes: int = 4
     ) -> None:
-        """Move, until half the pages have left the source and one of them has in part."""
+        """Move until half the pages have left the source, one of them in part."""
         delete = FileStore.delete
         left = itertools.count(1)
 
@@ -93,11 +93,11 @@ class Cut:
                 self._invoke("migrate", self.source, target, "--move", "--yes", *SMALL, *options)
 
     def cut_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Go on, and be cut off once more."""
+        """Resume, and cut the run off again."""
         self._cut(monkeypatch, self.target, "--resume", deletes=3)
 
     def put_back(self) -> None:
-        """Bring both stores to the moment of the cut, without a journal."""
+        """Restore both stores to the moment of the cut, without a journal."""
         for path in (self.source, self.target):
             shutil.rmtree(path)
             shutil.copytree(self._folder / "kept" / path.name, path)
@@ -106,7 +106,7 @@ class Cut:
         self.journal.unlink(missing_ok=True)
 
     def run(self, *options: str) -> tuple[int, str]:
-        """Run the same command; its exit code and what it said."""
+        """Run the same command; return its exit code and the path of the journal."""
         arguments = ["migrate", str(self.source), str(self.target), "--move", "--yes", *SMALL]
         return run([*arguments, "--format", "json", *options]), str(self.journal)
 
@@ -163,7 +163,7 @@ def call_copied_removed(chance: random.Random, lines: Lines, other: Lines) -> by
 
 
 def call_it_older(chance: random.Random, lines: Lines, other: Lines) -> bytes:
-    """A journal of an earlier release has no digests; this one has, and they are wrong."""
+    """An earlier release's journal has no digests, so this one, with digests, is invalid."""
     text = b"".join(lines)
     assert b'"migration": 2' in text
     return text.replace(b'"migration": 2', b'"migration": 1')
@@ -203,7 +203,7 @@ ALTERATIONS = (
     nest_deeply,
     name_odd_pages,
 )
-# Others may leave a journal that says less, or the same, and is true.
+# The other alterations may leave a journal that is true and says less or the same.
 REFUSED = (swap_lines, take_lines_of_another, take_another, call_copied_removed, call_it_older,
            fill_with_noise, nest_deeply, name_odd_pages)  # fmt: skip
 
@@ -232,7 +232,7 @@ def test_an_altered_journal_loses_nothing(
             cut.journal.unlink()
             code, _ = cut.run()
         assert code == 0, (words, said.err)
-        # What had left the source in part goes on only with a journal that says so.
+        # A page in part at the source is completed only if the journal says so.
         cut.check_nothing_lost(words)
         assert contents(cut.target) == cut.before, words
 
@@ -240,7 +240,7 @@ def test_an_altered_journal_loses_nothing(
 def test_lines_that_a_power_failure_has_torn_are_left_out(
     cut: Cut, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes that never reached the disk read as zeros, with or without the ends of their lines."""
+    """Bytes that never reached the disk read as zeros, with or without the line ends."""
     lines = cut.written.splitlines(keepends=True)
     ends = list(itertools.accumulate(map(len, lines)))
     spans = [(0, 40), (0, ends[0]), (ends[0], ends[1]), (ends[0] + 30, ends[1] + 30)]
@@ -263,7 +263,7 @@ def test_lines_that_a_power_failure_has_torn_are_left_out(
 def test_a_journal_of_an_earlier_release_is_resumed(
     cut: Cut, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Form 1 is the same lines without digests; a run that goes on with it can be cut off too."""
+    """Form 1 has the same lines without digests; a run that resumes it can be cut off too."""
     cut.put_back()
     entries = [json.loads(line) for line in cut.written.splitlines()]
     for entry in entries:
@@ -294,7 +294,7 @@ def test_a_run_that_goes_on_after_a_torn_line_leaves_a_journal_that_can_be_read(
         assert code == 0, said.err
         assert json.loads(said.out)["resumed"]
         assert contents(cut.target) == cut.before
-        # The page that had left in part stays: no line says any more that it was compared.
+        # The page in part stays: no line says any longer that it was compared.
         assert len({name[:64] for name in contents(cut.source)}) <= 1
 
 
@@ -323,7 +323,7 @@ def test_what_is_no_journal_is_named_and_left_alone(
     elif kind == "zero":
         cut.journal.symlink_to("/dev/zero")
     else:
-        monkeypatch.chdir(cut.journal.parent)  # a socket's path is short
+        monkeypatch.chdir(cut.journal.parent)  # a socket's path must be short
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(cut.journal.name)
     capfd.readouterr()
@@ -339,7 +339,7 @@ def test_what_is_no_journal_is_named_and_left_alone(
 def test_a_page_that_only_another_migration_has_copied_is_not_removed(
     cut: Cut, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its destination has other bytes under the same keys, and its source has a part of it."""
+    """The destination has other bytes under the same keys, and the source has part of the page."""
     cut.put_back()
     page = max(name[:64] for name in contents(cut.source))
     (anchor, *_) = sorted(name for name in cut.before if name.startswith(f"{page}_"))

@@ -1,4 +1,4 @@
-"""Random stores of two models whose keys are spelled alike: nothing healthy of the other goes."""
+"""Random stores of two models with confusable keys: no healthy object of the other is planned."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ PROFILES = {
 
 
 def fill(directory: Path, rng: random.Random) -> dict[str, str]:
-    """Write pages of both models; return whose each healthy object is.
+    """Write pages of both models; return the owner of each healthy object.
 
-    Some ranks are lost, some objects cut, and of some pages the other model wrote the key first.
+    Some ranks are lost, some objects are cut, and for some pages the other model wrote the key
+    first.
     """
     owners: dict[str, str] = {}
 
     def write(name: str, owner: str) -> None:
         if name in owners or (directory / name).exists():
-            return  # as SGLang: who comes first has the name
+            return  # as in SGLang: the first writer has the name
         nbytes = WIDE_BYTES if owner == WIDE else NARROW_BYTES
         damaged = rng.random() < 0.05
         put(directory, name, nbytes - 7 if damaged else nbytes)
@@ -82,5 +83,5 @@ def test_nothing_healthy_of_the_other_model_is_planned(tmp_path: Path, seed: int
         for model in (WIDE, NARROW):
             theirs = {owners[key] for key in chosen[model] if key in owners}
             assert theirs <= {model}, (given, model)
-        # A page of m goes whole where one of its objects is damaged; of m_1_4 there is one object.
+        # A damaged object of m removes its whole page; a page of m_1_4 has one object.
         assert not {key for key in chosen["repair"] if owners.get(key) == NARROW}, given

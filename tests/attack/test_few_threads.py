@@ -1,4 +1,4 @@
-"""A system that refuses threads: one line, and nothing half-written."""
+"""A system that refuses threads: the result is one line, and nothing is half-written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.move.migrations import PAGES, demo_store, profile_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-# As under RLIMIT_NPROC, which does not bind root: N threads start, and no more.
+# As under RLIMIT_NPROC, which does not limit root: only N threads start.
 PROGRAM = """
 import sys, threading
 start, left = threading._start_new_thread, int(sys.argv[1])
@@ -31,7 +31,7 @@ main(sys.argv[2:])
 
 
 def run(threads: int, *arguments: object, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command line where only so many threads can be started."""
+    """Run the command line with a limit of started threads."""
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, str(threads), *map(str, arguments)],
         env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=False,

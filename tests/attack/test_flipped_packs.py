@@ -1,6 +1,6 @@
-"""Packs with damaged bytes in every region: `verify` finds each, or nothing that is read changes.
+"""Packs with damaged bytes in every region: `verify` finds the damage, or all reads stay the same.
 
-The pack records no profile, so that no value check helps: only its own digests do.
+The pack records no profile, so value checks cannot help: only its own digests do.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 PAGES = 3
 FLIPS_A_REGION = 30
-HEAD = 104  # of a record, before its key
+HEAD = 104  # bytes of a record before its key
 
 
 class Region(NamedTuple):
-    """A stretch of the file. harmless: no byte of it decides what a reader gets."""
+    """A stretch of the file. harmless: none of its bytes affects a reader."""
 
     name: str
     start: int
@@ -51,7 +51,7 @@ def write(path: Path) -> None:
 
 
 def contents(path: Path) -> dict[bytes, bytes]:
-    """Read every object; an object that cannot be read fails."""
+    """Return every object; fail if one cannot be read."""
     with open_store(f"pack://{path}") as store:
         listed = pa.Table.from_batches(store.scan(), schema=scan_schema(("nbytes", "mtime_ns")))
         sizes = listed.column("nbytes").to_numpy()
@@ -68,11 +68,11 @@ def contents(path: Path) -> dict[bytes, bytes]:
 
 
 def regions(path: Path) -> list[Region]:
-    """Cut the file into regions, from what hcpack(5) says.
+    """Divide the file into regions, as hcpack(5) describes them.
 
-    Harmless are the unused last four bytes of the header and of every record head, metadata
-    records (the index repeats them; only `pack repair` reads them), and what a later writer
-    left behind: withdrawn objects, and earlier indexes and trailers.
+    Harmless are the unused last four bytes of the header and of every record head, metadata records
+    (the index repeats them; only `pack repair` reads them), and leftovers of a later writer:
+    withdrawn objects, and earlier indexes and trailers.
     """
     found = pack_files.records(path)
     alive = {row["offset"] for row in pack_files.indexed(path).values()}

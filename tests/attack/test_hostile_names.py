@@ -1,4 +1,4 @@
-"""Names that a terminal, a spreadsheet or a locale would mistake: written so that none obeys."""
+"""Names that a terminal, a spreadsheet or a locale might interpret are written inert."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def hostile_store(directory: Path, names: Sequence[str]) -> Path:
         put(directory, f"{page(number)}_{name}_0_1.bin")
         put(directory, f"{page(number)}.indexer_{name}_0_1.bin")
         put(directory, f"{name}.bin")
-        put(directory, f"{page(number)}_{name}.bin")  # of a model without ranks in its keys
+        put(directory, f"{page(number)}_{name}.bin")  # a model without ranks in its keys
     (directory / os.fsdecode(FOREIGN)).touch()
     return directory
 

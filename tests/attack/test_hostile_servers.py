@@ -1,4 +1,4 @@
-"""SGLang servers that lie and stall: refused in one line, within time and memory."""
+"""SGLang servers that lie or stall are refused in one line, within limits of time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An object that claims 1 TiB, as a sparse file does, is left out by name."""
+"""An object that claims 1 TiB, such as a sparse file, is left out by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_BYTES = 64 << 20
 
 
 def run(*arguments: object, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
+    """Run the command line in a separate process."""
     return subprocess.run(
         [sys.executable, "-m", "hicachectl", *map(str, arguments)],
         env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=False,
@@ -29,14 +29,14 @@ def run(*arguments: object, home: Path) -> subprocess.CompletedProcess[str]:
 
 
 def written_bytes(folder: Path) -> int:
-    """Count the bytes that the files of a folder, or one file, take on the disk."""
+    """Return the bytes on disk of a file, or of the files in a folder."""
     files = [folder] if folder.is_file() else [p for p in folder.rglob("*") if p.is_file()]
     return sum(file.stat().st_blocks * 512 for file in files)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> tuple[Path, str]:
-    """A store of which one page has an object of 1 TiB; and the page."""
+    """A store with one page that has an object of 1 TiB; and that page."""
     store = demo_store(tmp_path / "store")
     file = next(path for path in sorted(store.glob("*.bin")) if "mamba" not in path.name)
     times = file.stat()

@@ -1,8 +1,8 @@
-"""Prewarm and `pack repair` killed at any point, and runs that are killed while they hold a lock.
+"""Prewarm and `pack repair` killed at any point, and runs killed while they hold a lock.
 
-A destination only ever has whole pages, files of results are whole or absent, a pack that is
-repaired is never made worse, and the same command run again completes the work.
-HICACHECTL_TEST_SEED repeats a run, HICACHECTL_ATTACK_ROUNDS makes it longer.
+A destination always has whole pages only, result files are whole or absent, a repair never makes a
+pack worse, and the same command run again completes the work. HICACHECTL_TEST_SEED repeats a run,
+HICACHECTL_ATTACK_ROUNDS makes it longer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OBJECTS = {
 
 
 def points(name: str, whole: Run, *, bytes_too: bool) -> Iterator[tuple[Unit, int]]:
-    """Choose where to be killed: before a step, or in the middle of a write."""
+    """Yield points to be killed at: before a step, or in the middle of a write."""
     chance = random.Random(f"{SEED} {name}")
     for number in range(ROUNDS):
         unit: Unit = "bytes" if bytes_too and number % 2 and whole.written else "steps"
@@ -91,7 +91,7 @@ def test_a_prewarm_killed_anywhere_is_completed_by_the_next(
 
 
 def bytes_of(place: Place) -> dict[bytes, bytes]:
-    """Read all objects of a place; a prewarm sets their times anew."""
+    """Return all objects of a place, without times, which a prewarm sets anew."""
     return {
         key: value for key, (value, _) in place.held().items() if not key.startswith(b".hicachectl")
     }
@@ -139,7 +139,7 @@ def test_a_pack_repair_killed_anywhere_loses_nothing_and_is_completed_by_the_nex
         put(pack, arena, dict(list(OBJECTS.items())[8:]))
         objects = [r for r in pack_files.records(pack) if r.kind == pack_files.OBJECT]
         data = bytearray(pack.read_bytes())
-        if damage == "damaged":  # and without its end
+        if damage == "damaged":  # also without its end
             data[objects[5].offset + 20] ^= 1
             expected = {k: v for k, v in OBJECTS.items() if k != objects[5].key}
             broken = bytes(data[:-9])
@@ -211,7 +211,7 @@ def test_a_lock_keeps_others_out_until_its_holder_is_killed(
         assert holder.running
         holder.end()
     invoke(*arguments)
-    # Of trailing states a prewarm copies those that end a prefix.
+    # A prewarm copies only the trailing states that end a prefix.
     here, there = contents(source), contents(target)
     assert all(here[name][0] == data for name, (data, _) in there.items())
     assert {name[:64] for name in there} == {name[:64] for name in here}

@@ -1,4 +1,4 @@
-"""A /dev/shm of 64 KiB, as containers have small ones: only USRBIO needs more of it."""
+"""A small /dev/shm of 64 KiB, as in containers: only USRBIO needs more."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def run(
     *arguments: object, home: Path, modules: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line where /dev/shm holds 64 KiB."""
+    """Run the command line with a /dev/shm of 64 KiB."""
     own = [need_tool("unshare", "util-linux"), "--mount", "sh", "-c"]
     mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
     if subprocess.run([*own, mount], capture_output=True, check=False).returncode:
@@ -78,7 +78,7 @@ def test_a_mooncake_cluster_is_written_and_verified(
 def test_memory_that_3fs_is_to_share_is_refused_by_its_size(
     tmp_path: Path, metadata_server: MetadataServer
 ) -> None:
-    """USRBIO needs a name under /dev/shm: what does not fit there is refused, and not touched."""
+    """USRBIO needs a name under /dev/shm: memory too large for it is refused, and not touched."""
     place = Place(tmp_path, metadata_server)
     module = tmp_path / "hf3fs_fuse" / "io.py"
     module.parent.mkdir()

@@ -1,4 +1,4 @@
-"""Stores whose names claim thousands of deployments."""
+"""Stores with names that claim thousands of deployments."""
 
 from __future__ import annotations
 

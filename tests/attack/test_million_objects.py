@@ -1,4 +1,4 @@
-"""A million objects under 1.5 GB: listings of generated names; tests/soak has real files."""
+"""A million objects under 1.5 GB: generated listings; tests/soak has real files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RANKED = synthetic("_org-model_0_1.bin")
-# An MLA deployment's names have no rank. One other file says that a page has 4096 Mamba states.
+# An MLA deployment's names have no rank. One other file claims that a page has 4096 Mamba states.
 STRAY = f"{FIRST_PAGE}.mamba_org-model_0_4096.bin"
 RANKLESS = synthetic("_org-model.bin", STRAY)
 MLA = """
@@ -55,7 +55,7 @@ def test_commands_stay_below_the_limit(tmp_path: Path, command: str) -> None:
 
 
 class Million:
-    """A million pages without ranks beside one file of rank 0 of 4096, and commands on them."""
+    """A million pages without ranks, and one file of rank 0 of 4096; runs commands on them."""
 
     def __init__(self, folder: Path, profile: bool) -> None:
         self.store = folder / "million"
@@ -65,7 +65,7 @@ class Million:
         self._options: list[object] = []
         self.copy.mkdir(parents=True)
         self.store.mkdir()
-        for name in (f"{FIRST_PAGE}_org-model.bin", STRAY):  # verify looks again at a fault
+        for name in (f"{FIRST_PAGE}_org-model.bin", STRAY):  # verify reads faulty objects again
             (self.store / name).write_bytes(bytes(OBJECT_BYTES))
             os.utime(self.store / name, (10**9, 10**9))
         if profile:
@@ -73,7 +73,7 @@ class Million:
             self._options = ["--profile", folder / "profile.toml"]
 
     def __call__(self, *arguments: object) -> Any:
-        """Run a command within the limit of memory; return its document."""
+        """Run a command within the memory limit; return its document."""
         arguments = (*arguments, *self._options, "--format", "json", "-o", self._out)
         used = peak_of(RANKLESS, *arguments)
         assert used.status == 0, used.stderr

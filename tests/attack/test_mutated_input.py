@@ -1,4 +1,4 @@
-"""Files and replies, mutated by a seed: a result or one refusal, never a bug of ours."""
+"""Files and replies mutated by a seed give a result or one refusal, never a traceback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 ROUNDS = 25
-# What is put into a text: the syntax of all formats, and values that some reader may not expect.
+# Insertions into a text: the syntax of all formats, and values that a reader may not expect.
 PIECES = [
     b"", b"\x00", b"\xff\xfe", b"\n", b'"', b"'", b"[", b"]", b"{", b"}", b",", b":", b"=", b".",
     b"\\ud800", b"\\u0000", b"\x1b[2J", "\u202e".encode(), b"null", b"true", b"NaN", b"1e9999",
@@ -40,7 +40,7 @@ VALUES: list[Any] = [
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
-    """Change some places of a text: flip, cut, repeat, or put something in."""
+    """Change some places of a text: flip, cut, repeat, insert."""
     changed = bytearray(data)
     for _ in range(chance.choice([1, 1, 2, 5])):
         at = chance.randrange(len(changed) + 1)
@@ -58,7 +58,7 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
 
 
 def places(document: Any) -> Iterator[tuple[Any, Any]]:
-    """Every list or table of a document, with each index or key."""
+    """Yield every list or table of a document, with each index or key."""
     inner = document.items() if isinstance(document, dict) else enumerate(document)
     for key, value in list(inner):
         yield document, key
@@ -76,7 +76,7 @@ def deranged(document: dict[str, Any], chance: random.Random) -> dict[str, Any]:
 
 
 class Scene:
-    """A store with everything that a command reads beside it."""
+    """A store, and every other file that a command reads."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

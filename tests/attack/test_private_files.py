@@ -1,4 +1,4 @@
-"""Files that are made are never more readable than what they were made from."""
+"""Written files are never more readable than their sources."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _usual_umask() -> Iterator[None]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A store that is its owner's alone, of files that are so too."""
+    """A store that only its owner can read, directory and files."""
     directory = dsa_store(tmp_path / "store", 4)
     for path in objects(directory):
         path.chmod(0o600)
@@ -61,7 +61,7 @@ def migrated(invoke: Invoke, source: object, destination: object, *options: obje
 
 
 def made_in_memory(store: Path, destination: Path) -> None:
-    """Write an object that is made of several, as a migration to another TP size does."""
+    """Write an object made from several, as a migration to another TP size does."""
     names = [path.name.encode() for path in objects(store)]
     sizes = np.array([path.stat().st_size for path in objects(store)])
     with Arena(1 << 20) as arena, FileStore(store) as source, FileStore(destination) as target:
@@ -89,7 +89,7 @@ def test_an_object_made_of_several_is_as_private_as_each(
     assert mode(tmp_path / "there" / "made") == made
 
 
-TO_MODEL = ("--to-model", "y/dsa")  # still copied; read and written where pages are compared
+TO_MODEL = ("--to-model", "y/dsa")  # still copied; read and written if pages are compared
 
 
 @pytest.mark.parametrize("options", [(), TO_MODEL, ("--verify",)])
@@ -145,7 +145,7 @@ def test_a_pack_is_no_more_readable_than_any_object_in_it(
     pack = tmp_path / "x.hcpack"
     migrated(invoke, store, f"pack://{pack}")
     assert mode(pack) == 0o600
-    # A pack that its owner had opened to all is closed before anything private comes into it.
+    # A pack that is open to all is closed before anything private is written to it.
     other = tmp_path / "other.hcpack"
     (store / indexer(2)).chmod(0o644)
     migrated(invoke, store, f"pack://{other}")
@@ -227,7 +227,7 @@ def test_stamps_and_catalogs_of_a_private_store_are_private(
     (stamp,) = (store / ".hicachectl" / "stamps").iterdir()
     assert mode(stamp) == 0o600
     assert mode(stamp.parent) == mode(stamp.parent.parent) == 0o700
-    catalog.chmod(0o644)  # what its owner has chosen stays
+    catalog.chmod(0o644)  # the owner's choice stays
     invoke("verify", store, *profile, "--catalog", catalog, "--update-catalog")
     assert mode(catalog) == 0o644
 
@@ -236,7 +236,7 @@ def test_stamps_and_catalogs_of_a_private_store_are_private(
 def test_with_roots_rights_copies_stay_of_use_to_the_owner_of_the_store(
     invoke: Invoke, store: Path, tmp_path: Path
 ) -> None:
-    """Private copies of root's own would be misses for the server, and conflicts for its writes."""
+    """If copies were root's own, the server would miss them, and its writes would conflict."""
     for path in (store, *store.iterdir()):
         os.chown(path, OTHER_USER, OTHER_USER)
     (tmp_path / "there").mkdir(mode=0o755)
@@ -246,7 +246,7 @@ def test_with_roots_rights_copies_stay_of_use_to_the_owner_of_the_store(
         made_in_memory(store, tmp_path / "there")
         assert len(objects(tmp_path / "there")) == 9
         for path in objects(tmp_path / "there"):
-            # Another user could not read the store: what is made of it stays root's.
+            # Another user could not read the store, so objects made from it stay with root.
             of = OTHER_USER if owner == OTHER_USER else 0
             assert (path.stat().st_uid, mode(path)) == (of, 0o600)
             path.unlink()
@@ -270,7 +270,7 @@ def test_root_gives_back_owner_and_mode_from_another_file_system(
 def test_root_gives_no_file_of_its_own_to_the_owner_of_a_store(
     invoke: Invoke, store: Path, tmp_path: Path
 ) -> None:
-    """A hard link to a file of root's among the objects is not the way to read that file."""
+    """A hard link among the objects must not give access to root's file."""
     for path in (store, *store.iterdir()):
         os.chown(path, OTHER_USER, OTHER_USER)
     secret = tmp_path / "secret"

@@ -1,7 +1,7 @@
-"""A quota that is used up: whole pages only, exit 4 or one line, and a later run completes.
+"""An exhausted quota: whole pages only, exit 4 or one line, and a later run completes.
 
-EDQUOT is injected into the calls of `os` that create a file or write to one below the directory
-of the quota, since kernels without CONFIG_QFMT_V2 mount no file system with quotas.
+The tests inject EDQUOT into the calls of `os` that create or write a file below the directory with
+the quota, since kernels without CONFIG_QFMT_V2 cannot mount a file system with quotas.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.stores import contents
 if TYPE_CHECKING:
     from pathlib import Path
 
-# The bytes, or the new files, that are left below a directory; a write is cut as a kernel cuts it.
+# Bytes and new files that are left below a directory; writes are cut short as in a kernel.
 PROGRAM = """
 import errno, os, sys, threading
 folder, nbytes, files = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -74,7 +74,7 @@ PLENTY = 1 << 40
 def run(
     folder: Path, nbytes: int, files: int, *arguments: object, home: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line where only so many bytes and files can be added below a folder."""
+    """Run the command line with a limit of new bytes and files below a folder."""
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, *map(str, (folder, nbytes, files, *arguments))],
         env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=False,
@@ -83,7 +83,7 @@ def run(
 
 
 def whole_pages(store: Path, source: Path) -> int:
-    """Assert that a store has nothing but whole pages of the source; count them."""
+    """Assert that a store has only whole pages of the source; return their number."""
     names = set(contents(store))
     pages = {name[:64] for name in names}
     assert names == {path.name for path in source.glob("*.bin") if path.name[:64] in pages}
@@ -156,7 +156,7 @@ def test_a_quarantine_without_room_takes_a_whole_page_or_nothing(
     assert done.returncode in (3, 4), done.stderr
     assert "quota" in (done.stderr + done.stdout).lower()
     others = {name: found for name, found in before.items() if name[:64] != page}
-    moved = files == 1  # its record was begun; the next run ends that
+    moved = files == 1  # its record was begun, so the next run completes the removal
     assert contents(store) == (others if moved else before)
 
     enough = run(store, PLENTY, PLENTY, *repair, home=tmp_path)

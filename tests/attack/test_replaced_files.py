@@ -1,4 +1,4 @@
-"""Files of a store are replaced while they are read: no torn page arrives anywhere."""
+"""Files of a store are replaced during reads: no torn page arrives anywhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDS = 5
 
 
 def run(*arguments: object, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
+    """Run the command line in a separate process."""
     return subprocess.run(
         [sys.executable, "-m", "hicachectl", *map(str, arguments)],
         env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=False,
@@ -29,7 +29,7 @@ def run(*arguments: object, home: Path) -> subprocess.CompletedProcess[str]:
 
 
 class Replacer(threading.Thread):
-    """Replace the files of a store over and over by rename, as SGLang writes them."""
+    """A thread that keeps replacing the files of a store by rename, as SGLang writes them."""
 
     def __init__(self, store: Path, values: dict[str, tuple[bytes, bytes]]) -> None:
         super().__init__()

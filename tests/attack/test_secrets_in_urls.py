@@ -1,4 +1,4 @@
-"""Passwords and tokens given in URLs reach no message, wherever the URL was wrong."""
+"""Passwords and tokens in URLs appear in no message, wherever the URL is wrong."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A 3FS metadata server, and a Mooncake master, that answer well and from some request on badly.
+"""A 3FS metadata server and a Mooncake master that answer well at first, and badly later.
 
-Between the command line and the real server stands a service that passes requests on, up to
-one. Nothing may be deleted, moved or called clean on the word of what it says from then on, and
-the same command completes the work at the good server.
+A service between the command line and the real server passes requests on, up to some request.
+Nothing may be deleted, moved or called clean because of its later answers, and the same command
+completes the work with the good server.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
     Command = Callable[[str], list[object]]
 
-DEADLINE_S = 0.5  # of an answer, in place of 15 s
+DEADLINE_S = 0.5  # timeout of an answer; by default 15 s
 QUICK_S = 20
 WRONG_COUNTS: dict[str, Bad] = {"fewer": altered(fewer), "more": altered(more)}
 SEED = 20_251_122
 
 
 class Said(NamedTuple):
-    """How a command has ended."""
+    """How a command ended."""
 
     status: int
     stdout: str
@@ -79,19 +79,19 @@ def place(tmp_path: Path, metadata_server: MetadataServer) -> Place:
 
 
 def assert_refused(found: Said, address: str) -> None:
-    """Exit 3, nothing on stdout, and one line that names the server."""
+    """Assert exit 3, nothing on stdout, and one line that names the server."""
     assert (found.status, found.stdout) == (3, ""), found
     assert address in found.stderr.splitlines()[-1]
 
 
 def turned(said: Callable[..., Said], command: Command, script: Turning) -> tuple[Said, str]:
-    """Run a command at a server that turns bad: its end, and the server's address."""
+    """Run a command against a server that turns bad; return its end, and the server address."""
     with serving(script) as address:
         return said(*command(address)), address
 
 
 def requests_of(server: str, said: Callable[..., Said], command: Command) -> int:
-    """Count the requests of a command that ends well."""
+    """Return the number of requests of a command that succeeds."""
     script = Turning(server)
     found, _ = turned(said, command, script)
     assert found.status == 0, found
@@ -101,7 +101,7 @@ def requests_of(server: str, said: Callable[..., Said], command: Command) -> int
 def attack_reader(
     server: str, said: Callable[..., Said], command: Command, bads: dict[str, Bad], *, most: int
 ) -> None:
-    """Let a server turn bad at up to `most` moments of a command that only looks."""
+    """Let a server turn bad at up to `most` moments of a read-only command."""
     requests = requests_of(server, said, command)
     chance = random.Random(SEED)
     for name, bad in bads.items():
@@ -157,7 +157,7 @@ def copying(place: Place, source: Path) -> Command:
 
 
 def assert_no_anchor_alone(place: Place) -> None:
-    """The sidecars of every page that has an anchor are there."""
+    """Assert that every page with an anchor has its sidecars."""
     place.save()
     for page in place.pages():
         held = place.of_page(page)
@@ -211,7 +211,7 @@ def test_a_page_that_is_given_to_several_keys_is_written_by_none(
 def test_a_page_that_no_table_has_is_not_given_back(
     place: Place, said: Callable[..., Said]
 ) -> None:
-    """The server would hand it to an engine."""
+    """If it were, the server would hand it to an engine."""
     source = demo_store(place.folder / "source", 1)
     empty(place)
     address = place.server.url.removeprefix("http://")
@@ -310,7 +310,7 @@ def at_admin(cluster: Cluster, command: str, folder: Path) -> Command:
 
 
 def of_data(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Bad:
-    """Alter what is said of keys."""
+    """Return an answer with altered data about keys."""
 
     def changed(document: dict[str, Any]) -> dict[str, Any]:
         return {**document, "data": change(document["data"])} if document.get("data") else document

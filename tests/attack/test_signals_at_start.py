@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM at any time from the entry point on: one line, 130 or 143, no traceback."""
+"""SIGINT and SIGTERM at any time after the entry point: one line, 130 or 143, no traceback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIGNALS = {
     signal.SIGINT: (130, "hicachectl: Interrupted\n"),
     signal.SIGTERM: (143, "hicachectl: Terminated\n"),
 }
-# Sends itself a signal when a module begins to be imported, as the entry point imports it.
+# Sends itself a signal when the import of a module begins, as the entry point imports it.
 AT_IMPORT = """
 import builtins, os, signal, sys
 wanted, number = sys.argv.pop(1), int(sys.argv.pop(1))
@@ -63,7 +63,7 @@ def child_of(code: str, *arguments: object) -> subprocess.Popen[bytes]:
 
 
 def check_ended(child: subprocess.Popen[bytes], number: signal.Signals) -> bytes:
-    """Assert that a child ended as the signal makes it, or had done its work; give its output."""
+    """Assert that a child ended by the signal, or had finished; return its output."""
     stdout, stderr = child.communicate(timeout=PATIENCE_S)
     status, text = SIGNALS[number]
     if child.returncode:  # click ends the line of a ^C
@@ -99,7 +99,7 @@ def test_a_signal_at_any_time_after_the_start(number: signal.Signals, tmp_path: 
         child = child_of(STARTED, "-q", "ls", tmp_path, "--format", "jsonl")
         assert child.stdout is not None
         assert child.stdout.read(1) == b"+"
-        time.sleep(step * 0.02)  # anywhere in a run; which does not matter
+        time.sleep(step * 0.02)  # any time in the run
         child.send_signal(number)
         stdout = check_ended(child, number)
         found.append(child.returncode)

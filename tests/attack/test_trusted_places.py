@@ -1,4 +1,4 @@
-"""Links, FIFOs and files of strangers where the tool keeps files of its own: never followed."""
+"""Links, FIFOs and strangers' files in place of the tool's own files are never followed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ State = dict[str, tuple[int, bytes | str]]
 
 
 def state(directory: Path) -> State:
-    """Everything below a directory: kind and mode, and bytes or target."""
+    """Return everything below a directory: kind and mode, and bytes or target."""
     found: State = {}
     for path in sorted(directory.rglob("*")):
         mode = path.lstat().st_mode
@@ -53,7 +53,7 @@ def state(directory: Path) -> State:
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """A directory outside the store that looks like a run of a quarantine."""
+    """A directory outside the store that looks like a quarantine's run."""
     directory = tmp_path / "victim"
     (directory / "000000").mkdir(parents=True)
     (directory / "empty").mkdir()
@@ -73,7 +73,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shared(store: Path) -> Iterator[Path]:
-    """The store, where other users can reach it; pytest's own directories are root's."""
+    """The store, in a place that other users can reach; pytest's directories belong to root."""
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o755)
         shutil.copy2(store.parent / "profile.toml", place)
@@ -92,7 +92,7 @@ def writers(store: Path) -> dict[str, tuple[object, ...]]:
 
 
 def begun_record(store: Path, mode: str = "quarantine") -> Path:
-    """Repair the store, and give the record back the name that it had while it was begun."""
+    """Repair the store, and rename the record to its name while it was begun."""
     repaired(store)
     (path,) = default_quarantine(store).glob("*/*.json")
     document = json.loads(path.read_text())
@@ -101,7 +101,7 @@ def begun_record(store: Path, mode: str = "quarantine") -> Path:
     return path.rename(path.with_suffix(".begun"))
 
 
-# attacks: each gives the name of the entry that a refusal has to name
+# attacks: each returns the name of the entry that the refusal must name
 
 
 def link_run(store: Path, victim: Path) -> str:
@@ -215,7 +215,7 @@ def test_a_restore_takes_no_object_that_is_no_file(
     before = state(store.parent)
     invoke(*writers(store)["restore"], exit_code=3)
     assert state(store.parent) == before
-    # A removal has nothing to do with what a repair has finished.
+    # A removal does not use the results of a finished repair.
     invoke(*writers(store)["rm"])
 
 
@@ -267,7 +267,7 @@ def test_readers_leave_a_stamp_alone_that_is_no_file(
 ) -> None:
     invoke(*stamp_arguments(store), "--stamp")
     (stamp,) = (store / ".hicachectl" / "stamps").iterdir()
-    # A stamp of another deployment: a finding, if it were followed.
+    # A stamp of another deployment: following it would give a finding.
     (victim / stamp.name).write_text(stamp.read_text().replace('"page_size": 4', '"page_size": 8'))
     if kind == "directory link":
         stamp.parent.rename(store.parent / "aside")
@@ -317,7 +317,7 @@ def test_files_of_strangers_are_refused(
         "object": record.with_suffix("") / "0",
         "side": store / ".hicachectl",
     }[what]
-    if what == "object":  # another file than the one that was moved
+    if what == "object":  # not the file that was moved
         moved = place.read_bytes()
         place.rename(store.parent / "aside")
         place.write_bytes(moved)
@@ -367,7 +367,7 @@ os._exit(run(sys.argv[4:]))
 def as_user(
     uid: int, gid: int, *arguments: object, umask: int = 0o022
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line as another user; everything is imported while root may read it."""
+    """Run the command line as another user, after root has imported everything."""
     return subprocess.run(
         [sys.executable, "-c", _AS_USER, *map(str, (uid, gid, umask, *arguments))],
         capture_output=True,
@@ -457,13 +457,13 @@ def test_the_lock_of_a_stranger_is_refused(invoke: Invoke, store: Path) -> None:
     assert f"belongs to user {STRANGER}" in outcome.stderr
 
 
-# swapped between a look and the use
+# swapped between check and use
 
 
 def test_a_folder_swapped_for_a_link_after_the_check_is_not_followed(
     store: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder is swapped right after it was looked at."""
+    """The folder is swapped right after the check."""
     repaired(store)
     (record,) = default_quarantine(store).glob("*/*.json")
     folder = record.with_suffix("")
@@ -487,7 +487,7 @@ def test_a_folder_swapped_for_a_link_after_the_check_is_not_followed(
 
 
 def test_a_race_for_the_side_directory_touches_nothing_outside(store: Path, victim: Path) -> None:
-    """A thread swaps directory and link without end while the store is repaired."""
+    """A thread swaps directory and link again and again during repairs."""
     side, link = store / ".hicachectl", store.parent / "link"
     link.symlink_to(victim)
     (victim / "quarantine" / RUN / "000000").mkdir(parents=True)
@@ -613,9 +613,9 @@ def test_an_altered_record_is_one_line_that_says_what_to_do(
         assert f"{path}: not a quarantine record" in outcome.stderr
         assert "move the file out" in outcome.stderr
         assert state(store) == before
-    if suffix == ".json":  # nothing that a removal would need
+    if suffix == ".json":  # a removal does not need this record
         invoke(*writers(store)["rm"])
-    # As the message says.
+    # The next step in the message works.
     path.rename(store.parent / path.name)
     invoke(*writers(store)["rm"])
     assert path.with_suffix("").is_dir()

@@ -1,4 +1,4 @@
-"""TOML, JSON and endless files of untrusted origin: refused in one line, within time and memory."""
+"""Untrusted TOML, JSON and endless files are refused in one line, within time and memory."""
 
 from __future__ import annotations
 

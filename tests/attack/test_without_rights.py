@@ -1,4 +1,4 @@
-"""An operator without rights or room: not root, no home, no inodes, little shared memory."""
+"""An operator who lacks rights or room: not root, no home, no inodes, little shared memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
+    """Run the command line in a separate process."""
     return subprocess.run(
         [sys.executable, "-m", "hicachectl", *map(str, arguments)],
         env={**os.environ, **environment}, capture_output=True, text=True, check=False,
@@ -35,7 +35,7 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of temporary files, an empty one."""
+    """An empty directory for temporary files."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -121,7 +121,7 @@ def test_a_file_system_without_inodes_keeps_whole_pages(tmp_path: Path, few_inod
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory that everybody may enter, with a profile and a home of the other user."""
+    """A directory that everybody may enter, with a profile and a home for the other user."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         place = Path(name)
         place.chmod(0o755)
@@ -140,7 +140,7 @@ def given(path: Path, user: int, group: int, directory: int, file: int) -> Path:
 
 
 def damaged_store(path: Path) -> str:
-    """Write a store of which one old page has a cut object; return the page."""
+    """Write a store with a cut object in one old page; return that page."""
     demo_store(path)
     broken = min(file for file in path.glob("*.bin") if ".mamba" not in file.name)
     os.truncate(broken, 100)
@@ -150,7 +150,7 @@ def damaged_store(path: Path) -> str:
 
 
 def changing(place: Path, store: Path) -> dict[str, list[object]]:
-    """The commands that change the store."""
+    """Return the commands that change the store."""
     profile = place / "p.toml"
     return {
         "stamp": ["verify", store, "--profile", profile, "--stamp", "--fail-on", "never"],
@@ -164,7 +164,7 @@ def changing(place: Path, store: Path) -> dict[str, list[object]]:
 
 
 def looking(place: Path, store: Path, page: str) -> dict[str, list[object]]:
-    """The commands that change nothing of the store, and how they are called."""
+    """Return the commands that only read the store, by name."""
     profile, target = place / "p.toml", place / "home"
     return {
         "ls": ["ls", store],
@@ -240,7 +240,7 @@ def test_another_user_does_all_with_a_store_of_their_own_or_their_group(
     ]
     answers = as_nobody(commands, place / "home")
     status = [answer.status for answer in answers]
-    assert status == [0, 4, 0, 0, 0, 0, 0, 0, 0, 4], answers  # 4: the damage; its page conflicts
+    assert status == [0, 4, 0, 0, 0, 0, 0, 0, 0, 4], answers  # 4: damage; then a conflict
     kept = contents(store)
     assert {name: kept[name][0] for name in before} == {n: b for n, (b, _) in before.items()}
     assert len({name[:64] for name in kept if name.endswith(".bin")}) == PAGES + 2

@@ -1,4 +1,4 @@
-"""A real HTTP service that answers well at first, and from some request on badly."""
+"""A real HTTP service that answers well at first, and badly after some request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT_S = 30
 
 
 class Real(NamedTuple):
-    """What the real server has answered."""
+    """An answer of the real server."""
 
     status: int
     body: bytes
@@ -26,10 +26,10 @@ class Real(NamedTuple):
 
 
 class Turning:
-    """A script for `serving`: passes requests on to `server`, and turns bad.
+    """A script for `serving`: passes requests on to `server`, then turns bad.
 
-    server: host:port. good: how many requests are answered well. bad: answers the
-    later ones, or only the next one (once); it may have the server obey first. requests: so far.
+    server: host:port. good: number of requests answered well. bad: answers the later ones, or only
+        the next one (once); it may first let the server obey. requests: number so far.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Turning:
             self._bad(call, lambda: self.real(call))
 
     def real(self, call: Call) -> Real:
-        """Have the real server answer."""
+        """Return the real server's answer."""
         connection = http.client.HTTPConnection(self._server, timeout=TIMEOUT_S)
         try:
             connection.request("POST" if call.body else "GET", call.path, call.body or None)
@@ -90,7 +90,7 @@ def _obeyed_in_silence(call: Call, real: Callable[[], Real]) -> None:
     call.reset()
 
 
-# No client can take these for an answer.
+# No client may accept these as an answer.
 BROKEN: dict[str, Bad] = {
     "closed": lambda call, _: call.close(),
     "reset": lambda call, _: call.reset(),
@@ -112,7 +112,7 @@ SLOW: dict[str, Bad] = {
 
 
 def altered(change: Callable[[Any], Any]) -> Bad:
-    """Answer with the real JSON, altered; what is none is passed on."""
+    """Return an answer that alters the real JSON, and passes anything else on."""
 
     def bad(call: Call, real: Callable[[], Real]) -> None:
         answer = real()
@@ -127,7 +127,7 @@ def altered(change: Callable[[Any], Any]) -> Bad:
 
 
 def numbers(value: object) -> Callable[[Any], Any]:
-    """Put a value in the place of every number."""
+    """Return a change that replaces every integer by a value."""
 
     def change(document: Any) -> Any:
         if isinstance(document, dict):
@@ -140,7 +140,7 @@ def numbers(value: object) -> Callable[[Any], Any]:
 
 
 def lists(resized: Callable[[list[Any]], list[Any]]) -> Callable[[Any], Any]:
-    """Resize the outermost lists."""
+    """Return a change that resizes the outermost lists."""
     return lambda document: {
         key: resized(each) if isinstance(each, list) else each for key, each in document.items()
     }

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 NOBODY = 65534
 
-# All is imported while root may read it: the interpreter may lie where others cannot enter.
+# Root imports everything first: other users may be unable to enter the interpreter's directory.
 _PROGRAM = """
 import importlib, json, os, pkgutil, sys, tempfile
 import concurrent.futures.thread, csv, difflib, encodings.ascii, encodings.idna, encodings.latin_1
