@@ -41,7 +41,7 @@ PROFILE = Profile(
         ),
     ),
 )
-_PAGES_PER_NODE = 4  # Mamba states exist where a radix node ended
+_PAGES_PER_NODE = 4  # Mamba states exist only at the end of a radix node
 _SEED = 20_251_120
 _AGE_S = 6 * 3600
 

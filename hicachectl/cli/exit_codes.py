@@ -1,4 +1,4 @@
-"""Exit codes, and which exception class ends with which."""
+"""Exit codes, and the exit code of each exception class."""
 
 from __future__ import annotations
 

@@ -45,10 +45,7 @@ class LazyGroup(click.Group):
     """A group that imports a command only when it is called."""
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; raise ClosedPipeError for a closed pipe.
-
-        For an OSError, click would exit with 1.
-        """
+        """Run the command; raise ClosedPipeError for a closed pipe (click would exit with 1)."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:

@@ -41,8 +41,8 @@ _PREWARM = {
 def write_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> None:
     """Write the metrics of a verification atomically.
 
-    succeeded: whether no finding made the run fail. If not, the time of the last success is taken
-    from the replaced file. Raises UsageError if the file cannot be written.
+    succeeded: whether the run ended without failing findings; if not, the time of the last success
+    is taken from the replaced file. Raises UsageError if the file cannot be written.
     """
     store = {"store": report["store"]}
     last = time.time() if succeeded else _last_success(path)

@@ -75,7 +75,7 @@ def contents_for_people(rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def _object_ends(keys: list[str]) -> pa.Array:
-    """Return the keys without their page hash, which all objects of one page share."""
+    """Return the keys with "…" for the page hash, which all objects of one page share."""
     return pa.array([re.sub("[0-9a-f]{64}", "…", key) for key in keys], pa.string())
 
 

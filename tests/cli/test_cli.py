@@ -1,4 +1,4 @@
-"""The command line: help, exit codes, one clear line for each bad input, closed pipes, signals."""
+"""The command line: help, exit codes, one-line errors, closed pipes and signals."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_exception_class_has_an_exit_code() -> None:
 
 
 def one_line(invoke: Invoke, *arguments: object, exit_code: int) -> str:
-    """The single line on stderr of a call that fails, stdout empty."""
+    """Return the only line on stderr of a failing call; stdout must be empty."""
     outcome = invoke(*arguments, exit_code=exit_code)
     assert outcome.stdout == ""
     assert "Traceback" not in outcome.stderr
@@ -84,7 +84,9 @@ def test_a_directory_of_foreign_files_is_listed_and_noted(invoke: Invoke, tmp_pa
     for name in ("a.txt", "b.bin", "c"):
         (tmp_path / name).write_text("mine")
     assert invoke("ls", tmp_path, "--objects", "--format", "jsonl").stdout.count("\n") == 3
-    assert invoke("verify", tmp_path).stdout.count("foreign-object") == 4  # three, and the verdict
+    assert (
+        invoke("verify", tmp_path).stdout.count("foreign-object") == 4
+    )  # three findings and the verdict
 
 
 def test_a_missing_directory(invoke: Invoke, tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ def test_no_permission_is_one_line(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_that_is_ignored_from_the_start_stays_ignored(tmp_path: Path) -> None:
-    """As of a shell's job in the background, and under nohup."""
+    """SIGINT is ignored in background jobs of a shell and under nohup."""
     code = (
         "import os, signal; from hicachectl.cli import group; from hicachectl.__main__ import run;"
         "load = group.import_module;"
@@ -212,7 +214,7 @@ def test_an_interrupt_ends_with_130_and_one_line(tmp_path: Path) -> None:
 
 
 def test_a_command_ends_whatever_other_threads_still_do(tmp_path: Path) -> None:
-    """Arrow's may wait for the interpreter when it ends, which would abort the process."""
+    """Arrow's threads may wait for the interpreter at its end, which would abort the process."""
     code = (
         "import sys, threading, time; from hicachectl.__main__ import main;"
         "threading.Thread(target=time.sleep, args=(600,)).start(); main(sys.argv[1:])"
@@ -226,7 +228,7 @@ def test_a_command_ends_whatever_other_threads_still_do(tmp_path: Path) -> None:
             timeout=60,
         )
         assert found.returncode == status, found.stderr
-        assert bool(found.stdout) == (not status)  # what was written is out, a head at least
+        assert bool(found.stdout) == (not status)  # written output arrives, at least its head
 
 
 def test_an_unknown_command_is_bad_usage() -> None:

@@ -1,4 +1,4 @@
-"""A kind of pool from outside is listed, verified, packed and re-sharded like a built-in one."""
+"""An external kind of pool is listed, verified, packed and re-sharded like a built-in kind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROFILE = Profile(
 
 @pytest.fixture(autouse=True)
 def kind() -> Iterator[None]:
-    """Register the kind, and a value check of its own."""
+    """Register the kind and its value check."""
     check = ValueCheck(
         name="windows", group=VALUES, codes=(Code("dead-channel", "warning"),), prepare=windows
     )
@@ -54,7 +54,7 @@ def kind() -> Iterator[None]:
 def windows(
     spec: ObjectSpec, profile: Profile
 ) -> Callable[[npt.NDArray[np.uint8]], Iterator[ValueIssue]] | None:
-    """Find channels whose inputs are the same at every tap of every layer."""
+    """Find channels with equal inputs at all taps of all layers."""
     pool = profile.pool(spec.pool)
     if pool is None or pool.kind != "conv_state":
         return None
@@ -76,7 +76,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def written(directory: Path, profile: Profile) -> Path:
-    """Write what servers of a deployment would of the same pages."""
+    """Write the objects that servers of a deployment would write for the same pages."""
     directory.mkdir()
     for number in range(PAGES):
         for spec in object_specs(profile, "file"):
@@ -91,7 +91,7 @@ def path_of(directory: Path, number: int, spec: ObjectSpec) -> Path:
 
 
 def shard(number: int, spec: ObjectSpec, tp: int) -> np.ndarray:
-    """Cut a rank's share out of a page's values: channels of windows, heads of K and V."""
+    """Return a rank's share of a page's values: channels of windows, heads of K and V."""
     rng = np.random.default_rng([number, spec.pool == "kv"])
     shape = (2, 4, 4, 8) if spec.pool == "kv" else (LAYERS, CHANNELS, WIDTH)
     axis = 2 if spec.pool == "kv" else 1

@@ -1,4 +1,4 @@
-"""`demo`: a store that every command finds whole."""
+"""`demo` writes a store that every command accepts as whole."""
 
 from __future__ import annotations
 

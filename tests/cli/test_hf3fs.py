@@ -1,4 +1,4 @@
-"""The commands on a 3FS store with SGLang's own metadata server."""
+"""Commands on a 3FS store with SGLang's metadata server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPELL = codec_for("hf3fs").affix
 
 
 class Place:
-    """A prefix with files as engines make them, filled with the demo's pages, and saved."""
+    """A prefix with data files as engines create them; the demo's pages are written and saved."""
 
     def __init__(self, folder: Path, server: MetadataServer) -> None:
         self.server = server
@@ -233,7 +233,7 @@ REPAIR = ("--repair", "delete", "--yes")
 
 
 def share_a_page(place: Place) -> tuple[str, str]:
-    """Let two keys of rank 0 have one page, as after a stale snapshot."""
+    """Map two keys of rank 0 to one page, as a stale snapshot does."""
     first, second = (key for key, _ in place.table("0:kv")["key_to_index"][:2])
     place.server.confirm(0, [(second, place.index_of("0:kv", first))])
     place.server.save()
@@ -264,14 +264,14 @@ def test_a_bad_page_leaves_every_table(invoke: Invoke, place: Place) -> None:
 
 
 def contents(place: Place, rank: int, namespace: str) -> dict[str, bytes]:
-    """Read the page of each key where the saved tables say it is."""
+    """Return the page of each key, at its index in the saved tables."""
     nbytes, data = place.page_bytes[rank, namespace], place.file(rank, namespace).read_bytes()
     indices = dict(place.table(f"{rank}:{namespace}")["key_to_index"])
     return {key: data[at * nbytes : (at + 1) * nbytes] for key, at in indices.items()}
 
 
 def test_what_was_quarantined_is_put_back(invoke: Invoke, place: Place, tmp_path: Path) -> None:
-    """What is left of a page comes back under its keys, with the bytes it had."""
+    """The remaining objects of a page return under their keys, with their bytes."""
     lost = first_key(place)
     place.server.delete(1, [lost])
     place.server.save()

@@ -1,4 +1,4 @@
-"""3FS stores whose server breaks, or whose pages are reused, while the tool looks at them."""
+"""3FS stores whose server fails or whose pages are reused during a command."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def place(tmp_path: Path, metadata_server: MetadataServer) -> Place:
 
 @pytest.fixture
 def mortal(tmp_path: Path, metadata_server_python: Path) -> Iterator[Place]:
-    """A place at a server of its own, that may be killed."""
+    """A place with a private server, which the test may kill."""
     with MetadataServer(metadata_server_python) as server:
         yield Place(tmp_path, server)
 
 
 def met(place: Place, call: str, number: int, then: Callable[[], object], *more: object) -> Ended:
-    """Verify a store to which something happens right before a call."""
+    """Verify a store and run a function right before a call."""
     with paused(place.folder / "paused", call, number, *place.arguments(*more)) as run:
         then()
         ended = run.resumed()
@@ -63,13 +63,13 @@ def document_of(ended: Ended, exit_code: int = 0) -> dict[str, Any]:
 
 
 def found_in(document: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """Findings, but for what is so after every write: the snapshot is older than the file."""
+    """Return the findings, except that the snapshot is older than the file, as after any write."""
     found = [(each["code"], each["key"]) for each in document["findings"]]
     return [each for each in found if each[0] != "snapshot-stale"]
 
 
 def assert_lost(ended: Ended) -> None:
-    """Exit 3, nothing on stdout, and one line that says it."""
+    """Assert exit code 3, an empty stdout and one line on stderr."""
     assert (ended.code, ended.stdout) == (3, ""), ended
     said = [line for line in ended.stderr.splitlines() if line.startswith("hicachectl:")]
     assert len(said) == 1, ended.stderr
@@ -81,7 +81,7 @@ def lines_of(text: str) -> list[str]:
     return text.splitlines()
 
 
-# --- pages that are reused at the worst moment ---
+# --- pages that are reused during a read ---
 
 
 def test_a_page_reused_between_listing_and_reading_is_gone(place: Place) -> None:
@@ -92,7 +92,7 @@ def test_a_page_reused_between_listing_and_reading_is_gone(place: Place) -> None
 
 
 def test_a_page_that_moved_is_gone_though_its_keys_are_there(place: Place) -> None:
-    """Evicted, its indices being written by another, and stored anew elsewhere."""
+    """The page is evicted, another overwrites its indices, and it is stored again elsewhere."""
     page = place.pages()[1]
 
     def move() -> None:
@@ -102,7 +102,9 @@ def test_a_page_that_moved_is_gone_though_its_keys_are_there(place: Place) -> No
     ended = met(place, READ, 1, move)
     document = document_of(ended)
     assert found_in(document) == []
-    assert document["gone"] == 4  # the torn ones, which looked damaged: K and V of two ranks
+    assert (
+        document["gone"] == 4
+    )  # the overwritten objects, which looked damaged: K and V of two ranks
     assert "Keys that looked damaged were queried 8 times" in ended.stderr
 
 
@@ -116,7 +118,7 @@ def test_a_page_reused_while_it_is_looked_at_again_is_gone(place: Place) -> None
 
 
 def test_tables_that_were_wrong_for_a_moment_are_no_finding(place: Place) -> None:
-    """Two keys on a page in the snapshot, on two others when the server is asked."""
+    """Two keys share a page in the snapshot, but the server answers with two other pages."""
     first, second = (key for key, _ in place.tables()["0:kv"]["key_to_index"][:2])
     shared = dict(place.tables()["0:kv"]["key_to_index"])[first]
     place.server.confirm(0, [(second, shared)])
@@ -127,13 +129,13 @@ def test_tables_that_were_wrong_for_a_moment_are_no_finding(place: Place) -> Non
         place.server.confirm(0, list(zip((first, second), indices, strict=True)))
 
     document = document_of(met(place, CONFIRM, 1, mend, "--checks", "groups"))
-    assert found_in(document) == [("page-leaked", None)]  # second's first page
+    assert found_in(document) == [("page-leaked", None)]  # the first page of `second`
 
 
 def test_a_catalog_begun_while_all_was_evicted_is_of_use_later(
     place: Place, invoke: Invoke
 ) -> None:
-    """It records nothing: what is stored then is new to it."""
+    """The catalog has no records, so objects stored later are new to it."""
     pages = place.pages()
     for page in pages:
         place.evict(page)
@@ -183,7 +185,7 @@ def test_a_server_killed_during_a_repair_leaves_what_it_has_not_deleted(mortal: 
 def test_a_server_restarted_from_an_older_snapshot_makes_pages_gone_not_damaged(
     mortal: Place,
 ) -> None:
-    """Between listing and reading: the newer half of the store is forgotten, its pages free."""
+    """Between listing and reading, the server forgets the newer half and frees its pages."""
     known = mortal.tables()
     kept = mortal.pages()[:3]
     forgotten = 0
@@ -262,7 +264,7 @@ def test_a_server_that_answers_wrongly_is_one_clear_line(
 def test_a_server_that_is_slow_is_given_up(
     place: Place, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It sends a byte now and then: what counts is the time of a whole answer."""
+    """The server sends single bytes slowly; the limit is on the time of the whole answer."""
     monkeypatch.setattr("hicachectl.backends.hf3fs.store.MetadataClient.__init__.__kwdefaults__", {
         "timeout_s": 1.0
     })  # fmt: skip

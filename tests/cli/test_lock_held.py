@@ -1,4 +1,4 @@
-"""A lock that another process holds: nothing is done, exit 0, and a document that says so."""
+"""Commands do nothing if another process holds the lock: exit 0, and the document says so."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOLDER = (
 
 @contextmanager
 def held(lock: Path) -> Iterator[None]:
-    """Hold a file's locks of both kinds in another process."""
+    """Hold both kinds of lock of a file in another process."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -47,7 +47,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def arguments_of(command: str, base: Path) -> list[object]:
-    """Return the arguments of a command that would change something below a folder."""
+    """Return the arguments of a command that would change files below a folder."""
     store, quarantine = base / "store", base / "store/.hicachectl/quarantine"
     return {
         "migrate": ["migrate", store, base / "new"],

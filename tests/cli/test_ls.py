@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Two models: four pages of `a/b` at TP=2 with Mamba on one, two pages of MLA `c`."""
+    """Return a store of two models: four pages of `a/b` (TP 2, one with Mamba), two of MLA `c`."""
     directory = tmp_path / "store"
     directory.mkdir()
     put_pages(directory, range(4), "_a-b_0_2", "_a-b_1_2", nbytes=100)

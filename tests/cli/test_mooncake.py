@@ -1,4 +1,4 @@
-"""The commands on a real Mooncake cluster: what an operator sees there, and only there."""
+"""Commands on a real Mooncake cluster: behaviour that only Mooncake has."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAGES = 6
 
 @pytest.fixture(scope="module")
 def brief_cluster(mooncake_package: None) -> Iterator[Cluster]:
-    """A cluster whose leases end soon: what was just read can be removed."""
+    """Return a cluster with short leases: objects can be removed soon after a read."""
     with Cluster(lease_ms=LEASE_MS) as started:
         yield started
 
@@ -74,7 +74,7 @@ def test_a_healthy_cluster_has_no_findings(invoke: Invoke, cluster: Cluster, pro
 def test_an_empty_cluster_is_said_to_be_empty(
     invoke: Invoke, mooncake_cluster: Cluster, profile: Path
 ) -> None:
-    """As after a restart of the master, which forgets every object."""
+    """A restarted master has forgotten every object."""
     out = invoke("verify", mooncake_cluster.url, "--profile", profile)
     assert "the store is empty" in out.stderr
     assert "nothing was checked" in out.stdout
@@ -96,7 +96,7 @@ def test_a_warm_up_key_is_information(invoke: Invoke, cluster: Cluster, profile:
 def test_a_short_and_a_long_object_are_told_apart_in_severity(
     invoke: Invoke, cluster: Cluster, profile: Path
 ) -> None:
-    """A server takes a short object for a hit; of a long one it gets an error, a miss."""
+    """A server reads a short object as a hit; a long object gives an error, so a miss."""
     short, long = keys_of_page(cluster, 0)[0], keys_of_page(cluster, 1)[0]
     cluster.put(short, b"x" * 100)
     cluster.put(long, b"x" * 100_000)
@@ -171,7 +171,7 @@ def test_a_catalog_notices_changed_bytes(
     cluster.put(key, bytes(value))
     document = verified(invoke, cluster.url, "--profile", profile, *catalog, "--fail-on", "never")
     (code, severity, where) = found(document)[0]
-    # Freed memory is used again, so that a rewritten object can look like the one recorded.
+    # Freed memory is reused, so a rewritten object can look like the recorded object.
     assert (code, severity) in {("re-recorded", "info"), ("digest-mismatch", "warning")}
     assert where == key
 
@@ -198,7 +198,7 @@ def test_a_tag_that_only_a_profile_can_tell_is_not_silently_absent(
 def test_a_size_that_the_master_does_not_say_is_not_called_zero(
     invoke: Invoke, cluster: Cluster
 ) -> None:
-    """Keys with a comma cannot be asked for their size without a lease."""
+    """The size of a key with a comma cannot be queried without a lease."""
     cluster.put(f"slices_{'0a' * 32}_['4', '5']_temporal", bytes(4096))
     for options in ((), ("--objects",), ("--summary",)):
         rows = invoke("ls", cluster.url, *options, "--format", "jsonl").stdout.splitlines()

@@ -1,4 +1,4 @@
-"""Clusters that break, and objects that vanish, while the tool looks at them."""
+"""Mooncake clusters that fail, and objects that vanish, during a command."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def profile(tmp_path: Path) -> Path:
 
 
 def put_pages(cluster: Cluster, pages: int = PAGES) -> list[str]:
-    """Put whole pages of ordinary numbers; their keys, page by page."""
+    """Write whole pages of ordinary numbers; return their keys, page by page."""
     keys = [f"x-m_{page:064x}_0_{part}" for page in range(pages) for part in "kv"]
     value = np.full(OBJECT_BYTES // 2, 0x3F80, dtype="<u2").tobytes()
     for key in keys:
@@ -61,7 +61,7 @@ def broken_at(
     cluster: Cluster, folder: Path, profile: Path, call: str, number: int,
     breaking: Callable[[], object],
 ) -> Ended:  # fmt: skip
-    """Verify a cluster that breaks right before a call."""
+    """Verify a cluster that fails right before a call."""
     with paused(
         folder / "paused", call, number, "verify", cluster.url, "--profile", profile,
         "--grace", "0s", "--format", "json", "--jobs", "1",
@@ -80,7 +80,7 @@ def document_of(ended: Ended, exit_code: int) -> dict[str, Any]:
 
 
 def assert_lost(ended: Ended) -> None:
-    """Exit 3, nothing on stdout, and one line that says it."""
+    """Assert exit code 3, an empty stdout and one line on stderr."""
     assert (ended.code, ended.stdout) == (3, "")
     assert len([line for line in ended.stderr.splitlines() if "hicachectl:" in line]) == 1
 
@@ -169,7 +169,7 @@ def test_an_absent_master_is_one_clear_line(
 def test_a_wrong_port_of_the_master_is_said_and_not_tried_for_minutes(
     mooncake_cluster: Cluster, invoke: Invoke, profile: Path
 ) -> None:
-    """Mooncake's own setup asks for 90 s where nobody listens, for 10 minutes an HTTP server."""
+    """Mooncake's setup retries for 90 s if nothing listens, for 10 minutes at an HTTP server."""
     put_pages(mooncake_cluster)
     for wrong in (NOBODY, mooncake_cluster.admin):
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Output: JSON text equals the standard library's, files appear whole, tables line up."""
+"""Output: JSON equals the standard library's, files appear atomically, tables are aligned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packs on the command line: stores like others, `pack info` and `pack repair`."""
+"""Packs on the command line: as stores, and with `pack info` and `pack repair`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pack(directory: Path, tmp_path: Path) -> Path:
-    """The same objects, with their profile."""
+    """Return a pack of the demo's objects, with their profile."""
     path = tmp_path / "x.hcpack"
     url = f"pack://{path}?keys=file"
     with (
@@ -270,7 +270,7 @@ UNIFIED_PACK = Path(__file__).parents[1] / "data" / "packs" / "unified.hcpack"
 def test_a_pack_of_unified_keys_that_an_earlier_release_wrote_is_read(
     invoke: Invoke, tmp_path: Path
 ) -> None:
-    """Nothing writes such keys any more; three pages of 128 bytes lie in the pack."""
+    """No release writes such keys any more; the pack has three pages of 128 bytes."""
     rows = listed(invoke, f"pack://{UNIFIED_PACK}")
     assert [(row["state"], row["nbytes"]) for row in rows] == [("whole", 128)] * 3
     copy = tmp_path / "copy.hcpack"

@@ -1,4 +1,4 @@
-"""Hostile input and output that fails: one clear line, exit 2, and nothing of size is built."""
+"""Hostile input and failing output: one clear line, exit 2, and no large allocation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def shell(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command line in which `hicachectl` is ours."""
+    """Run a shell command line in which `hicachectl` is the tested one."""
     text = f'hicachectl() {{ "{sys.executable}" -m hicachectl "$@"; }}; set -o pipefail; {command}'
     return subprocess.run(
         ["bash", "-c", text],
@@ -49,7 +49,7 @@ def shell(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def one_line(invoke: Invoke, *arguments: object, exit_code: int = 2) -> str:
-    """The one thing that stderr says of a call that fails."""
+    """Return the only message on stderr of a failing call."""
     outcome = invoke(*arguments, exit_code=exit_code)
     assert outcome.stdout == ""
     lines = [line for line in outcome.stderr.splitlines() if not line.startswith(("Usage", "Try"))]
@@ -187,7 +187,7 @@ def test_a_whole_file_needs_its_directory(tmp_path: Path) -> None:
         pass
 
 
-# --- what a terminal is told ---
+# --- escapes on a terminal ---
 
 NASTY = "_a\x1b]0;x\x07\nb\x7f\u009b_0_1"
 

@@ -155,7 +155,7 @@ def _directory(ctx: click.Context, quarantine: str) -> Path:
     config = ctx.obj.config
     url = parse_url(quarantine, load_config(None if config is None else str(config)))
     if url.scheme != "file":
-        raise click.UsageError(f"{quarantine}: not a directory; a quarantine is a directory")
+        raise click.UsageError(f"{quarantine}: not a directory; QUARANTINE must be a directory")
     return Path(url.path)
 
 
