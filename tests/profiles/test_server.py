@@ -314,7 +314,7 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str) -> None:
 def test_a_config_that_cannot_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ProfileError, match=r"config\.json: No such file"):
+    with pytest.raises(ProfileError, match=r"config\.json: cannot read: No such file"):
         read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{}" + " " * 100)
     monkeypatch.setattr(server, "MAX_CONFIG_BYTES", 50)
