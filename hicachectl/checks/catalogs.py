@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.disk.permissions import Permissions
     from hicachectl.pages.inventory import IntArray
 
-UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)  # change of an object since its entry was recorded
+UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)  # an object, compared with its entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def load_catalog(path: Path) -> Catalog:
     Raises UsageError if the file cannot be read, FormatError if the content is not a catalog.
     """
     try:
-        # Opening a FIFO would block, deaf to signals, until a writer comes.
+        # Mapping a FIFO would wait for a writer, without handling signals.
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError(0, "not a regular file")
         with pa.memory_map(str(path)) as mapped:
@@ -62,7 +62,7 @@ def load_catalog(path: Path) -> Catalog:
 def save_catalog(catalog: Catalog, path: Path, readable_by: Permissions | None = None) -> None:
     """Replace a catalog file atomically. Raises UsageError if the file cannot be written.
 
-    readable_by: the users who may list the store; a new catalog is readable to them at most.
+    readable_by: who may list the store; a new catalog is no more readable.
     """
     with whole_file(path, durable=True, readable_by=readable_by) as stream:
         stream.write(write_catalog(catalog))
@@ -98,10 +98,9 @@ def carry_forward(
     present: pa.BinaryArray,
     now_ns: int,
 ) -> Catalog:
-    """Return the catalog after a run: the digested objects, and other entries still in the store.
+    """Return the catalog after a run: digested objects, and old entries still in the store.
 
-    A mismatch keeps its old entry, so the next run reports the mismatch again. present: all keys
-    of the store.
+    A mismatch keeps its old entry: the next run reports it again. present: all keys of the store.
     """
     kept = SCHEMA.empty_table() if catalog is None else catalog.entries
     recorded = np.flatnonzero(outcome != MISMATCH)

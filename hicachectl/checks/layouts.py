@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class LayoutCheck:
     """Check for pages whose rows lie in the order of another layout.
 
-    rivals:  layouts of each other order, as text.
-    tensors: the object's tensors, all in one axis order.
+    rivals:  names of the layouts of each other order.
+    tensors: of the object, in one axis order.
     widths:  channels to compare in each tensor.
     scales:  of the codes that start each row of the only tensor; None for plain numbers.
     """
@@ -103,7 +103,7 @@ class LayoutCheck:
 
 
 def layout_check(expected: ObjectSpec, profile: Profile) -> LayoutCheck | None:
-    """Return the check for one spec; None if no other order is distinguishable."""
+    """Return the check for one spec; None if other orders cannot be distinguished."""
     pool = profile.pool(expected.coordinate.pool)
     if pool is None or not expected.tensors:
         return None
@@ -143,7 +143,7 @@ def _read_floats(
 def _read_codes(
     objects: Bytes, tensor: TensorLayout, scales: Column, places: _Places, channels: int
 ) -> Floats:
-    """Read codes times scales; the scales keep three mantissa bits, as fp8 logarithms have."""
+    """Read codes times scales, both with three mantissa bits, as fp8 has."""
     stored = _rows(objects, tensor)
     codes = log_magnitudes(_spread(stored[..., : scales.offset], channels)[places])
     ends = scales.offset + scales.nbytes

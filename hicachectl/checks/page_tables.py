@@ -36,9 +36,8 @@ def check_page_tables(
 ) -> Iterator[pa.Table]:
     """Yield tables of findings about saved page tables, some of them empty.
 
-    earlier: states saved before. A page counts as leaked only if it is leaked in all of them;
-    other pages may be in use by a writer. An empty sequence reports no leaked page, None reports
-    all.
+    earlier: states saved before. A page is leaked only if it is leaked in all of them; a server may
+    be writing other pages. Without any state, no page is reported as leaked; with None, all are.
 
     On a live store page-index-free is only a suspicion: the server saves keys before free pages,
     so a key deleted in between is in both. The finding holds if the key keeps that page.
@@ -55,7 +54,7 @@ def check_page_tables(
     yield from _page_counts(state.tables)
 
 
-# contents of tables, used by repair too
+# contents of tables, for repair too
 
 
 def holders(table: PageTable) -> IntArray:
@@ -82,7 +81,7 @@ def out_of_range(table: PageTable) -> BoolArray:
 
 @dataclass(frozen=True, slots=True)
 class PageRuns:
-    """Runs of consecutive pages, in order; no larger than the table, however many pages it has."""
+    """Runs of consecutive pages, in order; small even if the table claims many pages."""
 
     starts: IntArray
     lengths: IntArray
@@ -101,7 +100,7 @@ class PageRuns:
 
 
 def leaked_pages(*tables: PageTable) -> PageRuns:
-    """Return the pages that are neither free nor held by a key in any state of one table."""
+    """Return the pages that are neither free nor held by a key in any state of a table."""
     lists = [pages for table in tables for pages in (table.free, table.indices)]
     num_pages = min(table.num_pages for table in tables)
     known = np.concatenate([np.array([-1, num_pages]), *lists])
@@ -201,7 +200,7 @@ def _wrong_stride(table: PageTable, file: DataFile, bytes_per_page: int) -> pa.T
 
 
 def _page_counts(tables: Sequence[PageTable]) -> Iterator[pa.Table]:
-    """Yield a finding for each namespace whose ranks have files of different sizes."""
+    """Yield a finding for namespaces whose ranks have files of different sizes."""
     ranks: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for table in tables:
         ranks[table.namespace][table.num_pages].append(table.rank)

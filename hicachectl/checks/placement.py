@@ -1,4 +1,4 @@
-"""Check a store's replicas: replicas that differ in size, and objects without a fast replica."""
+"""Check a store's replicas: different sizes, and objects without a fast replica."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Registry of checks and their finding codes, for commands, reports and repair.
 
-A check has codes with severities, needs, a function, and perhaps a device kernel. Functions are
-named by module, so help imports none of them. Other packages can register checks:
+Functions are named by module, so help imports none of them. Other packages can register checks:
 
     register(ValueCheck(name=…, group=VALUES, codes=(Code("my-code", "warning"),), prepare=…))
 """
@@ -46,9 +45,9 @@ class Code:
     """A code of findings.
 
     severity: one of SEVERITIES. rules: severity under each rule that changes it.
-    structural: the page group lacks objects; none of its objects is damaged.
-    absent: the finding's key names a missing object.
-    remedy: next step for findings that are not about a page; repair does not act on them.
+    structural: the page group lacks objects; no object is damaged.
+    absent: the finding's key is of a missing object.
+    remedy: next step for a finding that is not about a page; repair does not act on such.
     """
 
     name: str
@@ -86,8 +85,8 @@ class CheckInput:
     in_flight: [groups] bool. profile: None if none was given. now_ns: Unix time of the run's
     start, ns. tables: page tables at that time, if the store has them. digests: [objects, 32]
     uint8, valid where digested: [objects] bool. compared: `checks.catalogs.compare` of the
-    digested objects; None without a comparison. remark: takes a text for the user. skip: takes
-    the name and the reason of an entry in `skipped_checks`.
+    digested objects; None without a comparison. remark: takes a text for the user. skip: takes a
+    name and a reason for `skipped_checks`.
     """
 
     store: Store
@@ -194,7 +193,7 @@ def unregister(name: str) -> None:
 
 
 def checks(groups: Collection[str] | None = None) -> list[Check]:
-    """Return the checks of the groups and the checks that always run; None: all checks."""
+    """Return the checks of some groups and those that always run; None: all."""
     return [
         check
         for check in _CHECKS.values()
@@ -239,7 +238,7 @@ def codes() -> tuple[Code, ...]:
 
 
 def page_codes() -> tuple[str, ...]:
-    """Return the codes of findings about one page group: `verify --repair` can act on these."""
+    """Return the codes of findings about one page group, which `verify --repair` can act on."""
     return tuple(code.name for code in codes() if not code.remedy)
 
 
@@ -374,7 +373,7 @@ for _check in (
         function="hicachectl.checks.sizes:check_mixed_sizes",
     ),
     Check(
-        name="reading",  # noted while `verify.reading` reads objects for any check
+        name="reading",  # noted in `verify.reading`, for any check that reads
         group=None,
         codes=(_TRUNCATED, _OVERSIZED, Code("unreadable", "error")),
         needs=frozenset({Need.BYTES}),

@@ -48,7 +48,7 @@ def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
 
 
 def check_mixed_sizes(given: CheckInput) -> Iterator[pa.Table]:
-    """Yield mixed-sizes for each kind of object that servers have written in several sizes."""
+    """Yield mixed-sizes for each kind of object with several common sizes."""
     inventory = given.inventory
     present = np.unique(inventory.affix_ids)
     mixes = [mix for mix in inventory.table.mixes if np.isin(present, mix.affix_ids).any()]
@@ -85,7 +85,7 @@ def _written(oldest_ns: int | None, newest_ns: int | None) -> str:
 
 
 def _likely_reason(mix: SizeMix) -> str:
-    """Return the likely reason for the ratio of the two most common sizes."""
+    """Return a likely reason for the ratio of the two most common sizes."""
     one, two = (size.nbytes for size in mix.sizes[:2])
     ratio = Fraction(max(one, two), min(one, two))
     if ratio == 2:
@@ -112,6 +112,6 @@ def expected_sizes(table: AffixTable) -> IntArray:
 
 
 def _difference(actual: IntArray, expected: IntArray) -> pa.Array:
-    """Return the actual and the expected bytes of each object as text: [objects]."""
+    """Return the actual and expected bytes of each object as text: [objects]."""
     has, wanted = (pc.cast(pa.array(sizes), pa.string()) for sizes in (actual, expected))
     return pc.binary_join_element_wise(has, " bytes, expected ", wanted, "")

@@ -1,6 +1,6 @@
 """Tensors of objects as tables of rows, for value checks.
 
-The kind (`formats.kinds`) defines the columns of a row. Source of padding layers: SGLang
+Kinds (`formats.kinds`) define the columns of a row. Padding layers: SGLang
 srt/mem_cache/pool_host/.
 """
 
@@ -43,7 +43,7 @@ class Section:
     dtype: str
 
     def coordinates(self, rows: IntArray) -> dict[str, IntArray]:
-        """Return the coordinates of rows along each axis; layers as model layer numbers."""
+        """Return the coordinates of rows by axis; layers as model layer numbers."""
         numbers = np.array([-1 if layer is None else layer for layer in self.layers])
         return {**self._unravelled(rows), "layer": numbers[self.stored_layer(rows)]}
 
@@ -57,7 +57,7 @@ class Section:
 
 
 def sections_of(expected: ObjectSpec, profile: Profile) -> tuple[Section, ...]:
-    """Return the tensors of an object as tables; none if the profile does not list its pool."""
+    """Return the tensors of an object as tables; none if the profile lacks its pool."""
     pool = profile.pool(expected.coordinate.pool)
     if pool is None:
         return ()
@@ -67,7 +67,7 @@ def sections_of(expected: ObjectSpec, profile: Profile) -> tuple[Section, ...]:
 
 
 def stored_layers(expected: ObjectSpec, profile: Profile) -> tuple[int | None, ...]:
-    """Return the model layer of each stored layer; padding (None) lies before packed drafts."""
+    """Return the model layer of each stored layer; padding, as None, lies before packed drafts."""
     packed = 0
     if not pool_name(expected.pool).draft:
         total = model_layer_count(profile)
@@ -78,7 +78,7 @@ def stored_layers(expected: ObjectSpec, profile: Profile) -> tuple[int | None, .
 
 
 def _code_dtype(profile: Profile, pool: Pool) -> str:
-    """Return the fp8 dtype of quantised codes: SGLang's is_fp8_fnuz holds for a whole process."""
+    """Return the fp8 dtype of quantised codes; SGLang's is_fp8_fnuz holds for a whole process."""
     fnuz = "float8_e4m3fnuz"
     return fnuz if fnuz in (pool.dtype, profile.pools[0].dtype) else "float8_e4m3fn"
 
@@ -105,7 +105,7 @@ def _section(
 
 
 def _row_axes(tensor: TensorLayout) -> int:
-    """Return how many leading axes number rows: layer and token, and more for long rows."""
+    """Return how many leading axes number rows: layer and token, more for long rows."""
     cut = 1 + max(i for i, axis in enumerate(tensor.axes) if axis in _ROW_AXES)
     while len(tensor.axes) - cut > 1 and prod(tensor.shape[cut:]) * tensor.itemsize > _ROW_BYTES:
         cut += 1

@@ -50,8 +50,8 @@ _NAMED_NUMBERS = 4
 class TensorStats:
     """Statistics of one tensor in one layer; extremes and mean cover finite values only.
 
-    tensor: quantised codes are dequantised, under the tensor's name; a row's rope part and the
-        scales are separate tensors.
+    tensor: dequantised codes have the tensor's name; a row's rope part and the scales are tensors
+        of their own.
     layer:  model layer number.
     """
 
@@ -106,9 +106,9 @@ class ValueChecker:
     ) -> list[ValueIssue]:
         """Return the issues of objects [n, nbytes], one for each object and code.
 
-        rows: objects to check, ascending; None: all. checks: checks to run; None: all. Each
-        object's bytes must be contiguous; objects may lie apart. Needs a few MB of memory. Raises
-        ValueError if nbytes is not the expected size, or a check does not declare its issue's code.
+        rows: objects to check, ascending. checks: checks to run. None: all. An object's bytes must
+        be contiguous; objects may lie apart. Needs a few MB of memory. Raises ValueError if nbytes
+        is not the expected size, or a check does not declare its issue's code.
         """
         _refuse(objects, self.expected.nbytes)
         if rows is None:
@@ -137,7 +137,7 @@ class ValueChecker:
 
 
 def _declared(check: ValueCheck, issues: Iterable[ValueIssue]) -> list[ValueIssue]:
-    """Return a check's issues. Raises ValueError if the check does not declare a code."""
+    """Return a check's issues. Raises ValueError on an undeclared code."""
     found = list(issues)
     for name in {issue.code for issue in found}.difference(code.name for code in check.codes):
         raise ValueError(f"{check.name}: the check does not declare code {name}")
@@ -158,7 +158,7 @@ def number_check(expected: ObjectSpec, profile: Profile) -> FindIssues | None:
 
 
 def _number_issues(sections: tuple[Section, ...], objects: Bytes) -> list[ValueIssue]:
-    """Return NaN, infinities, bad scales and zeros: one issue for each object and code."""
+    """Return one issue for each object and code."""
     damages: dict[int, _Damage] = {}
     for number, section in enumerate(sections):
         _scan(objects, number, section.table, damages)
@@ -173,7 +173,7 @@ def _number_issues(sections: tuple[Section, ...], objects: Bytes) -> list[ValueI
 
 
 def _blocks(objects: Bytes, table: RowTable) -> Iterator[tuple[int, int, Bytes]]:
-    """Yield the blocks of a table of all objects: first object, first row, [objects, bytes]."""
+    """Yield blocks of a table of all objects: first object, first row, [objects, bytes]."""
     for start, stop in table.runs:
         rows = max(1, _BLOCK_BYTES // table.pitch)
         together = max(1, _BLOCK_BYTES // ((stop - start) * table.pitch))
@@ -184,7 +184,7 @@ def _blocks(objects: Bytes, table: RowTable) -> Iterator[tuple[int, int, Bytes]]
 
 
 def _scan(objects: Bytes, number: int, table: RowTable, damages: dict[int, _Damage]) -> None:
-    """Scan one section of all objects; add the problems to `damages`."""
+    """Add the problems of one section of all objects to `damages`."""
 
     def damage_of(index: int) -> _Damage:
         return damages.setdefault(index, _Damage())
@@ -209,7 +209,7 @@ def _scan(objects: Bytes, number: int, table: RowTable, damages: dict[int, _Dama
 def _describe(
     sections: tuple[Section, ...], content: Bytes, damage: _Damage
 ) -> Iterator[tuple[str, str]]:
-    """Yield each code of one object's problems, with the detail."""
+    """Yield the codes and details of one object."""
     for code in _COUNTED:
         found = [
             _describe_items(sections[number], content, code, counts)
@@ -235,7 +235,7 @@ def _describe(
 
 
 def _describe_items(section: Section, content: Bytes, code: str, counts: IntArray) -> str:
-    """Return the number of bad items, their layers and tokens, and the first position as text."""
+    """Return the number of bad items, their layers and tokens, and the first as text."""
     rows = np.flatnonzero(counts)
     where = section.coordinates(rows)
     first = {axis: int(numbers[0]) for axis, numbers in where.items()}
@@ -249,7 +249,7 @@ def _describe_items(section: Section, content: Bytes, code: str, counts: IntArra
 def _first_item(
     section: Section, content: Bytes, row: int, code: str
 ) -> tuple[str, dict[str, int], float]:
-    """Return the first bad item of a row: its column, its indices in the column, its value."""
+    """Return the first bad item of a row: its column, indices and value."""
     table = section.table
     block = table.block(content, row, row + 1)
     for column in table.columns:
@@ -263,7 +263,7 @@ def _first_item(
 
 
 def _describe_zero_rows(section: Section, zero: BoolArray) -> Iterator[str]:
-    """Yield texts about the layers and the token rows of a tensor that are all zero bytes."""
+    """Yield the zero layers and the zero token rows of a tensor as text."""
     if section.dtype == "float8_e4m3fnuz":
         return
     name = section.table.name
@@ -282,7 +282,7 @@ def _describe_zero_rows(section: Section, zero: BoolArray) -> Iterator[str]:
 
 
 def _zero_units(section: Section, zero: BoolArray) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the all-zero layers, and (layer, token) of all-zero token rows in other layers."""
+    """Return the zero layers, and (layer, token) of the zero token rows in other layers."""
     axes, shape = section.table.axes, section.table.shape
     units = [axis for axis in ("layer", "token") if axis in axes]
     pieces = zero.reshape(shape).transpose(
@@ -303,7 +303,7 @@ def _zero_units(section: Section, zero: BoolArray) -> tuple[list[int], list[tupl
 
 
 def _extent(where: dict[str, IntArray]) -> str:
-    """Return the layers, and the tokens if known, as text."""
+    """Return layers, and tokens if known, as text."""
     parts = [
         _numbers(axis, np.unique(where[axis]).tolist())
         for axis in ("layer", "token")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def ambiguous_affixes(inventory: Inventory) -> dict[int, str]:
-    """Return texts about the ambiguous keys, by affix id: their number and their readings."""
+    """Return the number and the readings of ambiguous keys as text, by affix id."""
     table, counts = inventory.table, _counts(inventory)
     found = {}
     for number, resolved in enumerate(table.resolved):
@@ -23,7 +23,7 @@ def ambiguous_affixes(inventory: Inventory) -> dict[int, str]:
 
 
 def ambiguity_remark(inventory: Inventory) -> str:
-    """Return one line about the ambiguous keys and the remedy; "" without such keys."""
+    """Return one line about the ambiguous keys and the remedy; "" without any."""
     found = list(ambiguous_affixes(inventory).values())
     if not found:
         return ""

@@ -1,12 +1,11 @@
 """Decide, object by object, between two models whose keys look alike.
 
 `<hash>_m_0_2.bin` is TP rank 0 of 2 of model m (the wide reading), or the whole page of model
-m_0_2 (the narrow reading). If a store has both models, two facts about an object decide: fellow
-ranks on its page, which only the wide reading explains, and its size. Otherwise the object stays
-ambiguous.
+m_0_2 (the narrow reading). If a store has both models, an object's size decides, and fellow ranks
+on its page, which only the wide reading explains. Otherwise the object stays ambiguous.
 
-Lost ranks are far more common than such model names. So a lone object of the wide size counts as a
-rank without its fellows, unless there are very many.
+Lost ranks are far more common than such names. So a lone object of the wide size counts as a rank
+that lost its fellows, unless there are very many.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ SizeCounts = dict[int, dict[int, int]]  # number of objects by affix id and size
 
 _WIDE, _NARROW, _OPEN, _NONE = range(4)
 
-_MANY = 3  # this many objects of one size are not damage
-# An affix may be another model's too, if this many of its objects have no fellow ranks, and this
-# many times more than of any fellow.
+_MANY = 3  # from this many objects on, a size is not damage
+# An affix may be another model's too, if this many and this share of its objects have no fellow
+# ranks, and this many times more than of any fellow.
 _MANY_LONE = 20
 _SHARE = 0.05
 _TIMES_FELLOWS = 3
@@ -100,7 +99,7 @@ def _count_sizes(affix_ids: Ids, nbytes: IntArray) -> SizeCounts:
     ids, own = (affix_ids, nbytes) if known.all() else (affix_ids[known], nbytes[known])
     one = np.zeros(int(ids.max(initial=-1)) + 1, dtype=np.int64)
     one[ids] = own
-    if (one[ids] == own).all():  # in most stores each affix has one size: no grouping needed
+    if (one[ids] == own).all():  # as in most stores: no grouping needed
         counts = np.bincount(ids, minlength=len(one)).tolist()
         return {n: {size: counts[n]} for n, size in enumerate(one.tolist()) if counts[n]}
     counted = (
@@ -127,7 +126,6 @@ class _Alike:
     having: Counter[int] = field(default_factory=Counter)
 
     def add(self, affix: int, sizes: Mapping[int, int]) -> None:
-        """Add an affix; sizes: number of its objects by size."""
         self.affixes.append(affix)
         self.objects.update(sizes)
         self.having.update(sizes.keys())
@@ -196,7 +194,7 @@ class _Readings:
                 yield _Contest(number, wide, (taken,), _NARROW)
 
     def _looks_shared(self, affix: int, wide: Coordinate) -> bool:
-        """Return whether another model may write an affix too, judged by counts alone."""
+        """Return whether counts suggest that another model writes an affix too."""
         own, stated, alike = self.sizes.get(affix, {}), self.stated_size(affix), self.alike(wide)
         if stated != UNKNOWN_SIZE:
             fits = own.keys() <= {stated}
@@ -208,7 +206,7 @@ class _Readings:
         return count - most >= max(_MANY_LONE, _SHARE * count)
 
     def _most(self, wide: Coordinate, affix: int) -> int:
-        """Return the largest number of objects of any fellow rank."""
+        """Return the largest object count of a fellow rank."""
         key = rank_set(wide)
         if key not in self._largest:
             totals = ((sum(self.sizes.get(f, {}).values()), f) for f in self.fellows[key])
@@ -216,7 +214,7 @@ class _Readings:
         return next((count for count, fellow in self._largest[key] if fellow != affix), 0)
 
     def alike(self, wide: Coordinate) -> _Alike:
-        """Return the affixes of all TP ranks of a stage; their objects have the same size."""
+        """Return the affixes of a stage's TP ranks, whose objects have the same size."""
         key = rank_set(wide), wide.shard.pp_rank, wide.shard.cp_rank
         if not self._alike:
             for affix, readings in enumerate(self.anchors):
@@ -226,7 +224,7 @@ class _Readings:
         return self._alike[key]
 
     def stated_size(self, affix: int) -> int:
-        """Return the size that the table states for an affix, or UNKNOWN_SIZE."""
+        """Return the affix's size in the table, or UNKNOWN_SIZE."""
         spec = self.table.spec(affix)
         return UNKNOWN_SIZE if spec is None else spec.nbytes
 
@@ -250,7 +248,6 @@ class _Decided:
         self.affix_ids[rows] = number
 
     def table(self) -> AffixTable:
-        """Return the table with the additional ids."""
         old = self._table
         if not self._numbers:
             return old
@@ -349,7 +346,7 @@ class _Pages:
                 decided.set(affix, self._rows[places][choice == which], resolved)
 
     def _of_affix(self, affix: int) -> slice:
-        """Return the span of an affix's objects; empty if the affix is of another rank set."""
+        """Return the span of an affix's objects; empty for another rank set."""
         return self._spans.get(affix, slice(0, 0))
 
     def _on_page(self, affixes: list[int]) -> IntArray:
@@ -392,8 +389,8 @@ class _Pages:
         choice[tie] = contest.taken
         if (
             contest.taken == _WIDE
-            # On a live store one rank is ahead of the others. Only a profile tells such pages from
-            # another model's.
+            # On a live store one rank is ahead of the others, which only a profile tells from
+            # another model's pages.
             and not self._is_profiled(contest)
             and has_fellows.any()
             and self._is_much(int(tie.sum()), len(sizes), fellows)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int64]
 
-# Objects of a wrong size on fewer pages may be damaged. On more pages another deployment wrote
-# them, if no object has the right size and nearly all have the same.
+# Objects of a wrong size on fewer pages may be damaged. On more pages, if nearly all have one size
+# and none has the right size, another deployment wrote them.
 _PAGES = 3
 _NEARLY_ALL = 0.9
 
@@ -25,10 +25,10 @@ _NEARLY_ALL = 0.9
 def refuse_contradiction(
     table: AffixTable, affix_ids: npt.NDArray[np.int32], nbytes: IntArray
 ) -> None:
-    """Raise ProfileError if a profile contradicts the store, with both numbers.
+    """Raise ProfileError, with both numbers, if a profile contradicts the store.
 
-    A profile contradicts a store without any of its objects, or with another size for all objects
-    of a pool. affix_ids, nbytes: [objects].
+    That is, if the store has no object of the profile, or another size for all objects of a pool.
+    affix_ids, nbytes: [objects].
     """
     profiled = table.deployments[:1] if table.deployments else ()
     if not profiled or profiled[0].profile is None:

@@ -1,7 +1,7 @@
-"""Deployments of a store and the specs of their pages, from a profile or from the keys seen.
+"""Deployments of a store and their specs, from a profile or from keys.
 
-A deployment is one (model, tag, topology). Its specs are the objects that its pages can have, one
-for each distinct affix; later steps join on affix ids.
+A deployment is one (model, tag, topology). It has a spec for each distinct affix, so later steps
+join on affix ids.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class SeenSize:
-    """A size of a kind of object, with the number of its pages and objects and its write times.
+    """A size of a kind of object, with counts and write times.
 
     oldest_ns, newest_ns: Unix nanoseconds; None if the store keeps no times.
     """
@@ -77,8 +77,8 @@ class SeenSize:
 class SizeMix:
     """A kind of object with several common sizes, none stated by a profile.
 
-    affix_ids: all affixes of the kind. coordinate: of one of them. sizes: the common sizes, most
-    pages first. pages: number of pages with any object of the kind.
+    coordinate: of one of the affixes. sizes: the common ones, most pages first. pages: number of
+    pages with an object of the kind.
     """
 
     affix_ids: tuple[int, ...]
@@ -89,14 +89,12 @@ class SizeMix:
 
 @dataclass(frozen=True)
 class AffixTable:
-    """Deployment and spec of each distinct affix of a store; lists are indexed by affix id.
+    """Deployment and spec of each affix of a store; lists are indexed by affix id.
 
     An affix whose objects are decided one by one (`contested`) has an id for each decision.
 
     deployment_ids: index into `deployments`, or UNRESOLVED.
     spec_ids: index into that deployment's specs.
-    codec: of the store's keys. profile: used to make the table.
-    mixes: kinds of objects with several sizes.
     """
 
     codec: KeyCodec
@@ -138,8 +136,8 @@ def assign_affixes(
 ) -> AffixTable:
     """Resolve the affixes of a store and assign them to deployments.
 
-    Affixes that the profile does not list form deployments by model, tag and topology, with specs
-    from the keys alone.
+    Affixes that the profile lacks form deployments by model, tag and topology, with specs from
+    keys alone.
     """
     specs = () if profile is None else profiled_deployment(profile, codec).specs
     known = {spec.affix: spec.coordinate for spec in specs}
@@ -209,9 +207,9 @@ def other_ranks(affixes: Collection[Affix], codec: KeyCodec) -> list[Affix]:
 def _unlisted_specs(
     deployment: Deployment, coordinates: Iterable[tuple[Affix, Coordinate]]
 ) -> tuple[ObjectSpec, ...]:
-    """Return specs for sidecars that the profile does not list, beside anchors that it lists.
+    """Return specs for unlisted sidecars of the profile's anchors.
 
-    Such sidecars are not orphans, and no page is expected to have one.
+    Such sidecars are not orphans, and no page needs one.
     """
     anchors = {deployment_of(spec.coordinate) for spec in deployment.specs if spec.anchor}
     return tuple(
@@ -230,8 +228,8 @@ def _owners(coordinate: Coordinate) -> set[tuple[str, str, Sizes]]:
 
 
 def _inferred_deployments(coordinates: Collection[Coordinate], codec: KeyCodec) -> list[Deployment]:
-    # Mamba states join any other object of their page: their group must not depend on whether the
-    # store has anchors of their deployment.
+    # Mamba states join any other object of their page: their group must not depend on the presence
+    # of anchors.
     shared = {deployment_of(c) for c in coordinates if not pool_name(c.pool).states}
     gathered: dict[tuple[str, str, Sizes], list[Coordinate]] = defaultdict(list)
     for coordinate in coordinates:

@@ -110,7 +110,7 @@ class SlotBlock:
         )
 
     def match(self, other: SlotBlock) -> SlotArray:
-        """Return another block's value for each slot, or ABSENT: [slots]; both of the same set."""
+        """Return the value of another block of the same set for each slot, or ABSENT: [slots]."""
         mine, theirs = self._codes, other._codes
         if not len(theirs):
             return np.full(len(mine), ABSENT, dtype=other.values.dtype)

@@ -43,9 +43,9 @@ class Missing:
 class PageGroups:
     """Objects of an inventory, grouped by page and deployment.
 
-    Groups are numbered from 0, by deployment, then page. Arrays are indexed by group unless stated
-    otherwise. The ambiguous keys of a page form a separate group in state unknown; foreign
-    objects are in no group (-1).
+    Groups are numbered from 0, by deployment, then page; arrays are indexed by group unless stated
+    otherwise. A page's ambiguous keys form a group in state unknown; foreign objects are in no
+    group (-1).
     """
 
     def __init__(self, inventory: Inventory) -> None:

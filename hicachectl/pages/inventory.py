@@ -33,10 +33,10 @@ _ASKED_AT_ONCE = 8192
 class Inventory:
     """All objects of a store.
 
-    objects: columns of the scan: key binary, nbytes and mtime_ns int64, and the requested ones;
-             in many chunks, see `take`.
-    affix_ids: [objects] int32, index into the table's `affixes`, negative for a foreign key. An
-             affix has several ids if its objects are decided one by one (`contested`).
+    objects: columns key binary, nbytes and mtime_ns int64, and the requested ones; in many chunks,
+             so use `take`.
+    affix_ids: [objects] int32, index into `table.affixes`, negative for a foreign key. An affix
+             whose objects are decided one by one (`contested`) has several ids.
     """
 
     objects: pa.Table
@@ -116,9 +116,9 @@ def take_inventory(
 
 
 def look_up(store: Store, keys: pa.BinaryArray, profile: Profile | None = None) -> Inventory:
-    """Return the inventory of some keys, without a scan.
+    """Return the inventory of some keys, without a scan. Raises like `take_inventory`.
 
-    For few keys, or a store whose listing is out of date. Raises like `take_inventory`.
+    For few keys, or a store whose listing is out of date.
     """
     some = (keys.slice(start, _ASKED_AT_ONCE) for start in range(0, len(keys), _ASKED_AT_ONCE))
     found = (store.look(pa.table({"key": part}), ("nbytes", "mtime_ns")) for part in some)

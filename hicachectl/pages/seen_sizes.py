@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int64]
 
-# A size on fewer pages may be damage. A size on more pages is common: some servers write it.
+# A size on fewer pages may be damage; on more pages, some servers write this size.
 _PAGES = 3
 _SHARE_OF_PAGES = 0.05
 _FIRST_WORD = 0  # of a page hash; 64 bits distinguish the pages of a store

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Selection:
     """Filters on page groups; None and "" select everything.
 
-    model: served name, "/" or "-" alike. page: a prefix of page hashes. since: Unix seconds,
-    compared with a group's newest object. pool: selects groups with an object of the pool.
-    states: names in `vocabulary.STATES`.
+    model: served name, "/" or "-" alike. page: a prefix of page hashes. since: Unix seconds, for a
+    group's newest object. pool: whole groups with an object of the pool. states: names in
+    `vocabulary.STATES`.
     """
 
     model: str = ""

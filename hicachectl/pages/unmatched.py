@@ -35,8 +35,8 @@ _EMPTY = "the store is empty"
 def explain_nothing(store: Store, listed: Inventory, filters: Mapping[str, bool]) -> str:
     """Return the reason why no page was chosen, in one line.
 
-    listed: the whole store. filters: the given options, such as "--model a/b", and whether each
-    alone matches a page.
+    listed: the whole store. filters: given options, such as "--model a/b", and whether each alone
+    matches a page.
     """
     groups = PageGroups(listed)
     if not len(groups):
@@ -167,7 +167,7 @@ def _describe_place(store: Store, listed: Inventory) -> str:
 
 
 def _entries(path: str) -> tuple[list[str], list[str]]:
-    """Return the names in a directory, except our own: sub-directories, and all others."""
+    """Return the names in a directory, except our own: sub-directories, and the rest."""
     directories: list[str] = []
     others: list[str] = []
     try:
