@@ -136,7 +136,7 @@ def _shared(table: PageTable) -> pa.Table:
 
 def _out_of_range(table: PageTable) -> pa.Table:
     rows = np.flatnonzero(out_of_range(table))
-    pages = f", but the table has {table.num_pages} pages"
+    pages = f" is outside the table of {table.num_pages} pages"
     return _key_findings(
         "page-index-out-of-range", table, rows, "page ", table.indices[rows], pages
     )
@@ -185,7 +185,10 @@ def _duration(length_ns: int) -> str:
 def _beyond_the_end(table: PageTable, file: DataFile, bytes_per_page: int) -> pa.Table:
     whole = file.nbytes // bytes_per_page
     rows = np.flatnonzero((table.indices >= whole) & ~out_of_range(table))
-    ending = f", but {file.path} ends after {file.nbytes} bytes, {whole} pages of {bytes_per_page}"
+    ending = (
+        f" lies beyond the end of {file.path}: {file.nbytes} bytes, {whole} pages of "
+        f"{bytes_per_page} bytes"
+    )
     return _key_findings("truncated", table, rows, "page ", table.indices[rows], ending)
 
 

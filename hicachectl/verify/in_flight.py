@@ -52,7 +52,7 @@ def changed_groups(
         wanted = np.flatnonzero(suspect[missing.groups])
         keys = groups.keys_of(missing).take(pa.array(wanted))
         arrived = store.exists(pa.table({"key": keys}))
-        if len(others):  # objects of another model have not arrived since
+        if len(others):  # another model's objects do not count as arrived
             arrived &= ~pc.is_in(keys, value_set=others).to_numpy(zero_copy_only=False)
         changed[missing.groups[wanted[arrived]]] = True
     return changed, int((~still_there).sum())

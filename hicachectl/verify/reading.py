@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray, Inventory
     from hicachectl.verify.reading_plan import ReadingPlan, Window
 
-_ASKED_OBJECTS = 4096  # per query which objects still exist
+_ASKED_OBJECTS = 4096  # objects per query whether they still exist
 # From this many objects on, and up to this mean size, forked processes read faster than threads.
 # Fewer objects do not pay for the forks. With larger ones, threads mostly copy and run BLAKE3,
 # without the GIL.
@@ -131,7 +131,7 @@ class _Done:
     issues: list[ValueIssue]
 
     def without(self, gone: npt.NDArray[np.bool_]) -> _Done:
-        """Return the results with some objects, [n] bool, as gone."""
+        """Return the results with some objects, [n] bool, marked as gone."""
         if not gone.any():
             return self
         self.loaded.read.statuses[gone] = Status.GONE
@@ -305,7 +305,7 @@ class _Reader:
         self._result.complete = pipeline.complete
 
     def _still_there(self, tasks: Iterable[_Done]) -> Iterator[_Done]:
-        """Yield results with vanished objects as gone; query many tasks at once, while reading."""
+        """Yield results with vanished objects marked as gone, with one query for many tasks."""
         waiting: list[_Done] = []
         count = 0
         for done in tasks:

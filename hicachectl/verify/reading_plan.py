@@ -67,7 +67,7 @@ class ReadingPlan:
         return self._picked(~left_out) if left_out.any() else self
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> ReadingPlan:
-        """Return a plan of some of the rows, [n] bool, with `confirm`."""
+        """Return a plan of some of the rows, [n] bool, with `confirm` set."""
         return replace(self._picked(chosen), confirm=True)
 
     def ordered(self, places: IntArray | None) -> ReadingPlan:

@@ -174,7 +174,7 @@ def verify_store(
 
     Groups younger than the grace are in flight: no check judges them. If the store keeps no times,
     incomplete groups are looked up again after the grace. on_listed: called with objects listed;
-    on_read: with bytes read and bytes in all; on_wait: with the seconds to wait and the number of
+    on_read: with bytes read and their total; on_wait: with the seconds to wait and the number of
     incomplete groups. Raises StoreUnavailable, and ProfileError if the profile contradicts the
     store.
     """
@@ -512,7 +512,7 @@ class _Verification:
 def _found(given: CheckInput, reading: ReadingResult, able: list[Check]) -> pa.Table:
     """Return the findings of the checks and of the reading.
 
-    A check of page tables says more about an object than the reading, which is then left out.
+    A check of page tables says more about an object than the reading, whose repeat is left out.
     """
     found = {check: list(check.find(given)) for check in able}
     of_tables = [

@@ -130,7 +130,7 @@ def test_a_page_beyond_the_table_is_out_of_range_and_nothing_else() -> None:
         page_bytes={"0:kv": 10},
     )
     assert (row["code"], row["severity"]) == ("page-index-out-of-range", "error")
-    assert (row["key"], row["detail"]) == ("0:kv:key-0", "page 4, but the table has 4 pages")
+    assert (row["key"], row["detail"]) == ("0:kv:key-0", "page 4 is outside the table of 4 pages")
 
 
 def test_a_page_that_is_mapped_and_free_is_an_error_of_its_key() -> None:
@@ -173,7 +173,9 @@ def test_keys_beyond_the_end_of_the_file_are_truncated() -> None:
         "page-count-mismatch": [None],
     }
     assert rows[0]["severity"] == "error"
-    assert rows[0]["detail"] == "page 2, but /d/p.0.bin ends after 25 bytes, 2 pages of 10"
+    assert rows[0]["detail"] == (
+        "page 2 lies beyond the end of /d/p.0.bin: 25 bytes, 2 pages of 10 bytes"
+    )
     assert "0:kv has 4 pages, but /d/p.0.bin has 2 of 10 bytes" in rows[2]["detail"]
 
 

@@ -186,13 +186,13 @@ def test_sizes_that_do_not_tell_leave_lone_objects_open(invoke: Invoke, tmp_path
         out = invoke("rm", directory, *arguments, "--dry-run", "--format", "json")
         groups = out.document["groups"]
         assert {g["page"] for g in groups} <= {page(number) for number in MINE}
-        assert f"leaves {len(THEIRS)} page groups with ambiguous keys" in out.stderr
+        assert f"{len(THEIRS)} page groups with ambiguous keys left alone" in out.stderr
     target = tmp_path / "target"
     out = invoke("migrate", directory, target, "--move", "--yes", "--include-partial")
     assert f"{len(THEIRS)} pages with ambiguous keys" in out.stderr
     assert {name[:64] for name in contents(directory)} == {page(number) for number in THEIRS}
     out = invoke("rm", directory, "--state", "unknown", "--yes")
-    assert f"removes {len(THEIRS)} page groups with ambiguous keys" in out.stderr
+    assert f"{len(THEIRS)} page groups with ambiguous keys selected for removal" in out.stderr
     assert contents(directory) == {}
 
 
@@ -249,7 +249,7 @@ def test_a_lone_object_of_no_known_size_stays_open(
     listed = store.parent / "pages"
     listed.write_text(page(50))
     out = invoke("rm", store, "--pages", listed, "--yes")
-    assert "removes 1 page group with ambiguous keys" in out.stderr
+    assert "1 page group with ambiguous keys selected for removal" in out.stderr
     assert before.keys() - contents(store).keys() == {f"{page(50)}{BARE}.bin"}
 
 
