@@ -41,7 +41,7 @@ SCHEMA = pa.schema(
     ]
 )
 
-# Bounds on the claims of a file, checked before anything is allocated: a hundred million objects.
+# Bounds on a file's claims, before anything is allocated: a hundred million objects.
 _MOST_ROWS = 100_000_000
 _MOST_ROW_BYTES = 1024  # average over rows, all columns; keys have about 120 bytes
 

@@ -1,8 +1,8 @@
 """Rectangular copies between two byte orders: for relayout, reshard, scatter and gather.
 
-A box covers indices along named axes, with different strides in source and destination. One plan
-copies the overlap of two boxes, in any axis order. numpy executes plans in host memory
-(`kernels.relayout`), one Triton kernel on a device (`kernels.copy_triton`).
+A plan copies the overlap of two boxes of indices along named axes, each with its own axis order
+and strides. numpy executes plans in host memory (`kernels.relayout`), one Triton kernel on a device
+(`kernels.copy_triton`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VECTOR_BYTES = 16  # the widest access of a GPU thread
 
 
 class Axis(NamedTuple):
-    """One axis of a copy, with its steps in bytes. Axes with a name are not joined to others."""
+    """One axis of a copy, with steps in bytes. Named axes are not joined to others."""
 
     name: str
     length: int
@@ -28,11 +28,11 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Strided copies of one shape, one for each pair (source index s, destination index d).
+    """Strided copies of one shape, one per pair of source index s and destination index d.
 
-    axes: outermost first; at each index, `run` bytes are contiguous on both sides. A copy begins
-        at source_offset + s * source_step and at destination_offset + d * destination_step, with
-        steps in bytes between the objects of an array.
+    axes: outermost first; at each index, `run` bytes are contiguous on both sides.
+    offsets, steps: bytes; a copy begins at source_offset + s * source_step and at
+        destination_offset + d * destination_step.
     source, destination: which of several objects.
     """
 
@@ -67,7 +67,7 @@ class CopyPlan:
         return self.at(place, layer)
 
     def at(self, place: int, index: int) -> CopyPlan:
-        """Return the copy of one index along the axis at position `place`."""
+        """Return the copy of one index along axis number `place`."""
         axis = self.axes[place]
         return replace(
             self,
@@ -77,7 +77,7 @@ class CopyPlan:
         )
 
     def reversed(self) -> CopyPlan:
-        """Return the copy from destination to source, with axes in the destination's order."""
+        """Return the copy from destination to source, axes in the destination's order."""
         axes = [Axis(a.name, a.length, a.destination, a.source) for a in self.axes]
         axes.sort(key=lambda axis: -axis.destination)
         return CopyPlan(
@@ -107,8 +107,8 @@ class Region:
     """One box of a page's content, and its location in an object.
 
     space:   identity of the indexed content; boxes of different spaces never overlap.
-    extents: sorted by name, the same axes in all regions of a space.
-    offset:  bytes from the start of the object to the first item.
+    extents: sorted by name, with equal axes in all regions of a space.
+    offset:  bytes before the first item.
     """
 
     space: tuple[object, ...]
@@ -130,7 +130,7 @@ class Region:
 def overlap(
     source: Region, destination: Region, *, copy_from: int, copy_to: int
 ) -> CopyPlan | None:
-    """Return the copy of the overlap of two regions of one space; None without overlap."""
+    """Return the copy of the overlap of two regions of one space, or None."""
     axes: list[Axis] = []
     source_offset, destination_offset = source.offset, destination.offset
     for one, two in zip(source.extents, destination.extents, strict=True):
@@ -148,7 +148,7 @@ def overlap(
 
 
 def compact(axes: Iterable[Axis], run: int) -> tuple[tuple[Axis, ...], int]:
-    """Sort axes in the destination's order, and join axes that are contiguous on both sides.
+    """Sort axes in the destination's order, and join those contiguous on both sides.
 
     run: bytes of an item. Returns the remaining axes, outermost first, and the bytes of a run.
     """
@@ -171,7 +171,7 @@ def compact(axes: Iterable[Axis], run: int) -> tuple[tuple[Axis, ...], int]:
 
 
 def joined(plans: Iterable[CopyPlan]) -> tuple[CopyPlan, ...]:
-    """Join plans between the same objects if their runs are contiguous on both sides."""
+    """Join plans between the same objects whose runs are contiguous on both sides."""
     left = sorted(plans, key=lambda plan: (plan.destination, plan.source, plan.destination_offset))
     found: list[CopyPlan] = []
     for plan in left:

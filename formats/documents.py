@@ -1,8 +1,8 @@
 """Parse untrusted JSON and TOML, with bounds on the number of values and on their depth.
 
-The caller bounds the size of the text. The bounds here keep parsing time and memory proportional
-to that size: `tomllib` needs time and memory quadratic in the parts of a dotted key, and a
-kilobyte for a table header of five bytes.
+The caller bounds the size of the text. These bounds keep parsing time and memory proportional to
+it: `tomllib` needs both quadratic in the parts of a dotted key, and a kilobyte for a table header
+of five bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_KEY_PARTS = 8  # of one TOML key or header: a.b.c has three parts
 MAX_DEPTH = 64
 _MAX_REASON_CHARS = 200
 
-# Strings and comments: structural characters of TOML mean nothing inside them. An unterminated
-# string ends the parse, so text after it does not matter.
+# Strings and comments, whose structural characters do not count. An unterminated string ends the
+# parse, so text after it does not matter.
 _TOML_TEXT = re.compile(
     r'"""(?:[^\\]|\\.)*?"""'
     r"|'''.*?'''"
@@ -105,7 +105,7 @@ def storable(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return any parsed value as text for a message, at most 60 characters."""
+    """Return a parsed value for a message, in at most 60 characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # over 4,300 digits (hexadecimal in TOML), or too deep
@@ -127,7 +127,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_depth(document: Any, source: str, refusal: type[HicacheError]) -> None:
-    """Walk a document level by level, without recursion."""
     level = [document]
     for _ in range(MAX_DEPTH):
         level = [value for outer in level for value in _inner(outer)]
@@ -137,7 +136,6 @@ def _check_depth(document: Any, source: str, refusal: type[HicacheError]) -> Non
 
 
 def _inner(value: Any) -> Iterable[Any]:
-    """Return the lists and tables directly inside a value."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [inner for inner in values if isinstance(inner, (dict, list))]
 

@@ -2,7 +2,7 @@
 
 
 class HicacheError(Exception):
-    """An error that is reported as one line, without a traceback.
+    """An error reported in one line, without a traceback.
 
     The message names the option, file or object at fault and, if possible, the next step.
     """

@@ -19,7 +19,7 @@ _V = TypeVar("_V")
 
 _MAX_PROBLEMS = 20  # named in one message
 _UNIONS = (Union, UnionType)
-# UnicodeEncodeError: msgspec raises it for names, and for some texts, with a lone surrogate.
+# msgspec raises UnicodeEncodeError for names, and for some texts, with a lone surrogate.
 _REFUSALS = (msgspec.ValidationError, UnicodeEncodeError)
 
 
@@ -28,8 +28,8 @@ def convert(
 ) -> _T:
     """Convert a parsed document to a struct, without coercion: true and 1.0 are not an int.
 
-    source: names the document in messages. Raises `refusal` if a field has another shape or type;
-    the message names each such field, the expected type and the value found.
+    source: names the document in messages. Raises `refusal`, which names each field of another
+    shape or type, the expected type and the value found.
     """
     try:
         return msgspec.convert(document, form)
@@ -41,7 +41,7 @@ def convert(
 def decode(decoder: msgspec.json.Decoder[_V], text: bytes) -> _V:
     """Decode large JSON in one pass.
 
-    Raises FormatError; the message gives the path of the first wrong field, not its value.
+    Raises FormatError, which gives the path of the first wrong field, not its value.
     """
     try:
         return decoder.decode(text)
@@ -52,7 +52,7 @@ def decode(decoder: msgspec.json.Decoder[_V], text: bytes) -> _V:
 
 
 def _problems(value: Any, form: Any, path: str) -> Iterator[str]:
-    """Yield a message for each wrong field of a value; recurse into structs and lists."""
+    """Yield a message per wrong field of a value; recurse into structs and lists."""
     arms = get_args(form) if get_origin(form) in _UNIONS else (form,)
     for arm in arms:
         if isinstance(value, dict) and _is_struct(arm):
@@ -86,7 +86,7 @@ def _is_struct(form: Any) -> bool:
 
 
 def _expectation(error: Exception) -> str:
-    """Return what msgspec expected. The caller adds the path and the value found."""
+    """Return what msgspec expected; the caller adds path and value."""
     text = str(error).partition(" - at ")[0].partition(", got ")[0].replace("`", "")
     for word, ours in ((" | null", ""), (" | ", " or "), ("array", "list"), ("object", "table")):
         text = text.replace(word, ours)

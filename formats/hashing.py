@@ -1,8 +1,8 @@
 """Convert token ids to page hashes, as SGLang's storage path does.
 
-The hash of page i is SHA-256 over the previous page's hash (32 bytes; nothing for page 0 without a
-namespace) and the page's words: unsigned 32-bit little-endian or, if any word of the page does not
-fit, a byte ff and all words as 64-bit. Source: sglang srt/mem_cache/utils.py ::
+A page's hash is SHA-256 over the previous page's hash (32 bytes; nothing for page 0 without a
+namespace) and the page's words: unsigned 32-bit little-endian or, if any word does not fit, a byte
+ff and all words as 64-bit. Source: sglang srt/mem_cache/utils.py ::
 get_storage_hash_str, storage_namespace_seed; cpp_utils/hash_binding.cpp :: hash_pages_to_hex_blob;
 radix_cache.py :: RadixKey.
 """
@@ -86,7 +86,7 @@ def restorable_pages(num_tokens: int, page_size: int, *, bigram: bool = False) -
 
 
 def tokens_to_restore(pages: int, page_size: int, *, bigram: bool = False) -> int:
-    """Return the tokens of the shortest prompt for which a server restores that many pages.
+    """Return the tokens of the shortest prompt for which a server restores so many pages.
 
     Inverse of `restorable_pages`; 0 for no pages.
     """
@@ -102,7 +102,7 @@ def _require_page_size(page_size: int) -> None:
 def _chain(payloads: Iterable[bytes], prior: bytes | None) -> bytes:
     if prior is not None and len(prior) != HASH_BYTES:
         raise FormatError(f"prior: must be {HASH_BYTES} bytes, has {len(prior)}")
-    # A page can be a single token, so this loop uses local names and avoids calls.
+    # A page can be one token, so this loop uses local names and avoids calls.
     sha256 = hashlib.sha256
     hashes: list[bytes] = []
     append = hashes.append
@@ -114,7 +114,6 @@ def _chain(payloads: Iterable[bytes], prior: bytes | None) -> bytes:
 
 
 def _page_payloads(token_ids: Tokens, page_size: int, bigram: bool) -> Iterable[bytes]:
-    """Return the bytes that each full page adds to the chain."""
     _require_page_size(page_size)
     units = _units(token_ids)
     if bigram:
@@ -157,7 +156,7 @@ def _units(token_ids: Tokens) -> npt.NDArray[np.int64]:
 
 
 def _units_one_by_one(token_ids: Tokens) -> npt.NDArray[np.int64]:
-    """Convert tokens that numpy cannot convert directly; mostly used to name the bad token."""
+    """Convert tokens that numpy cannot convert, mostly to name the bad one."""
     units = [_words_of(token, position) for position, token in enumerate(token_ids)]
     width = len(units[0]) if units else 1
     for position, unit in enumerate(units):

@@ -1,8 +1,8 @@
 """The order of the axes inside one stored object.
 
-An object does not state its order, and all layouts of a pool have the same size. An object is a
-run of tensors without gaps; a tensor has an axis order, a shape and an item type. `formats.kinds`
-defines the tensors of a pool; `formats.pools` places them in objects.
+An object does not state its order, and all layouts of a pool have the same size. An object holds
+tensors without gaps. `formats.kinds` defines a pool's tensors; `formats.pools` places them in
+objects.
 Source: SGLang srt/mem_cache/pool_host/ {mha,mla,dsa,mamba}.py, `get_data_page` (flat pages) and
 `get_page_buffer_meta` (objects of one part each).
 """
@@ -87,8 +87,8 @@ class Column:
     offset:      bytes from the start of the row.
     axes, shape: of the items, outermost first.
     scale_floor: lowest legal fp32 scale; None for ordinary numbers.
-    scales:      the column of scales for these codes, each for an equal share of them. If a
-                 scale of 0 is legal, the codes under it are not judged.
+    scales:      column of scales for these codes, each for an equal share. Codes under a legal
+                 scale of 0 are not judged.
     """
 
     name: str

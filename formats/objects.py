@@ -1,6 +1,6 @@
-"""The object model, which is the same for all stores.
+"""The object model, equal for all stores.
 
-A page hash and a `Coordinate` name an object. A key codec (`formats.keys`) converts both to the
+A page hash and a `Coordinate` name an object; key codecs (`formats.keys`) convert both to the
 backend's key and back.
 """
 
@@ -35,12 +35,12 @@ class Shard:
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
-        """The rank along each axis."""
+        """Ranks along the axes."""
         return self.tp_rank, self.pp_rank, self.cp_rank, self.dcp_rank
 
     @property
     def sizes(self) -> Sizes:
-        """The size of each axis and of the DCP page. They distinguish deployments."""
+        """Sizes of the axes and of the DCP page; they distinguish deployments."""
         return self.tp_size, self.pp_size, self.cp_size, self.dcp_size, self.dcp_page_size
 
     @property
@@ -49,7 +49,7 @@ class Shard:
         return tuple(zip(AXES, self.ranks, self.sizes, strict=False))
 
     def ranks_text(self) -> str:
-        """Return the ranks for messages, such as `tp 0/2 pp 1/4`; "" without ranks."""
+        """Return the ranks for messages: `tp 0/2 pp 1/4`; "" without ranks."""
         return " ".join(
             f"{axis} {rank}/{'?' if size is None else size}"
             for axis, rank, size in self.axes
@@ -57,7 +57,7 @@ class Shard:
         )
 
     def sizes_text(self) -> str:
-        """Return the sizes for messages, such as `tp size 2`; "without TP ranks" without sizes."""
+        """Return the sizes for messages: `tp size 2`; "without TP ranks" without sizes."""
         sizes = [f"{axis} size {size}" for axis, _, size in self.axes if size is not None]
         return " ".join(sizes) or "without TP ranks"
 

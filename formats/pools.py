@@ -28,12 +28,11 @@ if TYPE_CHECKING:
 class PoolPiece:
     """One rank's piece of a pool in one page.
 
-    layers: model layer numbers in stored order. Packed draft layers come last, numbered after
-        the model's last layer; a draft pool counts the draft's layers from 0.
+    layers: model layer numbers in stored order, packed draft layers after the model's last; a
+        draft pool counts the draft's layers.
     padding_layers: unused layers between target and packed draft layers (CP layer split).
-    tensors: in the axis order of layer_first; none if the form of the bytes is unknown (opaque,
-        logical).
-    nbytes: bytes of one object without tensors.
+    tensors: in the axis order of layer_first; none if the form is unknown (opaque, logical).
+    nbytes: bytes of an object without tensors.
     """
 
     pool: Pool
@@ -69,7 +68,7 @@ class PoolPiece:
         return tensors
 
     def head_slice(self, slices: int) -> PoolPiece:
-        """Return one of `slices` equal slices along the heads. Raises ProfileError."""
+        """Return one of equal slices along the heads. Raises ProfileError."""
         tensors = []
         for tensor in self.tensors:
             at = tensor.axes.index("head")
@@ -113,7 +112,7 @@ def pp_ranges(
 
 
 def layer_shard_range(rank: int, size: int, num_layers: int) -> tuple[int, int]:
-    """Return the half-open range of a stage's layers that a CP rank owns under layer split.
+    """Return a CP rank's half-open range of a stage's layers under layer split.
 
     The first `num_layers % size` ranks own one more layer (get_layer_shard_range).
     """
@@ -123,7 +122,7 @@ def layer_shard_range(rank: int, size: int, num_layers: int) -> tuple[int, int]:
 
 
 def model_layer_count(profile: Profile) -> int:
-    """Return the number of the target's layers: of all stages, else up to the pools' highest."""
+    """Return the target's number of layers: of all stages, else up to the pools' highest."""
     if profile.pp > 1 and profile.pp_partition:
         return sum(profile.pp_partition)
     return max(
@@ -140,9 +139,9 @@ def stage_ranges(profile: Profile) -> tuple[tuple[int, int], ...]:
 def pool_piece(
     profile: Profile, pool: Pool, *, pp_rank: int = 0, cp_rank: int = 0
 ) -> PoolPiece | None:
-    """Return one rank's piece of a pool; None if the stage has no layers of the pool.
+    """Return one rank's piece of a pool; None if its stage has no layers of the pool.
 
-    Raises ProfileError if the profile is incomplete or contradicts itself.
+    Raises ProfileError if the profile is incomplete or contradictory.
     """
     kind = kind_of(pool)
     if not kind.has_bytes:
@@ -171,8 +170,8 @@ def pool_piece(
 def _piece_layers(
     profile: Profile, pool: Pool, pp_rank: int, cp_rank: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return the layers that a rank stores, and the number of padding layers."""
-    # Only the last stage runs the draft (EAGLEWorkerV2._hosts_draft); each CP rank has all of it.
+    """Return a rank's layers and the number of padding layers."""
+    # Only the last stage runs the draft (EAGLEWorkerV2._hosts_draft), whole on each CP rank.
     hosts_draft = pp_rank == profile.pp - 1
     if pool.is_draft:
         if not hosts_draft:
@@ -190,7 +189,7 @@ def _piece_layers(
 def _split_layers(
     profile: Profile, pool: Pool, pp_rank: int, cp_rank: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return the target's layers of a stage, or of a CP rank's share of it, and the padding."""
+    """Return the target's layers of a stage or of a CP rank's share, and the padding."""
     layers = _stage_layers(profile, pool, pp_rank)
     if not profile.cp_layer_split or profile.cp == 1 or not pool_name(pool.name).cp_split:
         return layers, 0

@@ -1,7 +1,7 @@
 """The profile: model, sharding and pools of the deployment that wrote a store.
 
-It describes the whole model before sharding; `formats.spec` derives the objects of a page. Its file
-form is TOML, or JSON with the same keys.
+It describes the whole model before sharding; `formats.spec` derives the objects of a page. Files
+are TOML, or JSON with the same keys.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NEWEST_SGLANG = "0.5.23"
 
 HIT_POLICIES = ("all_pages", "trailing_pages")
 
-# Bounds far above any deployment. They refuse mistyped and hostile profiles before anything of
-# the stated size is built.
+# Bounds far above any deployment refuse mistyped and hostile profiles before anything of that
+# size is built.
 MAX_RANKS = 4096  # along one axis
 MAX_ALL_RANKS = 65_536
 MAX_LAYERS = 10_000
@@ -158,7 +158,6 @@ def above(name: str, value: int, most: int) -> Iterator[str]:
 
 
 def _size_problems(profile: Profile) -> Iterator[str]:
-    """Check every number against its bound."""
     for name in ("tp", "pp", "cp", "dcp", "linear_tp", "tp_lcm_size"):
         yield from above(name, getattr(profile, name), MAX_RANKS)
     sizes = (profile.tp, profile.pp, profile.cp)
@@ -187,7 +186,7 @@ def _pool_size_problems(pool: Pool) -> Iterator[str]:
 
 
 def _object_problems(profile: Profile, pool: Pool) -> Iterator[str]:
-    """Yield a message if an object of the pool, before sharding, can reach MAX_OBJECT_BYTES."""
+    """Yield a message if an unsharded object of the pool can reach MAX_OBJECT_BYTES."""
     layers = pool.layers if isinstance(pool.layers, int) else len(pool.layers)
     layers += pool.packed_draft_layers + 1  # one layer of padding, under CP layer split
     rows = {name: row for kind in kinds() for name, row in kind.row_items(pool).items()}
@@ -221,7 +220,6 @@ def _scalar_problems(profile: Profile) -> Iterator[str]:
 
 
 def _parallel_problems(profile: Profile) -> Iterator[str]:
-    """Yield a message for each contradiction between the sizes of a deployment."""
     if profile.pp_partition and len(profile.pp_partition) != profile.pp:
         yield f"pp_partition: states {len(profile.pp_partition)} stages, but pp is {profile.pp}"
     if any(layers < 1 for layers in profile.pp_partition):

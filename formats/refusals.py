@@ -54,7 +54,6 @@ def check_transfer(source: Side, destination: Side) -> None:
 
 
 def _check_profiles(source: Profile, destination: Profile) -> None:
-    """Refuse deployments whose pages have different contents."""
     for profile, which in ((source, "source"), (destination, "destination")):
         if profile.inferred:
             raise UsageError(inferred_refused(f"Changing the bytes of {which} pages"))
@@ -75,7 +74,6 @@ def _check_profiles(source: Profile, destination: Profile) -> None:
 
 
 def _check_pools(source: Profile, destination: Profile) -> None:
-    """Refuse pools that cannot be resharded or reordered."""
     # DeepSeek-V4 has one block of bytes per layer in every layout (DeepSeekV4PagedHostPool).
     ordered = kind_of(destination.pools[0]).has_bytes and source.layout != destination.layout
     for pool in destination.pools:
@@ -105,7 +103,7 @@ def _check_pool(one: Pool, two: Pool) -> None:
 
 
 def _comparable(pool: Pool) -> Pool:
-    """Return a pool without its layers, which the objects determine, and with explicit dtype."""
+    """Return a pool with explicit dtype, without its layers, which the objects determine."""
     dtype, v_head_dim = kind_of(pool).dtype(pool), pool.v_head_dim or pool.head_dim
     return replace(pool, layers=0, packed_draft_layers=0, dtype=dtype, v_head_dim=v_head_dim)
 

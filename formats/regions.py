@@ -1,7 +1,7 @@
 """Which part of a page's content an object holds, independent of the deployment.
 
 A pool's content is indexed by model layer, KV head, token, channel and so on. An object holds
-boxes of this content: its layers, heads and state channels, at offsets given by its axis order.
+boxes of it: its layers, heads and state channels, at offsets given by its axis order.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _tensor_regions(
 def _space(profile: Profile, pool: Pool, expected: ObjectSpec) -> tuple[object, ...]:
     """Return the identity of the content that an object's indices count.
 
-    DCP ranks hold different tokens of kv under the same indices. CP ranks are kept apart, because
-    their contents may differ, except if they divide the layers among themselves.
+    DCP ranks hold different tokens of kv under equal indices. Contents of CP ranks may differ too,
+    unless the ranks divide the layers.
     """
     shard = expected.coordinate.shard
     split = profile.cp_layer_split and pool_name(pool.name).cp_split
@@ -89,7 +89,7 @@ def _space(profile: Profile, pool: Pool, expected: ObjectSpec) -> tuple[object, 
 
 
 def _opaque_region(profile: Profile, pool: Pool, expected: ObjectSpec) -> tuple[Region, ...]:
-    """Return an object of unknown form as one item; equal only for the same rank and layers."""
+    """Return an object of unknown form as one item, with its rank and layers as identity."""
     shard = expected.coordinate.shard
     shared = pool.replicated or (shard.tp_rank is None and shard.heads is None)
     place = None if shared else (profile.tp, holder(shard))

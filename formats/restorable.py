@@ -7,8 +7,8 @@ their maxima. Source: SGLang srt/mem_cache/hicache_storage.py ::
 HiCacheFile.batch_exists_v2; storage/mooncake_store/mooncake_store.py ::
 MooncakeStore.batch_exists_v2; hybrid_cache/hybrid_cache_controller.py :: _sync_prefetch_hit_query.
 
-Arrays over positions hold all chains, one after another; `offsets` [chains + 1] int64 holds the
-start of each chain, then the number of positions.
+Arrays over positions hold all chains one after another; `offsets` [chains + 1] int64 holds each
+chain's start, then the number of positions.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ ALL_PAGES = 0  # window of a pool that every page of a prefix needs
 class PoolPages:
     """Positions at which a pool has the objects of all ranks.
 
-    present: [positions] bool. window: how many last pages of a prefix need the pool, at least 1;
-    or ALL_PAGES.
+    present: [positions] bool. window: how many last pages of a prefix need the pool, or ALL_PAGES.
     """
 
     present: BoolArray
@@ -83,7 +82,7 @@ def longest(allowed: BoolArray, offsets: IntArray, lengths: IntArray | None = No
 
 
 def _runs(present: BoolArray, places: IntArray) -> IntArray:
-    """Return how many consecutive pages of its chain are present up to each position."""
+    """Return how many consecutive pages are present up to each position of a chain."""
     numbers = np.arange(len(present), dtype=np.int64)
     absent = np.maximum.accumulate(np.where(present, -1, numbers)) if len(present) else numbers
     return np.minimum(numbers - absent, places + 1)

@@ -1,6 +1,6 @@
-"""The objects of a page in a store: their keys and bytes, for all ranks of a deployment.
+"""Specs of the objects of a page, for all ranks of a deployment.
 
-The coordinates are those of SGLang's key builders (see `formats.keys`).
+Coordinates follow SGLang's key builders (`formats.keys`).
 Source: SGLang srt/mem_cache/hicache_storage.py :: HiCacheFile,
 storage/mooncake_store/mooncake_store.py :: MooncakeStore, storage/hf3fs/storage_hf3fs.py ::
 HiCacheHF3FS, managers/cache_controller.py.
@@ -48,15 +48,14 @@ class ObjectSpec:
     """One object that a page of a deployment can have.
 
     affix: text of the key before and after the page hash.
-    nbytes: bytes of the object; UNKNOWN_SIZE if neither profile nor store states them.
+    nbytes: bytes; UNKNOWN_SIZE if neither profile nor store states them.
     anchor: whether servers treat the page as present because of this object.
-    trailing_pages: number of last pages of a stored node that have the object (Mamba, SWA); 0 if
-        every page has the object.
-    listed: False for objects that were found in the store and that the profile does not list.
-    tensors: contents of the object, without gaps; empty if the form of the bytes is unknown.
+    trailing_pages: how many last pages of a stored node have the object (Mamba, SWA); 0: all.
+    listed: False if found in the store, but not listed in the profile.
+    tensors: contents without gaps; empty if the form of the bytes is unknown.
     layers: model layer numbers in stored order, packed draft layers after the model's last; a
         draft pool counts the draft's layers.
-    padding_layers: unused layers, stored between target layers and packed draft layers.
+    padding_layers: unused layers between target and packed draft layers.
     """
 
     affix: Affix
@@ -81,20 +80,19 @@ class ObjectSpec:
 
     @property
     def object_set(self) -> tuple[str, int | None, bool]:
-        """Identity of the object's set: a whole page has all objects of the set.
+        """Identity of the set of objects that a page needs completely or, if trailing, not at all.
 
-        A page may also have no object of a trailing set. A set is a pool; a trailing pool forms
-        one set per linear TP size.
+        A set is a pool; a trailing pool forms one set per linear TP size.
         """
         linear_tp = self.coordinate.shard.tp_size if self.trailing else None
         return self.pool, linear_tp, self.listed
 
     @property
     def awaited(self) -> bool:
-        """Whether a removal treats a page as whole again only if this object is present.
+        """Whether a removal treats a page as whole again only with this object.
 
-        Drafts do not count: servers without speculation do not write them. Trailing objects do
-        not count: most pages have none.
+        False for drafts, which servers without speculation do not write, and for trailing
+        objects, which most pages lack.
         """
         return self.anchor or not self.costs_hits_only
 
@@ -104,13 +102,13 @@ class ObjectSpec:
         return self.trailing or pool_name(self.pool).draft
 
     def shares_rank(self, other: ObjectSpec) -> bool:
-        """Return whether one rank writes both objects: ranks that both keys state are equal."""
+        """Return whether one rank writes both objects: all ranks stated in both keys are equal."""
         mine, theirs = self.coordinate.shard.ranks, other.coordinate.shard.ranks
         return all(a is None or b is None or a == b for a, b in zip(mine, theirs, strict=True))
 
 
 def object_sets(specs: Sequence[ObjectSpec]) -> tuple[IntArray, ...]:
-    """Return the indices of each object set's specs; sets are in order of their first spec."""
+    """Return the spec indices of each object set, sets in order of their first spec."""
     found: dict[object, list[int]] = {}
     for position, spec in enumerate(specs):
         found.setdefault(spec.object_set, []).append(position)
@@ -126,7 +124,7 @@ def fits(sizes: IntArray, expected: IntArray) -> npt.NDArray[np.bool_]:
     return fitting
 
 
-# One object's share of a page: part and tensors; no tensors if the form is unknown.
+# Part and tensors of an object; no tensors if the form is unknown.
 _Content = tuple[str | None, tuple[TensorLayout, ...]]
 
 
@@ -134,7 +132,7 @@ class _Scheme(NamedTuple):
     """How one backend splits a page into objects.
 
     check:    raises if the backend cannot store the profile's pages.
-    shards:   the shards of a pool: one per rank, or per group of ranks that share objects.
+    shards:   of a pool: one per rank, or per group of ranks that share objects.
     contents: the objects of one shard.
     """
 
@@ -203,7 +201,7 @@ def _names_model(profile: Profile, scheme: str) -> bool:
 
 
 def _stages(profile: Profile) -> Iterator[Shard]:
-    """Yield the shard of each stage and CP rank; the rank is None if the size is 1."""
+    """Yield the shard of each stage and CP rank; ranks are None if the size is 1."""
     for pp_rank, cp_rank in product(range(profile.pp), range(profile.cp)):
         shard = Shard()
         if profile.pp > 1:
@@ -214,7 +212,7 @@ def _stages(profile: Profile) -> Iterator[Shard]:
 
 
 def _check_dcp(profile: Profile) -> None:
-    """Refuse combinations with decode context parallelism that SGLang refuses.
+    """Refuse DCP deployments that SGLang refuses.
 
     Source: managers/cache_controller.py :: attach_storage_backend.
     """
@@ -242,8 +240,8 @@ def _check_file(profile: Profile) -> None:
 def _file_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
     """Yield the shards of file keys; their form follows the target, not the pool.
 
-    Each rank of an MHA target has its own file. All ranks of an MLA target share the file of the
-    first rank. This also applies to an MHA draft: the other ranks then read the wrong shard.
+    Each rank of an MHA target has its own file. Ranks of an MLA target share the first rank's
+    file, even for an MHA draft; the other ranks then read the wrong shard.
     """
     per_rank = not profile.rank_replicated
     if profile.rank_replicated and pool_name(pool.name).states:
@@ -378,8 +376,8 @@ def _check_hf3fs(profile: Profile) -> None:
 def _hf3fs_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
     """Yield the shards of 3FS keys: tp_rank is the rank of the data file.
 
-    tp_size is set only if the key states tp_rank and tp_size: for Mamba states beside an MLA
-    target, which all lie in the file of rank 0.
+    tp_size is set only for Mamba states beside an MLA target: their keys state it, and all lie in
+    the file of rank 0.
     """
     if not profile.rank_replicated:
         for rank in range(profile.tp):

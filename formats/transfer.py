@@ -1,8 +1,7 @@
 """Plan the copies that convert a page's objects from one deployment to another.
 
-Keys, byte order and ranks change; the content of the page does not. Each object is described by
-its boxes of content (`formats.regions`). One strided copy (`formats.copyplan`) moves the overlap
-of a source object and a destination object.
+Keys, byte order and ranks change; the page's content does not. Objects are boxes of content
+(`formats.regions`). One strided copy (`formats.copyplan`) moves the overlap of two boxes.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TransferUnit:
-    """Source objects that must be in memory together, and the destination objects made from them.
+    """Source objects needed in memory together, and the destination objects made from them.
 
     sources, destinations: indices into the plan's objects; copies index into these two tuples.
+        A destination without sources is an empty object (a logical anchor).
     copies:   fill every byte of every destination once, except in `padded`.
     identity: one source and one destination with equal bytes.
-    trailing: the unit is absent from pages that lack its sources.
-    padded:   indices of destinations with bytes that no copy fills; these bytes must be zero.
-
-    A destination without sources is an empty object (a logical anchor).
+    trailing: absent from pages that lack the sources.
+    padded:   destinations with bytes that no copy fills and that must be zero.
     """
 
     sources: tuple[int, ...]
@@ -86,10 +84,10 @@ def transfer_plan(
 
 
 def retargeted(profile: Profile, **changes: Any) -> Profile:
-    """Return the profile of a deployment that stores the same pages differently.
+    """Return the profile of a deployment that stores the same pages differently, unchecked.
 
-    changes: fields of a profile; None keeps a value. Another pp without a partition gets SGLang's
-    default partition. linear_tp follows tp if both were equal. `transfer_plan` checks the result.
+    changes: fields of a profile; None keeps a value. A new pp gets SGLang's default partition if
+    none is given. linear_tp follows tp if both were equal.
     """
     new = {name: value for name, value in changes.items() if value is not None}
     if new.get("pp", profile.pp) != profile.pp:
@@ -152,7 +150,7 @@ class _Sources:
 
 
 def _layers(region: Region) -> tuple[int, int]:
-    """Return the layer span of a box; it is the index for a fast search by stage."""
+    """Return the layer span of a box, the index for fast search by stage."""
     span = next(((a.first, a.first + a.length) for a in region.extents if a.name == "layer"), None)
     return span or (0, 1)
 
@@ -190,7 +188,7 @@ def _gap_text(expected: ObjectSpec) -> str:
 def _empty_units(
     sources: Sequence[ObjectSpec], destinations: Sequence[ObjectSpec]
 ) -> Iterator[TransferUnit]:
-    """Yield a unit for each empty destination, with an empty source if one exists."""
+    """Yield a unit per empty destination, with an empty source if one exists."""
     empty = [number for number, spec in enumerate(sources) if not spec.nbytes]
     wanted = [number for number, spec in enumerate(destinations) if not spec.nbytes]
     for position, number in enumerate(wanted):
@@ -208,7 +206,7 @@ def _connected_units(
     sources: Sequence[ObjectSpec],
     destinations: Sequence[ObjectSpec],
 ) -> list[TransferUnit]:
-    """Return a unit for each set of objects that copies connect."""
+    """Return a unit per set of objects that copies connect."""
     parents: dict[tuple[str, int], tuple[str, int]] = {}
 
     def root(node: tuple[str, int]) -> tuple[str, int]:

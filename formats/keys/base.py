@@ -18,7 +18,7 @@ class KeyCodec(Protocol):
     scheme: str
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """Return every coordinate that the grammar allows for an affix; none if foreign."""
+        """Return every coordinate that an affix can mean; none if foreign."""
 
     def affix(self, coordinate: Coordinate) -> Affix:
         """Return the affix of a coordinate."""

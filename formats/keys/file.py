@@ -7,7 +7,7 @@ _get_component_key, _log_key. A name is::
     tp  = "_" rank "_" size         pp  = "_" size "_" rank   (size first)
     cp  = "_cp" rank "_" size       dcp = "_tp" size "_dcp" rank "_" size "_page" tokens
 
-Keys of the unified scheme (`keys.unified`) also name files, with ".bin" added.
+Unified keys (`keys.unified`) with ".bin" are file names, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _UNIFIED = UnifiedCodec()
 _NUMBER = "(0|[1-9][0-9]{0,8})"  # as Python prints an int
-_MOST_RANKS = 4096  # larger numbers belong to the model's name: no deployment has such a size
+_MOST_RANKS = 4096  # larger numbers belong to the model's name
 _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
 _CP = re.compile(f"_cp{_NUMBER}_{_NUMBER}$")
 _DCP = re.compile(f"_tp{_NUMBER}_dcp{_NUMBER}_{_NUMBER}_page{_NUMBER}$")
@@ -42,7 +42,7 @@ class FileCodec:
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
         """Return every coordinate that an affix can mean; none if foreign.
 
-        There are several if a model name ends like a rank suffix or starts like a pool.
+        Several if a model name ends like a rank suffix or starts like a pool.
         """
         if prefix or not suffix.endswith(".bin"):
             return ()

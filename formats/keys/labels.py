@@ -1,8 +1,8 @@
 """Labels of deployments: the same with and without a profile.
 
-A label has the tag and model as in the keys, then the sizes that the keys state:
-`Qwen-Qwen3-32B tp4 pp2`. It uses nothing from a profile, which would add more (the TP size of
-Mooncake pages, the boundary between tag and model).
+A label is the tag and model as in the keys, then the sizes that the keys state:
+`Qwen-Qwen3-32B tp4 pp2`. Facts that only a profile states (the TP size of Mooncake pages, the
+boundary between tag and model) are not in it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ _SIZES = (*AXES, "page")
 
 
 def group_label(codec: KeyCodec, model: str, tag: str, affixes: Iterable[Affix]) -> str:
-    """Return the label of a group, given the affixes of its objects, all of one deployment.
+    """Return the label of a group from the affixes of its objects, all of one deployment.
 
-    Keys of Mamba states may have a TP size that the anchor's keys lack, so other objects take
-    precedence.
+    Mamba keys may have a TP size that the anchor lacks, so other objects take precedence.
     """
     of_states = ""
     for affix in affixes:

@@ -12,8 +12,8 @@ _get_mha_split_heads_buffer_meta, _tag_keys. A key is::
 
 Up to SGLang 0.5.7, MLA keys have no rank field; up to 0.5.16, no key has a model.
 
-Except in the DCP part, keys state no TP or PP size. Without a profile, a tag cannot be separated
-from the model name, so it stays in `model`.
+Only a DCP part states TP and PP sizes. Without a profile, a tag cannot be separated from the model
+name and stays in `model`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class MooncakeCodec:
     ) -> dict[tuple[str, str], tuple[Coordinate, ...]]:
         """Drop readings that other keys of the same store exclude.
 
-        A rank-replicated pool has no V; an MHA pool always has one. So `_1_k` means TP rank 1 if a
-        `_v` exists under the same prefix and pool, else stage 1.
+        MHA pools have a V, rank-replicated pools do not. So `_1_k` means TP rank 1 if a `_v` exists
+        under the same prefix and pool, else stage 1.
         """
         with_v = {
             (prefix, reading.pool)
@@ -139,7 +139,7 @@ def _components(pools: tuple[PoolName, ...]) -> tuple[tuple[str, str, str | None
 
 
 def _rank_readings(text: str, dcp: Shard | None) -> Iterator[Rank]:
-    """Yield the readings of a rank text, in MHA form and in rank-replicated form."""
+    """Yield the readings of a rank, in MHA and rank-replicated form."""
     sizes = dcp or Shard()
     if _SLICES.fullmatch(text):
         yield from _slice_readings(text, sizes)
@@ -164,7 +164,7 @@ def _rank_readings(text: str, dcp: Shard | None) -> Iterator[Rank]:
 
 
 def _slice_readings(text: str, sizes: Shard) -> Iterator[Rank]:
-    """Yield the reading of a printed list of slices, each with its stage if there are several."""
+    """Yield the reading of a printed list of slices, with their stage if there are several."""
     ranks = [_MHA_RANK.fullmatch(rank) for rank in re.findall("'([0-9_]+)'", text)]
     found = [rank for rank in ranks if rank is not None]
     slices = [int(rank[1]) for rank in found]

@@ -1,8 +1,7 @@
 """Choose between several possible readings of a key.
 
-The evidence is the set of distinct affixes of a store. A rank suffix is accepted if all ranks
-0..size-1 exist, a pool name if the same deployment has an anchor. Without such evidence a key
-stays ambiguous; nothing is guessed.
+The evidence is the store's set of affixes. A rank suffix is accepted if all ranks 0..size-1 exist,
+a pool name if the same deployment has an anchor. Without evidence a key stays ambiguous.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def resolve_affixes(
 
 
 def _choose(readings: tuple[Coordinate, ...], ranks: Mapping[object, set[object]]) -> Resolved:
-    """Choose the one reading with the most rank pairs among those with all their ranks seen."""
+    """Choose the only reading with most rank pairs among those whose ranks all exist."""
     if len(readings) <= 1:
         return Resolved(next(iter(readings), None), readings)
     complete = [r for r in readings if explained(r) and _is_complete(r, ranks)]
@@ -102,7 +101,7 @@ def rank_count(reading: Coordinate) -> int:
 
 
 def _ranks_seen(readings: Iterable[Coordinate]) -> dict[object, set[object]]:
-    """Collect the rank tuples of each (model, tag, sizes), of sidecars and anchors together."""
+    """Collect the rank tuples of each (model, tag, sizes), sidecars with anchors."""
     seen: dict[object, set[object]] = defaultdict(set)
     for reading in readings:
         seen[rank_set(reading)].add(reading.shard.ranks)
@@ -131,5 +130,5 @@ def _has_anchor(reading: Coordinate, deployments: Collection[tuple[str, str, Siz
 
 
 def rankless(sizes: Sizes) -> Sizes:
-    """Return the sizes of the rank-replicated target beside Mamba keys with these sizes."""
+    """Return the sizes of a rank-replicated target whose Mamba keys have these sizes."""
     return (None if sizes[3] is None else sizes[0], *sizes[1:])

@@ -1,6 +1,6 @@
 """Split columns of keys into page hashes and affix ids, without Python per key.
 
-A store has few distinct affixes: keys are a page hash and one of a few dozen suffixes.
+A store has a few dozen distinct affixes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ _WORD_DIGITS = 16
 # A run of exactly 64 hex digits: the first if the key starts with it, else the last.
 _AROUND_HASH = r"(?s:(?P<prefix>|.*[^0-9a-f])(?P<page>[0-9a-f]{64})(?P<suffix>|[^0-9a-f].*))"
 _ONE_KEY = re.compile(_AROUND_HASH.encode())
-# Distinct affixes of a column that are compared bytewise; keys with other affixes are matched
-# one by one.
+# So many affixes of a column are compared bytewise; keys with others are matched one by one.
 _LIKENESSES = 32
 _UNKNOWN = -2
 

@@ -25,8 +25,8 @@ _SUFFIX = re.compile(f"_(ukv{SCHEMA_VERSION}-[0-9a-f]{{16}})_L{_NUMBER}-{_NUMBER
 class UnifiedCodec:
     """Codec of the unified scheme's keys.
 
-    The digest takes the place of the model: it covers model, dtype, page size and grid, and cannot
-    be inverted. `shard.heads`: the object's one head group, counted over the whole model.
+    The digest replaces the model: it hashes model, dtype, page size and grid. `shard.heads` is the
+    object's one head group, counted over the whole model.
     """
 
     scheme = "unified"
@@ -46,8 +46,8 @@ class UnifiedCodec:
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
         """Return the affix of a coordinate; inverse of `readings`.
 
-        Raises UnsupportedByBackend for a coordinate that the scheme cannot name: with a rank, a
-        part, a pool other than kv, or more than one head group.
+        Raises UnsupportedByBackend if the scheme cannot name it: with a rank, a part, a pool other
+        than kv, or several head groups.
         """
         layers, heads = coordinate.shard.layers, coordinate.shard.heads
         suffix = f"_{coordinate.model}"

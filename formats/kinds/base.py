@@ -1,4 +1,4 @@
-"""Base class of pool kinds; other modules get a pool's kind from `kind_of`."""
+"""Base class of pool kinds; `kind_of` returns a pool's kind."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Span = tuple[int, int, int]  # index in the object, index in the whole model, le
 class PoolKind:
     """Properties of one kind of pool; subclasses override the defaults.
 
-    name:     value of `kind` in a profile.
+    name:     `kind` in a profile.
     summary:  required fields, for the manual.
-    words:    description of such a pool, in messages.
+    words:    such a pool, in messages.
     required: fields of `Pool` that must be stated.
     anchors:  whether a kv pool can have this kind.
     shards:   True: each TP rank holds a share; False: all hold the same; None: unknown.
-    linear:   whether shards follow linear attention (linear_tp of a profile).
-    has_bytes, has_form: whether objects have bytes; whether the form of the bytes is known.
-    scattered: whether SGLang cannot store layer_first pages as parts, because their layers are
-              scattered in host memory; MooncakeStore stores only those of MLA KV
+    linear:   whether shards follow linear attention (a profile's linear_tp).
+    has_bytes, has_form: whether objects have bytes, of known form.
+    scattered: whether SGLang cannot store layer_first pages as parts: their layers are scattered
+              in host memory, and MooncakeStore stores only those of MLA KV
               (_get_mha_buffer_meta raises).
     splits_layers: whether CP ranks can divide the layers of such an anchor.
     hf3fs_sidecar: whether SGLang stores such a pool beside kv on 3FS.
-    hf3fs_parts: whether SGLang stores a kv pool of this kind as parts on 3FS with zero-copy.
+    hf3fs_parts: whether SGLang stores such a kv pool as parts on 3FS with zero-copy.
     """
 
     name = ""
@@ -57,9 +57,9 @@ class PoolKind:
         yield from ()
 
     def row_items(self, pool: Pool) -> dict[str, int]:
-        """Return the items per token and layer, before sharding, by the field that determines them.
+        """Return the items per token and layer, before sharding, by field, to bound object sizes.
 
-        The result bounds object sizes, for any pool that states the kind's fields.
+        Called for pools of every kind.
         """
         return {}
 
@@ -68,7 +68,7 @@ class PoolKind:
         return pool.dtype
 
     def cache_dtype(self, pool: Pool) -> str:
-        """Return the profile's value that corresponds to a server's --kv-cache-dtype."""
+        """Return the value that corresponds to a server's --kv-cache-dtype."""
         return pool.dtype
 
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
@@ -109,10 +109,7 @@ class PoolKind:
         return ()
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
-        """Return how many leading channels of a row distinguish layers by their magnitudes.
-
-        0 if they cannot reveal the row order of a layout.
-        """
+        """Return how many leading channels of a row distinguish layers by magnitude; 0 if none."""
         return 0
 
     def columns(
@@ -130,7 +127,7 @@ class PoolKind:
         """Raise ProfileError if it is unknown which rank has which share of the pool."""
 
     def shared_shard(self, pool: Pool, tp_rank: int, tp: int) -> int | None:
-        """Return the number of the share that a TP rank has in common with others, or None."""
+        """Return the number of the share that a TP rank shares with others, or None."""
         return None
 
     def spans(
@@ -144,8 +141,8 @@ class PoolKind:
     def names_rank(self, pool: Pool, shared_anchor: bool) -> bool:
         """Return whether Mooncake keys name the TP rank, for pools that may have K and V.
 
-        shared_anchor: whether all ranks share the anchor's objects. Keys of a draft follow the
-        draft's form; all other keys follow the target's.
+        shared_anchor: whether ranks share the anchor's objects. Draft keys follow the draft, all
+        other keys the target.
         """
         return bool(self.shards) if pool.is_draft else not shared_anchor
 

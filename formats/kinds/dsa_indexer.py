@@ -42,9 +42,9 @@ class DsaIndexer(PoolKind):
         return HEADLESS_LAYOUTS
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
-        """Return one block per layer, equal on all ranks: fp8 keys of all tokens, then the scales.
+        """Return one block per layer, equal on all ranks: fp8 keys of all tokens, then scales.
 
-        The order is layer-major in every layout, so the bytes do not depend on the layout.
+        Layer-major in every layout, so bytes do not depend on the layout.
         """
         dim = pool.index_head_dim
         block_bytes = tokens * (dim + dim // QUANT_BLOCK * _SCALE_BYTES)

@@ -26,8 +26,8 @@ MAMBA_POOLS = (PoolName(name="mamba", trailing=True, dcp=True, states=True, moon
 def local_state_shape(state: StateTensor, tp: int) -> tuple[int, ...]:
     """Return the shape of one rank's shard of a state.
 
-    Groups of the sharded axis are divided separately. Raises ProfileError if tp does not divide a
-    group: SGLang then replicates groups, and the profile must state the widened shape.
+    Groups of the sharded axis are divided separately. Raises ProfileError if tp does not divide
+    one: SGLang then replicates groups, and the profile must state the widened shape.
     """
     groups = state.groups or (state.shape[state.shard_axis],)
     for group in groups:
@@ -42,9 +42,9 @@ def local_state_shape(state: StateTensor, tp: int) -> tuple[int, ...]:
 
 
 def state_spans(state: StateTensor, rank: int, held: int) -> list[Span]:
-    """Return a rank's span in each group, such as q, k and v channels of a convolution.
+    """Return a rank's span in each group (q, k and v channels of a convolution).
 
-    held: number of indices along the sharded axis in the object.
+    held: indices along the sharded axis in the object.
     """
     whole = state.shape[state.shard_axis]
     groups = state.groups or (whole,)

@@ -62,7 +62,7 @@ class Mha(PoolKind):
         return PAGE_FIRST_LAYOUTS if _is_asymmetric(pool) else PAGE_LAYOUTS
 
     def described(self, pool: Pool) -> str:
-        """Return the description; it states different widths, which have fewer layouts."""
+        """Return the description, with different widths, since these have fewer layouts."""
         return self.words + " with K and V of different width" * _is_asymmetric(pool)
 
     def check_flat(self, pool: Pool) -> None:

@@ -69,12 +69,12 @@ class Mla(PoolKind):
     splits_layers = True
 
     def problems(self, pool: Pool) -> Iterator[str]:
-        """Yield a message if `row` is not one of the three forms."""
+        """Yield a message if `row` is unknown."""
         if pool.row and pool.row not in MLA_ROWS:
             yield not_one_of("row", pool.row, MLA_ROWS)
 
     def row_items(self, pool: Pool) -> dict[str, int]:
-        """Return the items of latents and rope part together."""
+        """Return the items of latents and rope part."""
         return {"kv_lora_rank": pool.kv_lora_rank + pool.qk_rope_head_dim}
 
     def dtype(self, pool: Pool) -> str:
@@ -86,7 +86,7 @@ class Mla(PoolKind):
         return pool.row
 
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
-        """Return the pool with bf16 rows, or with fp8 rows, whose form is kept."""
+        """Return the pool with bf16 rows, or with fp8 rows of either form."""
         is_fp8 = dtype.startswith("float8")
         same = is_fp8 == (pool.row != "bf16")
         return pool if same else structs.replace(pool, row="fp8" if is_fp8 else "bf16")
@@ -112,7 +112,7 @@ class Mla(PoolKind):
     def columns(
         self, pool: Pool, tensor: TensorLayout, code_dtype: str
     ) -> tuple[Column, ...] | None:
-        """Return codes, scales and rope part of a scaled row; None for other rows."""
+        """Return codes, scales and rope part of a scaled row."""
         if pool.row != "fp8_scaled":
             return None
         rank, rope = pool.kv_lora_rank, pool.qk_rope_head_dim

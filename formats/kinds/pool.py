@@ -10,18 +10,18 @@ from msgspec.structs import force_setattr
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolName:
-    """One of SGLang's `PoolName` values, with the properties that do not depend on the kind.
+    """One of SGLang's `PoolName` values, with properties independent of the kind.
 
     trailing: only the last pages of a node have the pool (hybrid_pool_assembler.py:
               PoolHitPolicy.TRAILING_PAGES).
-    draft:    belongs to a speculative draft model; layer numbers count the draft's layers.
+    draft:    of a speculative draft model; layer numbers count the draft's layers.
     dcp:      stored under decode context parallelism (cache_controller.py).
     cp_split: CP ranks divide the layers under cp_layer_split.
-    states:   recurrent states: servers need the states of one page only. Their keys name a TP
-              rank even if all ranks share the anchor.
-    mooncake: form of Mooncake keys: "kv" (k and v), "parts" (pool name with k and v), "window"
-              (as "parts", or the name alone if all TP ranks share the pool), "shared" (name,
-              always shared), "states" (name of each state), "" (none).
+    states:   recurrent states: servers need those of one page only, and keys name a TP rank even
+              if ranks share the anchor.
+    mooncake: Mooncake keys: "kv" (k and v), "parts" (name with k and v), "window" (as "parts", or
+              the name alone if all TP ranks share the pool), "shared" (name, always shared),
+              "states" (name of each state), "" (none).
     """
 
     name: str
@@ -37,7 +37,7 @@ _NAMES: dict[str, PoolName] = {}
 
 
 def pool_name(name: str) -> PoolName:
-    """Return the properties of a pool name; the defaults for an unknown name."""
+    """Return the properties of a pool name; defaults if unknown."""
     return _NAMES.get(name) or PoolName(name=name)
 
 
@@ -68,8 +68,8 @@ def default_hit_policy(name: str) -> str:
 class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One recurrent state of a Mamba-like layer, before sharding.
 
-    groups: lengths along `shard_axis` that are sharded separately (q, k, v of a convolution);
-    their sum is shape[shard_axis]. Empty: the axis is one group.
+    groups: lengths along `shard_axis` that are sharded separately (q, k, v of a convolution),
+    with sum shape[shard_axis]; empty for one group.
     """
 
     shape: tuple[int, ...]
@@ -81,8 +81,8 @@ class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pool of the model, before sharding. Fields that do not apply keep their default.
 
-    layers: a count (model layers 0..n-1) or the model layer numbers of the pool.
-    packed_draft_layers: layers of an EAGLE/NextN draft, appended to the target's layer axis.
+    layers: a count (model layers 0..n-1) or model layer numbers.
+    packed_draft_layers: EAGLE/NextN draft layers, appended to the target's layer axis.
     nbytes: bytes of one object, for kind "opaque".
     replicated: all TP ranks share one object.
     """
@@ -122,5 +122,5 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_draft(self) -> bool:
-        """Whether the pool belongs to a speculative draft and counts the draft's layers."""
+        """Whether the pool is of a speculative draft and counts the draft's layers."""
         return pool_name(self.name).draft

@@ -52,9 +52,9 @@ def profile_from_config(
 ) -> Profile:
     """Derive the profile of a deployment.
 
-    source: name of the config, for messages. Raises ProfileError if the architecture is unknown, a
-    field is missing, flags contradict each other or the model, or the result depends on a value
-    that neither config nor flags state, such as the GPU.
+    source: names the config in messages. Raises ProfileError if the architecture is unknown, a
+    field is missing, flags contradict each other or the model, or neither config nor flags
+    determine the result (it may depend on the GPU).
     """
     model = open_config(config, source=source)
     family = family_of(model)
@@ -202,12 +202,12 @@ def _draft_config(target: _Target, algorithm: str) -> HfConfig:
 
 
 def _nextn_layers(config: HfConfig, family: Family) -> int:
-    """Return the number of MTP layers of a checkpoint, as SGLang counts them for a draft."""
+    """Return a checkpoint's MTP layers, as SGLang counts them for a draft."""
     return 1 if family.own_mtp else config.optional_integer("num_nextn_predict_layers")
 
 
 def _check_packed(target: _Target, draft: HfConfig, draft_kv: Pool, nextn_layers: int) -> None:
-    """Refuse drafts that SGLang cannot append, or whose place in objects is unknown."""
+    """Refuse drafts that SGLang cannot append, or whose place is unknown."""
     if any(pool.name == "swa" for pool in target.pools):
         raise target.model.error(
             "speculative_algorithm", "packed drafts of sliding-window models are not supported"
@@ -229,8 +229,8 @@ def _packed(target: _Target) -> tuple[Pool, ...]:
     """Append the draft's layers to the target's KV and indexer objects.
 
     Linear states need no tail: an MTP layer has full attention and shares the target's state pool
-    (KVCacheConfigurator._build_hybrid_linear_kv_pool). A multi-layer draft has one runner, and so
-    one layer, per speculative step.
+    (KVCacheConfigurator._build_hybrid_linear_kv_pool). A multi-layer draft has one runner and
+    layer per speculative step.
     """
     flags = target.flags
     layers = flags.speculative_num_steps if flags.enable_multi_layer_eagle else 1

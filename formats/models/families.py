@@ -180,7 +180,7 @@ def _gpt_oss(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def _mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return pools for full and sliding-window layers, with different heads; K wider than V."""
+    """Return pools for full and sliding-window layers, of different heads; K wider than V."""
     if context.flags.disable_hybrid_swa_memory:
         raise config.error(
             "architectures", "SGLang cannot disable hybrid SWA memory for this model"

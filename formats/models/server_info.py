@@ -38,7 +38,7 @@ class ServerDeployment:
 
     model_path: a path on the server's machine, or a Hub name.
     draft_model_path: "" without a separate draft model.
-    notes: messages for the operator about missing information.
+    notes: messages about missing information.
     """
 
     flags: DeploymentFlags
@@ -100,8 +100,8 @@ def flags_from_server_info(reply: Mapping[str, Any]) -> ServerDeployment:
 def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
     """Return a profile with the names and topology of a reply's server, for the same model.
 
-    Fields that the reply does not state stay as in the profile; a reply that lacks model_path,
-    tp_size or page_size changes nothing. Raises ProfileError naming the field at fault.
+    Fields that the reply lacks stay unchanged; all do if it lacks model_path, tp_size or
+    page_size. Raises ProfileError naming the field at fault.
     """
     if any(reply.get(name) is None for name in ("model_path", "tp_size", "page_size")):
         return profile
@@ -133,7 +133,7 @@ def _of_dtype(pool: Pool, kv_cache_dtype: str) -> Pool:
 
 
 def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> list[str]:
-    """Return one message per difference between a profile and a server's reported key layout.
+    """Return a message per difference between a profile and a server's key layout.
 
     An empty list proves little if the server reports no pools, as for MHA models and for stores
     other than Mooncake. Raises ProfileError if the reply has another form.
@@ -156,8 +156,8 @@ def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> li
 
 
 def _flags(reply: _Reply, model_path: str, version: str) -> DeploymentFlags:
-    # If attn_dp_size is stated, dp_size counts replicas. Replicas share keys, so it is ignored.
-    # enable_dp_attention then only repeats attn_dp_size.
+    # With attn_dp_size, dp_size counts replicas, which share keys, and enable_dp_attention adds
+    # nothing.
     attn_dp = reply.count("attn_dp_size", 0)
     dp = attn_dp or reply.count("dp_size", 1)
     extra = _extra_config(reply)

@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 PLANE_COUNTS = (1, 2, 4)
 
-# The sample that a plan is chosen by: pieces spread over an object, to keep the choice cheap.
+# A plan is chosen from a sample: pieces spread over the object.
 _PIECES = 4
 _PIECE_BYTES = 16 << 10
 _MEASURED_EVERY = 32  # objects of one kind share the plan of the last measured one
 _MOST_KINDS = 4096
-_WORTH = 0.97  # a plan must shrink bytes to this share; less does not pay for decompression
+_WORTH = 0.97  # share of the bytes; a smaller gain does not pay for decompression
 
 _PAGE_HASH = re.compile(rb"[0-9a-f]{64}")
 
 
 class Coding(IntEnum):
-    """Compression of a plane. A reader only needs to know whether a plane is compressed."""
+    """Compression of a plane; a reader sees only whether there is any."""
 
     RAW = 0
     ENTROPY = 1  # Huffman codes, hardly any matches: fast, and as good as possible for exponents
@@ -147,9 +147,9 @@ class Decoder:
 
 @dataclass(slots=True)
 class PlanMemory:
-    """The plans of all kinds of objects. A kind has one size, and one key except the page hash.
+    """Plans by kind of object: equal size, and equal key except for the page hash.
 
-    Threads may share an instance: at worst, a race measures an object twice.
+    Threads may share an instance: at worst, they measure an object twice.
     """
 
     _plans: dict[tuple[bytes, int], tuple[Plan, int]] = field(default_factory=dict)

@@ -2,9 +2,9 @@
 
     header | record | record | ... | index record | trailer
 
-All numbers are little-endian. A record is a fixed head, a key and the planes of its content
-(`formats.pack.planes`). Its checksum covers head and key, its digest the content, so records can
-be recognised without the index.
+All numbers are little-endian. A record is a fixed head, a key and planes (`formats.pack.planes`).
+Its checksum covers head and key, its digest the content, so records can be recognised without the
+index.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def parse_header(data: bytes) -> bytes:
 
 
 def build_record(record: Record, pack_id: bytes) -> bytes:
-    """Return a record's head and key; the caller writes the planes after them."""
+    """Return a record's head and key; the planes follow."""
     stored = record.stored + (0,) * (max(PLANE_COUNTS) - len(record.stored))
     head = _RECORD.pack(
         RECORD_MAGIC,
@@ -133,7 +133,7 @@ def build_record(record: Record, pack_id: bytes) -> bytes:
 
 
 def key_length(head: bytes | memoryview) -> int:
-    """Return the length in bytes of the key after a head of RECORD_BYTES, without any check."""
+    """Return the key length that a head of RECORD_BYTES states, unchecked."""
     return int(_RECORD.unpack_from(head)[3])
 
 
