@@ -116,7 +116,7 @@ def profile_from_mapping(document: Any, *, source: str = "profile") -> Profile:
 
 
 def dump_profile(profile: Profile) -> str:
-    """Return a profile as TOML; `parse_profile` returns an equal profile for it."""
+    """Return a profile as TOML, from which `parse_profile` returns an equal profile."""
     import tomli_w
 
     return tomli_w.dumps(profile_to_mapping(profile))
@@ -281,7 +281,7 @@ def _choice(name: str, value: str, known: tuple[str, ...]) -> Iterator[str]:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether a text can be encoded; JSON allows lone surrogates, which cannot."""
+    """Return whether a text is without lone surrogates, which JSON allows."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -160,7 +160,7 @@ def _copies(
     destinations: Sequence[tuple[Region, ...]],
     objects: Sequence[ObjectSpec],
 ) -> list[CopyPlan]:
-    """Return the copies for all destination boxes. Raises UnsupportedByBackend on a gap."""
+    """Return the copies for all destinations. Raises UnsupportedByBackend on a gap."""
     held = _Sources(sources)
     seen: dict[tuple[object, ...], int] = defaultdict(int)
     found: list[CopyPlan] = []
@@ -206,7 +206,6 @@ def _connected_units(
     sources: Sequence[ObjectSpec],
     destinations: Sequence[ObjectSpec],
 ) -> list[TransferUnit]:
-    """Return a unit per set of objects that copies connect."""
     parents: dict[tuple[str, int], tuple[str, int]] = {}
 
     def root(node: tuple[str, int]) -> tuple[str, int]:

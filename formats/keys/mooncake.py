@@ -128,7 +128,6 @@ def _component_readings(suffix: str) -> Iterator[tuple[str, str, str | None]]:
 
 @lru_cache(maxsize=1)
 def _components(pools: tuple[PoolName, ...]) -> tuple[tuple[str, str, str | None], ...]:
-    """Return the components that keys can name: text, pool and part."""
     found: list[tuple[str, str, str | None]] = []
     for pool in pools:
         if pool.mooncake in ("shared", "window"):
@@ -185,7 +184,6 @@ def _agrees(pool: str, part: str | None, is_mha: bool, shard: Shard) -> bool:
 
 
 def _within_sizes(shard: Shard) -> bool:
-    """Return whether each rank is below its size, if the key states the size."""
     return all(rank is None or size is None or rank < size for _, rank, size in shard.axes)
 
 

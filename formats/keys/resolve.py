@@ -109,7 +109,7 @@ def _ranks_seen(readings: Iterable[Coordinate]) -> dict[object, set[object]]:
 
 
 def rank_set(reading: Coordinate) -> object:
-    """Return the fields that readings of all ranks of one deployment share."""
+    """Return the fields that all ranks of a deployment share."""
     shard = reading.shard
     stated = tuple(None if rank is None else size for _, rank, size in shard.axes)
     return reading.model, reading.tag, stated, shard.dcp_page_size
@@ -121,7 +121,6 @@ def deployment_of(coordinate: Coordinate) -> tuple[str, str, Sizes]:
 
 
 def _has_anchor(reading: Coordinate, deployments: Collection[tuple[str, str, Sizes]]) -> bool:
-    """Return whether the deployment of an anchor can own a sidecar with this reading."""
     model, tag, own = deployment_of(reading)
     if (model, tag, own) in deployments:
         return True

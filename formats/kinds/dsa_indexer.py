@@ -63,7 +63,7 @@ class DsaIndexer(PoolKind):
         return keys, scales
 
     def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
-        """Return None: one object holds the whole page."""
+        """Return None: one object holds the page."""
         return None
 
 

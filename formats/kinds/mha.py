@@ -58,11 +58,11 @@ class Mha(PoolKind):
         return pool if pool.dtype.startswith(dtype) else structs.replace(pool, dtype=dtype)
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:
-        """Return every page layout; the page-first two if K and V differ in width."""
+        """Return all page layouts; only the page-first two for different widths."""
         return PAGE_FIRST_LAYOUTS if _is_asymmetric(pool) else PAGE_LAYOUTS
 
     def described(self, pool: Pool) -> str:
-        """Return the description, with different widths, since these have fewer layouts."""
+        """Return the description, which states different widths."""
         return self.words + " with K and V of different width" * _is_asymmetric(pool)
 
     def check_flat(self, pool: Pool) -> None:
@@ -100,7 +100,7 @@ class Mha(PoolKind):
             )
 
     def shared_shard(self, pool: Pool, tp_rank: int, tp: int) -> int | None:
-        """Return the head that neighbouring ranks share, if there are more ranks than heads.
+        """Return the head that neighbouring ranks share, if ranks outnumber heads.
 
         Source: srt/layers/linear.py :: QKVParallelLinear.num_kv_head_replicas.
         """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.models.flags import DeploymentFlags
     from hicachectl.formats.models.hf_config import HfConfig
 
-# Up to this version, HiCache stored indexer pages of layers that reuse another layer's top-k.
+# Up to this version, HiCache stored indexer pages of layers that reuse another's top-k.
 _ALL_INDEXER_LAYERS_UNTIL = (0, 5, 18)
 _DSA_PAGE_TOKENS = 64  # physical index page on CUDA (DSATokenToKVPool)
 
@@ -259,7 +259,6 @@ def _kv_heads(config: HfConfig) -> int:
 
 
 def _other(value: int, usual: int) -> int:
-    """Return a width, or 0 if it is the usual one."""
     return 0 if value == usual else value
 
 
@@ -326,8 +325,8 @@ _KV_HEADS_DEFAULT_TO_HEADS = frozenset(
     {"LlamaForCausalLM", "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"}
 )
 
-# Gemma 2 and 3 have window layers, but only architectures listed in is_hybrid_swa_model have a
-# separate pool for them.
+# Gemma 2 and 3 have window layers, but only architectures in is_hybrid_swa_model have a separate
+# pool for them.
 FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(_mha),
     "Gemma3ForCausalLM": Family(_mha),

@@ -1,4 +1,4 @@
-"""Read a Hugging Face config.json strictly; errors name each missing or malformed field."""
+"""Read a Hugging Face config.json strictly; errors name the missing or malformed field."""
 
 from __future__ import annotations
 

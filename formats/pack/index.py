@@ -225,7 +225,6 @@ def _check_nulls(entries: pa.Table, source: str) -> None:
 
 
 def _check_values(entries: pa.Table, end: int, source: str) -> None:
-    """Check that every row describes a distinct record within the file."""
     if not len(entries):
         return
     nbytes, offset, length = (column_of(entries, n) for n in ("nbytes", "offset", "length"))
