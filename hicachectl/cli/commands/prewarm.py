@@ -88,7 +88,7 @@ crontab:
 )
 @click.option("--budget", type=Size(), help="Copy at most this many bytes.")
 @click.option("--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most N pages.")
-@click.option("--deadline", type=Duration(), help="Start no further copy after this time.")
+@click.option("--deadline", type=Duration(), help="Start no further copy after this duration.")
 @click.option(
     "--min-usable",
     type=click.FloatRange(0, 1),

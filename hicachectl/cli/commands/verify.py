@@ -88,7 +88,7 @@ Examples:
     metavar="K",
     help="Which share to read.  [default: the day number, so nightly runs take turns]",
 )
-@click.option("--time-limit", type=Duration(), help="Start no further read after this time.")
+@click.option("--time-limit", type=Duration(), help="Start no further read after this duration.")
 @click.option(
     "--grace",
     type=Duration(),
