@@ -54,7 +54,7 @@ class HostBuffer:
         self._arena: Arena | None = None
 
     def room(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a tensor: the previous tensor's, whose copies must be done."""
+        """Return memory for a tensor; it overwrites the previous one, whose copies must be done."""
         nbytes = shape.numel() * dtype.itemsize
         if self._arena is None or self._arena.nbytes < nbytes:
             self.close()

@@ -47,7 +47,7 @@ class DeviceChecker:
     """Digest and value checks on one or several devices.
 
     slab_bytes, most_objects: limits of a task, as the arena places its objects.
-    failure: the device failure since which `examine` returns None.
+    failure: message of a device failure; from then on `examine` returns None.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class DeviceChecker:
             their bytes is unknown: the staged bytes are digested.
         checker:  None to check no values. Unreadable objects get no issues.
 
-        Return None if the CPU must examine the objects in the arena: no kernel supports them, there
-        is nothing for a device to do, or a device failed and `falls_back` is set. Without
+        Return None if the CPU must examine the objects in the arena: a kernel does not support
+        them, the device has nothing to do, or it failed and `falls_back` is set. Without
         `falls_back`, a device failure raises DeviceError.
         """
         if self.failure is not None or not loaded.task.capacities[0]:
@@ -291,7 +291,7 @@ def _issues(
     on_device: checks that ran on the device; the CPU repeats them on suspects, and runs others on
         every object.
     flags: [n, 2], whether an object is suspect, and whether the CPU must find an issue. Raises
-        DeviceError if the CPU does not.
+        DeviceError if it finds none.
     """
     others = checker.prepared.keys() - on_device
     every = np.flatnonzero(loaded.read.ok) if others else np.zeros(0, dtype=np.int64)

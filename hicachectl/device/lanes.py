@@ -1,4 +1,4 @@
-"""The device memory of a run: a fixed number of lanes, each for one slab."""
+"""The device memory of a run: a fixed number of lanes, each for one slab at a time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from torch.cuda import _POOL_HANDLE
 
-# Large enough to outweigh launches, small enough for several lanes to overlap.
+# Large enough for copies to outweigh launches, small enough for several lanes to overlap.
 SLAB_BYTES = 64 << 20
-MOST_LANES = 8  # per device; fewer already overlap all work
+MOST_LANES = 8  # per device; reads, copies and kernels overlap even with fewer
 _FEWEST_LANES = 4  # slabs shrink before a device has fewer
-MOST_OBJECTS = 4096  # per task, a group of small objects
+MOST_OBJECTS = 4096  # per task; a task groups small objects
 # A third of a slab, beside staging and pools: 32 bytes per KiB for digests, 32 per field of a block
 # for statistics. For fp8 blocks of 128 bytes (one token a page) that is 0.28 of a slab.
 _EXTRA_SHARE = 3
@@ -54,9 +54,8 @@ class Lane:
             yield
 
     def wait(self) -> None:
-        """Wait for all launches, without keeping a CPU core busy."""
+        """Wait for all launches without spinning: the readers need the CPU."""
         if self.stream is not None:
-            # Blocking, since spinning would take CPU time from the readers.
             event = torch.cuda.Event(blocking=True)
             event.record(self.stream)
             event.synchronize()
@@ -128,9 +127,9 @@ def allocate_lanes(
 ) -> list[Lane]:
     """Allocate up to MOST_LANES lanes on each device, within `device_bytes` of each.
 
-    At least one, even if torch's segments then exceed a small budget. A device with less free
-    memory gets fewer. If not even one fits, slabs shrink to `least` bytes, in whole ALIGNMENTs, as
-    objects lie in them. Raises UsageError if that does not fit either.
+    Allocates at least one, even if torch's segments then exceed a small budget. A device with less
+    free memory gets fewer. If not even one fits, slabs shrink to `least` bytes, in whole
+    ALIGNMENTs, as objects lie in them. Raises UsageError if such a lane does not fit either.
     """
     least = _aligned(least)
     while True:

@@ -32,7 +32,7 @@ class OrderKernel:
 
     def __init__(self, spec: ObjectSpec, profile: Profile, run: DeviceRun) -> None:
         check = layout_check(spec, profile)
-        assert check is not None  # else the check does not run
+        assert check is not None  # else the check is not run
         self._looks = check.looks
         self._run = run
         self._rows = [

@@ -67,7 +67,7 @@ class TorchProvider:
 
 
 class TritonProvider:
-    """Our kernel: one launch per plan, for any number of objects."""
+    """Our kernel: one launch per plan."""
 
     capturable = True
     copy = staticmethod(strided_copy)
@@ -78,8 +78,8 @@ class SglKernelProvider:
 
     Page-first variants read row i at i * layout_dim and write row j at j * item_size, in bytes
     (csrc/kvcacheio/transfer.cu :: get_global_offset_pf, get_global_offset_lf). With the plan's unit
-    as layout_dim, an index is an address, so they serve every layout. Rows and units must be whole
-    words of 8 bytes.
+    as layout_dim, an index is an address, so these variants serve every layout. Rows and units must
+    be whole words of 8 bytes.
     """
 
     capturable = True
@@ -190,7 +190,7 @@ def _layers(plan: CopyPlan) -> Iterator[CopyPlan]:
 def _indices(
     plan: CopyPlan, object_places: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of one layer of K, or of the only kind: objects in units, pools in rows.
+    """Return row indices of one layer of K, or of the only kind: objects in units, pools in rows.
 
     Layers differ only in their offsets.
     """

@@ -125,8 +125,6 @@ class DeviceRun:
         if self._digesting is None:
             self._digesting = self._captured(self._launch_digests)
 
-    # --- slabs ---
-
     def start_checks(self, count: int) -> torch.Tensor:
         """Scatter the objects of the staging buffer into the pools and launch the checks.
 
@@ -160,8 +158,6 @@ class DeviceRun:
                 start = stop
             found |= kernel.suspects(tensors)
         return found
-
-    # --- launches ---
 
     def scatter(self, count: int) -> None:
         """Scatter the first staged objects into the pools."""

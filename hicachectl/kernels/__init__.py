@@ -1,1 +1,1 @@
-"""Numeric kernels on bytes, not findings: numpy, and Triton on devices."""
+"""Numeric kernels in numpy, and in Triton for devices. They handle bytes, not findings."""

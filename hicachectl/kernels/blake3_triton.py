@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES = 32
 CHUNK_BYTES = 1024
-WORD_BYTES = 8  # one read of a lane; offsets and the buffer's size are multiples
+WORD_BYTES = 8  # one read of a lane; offsets and the buffer's size are multiples of it
 LANES = 128
 WARP_LANES = 32
 

@@ -146,7 +146,7 @@ class OrderTest:
         return bool(self._sets)
 
     def contradictions(self, read: ReadRows, pages: int) -> dict[int, OrderVerdict]:
-        """Return a verdict for each of `pages` pages that contradicts the profile."""
+        """Return a verdict for each page, out of `pages`, that contradicts the profile."""
         found: dict[int, OrderVerdict] = {}
         suspects = _filtered(np.arange(pages), self.unseen, read)
         for number, sets in self._sets.items():
@@ -325,7 +325,7 @@ def _correlation(one: Floats, two: Floats) -> Floats:
 
 
 def _mean_and_error(values: Floats, usable: BoolArray, least: int) -> tuple[Floats, Floats]:
-    """Return mean and standard error of usable values: [pages]; mean 0 of fewer than `least`."""
+    """Return mean and standard error of usable values: [pages]; below `least`, mean 0."""
     count = np.maximum(usable.sum(axis=1), 2)
     mean = np.where(usable, values, 0).sum(axis=1) / count
     squares = np.where(usable, (values - mean[:, np.newaxis]) ** 2, 0).sum(axis=1)

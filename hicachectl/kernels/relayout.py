@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Pages = npt.NDArray[np.uint8]
     View = npt.NDArray[Any]
 
-# Copies that read the same cache lines alternate before the lines are evicted.
+# Copies that read the same cache lines take turns before the lines are evicted.
 _CACHED_BYTES = 512 << 10
 _LONG_ITEM = 4096  # bytes; two such items share a cache line only at their ends
 _LONGEST_VOID = 1 << 16

@@ -192,7 +192,7 @@ def _items(block: Bytes, table: RowTable, column: Column) -> Bits:
 
 
 def _has_special(bits: Bits, dtype: str) -> bool:
-    """Compare the maximum of each sign with the first special code."""
+    """Return whether any code is special, by the maximum of each sign."""
     signed = bits.view(_SIGNED[bits.itemsize])
     if dtype == "float8_e4m3fnuz":
         return int(signed.min()) == -0x80

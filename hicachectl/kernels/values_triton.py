@@ -79,9 +79,9 @@ class _Look:
     """A program's share of one field, for which the kernel is compiled.
 
     vectors, rows, row_vectors, pitch, offset: of the field in its block; all but rows in vectors.
-        words: per vector. share: vectors per program, in `rounds` of `lanes`. head_share: rows per
-        program with heads to check, in `head_rounds` of `head_lanes`; 0 for none. magnitudes,
-        signs, to_sign: masks and an addend, repeated for each number of a word.
+    words: per vector. share: vectors per program, in `rounds` of `lanes`.
+    head_share: rows per program with heads to check, in `head_rounds` of `head_lanes`; 0 for none.
+    magnitudes, signs, to_sign: masks and an addend, repeated for each number of a word.
     """
 
     vectors: int
@@ -209,7 +209,7 @@ def _signed(word: int) -> int:
 
 @triton.jit
 def _place(vector, LOOK: tl.constexpr):
-    """Return the place of a vector of a field in its block."""
+    """Return the index of a vector of a field within its block."""
     if LOOK.pitch == LOOK.row_vectors:
         return vector
     else:  # noqa: RET505 - the branch is the compiler's
