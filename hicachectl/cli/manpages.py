@@ -222,7 +222,7 @@ _BACKGROUND: dict[str, dict[str, str]] = {
     "verify": {
         "UNCHECKED DTYPES": """
             Values do not show whether another dtype of the same width was written (e4m3 or e5m2,
-            bfloat16 or float16). skipped_checks lists this as dtypes.
+            bfloat16 or float16). The result lists this in skipped_checks as dtypes.
         """,
         "MIXED SIZES": """
             Without a profile, the objects of one kind are compared with each other. If at least 3
@@ -233,8 +233,8 @@ _BACKGROUND: dict[str, dict[str, str]] = {
         """,
         "MOONCAKE": """
             Reading an object grants a lease. For some seconds the object is not evicted and cannot
-            be removed, and it moves back in the order of eviction. --checks names,groups,sizes
-            reads no object. --bwlimit and --sample reduce the load of the other checks.
+            be removed, and it is evicted later than others. The checks names, groups and sizes
+            read no object. Use --bwlimit and --sample to reduce the load of the other checks.
         """,
         "GPU": """
             With --device cuda, objects are loaded into GPU memory layer by layer, as a server loads
