@@ -207,7 +207,7 @@ def _write_lock_held(
 
 
 def _format(ctx: click.Context, output_format: str) -> str:
-    """Return the output format: by default json, and jsonl for a plan."""
+    """Return the output format; default: json, jsonl for a plan."""
     given = ctx.get_parameter_source("output_format")
     if given is not click.core.ParameterSource.DEFAULT:
         return output_format
