@@ -115,7 +115,7 @@ def _take(line: bytes, position: dict[str, int], outside: set[str]) -> int:
     if row.page in position:
         raise FormatError(f"page {row.page} is listed twice")
     if row.page in outside:
-        raise FormatError(f"page {row.page} is listed after a page whose parent it is")
+        raise FormatError(f"page {row.page} is the parent of a page listed before it")
     position[row.page] = len(position)
     if row.parent is None:
         return -1

@@ -134,8 +134,8 @@ def _check_one_state_size(deployment: Deployment) -> None:
         texts = ", ".join(str(size or "none") for size in sorted(found))
         raise ProfileError(
             f"Model {deployment.model!r} has {pool} objects of several TP sizes ({texts}) for the "
-            "same kv, as servers that share a store write them. A profile has one TP size: "
-            f"{_OTHER_SOURCES}."
+            "same kv, but an inferred profile has one TP size (the store may be shared by servers "
+            f"of several sizes); {_OTHER_SOURCES}"
         )
 
 
@@ -187,8 +187,8 @@ def _common_size(name: str, specs: list[ObjectSpec]) -> int:
     shown = ", ".join(f"{size} bytes at {_place(found[0])}" for size, found in by_size.items())
     raise ProfileError(
         f"{name} objects differ in size ({shown}), so pipeline stages or context-parallel ranks "
-        "have unequal numbers of layers. An inferred profile cannot state that: "
-        f"{_OTHER_SOURCES}."
+        "have unequal numbers of layers, which an inferred profile cannot state; "
+        f"{_OTHER_SOURCES}"
     )
 
 
@@ -213,8 +213,8 @@ def _check_says_all(profile: Profile, deployment: Deployment, scheme: str) -> No
         own = {_stage(spec) for spec in deployment.specs if spec.pool == pool.name}
         if not pool.is_draft and own != anchored:  # a draft is on the last stage only
             raise ProfileError(
-                f"{pool.name} objects exist on some pipeline or context-parallel ranks only. "
-                f"An inferred profile cannot state that: {_OTHER_SOURCES}."
+                f"{pool.name} objects exist on some pipeline or context-parallel ranks only, "
+                f"which an inferred profile cannot state; {_OTHER_SOURCES}"
             )
 
 

@@ -144,7 +144,7 @@ def stage_layers(text: str, option: str) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise UsageError(f"{option}: {text!r} is not layers per stage; give 30,31") from None
+        raise UsageError(f"{option}: {text!r} is not layers per stage, such as 30,31") from None
 
 
 def _only_model(store: Store | None) -> str:

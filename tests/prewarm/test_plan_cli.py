@@ -121,7 +121,7 @@ def test_what_cannot_be_planned_is_refused(
         ([{"page": "a" * 64}, {"page": "a" * 64}], "line 2: page a+ is listed twice"),
         (
             [{"page": "a" * 64, "parent": "b" * 64}, {"page": "b" * 64}],
-            "line 2: page b+ is listed after a page whose parent it is",
+            "line 2: page b+ is the parent of a page listed before it",
         ),
         ([{"depth": 1}], "line 1"),
     ],
