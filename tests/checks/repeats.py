@@ -1,4 +1,4 @@
-"""A value check of another package: it touches no file of the product, and has no device kernel."""
+"""A value check of another package, without a device kernel or changes to the product."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REPEATS = CheckGroup(
 
 
 def prepare(spec: ObjectSpec, profile: Profile) -> Callable[[Bytes], Iterator[ValueIssue]] | None:
-    """Find objects made of one byte other than zero, in pools with rows of tokens."""
+    """Find objects of one repeated byte other than zero, in pools with token rows."""
     pool = profile.pool(spec.pool)
     if pool is None or pool.kind == "mamba":
         return None
@@ -48,7 +48,7 @@ def prepare(spec: ObjectSpec, profile: Profile) -> Callable[[Bytes], Iterator[Va
 
 @contextmanager
 def registered(**changes: Any) -> Iterator[ValueCheck]:
-    """Register the check, and take it back: other tests do not see it."""
+    """Register the check for the duration of a test."""
     facts = {
         "name": "repeats",
         "group": REPEATS,

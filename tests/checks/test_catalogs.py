@@ -1,4 +1,4 @@
-"""`verify --catalog`: rewritten, rotten and untouched objects are told apart."""
+"""`verify --catalog`: tell rewritten, rotten and untouched objects apart."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def record(invoke: Invoke, store: Path, *arguments: object) -> Path:
 
 
 def flip(path: Path, position: int, *, quietly: bool = True) -> None:
-    """Change one bit; quietly: with mtime put back (ctime moves all the same)."""
+    """Change one bit; quietly: restore mtime (ctime still changes)."""
     before = path.stat()
     data = bytearray(path.read_bytes())
     data[position] ^= 1
@@ -66,7 +66,7 @@ def test_a_flipped_bit_in_the_same_file_is_an_error(invoke: Invoke, store: Path)
     catalog = record(invoke, store)
     target = store / f"{page(2)}_m_1_2.bin"
     flip(target, 4321)
-    # ctime moved, as it would not under real rot: leave it out of what makes the object the same.
+    # Real rot does not change ctime, so leave ctime out of the identity.
     document = verify(
         invoke, store, "--catalog", catalog, "--identity", "inode,mtime,size", exit_code=4
     )

@@ -1,4 +1,4 @@
-"""The list of finding codes: every check keeps to it, and `--repair-code` knows it."""
+"""Finding codes: declared by checks, accepted by `--repair-code`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ONE_KEY = pa.array(["some key"])
 PAGE_CODES = page_codes()
 STORE_CODES = remedies()
-# The table of codes in the design, and what changes a severity there.
+# The design's table of codes, and the rules that change severities.
 SEVERITIES = {
     "error": {
         "missing-pool", "missing-part", "truncated", "oversized", "unreadable", "nan", "inf",
@@ -35,10 +35,10 @@ SEVERITIES = {
     "info": {"foreign-object", "re-recorded", "disk-only"},
 }  # fmt: skip
 CHANGED = {
-    ("missing-pool", "costs-hits-only"): "warning",  # a draft; a trailing pool present in part
+    ("missing-pool", "costs-hits-only"): "warning",  # a draft, or part of a trailing pool
     ("missing-part", "costs-hits-only"): "warning",
     ("missing-rank", "costs-hits-only"): "warning",
-    ("orphan-sidecar", "pools-apart"): "info",  # the store evicts each pool by itself
+    ("orphan-sidecar", "pools-apart"): "info",  # the store evicts each pool separately
     ("oversized", "refused-whole"): "warning",  # on Mooncake: a miss
     ("digest-mismatch", "versions-recur"): "warning",  # the identity is not known
 }

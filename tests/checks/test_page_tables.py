@@ -1,4 +1,4 @@
-"""Tests of checks.page_tables: a brute-force twin, and damage done to SGLang's own server."""
+"""Checks of page tables: compared with brute force, and on damage to SGLang's own server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAGES = st.one_of(st.integers(0, 12), st.integers(0, 2**63 - 1))
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_steps() -> Iterator[None]:
-    """Let what is looked at in steps take several for a few pages."""
+    """Make few pages take several steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page_tables, "_COMPARED_AT_ONCE", 3)
         yield

@@ -1,4 +1,4 @@
-"""Tests of checks.placement, on a master's answers that no small cluster gives."""
+"""Check of placement, on answers of a master that a small cluster cannot give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry of checks: one from outside is like the product's own, and nothing is doubled."""
+"""The registry: checks from outside work like built-in ones, and names are unique."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OWN_GROUPS = ("names", "groups", "sizes", "values", "digests")
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Three pages; the kv of the second is one byte throughout, which is a number."""
+    """Three pages; every byte of the second kv is the same, and the values are finite."""
     directory = dsa_store(tmp_path / "store", 3)
     path = directory / kv(1)
     path.write_bytes(b"\x11" * path.stat().st_size)

@@ -115,7 +115,7 @@ def test_a_store_without_times_has_no_ages(invoke: Invoke, tmp_path: Path) -> No
 
 
 def test_pages_of_a_mix_are_never_repaired(invoke: Invoke, store: Path, tmp_path: Path) -> None:
-    """Another deployment has two sizes; the profile's own damaged page alone is taken away."""
+    """Another deployment has two sizes; only the profile's own damaged page is removed."""
     profile = tmp_path / "p.toml"
     profile.write_text('model = "n"\n[[pools]]\nname = "kv"\nkind = "opaque"\nnbytes = 40\n')
     put_pages(store, range(20), "_n_0_1", nbytes=40)

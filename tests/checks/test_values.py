@@ -1,4 +1,4 @@
-"""Value checks: planted damage is found and named exactly, healthy pages are left alone."""
+"""Value checks: exact findings for planted damage, none for healthy pages."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def prepared(kind: str, layout: str, count: int = 3) -> tuple[ValueChecker, Obje
 
 
 def logical(objects: Bytes, expected: ObjectSpec, name: str) -> NDArray[Any]:
-    """View a tensor as [objects, layer, token, head, channel] items, in whatever order stored."""
+    """Return a view of a tensor as [objects, layer, token, head, channel] items, in any layout."""
     tensor = next(t for t in expected.tensors if t.name == name)
     part = objects[:, tensor.offset : tensor.offset + tensor.nbytes]
     items = part.view(f"u{tensor.itemsize}").reshape(len(objects), *tensor.shape)
@@ -148,11 +148,11 @@ def test_layers_carry_their_number_in_the_model() -> None:
     assert "layer 11, token 1" in issue.detail
 
 
-# --- rows and blocks of a form of their own ---
+# --- rows and blocks of special forms ---
 
 
 def scaled_rows(objects: Bytes, expected: ObjectSpec) -> Bytes:
-    """Rows [objects, layer, token, bytes] of scaled MLA objects."""
+    """Return the rows [objects, layer, token, bytes] of scaled MLA objects."""
     (tensor,) = expected.tensors
     rows = objects.reshape(len(objects), *tensor.shape)
     return rows if tensor.axes[0] == "layer" else rows.transpose(0, 2, 1, 3)
@@ -280,7 +280,7 @@ def test_zero_layers_and_zero_tokens_are_told_apart() -> None:
     k, v = (logical(objects, expected, name) for name in "kv")
     k[0, 1] = 0
     v[0, 2, [0, 3]] = 0
-    v[0, 0, 1, 0] = 0  # one head alone is no token
+    v[0, 0, 1, 0] = 0  # one head is not the whole token
     assert checker.check(objects) == [
         ValueIssue(
             0,
@@ -541,7 +541,7 @@ def test_damaged_pages_of_another_layout_have_both_findings() -> None:
 @pytest.mark.parametrize("layout", MHA_LAYOUTS)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_pages_of_a_counting_pattern_have_no_issues(layout: str, page_size: int) -> None:
-    """The stores of tests/conformance hold such pages, which have no statistics of a model."""
+    """Stores in tests/conformance have such pages, without the statistics of a model."""
     table = {"name": "kv", "kind": "mha", "layers": 4, "kv_heads": 4, "head_dim": 32}
     profile = profile_of(table | {"dtype": "bfloat16"}, layout=layout, page_size=page_size)
     expected = expected_of(profile)

@@ -1,4 +1,4 @@
-"""Kinds of objects that value checks meet: profiles, and what a page of them expects."""
+"""Kinds of objects for value checks: profiles and their specs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GDN: dict[str, Any] = {
 
 
 def profile_of(*pools: dict[str, Any], **fields: Any) -> Profile:
-    """A profile of kv and further pools; the page size is 64 unless given."""
+    """Return a profile of kv and other pools, with page size 64 by default."""
     names = ("kv", *(pool["kind"].removeprefix("dsa_") for pool in pools[1:]))
     tables = tuple(Pool(**{"name": name} | pool) for name, pool in zip(names, pools, strict=True))
     values: dict[str, Any] = {"model": "m", "page_size": 64, "pools": tables}
@@ -50,7 +50,7 @@ def profile_of(*pools: dict[str, Any], **fields: Any) -> Profile:
 def expected_of(
     profile: Profile, pool: str = "kv", part: str | None = None, scheme: str = "file"
 ) -> ObjectSpec:
-    """The first object of a pool and part."""
+    """Return the first spec of a pool and part."""
     return next(
         e
         for e in object_specs(profile, scheme)
@@ -59,7 +59,7 @@ def expected_of(
 
 
 def tiny(kind: str, layout: str = "page_first", **fields: Any) -> tuple[Profile, str]:
-    """A small profile with a pool of a kind and form, and the pool's name."""
+    """Return a small profile with a pool of a kind and form, and the pool's name."""
     mha = {"kind": "mha", "layers": 3, "kv_heads": 2, "head_dim": 16}
     mla = {"kind": "mla", "layers": 3, "kv_lora_rank": 256, "qk_rope_head_dim": 16}
     pools: tuple[dict[str, Any], ...]

@@ -1,4 +1,4 @@
-"""Two models whose keys are spelled alike: each object is one's, the other's, or stays open."""
+"""Two models with keys that look alike: each object is of one, the other, or ambiguous."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 WIDE, NARROW = "x-8B", "x-8B_0_2"  # the first at TP 2; the second without TP ranks
 WIDE_BYTES, NARROW_BYTES = 4096, 9216
 RANKS = (f"_{WIDE}_0_2", f"_{WIDE}_1_2")
-BARE = f"_{NARROW}"  # the key of the first one's rank 0
+BARE = f"_{NARROW}"  # the key of the first model's rank 0, too
 MINE, THEIRS = range(30), range(50, 80)
 
 
 def write_profile(path: Path, model: str, **fields: object) -> Path:
-    """Write the profile of one of the models; its kv has the size that the tests write."""
+    """Write the profile of one of the models, with the size that the tests write."""
     if model == WIDE:
         pool = {"kind": "mha", "dtype": "bfloat16", "layers": 2, "kv_heads": 4, "head_dim": 64}
     else:
@@ -104,7 +104,7 @@ def test_pages_of_both_are_whole(
 def test_repair_takes_what_is_damaged_and_nothing_else(
     invoke: Invoke, store: Path, profiles: dict[str, Path], given: str
 ) -> None:
-    """Without a fellow rank, a size that is neither one's tells nothing."""
+    """Without a fellow rank, a size of neither model decides nothing."""
     for name in (f"{page(0)}{RANKS[0]}.bin", f"{page(50)}{BARE}.bin"):
         put(store, name, 5)
     before = contents(store)
@@ -151,8 +151,8 @@ def test_a_move_takes_one_only(
 def test_a_shared_page_is_the_ones_whose_size_it_has(
     invoke: Invoke, store: Path, profiles: dict[str, Path]
 ) -> None:
-    """The file backend skips a name that is there: who wrote first has it."""
-    put(store, f"{page(0)}{BARE}.bin", NARROW_BYTES)  # and rank 1 of the other beside it
+    """The file backend skips an existing name, so the first writer has the key."""
+    put(store, f"{page(0)}{BARE}.bin", NARROW_BYTES)  # with rank 1 of the other model
     for arguments in ([], ["--profile", profiles[WIDE]], ["--profile", profiles[NARROW]]):
         found = [row for row in rows(invoke, store, *arguments) if row["page"] == page(0)]
         assert states(found) == {(WIDE, "partial"): 1, (NARROW, "whole"): 1}
@@ -294,7 +294,7 @@ def test_a_name_can_end_like_the_first_of_two_pairs(invoke: Invoke, tmp_path: Pa
 def test_only_one_rank_is_in_the_store(
     invoke: Invoke, tmp_path: Path, profiles: dict[str, Path]
 ) -> None:
-    """Nothing but a profile tells, as there is no fellow rank at all."""
+    """Without any fellow rank, only a profile decides."""
     (directory := tmp_path / "store").mkdir()
     put_pages(directory, MINE, BARE, nbytes=WIDE_BYTES)
     assert states(rows(invoke, directory)) == {(None, "unknown"): len(MINE)}
@@ -317,7 +317,7 @@ def test_hits_are_by_the_key_as_servers_ask(
 def test_prewarm_copies_no_other_models_objects(
     invoke: Invoke, tmp_path: Path, profiles: dict[str, Path]
 ) -> None:
-    """Of equal sizes a server could not tell either; we do, by the fellow rank."""
+    """With equal sizes a server cannot distinguish the models; the fellow rank does."""
     source = tmp_path / "source"
     source.mkdir()
     put_pages(source, range(4), *RANKS, nbytes=NARROW_BYTES)

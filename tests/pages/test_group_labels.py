@@ -1,4 +1,4 @@
-"""The label of a group: what its keys show, with a profile and without."""
+"""Labels of groups, with and without a profile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def profile_of(*pools: dict[str, object], **fields: object) -> Profile:
 
 
 def labels(directory: Path, profile: Profile | None = None) -> dict[str, list[str]]:
-    """The labels of each page's groups."""
+    """Return the labels of each page's groups."""
     with FileStore(directory) as store:
         groups = PageGroups(take_inventory(store, profile))
     found: dict[str, list[str]] = {}
@@ -38,10 +38,10 @@ def labels(directory: Path, profile: Profile | None = None) -> dict[str, list[st
 
 
 def test_mamba_beside_a_rankless_anchor(tmp_path: Path) -> None:
-    """Also where its anchor is gone, and where no page of the store has one."""
+    """Also if its anchor is missing, or no page of the store has one."""
     put_pages(tmp_path, range(3), ".mamba_m_0_2", ".mamba_m_1_2")
     put_pages(tmp_path, range(2), "_m")
-    put_pages(tmp_path, range(1), ".indexer_m")  # which the profile does not list
+    put_pages(tmp_path, range(1), ".indexer_m")  # not listed in the profile
     wanted = {page(0): ["m"], page(1): ["m"], page(2): ["m tp2"]}
     with_profile = profile_of(MLA, MAMBA, tp=2)
     assert labels(tmp_path) == labels(tmp_path, with_profile) == wanted
@@ -63,7 +63,7 @@ def test_sizes_are_those_of_the_keys(tmp_path: Path, sizes: dict[str, int]) -> N
 
 
 def test_the_text_tells_every_two_deployments_apart(tmp_path: Path) -> None:
-    """A name that ends like sizes, no name, and a name like the sign of ambiguous keys."""
+    """A name that ends like sizes, no name, and a name like the mark of ambiguous keys."""
     put_pages(tmp_path, range(1), "_m_0_2", "_m_1_2", "_m tp2", "_", "_-", "_?", "_a%20b", "_a b")
     put_pages(tmp_path, range(1), "_open_0_2")
     (found,) = labels(tmp_path).values()

@@ -1,4 +1,4 @@
-"""The slots of page groups, against a plain model of them: a dict of what each group has."""
+"""Group tables, compared with a dict of each group's objects."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def filled(found: Objects) -> GroupTable:
 
 
 def lacking(found: Objects, group: int) -> list[int]:
-    """The positions of what keeps a group from being whole."""
+    """Return the positions of the specs that a group lacks."""
     has = {position for of, position in found if of == group}
     begun = {SPECS[position].object_set for position in has}
     return [

@@ -1,4 +1,4 @@
-"""Page groups: states, counts and the names of what is missing."""
+"""Page groups: states, counts and missing keys."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_ambiguous_keys_make_groups_of_unknown_state(tmp_path: Path) -> None:
 
 
 def test_keys_with_and_without_a_stage_come_in_one_order() -> None:
-    """A stage of 0 and none are alike as ranks; sets would order them by chance."""
+    """Stage 0 and no stage compare equal as ranks; a set's order would decide."""
     ends = [f"_{rank}_{part}" for rank in ("0_0", "0", "1_0", "1") for part in "kv"]
     (found,) = assign_affixes(
         [("m_", end) for end in ends], codec_for("mooncake"), None

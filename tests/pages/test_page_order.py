@@ -1,4 +1,4 @@
-"""Pages are numbered in the order of their hashes, however alike those are."""
+"""Pages are numbered in the order of their hashes, even of similar ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hicachectl.pages.deployments import assign_affixes
 from hicachectl.pages.inventory import Inventory
 from hicachectl.pages.page_order import page_ranks
 
-# Hashes that begin alike, which those of a real store never do.
+# Hashes that begin alike, unlike those of real stores.
 PAGES = st.one_of(
     st.integers(0, 3).map("{:064x}".format),
     st.integers(0, 3).map(lambda n: f"{n:016x}{n % 2:016x}{n:032x}"),

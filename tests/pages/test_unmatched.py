@@ -1,4 +1,4 @@
-"""What every command says where it found no page: what is there instead, or which filter it was."""
+"""Messages about no match: what the store has instead, or the filter that matches nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOOKING = [("ls",), ("ls", "--objects"), ("ls", "--summary"), ("verify",)]
 
 
 def said(invoke: Invoke, *arguments: object, exit_code: int = 0) -> str:
-    """What a command says on stderr, once and in one line."""
+    """Return the only line that a command writes to stderr."""
     lines = invoke(*arguments, exit_code=exit_code).stderr.splitlines()
     told = [line for line in lines if "ry run" not in line and "Not copied" not in line]
     assert len(told) == 1, told
@@ -51,7 +51,7 @@ def test_an_empty_directory_is_an_empty_store(
 def test_a_directory_of_another_layout_is_not_called_empty(
     invoke: Invoke, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
-    """As NIXL and LMCache have them: objects in sub-directories, other names beside them."""
+    """As with NIXL and LMCache: objects in sub-directories, beside other names."""
     for shard in ("0a", "0b", "0c"):
         (tmp_path / shard).mkdir()
         put(tmp_path / shard, f"{page(1)}_x-a_0_2_k")

@@ -1,4 +1,4 @@
-"""A data file that was cut off: what of it is reported, once, and by whose page size."""
+"""A truncated data file: reported once, by the page size of the profile."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from tests.hf3fs_server import MetadataServer
 
 PAGES = 6
-# One rank, one file: nothing beside it says how long pages are.
+# One rank, one file: no other file shows the page size.
 ALONE = replace(PROFILE, tp=1, pools=(replace(PROFILE.pools[0], kv_heads=2),))
 REPAIR = ("--repair", "delete", "--yes")
 
 
 def sound_bytes(seed: int) -> bytes:
-    """Bytes of bfloat16 values between 1 and 2."""
+    """Return bytes of bfloat16 values between 1 and 2."""
     values = np.random.default_rng(seed).uniform(1, 2, PAGE_BYTES // 2).astype(np.float32)
     return values.view(np.uint16)[1::2].tobytes()
 
@@ -51,7 +51,7 @@ def indices(place: Place) -> dict[str, int]:
 
 
 def cut(place: Place, nbytes: int) -> None:
-    """Cut the data file off; its time is older than the snapshot's."""
+    """Truncate the data file; keep its time older than the snapshot's."""
     path = place.file("0:kv:")
     os.truncate(path, nbytes)
     os.utime(path, (0, 0))

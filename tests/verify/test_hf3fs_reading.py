@@ -1,4 +1,4 @@
-"""Reading a 3FS store's objects: in the order of its files, and asked about in large batches."""
+"""Reading objects of a 3FS store: in file order, with queries in large batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAGES = NUM_PAGES // 2  # K and V of each
 def place(
     metadata_server: MetadataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Place:
-    """Both ranks full, in an order of eviction that has nothing to do with that of the files."""
+    """Both ranks full; the order of eviction differs from the order in the files."""
     monkeypatch.setattr(reading_plan, "_TASK_OBJECTS", 4)
     monkeypatch.setattr(reading_plan, "_WINDOW_OBJECTS", 32)
     place = Place(metadata_server, tmp_path / "hicache")
@@ -55,7 +55,7 @@ def store(place: Place) -> Iterator[FreshStore]:
 
 
 def whole(inventory: Inventory, *, digest: bool) -> ReadingPlan:
-    """Read every page, by one thread."""
+    """Read every page, with one thread."""
     count = len(inventory.objects)
     return ReadingPlan(
         rows=np.arange(count),
@@ -90,14 +90,14 @@ def test_objects_are_read_stretch_by_stretch_of_the_files(
     _, result = read(store, digest=False)
     assert result.bytes_read == 2 * NUM_PAGES * PAGE_BYTES
     assert sorted(index for task in seen for index in task) == sorted([*range(NUM_PAGES)] * 2)
-    # K and V lie mixed in a file, and are read together: without a gap, in the order of the file.
+    # K and V are mixed in a file, and are read together in file order, without a gap.
     for task in seen:
         assert sorted(task) == list(range(min(task), min(task) + len(task)))
     assert any(len(set(of_task)) == 2 for of_task in affixes)
-    for of_task in affixes:  # in memory, each of them by itself
+    for of_task in affixes:  # in memory, K and V are separate
         assert of_task == sorted(of_task, key=of_task.index)
         assert len({affix[:5] for affix in of_task}) == 1
-    # A window of 32 objects is 16 pages of both files; so the tasks before have lower ones.
+    # A window of 32 objects is 16 pages of both files, so earlier tasks have lower pages.
     stretches = [{index // 16 for index in task} for task in seen]
     assert all(len(stretch) == 1 for stretch in stretches)
     order = [min(stretch) for stretch in stretches]
@@ -118,7 +118,7 @@ def test_many_tasks_are_asked_about_in_one_call(
     monkeypatch.setattr(store._server, "exists", exists)
     inventory, result = read(store, digest=True)
     assert result.digested.all()
-    # Once for the listing of each rank, and once for what was read of each.
+    # For each rank: one query for the listing, one for the objects read.
     assert asked == [NUM_PAGES] * 4
     for row, (key, index) in enumerate(
         zip(

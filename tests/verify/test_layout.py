@@ -1,4 +1,4 @@
-"""`verify --checks values`: objects in the order of another layout, through the whole command."""
+"""`verify --checks values` on objects in another layout."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ MODELS = pytest.mark.parametrize("model", [MHA, MLA], ids=["mha", "mla"])
 
 
 def made(model: Profile, layout: str) -> Bytes:
-    """Pages [PAGES, nbytes] in a layout: the same values in each."""
+    """Return pages [PAGES, nbytes] in a layout, with the same values in each layout."""
     profile = replace(model, layout=layout)
     return KvGenerator(expected_of(profile), profile, seed=1).objects(range(PAGES))
 
 
 def write_store(directory: Path, model: Profile, layout: str, objects: Bytes) -> list[Path]:
-    """Write a store of some bytes, and the profile that says they are in a layout."""
+    """Write a store of some bytes, and a profile with a layout."""
     profile = replace(model, layout=layout)
     (directory / "p.toml").write_text(dump_profile(profile))
     before, after = FileCodec().affix(expected_of(profile).coordinate)

@@ -1,4 +1,4 @@
-"""Leaked pages of a live 3FS store: three snapshots have to agree."""
+"""Leaked pages of a live 3FS store: three snapshots must agree."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ def store(place: Place) -> Iterator[Store]:
 def leaked(
     place: Place, store: Store, between: Callable[[], object], then: Callable[[], object] | None
 ) -> tuple[list[str], str | None]:
-    """What is called leaked of pages that two snapshots miss; `between` them, and before a third.
+    """Return the details about leaked pages in two snapshots, and the reason if not judged.
 
-    The third is saved while it is waited for; none is where `then` is None.
+    between: runs between the snapshots. then: runs before a third, which is saved while the check
+    waits; None: no third is saved.
     """
     before = saved_tables(store)
     between()

@@ -1,4 +1,4 @@
-"""Reading in forked processes: as in threads, whatever is wrong with the store."""
+"""Reading in forked processes gives the same results as in threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OBJECTS = 2 * PAGES
 
 
 class Forks:
-    """Notes the processes that are made."""
+    """Record the processes that are started."""
 
     def __init__(self) -> None:
         self.pids: list[int] = []
@@ -51,7 +51,7 @@ class Forks:
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> Forks:
-    """Many objects are few in a test, and a window is smaller than they are many."""
+    """Fork for few objects, and use small windows."""
     monkeypatch.setattr(reading, "_FORK_OBJECTS", OBJECTS)
     monkeypatch.setattr(reading_plan, "_LEAST_WINDOW_OBJECTS", 16)
     counter = Forks()
@@ -78,7 +78,7 @@ def read(store: Store, *, jobs: int = 3, **options: Any) -> tuple[Inventory, Rea
 
 
 def damage(directory: Path) -> None:
-    """One of each: what is found when an object is read, and not before."""
+    """Make one object of each kind of damage that only reading finds."""
     os.truncate(directory / kv(3), 100)
     with (directory / kv(4)).open("ab") as stream:
         stream.write(b"more")

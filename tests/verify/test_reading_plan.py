@@ -1,4 +1,4 @@
-"""Tasks for a device: what a slab holds, as the arena places objects."""
+"""Tasks for a device: objects that fit in a slab, as the arena places them."""
 
 from __future__ import annotations
 

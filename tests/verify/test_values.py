@@ -1,4 +1,4 @@
-"""`verify --checks values`: what reading adds to a report, through the whole command."""
+"""`verify --checks values`: findings and counts from reading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import Invoke
 
-# Four ranks share two KV heads: ranks 0 and 1 hold the same, and 2 and 3.
+# Four ranks share two KV heads: ranks 0 and 1 have the same head, and so have 2 and 3.
 GQA = """
 model = "m"
 page_size = 4
@@ -40,7 +40,7 @@ PAGES = 6
 
 
 def healthy(seed: int) -> np.ndarray:
-    """Finite bfloat16 of normal values."""
+    """Return normal, finite bfloat16 values."""
     values = np.random.default_rng(seed).standard_normal(OBJECT_BYTES // 2).astype("<f4")
     return (values.view("<u4") >> 16).astype("<u2")
 
@@ -121,7 +121,7 @@ def test_a_time_limit_leaves_a_count_of_what_was_not_read(invoke: Invoke, store:
 def test_dtypes_of_one_width_are_said_to_be_unchecked(
     invoke: Invoke, tmp_path: Path, written: str, claimed: str
 ) -> None:
-    """Nothing in finite values shows which dtype they were written in."""
+    """Finite values do not show the dtype that wrote them."""
     profiles = {dtype: tiny(dtype)[0] for dtype in (written, claimed)}
     generator = KvGenerator(expected_of(profiles[written]), profiles[written], seed=1)
     directory = tmp_path / "store"
@@ -163,7 +163,7 @@ def test_ranks_that_share_heads_must_agree(invoke: Invoke, store: Path) -> None:
 def test_ranks_that_all_share_one_head_are_compared_within_each_page(
     invoke: Invoke, tmp_path: Path, ranks: int
 ) -> None:
-    """One set of replicas a page: that of the next page follows it, and has other bytes."""
+    """Each page has one replica set; the next page's set follows, with other bytes."""
     text = GQA.replace("tp = 4", f"tp = {ranks}").replace("kv_heads = 2", "kv_heads = 1")
     (tmp_path / "p.toml").write_text(text)
     store = tmp_path / "store"
@@ -217,7 +217,7 @@ def test_an_object_that_cannot_be_read_is_a_finding_and_the_run_goes_on(store: P
     target = store / f"{page(1)}_m_0_4.bin"
 
     class Failing(FileStore):
-        """EIO on one file, as a bad disk gives; no file can be made to."""
+        """Raise EIO for one file, as a bad disk does; no real file can."""
 
         def read_into(self, rows: Any, offsets: Any, capacities: Any, **options: Any) -> Any:
             result = super().read_into(rows, offsets, capacities, **options)

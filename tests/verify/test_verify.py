@@ -1,4 +1,4 @@
-"""`verify`: each kind of damage is named exactly, and nothing else is."""
+"""`verify`: exact findings for each kind of damage, and no others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Generator
 
 
-IGNORE = (lambda *_: None,) * 3  # of what `verify` is to be told
+IGNORE = (lambda *_: None,) * 3  # callbacks of `verify`
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_sidecars_without_their_anchor_are_orphans(invoke: Invoke, dsa: Path) ->
 def test_sidecars_whose_anchor_may_still_come_are_in_flight(
     invoke: Invoke, dsa: Path, grace: tuple[str, ...]
 ) -> None:
-    """SGLang writes sidecars first: those that are young are no orphans."""
+    """SGLang writes sidecars first: young sidecars are not orphans."""
     young = dsa / f"{page(2)}.indexer_x-dsa.bin"
     (dsa / f"{page(2)}_x-dsa.bin").unlink()
     now = time.time()
@@ -356,7 +356,7 @@ def test_pages_evicted_during_the_scan_are_gone_and_no_finding(tmp_path: Path) -
     (tmp_path / f"{page(0)}_m_0_2.bin").unlink()
 
     class Evicting(FileStore):
-        """Loses ten pages, and gets one back, between the listing and the checks."""
+        """A store that loses ten pages and regains one between the listing and the checks."""
 
         def scan(self, columns: Collection[str] = ()) -> Generator[Any, None, None]:
             (tmp_path / f"{page(39)}_m_0_2.bin").rename(tmp_path / "kept")
@@ -426,7 +426,7 @@ def test_objects_whose_size_is_not_listed_are_said(tmp_path: Path) -> None:
     put_pages(tmp_path, range(6), "_m_0_2", "_m_1_2")
 
     class Silent(FileStore):
-        """Lists no sizes of rank 1."""
+        """A store that lists no sizes of rank 1."""
 
         def scan(self, columns: Collection[str] = ()) -> Generator[Any, None, None]:
             for batch in super().scan(columns):
