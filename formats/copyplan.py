@@ -63,7 +63,7 @@ class CopyPlan:
         """Return the copy of one layer, as in load-back. Raises ValueError if out of range."""
         place = [axis.name for axis in self.axes].index("layer")
         if not 0 <= layer < self.axes[place].length:
-            raise ValueError(f"layer {layer} is out of range; there are {self.axes[place].length}")
+            raise ValueError(f"layer {layer}: must be below {self.axes[place].length}")
         return self.at(place, layer)
 
     def at(self, place: int, index: int) -> CopyPlan:

@@ -52,7 +52,7 @@ def parse_json(
     brackets = _count(text, "[") + _count(text, "{")
     values = brackets + _count(text, ",")
     if values > max_values:
-        raise refusal(f"{source}: {values} values; at most {max_values} are read")
+        raise refusal(f"{source}: has {values} values; at most {max_values} are allowed")
     try:
         document = json.loads(text, object_pairs_hook=_unique if unique else None)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of 5,000 digits
@@ -84,13 +84,15 @@ def parse_toml(
     structure = _TOML_TEXT.sub('""', text)
     tables = sum(structure.count(character) for character in "=[{")
     if tables > MAX_TABLES:
-        raise refusal(f"{source}: {tables} keys, tables and arrays; at most {MAX_TABLES} are read")
+        raise refusal(
+            f"{source}: has {tables} keys, tables and arrays; at most {MAX_TABLES} are allowed"
+        )
     values = tables + structure.count(",")
     if values > MAX_VALUES:
-        raise refusal(f"{source}: {values} values; at most {MAX_VALUES} are read")
+        raise refusal(f"{source}: has {values} values; at most {MAX_VALUES} are allowed")
     parts = 1 + max(piece.count(".") for piece in _TOML_STRUCTURE.split(structure))
     if parts > MAX_KEY_PARTS:
-        raise refusal(f"{source}: a key of {parts} parts; at most {MAX_KEY_PARTS} are read")
+        raise refusal(f"{source}: a key has {parts} parts; at most {MAX_KEY_PARTS} are allowed")
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of 5,000 digits

@@ -96,12 +96,12 @@ def tokens_to_restore(pages: int, page_size: int, *, bigram: bool = False) -> in
 
 def _require_page_size(page_size: int) -> None:
     if page_size < 1:
-        raise FormatError(f"page_size: must be at least 1, is {page_size}")
+        raise FormatError(f"page_size: must be at least 1, but is {page_size}")
 
 
 def _chain(payloads: Iterable[bytes], prior: bytes | None) -> bytes:
     if prior is not None and len(prior) != HASH_BYTES:
-        raise FormatError(f"prior: must be {HASH_BYTES} bytes, has {len(prior)}")
+        raise FormatError(f"prior: must be {HASH_BYTES} bytes, but has {len(prior)}")
     # A page can be one token, so this loop uses local names and avoids calls.
     sha256 = hashlib.sha256
     hashes: list[bytes] = []
@@ -161,7 +161,7 @@ def _units_one_by_one(token_ids: Tokens) -> npt.NDArray[np.int64]:
     width = len(units[0]) if units else 1
     for position, unit in enumerate(units):
         if len(unit) != width:
-            raise FormatError(f"token {position}: has {len(unit)} words, token 0 has {width}")
+            raise FormatError(f"token {position}: has {len(unit)} words, but token 0 has {width}")
     return np.array(units, np.int64).reshape(len(units), width)
 
 

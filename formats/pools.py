@@ -85,7 +85,7 @@ class PoolPiece:
     def _ordered(self, layout: str) -> tuple[TensorLayout, ...]:
         if layout == "page_unified":
             raise UnsupportedByBackend(
-                "page_unified belongs to the unified key scheme; no SGLang store reads or writes it"
+                "layout page_unified: only for the unified key scheme; no SGLang store supports it"
             )
         kind_of(self.pool).check_layout(self.pool, layout)
         return tuple(tensor.in_layout(layout) for tensor in self.tensors)

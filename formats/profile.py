@@ -240,11 +240,15 @@ def _pool_problems(pool: Pool) -> Iterator[str]:
     if not _is_text(pool.name):
         yield f"name: {_NO_TEXT}"
     yield from (f"{name}: missing" for name in kind.required if not getattr(pool, name))
-    yield from (f"{name}: must not be negative" for name in _COUNTS if getattr(pool, name) < 0)
+    yield from (
+        f"{name}: must not be negative, but is {getattr(pool, name)}"
+        for name in _COUNTS
+        if getattr(pool, name) < 0
+    )
     yield from _layer_problems(pool.layers)
     yield from kind.problems(pool)
     if pool.trailing_pages < 1:
-        yield "trailing_pages: must be at least 1"
+        yield f"trailing_pages: must be at least 1, but is {pool.trailing_pages}"
     yield from _choice("hit_policy", pool.hit_policy, HIT_POLICIES)
     if pool.dtype:
         yield from _choice("dtype", pool.dtype, tuple(DTYPE_BYTES))
@@ -255,7 +259,7 @@ def _pool_problems(pool: Pool) -> Iterator[str]:
 def _layer_problems(layers: int | tuple[int, ...]) -> Iterator[str]:
     if isinstance(layers, int):
         if layers < 0:
-            yield "layers: must not be negative"
+            yield f"layers: must not be negative, but is {layers}"
     elif any(b <= a for a, b in zip((-1, *layers), layers, strict=False)):
         yield "layers: layer numbers must be at least 0 and strictly ascending"
 

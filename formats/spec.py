@@ -150,7 +150,7 @@ def object_specs(profile: Profile, scheme: str) -> tuple[ObjectSpec, ...]:
     or the scheme is "unified", which no server writes, UsageError if the scheme is unknown.
     """
     if scheme == "unified":
-        raise UnsupportedByBackend("no profile describes objects of the unified key scheme")
+        raise UnsupportedByBackend("A profile cannot describe objects of the unified key scheme")
     if scheme not in _SCHEMES:
         raise UsageError(f"unknown key scheme {scheme!r}; known: {', '.join(_SCHEMES)}")
     problems = validate_profile(profile)
@@ -226,7 +226,7 @@ def _check_dcp(profile: Profile) -> None:
         raise UnsupportedByBackend(f"dcp: SGLang has no DCP pages in layout {profile.layout}")
     for pool in profile.pools:
         if not pool_name(pool.name).dcp:
-            raise UnsupportedByBackend(f"dcp: SGLang stores no {pool.name} pool with DCP")
+            raise UnsupportedByBackend(f"dcp: SGLang stores no {pool.name} pool under DCP")
 
 
 # --- file ---
@@ -293,7 +293,7 @@ def _mooncake_per_rank(profile: Profile, pool: Pool) -> bool:
     """Return whether a pool's keys name the TP rank (_get_hybrid_page_component_keys)."""
     form = pool_name(pool.name).mooncake
     if not form:
-        raise UnsupportedByBackend(f"SGLang stores no {pool.name} pool on Mooncake")
+        raise UnsupportedByBackend(f"pools[{pool.name}]: SGLang stores no such pool on Mooncake")
     if form in ("shared", "states"):
         return form == "states"
     return kind_of(pool).names_rank(pool, shared_anchor=profile.rank_replicated)

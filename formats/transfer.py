@@ -179,7 +179,7 @@ def _gap_text(expected: ObjectSpec) -> str:
     coordinate = expected.coordinate
     part = f" part {coordinate.part}" if coordinate.part else ""
     ranks = coordinate.shard.ranks_text()
-    what = f"pools[{coordinate.pool}]:{part} of {ranks or 'all ranks'}"
+    what = f"pools[{coordinate.pool}]{part} of {ranks or 'all ranks'}"
     if not expected.tensors:
         return f"{what}: the form of its bytes is unknown, so topology and layout cannot change"
     return f"{what}: the source does not hold all of its content"

@@ -25,7 +25,7 @@ class Logical(PoolKind):
     def problems(self, pool: Pool) -> Iterator[str]:
         """Yield a message if the pool is a sidecar."""
         if pool.name != "kv":
-            yield "kind: only kv can be logical"
+            yield "kind: only the kv pool can be logical"
 
 
 LOGICAL = Logical()

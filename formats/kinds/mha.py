@@ -39,7 +39,7 @@ class Mha(PoolKind):
     """Multi-head attention, sharded by KV heads."""
 
     name = "mha"
-    summary = "dtype, layers, kv_heads, head_dim; v_head_dim where it differs."
+    summary = "dtype, layers, kv_heads, head_dim; v_head_dim if it differs."
     words = "an MHA pool"
     required = ("dtype", "layers", "kv_heads", "head_dim")
     anchors = True

@@ -237,7 +237,7 @@ def _mla_pool(config: HfConfig, context: Context, layers: Iterable[int], *, dsa:
 
 
 def _head_dim(config: HfConfig) -> int:
-    """Return the width of a K row; the quotient if the config may leave it out.
+    """Return the width of a K row; a quotient if the config may leave it out.
 
     Source: ModelConfig._derive_model_shapes. Defaults of other transformers classes are not used.
     """

@@ -45,11 +45,11 @@ def test_toml_is_read_as_python_reads_it(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (".".join("a" * 9) + " = 1", "a key of 9 parts; at most 8"),
-        ("[" + " . ".join('"a"' for _ in range(9)) + "]", "a key of 9 parts"),
-        ("x = {" + ".".join("a" * 9) + " = 1}", "a key of 9 parts"),
+        (".".join("a" * 9) + " = 1", "a key has 9 parts; at most 8 are allowed"),
+        ("[" + " . ".join('"a"' for _ in range(9)) + "]", "a key has 9 parts"),
+        ("x = {" + ".".join("a" * 9) + " = 1}", "a key has 9 parts"),
         ("a = " + "[" * 65 + "]" * 65, "more than 64 levels"),
-        ("a = [" + "1," * 1_000_001 + "]", "1000003 values; at most 1000000"),
+        ("a = [" + "1," * 1_000_001 + "]", "has 1000003 values; at most 1000000 are allowed"),
         ("[[a]]\n" * 25_001, "50002 keys, tables and arrays; at most 50000"),
     ],
 )
@@ -67,7 +67,7 @@ def test_json_is_bounded_in_depth_and_values(encoded: bool) -> None:
     for deep in ("[" * 65 + "]" * 65, "[" * 10_000 + "]" * 10_000, '{"a":' * 65 + "1" + "}" * 65):
         with pytest.raises(ProfileError, match=r"p: .*more than 64 levels"):
             parse(deep)
-    with pytest.raises(ProfileError, match=r"p: 12 values; at most 10"):
+    with pytest.raises(ProfileError, match=r"p: has 12 values; at most 10 are allowed"):
         parse_json("[" + "1," * 11, "p", refusal=ProfileError, max_values=10)
 
 

@@ -189,7 +189,7 @@ def test_a_page_larger_than_any_chain_has_no_hash() -> None:
         ([1, 2.5], "token 1: 2.5 is not a whole number"),
         ([1, None], "token 1: None is not a whole number"),
         (["1"], "token 0: '1' is not a whole number"),
-        ([(1, 2), (3,)], "token 1: has 1 words, token 0 has 2"),
+        ([(1, 2), (3,)], "token 1: has 1 words, but token 0 has 2"),
         ([(1, 2), (3, -4)], "token 1: -4 is not in"),
         ([(), ()], "token 0: is an empty tuple"),
         ([[[1]]], r"token 0: \[\[1\]\] is not a whole number"),
@@ -220,7 +220,7 @@ def test_a_page_size_below_one_is_refused(page_size: int) -> None:
 
 @pytest.mark.parametrize("prior", [b"", b"\0" * 31, b"0" * 64])
 def test_a_prior_that_is_no_digest_is_refused(prior: bytes) -> None:
-    with pytest.raises(FormatError, match=f"prior: must be 32 bytes, has {len(prior)}"):
+    with pytest.raises(FormatError, match=f"prior: must be 32 bytes, but has {len(prior)}"):
         page_hashes([1], 1, prior=prior)
 
 

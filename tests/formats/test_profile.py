@@ -242,7 +242,7 @@ def test_broken_syntax_is_a_profile_error(text: str) -> None:
     ],
 )
 def test_what_no_parser_takes_is_a_profile_error(text: str) -> None:
-    with pytest.raises(ProfileError, match=r"p.toml: (not TOML|not JSON|100000 )"):
+    with pytest.raises(ProfileError, match=r"p.toml: (not TOML|not JSON|has 100000 )"):
         parse_profile(text, source="p.toml")
 
 
@@ -331,7 +331,7 @@ def test_a_sound_profile_has_no_problems() -> None:
         ),
         (
             {"pools": (KV, Pool(name="swa", kind="logical"))},
-            "pools[swa].kind: only kv can be logical",
+            "pools[swa].kind: only the kv pool can be logical",
         ),
     ],
 )
@@ -352,15 +352,18 @@ def test_a_problem_of_the_deployment_is_told(changes: dict[str, Any], problem: s
         (replace(MLA, kv_lora_rank=0), "kv_lora_rank: missing"),
         (replace(MLA, qk_rope_head_dim=0), "qk_rope_head_dim: missing"),
         (Pool(name="kv", kind="opaque"), "nbytes: missing"),
-        (replace(KV, packed_draft_layers=-1), "packed_draft_layers: must not be negative"),
-        (replace(KV, v_head_dim=-1), "v_head_dim: must not be negative"),
-        (replace(KV, layers=-1), "layers: must not be negative"),
+        (
+            replace(KV, packed_draft_layers=-1),
+            "packed_draft_layers: must not be negative, but is -1",
+        ),
+        (replace(KV, v_head_dim=-1), "v_head_dim: must not be negative, but is -1"),
+        (replace(KV, layers=-1), "layers: must not be negative, but is -1"),
         (replace(KV, layers=(3, 3)), "layers: layer numbers must be at least 0 and strictly"),
         (replace(KV, layers=(-1, 3)), "layers: layer numbers must be at least 0 and strictly"),
         (replace(MLA, row="fp4"), "row: 'fp4' is not one of bf16, fp8, fp8_scaled"),
         (replace(KV, dtype="int8"), "dtype: 'int8' is not one of"),
         (replace(KV, hit_policy="x"), "hit_policy: 'x' is not one of"),
-        (replace(KV, trailing_pages=0), "trailing_pages: must be at least 1"),
+        (replace(KV, trailing_pages=0), "trailing_pages: must be at least 1, but is 0"),
         (replace(KV, layers=10_001), "layers: 10001 is larger than 10000"),
         (replace(KV, layers=(3, 10**12)), "layers: 1000000000000 is larger than 10000"),
         (replace(KV, packed_draft_layers=10**9), "packed_draft_layers: 1000000000 is larger"),

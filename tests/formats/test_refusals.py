@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         (profile(mha(), gdn(), tp=2, linear_tp=4), "file", {"tp": 4}, "file", "linear_tp"),
         (profile(mha(), gdn()), "file", {"tp": 16}, "file", "is not a multiple of tp 16"),
         (profile(mha(kv_heads=6)), "file", {"tp": 4}, "file", "6 heads and tp 4"),
-        (profile(mha()), "file", {}, "unified", "no profile describes"),
+        (profile(mha()), "file", {}, "unified", "A profile cannot describe"),
         (profile(opaque("kv"), tp=2), "file", {"tp": 4}, "file", "form of its bytes is unknown"),
         (
             profile(opaque("kv"), tp=2),

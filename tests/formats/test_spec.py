@@ -345,13 +345,16 @@ def test_keys_without_cp_rank_hold_rank_0(scheme: str) -> None:
     [
         (profile(mha(), layout="layer_first"), "scattered"),
         (profile(mha(), layout="page_unified"), "page_unified"),
-        (profile(mha(), mha("auxiliary_swa")), "no auxiliary_swa pool"),
+        (
+            profile(mha(), mha("auxiliary_swa")),
+            r"pools\[auxiliary_swa\]: SGLang stores no such pool",
+        ),
         (profile(mla(), mha("swa")), "kind mha does not fit"),
         (profile(mha(), mla("swa")), "kind mla does not fit"),
         (profile(mha(replicated=True)), "kind mha does not fit"),
         (profile(mha(), opaque("mamba")), "which kind opaque cannot name"),
         (profile(mha(), tp=2, dcp=2), "MLA models only"),
-        (profile(mla(), indexer(), tp=2, dcp=2), "no indexer pool with DCP"),
+        (profile(mla(), indexer(), tp=2, dcp=2), "no indexer pool under DCP"),
         (profile(mla(), tp=2, dcp=2, layout="page_unified"), "no DCP pages in layout page_unified"),
     ],
 )
