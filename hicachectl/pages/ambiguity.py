@@ -42,7 +42,7 @@ def split_remarks(inventory: Inventory) -> list[str]:
                 f"{counts[number]} are {_words(coordinate)}"
             )
     return [
-        f"keys {example}: {', '.join(parts)}, told apart by their pages and sizes"
+        f"{example}: {', '.join(parts)}; pages and sizes tell them apart"
         for example, parts in said.items()
         if len(parts) > 1
     ]

@@ -43,7 +43,7 @@ def refuse_contradiction(
         wanted = _describe(profiled[0].specs[0])
         found = "; ".join(sorted({_describe(d.specs[0]) for d in table.deployments[1:]}))
         raise ProfileError(
-            f"the profile contradicts the store: the profile expects {wanted}, the store has "
+            f"The profile contradicts the store: the profile expects {wanted}, the store has "
             f"{found}; check model, tag and TP, PP, CP sizes"
         )
 
@@ -61,7 +61,7 @@ def _refuse_sizes(deployment: Deployment, pool: str, specs: IntArray, nbytes: In
     if common >= _NEARLY_ALL * len(found):
         want, has = pairs[:, counts.argmax()].tolist()
         raise ProfileError(
-            f"the profile contradicts the store: the profile expects {want} bytes for {pool} "
+            f"The profile contradicts the store: the profile expects {want} bytes for {pool} "
             f"objects, the store has {has} bytes ({common} of {len(found)} objects); check dtype, "
             "page size, layers and TP size"
         )

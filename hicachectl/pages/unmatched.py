@@ -45,10 +45,12 @@ def explain_nothing(store: Store, listed: Inventory, filters: Mapping[str, bool]
         return ""
     alone = [text for text, matches in filters.items() if not matches]
     if not alone and len(filters) > 1:
-        return f"no page matches all of {', '.join(filters)}"
+        return f"{', '.join(filters)}: no page matches all of these"
     alone = alone or list(filters)
     known = [_what_is_there(store, groups, listed, text.split(" ", 1)[0]) for text in alone]
-    return "; ".join([f"no page matches {' or '.join(alone)}", *filter(None, dict.fromkeys(known))])
+    return "; ".join(
+        [f"{' or '.join(alone)}: no page matches", *filter(None, dict.fromkeys(known))]
+    )
 
 
 def explain_selection(store: Store, listed: Inventory, selection: Selection) -> str:

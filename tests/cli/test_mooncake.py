@@ -188,10 +188,10 @@ def test_a_tag_that_only_a_profile_can_tell_is_not_silently_absent(
 ) -> None:
     before = sorted(cluster.list_keys())
     said = invoke("rm", cluster.url, "--tag", "prod", "--yes").stderr
-    assert "no page matches --tag prod" in said
+    assert "--tag prod: no page matches" in said
     assert "give --profile" in said
     said = invoke("rm", cluster.url, "--tag", "prod", "--profile", profile, "--yes").stderr
-    assert "no page matches --tag prod; no key in the store has a tag" in said
+    assert "--tag prod: no page matches; no key in the store has a tag" in said
     assert sorted(cluster.list_keys()) == before
 
 
