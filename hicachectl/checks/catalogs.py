@@ -27,7 +27,7 @@ UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)  # an object, compared with its en
 
 @dataclass(frozen=True, slots=True)
 class Digested:
-    """Digested objects; each field [n].
+    """Digested objects, [n] each.
 
     identities: [n, len(identity_fields)] uint64. digests: [n, 32] uint8.
     """

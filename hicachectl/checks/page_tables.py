@@ -174,7 +174,6 @@ def _checked_file(table: PageTable, state: TableState, grace_s: float) -> Iterat
 
 
 def _duration(length_ns: int) -> str:
-    """Return a duration as text in milliseconds, seconds, or hours, minutes and seconds."""
     if length_ns >= 60 * _NS:
         return str(timedelta(seconds=length_ns // _NS))
     if length_ns >= _NS:

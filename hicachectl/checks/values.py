@@ -303,7 +303,6 @@ def _zero_units(section: Section, zero: BoolArray) -> tuple[list[int], list[tupl
 
 
 def _extent(where: dict[str, IntArray]) -> str:
-    """Return layers, and tokens if known, as text."""
     parts = [
         _numbers(axis, np.unique(where[axis]).tolist())
         for axis in ("layer", "token")

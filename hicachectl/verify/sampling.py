@@ -1,4 +1,4 @@
-"""Stable slices of a store's pages: nightly runs cover all of them in turn."""
+"""Stable slices of a store's pages: nightly runs cover all in turn."""
 
 from __future__ import annotations
 
