@@ -313,7 +313,7 @@ for _check in (
                 "stamp-mismatch",
                 "error",
                 remedy="the store has pages of another deployment: remove them with "
-                "hicachectl rm STORE --model, then write a new stamp with verify --stamp",
+                "hicachectl rm STORE --model MODEL, then write a new stamp with verify --stamp",
             ),
         ),
         function="hicachectl.profiles.stamps:check_stamp",
