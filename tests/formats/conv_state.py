@@ -1,4 +1,4 @@
-"""A kind of pool that another package could bring: it touches no file of the product.
+"""A pool kind as another package would add one: no file of the product changes.
 
 A page holds the last inputs of each layer's short convolution: [layers, channels, width], sharded
 by channels, one object of each page and TP rank.
@@ -26,7 +26,7 @@ NAMES = (PoolName(name="conv_state"),)
 
 
 class ConvState(PoolKind):
-    """Windows of short convolutions; `conv` of the pool states one, [channels, width]."""
+    """Windows of short convolutions; the pool's `conv` states one, [channels, width]."""
 
     name = "conv_state"
     summary = "layers, conv: one window, [channels, width]."
@@ -35,18 +35,18 @@ class ConvState(PoolKind):
     shards = True
 
     def problems(self, pool: Pool) -> Iterator[str]:
-        """Yield another number of windows or axes."""
+        """Yield a message if there is not one window with two axes."""
         if [len(state.shape) for state in pool.conv] != [2]:
             yield "conv: a conv_state pool needs one window, [channels, width]"
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
-        """Return the windows of one rank's channels; the number of tokens does not matter."""
+        """Return the windows of one rank's channels, independent of `tokens`."""
         channels, width = pool.conv[0].shape
         shape = (layers, channels // tp, width)
         return (TensorLayout("window", ("layer", "channel", "tap"), shape, pool.conv[0].dtype),)
 
     def check_shards(self, pool: Pool, tp: int) -> None:
-        """Refuse channels that ranks do not share out evenly."""
+        """Refuse channels that cannot be divided evenly among ranks."""
         if pool.conv[0].shape[0] % tp:
             raise ProfileError(f"pools[{pool.name}].conv: channels do not divide over {tp} ranks")
 
@@ -60,7 +60,7 @@ class ConvState(PoolKind):
 
 @contextmanager
 def registered() -> Iterator[PoolKind]:
-    """Register the kind, and take it back: other tests do not see it."""
+    """Register the kind during a test only."""
     kind = ConvState()
     kinds.register(kind, NAMES)
     try:

@@ -1,7 +1,7 @@
-"""Objects of a page spelled out from the documented byte orders, apart from the code under test.
+"""Objects of a page, rendered from the documented byte orders without the code under test.
 
-A page's content is numbered once for the whole model; what a rank stores is cut out of it and
-put in order by hand, one layout and one pool after another.
+A page has random content for the whole model. Each rank's share is cut out and ordered by hand, for
+each layout and pool.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DRAFTS = ("draft", "draft_indexer", "draft_swa")
 
 
 def page_content(profile: Profile, seed: int) -> dict[str, Any]:
-    """Random content of every pool, unsharded; the last axis is bytes.
+    """Return random content of every pool, unsharded; the last axis is bytes.
 
     mha: k, v [layer, token, head, bytes]. mla: rows [layer, token, bytes]. indexer: blocks
     [layer, bytes]. mamba: each state [layer, *shape, item bytes]. Packed drafts come last.
@@ -55,13 +55,13 @@ def _content(profile: Profile, pool: Pool, rng: np.random.Generator) -> Any:
 
 
 def states(pool: Pool) -> list[tuple[str, StateTensor]]:
-    """The states of a mamba pool, in stored order."""
+    """Return the states of a mamba pool, in stored order."""
     named = [("temporal", pool.temporal)] if pool.temporal else []
     return [*named, *((f"conv_{n}", state) for n, state in enumerate(pool.conv))]
 
 
 def rendered(profile: Profile, grammar: str, content: Any, coordinate: Coordinate) -> bytes:
-    """The bytes of one object."""
+    """Return the bytes of one object."""
     pool = next(pool for pool in profile.pools if pool.name == coordinate.pool)
     layers = _layers(profile, pool, coordinate)
     if pool.kind == "mha":
@@ -84,7 +84,7 @@ def rendered(profile: Profile, grammar: str, content: Any, coordinate: Coordinat
 
 
 def _layers(profile: Profile, pool: Pool, coordinate: Coordinate) -> list[int]:
-    """Positions on the pool's layer axis of the stage's layers, packed drafts on the last."""
+    """Return the indices of a stage's layers on the pool's layer axis; packed drafts on the last."""
     own = len(pool.layer_numbers)
     packed = list(range(own, own + pool.packed_draft_layers))
     stage = coordinate.shard.pp_rank or 0
@@ -107,14 +107,14 @@ def _heads(profile: Profile, pool: Pool, coordinate: Coordinate) -> list[int]:
     if pool.name == "kv" and coordinate.shard.heads is not None:
         slices = np.split(np.arange(pool.kv_heads), profile.tp_lcm_size)
         return [int(head) for head in slices[coordinate.shard.heads[0]]]
-    # Every rank takes its heads from the list of all, with copies where there are too few.
+    # The list of all ranks' heads repeats heads if there are fewer heads than ranks.
     copies = max(1, profile.tp // pool.kv_heads)
     dealt = np.split(np.repeat(np.arange(pool.kv_heads), copies), profile.tp)
     return [int(head) for head in dealt[_rank(profile, coordinate)]]
 
 
 def _mha_order(values: Bytes, layout: str) -> Bytes:
-    """From [layer, token, head, bytes]."""
+    """Reorder [layer, token, head, bytes]."""
     if layout == "page_first":
         return values.transpose(1, 0, 2, 3)
     if layout == "page_head":

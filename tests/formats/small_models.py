@@ -1,4 +1,4 @@
-"""Small models for plans: real in form, with few layers and narrow rows."""
+"""Small models for plans: real forms, with few layers and narrow rows."""
 
 from __future__ import annotations
 

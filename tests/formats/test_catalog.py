@@ -1,4 +1,4 @@
-"""Catalogs read back as written, and anything else is refused in words."""
+"""Catalogs read back as written; other data is refused with a reason."""
 
 from __future__ import annotations
 

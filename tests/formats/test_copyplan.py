@@ -15,7 +15,7 @@ NAMES = ("a", "b", "c")
 
 @st.composite
 def regions(draw: st.DrawFn) -> tuple[Region, list[int], int]:
-    """A box somewhere in space, dense in an order of its own behind an offset."""
+    """A box of random indices, dense in a random axis order after an offset."""
     firsts = [draw(st.integers(0, 3)) for _ in NAMES]
     lengths = [draw(st.integers(1, 4)) for _ in NAMES]
     order = draw(st.permutations(range(3)))
@@ -30,7 +30,7 @@ def regions(draw: st.DrawFn) -> tuple[Region, list[int], int]:
 
 
 def bytes_of(region: Region, order: list[int], nbytes: int, seed: int) -> np.ndarray:
-    """An object in which each item says where in space it is, and which object it is in."""
+    """Return an object whose items state their indices and their object."""
     grids = np.meshgrid(
         *(np.arange(a.first, a.first + a.length) for a in region.extents), indexing="ij"
     )
@@ -41,7 +41,7 @@ def bytes_of(region: Region, order: list[int], nbytes: int, seed: int) -> np.nda
 
 
 def carried_out(copy: CopyPlan, source: np.ndarray, destination: np.ndarray) -> None:
-    """Item by item."""
+    """Copy item by item."""
     for index in np.ndindex(*(axis.length for axis in copy.axes)):
         one = copy.source_offset + int(np.dot(index, [axis.source for axis in copy.axes]))
         two = copy.destination_offset + int(np.dot(index, [axis.destination for axis in copy.axes]))

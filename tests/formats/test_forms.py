@@ -1,4 +1,4 @@
-"""One converter for all documents: what it takes, and how it names what it does not."""
+"""The converter of documents: what it accepts, and how it names wrong fields."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ priors = st.none() | st.binary(min_size=32, max_size=32)
 def reference_hashes(
     token_ids: list[int], page_size: int, bigram: bool, prior: bytes | None
 ) -> list[str]:
-    """The rules word by word."""
+    """Hash by the documented rules, word by word."""
     units = [*pairwise(token_ids)] if bigram else [(token,) for token in token_ids]
     found = []
     previous = prior or b""

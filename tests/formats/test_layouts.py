@@ -12,7 +12,7 @@ from hicachectl.formats.profile import Profile
 
 
 def piece_of(page_size: int = 4, **fields: Any) -> PoolPiece:
-    """Return what the only rank of a deployment stores of a pool with three layers."""
+    """Return the piece of a three-layer pool that a deployment's only rank stores."""
     pool = Pool(**{"name": "kv", "layers": 3, **fields})
     piece = pool_piece(Profile(model="m", page_size=page_size, pools=(pool,)), pool)
     assert piece is not None

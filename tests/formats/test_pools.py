@@ -200,11 +200,11 @@ def test_layers_beyond_the_partition_are_refused() -> None:
 
 @pytest.mark.parametrize("partition", [(3, 3), ()])
 def test_layers_above_those_of_the_stages_are_refused(partition: tuple[int, ...]) -> None:
-    """Layers count from 0: the one that has the number of layers is the first too many."""
+    """Layers count from 0, so a layer number equal to the number of layers is too large."""
     fits = Pool(name="indexer", kind="dsa_indexer", layers=(0, 5), index_head_dim=128)
     profile = Profile(model="m", page_size=4, pp=2, pp_partition=partition, pools=(MHA, fits))
     assert layers_of(profile, fits) == [(0,), (5,)]
-    if partition:  # else the largest number says how many there are
+    if partition:  # else the largest layer number determines the number of layers
         beyond = replace(fits, layers=(0, 6))
         with pytest.raises(ProfileError, match="the stages have 6 layers"):
             layers_of(replace(profile, pools=(MHA, beyond)), beyond)

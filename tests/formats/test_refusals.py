@@ -1,4 +1,4 @@
-"""What is refused before a byte is moved, and with which reason."""
+"""Transfers that are refused before any byte is moved, with their reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restorable prefixes: the examples that were run on SGLang, and a twin written page by page."""
+"""Restorable prefixes: examples that were run on SGLang, and a reference written page by page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES: list[tuple[Pools, list[int]]] = [
     ([(ALL_PAGES, {0, 1, 3}), (1, {3})], []),
     ([(ALL_PAGES, _ALL), (ALL_PAGES, {0, 1, 2}), (1, {3})], []),
     ([(ALL_PAGES, _ALL)], [1, 2, 3, 4]),
-    # Fewer pages than the window has: all of them are needed.
+    # A prefix shorter than the window needs all its pages.
     ([(ALL_PAGES, _ALL), (3, {0, 1, 3})], [1, 2]),
 ]
 

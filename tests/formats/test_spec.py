@@ -1,4 +1,4 @@
-"""Golden sizes are those of real models: page size 64, computed by hand from their configs."""
+"""Specs of objects. Golden sizes: real models at page size 64, computed by hand from configs."""
 
 from dataclasses import replace
 from typing import Any

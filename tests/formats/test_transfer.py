@@ -1,4 +1,4 @@
-"""Plans against pages rendered by hand, for random models and pairs of deployments."""
+"""Transfer plans against pages rendered by hand, for random models and deployments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GRAMMARS = ("file", "mooncake", "hf3fs")
 
 @st.composite
 def models(draw: st.DrawFn) -> Profile:
-    """A model: its pools and page size, served by one rank."""
+    """A random model: pools and page size, served by one rank."""
     total = draw(st.integers(1, 6))
     numbers = st.sets(st.integers(0, total - 1), min_size=1).map(lambda found: tuple(sorted(found)))
     packed = draw(st.sampled_from([0, 0, 1, 2]))
@@ -60,7 +60,7 @@ def models(draw: st.DrawFn) -> Profile:
         replace(pool, layers=draw(st.integers(1, 3)) if pool.name == "draft" else draw(numbers))
         for pool in [*pools, *chosen]
     ]
-    # Some pool has the model's last layer, so that all stages count the same layers.
+    # One pool has the model's last layer, so all stages count the same layers.
     whole = replace(placed[0], layers=tuple(sorted({*placed[0].layer_numbers, total - 1})))
     if len(placed) == 1 and draw(st.booleans()):
         whole = replace(whole, layers=total)
@@ -69,7 +69,7 @@ def models(draw: st.DrawFn) -> Profile:
 
 @st.composite
 def deployments(draw: st.DrawFn, model: Profile) -> tuple[Profile, str]:
-    """A way to serve and store a model that SGLang has, by rules spelled out here again."""
+    """A random deployment that SGLang supports, by rules repeated here."""
     kinds = {pool.kind for pool in model.pools}
     last = max(max(pool.layer_numbers) for pool in model.pools if pool.name != "draft") + 1
     cuts = draw(st.sets(st.integers(1, last - 1), max_size=2)) if last > 1 else set()
@@ -121,7 +121,7 @@ def transferred(
 def pages_of(
     model: Profile, grammar: str, objects: tuple[ObjectSpec, ...], contents: list[Any]
 ) -> list[npt.NDArray[np.uint8]]:
-    """[pages, bytes] of each object."""
+    """Return [pages, bytes] of each object."""
     return [
         np.stack(
             [
@@ -157,7 +157,7 @@ def read_sources(plan: TransferPlan) -> set[int]:
 
 
 def check_form(plan: TransferPlan) -> None:
-    """Every destination is in one unit, and each of its bytes is written once."""
+    """Check that every destination is in one unit, with each byte written once."""
     made = sorted(number for unit in plan.units for number in unit.destinations)
     assert made == list(range(len(plan.destinations)))
     assert read_sources(plan) <= set(range(len(plan.sources)))

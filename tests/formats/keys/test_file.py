@@ -1,4 +1,4 @@
-"""The file grammar: golden names of SGLang 0.5.23, and every name reads back to its coordinate."""
+"""The file grammar: golden names of SGLang 0.5.23; every name reads back as its coordinate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hicachectl.formats.objects import Coordinate, Shard
 
 CODEC = FileCodec()
 
-# Names that HiCacheFile gave when run; see HiCacheFile._get_suffixed_key.
+# Names that HiCacheFile returned when run; see HiCacheFile._get_suffixed_key.
 GOLDEN = [
     ("_Qwen-Qwen3-32B_1_8", Coordinate("Qwen-Qwen3-32B", shard=Shard(tp_rank=1, tp_size=8))),
     (
@@ -58,7 +58,7 @@ def ranks(size: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, int]]:
 
 @st.composite
 def coordinates(draw: st.DrawFn) -> Coordinate:
-    """Any coordinate that HiCacheFile can write, with models made to look like suffixes."""
+    """Any coordinate that HiCacheFile can write; model names may look like suffixes."""
     model = "".join(draw(st.lists(st.sampled_from(["m", "_", "0", "2", "-", ".", "cp", "é"]))))
     pool = draw(st.sampled_from([pool.name for pool in pool_names()]))
     values: dict[str, Any] = {}
@@ -113,7 +113,7 @@ def test_names_of_others_have_no_reading(suffix: str) -> None:
         "_m_cp2_2",
         "_m_cp0_1",
         "_m_4095_4097",
-        "_m_tp8_dcp0_1_page256",  # HiCacheFile names no DCP of one rank
+        "_m_tp8_dcp0_1_page256",  # HiCacheFile does not name a DCP size of 1
         "_m_tp8_dcp4_4_page256",
         "_m_tp4097_dcp0_4097_page4097",
     ],

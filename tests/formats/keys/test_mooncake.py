@@ -1,4 +1,4 @@
-"""The Mooncake grammar: golden keys of SGLang 0.5.23, and which readings a set rules out."""
+"""The Mooncake grammar: golden keys of SGLang 0.5.23, and readings that other keys exclude."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CODEC = MooncakeCodec()
 V32 = "deepseek-ai-DeepSeek-V3.2"
 DCP = Shard(tp_size=8, dcp_size=4, dcp_page_size=256, pp_size=1, cp_size=1)
 
-# Keys that MooncakeStore's key functions gave when run.
+# Keys that MooncakeStore's key functions returned when run.
 GOLDEN = [
     (("Qwen-Qwen3-32B_", "_1_k"), Coordinate("Qwen-Qwen3-32B", "kv", "k", shard=Shard(tp_rank=1))),
     (
@@ -115,7 +115,7 @@ _DCP_PREFIX = "m_tp8_dcp4_page256_pp2_cp2_"
         ("m_", "_1_q"),
         ("m_", "1_k"),
         ("m_", ""),
-        # Ranks have nine digits at most, and are below the sizes that a key states.
+        # Ranks have at most nine digits, and are below the sizes that a key states.
         ("m_", "_1000000000_k"),
         ("m_", "_0_1000000000_k"),
         ("m_", "_['1000000000']_temporal"),

@@ -1,4 +1,4 @@
-"""Ambiguous names are settled by the set of names, or stay open."""
+"""Ambiguous names are resolved by the set of all names, or stay ambiguous."""
 
 from __future__ import annotations
 

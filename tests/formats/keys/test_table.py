@@ -1,4 +1,4 @@
-"""Splitting columns of keys equals splitting each key by itself."""
+"""Splitting a column of keys equals splitting each key alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KEYS = st.one_of(
 
 
 def split_one(key: bytes) -> tuple[str, tuple[str, str]] | None:
-    """What the table must say of a key: its page and affix, by the obvious means."""
+    """Return the page and affix of one key, with plain string functions."""
     runs = list(re.finditer(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", key))
     if not runs:
         return None
@@ -39,7 +39,7 @@ def split_one(key: bytes) -> tuple[str, tuple[str, str]] | None:
 @given(batches=st.lists(st.lists(_KEYS, max_size=20), max_size=3))
 def test_tables_split_like_single_keys(likenesses: int, batches: list[list[bytes]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table, "_LIKENESSES", likenesses)  # none: by regular expression alone
+        patch.setattr(table, "_LIKENESSES", likenesses)  # none: only the regular expression is used
         _check(batches)
 
 
@@ -61,7 +61,7 @@ def _check(batches: list[list[bytes]]) -> None:
 
 @pytest.mark.parametrize("place", [0, 63])
 def test_a_page_hash_has_hex_digits_in_lower_case_alone(place: int) -> None:
-    """Every byte in the place of one digit, in keys that are otherwise like the first one."""
+    """Replace one digit by every byte; other bytes equal those of the first key."""
     good = f"{HASH}_m_0_2.bin".encode()
     _check([[good, *(good[:place] + bytes([b]) + good[place + 1 :] for b in range(256))]])
 

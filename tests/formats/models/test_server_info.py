@@ -16,8 +16,8 @@ from hicachectl.formats.profile import Profile
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 
-# The fields that matter of a reply of SGLang 0.5.23: arguments on top, scheduler fields, the
-# schedulers' own view, and what the endpoint adds.
+# The relevant fields of a reply of SGLang 0.5.23: arguments, scheduler fields, the schedulers'
+# internal states, and fields that the endpoint adds.
 REPLY: dict[str, Any] = {
     "model_path": "/models/DeepSeek-V3.2",
     "served_model_name": "deepseek-ai/DeepSeek-V3.2",
@@ -81,7 +81,7 @@ def deepseek(**settings: Any) -> Profile:
 
 
 def layout(**changes: Any) -> dict[str, Any]:
-    """What a server reports for DeepSeek-V3.2 on Mooncake; `inner` changes its inner object."""
+    """Return a server's report for DeepSeek-V3.2 on Mooncake; `inner` changes the inner object."""
     inner = {
         "pools": [
             {"pool": "kv", "suffixes": ["__k"], "hit_policy": "all_pages"},
@@ -132,7 +132,7 @@ def test_the_served_name_is_the_path_where_none_is_given() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        # 0.5.23 moves the width to attn_dp_size and echoes it as enable_dp_attention
+        # 0.5.23 moves the size to attn_dp_size and repeats it as enable_dp_attention
         ({"attn_dp_size": 4, "enable_dp_attention": True}, (4, True)),
         ({"attn_dp_size": 1, "dp_size": 2}, (1, False)),
         ({"attn_dp_size": None, "dp_size": 4, "enable_dp_attention": True}, (4, True)),

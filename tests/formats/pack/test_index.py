@@ -1,4 +1,4 @@
-"""The index of packs: what it says of keys, and every row that cannot be refused."""
+"""The index of packs: its coordinates of keys; every impossible row is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD = 104 + len(KEYS[0])
 
 
 def row(number: int, **changed: Any) -> dict[str, Any]:
-    """A row of records one after another, of 100 bytes each."""
+    """Return a row of an index whose records have 100 bytes each."""
     length = HEAD + 100
     sound = {
         "key": KEYS[number],
@@ -124,7 +124,7 @@ def test_nulls_are_refused() -> None:
 
 
 def as_stream(table: pa.Table, schema: pa.Schema, **options: Any) -> bytes:
-    """Write batches under a schema that may not be theirs, as a hostile writer would."""
+    """Write batches under a possibly different schema, as a hostile writer would."""
     metadata = {"hicachectl.pack": "1", "hicachectl.grammar": "file"}
     metadata |= {"hicachectl.profile": "", "hicachectl.version": "0"}
     schema = schema.with_metadata(metadata)
@@ -187,7 +187,7 @@ def test_arbitrary_bytes_are_no_index(data: bytes) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_damage_is_refused_or_leaves_rows_that_can_be(seed: int) -> None:
-    """What digests notice in a file, an attacker can do with them recomputed."""
+    """Digests do not help: an attacker can recompute them."""
     rng = np.random.default_rng(seed)
     for _ in range(200):
         damaged = bytearray(SOUND)

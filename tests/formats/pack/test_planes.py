@@ -1,4 +1,4 @@
-"""Byte planes: what goes in comes out, nothing grows, and frames that lie are refused."""
+"""Byte planes: objects read back as written, nothing grows, and lying frames are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records of packs: golden bytes, round trips, and every kind of damage noticed."""
+"""The records of packs: golden bytes, round trips, and detection of every kind of damage."""
 
 from __future__ import annotations
 
