@@ -1,4 +1,4 @@
-"""Fixtures for every test: a clean environment, and the command line run in-process."""
+"""Fixtures for every test: a clean environment, and the command line in-process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         _default = signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
         signal.signal(_number, _default)
 
-# Machines stall: how long an example took says nothing about the code.
+# Machines stall, so the duration of an example says nothing about the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("untimed"), max_examples=25)
 settings.load_profile("untimed")
@@ -57,13 +57,13 @@ _SLOW_FOLDERS = {"attack", "conformance", "power"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the folders of slow tests unread where those are not wanted."""
+    """Skip the folders of slow tests if slow tests are deselected."""
     unwanted = config.getoption("markexpr") == "not slow" and collection_path.name in _SLOW_FOLDERS
     return unwanted or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what needs a real server, and what lies in the folders that take minutes."""
+    """Mark tests as slow that need a real server or lie in the folders that take minutes."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if _SERVERS.intersection(fixtures) or _SLOW_FOLDERS.intersection(item.path.parts):
@@ -71,20 +71,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Outcome(NamedTuple):
-    """What one call of the command line printed."""
+    """Output of one run of the command line."""
 
     stdout: str
     stderr: str
 
     @property
     def document(self) -> dict[str, Any]:
-        """What `--format json` printed."""
+        """The document of `--format json`."""
         document: dict[str, Any] = json.loads(self.stdout)
         return document
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """What `--format jsonl` printed."""
+        """The rows of `--format jsonl`."""
         return [json.loads(line) for line in self.stdout.splitlines()]
 
 
@@ -101,7 +101,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def invoke(capfd: pytest.CaptureFixture[str]) -> Invoke:
-    """Run a command and assert its exit code; stdout and stderr come apart."""
+    """Run a command and assert its exit code; stdout and stderr are separate."""
 
     def call(*arguments: object, exit_code: int = 0) -> Outcome:
         capfd.readouterr()

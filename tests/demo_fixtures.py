@@ -1,4 +1,4 @@
-"""The demo's store as migrations start from it: a source, a target and the source's profile."""
+"""The demo's store for migrations: a source, a target and the source's profile."""
 
 from __future__ import annotations
 

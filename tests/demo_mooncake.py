@@ -1,6 +1,6 @@
-"""`make demo-mooncake`: a Mooncake cluster on this machine, and the main commands on it.
+"""`make demo-mooncake`: run the main commands on a Mooncake cluster on this machine.
 
-Run as `python -m tests.demo_mooncake`. Nothing stays behind: the cluster ends with the program.
+Run as `python -m tests.demo_mooncake`. The cluster ends with the program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGES = 8
 
 
 def main() -> None:
-    """Start a cluster, fill it, and look at it; then damage it and look again."""
+    """Start and fill a cluster, list and verify it, then damage it and verify again."""
     mute_native_logs()
     with Cluster() as cluster, tempfile.TemporaryDirectory() as folder:
         profile = str(Path(folder) / "demo.toml")
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def show(*arguments: str, status: int = 0) -> None:
-    """Run a command as a user would, and insist on its exit status."""
+    """Run a command as a user would, and check its exit status."""
     print(f"\n$ hicachectl {shlex.join(arguments)}", flush=True)
     done = subprocess.run(
         [sys.executable, "-m", "hicachectl", *arguments], stderr=sys.stderr, check=False

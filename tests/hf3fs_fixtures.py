@@ -1,4 +1,4 @@
-"""The 3FS metadata server as fixtures; tests/conftest.py brings them to every test."""
+"""Fixtures of the 3FS metadata server; tests/conftest.py imports them for every test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENVIRONMENT = Path(__file__).parents[1] / ".venv-sglang"
 
 
 def sglang_interpreter() -> Path:
-    """Find the interpreter that has SGLang; skip without one."""
+    """Return the interpreter that has SGLang; skip without one."""
     python = Path(os.environ.get("HICACHECTL_SGLANG_PYTHON") or ENVIRONMENT / "bin/python")
     if not python.exists():
         missing("the SGLang environment", REMEDY)
@@ -28,19 +28,19 @@ def sglang_interpreter() -> Path:
 
 @pytest.fixture(scope="session")
 def metadata_server_python() -> Path:
-    """The interpreter that has SGLang; skips without one."""
+    """Return the interpreter that has SGLang; skip without one."""
     return sglang_interpreter()
 
 
 @pytest.fixture(scope="session")
 def shared_metadata_server(metadata_server_python: Path) -> Iterator[MetadataServer]:
-    """One server for each worker process, since it takes a second to start."""
+    """Start one server per worker process, since its start takes a second."""
     with MetadataServer(metadata_server_python) as server:
         yield server
 
 
 @pytest.fixture
 def metadata_server(shared_metadata_server: MetadataServer) -> MetadataServer:
-    """The worker's server without any rank; a test that kills one starts one of its own."""
+    """The worker's server without ranks; a test that kills a server starts its own."""
     shared_metadata_server.reset()
     return shared_metadata_server

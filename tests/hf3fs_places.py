@@ -1,4 +1,4 @@
-"""3FS stores as engines make them, with the demo's pages, at SGLang's own metadata server."""
+"""3FS stores as engines make them, with the demo's pages, and SGLang's own metadata server."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ BFLOAT16_NAN = b"\xc0\x7f"
 
 
 class Place:
-    """Files as engines make them, the demo's pages in them, and a copy of what the server saved."""
+    """Data files with the demo's pages, as engines make them, and a copy of the snapshot."""
 
     def __init__(self, folder: Path, server: MetadataServer) -> None:
         self.server = server
         self.folder = folder
-        self.snapshot = folder / "saved.json"  # the server's own may be written at any time
+        self.snapshot = folder / "saved.json"  # the server may write its snapshot at any time
         self.page_bytes: dict[tuple[int, str], int] = {}
         for expected in object_specs(PROFILE, "hf3fs"):
             rank, pool, _ = codec_for("hf3fs").affix(expected.coordinate)[0].split(":")
@@ -50,7 +50,7 @@ class Place:
         self.snapshot.write_bytes(self.server.save().read_bytes())
 
     def url(self, server: str | None = None) -> str:
-        """The store at a server, its own if none is named; "" for none."""
+        """Return the URL of the store at a server; default: its own; "" for no server."""
         asked = f"server={self.server.url if server is None else server}&" if server != "" else ""
         return (
             f"hf3fs://{self.folder}/hicache?{asked}snapshot={self.snapshot}&file_size={FILE_BYTES}"
@@ -61,26 +61,26 @@ class Place:
         return self.folder / f"hicache.{rank}.bin{side}"
 
     def arguments(self, *more: object, server: str | None = None) -> list[object]:
-        """Of `verify`, one read at a time."""
+        """Return arguments of `verify` with one read at a time."""
         fixed = ["--profile", self.profile, "--grace", "0s", "--jobs", "1", "--fail-on", "error"]
         return ["verify", self.url(server), *fixed, "--format", "json", *more]
 
     @property
     def recording(self) -> tuple[object, ...]:
-        """Options with which the server is asked about all that was read."""
+        """Return options with which `verify` asks the server about all pages read."""
         return "--catalog", self.folder / "catalog.parquet", "--update-catalog"
 
     def tables(self) -> dict[str, Any]:
-        """What was saved."""
+        """Return the tables of the snapshot."""
         tables: dict[str, Any] = json.loads(self.snapshot.read_text())
         return tables
 
     def pages(self) -> list[str]:
-        """Page hashes, from the first to be evicted."""
+        """Return page hashes in order of eviction."""
         return list(dict.fromkeys(key[:64] for key, _ in self.tables()["0:kv"]["key_to_index"]))
 
     def of_page(self, page: str) -> dict[tuple[int, str], dict[str, int]]:
-        """The keys of a page, with their page indices, by rank and namespace."""
+        """Return the keys of a page with their page indices, by rank and namespace."""
         found = {}
         for name, table in self.tables().items():
             rank, namespace = name.split(":")
@@ -98,7 +98,7 @@ class Place:
             self.server.delete(rank, list(keys), namespace)
 
     def reuse(self, page: str) -> None:
-        """Evict a page, and let a writer be in the middle of the next one on its indices."""
+        """Evict a page, and write half of another page to its indices."""
         before = self.of_page(page)
         self.evict(page)
         for (rank, namespace), keys in before.items():
@@ -110,7 +110,7 @@ class Place:
                     self.write(rank, namespace, index, BFLOAT16_NAN)
 
     def store_again(self, page: str) -> None:
-        """Let engines store a page that was evicted, wherever there is room."""
+        """Store an evicted page again, as engines do, at any free indices."""
         for (rank, namespace), keys in self.of_page(page).items():
             now = dict(zip(keys, self.server.put(rank, list(keys), namespace), strict=True))
             assert not set(now.values()) & set(keys.values())

@@ -1,8 +1,8 @@
 """The program of the metadata server's process: `hf3fs_program.py PORT SNAPSHOT INTERVAL`.
 
-It runs the file that SGLang ships, as it is, in the interpreter that has SGLang. It leaves out
-SGLang's storage class, which that file imports for its clients alone and which takes 9 s to load,
-and it obeys commands on stdin.
+It runs SGLang's file unchanged, in the interpreter that has SGLang. It replaces SGLang's storage
+class, which that file imports only for its clients and which takes 9 s to load. It reads commands
+from stdin.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _serve(port: int, snapshot: str, interval_s: int) -> None:
     saving, save = threading.Lock(), state_class.save_to_disk
 
     def save_alone(state: Any) -> None:
-        with saving:  # the timer and a command would write the same temporary file
+        with saving:  # the timer and a command would write to the same temporary file
             save(state)
 
     state_class.save_to_disk = save_alone
@@ -46,19 +46,19 @@ def _obey(module: ModuleType, answers: IO[str]) -> None:
             done = True
         else:
             before = _written(state)
-            state.save_to_disk()  # logs what goes wrong, and raises nothing
+            state.save_to_disk()  # logs errors instead of raising them
             done = _written(state) != before
         print("done" if done else "failed", file=answers, flush=True)
 
 
 def _written(state: Any) -> tuple[int, int]:
-    """Tell one writing of the snapshot from another; inodes are used again."""
+    """Return the identity of one version of the snapshot; inodes alone are reused."""
     facts = state.persistence_path.stat()
     return facts.st_ino, facts.st_mtime_ns
 
 
 def _sglang_module() -> ModuleType:
-    """Load mini_3fs_metadata_server.py with stand-ins for the two modules that its clients need."""
+    """Load mini_3fs_metadata_server.py with stubs for the two modules that its clients need."""
     package = importlib.util.find_spec("sglang")
     if package is None or package.origin is None:
         sys.exit(f"sglang is not installed for {sys.executable}")

@@ -24,18 +24,18 @@ HOST = "127.0.0.1"
 STARTS = 3  # another process can take a free port before the server binds it
 START_TIMEOUT_S = 60
 TAKEN = "address already in use"
-PORT_TIMEOUT_S = 60  # until whoever took the port meanwhile gives it back
+PORT_TIMEOUT_S = 60  # until another process that took the port releases it
 ANSWER_TIMEOUT_S = 30
-NEVER_S = 1 << 20  # a save interval that no test lives to see
+NEVER_S = 1 << 20  # a save interval longer than any test
 PROGRAM = str(Path(__file__).with_name("hf3fs_program.py"))
 
 
 class MetadataServer(Closing):
-    """One server process with persistence; a context manager that leaves nothing behind.
+    """One server process with persistence; a context manager that removes all files.
 
-    It saves at its start and at `save()`; with save_interval_s also by its own timer. Its port
-    and its snapshot stay the same when it is killed and started again. Raises RuntimeError with
-    the end of its log where it does not come up.
+    The server saves at start, at `save()` and, with save_interval_s, by its own timer. Port and
+    snapshot stay the same after `kill` and `start`. Raises RuntimeError with the end of the log if
+    the server does not start.
     """
 
     def __init__(self, python: Path, *, save_interval_s: int = NEVER_S) -> None:
@@ -53,11 +53,11 @@ class MetadataServer(Closing):
 
     @property
     def url(self) -> str:
-        """What SGLang's config calls metadata_server_url."""
+        """The URL that SGLang's config calls metadata_server_url."""
         return f"http://{HOST}:{self.port}"
 
     def write_config(self, folder: Path, file_size: int) -> Path:
-        """Write the config of SGLang's clients: data files of this size in folder/data."""
+        """Write a config for SGLang's clients, with data files of this size in folder/data."""
         path = folder / "hf3fs.json"
         settings = {
             "file_path_prefix": str(folder / "data" / "hicache"),
@@ -70,17 +70,17 @@ class MetadataServer(Closing):
         return path
 
     def save(self) -> Path:
-        """Have the server write its snapshot; its path, once everything so far is in it."""
+        """Make the server write its snapshot of the current state; return its path."""
         self._command("save")
         return self.snapshot
 
     def reset(self) -> None:
-        """Forget every rank, in memory and in the snapshot."""
+        """Remove every rank from memory and snapshot."""
         self._command("reset")
         self.save()
 
     def kill(self) -> None:
-        """SIGKILL the server: what it has not saved is lost."""
+        """SIGKILL the server; unsaved changes are lost."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -90,7 +90,7 @@ class MetadataServer(Closing):
         self._process = None
 
     def start(self) -> None:
-        """Start the server again where it was, with the snapshot that now lies there."""
+        """Start the server again at the same port, with the snapshot as it is now."""
         deadline = time.monotonic() + PORT_TIMEOUT_S
         while True:
             try:
@@ -102,13 +102,13 @@ class MetadataServer(Closing):
                 time.sleep(0.1)
 
     def initialize(self, rank: int, num_pages: int, namespace: str = "kv") -> None:
-        """Create a table, as a starting server rank does; an existing one stays as it is."""
+        """Create a table, as a starting server rank does; keep an existing one."""
         self.post(rank, "initialize", num_pages=num_pages, namespace=namespace)
 
     def reserve(
         self, rank: int, keys: Sequence[str], namespace: str = "kv"
     ) -> list[tuple[bool, int]]:
-        """Ask for pages to write to: whether each key was there already, and its page."""
+        """Reserve pages; return for each key whether it existed, and its page."""
         pairs = [[key, ""] for key in keys]
         verb = "reserve_and_allocate_page_indices"
         reply = self.post(rank, verb, keys=pairs, namespace=namespace)
@@ -121,12 +121,12 @@ class MetadataServer(Closing):
         released: Sequence[int] = (),
         namespace: str = "kv",
     ) -> None:
-        """Map keys to pages, and free others; the server believes whatever it is told."""
+        """Map keys to pages, and free other pages; the server checks nothing."""
         body = {"written_keys_to_confirm": list(written), "pages_to_release": list(released)}
         self.post(rank, "confirm_write", **body, namespace=namespace)
 
     def put(self, rank: int, keys: Sequence[str], namespace: str = "kv") -> list[int]:
-        """Reserve and confirm: the page of each key."""
+        """Reserve and confirm; return the page of each key."""
         indices = [index for _, index in self.reserve(rank, keys, namespace)]
         self.confirm(rank, list(zip(keys, indices, strict=True)), namespace=namespace)
         return indices
@@ -136,7 +136,7 @@ class MetadataServer(Closing):
         self.post(rank, "delete_keys", keys=list(keys), namespace=namespace)
 
     def exists(self, rank: int, keys: Sequence[str], namespace: str = "kv") -> list[bool]:
-        """Say which keys are there."""
+        """Return which keys exist."""
         found: list[bool] = self.post(rank, "exists", keys=list(keys), namespace=namespace)[
             "exists"
         ]
@@ -145,13 +145,13 @@ class MetadataServer(Closing):
     def page_indices(
         self, rank: int, keys: Sequence[str], namespace: str = "kv"
     ) -> list[int | None]:
-        """Give the page of each key, which makes them the most recent ones."""
+        """Return the page of each key; the query makes the keys the most recent."""
         body = {"keys": list(keys), "namespace": namespace}
         indices: list[int | None] = self.post(rank, "get_page_indices", **body)["indices"]
         return indices
 
     def post(self, rank: int | str, verb: str, **body: object) -> Any:
-        """Call a verb; its reply, None where it has none. Raises urllib.error.HTTPError."""
+        """Call a verb and return its reply, or None. Raises urllib.error.HTTPError."""
         request = urllib.request.Request(
             f"{self.url}/{rank}/{verb}", json.dumps(body).encode(), method="POST"
         )
@@ -159,12 +159,12 @@ class MetadataServer(Closing):
             return json.loads(reply.read() or b"null")
 
     def saved(self) -> dict[str, dict[str, Any]]:
-        """Save, and parse what was saved."""
+        """Save, and return the parsed snapshot."""
         document: dict[str, dict[str, Any]] = json.loads(self.save().read_bytes())
         return document
 
     def keys_by_recency(self, rank: int, namespace: str = "kv") -> list[str]:
-        """List the keys of a table, the next to be evicted first."""
+        """Return the keys of a table in order of eviction."""
         return [key for key, _ in self.saved()[f"{rank}:{namespace}"]["key_to_index"]]
 
     def close(self) -> None:
@@ -204,10 +204,10 @@ class MetadataServer(Closing):
         self._await_listening(self._process)
 
     def _await_listening(self, process: subprocess.Popen[str]) -> None:
-        # Its own word for it: on a port that was taken, another server would answer.
+        # Wait for this process's own report: on a taken port, another server would answer.
         deadline = time.monotonic() + START_TIMEOUT_S
         while "Uvicorn running on" not in (said := self._said()):
-            # Without its port it shuts down, but does not end.
+            # Without its port, the server shuts down but its process does not end.
             ended = TAKEN in said or process.poll() is not None
             if ended or time.monotonic() > deadline:
                 raise RuntimeError(f"the metadata server does not come up\n{said[-3000:]}")

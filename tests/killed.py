@@ -1,9 +1,9 @@
 """Run the command line in processes that are killed at a chosen point.
 
-`Runner` starts one process that has everything imported, and forks a child of it for each run.
-A child counts the bytes that it writes and its steps: the calls that create, rename, remove or
-sync a file or a directory, or ask a server for a change. SIGKILL comes in the middle of the write
-that reaches a number of bytes, or right before a step.
+`Runner` starts one process that has imported all modules, and forks a child for each run. A child
+counts the bytes that it writes and its steps: calls that create, rename, remove or sync a file or
+a directory, or ask a server for a change. SIGKILL comes in the middle of the write that reaches a
+number of bytes, or right before a step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _IMPORTED_ONCE = (
     "hicachectl.profiles.sources",
     "hicachectl.profiles.destination",
 )
-# What stores ask servers to do, and what the system does that Python does not audit.
+# Requests of stores to servers, and system calls that Python does not audit.
 _CALLS = (
     ("hicachectl.backends.file.store", "FileStore._sync_data"),
     ("hicachectl.backends.hf3fs.metadata", "MetadataClient.reserve"),
@@ -59,10 +59,9 @@ _CALLS = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a run ended; code is -9 for one that was killed, and the counts are then unknown.
+    """Result of a run; a killed run has code -9 and unknown counts.
 
-    begun: whether it came to reading pages, or to changing anything. read: bytes of the source
-    that were asked for.
+    begun: whether the run read a page or changed anything. read: bytes requested from the source.
     """
 
     code: int
@@ -86,7 +85,7 @@ class Run:
 
 
 class Runner(Closing):
-    """Runs command lines, each in a process of its own; a context manager."""
+    """Runs command lines, each in its own process; a context manager."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -110,7 +109,7 @@ class Runner(Closing):
         }
         run = self._answer(request)
         if run.code == -signal.SIGSEGV and not run.begun:
-            # A child of a process with native threads can break before it has done anything.
+            # A forked child of a process with native threads can fail before its first step.
             run = self._answer(request)
         assert run.code in (0, 4, -signal.SIGKILL), run
         return run
@@ -130,7 +129,7 @@ class Runner(Closing):
 
 
 class _Counter:
-    """Counts bytes and steps of this process, and kills it; `begun` gets its first byte set."""
+    """Counts bytes and steps of this process, and kills it; sets the first byte of `begun`."""
 
     def __init__(self, kill: tuple[Unit, int] | None, begun: mmap.mmap) -> None:
         self._begun = begun
@@ -141,7 +140,7 @@ class _Counter:
         self.steps = self.written = self.read = 0
 
     def step(self) -> None:
-        """Count a step that comes now."""
+        """Count a step, right before it happens."""
         with self._lock:
             self._begun[0] = 1
             self.steps += 1
@@ -149,7 +148,7 @@ class _Counter:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def writing(self, nbytes: int) -> int:
-        """Count bytes to be written; how many of them are the last ones, -1 where all are."""
+        """Count bytes to be written; return how many to write before the kill, -1 for all."""
         with self._lock:
             self._begun[0] = 1
             before, self.written = self.written, self.written + nbytes
@@ -158,13 +157,13 @@ class _Counter:
             return -1
 
     def reading(self, nbytes: int) -> None:
-        """Count bytes that are read of the source."""
+        """Count bytes read from the source."""
         with self._lock:
             self._begun[0] = 1
             self.read += nbytes
 
     def install(self) -> None:
-        """Wrap what is counted."""
+        """Wrap the counted calls."""
         write, pwrite, pwritev = os.write, os.pwrite, os.pwritev
         copy = os.copy_file_range
 
@@ -212,7 +211,7 @@ class _Counter:
         last = self.writing(nbytes)
         if last < 0:
             return write(nbytes)
-        with self._lock:  # nobody else comes to write anything more
+        with self._lock:  # no other thread can write any more
             write(last)
             os.kill(os.getpid(), signal.SIGKILL)
             raise AssertionError("killed")
@@ -226,7 +225,7 @@ class _Counter:
 
 
 def _child(arguments: list[str], home: str, counter: _Counter, report: Path) -> int:
-    """Run a command line in this process, and write down what was counted."""
+    """Run a command line in this process, and record the counts."""
     os.environ["HOME"] = home
     counter.install()
     status = int(importlib.import_module("hicachectl.__main__").run(arguments))
@@ -267,7 +266,7 @@ def _forked(arguments: list[str], home: str, kill: Any, folder: str) -> dict[str
 
 
 def _serve() -> None:
-    """Answer until stdin ends."""
+    """Answer requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         print(json.dumps(_forked(**json.loads(line))), file=answers)

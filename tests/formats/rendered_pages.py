@@ -84,7 +84,7 @@ def rendered(profile: Profile, grammar: str, content: Any, coordinate: Coordinat
 
 
 def _layers(profile: Profile, pool: Pool, coordinate: Coordinate) -> list[int]:
-    """Return the indices of a stage's layers on the pool's layer axis; packed drafts on the last."""
+    """Return the indices of a stage's layers on the pool's layer axis, packed drafts last."""
     own = len(pool.layer_numbers)
     packed = list(range(own, own + pool.packed_draft_layers))
     stage = coordinate.shard.pp_rank or 0

@@ -25,7 +25,7 @@ HEAD = 104 + len(KEYS[0])
 
 
 def row(number: int, **changed: Any) -> dict[str, Any]:
-    """Return a row of an index whose records have 100 bytes each."""
+    """Return a row of adjacent records with 100 bytes of content each."""
     length = HEAD + 100
     sound = {
         "key": KEYS[number],
@@ -187,7 +187,7 @@ def test_arbitrary_bytes_are_no_index(data: bytes) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_damage_is_refused_or_leaves_rows_that_can_be(seed: int) -> None:
-    """Digests do not help: an attacker can recompute them."""
+    """Digests are no help here, because an attacker can recompute them."""
     rng = np.random.default_rng(seed)
     for _ in range(200):
         damaged = bytearray(SOUND)
