@@ -98,7 +98,7 @@ class Place:
             self.server.delete(rank, list(keys), namespace)
 
     def reuse(self, page: str) -> None:
-        """Evict a page, and write half of another page to its indices."""
+        """Evict a page, reserve its indices for another page, and overwrite only its kv."""
         before = self.of_page(page)
         self.evict(page)
         for (rank, namespace), keys in before.items():

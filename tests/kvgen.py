@@ -1,12 +1,12 @@
-"""KV pages that look like a model's: what checks, benchmarks and codecs are tried on.
+"""KV pages that resemble a model's, for tests of checks, benchmarks and codecs.
 
-Each (layer, head, channel) has a magnitude of its own, lognormal, with a few outlier channels a
-head that also have an offset; tokens repeat by Zipf's law and give the same row in the first layer
-and a similar one in the others; keys are rotated by their position (RoPE); some layers are near
-zero. No check is tuned on it: its parameters are fixed by the exponent entropy of real bf16 KV,
-2.8 to 3.0 bits (test_kvgen.py), and by nothing else.
+Each (layer, head, channel) has its own lognormal magnitude; a few outlier channels per head also
+have an offset. Tokens repeat by Zipf's law; equal tokens have equal rows in the first layer and
+similar rows in the others. Keys are rotated by their position (RoPE). Some layers are near zero.
+No check is tuned on this generator: only the exponent entropy of real bf16 KV, 2.8 to 3.0 bits
+(test_kvgen.py), determines its parameters.
 
-Normal noise is cut out of one pool at pseudo-random places, so that drawing costs a copy.
+Normal noise is cut out of one pool at pseudo-random offsets, so drawing costs only a copy.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 
 _CHANNEL_SIGMA = 0.39  # of the natural logarithm of a channel's magnitude
 _LAYER_SIGMA = 0.18
-_OUTLIERS = 3  # channels a head
-_NEAR_ZERO_EVERY = 40  # one layer in so many
+_OUTLIERS = 3  # channels per head
+_NEAR_ZERO_EVERY = 40  # one layer of this many
 _NEAR_ZERO = 2.0**-7
 _VOCABULARY = 50_000
 _ZIPF = 1.2
 _ROPE_BASE = 500_000.0
-_CONTEXT = 32_768  # positions start anywhere below
+_CONTEXT = 32_768  # first positions are below this
 _POOL_ITEMS = 1 << 20
 _FP8_LARGEST = 448.0
 
 
 class KvGenerator:
-    """Makes objects of one kind for pages of one model.
+    """Generator of objects of one kind for pages of one model.
 
-    seed: of the model. Page numbers choose tokens and position; they are shared by the pools and
-    ranks of a page. Ranks that hold the same KV head make the same bytes.
+    seed: of the model. The page number determines tokens and position, for all pools and ranks.
+    Ranks that hold the same KV head make the same bytes.
     """
 
     def __init__(self, expected: ObjectSpec, profile: Profile, seed: int) -> None:
@@ -66,7 +66,7 @@ class KvGenerator:
         self._kinds = {tensor.name: self._magnitudes(tensor) for tensor in expected.tensors}
 
     def objects(self, pages: Iterable[int]) -> Bytes:
-        """Make the objects of some pages: [pages, nbytes]."""
+        """Return the objects of some pages: [pages, nbytes]."""
         numbers = list(pages)
         made = np.empty((len(numbers), self.expected.nbytes), np.uint8)
         step = max(1, 128 // self.page_size)
@@ -175,7 +175,7 @@ class KvGenerator:
             blocks[:, layer, width:] = scales.view(np.uint8).reshape(len(part), -1)
 
     def _fill_states(self, part: Bytes, tensor: TensorLayout, pages: Sequence[int]) -> None:
-        """Fill recurrent states: each index of their first axis has a magnitude of its own."""
+        """Fill recurrent states: each index of the first axis has its own magnitude."""
         scale, _ = self._kinds[tensor.name]
         view = part.reshape(len(part), *tensor.shape[:2], -1)
         width = int(np.prod(tensor.shape[2:]))
@@ -188,13 +188,13 @@ class KvGenerator:
 
 
 def page_tokens(seed: int, page: int, count: int) -> NDArray[np.int64]:
-    """Draw the tokens of a page: frequent ones repeat."""
+    """Draw the tokens of a page; frequent tokens repeat."""
     rng = np.random.default_rng([seed, page, 1])
     return np.minimum(rng.zipf(_ZIPF, count), _VOCABULARY)
 
 
 def uniform_noise(expected: ObjectSpec, profile: Profile, count: int, seed: int) -> Bytes:
-    """Make healthy objects without any structure: uniform values in [-1, 1), [count, nbytes]."""
+    """Return valid objects without structure: uniform values in [-1, 1), [count, nbytes]."""
     pool = profile.pool(expected.coordinate.pool)
     assert pool is not None
     rng = np.random.default_rng(seed)
@@ -254,7 +254,7 @@ def _noise_pool() -> Floats:
 
 
 def _noise(places: NDArray[Any], salt: int, width: int) -> Floats:
-    """Cut one run of normal noise out of the pool for each place: [*places, width]."""
+    """Cut one run of normal noise out of the pool per index: [*places, width]."""
     windows = np.lib.stride_tricks.sliding_window_view(_noise_pool(), width)
     mixed = (places.astype(np.uint64) + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)
     cut: Floats = windows[(mixed >> np.uint64(40)).astype(np.int64) % _POOL_ITEMS]
@@ -276,7 +276,7 @@ def _rotate(rows: Floats, positions: NDArray[Any]) -> None:
 
 
 def _quantise(rows: Floats, floor: float) -> tuple[Bytes, Floats]:
-    """Quantise blocks of 128 along the last axis to e4m3fn: codes, and one scale a block."""
+    """Quantise blocks of 128 along the last axis to e4m3fn: codes, and one scale per block."""
     blocks = rows.reshape(*rows.shape[:-1], -1, QUANT_BLOCK)
     scales = np.maximum(np.abs(blocks).max(axis=-1), np.float32(floor)) / np.float32(_FP8_LARGEST)
     with np.errstate(all="ignore"):
@@ -285,7 +285,7 @@ def _quantise(rows: Floats, floor: float) -> tuple[Bytes, Floats]:
 
 
 def _scaled_rows(rows: Floats, rank: int) -> Bytes:
-    """Quantise latents, keep the rope part: the 656-byte form of [..., rank + rope] rows."""
+    """Quantise latents and keep the rope part: the 656-byte form of [..., rank + rope] rows."""
     codes, scales = _quantise(np.ascontiguousarray(rows[..., :rank]), floor=0.0)
     rope = encode(rows[..., rank:], "bfloat16")
     return np.concatenate([codes, scales.view(np.uint8), rope], axis=-1)
@@ -308,7 +308,7 @@ def _by_axes(part: Bytes, tensor: TensorLayout) -> Bytes:
 def _first_head(
     pool: Pool, tp_rank: int | None, tp_size: int | None, heads: tuple[int, int] | None
 ) -> Any:
-    """Tell ranks apart by the first KV head they hold; replicas of a head are one."""
+    """Return the first KV head of a rank; ranks with replicas of a head share its number."""
     if pool.kind == "mha" and tp_rank is not None and tp_size and not pool.replicated:
         return tp_rank * pool.kv_heads // tp_size
     return heads if heads is not None else tp_rank

@@ -1,6 +1,6 @@
 """A real Mooncake cluster for tests: a master, and processes that own segments, on loopback.
 
-The data lives in processes of their own, as in production, so that a test can kill any part.
+As in production, separate processes hold the data, so a test can kill any part.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 STARTS = 3  # another process can take a free port before the master binds it
-PORT_TIMEOUT_S = 60  # until whoever took the port of a killed master gives it back
+PORT_TIMEOUT_S = 60  # until another process that took a killed master's port releases it
 START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 5
 LOCAL_BUFFER_BYTES = 16 << 20
 PROBE = "hicachectl-probe"
-# The program of an owner, given a master and bytes, holds a segment until its stdin ends.
+# The owner's program, given a master and bytes, holds a segment until its stdin ends.
 OWNER = str(Path(__file__).with_name("mooncake_owner.py"))
 
 
 class Cluster(Closing):
-    """A master and its segment owners; a context manager that leaves nothing behind.
+    """A master and its segment owners; a context manager that ends them all.
 
     flags: more options of mooncake_master, such as eviction_ratio=0.1. Raises RuntimeError with
-    the end of the log where a part does not come up.
+    the end of the log if a process does not start.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Cluster(Closing):
 
     @property
     def url(self) -> str:
-        """The cluster as a store of ours."""
+        """URL of the cluster as a store."""
         return f"mooncake://{self.master}?admin={self.admin}&protocol=tcp"
 
     def add_store(self, segment_bytes: int | None = None) -> str:
-        """Start a process that owns a segment; its name, once objects can be put there."""
+        """Start a segment owner; return its name once it accepts objects."""
         known = self._segments()
         number = next(self._numbers)
         program = (OWNER, self.master, str(segment_bytes or self._segment_bytes))
@@ -87,11 +87,11 @@ class Cluster(Closing):
         return name
 
     def kill_store(self, name: str | None = None) -> None:
-        """SIGKILL an owner, the last one unless named; the master notices after its client_ttl."""
+        """SIGKILL an owner (default: the last); the master notices after its client_ttl."""
         _kill(self._stores.pop(name) if name else self._stores.popitem()[1])
 
     def pause_store(self) -> None:
-        """SIGSTOP an owner: it is there, and does not answer."""
+        """SIGSTOP an owner, which then does not answer."""
         next(iter(self._stores.values())).send_signal(signal.SIGSTOP)
 
     def kill_master(self) -> None:
@@ -101,7 +101,7 @@ class Cluster(Closing):
         self._master = None
 
     def restart_master(self) -> None:
-        """Start a killed master where it was; it knows no object, and its owners come back."""
+        """Start a killed master at its port, without objects; the owners register again."""
         self._start_master([int(each.rpartition(":")[2]) for each in (self.master, self.admin)])
         _await(
             lambda: len(self._segments()) == len(self._stores),
@@ -110,7 +110,7 @@ class Cluster(Closing):
         )
 
     def client(self) -> Any:
-        """A MooncakeDistributedStore without a segment, the same at every call."""
+        """Return a MooncakeDistributedStore without a segment, the same at every call."""
         if self._client is None:
             client = _new_store()
             if client.setup(HOST, "P2PHANDSHAKE", 0, LOCAL_BUFFER_BYTES, "tcp", "", self.master):
@@ -119,34 +119,34 @@ class Cluster(Closing):
         return self._client
 
     def put(self, key: str, value: bytes) -> None:
-        """Put an object in the place of any other."""
+        """Put an object, and replace an existing one."""
         client = self.client()
         client.remove(key, True)  # a put on an existing key keeps the old bytes
         code = client.put(key, value)
         assert code == 0, f"put of {key}: {code}"
 
     def remove(self, key: str) -> None:
-        """Remove an object whatever its lease."""
+        """Remove an object, leased or not."""
         code = self.client().remove(key, True)
         assert code == 0, f"remove of {key}: {code}"
 
     def store_names(self) -> list[str]:
-        """The segments, in the order they were added."""
+        """Return the names of the segments, in order of addition."""
         return list(self._stores)
 
     def store_of(self, key: str) -> str:
-        """The owner of the memory that an object lies in."""
+        """Return the owner of an object's memory."""
         replicas = json.loads(self.ask(f"batch_query_keys?keys={key}"))["data"][key]["values"]
         segments = json.loads(self.ask("get_segments_detail"))["segments"]
         names = {segment["te_endpoint"]: str(segment["segment_name"]) for segment in segments}
         return names[replicas[0]["transport_endpoint_"]]
 
     def list_keys(self) -> list[str]:
-        """Every key the master lists."""
+        """Return every key that the master lists."""
         return self.ask("get_all_keys").splitlines()
 
     def ask(self, path: str) -> str:
-        """GET from the master's admin port."""
+        """Return the answer of a GET request to the master's admin port."""
         with urllib.request.urlopen(f"http://{self.admin}/{path}", timeout=10) as reply:
             return str(reply.read().decode())
 
@@ -192,9 +192,9 @@ class Cluster(Closing):
                 time.sleep(0.1)
 
     def _healthy(self) -> bool:
-        # A master whose own port was taken may find another cluster's answer there: ask the
-        # process's state after the reply, not before (_await does). It says that it is ready
-        # before it has bound the other port, and ends where that is taken.
+        # If the port was taken, another cluster's master may answer: check the process after the
+        # reply, not before (as _await does). A master reports that it is ready before it binds
+        # its other port, and ends if that port is taken.
         port = int(self.master.rpartition(":")[2])
         ready = '"service_ready":true' in self.ask("health")
         return ready and self._master is not None and _listens(self._master.pid, port)
@@ -203,7 +203,7 @@ class Cluster(Closing):
         return set(self.ask("get_all_segments").split())
 
     def _probe(self, owner: subprocess.Popen[bytes]) -> None:
-        """Put and get an object, and leave nothing."""
+        """Put, get and remove an object."""
         client = self.client()
         self._await(owner, "store-0", lambda: client.put(PROBE, PROBE.encode()) == 0)
         self._await(owner, "store-0", lambda: client.get(PROBE) == PROBE.encode())
@@ -221,7 +221,7 @@ class Cluster(Closing):
             )
 
     def _await(self, process: subprocess.Popen[bytes], name: str, ready: Callable[[], Any]) -> Any:
-        """Wait until `ready` gives something true, while the process lives."""
+        """Wait until `ready` returns a true value, while the process runs."""
 
         def check() -> Any:
             found = None
@@ -265,7 +265,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _listens(pid: int, port: int) -> bool:
-    """Whether it is this process that listens at a port."""
+    """Return whether this process listens at a port."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     listening = (row for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A")
     sockets = {f"socket:[{row[9]}]" for row in listening}

@@ -1,4 +1,4 @@
-"""The Mooncake cluster as fixtures; tests/conftest.py brings them to every test."""
+"""Fixtures of the Mooncake cluster; tests/conftest.py imports them for every test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def mooncake_package() -> None:
-    """Skip where the package is missing or does not load."""
+    """Skip if the package is missing or does not load."""
     need_module(
         "mooncake.store",
         "`pip install -e '.[dev]'` and `apt-get install libcurl4 libibverbs1 libnuma1` install it",
@@ -24,13 +24,13 @@ def mooncake_package() -> None:
 
 @pytest.fixture(scope="session")
 def shared_mooncake_cluster(mooncake_package: None) -> Iterator[Cluster]:
-    """One cluster for each worker process, since a listing covers the whole store."""
+    """Start one cluster per worker process, since a listing covers the whole store."""
     with Cluster() as cluster:
         yield cluster
 
 
 @pytest.fixture
 def mooncake_cluster(shared_mooncake_cluster: Cluster) -> Cluster:
-    """The worker's cluster, empty; a test that kills a part starts one of its own."""
+    """The worker's cluster, empty; a test that kills a process starts its own cluster."""
     shared_mooncake_cluster.clear()
     return shared_mooncake_cluster

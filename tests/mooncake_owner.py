@@ -1,4 +1,4 @@
-"""The program of a process that owns a segment: `mooncake_owner.py MASTER BYTES`."""
+"""Program of a segment owner: `mooncake_owner.py MASTER BYTES`."""
 
 import os
 import signal
@@ -11,13 +11,13 @@ LOCAL_BUFFER_BYTES = 16 << 20
 
 
 def own_segment(master: str, nbytes: int) -> None:
-    """Be the process that a segment's data lives in, until stdin ends."""
+    """Hold a segment until stdin ends."""
     store = MooncakeDistributedStore()
     code = store.setup(HOST, "P2PHANDSHAKE", nbytes, LOCAL_BUFFER_BYTES, "tcp", "", master)
     if code:
         sys.exit(f"setup: {code}")
     sys.stdin.read()
-    os.kill(os.getpid(), signal.SIGKILL)  # close() would take seconds; nobody needs the data
+    os.kill(os.getpid(), signal.SIGKILL)  # close() would take seconds, and the data is not needed
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Run the command line and stop it at a call: `paused.py FOLDER MODULE:CLASS.METHOD N ARGUMENT…`.
 
-Right before call N of the method (counted from 1) FOLDER/reached appears, and the call waits for
-FOLDER/go. A test can so break a cluster at a known moment of a real run. FOLDER/handled gets a
-byte for each SIGINT and SIGTERM that Python has handled, from then on.
+Right before call N of the method (counted from 1), FOLDER/reached appears and the call waits for
+FOLDER/go. So a test can break a cluster at a known moment of a real run. From then on,
+FOLDER/handled gets a byte for each SIGINT and SIGTERM that Python has handled.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-_SETTLING_S = 0.3  # until what a handler has raised is where it is caught
+_SETTLING_S = 0.3  # until an exception of a handler is caught
 
 
 class Ended(NamedTuple):
-    """How a run ended, and in what time since it went on."""
+    """Result of a run, and its duration since it was resumed."""
 
     code: int
     stdout: str
@@ -37,7 +37,7 @@ class Ended(NamedTuple):
 
 
 class Paused:
-    """A run of the command line that waits at a call."""
+    """A run of the command line that is paused at a call."""
 
     def __init__(self, folder: Path, call: str, number: int, *arguments: object) -> None:
         folder.mkdir()
@@ -59,13 +59,13 @@ class Paused:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the run has not ended."""
         return self._process.poll() is None
 
     def send(self, number: int) -> None:
-        """Send it a signal, and wait until it has handled that.
+        """Send a signal, and wait until the run has handled it.
 
-        Of two that are pending Python would handle the one with the lower number first.
+        Of two pending signals, Python would handle the lower number first.
         """
         self._handled += 1
         self._process.send_signal(number)
@@ -73,7 +73,7 @@ class Paused:
         time.sleep(_SETTLING_S)
 
     def resumed(self) -> Ended:
-        """Let it go on until it ends; fails when it does not."""
+        """Resume the run and wait for its end; fail if it does not end."""
         started = time.monotonic()
         (self._folder / "go").touch()
         try:
@@ -83,7 +83,7 @@ class Paused:
         return Ended(self._process.returncode, stdout, stderr, time.monotonic() - started)
 
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill the run if it has not ended."""
         self._process.kill()
         self._process.communicate()
 
@@ -92,7 +92,7 @@ class Paused:
         return path.stat().st_size if path.exists() else 0
 
     def _await(self, condition: Callable[[], bool], complaint: str) -> None:
-        """Wait for what a process does that then waits, or ends."""
+        """Wait until a condition holds; fail if the process ends first."""
 
         def met() -> bool:
             running = self.running
@@ -106,7 +106,7 @@ class Paused:
 
 @contextmanager
 def paused(folder: Path, call: str, number: int, *arguments: object) -> Iterator[Paused]:
-    """Run a command until call `number`; killed at the end if need be."""
+    """Run a command until call `number`; kill it at the end if it still runs."""
     process = Paused(folder, call, number, *arguments)
     try:
         yield process
@@ -133,7 +133,7 @@ def _pause(folder: Path, call: str, number: int) -> None:
 
 
 def _tell_signals(folder: Path) -> None:
-    """Note each signal once whoever handles it now has done so, or has raised."""
+    """Record each signal after its current handler has returned or raised."""
     install = signal.signal
     handlers: dict[int, Any] = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
 

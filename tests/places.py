@@ -1,4 +1,4 @@
-"""Places of every kind that migrations go between: emptied, filled with the demo, and looked at."""
+"""Stores of every kind as sources and destinations of migrations, with the demo's pages."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SOURCE_PAGES = 16
-LEASE_MS = 300  # a move waits for those of its own reads
+LEASE_MS = 300  # a move waits for the leases of its own reads
 FILE_BYTES = 8 << 20  # of each data file of 3FS
 
-# By key: the bytes of an object, and its time where the place keeps times.
+# By key: bytes of the object, and its time if the place keeps times.
 Held = dict[bytes, tuple[bytes, int | None]]
 
 
 class Place(ABC):
-    """Somewhere that a store can be."""
+    """A place for a store."""
 
     kind: str
     url: str
@@ -46,14 +46,14 @@ class Place(ABC):
 
     @abstractmethod
     def empty(self) -> None:
-        """Make it as it was before anything was written to it."""
+        """Restore the state before the first write."""
 
     @abstractmethod
     def keys(self) -> set[str]:
-        """List its keys as servers see them."""
+        """Return the keys as servers see them."""
 
     def leftovers(self) -> list[str]:
-        """List what is there and no object."""
+        """Return entries that are not objects."""
         return []
 
     def fill(self, pages: int) -> None:
@@ -66,11 +66,11 @@ class Place(ABC):
                 store.use_profile(self.profile)
             fill(store, pages)
 
-    def set_times(self, held: Held) -> None:  # noqa: B027 - most keep none
-        """Give the objects that are there the times of others of the same keys."""
+    def set_times(self, held: Held) -> None:  # noqa: B027 - most keep no times
+        """Set the times of existing objects to given times, by key."""
 
     def held(self) -> Held:
-        """Read all of it."""
+        """Return all objects."""
         with open_store(self.url) as store:
             if isinstance(store, Profiled):
                 store.use_profile(self.profile)
@@ -129,7 +129,7 @@ class PackPlace(Place):
         self.path.unlink(missing_ok=True)
 
     def keys(self) -> set[str]:
-        """List those of its records, whether it is finished or not."""
+        """Return the keys of the records, whether the pack is finished or not."""
         if not self.path.exists() or not self.path.stat().st_size:
             return set()
         descriptor = open_pack(str(self.path), os.O_RDONLY)
@@ -197,7 +197,7 @@ class Hf3fsPlace(Place):
 
 
 class Places:
-    """Places of every kind: one to read from, which is filled, and one to write to."""
+    """Places of every kind: a filled one to read from, and one to write to."""
 
     def __init__(self, folder: Path, python: Callable[[], Path]) -> None:
         self._folder = folder
@@ -213,14 +213,14 @@ class Places:
         return path
 
     def source(self, kind: str, *, fresh: bool) -> Place:
-        """A place with the demo in it; fresh: written now, as it will not stay there."""
+        """Return a place with the demo. fresh: written now, for runs that remove pages."""
         role = "moved" if fresh else "source"
         if fresh or (role, kind) not in self._made:
             self._place(role, kind).fill(SOURCE_PAGES)
         return self._made[role, kind]
 
     def destination(self, kind: str) -> Place:
-        """A place that is empty."""
+        """Return an empty place."""
         place = self._place("destination", kind)
         place.empty()
         return place
@@ -258,14 +258,14 @@ def places(
 
 
 def page_of(key: str) -> str:
-    """Find the page hash in a key of any grammar."""
+    """Return the page hash in a key of any grammar."""
     found = re.search("[0-9a-f]{64}", key)
     assert found is not None, key
     return found[0]
 
 
 def half_pages(place: Place, whole: Held) -> list[str]:
-    """List pages that have an anchor, and not all sidecars that they have in `whole`."""
+    """Return pages with an anchor but without all sidecars that they have in `whole`."""
     spell = codec_for(place.grammar).affix
     anchors = {spell(e.coordinate) for e in object_specs(place.profile, place.grammar)
                if e.anchor}  # fmt: skip
@@ -282,7 +282,7 @@ def half_pages(place: Place, whole: Held) -> list[str]:
 
 
 def whole_pages(place: Place, whole: Held) -> set[str]:
-    """List pages of which all is there that they have in `whole`."""
+    """Return pages with all objects that they have in `whole`."""
     there = place.keys()
     keys = set(map(bytes.decode, whole))
     return {page_of(key) for key in keys} - {page_of(key) for key in keys - there}

@@ -1,4 +1,4 @@
-"""Child processes of tests: none outlives the test process, or whoever started it."""
+"""Child processes of tests: none outlives the test process or its own parent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-# What a child runs before it becomes the program: no end of its parent leaves it behind.
+# A child runs this before the program: the child then ends with its parent, however that ends.
 _FOLLOW_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -21,7 +21,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def following(python: str | Path, *command: str) -> list[str]:
-    """Spell a command that ends with this process; an interpreter starts it."""
+    """Return a command, started by an interpreter, that ends with this process."""
     return [str(python), "-c", _FOLLOW_PARENT, str(os.getpid()), *command]
 
 
@@ -30,7 +30,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End every process, and remove what they left."""
+        """End every process, and remove their files."""
 
     def __enter__(self) -> Self:
         return self

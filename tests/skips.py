@@ -1,8 +1,8 @@
-"""The reasons for which a test may be skipped, and the account of them at the end of a run.
+"""Allowed reasons for skipped tests, and their report at the end of a run.
 
-A skip says what is missing in one of the forms below. Any other skip fails the run, because
-nobody would notice that its test has stopped running. HICACHECTL_REQUIRE_ALL=1 (set by .ci/run
-on the reference platform) also fails the run for every skip that an installation would cure.
+A skip names what is missing, in one of the forms below. Any other skip fails the run; otherwise a
+test could stop running unnoticed. HICACHECTL_REQUIRE_ALL=1 (set by .ci/run on the reference
+platform) also fails the run for skips that an installation would avoid.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REQUIRE_ALL = "HICACHECTL_REQUIRE_ALL"
 
 NO_CUDA = "no CUDA device"
 ON_CUDA = "a CUDA device is present: the kernels run there, not in the interpreter"
-_LACKS = "the store lacks a capability: "  # as hicachectl/backends/testing.py says it
+_LACKS = "the store lacks a capability: "  # wording of hicachectl/backends/testing.py
 _MISSING = "missing "
 _NEEDS_ROOT = _MISSING + "root's rights: run the tests as root"
 
@@ -32,12 +32,12 @@ _SKIPPED = re.compile(r"^Skipped: ")
 
 
 def missing(what: str, remedy: str) -> NoReturn:
-    """Skip a test because this machine lacks something; `remedy` says how to get it."""
+    """Skip a test because this machine lacks something; `remedy`: how to install it."""
     pytest.skip(f"{_MISSING}{what}: {remedy}", allow_module_level=True)
 
 
 def need_tool(name: str, package: str | None = None) -> str:
-    """Return the path of a program; skip where it is not installed."""
+    """Return the path of a program; skip if it is not installed."""
     path = shutil.which(name)
     if path is None:
         missing(name, f"`apt-get install {package or name}` installs it")
@@ -45,7 +45,7 @@ def need_tool(name: str, package: str | None = None) -> str:
 
 
 def need_module(name: str, remedy: str = _DEV) -> Any:
-    """Import a module; skip where it is not installed."""
+    """Import a module; skip if it is not installed."""
     try:
         return import_module(name)
     except (ImportError, OSError) as error:
@@ -56,14 +56,14 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason=_NEEDS_ROOT)
 
 
 class Skip(NamedTuple):
-    """One kind of skip: the reason without the test, and whether a run may have it."""
+    """One kind of skip: its reason, and whether it is allowed."""
 
     reason: str
     allowed: bool
 
 
 def classify(reason: str, *, require_all: bool) -> Skip:
-    """Judge the reason of a skip, as pytest gives it."""
+    """Return the kind of a skip, from pytest's reason."""
     reason = _SKIPPED.sub("", reason)
     if reason in (NO_CUDA, ON_CUDA) or reason.startswith(_LACKS):
         return Skip(reason, allowed=True)
@@ -73,14 +73,14 @@ def classify(reason: str, *, require_all: bool) -> Skip:
 
 
 class SkipReport:
-    """Count the skips of a run by reason, print them, and fail the run for those not allowed."""
+    """Count the skips of a run by reason, print them, and fail the run if one is not allowed."""
 
     def __init__(self) -> None:
         self._require_all = os.environ.get(REQUIRE_ALL) == "1"
         self._skips: dict[Skip, Counter[str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count a skipped test, also one that xfail marks."""
+        """Count a skipped test, also with an xfail mark."""
         if hasattr(report, "wasxfail"):
             self._count(f"xfail {report.wasxfail}", report.nodeid)
         else:
@@ -101,14 +101,14 @@ class SkipReport:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail a run that passed but for skips that it may not have."""
+        """Fail a passed run with skips that are not allowed."""
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) and any(
             not skip.allowed for skip in self._skips
         ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """List what was not run, by reason, and in which files."""
+        """Print the skips by reason, with their files."""
         if not self._skips:
             return
         total = sum(files.total() for files in self._skips.values())
@@ -121,6 +121,6 @@ class SkipReport:
 
 
 def register(config: pytest.Config) -> None:
-    """Report the skips of a run once: in the process that collects the results."""
+    """Report the skips of a run once, in the process that collects the results."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(SkipReport(), "hicachectl-skips")

@@ -1,4 +1,4 @@
-"""A file system that is soon full, and another one than the tests' own."""
+"""A small file system, and one different from the tests' own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def small_file_system(directory: Path, size: int | str) -> Iterator[Path]:
-    """Mount a tmpfs of a size at a directory; skips where none can be mounted."""
+    """Mount a tmpfs of a size at a directory; skip if mounting fails."""
     directory.mkdir(exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
@@ -30,6 +30,6 @@ def small_file_system(directory: Path, size: int | str) -> Iterator[Path]:
 
 @pytest.fixture
 def other_file_system(tmp_path: Path) -> Iterator[Path]:
-    """A directory that nothing of tmp_path can be renamed into."""
+    """Return a directory on another file system than tmp_path, so renames between them fail."""
     with small_file_system(tmp_path / "other-file-system", "16m") as directory:
         yield directory

@@ -1,4 +1,4 @@
-"""What `make test-fast` leaves out of a test: some of its parameters, most of its examples."""
+"""Parameters and examples of tests that `make test-fast` leaves out."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def slow(*values: object) -> ParameterSet:
 
 
 def examples(count: int) -> settings:
-    """Ask for a number of examples; a profile with fewer than 100 gets as much smaller a share."""
+    """Set the number of examples; a profile with fewer than 100 reduces it in proportion."""
     return settings(max_examples=max(1, count * settings().max_examples // 100))

@@ -1,4 +1,4 @@
-"""Small file stores, written name by name: what the tests of the tool look at."""
+"""Small file stores for tests, written name by name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-OLD = 1_700_000_000  # long before any grace
+OLD = 1_700_000_000  # long before any --grace
 
-# A profile of a model with an indexer: 9216 bytes of kv a page, and 1056 of indexer.
+# A profile of a model with an indexer: per page 9216 bytes of kv and 1056 bytes of indexer.
 DSA = """
 model = "x/dsa"
 page_size = 4
@@ -34,7 +34,7 @@ Contents = dict[str, tuple[bytes, int]]  # name to bytes and mtime
 
 
 def page(number: int) -> str:
-    """The page hash that test stores give their n-th page."""
+    """Return the page hash of a test store's n-th page."""
     return hashlib.sha256(str(number).encode()).hexdigest()
 
 
@@ -57,7 +57,7 @@ def put_pages(
 
 
 def contents(directory: Path) -> Contents:
-    """Names, bytes and times of a store's objects."""
+    """Return names, bytes and times of a store's objects."""
     return {
         path.name: (path.read_bytes(), path.stat().st_mtime_ns)
         for path in directory.iterdir()

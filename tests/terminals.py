@@ -1,4 +1,4 @@
-"""The tool on a terminal that answers its questions."""
+"""Run the tool on a terminal that answers its questions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 
 def on_a_terminal(*arguments: object, answer: str) -> tuple[str, str]:
-    """Run the tool on a terminal that answers; what it writes to stdout and stderr."""
+    """Run the tool on a terminal that answers; return its stdout and stderr."""
     primary, secondary = pty.openpty()
     command = [sys.executable, "-m", "hicachectl", *map(str, arguments)]
     done = subprocess.Popen(

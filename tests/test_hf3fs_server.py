@@ -1,4 +1,4 @@
-"""The test server itself: it is SGLang's, it saves what it is told, and nothing outlives a test."""
+"""The test server is SGLang's, saves its state on request, and does not outlive a test."""
 
 from __future__ import annotations
 

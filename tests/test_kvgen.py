@@ -1,4 +1,4 @@
-"""The generator of model-like pages is what it claims to be."""
+"""The generator of model-like pages has the properties that it states."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_channels_keep_their_magnitude_and_tokens_repeat() -> None:
 
 
 def test_rotation_keeps_the_length_of_pairs() -> None:
-    """The same tokens at two positions: V is the same, K's pairs have the same length."""
+    """For equal tokens at two positions, V is equal and K's pairs have equal length."""
     profile = profile_of(LLAMA_8B | {"layers": 1, "dtype": "float32"}, page_size=64)
     expected = expected_of(profile)
     page = KvGenerator(expected, profile, 2).objects([0])[0].view(np.float32)

@@ -1,4 +1,4 @@
-"""The test cluster itself: it holds real data, and nothing of it outlives its test process."""
+"""The test cluster holds real data, and no part of it outlives the test process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account of skipped tests, in runs of pytest of its own."""
+"""The report of skipped tests, in separate runs of pytest."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pytest_run(
 
 
 def pytest_of(folder: Path, *options: str) -> list[str]:
-    """Spell the command that runs the tests of a folder."""
+    """Return the command that runs the tests of a folder."""
     alone = ["-c", os.devnull, f"--rootdir={folder}", "-p", "no:cacheprovider"]
     return [sys.executable, "-m", "pytest", "-q", *alone, *options, str(folder)]
 

@@ -41,7 +41,7 @@ def run(folder: Path, *command: object) -> str:
 
 
 def modules_below(folder: Path) -> set[str]:
-    """Paths of the modules as imports see them: `backends` and `formats` are links."""
+    """Return the paths of the modules as imported: `backends` and `formats` are links."""
     found = set()
     for base, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if name != "__pycache__"]
@@ -51,7 +51,7 @@ def modules_below(folder: Path) -> set[str]:
 
 
 def dependency_folders() -> set[Path]:
-    """Where this environment has the dependencies of the project."""
+    """Return the folders of this environment with the project's dependencies."""
     names = [re.split("[^A-Za-z0-9-]", text)[0] for text in PROJECT["dependencies"]]
     return {Path(str(distribution(name).locate_file(""))).resolve() for name in names}
 
@@ -62,7 +62,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if find_spec(name) is None:
             missing(f"the module {name}", f"`python -m pip install {name}` installs it")
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"  # setuptools leaves its own folders where it builds
+    source = folder / "source"  # setuptools leaves folders in the directory that it builds in
     source.mkdir()
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -90,7 +90,7 @@ def test_an_installed_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Pat
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
     run(tmp_path, *pip, "install", "-q", "--no-deps", "--no-index", wheel)
     (site,) = environment.glob("lib/python*/site-packages")
-    # A line of a .pth file adds a folder, but none of the .pth files in there: no editable install.
+    # A line of a .pth file adds a folder without its .pth files, so without editable installs.
     (site / "dependencies.pth").write_text("\n".join(map(str, dependency_folders())))
     place = run(tmp_path, python, "-c", "import hicachectl; print(hicachectl.__file__)")
     assert Path(place.strip()).is_relative_to(environment)

@@ -1,4 +1,4 @@
-"""Tokenizers of real kinds and tiny vocabularies, as model directories hold them."""
+"""Tokenizers of real kinds with tiny vocabularies, in model directories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CORPUS = [
 ]
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
-# One text a message.
+# One text per message.
 PLAIN_TEMPLATE = (
     "{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     "{% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -26,7 +26,7 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}{% endif %}"
 )
-# Content in parts, trimmed; tools without what wraps them.
+# Content in parts, trimmed; tools without their wrapper.
 PARTS_TEMPLATE = (
     "{% for tool in tools or [] %}{% if tool.function is defined %}"
     "{{ raise_exception('bare tools only') }}{% endif %}{{ tool | tojson }}{% endfor %}"

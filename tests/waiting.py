@@ -1,4 +1,4 @@
-"""Waiting for other threads and processes, as long as a busy machine may need."""
+"""Wait for other threads and processes, as long as a busy machine may need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENCE_S = 120.0
 
 
 def wait_until(condition: Callable[[], object], what: str = "") -> None:
-    """Wait until a condition holds; fails where it never does, and says `what` is wrong."""
+    """Wait until a condition holds; after the timeout, fail with `what`."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, what
@@ -21,7 +21,7 @@ def wait_until(condition: Callable[[], object], what: str = "") -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that waits for its parent to ask does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
