@@ -73,7 +73,7 @@ def write_catalog(catalog: Catalog) -> bytes:
 
 
 def read_catalog(data: bytes | memoryview, *, source: str = "catalog") -> Catalog:
-    """Parse a catalog. Raises FormatError on other data, before allocating memory for it."""
+    """Parse a catalog. Raises FormatError on other data, before allocating for it."""
     import pyarrow.parquet as pq
 
     try:

@@ -1,7 +1,7 @@
 """Parse untrusted JSON and TOML, with bounds on the number of values and on their depth.
 
 The caller bounds the size of the text. These bounds keep parsing time and memory proportional to
-it: `tomllib` needs both quadratic in the parts of a dotted key, and a kilobyte for a table header
+it: `tomllib` needs quadratic time and memory for a dotted key, and a kilobyte for a table header
 of five bytes.
 """
 

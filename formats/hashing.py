@@ -86,7 +86,7 @@ def restorable_pages(num_tokens: int, page_size: int, *, bigram: bool = False) -
 
 
 def tokens_to_restore(pages: int, page_size: int, *, bigram: bool = False) -> int:
-    """Return the tokens of the shortest prompt for which a server restores so many pages.
+    """Return the tokens of the shortest prompt of which a server restores `pages` pages.
 
     Inverse of `restorable_pages`; 0 for no pages.
     """
@@ -139,7 +139,7 @@ def _rows(array: npt.NDArray[np.integer]) -> Iterator[bytes]:
 
 
 def _units(token_ids: Tokens) -> npt.NDArray[np.int64]:
-    """Convert token ids to [tokens, words per token]; check every word."""
+    """Return [tokens, words per token], checked."""
     try:
         values = np.asarray(token_ids)
     except ValueError:  # rows of unequal length

@@ -63,7 +63,7 @@ class TensorLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the tensor."""
         return prod(self.shape) * self.itemsize
 
     @property

@@ -3,7 +3,7 @@
 Divisions follow SGLang: pipeline stages (srt/distributed/utils.py :: get_pp_indices), KV heads
 (srt/configs/model_config.py :: get_num_kv_heads), context-parallel layer split
 (srt/layers/cp/utils.py :: get_layer_shard_range) and linear-attention states
-(srt/configs/mamba_utils.py). Sizes are equal for all TP and DCP ranks, so no function takes one.
+(srt/configs/mamba_utils.py). All TP and DCP ranks have equal sizes.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def model_layer_count(profile: Profile) -> int:
 
 
 def stage_ranges(profile: Profile) -> tuple[tuple[int, int], ...]:
-    """Return the half-open range of model layers of each pipeline stage. Raises ProfileError."""
+    """Return each pipeline stage's half-open range of model layers. Raises ProfileError."""
     return pp_ranges(model_layer_count(profile), profile.pp, profile.pp_partition)
 
 

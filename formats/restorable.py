@@ -46,7 +46,7 @@ def positions_of(offsets: IntArray) -> IntArray:
 
 
 def leading_runs(present: BoolArray, offsets: IntArray) -> IntArray:
-    """Return the number of pages before each chain's first absent page: [chains]."""
+    """Return the pages before each chain's first absent page: [chains]."""
     return first_absent(present, offsets[:-1], offsets[1:]) - offsets[:-1]
 
 

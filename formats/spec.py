@@ -80,7 +80,7 @@ class ObjectSpec:
 
     @property
     def object_set(self) -> tuple[str, int | None, bool]:
-        """Identity of the set of objects that a page needs completely or, if trailing, not at all.
+        """Identity of the object's set. A whole page has all of a set, or none if trailing.
 
         A set is a pool; a trailing pool forms one set per linear TP size.
         """
@@ -376,8 +376,8 @@ def _check_hf3fs(profile: Profile) -> None:
 def _hf3fs_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
     """Yield the shards of 3FS keys: tp_rank is the rank of the data file.
 
-    tp_size is set only for Mamba states beside an MLA target: their keys state it, and all lie in
-    the file of rank 0.
+    Exception: Mamba states beside an MLA target all lie in the file of rank 0, and their keys
+    state tp_rank and tp_size.
     """
     if not profile.rank_replicated:
         for rank in range(profile.tp):

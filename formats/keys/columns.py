@@ -49,7 +49,7 @@ def coordinate_columns(
 
 
 def shard_fields(shard: Shard) -> dict[str, str | int | None]:
-    """Return the columns of a shard; None if the key does not state a value."""
+    """Return the columns of a shard; None if not stated."""
     return {
         **{name: getattr(shard, name) for name in RANK_COLUMNS},
         **{name: _span(getattr(shard, name)) for name in SPAN_COLUMNS},

@@ -27,8 +27,8 @@ _OWN_RANK = re.compile(r"_([a-z0-9_]+)_(0|[1-9][0-9]{0,8})_([1-9][0-9]{0,8})")
 class Hf3fsCodec:
     """Codec of HiCacheHF3FS's keys.
 
-    tp_rank: rank of the data file. tp_size is set only if the key states it: for pools with their
-    own ranks beside an MLA target, all in the file of rank 0.
+    tp_rank is the rank of the data file. Exception: pools with their own ranks beside an MLA
+    target all lie in the file of rank 0, and their keys state tp_rank and tp_size.
     """
 
     scheme = "hf3fs"

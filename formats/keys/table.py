@@ -30,7 +30,7 @@ _WORD_DIGITS = 16
 # A run of exactly 64 hex digits: the first if the key starts with it, else the last.
 _AROUND_HASH = r"(?s:(?P<prefix>|.*[^0-9a-f])(?P<page>[0-9a-f]{64})(?P<suffix>|[^0-9a-f].*))"
 _ONE_KEY = re.compile(_AROUND_HASH.encode())
-# So many affixes of a column are compared bytewise; keys with others are matched one by one.
+# This many affixes of a column are compared bytewise; other keys are matched one by one.
 _LIKENESSES = 32
 _UNKNOWN = -2
 

@@ -27,7 +27,7 @@ class PoolKind:
     anchors:  whether a kv pool can have this kind.
     shards:   True: each TP rank holds a share; False: all hold the same; None: unknown.
     linear:   whether shards follow linear attention (a profile's linear_tp).
-    has_bytes, has_form: whether objects have bytes, of known form.
+    has_bytes, has_form: whether objects have bytes; whether their form is known.
     scattered: whether SGLang cannot store layer_first pages as parts: their layers are scattered
               in host memory, and MooncakeStore stores only those of MLA KV
               (_get_mha_buffer_meta raises).
@@ -127,7 +127,7 @@ class PoolKind:
         """Raise ProfileError if it is unknown which rank has which share of the pool."""
 
     def shared_shard(self, pool: Pool, tp_rank: int, tp: int) -> int | None:
-        """Return the number of the share that a TP rank shares with others, or None."""
+        """Return the number of the share that a TP rank has in common with others, or None."""
         return None
 
     def spans(

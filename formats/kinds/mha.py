@@ -54,7 +54,7 @@ class Mha(PoolKind):
 
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
         """Return the pool with another dtype."""
-        # ROCm servers call float8_e4m3fnuz by the name of float8_e4m3fn.
+        # ROCm servers say float8_e4m3fn for float8_e4m3fnuz.
         return pool if pool.dtype.startswith(dtype) else structs.replace(pool, dtype=dtype)
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:

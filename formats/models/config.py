@@ -53,8 +53,8 @@ def profile_from_config(
     """Derive the profile of a deployment.
 
     source: names the config in messages. Raises ProfileError if the architecture is unknown, a
-    field is missing, flags contradict each other or the model, or neither config nor flags
-    determine the result (it may depend on the GPU).
+    field is missing, flags contradict each other or the model, or the result depends on facts
+    that neither states, such as the GPU.
     """
     model = open_config(config, source=source)
     family = family_of(model)

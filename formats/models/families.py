@@ -42,7 +42,7 @@ class Family:
 
     own_mtp: the checkpoint has an MTP layer that SGLang counts as one NextN layer, regardless of
         the config (ModelConfig._config_draft_model).
-    draft_only: served only as a draft, never as a target.
+    draft_only: served only as a draft.
     """
 
     pools: PoolBuilder
@@ -237,9 +237,9 @@ def _mla_pool(config: HfConfig, context: Context, layers: Iterable[int], *, dsa:
 
 
 def _head_dim(config: HfConfig) -> int:
-    """Return the width of a K row; a quotient if the config may leave it out.
+    """Return the width of a K row; a quotient if the config may omit it.
 
-    Source: ModelConfig._derive_model_shapes. Defaults of other transformers classes are not used.
+    Source: ModelConfig._derive_model_shapes. Other defaults of transformers are not used.
     """
     stated = config.optional_integer("head_dim")
     if stated or config.architecture not in _HEAD_DIM_IS_QUOTIENT:

@@ -50,7 +50,7 @@ class HfConfig:
         return tuple(value if length is None else self._of_length(name, value, length))
 
     def section(self, name: str) -> HfConfig:
-        """Return a table within the config, as an HfConfig."""
+        """Return a table of the config as an HfConfig."""
         value = self._present(name)
         if not isinstance(value, Mapping):
             raise self.error(name, f"expected a table, found {shown(value)}")

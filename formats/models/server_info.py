@@ -49,7 +49,7 @@ class ServerDeployment:
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """The server's arguments; current values of the scheduler override those at start."""
+    """The server's arguments; the scheduler's current values override them."""
 
     values: Mapping[str, Any]
 
@@ -98,7 +98,7 @@ def flags_from_server_info(reply: Mapping[str, Any]) -> ServerDeployment:
 
 
 def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
-    """Return a profile with the names and topology of a reply's server, for the same model.
+    """Return a profile with the names and topology of a server of the same model.
 
     Fields that the reply lacks stay unchanged; all do if it lacks model_path, tp_size or
     page_size. Raises ProfileError naming the field at fault.

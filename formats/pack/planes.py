@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PLANE_COUNTS = (1, 2, 4)
 
-# A plan is chosen from a sample: pieces spread over the object.
+# A plan is chosen from a sample of pieces.
 _PIECES = 4
 _PIECE_BYTES = 16 << 10
 _MEASURED_EVERY = 32  # objects of one kind share the plan of the last measured one
@@ -40,7 +40,7 @@ class Coding(IntEnum):
     """Compression of a plane; a reader sees only whether there is any."""
 
     RAW = 0
-    ENTROPY = 1  # Huffman codes, hardly any matches: fast, and as good as possible for exponents
+    ENTROPY = 1  # Huffman codes, hardly any matches: fast, and enough for exponents
     MATCHES = 2  # zstd -1
 
 
@@ -77,7 +77,7 @@ class Encoder:
         return [self._code(plane, coding) for plane, coding in zip(planes, plan, strict=True)]
 
     def measure(self, data: Bytes) -> Plan:
-        """Return the plan with the smallest result on a sample; raw if the gain is too small."""
+        """Return the plan with the smallest sample; raw if the gain is too small."""
         sample = _sample(data)
         best: Plan = (Coding.RAW,)
         least = len(sample) * _WORTH
@@ -155,7 +155,7 @@ class PlanMemory:
     _plans: dict[tuple[bytes, int], tuple[Plan, int]] = field(default_factory=dict)
 
     def plan(self, key: bytes, data: Bytes, encoder: Encoder) -> Plan:
-        """Return the plan for an object; measure it anew from time to time."""
+        """Return the plan for an object; measure again from time to time."""
         kind = _PAGE_HASH.sub(b"", key), len(data)
         plan, uses_left = self._plans.get(kind, ((Coding.RAW,), 0))
         if not uses_left:
@@ -167,7 +167,6 @@ class PlanMemory:
 
 
 def _sample(data: Bytes) -> Bytes:
-    """Return evenly spread pieces of an object, or all of a small one."""
     if len(data) <= _PIECES * _PIECE_BYTES:
         return data
     step = len(data) // _PIECES

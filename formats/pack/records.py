@@ -62,9 +62,8 @@ _KINDS = {int(kind): kind for kind in Kind}
 class Record:
     """The head of a record.
 
-    nbytes: bytes of the content. stored: bytes of each plane; a plane of nbytes / len(stored)
-    bytes is raw, a shorter one is a zstd frame. digest: BLAKE3 of the content. mtime_ns: None if
-    unknown.
+    nbytes: of the content. stored: bytes of each plane; a plane of nbytes / len(stored) bytes is
+    raw, a shorter one a zstd frame. digest: BLAKE3 of the content. mtime_ns: None if unknown.
     """
 
     kind: Kind
