@@ -23,22 +23,22 @@ from hicachectl.formats.wording import failed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ALIGNMENT = 4096  # bytes, of slabs and objects: O_DIRECT and page registration need this
+ALIGNMENT = 4096  # bytes, of slabs and objects; O_DIRECT and memory registration need it
 _SHARED_MEMORY = Path("/dev/shm")  # where shm_open keeps its objects on Linux
 
 
 class ReservationCancelledError(Exception):
-    """Another thread failed and cancelled all waiting for memory."""
+    """Another thread failed and cancelled all reservations that wait for memory."""
 
 
 class Arena:
-    """One shared, page-aligned, zero-filled mapping of `nbytes` bytes, rounded up to pages.
+    """One shared, page-aligned, zero-filled mapping of `nbytes` bytes, rounded up to 4 KiB.
 
-    Pages are allocated at first use. Shared, so that memory registered for RDMA or with CUDA stays
-    the same physical memory across a fork.
+    The system allocates memory at first use. The mapping is shared because memory registered for
+    RDMA or with CUDA must stay the same physical memory across a fork.
 
-    named: a POSIX shared memory object, which other processes can open by `name` until
-        `forget_name`; its pages are allocated at once.
+    named: use a POSIX shared memory object, allocated at once. Other processes can open it by
+        `name` until `forget_name`.
     Raises UsageError if the system refuses the memory.
     """
 
@@ -52,7 +52,7 @@ class Arena:
         except (OSError, OverflowError) as error:
             self.forget_name()
             raise UsageError(
-                failed("--buffer-bytes", f"map {nbytes} bytes", error, "give a smaller size")
+                failed("--buffer-bytes", f"allocate {nbytes} bytes", error, "give a smaller size")
             ) from error
         self.memory = memoryview(self._map)
         self._at_close: list[Callable[[], None]] = []
@@ -64,14 +64,14 @@ class Arena:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(_SHARED_MEMORY / self.name, flags, 0o600)
         try:
-            # Reserves the pages: touching one that does not fit would kill the process.
+            # Allocate now: if memory ran out at first use, the system would kill the process.
             os.posix_fallocate(descriptor, 0, self.nbytes)
             return mmap.mmap(descriptor, self.nbytes)
         finally:
             os.close(descriptor)
 
     def forget_name(self) -> None:
-        """Remove the name: mappings stay, and a crash leaves no file."""
+        """Remove the name. Existing mappings stay valid, and a later crash leaves no file."""
         name, self.name = self.name, None
         if name is not None:
             (_SHARED_MEMORY / name).unlink(missing_ok=True)
@@ -82,17 +82,20 @@ class Arena:
         return int(self.array.ctypes.data)
 
     def view(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return bytes of the arena as uint8, without a copy. Raises ValueError if outside."""
+        """Return a range of the arena as uint8, not copied. Raises ValueError if it is outside."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset}+{nbytes} are outside the arena of {self.nbytes}")
         return self.array[offset : offset + nbytes]
 
     def at_close(self, undo: Callable[[], None]) -> None:
-        """Call `undo`, which ends a registration, before unmapping; the last one comes first."""
+        """Make `close` call `undo`, which ends a registration of the memory.
+
+        The last registration is ended first.
+        """
         self._at_close.append(undo)
 
     def close(self) -> None:
-        """Unmap the memory; if views are in use, the last one unmaps."""
+        """Unmap the memory, or leave that to the last view if views are still in use."""
         while self._at_close:
             self._at_close.pop()()
         self.forget_name()
@@ -145,7 +148,7 @@ class SlabAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """Return the free bytes, possibly in several pieces."""
+        """Return the total number of free bytes, which may be in several pieces."""
         with self._changed:
             return sum(length for _, length in self._free)
 
@@ -154,7 +157,7 @@ class SlabAllocator:
 
         timeout: seconds to wait; None for ever, 0 not at all.
         name:    purpose of the memory, for messages.
-        Raises UsageError if the request can never fit, TimeoutError, and
+        Raises UsageError if the request can never fit, TimeoutError after `timeout`,
         ReservationCancelledError after `cancel`.
         """
         size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
@@ -171,10 +174,10 @@ class SlabAllocator:
                 return self._wait_for(size, turn, deadline)
             finally:
                 self._waiting.remove(turn)
-                self._changed.notify_all()  # the next thread may fit as well
+                self._changed.notify_all()  # the next request may fit as well
 
     def release(self, slab: Slab) -> None:
-        """Free a slab. Raises ValueError if it is not reserved."""
+        """Free a slab. Raises ValueError if the slab is not reserved."""
         with self._changed:
             if slab not in self._held:
                 raise ValueError(f"slab at {slab.offset} is not reserved")

@@ -1,7 +1,8 @@
 """The interface of every store: listings as Arrow batches, vectorised reads and writes.
 
 Per-object failures are returned as statuses; only an unreachable store raises (StoreUnavailable).
-Listing, `exists` and `free_bytes` change neither recency nor leases nor sizes.
+Listing, `exists` and `free_bytes` leave the recency, leases and sizes of objects unchanged; only
+`Leases.allow_leases` permits a scan to grant leases.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ BoolArray = npt.NDArray[np.bool_]
 StatusArray = npt.NDArray[np.uint8]
 Rows = Any  # pa.RecordBatch | pa.Table, a slice of the scan table; pyarrow ships no types
 
-_MANY_CHUNKS = 8  # `take_rows` does not join this many chunks
+_MANY_CHUNKS = 8  # from this number on, `take_rows` keeps chunks apart
 
 SCAN_FIELDS = {
     "key": pa.field("key", pa.binary(), nullable=False),
     "nbytes": pa.field("nbytes", pa.int64()),
     "mtime_ns": pa.field("mtime_ns", pa.int64()),
-    # Meaningful to the store only: a 3FS page index, a pack entry.
+    # A number that only the store can interpret, such as a 3FS page index or a pack entry.
     "locator": pa.field("locator", pa.int64()),
-    # Opaque bytes; they change whenever the key may have other data.
+    # Opaque bytes that change whenever the data of the object may have changed.
     "version": pa.field("version", pa.binary()),
-    # Copies that the store keeps; kind: "memory", "disk", "local_disk" or "nof".
+    # Copies of the object that the store keeps. kind: "memory", "disk", "local_disk" or "nof".
     "replicas": pa.field(
         "replicas",
         pa.list_(
@@ -62,7 +63,7 @@ def scan_schema(columns: Collection[str]) -> Any:
 
 
 def scan_batch(schema: Any, columns: dict[str, Any], rows: int) -> Any:
-    """Return a batch with a scan's schema; missing columns are null."""
+    """Return a record batch with a scan's schema; columns that are not given are null."""
     arrays = [columns[f.name] if f.name in columns else pa.nulls(rows, f.type) for f in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -76,8 +77,8 @@ class Status(IntEnum):
     OVERSIZED = 3  # larger than the capacity
     EXISTS = 4  # not written: the key exists, and if_absent was set
     ERROR = 5  # any other failure; the result's `errors` has the message
-    CHANGED = 6  # not touched: the key has another object than when it was listed
-    UNREACHABLE = 7  # the store lists the object, but the host of its bytes does not answer
+    CHANGED = 6  # not touched: since the listing, the key has got another object
+    UNREACHABLE = 7  # the store lists the object, but the host with its bytes does not answer
     FULL = 8  # not written: the store has no space
     DAMAGED = 9  # read, but the bytes do not match the digest that the store keeps
 
@@ -86,8 +87,8 @@ class Status(IntEnum):
 class Result:
     """Statuses of the rows of one call.
 
-    statuses: [n] uint8, a Status each.
-    errors:   row index to message, for each ERROR, UNREACHABLE, FULL and DAMAGED.
+    statuses: [n] uint8, values of Status.
+    errors:   message by row index, for every row that is ERROR, UNREACHABLE, FULL or DAMAGED.
     """
 
     statuses: StatusArray
@@ -109,8 +110,8 @@ class ReadResult(Result):
     """Statuses, sizes and versions of the rows of one read.
 
     nbytes:   [n] int64, bytes of the stored object; -1 if unknown.
-    versions: [n, len(version_fields)] uint64, the identity of the bytes read: the numbers in the
-        scan's `version`. Undefined for rows that are not OK, and without `identify`.
+    versions: [n, len(version_fields)] uint64, the version of the bytes that were read, as the
+        numbers in the scan's `version`. Undefined for rows that are not OK, and without `identify`.
     """
 
     nbytes: IntArray
@@ -121,8 +122,8 @@ class ReadResult(Result):
 class Limits:
     """Call sizes and thread counts with which a store works best."""
 
-    batch_objects: int  # maximum rows a call
-    batch_bytes: int  # maximum bytes a call
+    batch_objects: int  # maximum number of rows per call
+    batch_bytes: int  # maximum number of bytes per call
     parallel_reads: int  # threads that read at once
     parallel_writes: int
     forkable: bool = False  # forked processes may read, each with its own arena
@@ -150,9 +151,9 @@ class Traits:
     evicts: bool = False  # the store evicts objects to make room for new ones
     evicts_pools_apart: bool = False  # pools are evicted separately: sidecars can outlive anchors
     versions_recur: bool = False  # a new object can have the version of an earlier one
-    # `exists` after a read confirms the versions read; one call can serve many reads.
+    # Instead of `identify`, call `exists` after the reads, once for many: it confirms the versions.
     identifies_by_exists: bool = False
-    logs_natively: bool = False  # the store's library writes to file descriptor 2 itself
+    logs_natively: bool = False  # the store's library logs to file descriptor 2 itself
 
 
 class Store(ABC):
@@ -164,8 +165,8 @@ class Store(ABC):
     Calls are synchronous. Several threads call at once; `limits` states how many.
 
     `rows` arguments are record batches or tables with columns of this store's scan: at least
-    `key`, and `locator` if the store has one. Rows of another store may be written; `mtime_ns` is
-    kept if the store has times. Array arguments have one entry per row.
+    `key`, and `locator` if the store has one. `write_from` also takes rows of another store, and
+    keeps their `mtime_ns` if this store has times. Array arguments have one entry per row.
     """
 
     traits: ClassVar[Traits]
@@ -194,12 +195,12 @@ class Store(ABC):
         """Yield record batches of bounded size with every object, in the store's own order.
 
         Batches have `scan_schema(columns)`; columns that the store does not have are null.
-        Objects that vanish meanwhile may be missing. Closing the generator frees its resources.
+        Objects deleted during the scan may be missing. Closing the generator frees its resources.
         """
 
     @abstractmethod
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """List a few keys again: a table like a scan's, of the existing keys, in any order."""
+        """Return a table, like a scan's, of those keys that still exist, in any order."""
 
     def attach(self, arena: Arena) -> None:
         """Use `arena` for reads and writes until `detach`."""
@@ -216,15 +217,15 @@ class Store(ABC):
         """Read whole objects into the arena.
 
         offsets:    [n] int64, in bytes from the start of the arena
-        capacities: [n] int64, expected bytes of each object; no read writes more
-        identify:   return versions, for which some stores need another request
+        capacities: [n] int64, expected bytes of each object; the arena beyond them stays unchanged
+        identify:   also return versions; some stores need another request for them
         Statuses: OK (exactly `capacity` bytes), GONE, SHORT, OVERSIZED, UNREACHABLE, ERROR,
         DAMAGED. The arena bytes of rows that are not OK are undefined.
         """
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Return notes about a listing or report, such as its age."""
+        """Return notes for the user about the listing, such as its age."""
         return ()
 
     def write_from(
@@ -241,17 +242,17 @@ class Store(ABC):
         else replace it. Statuses: OK, EXISTS, FULL, ERROR. Raises UnsupportedByBackend unless
         `traits.writes`.
         """
-        raise UnsupportedByBackend(f"{self.url}: this store cannot be written to")
+        raise UnsupportedByBackend(f"{self.url}: objects cannot be written to this store")
 
     def delete(self, rows: Rows) -> Result:
         """Delete objects by key. Statuses: OK, GONE, ERROR.
 
         Raises UnsupportedByBackend unless `traits.deletes`.
         """
-        raise UnsupportedByBackend(f"{self.url}: objects of this store cannot be deleted")
+        raise UnsupportedByBackend(f"{self.url}: objects cannot be deleted from this store")
 
     def undo_writes(self, rows: Rows) -> Result:
-        """Remove objects that this instance has just written. Statuses as of `delete`."""
+        """Remove objects that this instance has just written. Returns the statuses of `delete`."""
         return self.delete(rows)
 
     def exists(self, rows: Rows) -> BoolArray:
@@ -265,7 +266,8 @@ class Store(ABC):
     def flush(self) -> None:  # noqa: B027 - most stores have nothing to do
         """Make all objects of the store durable, also those of other writers.
 
-        Objects of `write_from` and `copy_from` already are. Raises StoreUnavailable.
+        Objects written by `write_from` and `copy_from` are durable already.
+        Raises StoreUnavailable.
         """
 
     def free_bytes(self) -> int | None:
@@ -284,8 +286,8 @@ class Store(ABC):
     def memory(self, offsets: IntArray, sizes: IntArray, rows: int) -> memoryview:
         """Check the ranges of a call, and return the arena's memory.
 
-        offsets, sizes: [rows] int64, in bytes. Raises ValueError without an arena, or for a range
-        outside it.
+        offsets, sizes: [rows] int64, in bytes. Raises ValueError without an arena, for
+        ranges outside the arena, and if the lengths of the arguments differ.
         """
         if self.arena is None:
             raise ValueError("No arena is attached; call attach first")
@@ -332,7 +334,7 @@ def as_table(rows: Rows) -> Any:
 def take_rows(objects: Any, rows: IntArray) -> Any:
     """Return rows of a table, in the order given.
 
-    Table.take joins all chunks first, which doubles the memory.
+    Table.take would join all chunks first and so double the memory.
     """
     batches = objects.to_batches()
     if len(batches) < _MANY_CHUNKS:

@@ -1,6 +1,6 @@
 """Optional abilities of stores: subclasses of Store, tested with isinstance.
 
-Test once an operation, not once a batch.
+Use isinstance once per operation, not once per batch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 class Announces(Store):
     """Store that fetches announced objects early."""
 
-    announced_bytes: ClassVar[int] = 1 << 20  # smaller objects gain nothing
+    announced_bytes: ClassVar[int] = 1 << 20  # announcing smaller objects saves no time
 
     @abstractmethod
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Announce the objects that are read next. Never raises for an object.
+        """Announce the objects that the caller will read next. Problems with an object are ignored.
 
         capacities: [n] int64, expected bytes of each.
         """
@@ -67,7 +67,7 @@ class Leases(Store):
 
 
 class RacyWrites(Store):
-    """Store where a write can return OK and still lose to another writer of the key."""
+    """Store where a write can return OK although another writer's object is kept."""
 
     confirms_writes: bool = True  # `write_from` reads objects back and compares them
 
@@ -85,7 +85,7 @@ class Confirm(Store):
     @property
     @abstractmethod
     def confirms(self) -> bool:
-        """Return whether there is a server to query."""
+        """Return whether the store has a server to query."""
 
     @abstractmethod
     def read_confirmed(
@@ -105,7 +105,7 @@ class Profiled(Store):
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
         """Set the profile of the deployment. Call before the first scan or write.
 
-        looks_only: the run changes, copies and records nothing; accept sizes that the store
+        looks_only: the run will not change, copy or record objects, so accept sizes that the store
             cannot confirm.
         Raises ProfileError if the store contradicts the profile, UnsupportedByBackend if it cannot
         hold the profile's objects.
@@ -117,7 +117,7 @@ class Archive(Profiled):
 
     @abstractmethod
     def recorded_profile(self) -> Profile | None:
-        """Return the recorded profile; None if there is none."""
+        """Return the profile recorded in the archive; None if it has none."""
 
     @property
     @abstractmethod
@@ -168,23 +168,24 @@ class SystemCopy(Store):
         preserve: keep the full mode, and the owner if the system allows it; else copies belong to
             the caller and are no more readable than the sources.
         Statuses: those of `write_from`; for the source's objects GONE, SHORT, OVERSIZED, and
-        CHANGED if written to during the copy. Raises UnsupportedByBackend.
+        CHANGED if written to during the copy. Raises UnsupportedByBackend if `can_copy_from` is
+        False.
         """
 
 
 class Mover(ABC):
     """Renames objects between a store and one directory of the same file system.
 
-    A rename is atomic and keeps the modification time. One object a call: a group leaves within
-    microseconds. `flush` makes moves durable. `take` and `put_back` raise OSError for one object,
-    StoreUnavailable for a lost store.
+    A rename is atomic and keeps the modification time. Each call moves one object, so that
+    the objects of a group can leave within microseconds. `flush` makes moves durable. `take` and
+    `put_back` raise OSError for a problem with one object, StoreUnavailable for a lost store.
     """
 
     @abstractmethod
     def take(self, key: bytes, name: str, version: bytes | None = None) -> Status:
         """Move an object out of the store to a new file `name`. Return OK, GONE or CHANGED.
 
-        version: as listed; an object with another version stays, and is CHANGED.
+        version: as listed; an object with another version stays in the store and is CHANGED.
         """
 
     @abstractmethod
@@ -229,22 +230,22 @@ class FilePermissions(Store):
 
     @abstractmethod
     def readable_by(self, *, listing: bool = False) -> Permissions:
-        """Return who may read all objects that were read so far.
+        """Return which users may read every object that this store has read so far.
 
-        listing: return who may list the store, whatever was read.
+        listing: return which users may list the store instead.
         """
 
     @abstractmethod
     def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
         """Make files that are written from now on no more readable than `permissions`.
 
-        listing: also narrow directories that were created for the store.
-        Raises StoreUnavailable if a file that is written to cannot be narrowed.
+        listing: also reduce the modes of directories that were created for the store.
+        Raises StoreUnavailable if the mode of an existing file to write to cannot be reduced.
         """
 
 
 class SideFiles(Store):
-    """Store in a directory that can also have files which servers ignore."""
+    """Store in a directory where servers ignore other files."""
 
     @abstractmethod
     def side_directory(self) -> Path:
@@ -259,7 +260,7 @@ class SideFiles(Store):
 
     @abstractmethod
     def trust(self, *, writes: bool) -> Trust:
-        """Return whose files beside the store are trusted. writes: files may be created there."""
+        """Return which users' side files are trusted. writes: the caller may create such files."""
 
 
 def copier_of(target: Store, source: Store) -> SystemCopy | None:
@@ -268,12 +269,12 @@ def copier_of(target: Store, source: Store) -> SystemCopy | None:
 
 
 def open_mover(store: Store, directory: Directory) -> Mover | None:
-    """Open a mover between a store and a directory; None if objects must be copied."""
+    """Open a mover between a store and a directory; None if objects cannot be renamed there."""
     return store.mover(directory) if isinstance(store, Renames) else None
 
 
 def permissions_of(store: Store, *, listing: bool = False) -> Permissions:
-    """Return who may read a store's objects: everyone, if they are not files."""
+    """Return which users may read a store's objects: all users if the objects are not files."""
     if isinstance(store, FilePermissions):
         return store.readable_by(listing=listing)
     return Permissions()
@@ -282,7 +283,7 @@ def permissions_of(store: Store, *, listing: bool = False) -> Permissions:
 def keep_as_private(target: Store, source: Store, *, listing: bool = False) -> None:
     """Make new files of `target` no more readable than the objects read from `source`.
 
-    listing: no more readable than the source's list of objects. Raises StoreUnavailable.
+    listing: as readable as the source's listing at most. Raises StoreUnavailable.
     """
     if isinstance(target, FilePermissions):
         target.keep_private(permissions_of(source, listing=listing), listing=listing)

@@ -1,7 +1,7 @@
 """Requests to one HTTP service of a store, with kept connections, deadlines and size limits.
 
-`urllib` and `requests` limit the time of each socket read, not of a reply. Both accept truncated
-bodies and headers that arrive byte by byte.
+`urllib` and `requests` do not suffice: they limit the time of each socket read, not of a reply, and
+accept truncated bodies and headers that arrive byte by byte.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAX_HEAD_BYTES = 1 << 18  # status, headers and interim replies; real ones have 
 _BLOCK_BYTES = 1 << 20
 _TRIES = 3
 _PAUSE_S = 0.1
-_SAID_BYTES = 200  # of a service's error text, in messages
-# The service restarted, or had closed a kept connection.
+_SAID_BYTES = 200  # bytes of a service's error text that a message quotes
+# Errors worth another try: the service restarted, or had closed a kept connection.
 _PASSING = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 
 
@@ -61,7 +61,7 @@ class HttpService:
     """One HTTP service; safe to call from several threads. Failures raise StoreUnavailable.
 
     who:       the service's name in messages, such as "Mooncake master".
-    hint:      next step if another service, or none, answers at the address.
+    hint:      next step if the wrong service, or no service, answers at the address.
     timeout_s: seconds for a whole reply, or for each block of a streamed one.
     headers:   sent with every request.
     tls:       use TLS, and check the certificate.
@@ -111,16 +111,18 @@ class HttpService:
         """Post JSON and return the whole reply, whatever its status.
 
         path:       percent-encoded.
-        repeatable: send again if the connection is reset, even though the service may have obeyed.
-            Else send once, on a new connection, since the service may have closed a kept one;
-            after an error, the service may have obeyed.
+        repeatable: if the connection is reset, send again, although the service may already have
+            executed the request. If False, send once, on a new connection, because the service may
+            have closed a kept connection. After an error, the request may have been executed.
         """
         return self._reply(_Request("POST", path, body, repeatable))
 
     def stream(self, path: str, kind: str | None = None) -> Generator[bytes, None, None]:
-        """Yield the body of a 200 reply in blocks. Raises at the end of a truncated body.
+        """Yield the body of a 200 reply in blocks.
 
-        kind: content type, such as "text/plain"; a reply that states another is refused.
+        Raises StoreUnavailable: for a truncated body, after its last block.
+
+        kind: required content type, such as "text/plain"; None accepts any.
         """
         request = _Request("GET", path)
         deadline = time.monotonic() + self._timeout_s
@@ -147,11 +149,11 @@ class HttpService:
         """Return the error for a reply with an unexpected status."""
         endpoint = path.partition("?")[0]
         if reply.status == http.client.NOT_FOUND:
-            return self.lost(f"has no {endpoint}", self.hint)
+            return self.lost(f"has no endpoint {endpoint}", self.hint)
         return self.lost(f"{endpoint} failed with {self.said(reply)}")
 
     def said(self, reply: Reply) -> str:
-        """Return the status and first words of a reply, without the secrets that we sent."""
+        """Return the status and first words of a reply, without the secrets in our headers."""
         text = reply.body[: 4 * _SAID_BYTES].decode(errors="replace")
         for value in self._headers.values():
             text = text.replace(value.rpartition(" ")[2], "***")
@@ -216,7 +218,7 @@ class HttpService:
             try:
                 return attempt()
             except _PASSING as error:
-                self._drop_idle()  # they lead to the same process
+                self._drop_idle()  # the other kept connections are to the same process
                 if not tries_left or self._closed or time.monotonic() + _PAUSE_S > deadline:
                     raise self._failed(error) from error
                 time.sleep(_PAUSE_S)
@@ -231,11 +233,14 @@ class HttpService:
                 "check the network and whether the service is stuck",
             ),
             ConnectionRefusedError: ("connection refused: no service listens there", self.hint),
-            http.client.IncompleteRead: ("a reply ended early", "check that the service runs"),
+            http.client.IncompleteRead: (
+                "a reply ended early",
+                "check whether the service has crashed",
+            ),
             ConnectionError: ("the connection was closed without an answer", self.hint),
             http.client.HTTPException: ("the reply is not valid HTTP", self.hint),
-            socket.gaierror: ("unknown host name", ""),
-            UnicodeError: ("invalid host name", ""),
+            socket.gaierror: ("unknown host name", "check the spelling of the host"),
+            UnicodeError: ("invalid host name", "check the spelling of the host"),
             ssl.SSLError: (f"TLS failed: {getattr(error, 'reason', '') or error}", self.hint),
         }
         for kind, (what, remedy) in known.items():
@@ -258,7 +263,7 @@ class _DeadlineSocket(socket.socket):
         count = super().recv_into(*args, **kwargs)
         if self.head_left is not None:
             self.head_left -= count
-            if self.head_left < 0:  # such as endless interim replies
+            if self.head_left < 0:  # such as from endless interim replies
                 raise http.client.HTTPException(f"a reply head of more than {MAX_HEAD_BYTES} bytes")
         return count
 
@@ -320,7 +325,8 @@ class _Connection(http.client.HTTPConnection):
 
     def extend(self, deadline: float) -> None:
         """Set the deadline of the current request."""
-        if isinstance(self.sock, _DeadlineSocket):  # None after a reply that ends the connection
+        # The socket is None after a reply that ends the connection.
+        if isinstance(self.sock, _DeadlineSocket):
             self.sock.deadline = deadline
             self.sock.settimeout(_time_left(deadline))
 
@@ -334,7 +340,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yield a body. Raises IncompleteRead if truncated, which `read(n)` does not notice."""
+    """Yield a body in blocks. Raises IncompleteRead if truncated, unlike `read(n)`."""
     if response.length is None and not response.chunked:
         raise http.client.HTTPException("a reply without a length")
     while block := response.read(_BLOCK_BYTES):

@@ -11,7 +11,7 @@ MAX_CONFIG_BYTES = 1 << 20
 
 
 def read_config(path: str, where: str) -> dict[str, Any]:
-    """Read a config file; `where` names it in messages.
+    """Read a config file. where: the file's name in messages.
 
     Raises UsageError if the file cannot be read, FormatError if it is not a JSON object.
     """

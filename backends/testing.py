@@ -1,11 +1,11 @@
 """One behaviour suite for every store: a test for each sentence of the `Store` contract.
 
 A backend's test module subclasses `StoreSuite` and defines a `store` fixture and the `raw_`
-accessors. The accessors bypass the backend, so that a fault common to writes and reads shows.
+accessors. The accessors bypass the backend, to detect faults that writes and reads have in common.
 Tests of traits and capabilities that the store lacks are skipped.
 Imported by tests only: needs pytest and hypothesis.
 """
-# ruff: noqa: D102 - the name of a test is its sentence
+# ruff: noqa: D102 - the names of tests are their descriptions
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def scanned_rows(store: Store, keys: Sequence[bytes]) -> Any:
 
 
 def read(store: Store, rows: Any, sizes: Sequence[int]) -> tuple[ReadResult, list[bytes]]:
-    """Read rows of `sizes` bytes; return the result and the arena bytes of each."""
+    """Read objects of `sizes` bytes; return the result, and the arena's bytes of each object."""
     assert store.arena is not None
     capacities = np.array(sizes, dtype=np.int64)
     offsets, _ = place(capacities)
@@ -96,7 +96,7 @@ def read(store: Store, rows: Any, sizes: Sequence[int]) -> tuple[ReadResult, lis
 
 
 def write(store: Store, objects: Mapping[bytes, bytes], *, if_absent: bool, **more: Any) -> Result:
-    """Write objects from the arena; `more`: further scan columns of the rows."""
+    """Put objects into the arena and write them. more: further scan columns of the rows."""
     assert store.arena is not None
     sizes = np.array([len(value) for value in objects.values()], dtype=np.int64)
     offsets, _ = place(sizes)
@@ -116,7 +116,7 @@ class StoreSuite(ABC):
 
     keys: tuple[bytes, ...] = tuple(f"{page}_m_0_1.bin".encode() for page in PAGE_HASHES)
     sizes: tuple[int, ...] = (5000, 1, 4096, 12288)  # bytes of the test objects
-    empty_objects = True  # objects may be empty
+    empty_objects = True  # the store can hold objects of 0 bytes
 
     @pytest.fixture
     @abstractmethod
@@ -146,7 +146,7 @@ class StoreSuite(ABC):
             yield
 
     def value(self, seed: int) -> bytes:
-        """Return an object's bytes: of one of the suite's sizes, different for each seed."""
+        """Return the bytes of a test object. The seed chooses the size and the bytes."""
         size = self.sizes[seed % len(self.sizes)]
         return np.random.default_rng(seed).bytes(size)
 
@@ -604,7 +604,7 @@ class StoreSuite(ABC):
     def _step(
         self, store: Store, model: dict[bytes, bytes], verb: str, key: bytes, value: bytes
     ) -> None:
-        """Make one call on the store and on the dict, and compare the results."""
+        """Make the same call on the store and on the dict, and compare the results."""
         old = model.get(key)
         row = rows_of([key]) if old is None else scanned_rows(store, [key])
         if verb == "read":

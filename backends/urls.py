@@ -1,7 +1,7 @@
 """Store URLs and the config file. `backends.base` opens the store that a URL names.
 
     /some/directory                       plain directory: SGLang's file backend
-    file:///some/directory                the same; "file:" alone: SGLang's directory
+    file:///some/directory                the same; "file:" alone: SGLang's default directory
     prod:                                 [stores.prod] of the config file
     scheme://host/path?name=value         percent-encoded; see SCHEMES
 
@@ -34,7 +34,7 @@ class Scheme:
 
 SCHEMES = {
     "file": Scheme("hicachectl.backends.file.store:FileStore"),
-    # The path is a prefix: of /data/hicache.0.bin, /data/hicache.1.bin and so on.
+    # The path is a prefix: /data/hicache for /data/hicache.0.bin, /data/hicache.1.bin and so on.
     "hf3fs": Scheme(
         "hicachectl.backends.hf3fs.store:Hf3fsStore",
         frozenset({"config", "file_size", "ranks", "server", "snapshot"}),
@@ -55,8 +55,8 @@ _NAMED = re.compile(r"([^/:]*):(.*)", re.DOTALL)
 _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
-# Secrets in a text with URLs, some of them percent-encoded inside others: the text before the @ of
-# a host, and values of parameters with names like "token". A port that a path or parameters follow
+# Secrets in a text with URLs: the text before the @ of a host, and values of parameters with names
+# like "token". A URL can be percent-encoded inside another URL. A port before a path or parameters
 # is not a password.
 _SCHEME = r"[a-z][a-z0-9+.-]*(?::|%3a)(?:/|%2f){2}(?!/|%2f)"
 _PORT = r"[^\s'\"/?#@:%]*(?::|%3a)\d{1,5}(?:[/?#&\s'\"]|%2f|%3f|$)"
@@ -83,7 +83,7 @@ _SECRETS = [
 
 
 def without_secrets(text: str) -> str:
-    """Replace passwords and tokens of URLs in a text by ***. Used for all messages."""
+    """Replace passwords and tokens in the URLs of a text by ***. Used for every message."""
     for pattern, shown in _SECRETS:
         text = pattern.sub(shown, text)
     return text
@@ -93,7 +93,7 @@ def without_secrets(text: str) -> str:
 class StoreUrl:
     """A parsed URL with decoded parts; `str` returns a URL that parses to an equal value.
 
-    path: absolute, or "" if the URL has none; surrogates for bytes that are not UTF-8.
+    path: absolute, or "" if the URL has none. Bytes that are not UTF-8 become surrogates.
     """
 
     scheme: str
@@ -120,7 +120,10 @@ class Config:
 
 
 def default_file_directory(environ: Mapping[str, str] = os.environ) -> str:
-    """Return SGLang's directory. Source: hicache_storage.py :: HiCacheFile.__init__."""
+    """Return the default directory of SGLang's file backend.
+
+    Source: hicache_storage.py :: HiCacheFile.__init__.
+    """
     return environ.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR") or "/tmp/hicache"
 
 
@@ -129,7 +132,7 @@ def register_scheme(name: str, scheme: Scheme) -> None:
     if not _SCHEME_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a URL scheme; use a-z, then a-z, 0-9, +, . and -")
     if SCHEMES.get(name, scheme) != scheme:
-        raise ValueError(f"the scheme {name!r} is already that of {SCHEMES[name].target}")
+        raise ValueError(f"the scheme {name!r} is already registered for {SCHEMES[name].target}")
     SCHEMES[name] = scheme
 
 
@@ -148,7 +151,7 @@ def parse_url(text: str, config: Config | None = None) -> StoreUrl:
 
 
 def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ) -> Config:
-    """Read the config file: `path`, else $HICACHECTL_CONFIG, else the user's, if it exists.
+    """Read the config file: `path`, else $HICACHECTL_CONFIG, else the user's file if it exists.
 
     The user's file is $XDG_CONFIG_HOME/hicachectl/config.toml; the default directory is ~/.config.
     Raises UsageError if a requested file cannot be read, FormatError for its content.
@@ -163,7 +166,7 @@ def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise FormatError(f"config {file}: not UTF-8 text") from error
+        raise FormatError(f"config {file}: not UTF-8 text; save the file as UTF-8") from error
     return parse_config(text, source=str(file))
 
 
@@ -196,13 +199,13 @@ def _user_config(environ: Mapping[str, str]) -> Path | None:
 def _config_url(name: str, table: Any, source: str) -> str:
     where = f"{source}: stores.{name}"
     if not name or {":", "/"} & set(name) or name in SCHEMES:
-        raise FormatError(f'{where}: a store name must not have ":" or "/" or be a URL scheme')
+        raise FormatError(f'{where}: a store name must not contain ":" or "/", nor be a URL scheme')
     if not isinstance(table, dict):
         raise FormatError(f"{where}: expected a table with a url")
     _refuse_unknown(table, {"url"}, where)
     url = table.get("url")
     if not isinstance(url, str) or not url:
-        raise FormatError(f"{where}: url: expected a string")
+        raise FormatError(f"{where}: url: expected a store URL as text")
     return url
 
 
@@ -228,7 +231,7 @@ def _named_store(text: str, name: str, rest: str, config: Config) -> str:
 
 
 def _directory(text: str, *, named: bool) -> StoreUrl:
-    """Return the URL of a plain directory, whose text is not decoded."""
+    """Return the URL of a plain directory, taking percent signs literally."""
     if not text:
         raise UsageError("STORE: the text is empty; give a directory or a URL")
     if named and not text.startswith("/"):
@@ -268,7 +271,7 @@ def _params(text: str, scheme: str, query: str, known: frozenset[str]) -> dict[s
         name, equals, value = pair.partition("=")
         if name not in known:
             allowed = ", ".join(sorted(known)) or "none"
-            raise UsageError(f"{text}: unknown parameter {name!r}; {scheme} takes: {allowed}")
+            raise UsageError(f"{text}: unknown parameter {name!r}; {scheme} accepts: {allowed}")
         if name in params:
             raise UsageError(f"{text}: parameter {name!r} is given twice")
         if not equals:
@@ -280,7 +283,7 @@ def _params(text: str, scheme: str, query: str, known: frozenset[str]) -> dict[s
 def _decode(text: str, part: str) -> str:
     if bad := _BAD_ESCAPE.search(part):
         raise UsageError(
-            f"{text}: {part[bad.start() :][:3]!r} is not a percent escape; write %25 for %"
+            f"{text}: {part[bad.start() :][:3]!r} is not a percent escape; write %25 for a % sign"
         )
     _refuse_nul(text, decoded := os.fsdecode(unquote_to_bytes(os.fsencode(part))))
     return decoded
@@ -288,4 +291,4 @@ def _decode(text: str, part: str) -> str:
 
 def _refuse_nul(text: str, part: str) -> None:
     if "\0" in part:
-        raise UsageError(f"{text!r}: a store name must not have a zero byte")
+        raise UsageError(f"{text!r}: a store name must not contain a zero byte")

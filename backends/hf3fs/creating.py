@@ -1,7 +1,7 @@
 """Creation of a 3FS store before its cluster starts: data files, and tables of the server.
 
-SGLang's clients do the same when they start. An existing table is never changed: initializing it
-again has no effect, and later clients use it.
+SGLang's clients do the same when they start. Existing tables stay unchanged: the server ignores a
+second initialization, and clients that start later use the table.
 Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS.__init__,
 register_mem_host_pool_v2; hf3fs_client.py :: Hf3fsMockClient.
 """
@@ -34,13 +34,13 @@ class TableMaker:
         self._server = server
         self._settings = settings
         self._lock = threading.Lock()
-        self.permissions = Permissions()  # of the sources; new files are no more readable
+        self.permissions = Permissions()  # of the copied objects; new files are no more readable
 
     def ensure(self, table: TableName, nbytes: int) -> None:
-        """Create a table of pages of `nbytes` bytes, and its file, unless the server has it.
+        """Create a table with pages of `nbytes` bytes, and its file, unless the server has it.
 
-        Raises UsageError if the file size is unknown, too small, or not the existing file's;
-        StoreUnavailable.
+        Raises UsageError if the file size is unknown, is smaller than a page, or contradicts the
+        existing file; StoreUnavailable.
         """
         with self._lock:
             if self._server.has_table(*table):
@@ -48,16 +48,19 @@ class TableMaker:
             path, size = self._settings.data_file(*table), self.file_size(table)
             if size is None:
                 raise UsageError(
-                    f"{path}: missing, and its size is not known; give file_size=, as in SGLang's "
-                    "config"
+                    f"{path}: the file is missing, and its size is not known; give file_size= in "
+                    "the URL, as in SGLang's config"
                 )
             if size < nbytes:
-                raise UsageError(f"{path}: {size} bytes are too few for a page of {nbytes}")
+                raise UsageError(
+                    f"{path}: {size} bytes are too few for a page of {nbytes} bytes; check the "
+                    "profile and file_size="
+                )
             _make_file(path, size, self.permissions)
             self._server.initialize(*table, size // nbytes)
 
     def file_size(self, table: TableName) -> int | None:
-        """Return the bytes of a table's existing or future file; None if unknown.
+        """Return the bytes of a table's file, which may not exist yet; None if unknown.
 
         Raises UsageError if an existing file does not have the stated size.
         """
@@ -69,7 +72,8 @@ class TableMaker:
         if found and stated and found != stated:
             raise UsageError(
                 f"{path}: has {found} bytes instead of file_size={stated}, and the metadata server "
-                "has no table for it: it is another deployment's, or the server lost its snapshot"
+                "has no table for this file; check that the prefix is this deployment's, and that "
+                "the server was started with its snapshot"
             )
         return found or stated
 
@@ -82,7 +86,7 @@ def _make_file(path: str, size: int, permissions: Permissions) -> None:
         try:
             facts = os.fstat(descriptor)
             if not stat.S_ISREG(facts.st_mode):
-                raise UsageError(f"{path}: not a regular file")
+                raise UsageError(f"{path}: not a regular file; check the prefix")
             if not facts.st_size:
                 os.ftruncate(descriptor, size)
                 os.fsync(descriptor)

@@ -1,7 +1,8 @@
 """The data files of a 3FS store, read and written in place by system calls.
 
 A file is an array of pages of one size, without keys, lengths or checksums. This module never
-creates, resizes or truncates files. SGLang's clients do; pages that they cut off read as zeros.
+creates, resizes or truncates files. SGLang's clients do; pages that a
+truncation cuts off read as zeros after the file has grown again.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]
-    Run = tuple[int, int]  # adjacent pages: the first, and the end (exclusive)
+    Run = tuple[int, int]  # adjacent pages: index of the first, and of the first page after them
 
-# Errors of the whole file system, not of one page.
+# Errors that concern the whole file system, not one page.
 LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
 
 _BLOCK = mmap.PAGESIZE  # O_DIRECT needs multiples of this
 _RUN_PAGES = 256  # below IOV_MAX
 _RUN_BYTES = 64 << 20
-_IN_FLIGHT = 16  # parallel reads if each waits for a network; SGLang's default numjobs
+_IN_FLIGHT = 16  # parallel reads, since each waits for the network; SGLang's default numjobs
 _NO_HOLES = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENXIO})
 
 
@@ -71,8 +72,8 @@ class PageReader(Protocol):
 class DataFiles:
     """Data files, kept open after their first use.
 
-    direct: bypass the page cache, which on a FUSE mount can lack the writes of other clients;
-    None: only on FUSE mounts.
+    direct: bypass the page cache. On a FUSE mount, the cache can lack the writes of other clients,
+        so None bypasses it there and nowhere else.
     """
 
     def __init__(self, *, direct: bool | None = None) -> None:
@@ -94,7 +95,7 @@ class DataFiles:
             os.close(descriptor)
 
     def read(self, path: str, pages: FilePages, memory: memoryview) -> IntArray:
-        """Read pages in file order, adjacent pages in one call."""
+        """Read pages in file order, adjacent pages in one system call."""
         counts = np.zeros(len(pages.positions), dtype=np.int64)
         if not len(counts):
             return counts
@@ -114,7 +115,7 @@ class DataFiles:
             done = self._waiters().map(lambda run: source.read([run], positions, views), runs)
             counts[order] = list(chain.from_iterable(done))
             if source.direct and (counts == -errno.EINVAL).any():
-                self._not_direct.add(path)  # opened with O_DIRECT, but cannot be read so
+                self._not_direct.add(path)  # O_DIRECT can open this file, but not read it
                 return self.read(path, pages, memory)
         else:
             if not _is_in_memory(source.descriptor, positions[-1] + pages.nbytes - 1):
@@ -123,7 +124,7 @@ class DataFiles:
         return counts
 
     def is_in_memory(self, path: str, position: int) -> bool:
-        """Return whether a byte is in the page cache; True if that makes no difference."""
+        """Return whether a byte is in the page cache; True if reads bypass the cache."""
         with suppress(OSError):  # the read reports the error
             if not self._reads_past_cache(path):
                 return _is_in_memory(self._descriptor(path, os.O_RDONLY), position)
@@ -137,7 +138,7 @@ class DataFiles:
             source.expect(_runs(ordered, nbytes), ordered.tolist())
 
     def write(self, path: str, position: int, page: memoryview) -> None:
-        """Write one page in place. Raises OSError; EFBIG if the page exceeds the file."""
+        """Write one page in place. Raises OSError: EFBIG for a page beyond the end of the file."""
         descriptor = self._descriptor(path, os.O_RDWR)
         if position + len(page) > os.fstat(descriptor).st_size:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -239,16 +240,17 @@ class _Source:
         if self.drops_cache:
             for first, end in runs:
                 self._drop_cache(positions[first], (end - first) * self.nbytes)
-        read, descriptor = os.preadv, self.descriptor  # this loop is the cost of small pages
+        # Local names: for small pages, this loop takes most of the time.
+        read, descriptor = os.preadv, self.descriptor
         start, stop = runs[0][0], runs[-1][1]
-        with suppress(OSError):  # _read_each finds the page at fault
+        with suppress(OSError):  # _read_each then finds the page that fails
             counts = [read(descriptor, views[first:end], positions[first]) for first, end in runs]
             if sum(counts) == (stop - start) * self.nbytes:
                 return [self.nbytes] * (stop - start)
         return self._read_each(positions[start:stop], views[start:stop])
 
     def _read_each(self, positions: Sequence[int], views: Sequence[memoryview]) -> list[int]:
-        """Read pages one by one; only the end of the file makes a page short."""
+        """Read pages one by one. A page is short only at the end of the file."""
         return [self._read_one(*page) for page in zip(positions, views, strict=True)]
 
     def _read_one(self, position: int, view: memoryview) -> int:
@@ -261,12 +263,12 @@ class _Source:
                 done += count
         except OSError as error:
             _raise_lost(self.path, error)
-            # EINVAL: O_DIRECT at the end of a file that is not a multiple of a block.
+            # EINVAL: O_DIRECT at the end of a file whose size is not a multiple of a block.
             return done if done and error.errno == errno.EINVAL else -(error.errno or errno.EIO)
         return done
 
     def _drop_cache(self, position: int, nbytes: int) -> None:
-        """Make the system read these bytes again; dirty pages stay cached."""
+        """Drop these bytes from the page cache; bytes not yet written to disk stay there."""
         start = position // _BLOCK * _BLOCK
         end = -(-(position + nbytes) // _BLOCK) * _BLOCK
         with suppress(OSError):

@@ -1,7 +1,7 @@
 """HTTP client of SGLang's 3FS metadata server, which maps keys to pages of data files.
 
-The server cannot list keys: see `snapshot`. This client never clears a table, whose pages engines
-may be using.
+The server cannot list keys: see `snapshot`. This client never clears a table, because
+engines may be using its pages.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: Hf3fsMetadataServer,
 RankMetadata.
 """
@@ -30,7 +30,10 @@ TIMEOUT_S = 15.0  # for a whole reply
 KEYS_PER_CALL = 4096
 
 _WHO = "3FS metadata server"
-_HINT = "check that the server runs and is SGLang's metadata_server_url (port 18000 by default)"
+_HINT = (
+    "check that the server runs, and that the address is SGLang's metadata_server_url "
+    "(default port 18000)"
+)
 _NO_TABLE = b"not initialized"
 
 _Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -51,7 +54,7 @@ class _ReserveReply(msgspec.Struct):
 class MetadataClient:
     """One metadata server; safe to call from several threads. Failures raise StoreUnavailable.
 
-    Rank and namespace name a table. Only `exists` and `has_table` leave a table unchanged.
+    A table is named by rank and namespace. Only `exists` and `has_table` leave a table unchanged.
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -103,16 +106,15 @@ class MetadataClient:
 
         A full table drops its least recently used keys and reuses their pages. The pages of new
         keys must be confirmed or released by `confirm`. After an error, pages may stay reserved;
-        the server does not report which. Keys must be distinct: a repeated key gets two pages. Sent
-        once, as a whole.
+        the server does not report which. Keys must be distinct: a repeated key gets two pages. The
+        request is sent once and never split.
         """
         verb = "reserve_and_allocate_page_indices"
         reply = self._changed(rank, verb, namespace, keys=[(key, "") for key in keys])
         if reply.status == http.client.INTERNAL_SERVER_ERROR:
             raise self._http.lost(
                 f"cannot reserve {len(keys)} pages of {rank}:{namespace}",
-                "probably no page is free and no key can be dropped; the pages already taken for "
-                "this request are leaked",
+                "probably no page is free and no key can be dropped",
             )
         return self._values(reply, rank, verb, namespace, len(keys), _ReserveReply)
 
@@ -125,8 +127,8 @@ class MetadataClient:
     ) -> None:
         """Map keys to the pages written for them, and free other pages, in one step.
 
-        The server checks nothing: it gives out released pages again, even pages in use. Sent
-        once; after an error the change may have happened.
+        The server checks nothing: it gives out released pages again, even pages in use. The request
+        is sent once; after an error it may have been executed.
         """
         verb = "confirm_write"
         body = {"written_keys_to_confirm": list(written), "pages_to_release": list(released)}
@@ -137,7 +139,7 @@ class MetadataClient:
 
         A page shared with another key also becomes free: delete both together. The server
         searches its whole list of free pages for each key, and blocks other requests meanwhile.
-        Sent once: a key could have been stored again in between.
+        The request is sent once: before a second one, a key could be stored again.
         """
         verb = "delete_keys"
         self._done(self._changed(rank, verb, namespace, keys=list(keys)), rank, verb, namespace)
@@ -145,7 +147,7 @@ class MetadataClient:
     def _asked(
         self, rank: int, verb: str, namespace: str, keys: Sequence[str], kind: type[Any]
     ) -> list[Any]:
-        """Query keys in several idempotent requests."""
+        """Query keys in several requests, which may be repeated."""
         values: list[Any] = []
         for start in range(0, len(keys), KEYS_PER_CALL):
             some = keys[start : start + KEYS_PER_CALL]
@@ -161,14 +163,14 @@ class MetadataClient:
     def _done(self, reply: Reply, rank: int, verb: str, namespace: str) -> None:
         if reply.status != http.client.NO_CONTENT:
             self._checked(reply, rank, verb, namespace)
-            raise self._http.lost(f"returned an unexpected reply to {verb}", _HINT)
+            raise self._http.lost(f"gave an unexpected reply to {verb}: HTTP {reply.status}", _HINT)
 
     def _checked(self, reply: Reply, rank: int, verb: str, namespace: str) -> bytes:
         if _lacks_table(reply):
             raise self._http.lost(
                 f"has no table {rank}:{namespace}",
-                "no SGLang with that rank and pool has started yet, or the server was started "
-                "without its snapshot",
+                "check that an SGLang with that rank and pool has started, and that the server was "
+                "started with its snapshot (--persistence-path)",
             )
         if reply.status != http.client.OK:
             raise self._http.refused(self._path(rank, verb), reply)

@@ -27,9 +27,10 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableState:
-    """Tables that were saved together, in the file `path`.
+    """Tables that were saved together in one file.
 
-    files, page_bytes: by table name, RANK:NAMESPACE; unknown values are missing.
+    path: the snapshot. files: data file by table name, RANK:NAMESPACE; unknown ones are missing.
+    page_bytes: bytes of a page by table name; unknown ones are missing.
     live: a server may have changed the tables since.
     """
 

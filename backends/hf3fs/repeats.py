@@ -1,4 +1,4 @@
-"""Search for a repeated key among millions, in 16 bytes of memory a key."""
+"""Search for a repeated key among millions, with 16 bytes of memory per key."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hicachectl.formats.keys.rows import ByteRows
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-# Bytes at both ends of a longer key that are hashed.
+# Of a longer key, this many bytes at each end are hashed.
 _LOOKED_AT = 128
 _WORD_BYTES = 8
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2**64 by the golden ratio: odd, with spread bits
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio: odd, with spread bits
 
 
 def repeated_key(keys: Any) -> bytes | None:
@@ -51,7 +51,7 @@ def _hashes(keys: Any) -> npt.NDArray[np.uint64]:
 
 
 def _words(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-    """Pad byte strings [n, nbytes] with zeros to words: [n, words]."""
+    """Return byte strings [n, nbytes] as 8-byte words [n, words], padded with zeros."""
     count, nbytes = values.shape
     padded = np.zeros((count, -(-nbytes // _WORD_BYTES) * _WORD_BYTES), dtype=np.uint8)
     padded[:, :nbytes] = values

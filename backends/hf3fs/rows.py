@@ -18,7 +18,7 @@ _VERSION_BYTES = 8
 
 
 def batch_of(schema: Any, keys: Any, indices: IntArray, nbytes: int | None) -> Any:
-    """Return a batch of one table's keys. Constant columns of batches share memory.
+    """Return a record batch of one table's keys. Constant columns of all batches share memory.
 
     indices: [n] int64 page indices, UNKNOWN for null locator and version.
     nbytes:  bytes of each page, None if unknown.

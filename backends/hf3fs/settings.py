@@ -29,7 +29,7 @@ CONFIG_VARIABLE = "SGLANG_HICACHE_HF3FS_CONFIG_PATH"
 MAX_FILE_SIZE = (1 << 63) - 1
 
 _PREFIX = re.compile(r"/[^\0\ud800-\udc7f\udd00-\udfff]*(?<!/)")  # a path that can be encoded
-_KV = "kv"  # the only pool whose file name lacks its name
+_KV = "kv"  # the only pool whose data file is named without the pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Hf3fsSettings:
     snapshot: str | None = None
 
     def data_file(self, rank: int, namespace: str) -> str:
-        """Return the path of a pool's data file (register_mem_host_pool_v2)."""
+        """Return the path of a pool's data file. Source: register_mem_host_pool_v2."""
         path = f"{self.prefix}.{rank}.bin"
         return path if namespace == _KV else f"{path}.{namespace}"
 
@@ -99,9 +99,9 @@ def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
     )
     if settings.server is None and settings.snapshot is None:
         raise UsageError(
-            f"{settings}: no metadata is named; give server=http://HOST:18000 and snapshot=FILE, "
-            "where that server saves its tables (an SGLang without a server keeps its tables "
-            "in its own process, and no other program can read its pages)"
+            f"{settings}: the URL names no metadata; give server=http://HOST:18000, and "
+            "snapshot=FILE, the file that this server saves its tables to (without a server, "
+            "SGLang keeps the tables in its own process, and no other program can read its pages)"
         )
     return settings
 
@@ -115,7 +115,7 @@ def _config(url: StoreUrl, environ: Mapping[str, str]) -> _Config | None:
     if path:
         return _read_config(path, CONFIG_VARIABLE)
     raise UsageError(
-        "hf3fs: no data files are named; write hf3fs:///DIRECTORY/PREFIX?server=…&snapshot=…, "
+        "hf3fs: the URL names no data files; write hf3fs:///DIRECTORY/PREFIX?server=…&snapshot=…, "
         f"give config=FILE, or set {CONFIG_VARIABLE}"
     )
 
@@ -136,7 +136,10 @@ def _file_size(url: StoreUrl, config: _Config | None) -> int | None:
     stated = _count(url, "file_size", MAX_FILE_SIZE)
     if config is None or stated in (None, config.file_size):
         return stated if config is None else config.file_size
-    raise UsageError(f"file_size={stated} contradicts {config.where}: file_size {config.file_size}")
+    raise UsageError(
+        f"file_size={stated} contradicts {config.where}: file_size {config.file_size}; remove "
+        "file_size= from the URL"
+    )
 
 
 def _server(url: StoreUrl, config: _Config | None) -> str | None:
@@ -144,12 +147,15 @@ def _server(url: StoreUrl, config: _Config | None) -> str | None:
     known = None if config is None else config.server
     if stated and known and stated != known:
         assert config is not None
-        raise UsageError(f"server={stated} contradicts {config.where}: metadata_server_url {known}")
+        raise UsageError(
+            f"server={stated} contradicts {config.where}: metadata_server_url {known}; remove "
+            "server= from the URL"
+        )
     return stated or known
 
 
 def _service(text: str, where: str, error: type[UsageError | FormatError] = UsageError) -> str:
-    """Check the address of the metadata server, and drop a final slash."""
+    """Return the address of a metadata server without a final slash; raise `error` if invalid."""
     try:
         parts = urlsplit(text)
         port = parts.port
@@ -168,7 +174,8 @@ def _snapshot(url: StoreUrl) -> str | None:
         return None
     if not url.params["snapshot"]:
         raise UsageError(
-            "snapshot: no file is named; give the file where the metadata server saves tables"
+            "snapshot: the file name is empty; give the file that the metadata server saves its "
+            "tables to"
         )
     return str(Path(url.params["snapshot"]).absolute())
 
@@ -200,7 +207,7 @@ def _read_config(path: str, source: str) -> _Config:
 
 
 def _whole(value: float | str, where: str) -> int:
-    """Return Python's int() of a JSON value, as SGLang does, within bounds."""
+    """Return Python's int() of a JSON value, as SGLang does. Raises FormatError out of bounds."""
     if isinstance(value, str):
         is_whole = value.isascii() and value.isdecimal() and len(value) < 20
     else:

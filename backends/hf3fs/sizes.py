@@ -1,4 +1,4 @@
-"""Page sizes and keys of a 3FS store, which only a profile states."""
+"""Page sizes and key affixes of a 3FS store. Only a profile states them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.hf3fs.snapshot import PageTable
     from hicachectl.formats.profile import Profile
 
-_LONGEST = 1 << 20  # bytes of a key; binary_slice needs an end
+_LONGEST = 1 << 20  # bytes of the longest key; binary_slice needs an end
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class PageSizes:
     def of(cls, profile: Profile) -> Self:
         """Return the page sizes of a profile.
 
-        Raises ProfileError, and UnsupportedByBackend for objects that 3FS cannot hold.
+        Raises ProfileError if objects of one table differ in size, UnsupportedByBackend for objects
+        that 3FS cannot hold.
         """
         from hicachectl.formats.keys.base import codec_for
         from hicachectl.formats.spec import object_specs
@@ -59,10 +60,11 @@ class PageSizes:
         """Compare the page counts of tables with the pages that fit into their files.
 
         file_size: bytes of a file that was not truncated.
-        own_sizes: bytes of each table's file, by table name, if `file_size` is only the largest.
-        Return why the page size is in doubt, else None. If any table of a namespace fits, the
-        others are damaged, which is a finding. Raises ProfileError if none fits, and truncation
-        does not explain it.
+        own_sizes: bytes of each table's file by table name. Needed if `file_size` is not stated,
+            but only the largest of these sizes.
+        Return why the page size is in doubt, else None. If any table of a namespace agrees with its
+        file, the size is right, and the tables that disagree get findings. Raises ProfileError if
+        no table of a namespace agrees, and truncated files do not explain it.
         """
         disagreeing: list[tuple[PageTable, int]] = []
         agreeing = set()
@@ -85,14 +87,15 @@ class PageSizes:
             if length is None or lengths[length] > 1 or table.num_pages * nbytes <= length:
                 raise ProfileError(
                     f"{url}: table {table.name} has {table.num_pages} pages, but "
-                    f"{file_size // nbytes} of {nbytes} bytes fit into a file of {file_size}: the "
-                    "profile is another deployment's, the file was truncated, or the table was "
-                    "made for another file size (then give file_size=)"
+                    f"{file_size // nbytes} pages of {nbytes} bytes fit into a file of {file_size} "
+                    "bytes; check that the profile is this deployment's and that the file was not "
+                    "truncated, or give SGLang's file size as file_size= in the URL"
                 )
             doubt = doubt or (
-                f"table {table.name} has {table.num_pages} pages of {nbytes} bytes by the profile, "
-                f"but its file has {length} bytes: the file was truncated, or the profile is "
-                "another deployment's; give SGLang's file size as file_size= in the URL"
+                f"{table.name}: the table has {table.num_pages} pages, of {nbytes} bytes by the "
+                f"profile, but the file has only {length} bytes; check that the profile is this "
+                "deployment's and that the file was not truncated, or give SGLang's file size as "
+                "file_size= in the URL"
             )
         return doubt
 
@@ -102,7 +105,8 @@ class PageSizes:
             affix = affix_of(key)
             if affix not in self.affixes:
                 raise UnsupportedByBackend(
-                    f"{url}: {shown(key)} is not an object of the profile's deployment on 3FS"
+                    f"{url}: {shown(key)} is not a key of the profile's deployment on 3FS; "
+                    "check the profile"
                 )
             nbytes = self.nbytes[table_of(affix[0])]
             if size != nbytes:
@@ -111,9 +115,9 @@ class PageSizes:
                 )
 
     def refuse_other_models(self, url: str, tables: Iterable[PageTable]) -> None:
-        """Raise UnsupportedByBackend if tables have keys that the deployment never writes.
+        """Raise UnsupportedByBackend if a table has keys that the deployment never writes.
 
-        Keys name no model: another model's pages would be read as this one's.
+        Keys do not name the model, so servers would read another model's pages as their own.
         """
         import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
 
@@ -126,5 +130,6 @@ class PageSizes:
             if strange := sorted(set(ends) - ours):
                 raise UnsupportedByBackend(
                     f"{url}: {table.name} has keys such as PAGE{shown(strange[0])}, which the "
-                    "profile's deployment does not write: another model or layout uses this server"
+                    "profile's deployment does not write: another model or layout uses this "
+                    "server; write to a server that only this deployment uses"
                 )

@@ -1,6 +1,6 @@
 """Snapshot of SGLang's 3FS metadata server: the page of each key, and the free pages.
 
-JSON, parsed as a stream: memory is bounded by the resulting columns, about 90 bytes a key.
+JSON, parsed as a stream: memory is little more than the resulting columns, about 90 bytes per key.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py ::
 GlobalMetadataState.save_to_disk, load_from_disk.
 """
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int64]
 
-# The server keeps free pages in a Python list: this many take 160 GB.
+# The server keeps free pages in a Python list; this many would take 160 GB.
 MAX_PAGES = 1 << 32
-MAX_KEY_BYTES = (1 << 31) - 1  # of one table: the limit of Arrow's binary arrays
+MAX_KEY_BYTES = (1 << 31) - 1  # bytes of all keys of one table: the limit of Arrow's binary arrays
 
-# Measured with 1,000,000 keys: twice as fast as 4 MiB, which exceed the processor's cache.
+# Twice as fast as 4 MiB, which exceeds the processor's cache (measured with 1,000,000 keys).
 _PIECE_BYTES = 256 << 10
 _BLOCK_BYTES = 1 << 20
-_MAX_ENTRY_BYTES = 1 << 20  # of one key with its index
+_MAX_ENTRY_BYTES = 1 << 20  # bytes of one key with its index
 _MAX_NAME_BYTES = 4 << 10
 _WRITE_ROWS = 16 << 10
 _CHUNK_ROWS = 16 << 10
 _NUMBER_BYTES = 8
-_REPAIRED_MODE = 0o644  # the server, perhaps another user, must read it
+_REPAIRED_MODE = 0o644  # the server, which may run as another user, must read the file
 
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _STRING = re.compile(rb'"(?:[^"\\\x00-\x1f]|\\.)*"')
@@ -65,12 +65,14 @@ _ENTRIES = msgspec.json.Decoder(list[tuple[str, _Index]])
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """The pages of one rank and namespace.
+    """One table: the keys and pages of a rank and namespace.
 
     free:    int64 [n], free pages in the server's order: the last is handed out first.
     keys:    chunked binary array [m] of distinct keys, RANK:NAMESPACE:KEY, least recently used
              first.
-    indices: int64 [m], the page of each key. Like `free`, not checked against num_pages.
+    indices: int64 [m], the page of each key.
+
+    Pages in `free` and `indices` can be beyond num_pages: they are not checked.
     """
 
     rank: int
@@ -95,9 +97,9 @@ class PageTable:
 class Snapshot:
     """Contents of a snapshot file.
 
-    saved_at_ns: modification time of the file. The server collects keys for seconds or, with
-        millions of keys, minutes, and reads the free pages afterwards. On a live store the two can
-        disagree about keys deleted or pages reserved meanwhile.
+    saved_at_ns: modification time of the file. A save takes seconds, or minutes with millions of
+        keys: the server reads the keys first and the free pages later. On a live store the two can
+        disagree about keys deleted or pages reserved in between.
     """
 
     saved_at_ns: int
@@ -107,8 +109,8 @@ class Snapshot:
 def read_snapshot(path: Path | str) -> Snapshot:
     """Read a snapshot.
 
-    Raises FormatError for a text that the server never writes, StoreUnavailable if the file cannot
-    be read.
+    Raises FormatError if the file is not a text that the server writes, StoreUnavailable if it
+    cannot be read.
     """
     try:
         # Unbuffered: the parser has its own buffer.
@@ -163,7 +165,7 @@ class _Parser:
             elif field == "key_to_index" and entries is None:
                 entries = self._entries(f"{name}:")
             else:
-                self._fail("unknown to this version of hicachectl, or a duplicate")
+                self._fail("occurs twice, or is unknown to this version of hicachectl")
             self._place = name
         if num_pages is None or free is None or entries is None:
             self._fail("num_pages, free_pages or key_to_index is missing")
@@ -212,7 +214,7 @@ class _Parser:
         return keys, np.frombuffer(indices, dtype=np.int64)
 
     def _decoded(self, decoder: Any, piece: bytes, before: bytearray) -> Any:
-        """Decode elements of an array; `before`: one number for each earlier element."""
+        """Decode elements of an array. before: 8 bytes for each earlier element."""
         try:
             return decode(decoder, b"[" + piece + b"]")
         except FormatError as error:
@@ -235,7 +237,7 @@ class _Parser:
         while True:
             piece = self._piece(find_end)
             if not piece.strip():
-                self._fail("an element is missing")
+                self._fail("an element of the array is missing")
             yield piece
             mark = self._peek()
             self._at += 1
@@ -261,7 +263,7 @@ class _Parser:
             size *= 2
 
     def _pages_end(self, limit: int) -> int:
-        """Return the end of the last whole number, which a comma or the array's end follows."""
+        """Return the end of the last number before `limit` that is complete; -1 without one."""
         end = self._text.find(b"]", self._at, limit)
         return end if end >= 0 else self._text.rfind(b",", self._at, limit)
 
@@ -283,7 +285,7 @@ class _Parser:
         return -1
 
     def _quotes(self, start: int, end: int) -> int:
-        """Count the quotes that begin or end a string. Keys can contain brackets."""
+        """Count the quotes that begin or end a string: brackets in a key do not end an entry."""
         if self._text.find(b"\\", start, end) < 0:
             return self._text.count(b'"', start, end)
         return _ESCAPE.sub(b"", self._text[start:end]).count(b'"')
@@ -357,7 +359,7 @@ class _Parser:
         size = self._dropped + len(self._text)
         raise FormatError(
             f"{self._path}: the snapshot is cut short: it ends after {size} bytes, "
-            f"within {self._place}"
+            f"within {self._place}; copy it again, or wait for the server's next save"
         )
 
 
@@ -377,8 +379,8 @@ def _quoted(text: str) -> str:
 def write_repaired(snapshot: Snapshot, path: Path | str, like: Path | str | None = None) -> None:
     """Write a snapshot that the metadata server can load, atomically, to a new file.
 
-    like: the original snapshot. No more users may read the new file; run as root, it gets the same
-    owner.
+    like: the original snapshot. The new file is readable by no other users and, if the caller is
+    root, has the same owner.
     Raises FormatError if the file exists, StoreUnavailable if it cannot be written.
     """
     try:

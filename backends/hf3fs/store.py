@@ -1,7 +1,7 @@
 """SGLang's 3FS store: pages in preallocated files, and a metadata server with their keys.
 
-Listings come from the snapshot that the server saves, and are as old. The files contain neither
-the keys nor the length of pages: the server's tables have the keys, the profile has the lengths.
+Listings come from the snapshot that the server saves, and are as old as it. Data files contain
+neither keys nor page lengths: the keys are in the server's tables, the lengths in the profile.
 Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS,
 mini_3fs_metadata_server.py :: RankMetadata.
 """
@@ -65,7 +65,7 @@ _HIGHEST = np.iinfo(np.int64).max
 
 
 class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
-    """Tables of a metadata server, or of its snapshot only, and the files of their pages.
+    """3FS store: the tables of a metadata server (or its snapshot), and the data files.
 
     Object sizes are unknown before `use_profile`.
     """
@@ -101,7 +101,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         self.url = str(settings)
         self._files = DataFiles(direct=direct)
         self._reader: PageReader = self._files
-        self._readable: dict[str, Permissions] = {}  # of the files read so far
+        self._readable: dict[str, Permissions] = {}  # by path, of the files read so far
         self._sizes = PageSizes({}, frozenset())
         self._doubt: str | None = None  # why the page size may be wrong
         self._server: MetadataClient | None = None
@@ -154,9 +154,9 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
         """Set the bytes of pages, and check them against the tables' page counts.
 
-        Inferred profiles are ignored. Raises ProfileError if in some namespace no table has as many
-        pages as fit into its file; with `looks_only`, not if the file may be truncated. Raises
-        UnsupportedByBackend for objects that 3FS cannot hold.
+        Inferred profiles are ignored. Raises ProfileError if a namespace has tables, but none with
+        as many pages as fit into its file. With `looks_only`, a file that may be truncated is
+        accepted. Raises UnsupportedByBackend for objects that 3FS cannot hold.
         """
         if profile.inferred:
             return
@@ -233,16 +233,16 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
             texts.append(self._doubt)
         if self.touched_keys:
             texts.append(
-                f"Keys that looked damaged were queried {self.touched_keys} times; the server "
-                "counts queries as use, and evicts these keys later"
+                f"{self.touched_keys} queries for keys that looked damaged counted as use; the "
+                "server evicts these keys later than it otherwise would"
             )
         return tuple(texts)
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """Yield the snapshot's keys, least recently used first; the locator is the page index.
 
-        Keys that the server no longer has are left out; newer keys are not listed. Raises
-        UsageError if no snapshot is named.
+        Keys that the server no longer has are left out. Keys newer than the snapshot are not
+        listed. Raises UsageError if no snapshot is named.
         """
         schema = scan_schema(columns)
         for table in self.page_tables():
@@ -271,7 +271,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         return pa.Table.from_batches(found, schema=schema)
 
     def exists(self, rows: Rows) -> BoolArray:
-        """Return which keys the server has; without a server, the snapshot."""
+        """Return which keys exist on the server or, without a server, in the snapshot."""
         found = np.zeros(len(rows), dtype=np.bool_)
         for share in rows_by_table(rows):
             found[share.at] = self._tables.there(share)
@@ -280,7 +280,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def free_bytes(self) -> int | None:
         """Return the bytes of free pages in the snapshot, and of tables not yet created.
 
-        None without a profile, or if the count of a table is unknown.
+        None without a profile, or if the free pages of a table are unknown.
         """
         saved = {}
         if self.settings.snapshot is not None:
@@ -315,7 +315,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         super().detach()
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Start reading pages, unless the last page is in memory."""
+        """Start reading pages into memory, unless the last row's page is there already."""
         if "locator" not in rows.schema.names or self._reader is not self._files or not len(rows):
             return
         if self._is_in_memory(rows.column("key")[-1].as_py(), rows.column("locator")[-1].as_py()):
@@ -340,10 +340,10 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read pages. With `identify`, keys that the server has lost after the read are GONE.
+        """Read pages. With `identify`, rows whose keys have left the server by the end are GONE.
 
-        A key that is evicted and stored again meanwhile is OK, with wrong bytes: see
-        `read_confirmed`. SHORT: the data file ends within the page.
+        If a key is evicted and stored again meanwhile, its row is OK although the bytes are wrong;
+        `read_confirmed` detects this. SHORT: the data file ends within the page.
         """
         return self._read(rows, offsets, capacities, self._tables.located(rows), check=identify)
 
@@ -352,8 +352,8 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     ) -> ReadResult:
         """Read pages whose keys have the same page before and after the read.
 
-        Its queries count as use (see Confirm). GONE: missing, or not on the row's page. Rows
-        without a locator are read where the server has them.
+        Its queries count as use (see Confirm). GONE: missing, or not on the row's page. A row
+        without a locator is read from the page that the server returns.
         """
         before = self._tables.current(rows)
         located = self._tables.located(rows) if "locator" in rows.schema.names else before
@@ -367,9 +367,9 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         return result
 
     def confirm(self, rows: Rows) -> StatusArray:
-        """Ask for the pages of keys: [n] OK on the listed page, CHANGED on another, or GONE.
+        """Query the pages of keys. Return [n]: OK on the listed page, CHANGED on another, or GONE.
 
-        Ask for suspects only: queries count as use (see Confirm).
+        Query only keys that look damaged: queries count as use (see Confirm).
         """
         current = self._tables.current(rows)
         statuses = np.full(len(rows), Status.CHANGED, dtype=np.uint8)
@@ -378,7 +378,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         return statuses
 
     def touch(self, rows: Rows) -> BoolArray:
-        """Query pages, which makes the keys the last to be evicted; return which exist."""
+        """Query the pages of keys, to make the keys the last to be evicted; return which exist."""
         return self._tables.touch(rows)
 
     def holes(self, rows: Rows) -> BoolArray:
@@ -442,7 +442,12 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
             result.statuses[at] = np.where(wanted > nbytes, Status.SHORT, Status.OVERSIZED)
             at = at[wanted == nbytes]
         if (unknown := located[at] == UNKNOWN).any():
-            _fail(result, at[unknown], "newer than the snapshot, so its page is unknown")
+            _fail(
+                result,
+                at[unknown],
+                "newer than the snapshot, so its page is unknown; try again after the server's "
+                "next save",
+            )
             at = at[~unknown]
         if not len(at):
             return None
@@ -455,7 +460,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         result.statuses[at] = np.where(counts == nbytes, Status.OK, Status.SHORT)
         result.nbytes[at] = counts
         for code in set(counts[counts < 0].tolist()):
-            _fail(result, at[counts == code], f"{path}: {os.strerror(-code)}")
+            _fail(result, at[counts == code], f"{path}: cannot read the page: {os.strerror(-code)}")
         return None
 
     # writing
@@ -470,9 +475,9 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     ) -> Result:
         """Write pages as SGLang does: reserve, write, confirm.
 
-        A full table drops its least recently used keys. A replaced object gets another page; its
-        old page is freed. Raises UnsupportedByBackend, before any write, for objects that are not
-        in the profile.
+        A full table drops its least recently used keys. The new object of a key gets another page,
+        and the old page is freed. Raises UnsupportedByBackend, before any write, for objects that
+        are not in the profile.
         """
         memory = self.memory(offsets, sizes, len(rows))
         server = self._needed_server()
@@ -512,15 +517,16 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def _needed_server(self) -> MetadataClient:
         if self._server is None:
             raise UnsupportedByBackend(
-                f"{self.url}: writing and deleting need the metadata server; give server="
+                f"{self.url}: writing and deleting need the metadata server; give "
+                "server=http://HOST:18000 in the URL"
             )
         return self._server
 
     def delete(self, rows: Rows) -> Result:
-        """Delete keys through the server, which frees their pages; readers may see pages reused.
+        """Delete keys through the server, which frees their pages even while they are being read.
 
-        Keys that share a page must be in one call: else the page would be free while a key still
-        maps to it. A key without the others is an ERROR and stays.
+        All keys of a shared page must be in one call; else the page would be free while a key still
+        maps to it. If one of them is missing from the call, the others are ERROR and stay.
         """
         server = self._needed_server()
         statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)
@@ -538,7 +544,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
 
 
 def _positions(indices: IntArray, nbytes: int) -> IntArray:
-    """Return where pages begin in their file, in bytes; impossible indices are clipped."""
+    """Return the positions of pages in their file, in bytes. Too large indices are clipped."""
     return np.where(indices <= _HIGHEST // nbytes - 1, indices, _HIGHEST // nbytes - 1) * nbytes
 
 

@@ -1,7 +1,7 @@
 """Keys of a 3FS store and their pages, from the last snapshot and the server.
 
-The server cannot list keys. Asking whether a key exists has no side effect; asking for its page
-makes the key the most recently used.
+The server cannot list keys. A query for a key's existence has no side effect; a query for its
+page makes the key the most recently used.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
 """
 
@@ -36,8 +36,8 @@ class LoadedSnapshot:
     """A snapshot in memory.
 
     file:    identity of the file that was read: device, inode, mtime, bytes.
-    shared:  by table, the pages with several keys; filled on demand.
-    checked: all keys are the profile's deployment's.
+    shared:  pages with several keys, by table; filled on demand.
+    checked: all keys were found to belong to the profile's deployment.
     """
 
     file: tuple[int, ...]
@@ -75,7 +75,7 @@ class KeyTables:
     # the snapshot
 
     def saved(self) -> LoadedSnapshot:
-        """Return the snapshot; read it only if its file has changed.
+        """Return the snapshot. Read the file again only if it has changed.
 
         Raises UsageError if none is named, StoreUnavailable, FormatError.
         """
@@ -83,7 +83,7 @@ class KeyTables:
         if path is None:
             raise UsageError(
                 f"{self._settings}: a 3FS metadata server cannot list keys; give snapshot=FILE, "
-                "where the server saves its tables (--persistence-path)"
+                "the file that the server saves its tables to (--persistence-path)"
             )
         with self._lock:
             try:
@@ -95,7 +95,7 @@ class KeyTables:
                 ) from error
             file = facts.st_dev, facts.st_ino, facts.st_mtime_ns, facts.st_size
             if self._last is None or self._last.file != file:
-                self._last = None  # frees its memory first
+                self._last = None  # free the old snapshot before reading the new one
                 self._last = LoadedSnapshot(file, read_snapshot(path))
             return self._last
 
@@ -110,7 +110,7 @@ class KeyTables:
         if (last := self._last) is None:
             return None
         age = max(0, time.time_ns() - last.snapshot.saved_at_ns) / 1e9
-        return f"Listed from a snapshot saved {age:.0f}s ago: {self._settings.snapshot}"
+        return f"Listed from a snapshot saved {age:.0f} s ago: {self._settings.snapshot}"
 
     def indices_of(self, share: TableRows) -> IntArray:
         """Return the snapshot's page indices of keys: [n] int64, UNKNOWN if missing."""
@@ -129,7 +129,7 @@ class KeyTables:
         return indices
 
     def located(self, rows: Rows) -> IntArray:
-        """Return the page index of every row: [n] int64, its locator, else the snapshot's."""
+        """Return the page index of every row: [n] int64, its locator, or else from the snapshot."""
         located = locators(rows)
         if (located == UNKNOWN).any():
             for share in rows_by_table(rows):
@@ -139,7 +139,7 @@ class KeyTables:
         return located
 
     def sharers(self, share: TableRows) -> Iterator[tuple[int, str]]:
-        """Yield (row, other key) if an existing key outside `share` shares the row's page."""
+        """Yield (row, other key) for each row whose page an existing key outside `share` shares."""
         table = self._table(share.table)
         if table is None:
             return
@@ -176,16 +176,16 @@ class KeyTables:
         return there
 
     def has_keys(self, table: TableName, names: Sequence[str]) -> BoolArray:
-        """Ask the server which keys exist: [n] bool; none if no engine has made the table."""
+        """Return which keys the server has: [n] bool, all False if no engine has made the table."""
         assert self._server is not None
         if not self.may_have(table):
             return np.zeros(len(names), dtype=np.bool_)
         return self._server.exists(*table, names)
 
     def may_have(self, table: TableName) -> bool:
-        """Return whether to query the server, which fails for tables that no engine has made.
+        """Return whether the server can have a table; else a query would fail.
 
-        A table of the snapshot is always queried: the server must still have it.
+        True for tables of the snapshot: if the server has lost one, a query reports it.
         """
         assert self._server is not None
         if table in self._known:
@@ -196,7 +196,10 @@ class KeyTables:
         return table in self._known
 
     def current(self, rows: Rows) -> IntArray:
-        """Ask the server, else the snapshot, for page indices: [n] int64. This counts as use."""
+        """Return the page indices of keys by the server, or else by the snapshot: [n] int64.
+
+        The server counts the query as use.
+        """
         current = np.full(len(rows), UNKNOWN, dtype=np.int64)
         for share in rows_by_table(rows):
             if self._server is None:
@@ -205,14 +208,14 @@ class KeyTables:
             if self.may_have(share.table):
                 answer = self._server.page_indices(*share.table, share.names)
                 current[share.at] = [UNKNOWN if index is None else index for index in answer]
-        with self._lock:  # other threads count, too
+        with self._lock:  # other threads change the count too
             self.touched_keys += int((current != UNKNOWN).sum()) if self._server else 0
         return current
 
     def touch(self, rows: Rows) -> BoolArray:
         """Mark keys as recently used; return which exist: [n] bool."""
         touched: BoolArray = self.current(rows) != UNKNOWN
-        with self._lock:  # intended, so not in the remarks
+        with self._lock:  # these queries are intended, so no remark mentions them
             self.touched_keys -= int(touched.sum()) if self._server else 0
         return touched
 

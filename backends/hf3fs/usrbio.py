@@ -1,7 +1,7 @@
 """USRBIO, 3FS's own read path: the FUSE daemon copies pages directly into shared memory.
 
-Used if the `hf3fs_fuse` package is installed and the prefix is on a 3FS mount. Written after 3FS's
-sources and tested with a stand-in that copies real bytes; not tested with a real 3FS.
+Used if the `hf3fs_fuse` package is installed and the prefix is on a 3FS mount. Written from
+3FS's sources and tested with a stand-in that copies real bytes, not with a real 3FS.
 Source: 3FS hf3fs_fuse/io.py, src/lib/py/usrbio_binding.cc, src/lib/api/UsrbIo.md.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int64]
 
 RING_ENTRIES = 64
-WAIT_SECONDS = 5.0  # without any page; SGLang's client_timeout
+WAIT_SECONDS = 5.0  # maximum wait for the next page; SGLang's client_timeout
 _RING_CHECK_MS = 1  # as in SGLang
 
 
@@ -46,7 +46,7 @@ class Usrbio:
 
 
 def find_usrbio(prefix: str) -> Usrbio | None:
-    """Return USRBIO for a store; None without the package or off a 3FS mount."""
+    """Return USRBIO for a store; None without the package, or if it is not on a 3FS mount."""
     try:
         io = import_module("hf3fs_fuse.io")
     except ImportError:  # also if its native part cannot be loaded
@@ -63,7 +63,8 @@ class UsrbioReader:
 
     def __init__(self, usrbio: Usrbio, arena: Arena) -> None:
         self._module, self._mount = usrbio.module, usrbio.mount
-        memory = SimpleNamespace(name=arena.name, buf=arena.memory)  # as of a SharedMemory
+        # make_iovec expects a multiprocessing SharedMemory and uses these attributes.
+        memory = SimpleNamespace(name=arena.name, buf=arena.memory)
         try:
             self._iovec: Any = self._module.make_iovec(memory, self._mount)
         except OSError as error:
@@ -81,7 +82,7 @@ class UsrbioReader:
         self._iovec = None
         files, self._files = self._files, {}
         for descriptor in files.values():
-            self._module.deregister_fd(descriptor)  # else a later file of this number is misread
+            self._module.deregister_fd(descriptor)  # else 3FS still maps the number to this file
             os.close(descriptor)
 
     def read(self, path: str, pages: FilePages, memory: memoryview) -> IntArray:
@@ -96,13 +97,13 @@ class UsrbioReader:
         order = np.argsort(pages.positions, kind="stable")
         for start in range(0, len(order), RING_ENTRIES):
             self._read_some(ring, descriptor, pages, order[start : start + RING_ENTRIES], counts)
-        self._idle.put(ring)  # not after an error: the ring may be busy
+        self._idle.put(ring)  # after an error, the ring may be busy and is not used again
         return counts
 
     def _read_some(
         self, ring: Any, descriptor: int, pages: FilePages, places: IntArray, counts: IntArray
     ) -> None:
-        numbers = places.tolist()  # keep alive: the ring refers to them as userdata
+        numbers = places.tolist()  # must stay alive: the ring refers to these objects as userdata
         prepared = 0
         try:
             for at in numbers:
@@ -119,7 +120,7 @@ class UsrbioReader:
             counts[numbers[prepared:]] = -(error.errno or errno.EIO)
         while prepared:
             if not (finished := self._wait(ring, prepared)):
-                raise self._unavailable(f"no answer within {WAIT_SECONDS:g} s")
+                raise self._unavailable(f"no page was read within {WAIT_SECONDS:g} s")
             for piece in finished:
                 counts[piece.userdata] = piece.result
             prepared -= len(finished)
@@ -153,4 +154,4 @@ class UsrbioReader:
             return self._files[path]
 
     def _unavailable(self, reason: str) -> StoreUnavailable:
-        return StoreUnavailable(f"{self._mount}: USRBIO: {reason}; check that the 3FS daemon runs")
+        return StoreUnavailable(f"{self._mount}: USRBIO: {reason}; check that hf3fs_fuse runs")

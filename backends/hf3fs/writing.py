@@ -1,8 +1,10 @@
 """Write pages to 3FS as SGLang does: reserve at the metadata server, write in place, confirm.
 
-A reserved page that is neither confirmed nor released is leaked. Each reservation therefore runs in
-its own thread, which an interrupt of the program does not reach. The server does not check
-releases: a page is released at most once, and never if it may be mapped.
+A reserved page that is neither confirmed nor released is leaked: until `verify --repair` with
+--writers-stopped, a start from an older snapshot, or a cleared table, the server never uses it. So
+each reservation runs in its own thread, which an interrupt of the program does not reach. The
+server does not check releases, so this module releases a page at most once, and never one that a
+key may map to.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
 """
 
@@ -30,16 +32,16 @@ if TYPE_CHECKING:
 
 MOST_RESERVED = 128  # at once; SGLang's STORAGE_BATCH_SIZE
 
-_NO_ROOM = "the server's page is beyond the end of the file; check whether it was truncated"
-_NO_PAGE = "the server's page is beyond the end of its table"
-_OTHERS = "another writer stored the key meanwhile; its object is kept"
+_NO_ROOM = "the server's page lies beyond the end of the file; check whether the file was truncated"
+_NO_PAGE = "the server returned a page beyond the end of the table"
+_OTHERS = "another writer stored the key first; that object is kept"
 
 
 @dataclass(frozen=True, slots=True)
 class PageWrites:
     """Pages for one table: the data file, distinct keys, and the bytes of each.
 
-    table_pages: number of pages that the server can have.
+    table_pages: number of pages of the table; the server can have no page beyond them.
     """
 
     table: tuple[int, str]
@@ -70,15 +72,15 @@ class PageWriter:
     ) -> Result:
         """Write pages. Return OK, EXISTS or ERROR for each. Raises StoreUnavailable.
 
-        num_pages:   pages that fit into the file; a server that is asked for more leaks pages.
-        table_pages: pages of the table, by the snapshot; a page beyond them is not released.
+        num_pages:   pages that fit into the file. Reserving more at once makes the server fail and
+            leak pages.
+        table_pages: pages of the table in the snapshot. Pages beyond them are never released.
         """
         statuses = np.full(len(names), Status.ERROR, dtype=np.uint8)
         errors: dict[int, str] = {}
         if not num_pages:
-            return Result(
-                statuses, dict.fromkeys(range(len(names)), f"{path}: too small for a page")
-            )
+            missing = f"{path}: the file is missing or smaller than a page; check the 3FS mount"
+            return Result(statuses, dict.fromkeys(range(len(names)), missing))
         for places in _distinct_batches(names, min(MOST_RESERVED, num_pages)):
             keys, bytes_ = [names[n] for n in places], [pages[n] for n in places]
             batch = PageWrites(table, path, table_pages, keys, bytes_, if_absent)
@@ -89,7 +91,7 @@ class PageWriter:
 
 
 def _distinct_batches(names: Sequence[str], most: int) -> list[list[int]]:
-    """Split into batches of distinct keys: the server gives a repeated key two pages."""
+    """Return indices in batches of distinct keys: the server gives a repeated key two pages."""
     batches: list[list[int]] = []
     seen: set[str] = set()
     for place, name in enumerate(names):
@@ -119,7 +121,7 @@ class _StoppedError(Exception):
 class _Reservation:
     """One batch, from reservation to confirmation or release.
 
-    held: reserved pages, by index in the batch, neither confirmed nor released.
+    held: pages neither confirmed nor released, by index in the batch.
     """
 
     server: MetadataClient
@@ -175,7 +177,7 @@ class _Reservation:
         taken = {n: i for n, (existed, i) in zip(places, answer, strict=True) if not existed}
         if len(set(taken.values())) < len(taken):  # pages would overwrite each other
             raise self._stranded(
-                f"{self.server.url}: the 3FS metadata server gives one page to several keys",
+                f"{self.server.url}: the 3FS metadata server gave one page to several keys",
                 len(taken),
             )
         self.held = {n: index for n, index in taken.items() if index < self.batch.table_pages}
@@ -210,16 +212,16 @@ class _Reservation:
                 failed(self.batch.path, "write the data file", error, next_step)
             ) from error
         words = {errno.EFBIG: _NO_ROOM, errno.ENOENT: "no such data file"}
-        return f"{self.batch.path}: {words.get(error.errno or 0, error.strerror)}"
+        return f"{self.batch.path}: cannot write: {words.get(error.errno or 0, error.strerror)}"
 
     def _confirm(self, written: Sequence[int], replaced: Sequence[str]) -> None:
-        """Confirm the written pages and release the others in one atomic call.
+        """Confirm the written pages and release the others, in one atomic call.
 
-        If no reply comes, ask the server whether the call took effect.
+        If the server does not reply, query whether the call took effect.
         """
         table, held = self.batch.table, self.held
         if replaced:
-            # Frees the current pages of the keys, which are misses until confirmed.
+            # Frees the current pages. Until confirmed, readers miss the keys.
             self.server.delete(*table, replaced)
         if not held:
             return
@@ -253,6 +255,6 @@ class _Reservation:
         """Return the error for pages that may stay reserved."""
         rank, namespace = self.batch.table
         return StoreUnavailable(
-            f"{reason}; {count} pages of {rank}:{namespace} may stay reserved until the server is "
-            "started from an older snapshot, or the table is cleared"
+            f"{reason}; {count} pages of {rank}:{namespace} may stay reserved; if verify reports "
+            "page-leaked, release them with verify --repair and --writers-stopped"
         )

@@ -290,7 +290,7 @@ def test_close_ends_what_other_threads_wait_for() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (404, b"no", r"has no /get; try another port$"),
+        (404, b"no", r"has no endpoint /get; try another port$"),
         (500, b"Failed\n to", r"/get failed with HTTP 500: Failed  to$"),
         (503, b"", r"/get failed with HTTP 503$"),
         (500, b"\x1b[31m\xff" + b"y" * 999, r"HTTP 500: \[31m\S{195}$"),

@@ -79,7 +79,7 @@ def test_an_empty_file_url_is_the_directory_of_sglang(monkeypatch: pytest.Monkey
         ("", "empty"),
         ("file:cache", r"absolute, as in file:///cache"),
         ("file://data/hicache", r"no host; write file:///data/hicache"),
-        ("file:///d?size=1", r"unknown parameter 'size'; file takes: none"),
+        ("file:///d?size=1", r"unknown parameter 'size'; file accepts: none"),
         ("file:///d?", None),
         ("file:///d%zz", r"'%zz' is not a percent escape"),
         ("file:///d%00", "zero byte"),
@@ -111,7 +111,7 @@ def test_hosts_and_parameters_are_decoded() -> None:
     [
         ("admin=1&admin=2", "parameter 'admin' is given twice"),
         ("admin", "parameter 'admin' has no value"),
-        ("admn=1", "unknown parameter 'admn'; example takes: admin, device, metadata"),
+        ("admn=1", "unknown parameter 'admn'; example accepts: admin, device, metadata"),
         ("admin=1&", "unknown parameter ''"),
         ("ADMIN=1", "unknown parameter 'ADMIN'"),
     ],

@@ -212,7 +212,7 @@ def test_a_nan_is_found_and_confirmed(invoke: Invoke, place: Place) -> None:
         stream.write(b"\xc0\x7f")
     outcome = invoke("verify", place.url, "--profile", place.profile, "--grace", "0s", exit_code=4)
     assert "nan" in outcome.stdout
-    assert "Keys that looked damaged were queried 2 times" in outcome.stderr
+    assert "2 queries for keys that looked damaged counted as use" in outcome.stderr
     assert place.server.keys_by_recency(0)[-1] == key
 
 

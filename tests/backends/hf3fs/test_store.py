@@ -187,7 +187,7 @@ def test_without_a_server_the_snapshot_alone_is_listed_and_read(place: Place) ->
         assert found == page(1)
         list(store.scan())
         assert not store.confirms
-        assert re.match(r"Listed from a snapshot saved [0-9]s ago", store.remarks[0])
+        assert re.match(r"Listed from a snapshot saved [0-9] s ago", store.remarks[0])
         with pytest.raises(UnsupportedByBackend, match="server="):
             store.delete(rows_of([KEY]))
         with pytest.raises(UnsupportedByBackend, match="server="):
