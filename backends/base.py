@@ -77,7 +77,7 @@ class Status(IntEnum):
     OVERSIZED = 3  # larger than the capacity
     EXISTS = 4  # not written: the key exists, and if_absent was set
     ERROR = 5  # any other failure; the result's `errors` has the message
-    CHANGED = 6  # not touched: since the listing, the key has got another object
+    CHANGED = 6  # not touched: the object was replaced or changed after the listing
     UNREACHABLE = 7  # the store lists the object, but the host with its bytes does not answer
     FULL = 8  # not written: the store has no space
     DAMAGED = 9  # read, but the bytes do not match the digest that the store keeps
@@ -110,8 +110,8 @@ class ReadResult(Result):
     """Statuses, sizes and versions of the rows of one read.
 
     nbytes:   [n] int64, bytes of the stored object; -1 if unknown.
-    versions: [n, len(version_fields)] uint64, the version of the bytes that were read, as the
-        numbers in the scan's `version`. Undefined for rows that are not OK, and without `identify`.
+    versions: [n, len(version_fields)] uint64, the numbers of the scan's `version`, for the bytes
+        that were read. Undefined for rows that are not OK, and without `identify`.
     """
 
     nbytes: IntArray

@@ -245,7 +245,7 @@ class FilePermissions(Store):
 
 
 class SideFiles(Store):
-    """Store in a directory where servers ignore other files."""
+    """Store that can keep side files, which servers ignore, in its directory."""
 
     @abstractmethod
     def side_directory(self) -> Path:
@@ -283,7 +283,7 @@ def permissions_of(store: Store, *, listing: bool = False) -> Permissions:
 def keep_as_private(target: Store, source: Store, *, listing: bool = False) -> None:
     """Make new files of `target` no more readable than the objects read from `source`.
 
-    listing: as readable as the source's listing at most. Raises StoreUnavailable.
+    listing: no more readable than the source's listing. Raises StoreUnavailable.
     """
     if isinstance(target, FilePermissions):
         target.keep_private(permissions_of(source, listing=listing), listing=listing)

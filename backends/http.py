@@ -65,7 +65,7 @@ class HttpService:
     timeout_s: seconds for a whole reply, or for each block of a streamed one.
     headers:   sent with every request.
     tls:       use TLS, and check the certificate.
-    max_reply_bytes: default: MAX_REPLY_BYTES.
+    max_reply_bytes: of a whole reply; None for MAX_REPLY_BYTES.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class HttpService:
         return self.lost(f"{endpoint} failed with {self.said(reply)}")
 
     def said(self, reply: Reply) -> str:
-        """Return the status and first words of a reply, without the secrets in our headers."""
+        """Return the status and first words of a reply, without secrets of the request."""
         text = reply.body[: 4 * _SAID_BYTES].decode(errors="replace")
         for value in self._headers.values():
             text = text.replace(value.rpartition(" ")[2], "***")
@@ -218,7 +218,7 @@ class HttpService:
             try:
                 return attempt()
             except _PASSING as error:
-                self._drop_idle()  # the other kept connections are to the same process
+                self._drop_idle()  # other kept connections lead to the same process
                 if not tries_left or self._closed or time.monotonic() + _PAUSE_S > deadline:
                     raise self._failed(error) from error
                 time.sleep(_PAUSE_S)
@@ -263,7 +263,7 @@ class _DeadlineSocket(socket.socket):
         count = super().recv_into(*args, **kwargs)
         if self.head_left is not None:
             self.head_left -= count
-            if self.head_left < 0:  # such as from endless interim replies
+            if self.head_left < 0:  # for example by endless interim replies
                 raise http.client.HTTPException(f"a reply head of more than {MAX_HEAD_BYTES} bytes")
         return count
 

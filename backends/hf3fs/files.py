@@ -1,8 +1,8 @@
 """The data files of a 3FS store, read and written in place by system calls.
 
 A file is an array of pages of one size, without keys, lengths or checksums. This module never
-creates, resizes or truncates files. SGLang's clients do; pages that a
-truncation cuts off read as zeros after the file has grown again.
+creates, resizes or truncates files. SGLang's clients do; pages that a truncation
+cuts off read as zeros after the file has grown again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """HTTP client of SGLang's 3FS metadata server, which maps keys to pages of data files.
 
-The server cannot list keys: see `snapshot`. This client never clears a table, because
-engines may be using its pages.
+The server cannot list keys: see `snapshot`. This client never clears a table, because engines
+may be using its pages.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: Hf3fsMetadataServer,
 RankMetadata.
 """

@@ -379,8 +379,8 @@ def _quoted(text: str) -> str:
 def write_repaired(snapshot: Snapshot, path: Path | str, like: Path | str | None = None) -> None:
     """Write a snapshot that the metadata server can load, atomically, to a new file.
 
-    like: the original snapshot. The new file is readable by no other users and, if the caller is
-    root, has the same owner.
+    like: the original snapshot. Users who cannot read it cannot read the new file. If the caller is
+    root, both have the same owner.
     Raises FormatError if the file exists, StoreUnavailable if it cannot be written.
     """
     try:

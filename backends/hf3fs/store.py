@@ -315,7 +315,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         super().detach()
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Start reading pages into memory, unless the last row's page is there already."""
+        """Start reading pages into memory, unless the last row's page is already there."""
         if "locator" not in rows.schema.names or self._reader is not self._files or not len(rows):
             return
         if self._is_in_memory(rows.column("key")[-1].as_py(), rows.column("locator")[-1].as_py()):
@@ -340,10 +340,10 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read pages. With `identify`, rows whose keys have left the server by the end are GONE.
+        """Read pages. With `identify`, rows are GONE whose keys the server no longer has.
 
-        If a key is evicted and stored again meanwhile, its row is OK although the bytes are wrong;
-        `read_confirmed` detects this. SHORT: the data file ends within the page.
+        If a key is evicted and stored again during the read, its row is OK although the bytes are
+        wrong; `read_confirmed` detects this. SHORT: the data file ends within the page.
         """
         return self._read(rows, offsets, capacities, self._tables.located(rows), check=identify)
 
@@ -352,7 +352,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     ) -> ReadResult:
         """Read pages whose keys have the same page before and after the read.
 
-        Its queries count as use (see Confirm). GONE: missing, or not on the row's page. A row
+        Its queries count as use (see Confirm). GONE: the key is missing, or has another page. A row
         without a locator is read from the page that the server returns.
         """
         before = self._tables.current(rows)
@@ -544,7 +544,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
 
 
 def _positions(indices: IntArray, nbytes: int) -> IntArray:
-    """Return the positions of pages in their file, in bytes. Too large indices are clipped."""
+    """Return the positions of pages in their file, in bytes. Larger ones than int64 are clipped."""
     return np.where(indices <= _HIGHEST // nbytes - 1, indices, _HIGHEST // nbytes - 1) * nbytes
 
 

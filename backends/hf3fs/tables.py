@@ -129,7 +129,7 @@ class KeyTables:
         return indices
 
     def located(self, rows: Rows) -> IntArray:
-        """Return the page index of every row: [n] int64, its locator, or else from the snapshot."""
+        """Return page indices: [n] int64, each row's locator, or else the index in the snapshot."""
         located = locators(rows)
         if (located == UNKNOWN).any():
             for share in rows_by_table(rows):
@@ -196,7 +196,7 @@ class KeyTables:
         return table in self._known
 
     def current(self, rows: Rows) -> IntArray:
-        """Return the page indices of keys by the server, or else by the snapshot: [n] int64.
+        """Return the page indices of keys, from the server or else from the snapshot: [n] int64.
 
         The server counts the query as use.
         """

@@ -46,7 +46,7 @@ class Usrbio:
 
 
 def find_usrbio(prefix: str) -> Usrbio | None:
-    """Return USRBIO for a store; None without the package, or if it is not on a 3FS mount."""
+    """Return USRBIO for a store; None if the package or the 3FS mount is missing."""
     try:
         io = import_module("hf3fs_fuse.io")
     except ImportError:  # also if its native part cannot be loaded

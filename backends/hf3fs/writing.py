@@ -1,10 +1,10 @@
 """Write pages to 3FS as SGLang does: reserve at the metadata server, write in place, confirm.
 
-A reserved page that is neither confirmed nor released is leaked: until `verify --repair` with
---writers-stopped, a start from an older snapshot, or a cleared table, the server never uses it. So
-each reservation runs in its own thread, which an interrupt of the program does not reach. The
-server does not check releases, so this module releases a page at most once, and never one that a
-key may map to.
+A reserved page that is neither confirmed nor released is leaked: the server does not use it
+again until it is started from an older snapshot, the table is cleared, or `verify --repair` with
+--writers-stopped releases the page. Each reservation therefore runs in its own thread, which an
+interrupt of the program does not reach. The server does not check releases, so this module
+releases a page at most once, and never if a key may map to it.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MOST_RESERVED = 128  # at once; SGLang's STORAGE_BATCH_SIZE
 
-_NO_ROOM = "the server's page lies beyond the end of the file; check whether the file was truncated"
+_NO_ROOM = "the server's page is beyond the end of the file; check whether the file was truncated"
 _NO_PAGE = "the server returned a page beyond the end of the table"
 _OTHERS = "another writer stored the key first; that object is kept"
 
@@ -74,7 +74,8 @@ class PageWriter:
 
         num_pages:   pages that fit into the file. Reserving more at once makes the server fail and
             leak pages.
-        table_pages: pages of the table in the snapshot. Pages beyond them are never released.
+        table_pages: pages of the table, by the file or the snapshot. Pages beyond them are never
+            released.
         """
         statuses = np.full(len(names), Status.ERROR, dtype=np.uint8)
         errors: dict[int, str] = {}

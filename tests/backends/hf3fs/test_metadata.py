@@ -125,7 +125,9 @@ def test_more_pages_than_there_are_is_an_error_that_says_so(
     metadata_server: MetadataServer, client: MetadataClient
 ) -> None:
     metadata_server.initialize(0, 2)
-    with pytest.raises(StoreUnavailable, match=r"cannot reserve 3 pages of 0:kv; .*no key can be dropped$"):
+    with pytest.raises(
+        StoreUnavailable, match=r"reserve 3 pages of 0:kv; .*no key can be dropped$"
+    ):
         client.reserve(0, "kv", ["a", "b", "c"])
 
 
