@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import BoolArray, IntArray, Store
 
-MEMORY_BYTES = 512 << 20  # touched only as objects need it
+MEMORY_BYTES = 512 << 20  # address space; objects use as much of it as they need
 _BATCH_BYTES = 64 << 20  # in memory, including the bytes read back
 
 
@@ -53,9 +53,10 @@ def copy_groups(
 
     rows, targets: [n] the objects as rows of the source and of the destination.
     objects: their groups, and keys for messages. sizes: [n] bytes. pages: [k] hashes of the groups.
-    on_gone: fails a group with this message if a source object vanished; None: skip the object.
-    arena: from `copy_memory`, attached to one of the stores. A group that does not fit twice is
-    copied an object at a time; an object that does not fit twice fails.
+    on_gone: message that fails a group if a source object vanished; None: skip the object.
+    arena: from `copy_memory`, attached to one of the stores. The arena holds each object twice, to
+    write and as read back. A group that does not fit is copied one object at a time; an object that
+    does not fit fails.
 
     Return the groups as DONE, FAILED or CONFLICT. Raises StoreUnavailable.
     """
@@ -75,7 +76,7 @@ def copy_groups(
     large = need > arena.nbytes
     lone = np.bincount(objects.owners, minlength=len(pages)) == 1
     for at in np.flatnonzero((large & lone)[objects.owners]).tolist():
-        why = f"has {sizes[at]} bytes, but the copy buffer has {arena.nbytes // 2}"
+        why = f"{sizes[at]} bytes, but at most {arena.nbytes // 2} fit into the copy buffer"
         key = objects.keys[at].as_py()
         result.fail(int(objects.owners[at]), GroupStatus.FAILED, key, why)
     fitting = np.flatnonzero(~large)
@@ -138,7 +139,7 @@ def _failures(on_gone: str | None) -> Failures:
             **dict.fromkeys(changed, "changed while being read"),
             **({} if on_gone is None else {Status.GONE: on_gone}),
         },
-        differs="the copy's bytes differ from the original",
+        differs="the copy differs from the original; check the disk and memory",
     )
 
 
@@ -216,8 +217,8 @@ def same_bytes(
     """Return which objects have the same bytes in two stores: [n].
 
     rows, other_rows: [n] the objects as rows of each store. sizes: [n] bytes.
-    arena: from `copy_memory`, attached to one of the stores. An object that does not fit twice
-    counts as different.
+    arena: from `copy_memory`, attached to one of the stores. An object counts as different if the
+    arena does not have room for both copies.
     """
     same = np.zeros(len(sizes), dtype=np.bool_)
     with ExitStack() as exits:

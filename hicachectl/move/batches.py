@@ -30,8 +30,8 @@ class Action(IntEnum):
     NOTHING = 0  # nothing to copy, or not chosen
     SKIP = 1  # the destination has the whole group
     COPY = 2
-    COMPLETE = 3  # the destination has a part: if equal, add the rest
-    COMPARE = 4  # the destination has the whole group: read both
+    COMPLETE = 3  # the destination has some of its objects: if equal, add the others
+    COMPARE = 4  # the destination has the whole group: read and compare both
     REPLACE = 5  # remove from the destination, then copy
     CONFLICT = 6  # the destination has another object under one of the keys
 
@@ -44,9 +44,9 @@ READS_BACK = (Action.COMPLETE, Action.COMPARE)
 class CopyOptions:
     """Options of a copy.
 
-    jobs: threads. verify: read back and compare each copy. move: then remove the original. pin:
-    protect copies from eviction, for pin_seconds or the store's default. deadline:
-    `time.monotonic()` after which no batch is begun.
+    jobs: number of batches copied at a time. verify: read back and compare each copy. move: then
+    remove the original. pin: protect copies from eviction, for pin_seconds or the store's default.
+    deadline: `time.monotonic()` after which no batch is begun.
     """
 
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
@@ -134,8 +134,8 @@ def cut(
 ) -> Iterator[slice]:
     """Yield slices of groups, in order, each within the limits or of a single group.
 
-    nbytes, objects: [groups] demand of each group. first_bytes: limit of the first batch, so that
-    writing begins soon; the limit then doubles up to most_bytes.
+    nbytes, objects: [groups] demand of each group. first_bytes: limit of the first batch, small
+    to begin writing soon; the limit then doubles up to most_bytes.
     """
     by_bytes, by_objects = np.cumsum(nbytes), np.cumsum(objects)
     start, limit = 0, min(first_bytes, most_bytes)

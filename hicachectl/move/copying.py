@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import BoolArray, IntArray, Store
     from hicachectl.move.batches import CopyOptions
 
-_HEAD_BYTES = 1024  # usual maximum of an object's key and index row
+_HEAD_BYTES = 1024  # for an object's key and index row, which usually need less
 
 B = TypeVar("B", bound=CopyBatch)
 
@@ -40,8 +40,8 @@ class Executor(Generic[B]):
 
     full:   set once the destination had no room for an object.
     copies: whether the destination copies objects of the source by itself.
-    racy:   the destination if another writer may win one of our keys, else None.
-    read_back: reads objects of the destination.
+    racy:   the destination if another writer may win the race for a key, else None.
+    read_back: function that reads objects of the destination.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Executor(Generic[B]):
         settle:  called with each batch's result in the thread of the batch, even if `run` ends
             early.
         arena:   memory to use, from `copy_memory`.
-        failures: effect of a failed object on its group. If objects may be left out, a batch must
+        failures: rules for the groups of failed objects. If objects may be left out, a batch must
             have its source and destination objects in the same order.
         preserve: keep owner and mode of the source files in system copies.
         """
@@ -85,7 +85,7 @@ class Executor(Generic[B]):
             if self.racy is not None:
                 # Another server's object under the same key belongs to the same page.
                 self.racy.confirms_writes = False
-        # Objects newer than the listing are located by asking the server.
+        # The new objects are not in the destination's listing, so the server must locate them.
         self.read_back = destination.read_into
         if isinstance(destination, Confirm):
             self.read_back = destination.read_confirmed
@@ -112,7 +112,7 @@ class Executor(Generic[B]):
     ) -> bool:
         """Copy batches, begun in order; return whether all were begun.
 
-        on_done: called in the thread that calls `run`. On an exception, batches at work finish
+        on_done: called in the thread that calls `run`. On an exception, begun batches finish
         first. Raises StoreUnavailable, and UsageError if a batch is larger than the buffer.
         """
         options = self.options
@@ -141,7 +141,8 @@ class Executor(Generic[B]):
         result = MoveResult.of(batch.pages, objects=len(batch.objects))
         stops = self.failures.statuses.get(Status.FULL) == GroupStatus.NO_ROOM
         if (self.full.is_set() and stops) or self.stopped:
-            result.statuses[:] = GroupStatus.NO_ROOM  # its prefix found no room
+            # The prefix of these groups found no room, or `stop` was called.
+            result.statuses[:] = GroupStatus.NO_ROOM
         else:
             self._publish(batch, loaded, result)
         self._settle(batch, result)
@@ -161,7 +162,9 @@ class Executor(Generic[B]):
             else:
                 self.full.set()
                 for group in np.flatnonzero(result.open).tolist():
-                    self.failures.settle(result, group, None, Status.FULL, "no room left")
+                    self.failures.settle(
+                        result, group, None, Status.FULL, "no room left at the destination"
+                    )
 
     def _settle_unread(self, batch: B, loaded: Loaded, result: MoveResult) -> IntArray:
         """Settle groups with an unread object; return the indices of objects to leave out."""
@@ -169,7 +172,7 @@ class Executor(Generic[B]):
         unread = np.flatnonzero(read.statuses)
         for index in unread.tolist():
             group, status = int(batch.owners[index]), Status(int(read.statuses[index]))
-            why = read.errors.get(index, "cannot be read")
+            why = f"cannot be read: {read.errors.get(index, 'the store gives no reason')}"
             self.failures.settle(result, group, batch.key_read(index, self._objects), status, why)
         return unread[result.open[batch.owners[unread]]]
 
@@ -177,7 +180,7 @@ class Executor(Generic[B]):
     def _room_for(self, batch: B) -> Iterator[bool]:
         """Reserve a batch's room during its write; yield whether there is enough.
 
-        Only for append-only stores, which never regain the room of writes rolled back.
+        Only append-only stores are checked, because rolled-back writes never free their room.
         """
         new = (batch.there == ABSENT) | (batch.action is Action.REPLACE)
         nbytes = int((batch.sizes[new] + _HEAD_BYTES).sum())
@@ -285,7 +288,7 @@ class _BatchCopy:
     def _compare(self, places: IntArray, *, ours: bool = False) -> None:
         """Read objects of the destination and compare them with the bytes to write.
 
-        ours: this run just wrote the objects, so a difference is a failure, not a conflict.
+        ours: whether this run wrote the objects; a difference then is a failure, not a conflict.
         """
         sizes = self._batch.sizes
         offsets = np.zeros(len(sizes), dtype=np.int64)
@@ -315,7 +318,7 @@ class _BatchCopy:
             self._fail(at, failed, f"cannot be read back: {error}")
         elif not ours:
             why = "the destination has other bytes under this key"
-            self._fail(at, GroupStatus.CONFLICT, why)
+            self._fail(at, GroupStatus.CONFLICT, f"{why}; check both stores with hicachectl verify")
         elif self._executor.racy is not None:
             self._written[at] = False  # another writer's object: must not be rolled back
             raced = self._executor.failures.statuses[Status.EXISTS]

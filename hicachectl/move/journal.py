@@ -1,10 +1,10 @@
 """Journal of a migration, read by `--resume`: one JSON line for each completed batch.
 
 The first line identifies the migration and is durable before the others. The reader drops a cut-off
-last line (a crash) and lines with zero bytes (a power failure); a resumed run finds their pages at
-the destination. Each line has a digest of its text, its offset and the journal's owner. Altered or
-foreign lines are refused, because a move deletes the pages that the journal calls copied. Form 1,
-of earlier releases, has no digests.
+last line (a crash) and lines with NUL bytes (a power failure); a resumed run finds the pages of
+these lines at the destination. Each line has a digest of its text, its offset and the journal's
+owner. The reader refuses altered and foreign lines, because a move deletes the pages that the
+journal lists as copied. Form 1, of earlier releases, has no digests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class JournalHeld(UsageError):
 class Progress:
     """Pages that earlier runs completed, by the name of their route.
 
-    owner: mark of their unfinished writes; "" if the journal has no whole line.
+    owner: mark on the unfinished writes of those runs; "" if the journal has no whole line.
     copied: whole at the destination. verified: copied and compared there.
     removed: copied and then removed from the source.
     """
@@ -91,8 +91,8 @@ def journal_path(
 ) -> tuple[Path, str]:
     """Return the path of a migration's journal in the user's state directory (XDG), and a remark.
 
-    Without a writable home, the path is in a private directory below TMPDIR and the remark says so;
-    otherwise the remark is "". Raises UsageError if others can write to that directory.
+    Without a writable home, the path is in a private directory below TMPDIR, and the remark says
+    so. Otherwise the remark is "". Raises UsageError if others can open that directory.
     """
     text = json.dumps(identity, sort_keys=True)
     name = Path("migrations", hashlib.sha256(text.encode()).hexdigest()[:32] + ".jsonl")
@@ -116,9 +116,13 @@ def journal_path(
     is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
         raise UsageError(
-            f"{own}: must be a directory that only you own and can open; set XDG_STATE_HOME"
+            f"{own}: must be your own directory, closed to others (mode 0700); set XDG_STATE_HOME "
+            "to another directory"
         )
-    remark = f"{state}: not writable, so the journal is in {own}; XDG_STATE_HOME changes that"
+    remark = (
+        f"{state}: not writable, so the journal is in {own}; set XDG_STATE_HOME to a directory "
+        "that survives a restart"
+    )
     return own / name, remark
 
 
@@ -156,7 +160,7 @@ def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
             undigested = form == _UNDIGESTED and digest is None
             if not undigested and digest != _digest(entry, progress.owner, start):
                 raise FormatError(
-                    f"{path}: line {number} was altered; move the file away, and the next run "
+                    f"{path}: line {number} was altered; move the file away and run again, which "
                     "checks the destination instead"
                 )
             if number > 1:
@@ -186,7 +190,7 @@ def _whole_lines(stream: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _owner(head: Mapping[str, Any], identity: Mapping[str, Any], path: Path) -> str:
-    """Return the owner in the first line. Raises FormatError for another migration's."""
+    """Return the owner in the first line. Raises FormatError for another migration's journal."""
     owner = head.get("owner")
     is_ours = head.get("migration") in (FORM, _UNDIGESTED) and head.get("identity") == identity
     if not is_ours or not isinstance(owner, str) or not _OWNER.fullmatch(owner):
@@ -232,7 +236,7 @@ def _pages(entry: Mapping[str, Any], path: Path, number: int) -> list[str]:
 class Journal:
     """Journal open for writing, from several threads. A killed process loses no line.
 
-    One process at a time holds the lock. A journal without entries is removed at the end.
+    One process at a time holds the lock. `close` removes a journal without entries.
     owner: 16 hex digits, the same in all runs of the migration.
     """
 
@@ -248,8 +252,10 @@ class Journal:
         """Open a journal; fresh: empty it first.
 
         earlier: result of `read_journal`. durable: sync each line; otherwise a power failure may
-        lose all lines but the first, and a resumed run reads their pages again. Raises UsageError
-        if the journal cannot be written, JournalHeld if another process holds the lock.
+        lose all lines except the first, and a resumed run reads their pages again.
+
+        Raises UsageError if the journal cannot be written, JournalHeld if another process holds the
+        lock.
         """
         self.path = path
         self.owner = (earlier and earlier.owner) or os.urandom(_OWNER_BYTES).hex()
@@ -260,7 +266,8 @@ class Journal:
             make_directories(path.parent)
             self._file = _held(path)
         except OSError as error:
-            raise UsageError(failed(path, "write the journal", error)) from error
+            next_step = "set XDG_STATE_HOME to a writable directory"
+            raise UsageError(failed(path, "write the journal", error, next_step)) from error
         try:
             if fresh or (earlier is not None and not earlier.owner):
                 os.ftruncate(self._file, 0)
@@ -274,11 +281,11 @@ class Journal:
             raise
 
     def copied(self, route: str, pages: pa.StringArray, *, verified: bool) -> None:
-        """Note pages as copied. verified: also compared at the destination."""
+        """Write that pages were copied. verified: also compared at the destination."""
         self._note(route, pages.to_pylist(), "verified" if verified else "copied")
 
     def removed(self, route: str, pages: Sequence[str]) -> None:
-        """Note pages as removed from the source."""
+        """Write that pages were removed from the source."""
         self._note(route, pages, "removed")
 
     def _note(self, route: str, pages: Sequence[str], what: str) -> None:
@@ -320,7 +327,7 @@ class Journal:
         self._noted = False
 
     def close(self) -> None:
-        """Close the journal; remove it if it is complete or has no entries."""
+        """Close the journal; remove it if the migration is complete or it has no entries."""
         if not self._noted:
             self.path.unlink(missing_ok=True)
         os.close(self._file)

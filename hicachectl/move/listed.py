@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
-BATCH_OBJECTS = 1024  # about what a killed run leaves unfinished
-_BATCH_SLOTS = 1 << 18  # slots that a batch asks about, filled or not
+BATCH_OBJECTS = 1024  # a killed run leaves at most about one batch unfinished
+_BATCH_SLOTS = 1 << 18  # slots that are looked up for a batch, filled or empty
 
 
 class ListedGroups:
     """Groups of a plan, with their objects as listed.
 
-    An object that was listed twice counts once, as last listed.
+    If an object was listed twice, only its last row counts.
     """
 
     def __init__(self, inventory: Inventory, groups: PageGroups, plan: RepairPlan) -> None:
@@ -91,7 +91,7 @@ class ListedGroups:
         objects = self._inventory.take(rows)
         reasons, about = self._reasons_of(numbers)
         codes = filter(is_structural, pc.unique(reasons.column("code")).to_pylist())
-        # Structural findings blame no object: once whole again, the group may stay.
+        # Structural findings blame no object: a group that is whole again may stay.
         structural = pc.is_in(reasons.column("code"), pa.array(codes, pa.string())).to_numpy()
         keys = reasons.column("key").combine_chunks().cast(pa.binary())
         blamed, whole = _blamed(keys, about, ~structural, objects, owners)
@@ -123,7 +123,7 @@ class ListedGroups:
         return found
 
     def _reasons_of(self, numbers: IntArray) -> tuple[pa.Table, IntArray]:
-        """Return the reasons to remove groups, and the index in `numbers` of each one's group.
+        """Return the reasons to remove groups, and the index in `numbers` of each reason's group.
 
         numbers: ascending if there are reasons.
         """
@@ -195,8 +195,8 @@ class ListedGroups:
     def _slots_of_others(self) -> tuple[IntArray, IntArray]:
         """Return slots whose key belongs to an object of another group of the page.
 
-        Only if two models share keys; the object is not part of the slot's group. Return the index
-        in the plan of each slot's group, ascending, and the slot.
+        Such slots exist only if two models share keys. Return the index in the plan of each slot's
+        group, ascending, and the slot.
         """
         nothing = np.zeros(0, dtype=np.int64)
         if not any(self._inventory.table.split):
@@ -227,7 +227,7 @@ class ListedGroups:
 
 
 def _last_of_each(owners: IntArray, kinds: npt.NDArray[np.int32]) -> IntArray:
-    """Return the last index of each pair, ascending. owners: ascending."""
+    """Return the last index of each pair (owner, kind), ascending. owners: ascending."""
     order = np.lexsort((kinds, owners))
     of_owner, of_kind = owners[order], kinds[order]
     last = np.ones(len(order), dtype=np.bool_)
@@ -240,8 +240,8 @@ def _blamed(
 ) -> tuple[BoolArray, IntArray]:
     """Return the objects that reasons name, [n], and the groups blamed as a whole.
 
-    keys, about, counts: [reasons] the reason's key and group, and whether its object is present. A
-    reason without a key blames the whole group.
+    keys, about: [reasons] key and group of each reason. counts: [reasons] whether the reason blames
+    objects, that is, is not structural. A reason without a key blames the whole group.
     """
     keyless = keys.is_null().to_numpy(zero_copy_only=False)
     at = pc.index_in(keys, value_set=objects.column("key").combine_chunks(), skip_nulls=True)

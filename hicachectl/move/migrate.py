@@ -47,7 +47,7 @@ _SAMPLE_OBJECTS = 1024
 class MigrationOutcome:
     """Outcome of a migration or of its dry run.
 
-    document: the members of the JSON contract. problems: conflicts and failures. remarks: further
+    document: the JSON document of the command. problems: conflicts and failures. remarks: other
     messages. journal: path of the journal if the migration is incomplete.
     """
 
@@ -76,11 +76,11 @@ def migrate(
     """Copy page groups from one store to another.
 
     on_listed: called with the number of objects listed. on_begun: called before the first write.
-    on_moved: called with the bytes of completed groups and the total.
+    on_moved: called after each batch with its bytes written, and the bytes of the whole migration.
 
     Raises UsageError, ProfileError and UnsupportedByBackend before the first write,
-    StoreUnavailable if a store is lost. An interrupt finishes or rolls back groups at work; the
-    journal names the completed groups.
+    StoreUnavailable if a store is lost. After an interrupt, begun batches are finished or rolled
+    back, and the journal lists the completed groups.
     """
     migration = _Migration(source, destination, request)
     plan = migration.plan(on_listed)
@@ -106,11 +106,11 @@ class _Migration:
         self._destination = destination
         self._request = request
         if not destination.traits.writes:
-            raise UsageError(f"{destination.url}: the store cannot be written to")
-        if request.options.move and not source.traits.deletes:
             raise UsageError(
-                f"{source.url}: objects of this store cannot be deleted; leave out --move"
+                f"{destination.url}: this store cannot be written to; give another destination"
             )
+        if request.options.move and not source.traits.deletes:
+            raise UsageError(f"{source.url}: this store cannot delete objects; leave out --move")
         target = request.destination_profile or request.profile
         self._stores = StorePair(source, destination, request.profile, target)
         self._identity = {
@@ -181,7 +181,7 @@ class _Migration:
 
             result = run.copy(plan.works(), on_done=on_done)
             if plan.count(Action.SKIP):
-                self._destination.flush()  # the report counts skipped pages as safe, too
+                self._destination.flush()  # the report counts skipped pages as copied, too
             ended = result.complete and not result.count(GroupStatus.FAILED)
             if ended:
                 journal.end()
@@ -190,7 +190,8 @@ class _Migration:
         if self._destination.traits.evicts and (lack is not None or result.full):
             outcome.remarks.append(
                 f"{self._destination.url}: the pages need more room than is free, and this store "
-                "evicts: the first copied pages may already be evicted"
+                "evicts: the pages copied first may be evicted already; copy fewer pages (--match, "
+                "--pages-from)"
             )
         return outcome
 
@@ -232,8 +233,7 @@ class _Migration:
         if self._progress is not None and earlier is None:
             remarks.append(
                 f"An earlier run of this migration was interrupted after {self._progress.pages} "
-                "copied pages, which are not copied again; --resume would have continued from "
-                "its journal"
+                "pages; without --resume, this run did not use the journal of that run"
             )
         return MigrationOutcome(document, problems, [*remarks, *self._source.remarks])
 
@@ -243,7 +243,8 @@ def _estimated_seconds(
 ) -> float | None:
     """Return the seconds to read `nbytes`, from a sample; None if reading has side effects.
 
-    Writing overlaps with reading and is not measured: a slower destination takes longer.
+    Writing overlaps with reading and is not measured. With a slower destination, the migration
+    takes longer.
     """
     if options.bytes_per_second is not None:
         return nbytes / options.bytes_per_second

@@ -48,10 +48,11 @@ _ORDER = (Action.COMPLETE, Action.COPY, Action.COMPARE, Action.REPLACE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationRequest:
-    """What to copy, and how.
+    """Pages to copy, and options of the migration.
 
-    profile: of the source's deployment; None: known from keys only, so every object keeps key and
-    bytes. destination_profile: of the new deployment; None: the same. pages: only these.
+    profile: of the source's deployment; None: only its keys are known, so every object keeps key
+        and bytes.
+    destination_profile: of the new deployment; None: the same as `profile`. pages: only these.
     partial, damaged: include groups that are not whole, or have findings of severity error.
     resume: continue from the journal of an earlier run.
     """
@@ -94,7 +95,8 @@ class MigrationPlan:
     def works(self) -> Iterator[PageWork]:
         """Yield the work of all groups, groups left incomplete by an earlier run first.
 
-        For each action, the oldest come first: their writer wrote parents before children.
+        Within one action, the oldest groups come first, because servers write parents before
+        children.
         """
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             first_rows = np.full(survey.rows.count, np.iinfo(np.int64).max)
@@ -137,9 +139,10 @@ class MigrationPlan:
     def settle_existing(self, request: MigrationRequest, earlier: Progress | None) -> None:
         """Settle the actions of groups that the destination has whole.
 
-        Groups that the journal calls copied (with verification: compared) are not replaced or
-        compared again. A move compares all other groups before removing them from the source; a
-        resumed run with verification compares groups that may not have been read back.
+        Groups that the journal lists as copied are not replaced again; groups that it lists as
+        verified are not compared again. A move compares all other groups before it removes them
+        from the source. A resumed run with --verify compares the groups that may not have been read
+        back.
         """
         options = request.options
         compares = options.move or (options.verify and request.resume)
@@ -160,7 +163,8 @@ class MigrationPlan:
     def left_in_source(self, earlier: Progress) -> Iterator[tuple[Survey, IntArray]]:
         """Yield the groups that an interrupted run compared and partly removed from the source.
 
-        Their rest may be removed if the destination still has all targets in the right size.
+        Their remaining objects may be removed if the destination still has all targets in the
+        right size.
         """
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             unfinished = _among(survey, earlier.unremoved(survey.route.name))
@@ -197,7 +201,7 @@ def plan_migration(
         unfit[survey.groups] = survey.unfit
     reasons = [
         *_reasons(source, inventory, groups, request, [s.route.deployment_id for s in surveys]),
-        (unfit, "with objects of a size that is unknown or differs from the profile"),
+        (unfit, "with objects of unknown or wrong size; hicachectl verify lists wrong sizes"),
     ]
     for behind, why in reasons:
         count = int((chosen & behind).sum())
@@ -224,7 +228,7 @@ def _reasons(
     """Yield the groups not to copy, [groups] each, and the reason. deployments: to copy."""
     ambiguous = groups.deployment_ids == UNRESOLVED
     others = ~np.isin(groups.deployment_ids, list(deployments)) & ~ambiguous
-    yield others, "not written by the profile's deployment"
+    yield others, "written by another deployment than the profile's"
     yield ambiguous, "with ambiguous keys; hicachectl ls describes them"
     in_flight = _in_flight(groups, request.grace_seconds)
     yield in_flight, "still being written; run again to copy them"
@@ -236,7 +240,10 @@ def _reasons(
 
 
 def _in_flight(groups: PageGroups, grace_seconds: float) -> BoolArray:
-    """Return which groups a server may be writing: young, not whole; none without times."""
+    """Return which groups a server may be writing: the young groups that are not whole.
+
+    A store without times has no young groups.
+    """
     age = time.time_ns() - groups.newest_ns
     young: BoolArray = (age < int(grace_seconds * 1e9)) & (groups.states != WHOLE)
     return young

@@ -4,7 +4,8 @@ A server treats a page as present once the page's anchor exists. SGLang's file b
 sidecars before the anchor and never overwrites an object. This module alone sets the order:
 
 - `publish` writes sidecars, then anchors. A reader finds each group whole or without its anchor.
-- `withdraw` removes anchors, then sidecars, and repeats until each group is whole or gone.
+- `withdraw` removes anchors, then sidecars, and tries again while a server rewrites the group, at
+  most five times. Then each group is gone, whole or FAILED.
 - `roll_back` removes objects of this run only, never those of another writer.
 
 If an anchor cannot be removed, its group keeps its sidecars.
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import BoolArray, IntArray
     from hicachectl.move.results import MoveResult
 
-_ROUNDS = 5  # of a withdrawal
+_ROUNDS = 5  # attempts of one withdrawal
 # Groups that keep their written objects; a later attempt writes the rest of a RACED group.
 _STAYS = (GroupStatus.DONE, GroupStatus.RACED)
 
@@ -38,7 +39,8 @@ class GroupObjects:
     """Objects of page groups that are moved together.
 
     keys:    [n] binary.
-    owners:  [n] group of each object, an index into the `MoveResult`; smaller numbers come first.
+    owners:  [n] group of each object, an index into the `MoveResult`. If a group has no
+        room, the groups after it stop, too.
     anchors: [n] whether the object is an anchor of its group.
     """
 
@@ -52,27 +54,27 @@ class GroupObjects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """Effect of an object that could not be read or written on its group.
+    """Rules for a group with an object that cannot be read or written.
 
-    statuses: of the group for each status of the object; FAILED if not listed. DONE: leave the
-        object out and go on. NO_ROOM also stops the following groups.
-    details: messages that replace the store's own.
+    statuses: status of the group, by status of the object; FAILED if not listed. DONE leaves the
+        object out and keeps the group open. NO_ROOM also stops the groups after this one.
+    details: message by status of the object, used instead of the store's message.
     differs: message for an object that reads back with other bytes.
     """
 
     statuses: Mapping[Status, GroupStatus]
     details: Mapping[Status, str] = field(default_factory=dict)
-    differs: str = "the bytes read back differ from the bytes written"
+    differs: str = "the bytes read back differ from the bytes written; check the destination"
 
     def settle(
         self, result: MoveResult, group: int, key: bytes | None, status: Status, message: str
     ) -> None:
-        """Set the status of a group if the group is open."""
+        """Set the status of an open group from the status of one of its objects."""
         became = self.statuses.get(status, GroupStatus.FAILED)
         result.fail(group, became, key, self.details.get(status, message))
 
 
-# Another writer's object under the same key belongs to the same page.
+# EXISTS is not a failure: another writer's object under the same key belongs to the same page.
 OF_MIGRATION = Failures(
     statuses={
         Status.FULL: GroupStatus.NO_ROOM,
@@ -81,9 +83,9 @@ OF_MIGRATION = Failures(
         Status.UNREACHABLE: GroupStatus.GONE,
     },
     details={
-        Status.SHORT: "shorter than in the listing",
-        Status.OVERSIZED: "longer than in the listing",
-        Status.CHANGED: "changed during the copy",
+        Status.SHORT: "shorter than when it was listed; run again",
+        Status.OVERSIZED: "longer than when it was listed; run again",
+        Status.CHANGED: "rewritten during the copy; run again",
     },
 )
 
@@ -100,9 +102,9 @@ def publish(
 ) -> BoolArray:
     """Write objects of open groups, sidecars first; roll back the groups that did not succeed.
 
-    chosen: indices of the objects to write. write, undo: called with indices.
+    chosen: indices of the objects to write. write, undo: write or remove objects by index.
     flush: makes writes durable; called after the sidecars and after the anchors.
-    failures: effect of a failed write on its group.
+    failures: rules for the groups of failed writes.
     Return which objects were written and not rolled back: [n].
     """
     written = np.zeros(len(objects), dtype=np.bool_)
@@ -128,15 +130,15 @@ def roll_back(
     *,
     undo: Callable[[IntArray], Result],
 ) -> None:
-    """Remove the objects that this run wrote of unsuccessful groups, anchors first.
+    """Remove this run's objects of unsuccessful groups, anchors first.
 
-    written: [n] objects of this run; removed objects are cleared in place.
+    written: [n] whether this run wrote the object; set to False for unsuccessful groups.
     """
     places = np.flatnonzero(written)
     left = places[~np.isin(result.statuses[objects.owners[places]], _STAYS)]
 
     def stuck(place: int, why: str) -> None:
-        detail = f"written, but cannot be removed again: {why}"
+        detail = f"written, but cannot be removed again: {why}; run hicachectl verify"
         result.note(int(objects.owners[place]), objects.keys[place].as_py(), detail)
 
     remove_once(objects, left, remove=undo, on_error=stuck)
@@ -165,11 +167,14 @@ def remove_once(
         stays = (found.statuses != Status.OK) & (found.statuses != Status.GONE)
         believed[objects.owners[some[stays]]] = True
         for index in np.flatnonzero(stays & (found.statuses != Status.CHANGED)).tolist():
-            on_error(int(some[index]), found.errors.get(index, "cannot be deleted"))
+            on_error(int(some[index]), found.errors.get(index, "the store gives no reason"))
 
 
 def _take_each(objects: GroupObjects, take: Callable[[int], Status]) -> Result:
-    """Remove objects one by one, group by group; skip the rest if an anchor stays (CHANGED)."""
+    """Remove objects one by one, group by group. If an anchor stays, skip its group's sidecars.
+
+    Skipped objects have the status CHANGED.
+    """
     statuses = np.full(len(objects), Status.CHANGED, dtype=np.uint8)
     errors: dict[int, str] = {}
     order = np.lexsort((~objects.anchors, objects.owners))
@@ -195,7 +200,7 @@ class Sighting:
 
     objects:  all objects present; the sidecars of a group in removal order.
     rows:     [n] the same objects as rows of a listing.
-    recorded: [n] number of the unchanged recorded object, or -1.
+    recorded: [n] index of the same object in the record; -1 if the object is new or rewritten.
     """
 
     objects: GroupObjects
@@ -215,15 +220,16 @@ def withdraw(
     """Remove groups until each is gone, or is whole again without its fault.
 
     A server that reads a half-removed group can write a new anchor beside an old sidecar. Each
-    round therefore looks again, and removes groups that are neither whole nor gone.
+    attempt therefore looks again, and removes groups that are neither whole nor gone.
 
     pending: groups, as indices into `result`.
-    look: asks the store about groups; returns the objects to remove, none of settled groups.
-    remove: called with indices into the objects of a sighting.
+    look: looks up groups in the store; returns the objects to remove, without those of settled
+        groups.
+    remove: removes objects of a sighting by index.
     take: for stores that remove one object a call: returns a function that removes an object by
         index and may raise OSError. Groups then leave one after the other, each within
         microseconds.
-    note: called with the objects tried and the result.
+    note: called with the sighting, the indices of the objects tried, and their result.
     """
     for _ in range(_ROUNDS):
         seen = look(pending)
@@ -238,7 +244,7 @@ def withdraw(
 
         def failed(place: int, why: str, objects: GroupObjects = objects) -> None:
             group, key = int(objects.owners[place]), objects.keys[place].as_py()
-            result.fail(group, GroupStatus.FAILED, key, why)
+            result.fail(group, GroupStatus.FAILED, key, f"cannot be removed: {why}")
 
         if take is None:
             remove_once(objects, everything, remove=removed, on_error=failed)
@@ -252,12 +258,15 @@ def withdraw(
     seen = look(pending)
     groups, first = np.unique(seen.objects.owners, return_index=True)
     for group, place in zip(groups.tolist(), first.tolist(), strict=True):
-        why = f"still incomplete after {_ROUNDS} attempts: a server keeps writing it; run again"
+        why = (
+            f"its page is still incomplete after {_ROUNDS} attempts, because a server keeps "
+            "writing the page; run again"
+        )
         result.fail(group, GroupStatus.FAILED, seen.objects.keys[place].as_py(), why)
 
 
 def _stop_behind(objects: GroupObjects, chosen: IntArray, result: MoveResult) -> None:
-    """Stop the groups after one without room: they would lack their prefix."""
+    """Set NO_ROOM for the groups after a group without room: they would lack their prefix."""
     full = np.flatnonzero(result.statuses == GroupStatus.NO_ROOM)
     if len(full):
         behind = np.unique(objects.owners[chosen])

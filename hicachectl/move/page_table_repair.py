@@ -35,18 +35,19 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int64]
 
 MAX_BATCH = 128  # SGLang's STORAGE_BATCH_SIZE
-PAUSE_S = 0.02
-# For each freed page the server searches its free pages and blocks all engines meanwhile:
-# measured 12 ms for 2,000,000 free pages, 1.6 s for a call with 128 keys.
+PAUSE_S = 0.02  # least pause after a call
+# Free pages that the server may search in one call, which blocks all engines. The server searches
+# all free pages for each freed page: measured 12 ms for 2,000,000 free pages, 1.6 s for a call with
+# 128 keys.
 _LOOKED_AT = 4_000_000
 _MOST_LEAKED = 1 << 28  # leaked pages to list: 2 GiB of int64
 
 
 @dataclass(frozen=True, slots=True)
 class BadPage:
-    """A page to clear, with all its keys in the order of the snapshot.
+    """A page to free, with all its keys in the order of the snapshot.
 
-    free: whether the page was also free, so that another key may own it by now.
+    free: whether the page was also free; another key may own the page by now.
     """
 
     index: int
@@ -105,10 +106,11 @@ def delete_keys(
     stopped: threading.Event,
     pause_s: float = PAUSE_S,
 ) -> Iterator[TableRepairResult]:
-    """Delete the keys of a plan in small batches with pauses; yield each result; end at `stopped`.
+    """Delete the keys of a plan in small batches with pauses; yield each result.
 
-    Each batch first looks up its keys: now most recently used, they are not evicted meanwhile.
-    Raises StoreUnavailable; batches yielded before are done.
+    Each batch first looks up its keys, which marks them as recently used and keeps them from being
+    evicted meanwhile. stopped: if set, no further batch is begun. Raises StoreUnavailable; batches
+    yielded before are done.
     """
     most = _batch_size(repair.table)
     for batch in _batches(repair.pages, most):
@@ -133,7 +135,10 @@ def releasable(name: str, earlier: Snapshot, later: Snapshot, *, stopped_at_ns: 
         )
     tables = [t for each in (later, earlier) for t in each.tables if t.name == name]
     if len(tables) != 2:
-        raise UsageError(f"{name}: this table is missing from one of the two snapshots")
+        raise UsageError(
+            f"{name}: this table is missing from one of the two snapshots; check that both come "
+            "from the same metadata server"
+        )
     runs = leaked_pages(*tables)
     if len(runs) > _MOST_LEAKED:
         raise UsageError(
@@ -233,7 +238,7 @@ def _delete(
 
 
 def _move(client: MetadataClient, table: PageTable, keys: Sequence[str]) -> None:
-    """Map keys to newly reserved pages, so that deleting the keys frees only those."""
+    """Map keys to newly reserved pages: deleting the keys then frees only these pages."""
     place = table.rank, table.namespace
     strangers = [f"hicachectl-{os.urandom(16).hex()}" for _ in keys]
     pages = [index for _, index in client.reserve(*place, strangers)]

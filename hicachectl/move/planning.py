@@ -33,9 +33,10 @@ _NOBODY = -1
 class RepairPlan:
     """Groups to remove.
 
-    groups: numbers, ascending. outright: those removed whatever their objects are.
+    groups: numbers, ascending. outright: numbers of the groups that are removed even if whole.
     reasons: rows of findings.SCHEMA. about: [reasons] group of each reason, ascending.
-    unplaced: counts, by code, of findings to repair without a group: foreign keys, whole store.
+    unplaced: number of findings without a group, by code: about foreign keys or the whole store.
+        Removing groups does not repair them.
     """
 
     groups: IntArray
@@ -49,9 +50,10 @@ class RepairPlan:
 class Criteria:
     """Filters of `rm`; a group must match all that are given.
 
-    model: with "/" or "-". tp, pp, cp: sizes as in `ls`. all_deployments: a page listed without a
-    group may name several deployments. before: Unix seconds; matches earlier last writes. Groups
-    of ambiguous keys match only the state "unknown" or a list of pages.
+    model: with "/" or "-". tp, pp, cp: sizes as in `ls`. pages: a list of pages or groups.
+    all_deployments: a row of `pages` without a group names the groups of all deployments.
+    before: Unix seconds; the last write must be earlier. Groups of ambiguous keys match only the
+    state "unknown" or a list of pages.
     """
 
     model: str | None = None
@@ -67,7 +69,8 @@ class Criteria:
     def chosen(self, groups: PageGroups, store: str = "STORE") -> IntArray:
         """Return the numbers of the matching groups. A group without times never matches `before`.
 
-        Raises UsageError, which names `store`, if a bare page names several groups.
+        Raises UsageError if a row of `pages` without a group names several groups. store: for the
+        message.
         """
         keep = np.append([self._fits(d) for d in groups.deployments], self._fits_any)
         keep = keep.astype(np.bool_)[groups.deployment_ids]
@@ -130,7 +133,7 @@ def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] =
 
 
 def plan_removal(groups: PageGroups, chosen: IntArray, why: str) -> RepairPlan:
-    """Plan to remove the chosen groups, whatever their objects are."""
+    """Plan to remove the chosen groups, even if they are whole."""
     numbers = np.unique(chosen)
     return RepairPlan(numbers, numbers, _outright(groups, numbers, "removed", why), numbers)
 
@@ -138,7 +141,7 @@ def plan_removal(groups: PageGroups, chosen: IntArray, why: str) -> RepairPlan:
 def with_descendants(
     plan: RepairPlan, groups: PageGroups, chains: Iterable[Sequence[str]]
 ) -> RepairPlan:
-    """Add the groups after a removed page in a chain: no request can hit them any more.
+    """Add the groups of pages after a removed page in a chain: no request can hit them any more.
 
     chains: page hashes of each chain, in order.
     """
@@ -180,14 +183,15 @@ def _place(groups: PageGroups, found: pa.Table) -> tuple[IntArray, IntArray]:
             homes[spec.affix].add(number)
     keyed = affix_ids != FOREIGN
     keyless = ~keyed & keys.is_null().to_numpy(zero_copy_only=False)
-    # A key of two models is about the present object, or about the model that lacks the object.
+    # If two models share a key, a finding is about the present object, or about the model that
+    # lacks the object.
     owners = groups.owners(keys)
     lacks = pc.is_in(found.column("code"), value_set=pa.array(absent_codes())).to_numpy()
     owned = np.flatnonzero((owners != _NOBODY) & ~lacks)
     owned = owned[groups.deployment_ids[owners[owned]] != UNRESOLVED]
     rows: list[IntArray] = [owned]
     about: list[IntArray] = [owners[owned]]
-    # Findings are about few of thousands of deployments.
+    # Of thousands of deployments, findings name few.
     named: dict[int, list[int]] = defaultdict(list)
     for affix_id, affix in enumerate(splitter.affixes):
         for number in homes[affix]:

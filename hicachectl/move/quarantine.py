@@ -43,23 +43,24 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.move.recorded import RecordedGroups
 
-_MAX_RECORD_BYTES = 64 << 20  # a thousand objects are half a megabyte
+_MAX_RECORD_BYTES = 64 << 20  # a thousand objects take half a megabyte
 _LEFTOVER = re.compile(r"\.[0-9]{6}\.(begun|json|copying)\.tmp")
 _OBJECT = re.compile(r"0|[1-9][0-9]{0,8}")
-# Objects that a server wrote meanwhile, and unfinished copies.
+# Not kept: objects that a server wrote during the removal, and unfinished copies.
 _PASSING = re.compile(r"new-[0-9a-f]{16}|\.hicachectl-[0-9a-f]{32}\.tmp")
 
 
 class Quarantine:
     """Place of a store's quarantine, which need not exist yet.
 
-    path: for messages. own: whether the quarantine lies in the store and moves with the store.
+    path: for messages.
+    own: whether the quarantine lies in the store's directory, and moves with the store.
     """
 
     def __init__(self, store: Store, path: Path | None = None) -> None:
-        """Use a given path, or the store's own quarantine. Raises UsageError without either.
+        """Use a given path, or the store's own quarantine. Raises UsageError if there is neither.
 
-        In a path through the store's directory, links are followed only down to that directory.
+        Links in the path are followed down to the store's directory, but not below that directory.
         """
         self._beside = store if isinstance(store, SideFiles) else None
         side = None if self._beside is None else self._beside.side_directory()
@@ -162,12 +163,12 @@ def _parts_below(path: Path, store: Path) -> tuple[str, ...] | None:
 
 
 class Batch:
-    """Groups of one record, on disk. The folder is opened at its first use."""
+    """Record of a batch, and the folder with its objects, which is opened at its first use."""
 
     def __init__(
         self, run: Directory, number: int, record: Record | None = None, *, done: bool = False
     ) -> None:
-        """Name a batch of a run. record: None until `begin`."""
+        """Prepare; nothing is read. record: None until `begin`. done: all objects are removed."""
         self.run = run
         self.number = number
         self.done = done
@@ -217,8 +218,8 @@ class Batch:
     def held(self) -> dict[int, int]:
         """Return the bytes of each object in the folder, by number.
 
-        Raises UntrustedError for a link, a special file, or a file of an untrusted owner, except
-        the very file that the record names: objects keep their owners.
+        Raises UntrustedError for a link, a special file, or a file of an untrusted owner. A file
+        with the inode in the record may have any owner, because objects keep their owners.
         """
         groups = self.record.groups
         versions = groups.facts.column("version").to_pylist()
@@ -240,7 +241,10 @@ class Batch:
             return {}
 
     def write(self, groups: RecordedGroups) -> None:
-        """Write the done record of these groups' objects in the folder; discard an empty batch."""
+        """Write the done record, which lists the objects of these groups that the folder has.
+
+        If the folder has none of them, discard the batch.
+        """
         here = groups.with_objects(np.isin(groups.files, list(self.held())))
         kept = here.take(np.unique(here.owners))
         if not len(kept):
@@ -258,14 +262,17 @@ class Batch:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Mark the folder as copies whose originals are in the store, until a record exists."""
+        """Mark the folder as filled with copies, whose originals are still in the store.
+
+        The body copies and writes the record; the mark is then removed.
+        """
         self.run.write(self.name + COPYING, b"")
         yield
         _remove(self.run, self.name + COPYING)
         self.run.sync()  # before an original leaves the store
 
     def rewrite(self, groups: RecordedGroups) -> None:
-        """Reduce the record to these groups; discard the batch if there are none."""
+        """Reduce the record to these groups; discard the batch if no group is left."""
         if len(groups):
             record = replace(self.record, groups=groups)
             self.run.write(self.name + (DONE if self.done else BEGUN), dump_record(record))
@@ -287,7 +294,7 @@ class Batch:
         self.run.sync()
 
     def clear(self, keep: Container[int] = ()) -> None:
-        """Delete objects not in `keep` and temporary files; foreign files stay."""
+        """Delete temporary files, and objects that are not in `keep`. Other files stay."""
         for name in self._entries():
             if _PASSING.fullmatch(name) or (_OBJECT.fullmatch(name) and int(name) not in keep):
                 _remove(self.folder, name)
@@ -304,7 +311,7 @@ class Run:
         self._next = 0
 
     def new_batch(self) -> Batch:
-        """Create a batch with an empty folder, and missing directories. Raises OSError."""
+        """Create a batch with an empty folder; create missing directories. Raises OSError."""
         if self._directory is None:
             self._directory = self._make()
         batch = Batch(self._directory, self._next)
@@ -338,8 +345,8 @@ class Run:
 def runs(quarantine: Directory) -> Iterator[tuple[str, Directory]]:
     """Yield name and open directory of each run of a quarantine, oldest first.
 
-    The folder of a run yields only that run, named "". Raises UntrustedError if an entry is a link,
-    a special file or of an untrusted owner, OSError.
+    If the directory is itself the folder of a run, yield only that run, with the name "". Raises
+    OSError, and UntrustedError if an entry is a link, a special file or of an untrusted owner.
     """
     found = quarantine.checked_entries()
     if any(map(RECORD.fullmatch, found)):
@@ -354,11 +361,11 @@ def runs(quarantine: Directory) -> Iterator[tuple[str, Directory]]:
 def batches(run: Directory, wanted: Callable[[str], bool] = lambda suffix: True) -> Iterator[Batch]:
     """Yield the batches of a run whose record has a wanted suffix.
 
-    Raises FormatError if a record is damaged, UntrustedError if an entry is a link, a special file
-    or of an untrusted owner, OSError.
+    Raises OSError, FormatError if a record is damaged, and UntrustedError if an entry is a link, a
+    special file or of an untrusted owner.
     """
     numbers: dict[str, str] = {}
-    # If a run was killed between writing both, the done record sorts last and counts.
+    # A killed run may leave both records of a batch: the done record sorts last, and counts.
     for name in run.checked_entries():
         if match := RECORD.fullmatch(name):
             numbers[match[1]] = match[2]
@@ -376,8 +383,8 @@ def sweep(run: Directory, parent: Directory, name: str) -> list[str]:
     """Delete the leftovers of a killed run, and the run's folder once empty.
 
     Leftovers are empty folders without a record, unrecorded copies, half-written records, and begun
-    records of completed batches. Folders with objects but no record stay; return their paths.
-    Raises UntrustedError.
+    records of completed batches. Folders with objects but no record stay, because the objects may
+    be the only copies. Return the paths of these folders. Raises UntrustedError.
     """
     stay: list[str] = []
     with suppress(OSError):
@@ -394,7 +401,7 @@ def sweep(run: Directory, parent: Directory, name: str) -> list[str]:
                 run.remove(entry)
         if name and RUN.fullmatch(name):
             parent.remove_directory(name)
-        elif not name:  # an option named this very run
+        elif not name:  # the quarantine's path is the folder of this run
             Path(run.path).rmdir()
     return stay
 
@@ -433,6 +440,6 @@ def _read_record(run: Directory, name: str) -> Record:
     if len(text) > _MAX_RECORD_BYTES:
         raise FormatError(
             f"{source}: larger than {_MAX_RECORD_BYTES} bytes, so not a quarantine record; "
-            "move the file away"
+            "move the file out of the quarantine"
         )
     return parse_record(text, source=source)

@@ -25,7 +25,7 @@ _MOST_FILES = 999_999_999
 _MOST_SLOTS = 1 << 16
 _MOST_KEYS = 1 << 23  # of all groups; a shape may have thousands of slots that no page fills
 _MOST_VERSION = 1 << 16
-_LAST_MOMENT = 1e11
+_LAST_MOMENT = 1e11  # Unix seconds
 
 Mode = Literal["quarantine", "delete"]
 
@@ -147,22 +147,22 @@ def parse_record(text: bytes, *, source: str) -> Record:
         return _record(convert(document, _RecordForm, "JSON", refusal=_DamagedError))
     except (_DamagedError, ValueError) as error:
         raise FormatError(
-            f"{source}: not a quarantine record of form {FORM} ({str(error)[:200]}); its pages can "
-            "be neither restored nor removed; to go on without them, move the file out of the "
+            f"{source}: not a quarantine record of form {FORM} ({str(error)[:200]}), so its pages "
+            "can be neither restored nor removed; to go on without them, move the file out of the "
             "quarantine"
         ) from error  # fmt: skip
 
 
 def _record(form: _RecordForm) -> Record:
-    """Return the record in a form. Raises ValueError if its parts contradict one another."""
+    """Return the record in parsed JSON. Raises ValueError if its parts contradict one another."""
     msgspec.json.encode(form)  # raises UnicodeEncodeError for text that is not valid UTF-8
     for shape in form.shapes:
         if len(shape) > _MOST_SLOTS:
             raise ValueError(f"a page has {len(shape)} slots, more than {_MOST_SLOTS}")
         if any(sidecar >= len(shape) for slot in shape for sidecar in slot.sidecars):
-            raise ValueError("a sidecar names a missing slot")
+            raise ValueError("an anchor lists a sidecar slot that its shape lacks")
     if any(group.shape >= len(form.shapes) for group in form.groups):
-        raise ValueError("a group names a missing shape")
+        raise ValueError("a group has the number of a shape that the record lacks")
     if sum(len(form.shapes[group.shape]) for group in form.groups) > _MOST_KEYS:
         raise ValueError(f"more than {_MOST_KEYS} keys")
     taken = [one for group in form.groups for one in group.objects]

@@ -48,9 +48,10 @@ FINDINGS = pa.list_(pa.struct(list(SCHEMA)))
 class Slot(Struct, frozen=True):
     """An object that a page of a deployment can have. Its key: prefix, page hash, suffix.
 
-    required: whether a page without the object is not whole.
-    trailing: number of a set that a page has completely or not at all; None without a set.
-    sidecars: of an anchor: the slots written before it.
+    required: whether a whole page has the object.
+    trailing: number of the object's set, which a page has completely or not at all; None if the
+        object is in no set.
+    sidecars: for an anchor: the slots that a server writes before the anchor.
     """
 
     prefix: str
@@ -63,7 +64,7 @@ class Slot(Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """Slots of a deployment's pages, also as arrays: [slots] each."""
+    """Slots of a deployment's pages, with their fields as arrays: [slots] each."""
 
     slots: tuple[Slot, ...]
 
@@ -79,7 +80,7 @@ class Shape:
                     suffix=spec.affix[1],
                     anchor=spec.anchor,
                     required=spec.awaited,
-                    # It is unknown which unlisted objects a page has together.
+                    # Only a profile shows which objects form a set.
                     trailing=(
                         sets.setdefault(spec.object_set, len(sets))
                         if spec.trailing and spec.listed
@@ -131,7 +132,7 @@ class Shape:
 
     @cached_property
     def trailing(self) -> IntArray:
-        """Number of each slot's trailing set, from 0 without gaps; ABSENT without a set."""
+        """Number of each slot's trailing set, from 0 without gaps; ABSENT if there is none."""
         numbers: dict[int, int] = {}
         found = (slot.trailing for slot in self.slots)
         return np.array(
@@ -156,7 +157,7 @@ class RecordedGroups:
     pages, models, tags: [k] strings.
     shapes: distinct shapes. shape_ids: [k] the shape of each group.
     findings: [k] of FINDINGS: why a group is removed.
-    absent: [cells] whether the slot is empty, but no reason for the removal.
+    absent: [cells] whether the slot was empty, and this is not a reason for the removal.
     owners: [n] group of each object, ascending. slots: [n] slot in the group's shape.
     files: [n] number of the object in the folder of its batch.
     unwanted: [n] whether the object is a reason for the removal.
@@ -211,7 +212,7 @@ class RecordedGroups:
 
     @cached_property
     def anchors(self) -> BoolArray:
-        """Whether each cell is an anchor's: [cells]."""
+        """Whether each cell is for an anchor: [cells]."""
         of_slots = np.concatenate([np.zeros(0, np.bool_), *(s.anchors for s in self.shapes)])
         anchors: BoolArray = of_slots[self._slots_of_cells]
         return anchors
@@ -282,8 +283,9 @@ class RecordedGroups:
     def judge(self, present: BoolArray, known: BoolArray) -> npt.NDArray[np.uint8]:
         """Return the status of each group if nothing more is removed: [k] GroupStatus.
 
-        GONE: no objects. KEPT: whole, without unwanted objects. IN_FLIGHT: all objects are new and
-        came in order, so a server is writing the group. DONE: the group must leave.
+        GONE: no object exists. KEPT: whole, without unwanted objects. IN_FLIGHT: all objects are
+        new, and no anchor lacks a sidecar, so a server is writing the group. DONE: the group must
+        be removed.
 
         present: [cells] whether an object exists. known: [n] whether the object is unchanged.
         """
@@ -295,7 +297,7 @@ class RecordedGroups:
                 self.owners[known],
             )
         )
-        # A writer only skips sidecars that exist: a missing sidecar was removed meanwhile.
+        # A server writes sidecars first: if one is missing beside its anchor, it was removed.
         overtaken = self._overtaken(present)
         statuses = np.full(len(self), GroupStatus.IN_FLIGHT, dtype=np.uint8)
         statuses[any_known | overtaken] = GroupStatus.DONE
@@ -395,7 +397,8 @@ def facts_of(rows: pa.Table) -> pa.Table:
 def same_objects(one: pa.Table, other: pa.Table, *, versions: bool = True) -> BoolArray:
     """Return which rows of two tables of facts are the same objects: [n].
 
-    Versions decide. Size and time decide for rows without a version, or if not `versions`.
+    Two rows with versions are the same object if the versions are equal. Without versions, or if
+    `versions` is False, size and time decide.
     """
     alike = pc.and_(*(_equal(one.column(n), other.column(n)) for n in ("nbytes", "mtime_ns")))
     if versions:

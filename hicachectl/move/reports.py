@@ -50,11 +50,15 @@ class GroupReport:
     """Report of a run that removes or restores page groups.
 
     rows: one for each group tried, or to be tried; `state` is one of the words above.
-    moved: objects quarantined or restored. deleted: objects. gone: objects that had vanished.
-    nbytes: of the groups moved or deleted; None if a size is unknown.
-    failures: (key or place, message). untried: groups left because the quarantine is full.
-    place: the quarantine; None if nothing is kept. busy: its runs locked by another process.
-    unrecorded: its folders with objects but no record; they may hold the only copies and stay.
+    moved: number of objects quarantined or restored. deleted: number of objects deleted.
+    gone: number of objects that had vanished before.
+    nbytes: bytes of the groups moved or deleted; None if a size is unknown.
+    failures: (key or path, message). untried: number of groups not begun, because the quarantine
+        cannot be written to.
+    place: the quarantine; None if nothing is kept.
+    busy: number of the quarantine's runs that another process has locked.
+    unrecorded: the quarantine's folders with objects but no record. They stay, because the objects
+        may be the only copies.
     """
 
     rows: pa.Table = field(default_factory=ROWS.empty_table, repr=False)
@@ -86,7 +90,7 @@ class GroupReport:
 
     @property
     def conflicts(self) -> int:
-        """Number of groups with an object in the store again."""
+        """Number of groups not restored, because the store has another object under a key."""
         return self.count(CONFLICT)
 
     @property
@@ -96,7 +100,7 @@ class GroupReport:
 
     @property
     def remaining(self) -> int:
-        """Number of groups to remove that remain."""
+        """Number of groups that should have been removed and remain."""
         return self.failed + self.untried
 
 

@@ -1,4 +1,4 @@
-"""Restore quarantined page groups: sidecars first, never over existing objects."""
+"""Restore quarantined page groups, sidecars first. Existing objects are never overwritten."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     # (groups, scheme of their keys) -> which groups are wanted, [k].
     Wanted = Callable[[RecordedGroups, str], BoolArray]
 
-_NO_MORE = "is missing from the quarantine"
+_NO_MORE = "missing from the quarantine"
 _IN_STORE = "already exists in the store"
 
 _COLUMNS = pa.schema(
@@ -57,12 +57,12 @@ _COLUMNS = pa.schema(
 
 
 def all_groups(groups: RecordedGroups, scheme: str) -> BoolArray:
-    """Want every group."""
+    """Choose every group."""
     return np.ones(len(groups), dtype=np.bool_)
 
 
 def starting_with(prefix: str) -> Wanted:
-    """Want the groups of pages whose hash starts with a prefix."""
+    """Choose the groups of pages whose hash starts with a prefix."""
 
     def wanted(groups: RecordedGroups, scheme: str) -> BoolArray:
         found: BoolArray = pc.starts_with(groups.pages, prefix).to_numpy(zero_copy_only=False)
@@ -72,7 +72,7 @@ def starting_with(prefix: str) -> Wanted:
 
 
 def listed_groups(listed: PageList) -> Wanted:
-    """Want the groups named in a page list; a row without a label names all groups of a page."""
+    """Choose the groups in a page list; a row without a label names all groups of its page."""
     named: dict[str, set[str | None]] = {}
     for page, label in zip(listed.pages, listed.groups, strict=True):
         named.setdefault(page, set()).add(label)
@@ -100,13 +100,13 @@ def restore_groups(
 ) -> GroupReport:
     """Restore the wanted groups of a quarantine, and remove them from its records.
 
-    A group with an object that already exists in the store is a conflict and stays. A group whose
-    removal was interrupted becomes complete again. The result's rows also have `codes`, of the
-    findings that caused the removal, and `detail`.
+    A group is a conflict and stays if the store has another object under one of its keys. A group
+    whose removal was interrupted becomes complete again. The result's rows also have `codes`, of
+    the findings that caused the removal, and `detail`.
 
-    Raises, before any change: UsageError if the quarantine is missing or of another kind of store,
-    FormatError if a record is damaged, UntrustedError if an entry is a link or its owner is not
-    trusted. Raises StoreUnavailable.
+    Raises, before any change: UsageError if the quarantine is missing or its records are from
+    another kind of store, FormatError if a record is damaged, UntrustedError if an entry is a link
+    or its owner is not trusted. Raises StoreUnavailable.
     """
     place = Quarantine(store, quarantine)
     state = WOULD_RESTORE if dry_run else RESTORED
@@ -116,7 +116,7 @@ def restore_groups(
     with ExitStack() as exits, place.opened(writes=not dry_run) as directory:
         if directory is None:
             raise UsageError(
-                f"{place.path}: no such directory; name a directory given to --quarantine"
+                f"{place.path}: no such directory; give the quarantine that verify --repair named"
             )
         memory = cache(lambda: exits.enter_context(copy_memory(store)))
         _check(store, directory, wanted)
@@ -170,7 +170,10 @@ def _chosen(store: Store, batch: Batch, wanted: Wanted) -> IntArray:
 
 
 class _Restore:
-    """Restore of groups of one batch. lost: how many objects are in neither place."""
+    """Restore of groups of one batch.
+
+    lost: number of objects missing from both the quarantine and the store.
+    """
 
     def __init__(
         self, store: Store, batch: Batch, chosen: IntArray, memory: Callable[[], Arena]
@@ -188,13 +191,13 @@ class _Restore:
         held = batch.held()
         self._sizes = np.array([held.get(file, -1) for file in groups.files.tolist()], np.int64)
         self._here, self._double, self.lost = self._assessed()
-        self._refused = ~self._result.open  # listed first
+        self._refused = ~self._result.open  # first in the rows
 
     def _assessed(self) -> tuple[BoolArray, BoolArray, int]:
-        """Find where objects are, and fail the groups that cannot be restored.
+        """Locate the objects, and fail the groups that cannot be restored.
 
-        Return the objects only in the quarantine, [n]; the objects also in the store, because an
-        earlier restore was interrupted, [n]; and how many are in neither.
+        Return which objects are only in the quarantine, [n]; which are also in the store, because
+        an earlier run was interrupted, [n]; and the number of objects in neither.
         """
         groups, objects = self._groups, self._objects
         sight = look(self._store, groups)
@@ -211,14 +214,14 @@ class _Restore:
         resized = ~there & held & (expected >= 0) & (self._sizes != expected)
         for place in np.flatnonzero(lost | resized).tolist():
             size = int(self._sizes[place])
-            problem = f"has {size} bytes in the quarantine, but had {expected[place]} in the store"
+            problem = f"{size} bytes in the quarantine, but {expected[place]} when it was removed"
             key = objects.keys[place].as_py()
             why = _NO_MORE if lost[place] else problem
             self._fail(int(groups.owners[place]), GroupStatus.FAILED, key, why)
         return ~there & held, own & held, int(lost.sum())
 
     def _fail(self, group: int, status: GroupStatus, key: bytes, why: str) -> None:
-        self._result.fail(group, status, key, f"{key.decode()} {why}")
+        self._result.fail(group, status, key, f"{key.decode()}: {why}")
 
     def _equal(self, sight: Sight, places: IntArray) -> BoolArray:
         """Return which objects have the same bytes in store and quarantine."""
@@ -316,20 +319,20 @@ class _Restore:
         return Result(statuses, errors)
 
     def _explained(self, places: IntArray, found: Result) -> Result:
-        """Return the result with a message, with the key, for each object not written."""
+        """Return the result with a message, the key and why, for each object not written."""
         errors = {}
         for index in np.flatnonzero(~found.ok).tolist():
             key = self._objects.keys[int(places[index])].as_py().decode()
             is_there = found.statuses[index] == Status.EXISTS
-            errors[index] = f"{key} {_IN_STORE if is_there else _NO_MORE}"
+            errors[index] = f"{key}: {_IN_STORE if is_there else _NO_MORE}"
             if index in found.errors:
-                errors[index] = f"{key}: {found.errors[index]}"
+                errors[index] = f"{key}: cannot be restored: {found.errors[index]}"
         return Result(found.statuses, errors)
 
     def rows(self, done: str) -> pa.Table:
-        """Return the rows of the groups. done: state of groups restored, or to be restored."""
+        """Return a row for each group. done: state of groups restored, or to be restored."""
         groups, result = self._groups, self._result
-        # Of restored groups, only objects moved by this run count.
+        # In restored groups, only the objects that this run moved count.
         counted = groups.with_objects(self._here | ~result.open[groups.owners])
         details = {problem.group: problem.detail for problem in reversed(result.problems)}
         columns = {

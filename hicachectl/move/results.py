@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 class GroupStatus(IntEnum):
     """Status of one page group."""
 
-    DONE = 0  # moved as requested, or found equal
-    GONE = 1  # vanished from the source before the move
+    DONE = 0  # no problem so far; in the end: copied, removed or restored
+    GONE = 1  # vanished before it was copied or removed
     FAILED = 2
-    CONFLICT = 3  # the destination holds another object under one of its keys
+    CONFLICT = 3  # the destination has another object under one of the group's keys
     NO_ROOM = 4  # not written: the destination is full
-    RACED = 5  # another writer wrote one of its objects: compare, then complete
-    KEPT = 6  # left alone: a server has rewritten the faulty objects
+    RACED = 5  # another writer wrote one of the group's objects; a retry compares and completes
+    KEPT = 6  # not removed: a server has rewritten the faulty objects
     IN_FLIGHT = 7  # a server is writing the group
-    SAME = 8  # found equal: nothing was written
+    SAME = 8  # compared and equal: nothing was written
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Reason why a group was not moved. key: the object at fault, if any.
+    """Reason why a group was not copied, removed or restored completely.
 
-    group: index of the group in the `MoveResult`, or -1.
+    key: of the object at fault, if any. group: index of the group in the `MoveResult`, or -1.
     """
 
     page: str
@@ -47,12 +47,12 @@ class Problem:
 
 @dataclass(slots=True, eq=False)
 class MoveResult:
-    """Statuses of k page groups that are moved together.
+    """Statuses of k page groups that are copied, removed or restored together.
 
     pages:    [k] page hash of each group.
-    statuses: [k] uint8 of GroupStatus. A group still DONE is open: the work on it goes on.
-    objects, nbytes: moved and not rolled back.
-    written:  [n] objects of a batch written and not rolled back.
+    statuses: [k] uint8 of GroupStatus. A group is open while its status is DONE.
+    objects, nbytes: number and bytes of the objects written and not rolled back, or removed.
+    written:  [n] which objects of a batch were written and not rolled back.
     full:     whether a backup's destination had no room for an object.
     """
 
@@ -72,19 +72,19 @@ class MoveResult:
 
     @property
     def open(self) -> BoolArray:
-        """Groups without a problem so far: [k]."""
+        """Which groups have no problem so far: [k]."""
         is_open: BoolArray = self.statuses == GroupStatus.DONE
         return is_open
 
     def include(self, groups: IntArray, part: MoveResult) -> None:
-        """Take over the result of some of the groups. groups: their indices here."""
+        """Add the result of some of the groups. groups: their indices in this result."""
         self.statuses[groups] = part.statuses
         self.problems += [replace(p, group=int(groups[p.group])) for p in part.problems]
         self.objects += part.objects
         self.nbytes += part.nbytes
 
     def fail(self, group: int, status: GroupStatus, key: bytes | None, detail: str) -> None:
-        """Set the status of an open group; only the first reason counts."""
+        """Set the status of a group if the group is open: only the first reason counts."""
         if self.statuses[group] != GroupStatus.DONE:
             return
         self.statuses[group] = status
@@ -105,7 +105,8 @@ class RunResult:
     """Sum of the results of batches.
 
     counts:   [GroupStatus] how many groups ended with each status.
-    objects, nbytes: written and not rolled back. moved: groups that left the source.
+    objects, nbytes: number and bytes of the objects written and not rolled back.
+    moved:    number of groups removed from the source after the copy.
     full:     whether the destination had no room. complete: whether every batch was begun.
     problems: the first MOST_PROBLEMS.
     """
@@ -130,7 +131,7 @@ class RunResult:
         self.note(result.problems)
 
     def fail(self, problems: Collection[Problem]) -> None:
-        """Count a group as failed for each problem."""
+        """Count each problem as one failed group."""
         self.counts[GroupStatus.FAILED] += len(problems)
         self.note(problems)
 

@@ -1,4 +1,4 @@
-"""Routes from one store to another: which objects become which, under which keys."""
+"""Routes between stores: source objects, the destination objects made from them, and keys."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Route:
 
     sources:  source objects of a page: the first specs of the deployment. Objects of its other
         specs are not copied.
-    targets:  destination objects of a page; one of UNKNOWN_SIZE has as many bytes as its source.
-    units:    have indices into `sources` and `targets`.
+    targets:  destination objects of a page; a target of UNKNOWN_SIZE is as large as its source.
+    units:    transfers of some sources to some targets, with indices into `sources` and `targets`.
     verbatim: whether every object keeps its bytes.
     """
 
@@ -53,7 +53,7 @@ class Route:
 
     @cached_property
     def sizes(self) -> IntArray:
-        """Expected bytes of each source: [sources], UNKNOWN_SIZE if only the listing tells."""
+        """Expected bytes of each source: [sources], UNKNOWN_SIZE if only the listing has them."""
         return np.array([source.nbytes for source in self.sources], dtype=np.int64)
 
     @cached_property
@@ -66,7 +66,7 @@ class Route:
 
     @cached_property
     def target_bytes(self) -> IntArray:
-        """Bytes of each target: [targets], UNKNOWN_SIZE if as many as its source."""
+        """Bytes of each target: [targets], UNKNOWN_SIZE if it is as large as its source."""
         return np.array([target.nbytes for target in self.targets], dtype=np.int64)
 
     @cached_property

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
-# Large enough to share calls and syncs, small enough that several batches are at work.
+# Large enough to share calls and syncs, small enough that several batches run at once.
 _BATCH_BYTES = 64 << 20
 _LEAST_OBJECTS = 256
-_LAST_BYTES = 256 << 10  # of a batch, when filling the last room
+_LAST_BYTES = 256 << 10  # of a batch, when the destination is nearly full
 # Waits before each retry of raced groups, for their writer to finish. Mooncake drops a killed
 # writer's unfinished objects after 30 s.
 _WAIT_SECONDS = (0.5, 1.5, 4.0, 10.0, 20.0)
@@ -84,7 +84,7 @@ class CopyRun:
     ) -> RunResult:
         """Process works in order.
 
-        on_done: called in the thread that calls `copy`. On an exception, batches at work finish
+        on_done: called in the thread that calls `copy`. On an exception, begun batches finish
         first. Raises StoreUnavailable, and UsageError if a group is larger than the buffer.
         """
         works, full = list(works), self._executor.full
@@ -105,7 +105,7 @@ class CopyRun:
         return self.result
 
     def remove(self, survey: Survey, items: IntArray) -> None:
-        """Remove groups from the source; they must have been compared at the destination."""
+        """Remove groups from the source, after their copies were compared at the destination."""
         self._remove([(survey, items)])
 
     def _pass(
@@ -165,7 +165,8 @@ class CopyRun:
     def _try_again(self, on_done: Callable[[PageBatch, MoveResult], None]) -> None:
         """Compare groups that other writers finished; try one of the unfinished groups.
 
-        If that succeeds, the store has dropped a killed writer's objects: write the others, too.
+        If that group can be written, the store has dropped the unfinished objects of a killed
+        writer: write the other groups, too.
         """
         raced, self._raced = self._raced, {}
         finished, unfinished = [], []
@@ -204,7 +205,7 @@ class CopyRun:
             self._fail(survey, done[left_over], why)
             done = done[~left_over]
             if len(done) and batch.action in READS_BACK:
-                # The copy, soon the only one, may be another writer's and unsynced.
+                # The copy will soon be the only one, and another writer may have left it unsynced.
                 self._destination.flush()
         if self._journal is not None and len(done):
             pages = survey.pages.take(pa.array(done))

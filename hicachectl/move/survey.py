@@ -47,11 +47,11 @@ class Survey:
     """The n groups of one route, with their objects in both stores.
 
     groups: [n] group numbers of the source. pages: [n] their hashes.
-    rows:   the route's sources; slots are rows of the source's inventory.
+    rows:   table of the route's sources; a slot has the object's row in the source's inventory.
     sizes:  bytes of each row of the inventory; UNKNOWN_SIZE if neither store nor profile has them.
-    wanted: targets for the destination; slots are their bytes, or UNSIZED if a source's size is
-        unknown or does not fit its unit.
-    there:  targets at the destination; slots are their bytes, or UNSIZED.
+    wanted: table of the targets to write; a slot has the target's bytes, or UNSIZED if the size of
+        one of its sources is unknown or not the expected size.
+    there:  table of the targets that the destination has; a slot has the bytes, or UNSIZED.
     strays: [n] whether a group has objects that are not sources of the route.
     times:  mtime_ns of each row of the inventory, null if the store keeps none.
     """
@@ -73,12 +73,12 @@ class Survey:
 
     @property
     def touched(self) -> GroupTable:
-        """Targets of all units with at least one source."""
+        """Targets that are made from at least one existing source."""
         return made_of(self.route, self.rows, self.sizes, partly=True)
 
     @cached_property
     def left_over(self) -> BoolArray:
-        """Groups with objects that are not copied: [n]. Replicas of copied objects do not count."""
+        """Which groups have objects that are not copied, except replicas of copied objects: [n]."""
         left = self.strays.copy()
         for unit in self.route.units:
             groups, complete = self.rows.holders(unit.sources)
@@ -87,16 +87,16 @@ class Survey:
 
     @cached_property
     def unfit(self) -> BoolArray:
-        """Groups with a source of unknown or wrong size: [n]."""
+        """Which groups have a source of unknown or wrong size: [n]."""
         blocks = self.wanted.blocks
         return self.wanted.where(block.values == UNSIZED for block in blocks).having()
 
     def keys(self, items: IntArray, targets: IntArray) -> pa.BinaryArray:
-        """Return the keys of targets, one for each of some groups."""
+        """Return the key of one target for each item: [items]. items: rows of the survey."""
         return self.route.keys(targets, self.pages.take(pa.array(items)))
 
     def as_if_written(self, items: IntArray) -> Survey:
-        """Return the survey as if the destination had all targets of some groups."""
+        """Return the survey as if the destination had all wanted targets of the items."""
         places, targets, sizes = self.wanted.objects(items)
         written = items[places], targets, sizes
         known = self.there.objects(np.arange(self.there.count))
@@ -106,9 +106,9 @@ class Survey:
 class StorePair:
     """A source, a destination, and the transfer between them.
 
-    profile: of the source; None: what its keys show.
-    target:  of the destination; None: the same as the source's.
-    grammar: of the written keys: the destination's; a new pack takes the source's.
+    profile: of the source; None: only the keys describe the source.
+    target:  profile of the destination; None: the same as the source's.
+    grammar: of the keys to write: the destination's, or the source's for a new pack.
     """
 
     def __init__(
@@ -137,7 +137,9 @@ class StorePair:
         same = source.url == self.destination.url
         if self.target in (None, profile) and self.grammar == source.grammar:
             if same:
-                raise UsageError(f"{source.url}: source and destination are the same")
+                raise UsageError(
+                    f"{source.url}: source and destination are the same; give another destination"
+                )
             return None
         if profile is None or profile.inferred:
             raise UsageError(f"{source.url}: {inferred_refused('changing keys or bytes')}")
@@ -145,8 +147,8 @@ class StorePair:
         old, new = ({o.coordinate for o in objs} for objs in (plan.sources, plan.destinations))
         if same and old & new:
             raise UsageError(
-                f"{source.url}: the new objects would have keys of the objects being read; migrate "
-                "to another store, or give another --to-model or --to-tag"
+                f"{source.url}: the new objects would have the keys of the objects being read; "
+                "migrate to another store, or give another --to-model or --to-tag"
             )
         return plan
 
@@ -158,7 +160,7 @@ class StorePair:
         first_only: bool = False,
         on_batch: Callable[[int], None] = lambda objects: None,
     ) -> list[Survey]:
-        """Survey the groups of each deployment on both sides. first_only: only the first.
+        """Survey the groups of each deployment in both stores. first_only: of the first one only.
 
         Raises ProfileError if the destination holds another topology under the same keys,
         StoreUnavailable.
@@ -205,9 +207,10 @@ def _survey(groups: PageGroups, route: Route, sizes: IntArray, times: pa.Int64Ar
 
 
 def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = False) -> GroupTable:
-    """Return the targets that units make of sources; slots are their bytes, or UNSIZED.
+    """Return the table of targets that the route makes from sources, like `Survey.wanted`.
 
-    rows, sizes: as in a survey. partly: include units that lack sources, and ignore source sizes.
+    rows, sizes: as in a survey. partly: include targets that lack sources, and ignore the sizes of
+    sources.
     """
     found: list[_Objects] = []
     for unit in route.units:
@@ -229,9 +232,10 @@ def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = F
 
 
 def compare(wanted: GroupTable, there: GroupTable) -> tuple[BoolArray, BoolArray, BoolArray]:
-    """Return which groups have, lack, or have in another size any wanted target: [n] each.
+    """Compare the wanted targets with the destination's.
 
-    wanted, there: as in a survey. An unknown size equals any size.
+    Return three arrays [n]: whether the destination has any wanted target of the group, lacks any,
+    and has any in another size. An unknown size equals any size. wanted, there: as in a survey.
     """
     some, lacks, differs = np.zeros((3, wanted.count), dtype=np.bool_)
     for block, theirs in zip(wanted.blocks, there.blocks, strict=True):
@@ -307,12 +311,12 @@ class _SeenSizes:
 
 
 class _TargetFinder:
-    """Search of a listing for targets of surveyed pages. found: by batch of the listing."""
+    """Search of a listing for the targets of a survey. found: an entry for each batch."""
 
     def __init__(self, survey: Survey) -> None:
         self.found: list[_Objects] = []
         self._targets = {target.affix: at for at, target in enumerate(survey.route.targets)}
-        self._target_of = np.array([ABSENT])  # of each affix; the last is for FOREIGN
+        self._target_of = np.array([ABSENT])  # of each affix, or ABSENT; the last is for FOREIGN
         self._pages = survey.pages
         words = _first_words(survey.pages, np.arange(len(survey.pages)))
         self._order = np.argsort(words, kind="stable")
@@ -339,7 +343,7 @@ class _TargetFinder:
             self.found.append((at, target[mine], sizes[mine]))
 
     def _places(self, pages: pa.StringArray, mine: IntArray) -> IntArray:
-        """Return the index in the survey, or ABSENT, of some pages of a batch."""
+        """Return the survey's row of each page, or ABSENT: [mine]. mine: rows of the batch."""
         wanted = pages.take(pa.array(mine))
         if self._alike:
             known: IntArray = (
@@ -359,7 +363,7 @@ def _first_words(pages: pa.StringArray, rows: IntArray) -> npt.NDArray[np.uint64
 
 
 def _asked(store: Store, survey: Survey) -> GroupTable:
-    """Return the targets found by key, for a store whose listing lags behind."""
+    """Return the targets that the store has, looked up by key: its listing lags behind."""
     at, targets, _ = survey.touched.objects(np.arange(len(survey.groups)))
     objects = []
     for start in range(0, len(at), _ASKED_AT_ONCE):
@@ -375,7 +379,7 @@ def _asked(store: Store, survey: Survey) -> GroupTable:
 
 
 def _targets(route: Route, count: int, objects: Iterable[_Objects]) -> GroupTable:
-    """Return a table of `count` groups with targets; the first target of a slot stays."""
+    """Return a table of `count` groups with targets; if a slot has several, the first counts."""
     nothing = np.zeros(0, dtype=np.int64)
     columns = zip((nothing, nothing, nothing), *objects, strict=True)
     return fill_table(route.targets, count, *(np.concatenate(column) for column in columns))
@@ -386,8 +390,8 @@ def _refuse_other_topology(
 ) -> None:
     """Raise ProfileError if another topology uses our keys: servers would mix up the objects.
 
-    Signs: several objects of another size and none of ours, or ranks above ours if keys carry no
-    TP size.
+    Signs are several objects of another size and none of our size, or, if keys carry no TP size,
+    ranks above ours.
     """
     numbers = {affix: number for number, affix in enumerate(affixes)}
     for target, nbytes in zip(route.targets, route.expected_bytes.tolist(), strict=True):
@@ -397,9 +401,10 @@ def _refuse_other_topology(
         if sum(counts.values()) >= _MANY:
             size = max(counts, key=lambda s: counts[s])
             raise ProfileError(
-                f"{store.url}: already holds {target.coordinate.pool} objects of {size} bytes "
-                f"under keys whose objects should have {nbytes} bytes: another topology or dtype; "
-                "remove them (hicachectl rm), or give another --to-tag or --to-model"
+                f"{store.url}: already has {target.coordinate.pool} objects of {size} bytes under "
+                f"the keys to write, but they should have {nbytes} bytes: a deployment with "
+                "another topology or dtype wrote them; remove them (hicachectl rm), or give "
+                "another --to-tag or --to-model"
             )
     if grammar == "mooncake":
         _refuse_further_ranks(store, route, affixes, grammar)
@@ -418,7 +423,7 @@ def _refuse_further_ranks(store: Store, route: Route, affixes: list[Affix], gram
             shared = (reading.model, reading.tag, reading.pool, reading.part) in own
             if shared and rank is not None and rank > max(ranks):
                 raise ProfileError(
-                    f"{store.url}: already holds objects of TP rank {rank} of {reading.model}, but "
+                    f"{store.url}: already has objects of TP rank {rank} of {reading.model}, but "
                     f"the new TP size is {max(ranks) + 1}: Mooncake keys carry no TP size, so both "
                     "would share keys; remove them (hicachectl rm), or give another --to-tag"
                 )

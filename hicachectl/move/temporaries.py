@@ -64,7 +64,8 @@ def remove_temporaries(
 ) -> GroupReport:
     """Delete temporary files, except files written since the listing.
 
-    The result has rows with the columns of reports.ROWS, without a page, and `key`.
+    The rows of the result have the columns of reports.ROWS (page, model and tag are null) and
+    `key`.
     Raises StoreUnavailable.
     """
     states = np.full(len(stale), WOULD_REMOVE if dry_run else GONE, dtype=object)
@@ -84,7 +85,7 @@ def remove_temporaries(
         for row, status in zip((start + rows).tolist(), result.statuses.tolist(), strict=True):
             states[row] = {Status.OK: REMOVED, Status.GONE: GONE}.get(Status(status), FAILED)
         failed += [
-            (texts[start + int(rows[number])].as_py(), message)
+            (texts[start + int(rows[number])].as_py(), f"cannot be deleted: {message}")
             for number, message in result.errors.items()
         ]
         on_progress(len(some))

@@ -22,7 +22,7 @@ from hicachectl.backends.capabilities import open_mover
 from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.quarantine import BEGUN
-from hicachectl.formats.wording import failed
+from hicachectl.formats.wording import failed, reason_of
 from hicachectl.move.backups import MEMORY_BYTES, copy_groups, copy_memory
 from hicachectl.move.listed import ListedGroups
 from hicachectl.move.order import GroupObjects, Sighting, remove_once, withdraw
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
-SETTLE_SECONDS = 1.0  # longer than a server takes from a page's sidecars to its anchor
+SETTLE_SECONDS = 1.0  # longer than a server's pause between a page's sidecars and its anchor
 LIVE_SECONDS = 300.0  # a store with a more recent write counts as live
 
 
@@ -72,8 +72,8 @@ def remove_groups(
 
     inventory: with the column `version` if the store has versions, to detect objects rewritten
     since the scan.
-    mode: "delete" keeps no objects; the quarantine then holds only records of batches at work.
-    settle_seconds: how long to watch a live store for half-written pages.
+    mode: "delete" keeps no objects; the quarantine then only has the records of unfinished batches.
+    settle_seconds: how long to watch a live store afterwards for pages that servers half wrote.
     buffer_bytes: memory for copies, at most `MEMORY_BYTES`.
     on_progress: called with the number of groups processed.
 
@@ -106,7 +106,7 @@ def withdraw_listed(
 
     A group that a server has made whole again stays.
     inventory: with the column `version` if the store has versions.
-    numbers: [k] groups. Return their statuses in this order: DONE, GONE, KEPT, IN_FLIGHT or FAILED.
+    numbers: [k] groups. Return a status for each: DONE, GONE, KEPT, IN_FLIGHT or FAILED.
     Raises StoreUnavailable.
     """
     none = np.zeros(0, dtype=np.int64)
@@ -161,7 +161,8 @@ def count_unfinished(store: Store, quarantine: str | None = None) -> int:
 def _begun(run: Directory, store: Store, place: Quarantine) -> Iterator[Batch]:
     """Yield the batches of a run that were begun on this store.
 
-    A store's own quarantine moves with the store: its records may have an earlier URL.
+    A store's own quarantine lies in the store's directory. If that directory was moved, the records
+    have an earlier URL, so the URL is not compared.
     """
     for batch in batches(run, lambda suffix: suffix == BEGUN):
         record = batch.record
@@ -194,9 +195,12 @@ def _rehearsed(
 class _Removal:
     """Page groups of one batch while they leave a store.
 
-    groups: as they were at the start. touched: [k] whether objects were removed. standing: [k]
-    status at the last look; the result of untouched groups. removed, new: [k] removed objects,
-    recorded and unrecorded. gone: [k] vanished objects. sight: the last look, if still fresh.
+    groups: as they were at the start.
+    touched: [k] whether objects of the group were removed.
+    standing: [k] status at the last look; in the end, the result of untouched groups.
+    removed, new: [k] number of removed objects that were recorded, and that were not.
+    gone: [k] number of objects that vanished before they were removed.
+    sight: the last look, while it is fresh.
     """
 
     def __init__(self, store: Store, groups: RecordedGroups) -> None:
@@ -207,11 +211,11 @@ class _Removal:
         self.standing = np.full(len(groups), GroupStatus.DONE, dtype=np.uint8)
         self.sight: Sight | None = None
         self._store = store
-        self._left = np.zeros(0, dtype=np.bool_)  # [n] recorded objects that have left
+        self._left = np.zeros(0, dtype=np.bool_)  # [n] whether the recorded object has left
 
     @classmethod
     def of_listed(cls, store: Store, listed: RecordedGroups) -> Self:
-        """Look at listed groups again: findings about objects changed since no longer hold."""
+        """Look up listed groups again: a finding no longer counts if its object has changed."""
         sight = look(store, listed)
         unwanted = np.zeros(len(sight.at), dtype=np.bool_)
         unwanted[listed.cells[sight.known(listed) & listed.unwanted]] = True
@@ -225,7 +229,7 @@ class _Removal:
 
     @property
     def pending(self) -> IntArray:
-        """Groups that must leave and have not failed."""
+        """Groups that must leave the store and have not failed."""
         return np.flatnonzero(self.result.open & (self.standing == GroupStatus.DONE))
 
     @property
@@ -244,9 +248,9 @@ class _Removal:
 
         Renames remove a group within microseconds; one sync follows the whole batch. A sync between
         anchors and sidecars would give a server milliseconds to write an anchor beside a damaged
-        sidecar. After a power failure a sidecar may therefore be gone and its anchor back; the
-        record, durable before the first rename, names the page for the next run. Removal by key
-        also removes objects that a server rewrites right after the look.
+        sidecar. Without that sync, a power failure may bring an anchor back without its sidecar.
+        The record is durable before the first rename, so the next run removes such a page. Removal
+        by key also removes objects that a server rewrites right after the look.
         """
         self._left = np.zeros(len(self.groups.owners), dtype=np.bool_)
 
@@ -264,10 +268,19 @@ class _Removal:
                 mover.flush(into_store=False)
         except OSError as error:
             for group in np.flatnonzero(self.touched).tolist():
-                why = f"removed, but the removal may not be on disk: {error.strerror}"
-                self.result.fail(group, GroupStatus.FAILED, b"", why)
+                why = f"removed, but a power failure may undo this: {reason_of(error)}; run again"
+                self.result.fail(group, GroupStatus.FAILED, self._key_of(group), why)
         settled = self.result.open & ~self.touched
         self.result.statuses[settled] = self.standing[settled]
+
+    def _key_of(self, group: int) -> bytes:
+        """Return the key of a group's anchor, or of another object; recorded objects first."""
+        groups = self.groups
+        cells = np.arange(groups.starts[group], groups.starts[group + 1])
+        recorded = np.isin(cells, groups.cells)
+        order = np.lexsort((~groups.anchors[cells], ~recorded))
+        key: bytes = groups.keys_of(cells[order[:1]])[0].as_py()
+        return key
 
     def _look(self, pending: IntArray) -> Sighting:
         groups = self.groups
@@ -296,7 +309,10 @@ class _Removal:
         return Result(statuses, errors)
 
     def _taker(self, mover: Mover, seen: Sighting) -> Callable[[int], Status]:
-        """Return a function that renames an object: to its recorded file, or to a new name."""
+        """Return a function that renames an object out of the store, by index.
+
+        A recorded object gets its recorded file number as name, any other object a new name.
+        """
         keys = seen.objects.keys.to_pylist()
         versions = seen.rows.column("version").to_pylist()
         recorded = seen.recorded.tolist()
@@ -331,7 +347,7 @@ class _Worker:
         watches: bool = False,
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
-        self.full = False  # the quarantine has no room: no further batch is begun
+        self.full = False  # the quarantine cannot be written to: no further batch is begun
         self.tried = 0
         self._store = store
         self._place = place
@@ -356,7 +372,7 @@ class _Worker:
                 self._run.close()
 
     def work(self, listed: RecordedGroups) -> None:
-        """Remove a batch, from its first look to its closed record."""
+        """Remove a batch of listed groups, and close its record."""
         removal = _Removal.of_listed(self._store, listed)
         settled = removal.standing != GroupStatus.DONE
         if not settled.all():
@@ -378,14 +394,19 @@ class _Worker:
                 _drop_doubles(mover, groups, held)
             elif batch.record.mode == "quarantine":
                 for place in np.flatnonzero(~held).tolist():
-                    removal.fail(place, "its copy is missing from the quarantine")
+                    removal.fail(
+                        place,
+                        "its copy is missing from the quarantine, so its page was not removed; "
+                        f"move {batch.run.path}/{batch.name}{BEGUN} away, then run again",
+                    )
             self._take(removal, np.arange(len(groups)), batch, mover)
         self._note(removal, batch.record.mode)
 
     def settle(self, seconds: float) -> None:
         """Watch the removed groups, and remove pages that servers half wrote meanwhile.
 
-        A server that saw a sidecar just before its removal writes the anchor later.
+        A server that saw a sidecar just before its removal does not write that sidecar again, but
+        later writes the anchor.
         """
         deadline = time.monotonic() + seconds
         while self._watched and time.monotonic() < deadline:
@@ -417,8 +438,8 @@ class _Worker:
         )
 
     def _carry_out(self, removal: _Removal, mode: Mode) -> None:
-        """Remove groups under a record; copy them first if they cannot be renamed."""
-        if self._run is None:  # mode delete, without a quarantine for records
+        """Record groups and remove them; first copy them if they cannot be renamed."""
+        if self._run is None:  # mode "delete", and no quarantine to keep records in
             removal.leave(None)
             return
         removal.sight = None  # outdated once the record is written
@@ -457,7 +478,8 @@ class _Worker:
                 batch.write(removal.groups.take(left))
         except OSError as error:
             # The begun record stays, so the next run finishes the batch.
-            self._failures.append((batch.run.path, error.strerror or str(error)))
+            why = f"cannot write the record of removed pages: {reason_of(error)}; run again"
+            self._failures.append((batch.run.path, why))
 
     def _copy(self, removal: _Removal, batch: Batch) -> None:
         """Copy the objects of the pending groups into the folder of the batch.
@@ -471,7 +493,8 @@ class _Worker:
         places = np.flatnonzero(sight.present[groups.cells] & np.isin(groups.owners, pending))
         cells, facts = groups.cells[places], groups.facts.take(pa.array(places))
         names = pa.array(groups.files[places]).cast(pa.string()).cast(pa.binary())
-        unread = np.zeros(len(places), dtype=np.bool_)  # servers never read a backup's anchors
+        # Servers never read a backup, so the backup has no anchors.
+        unread = np.zeros(len(places), dtype=np.bool_)
         with FileStore.within(batch.folder) as target:
             copies = copy_groups(
                 self._store,
@@ -485,14 +508,14 @@ class _Worker:
             )
         self.full |= copies.full
         for problem in copies.problems:
-            key, why = (problem.key or "").encode(), f"cannot be copied: {problem.detail}"
+            key, why = (problem.key or "").encode(), f"not copied to quarantine: {problem.detail}"
             removal.result.fail(problem.group, GroupStatus.FAILED, key, why)
         copied = np.zeros(len(groups.owners), dtype=np.bool_)
         copied[places[copies.written]] = True
         self._forget_changed(removal, batch, copied)
 
     def _forget_changed(self, removal: _Removal, batch: Batch, copied: BoolArray) -> None:
-        """Record only copies whose originals are unchanged or gone; delete the others."""
+        """Keep only the copies of unchanged or vanished objects; delete the other copies."""
         groups, pending = removal.groups, removal.pending
         sight = look(self._store, groups, pending)
         unchanged = sight.known(groups) | ~sight.present[groups.cells]
@@ -504,12 +527,14 @@ class _Worker:
         removal.groups = groups.with_objects(kept | ~chosen)
 
     def _refuse(self, removal: _Removal, error: OSError) -> None:
-        """Fail a batch that has no record; its objects are untouched."""
+        """Fail a batch whose record or copies cannot be written; its objects stay in the store."""
         where = str(self._place.path) if self._place is not None else ""
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise StoreUnavailable(failed(where, "write to the quarantine", error)) from error
+            why = failed(where, "write to the quarantine", error, "check its owner and permissions")
+            raise StoreUnavailable(why) from error
         self.full = True
-        self._failures.append((where, error.strerror or str(error)))
+        why = f"cannot write to the quarantine: {reason_of(error)}; check its disk, then run again"
+        self._failures.append((where, why))
         removal.result.statuses[removal.pending] = GroupStatus.FAILED
 
     def _note(self, removal: _Removal, mode: Mode) -> None:
@@ -534,7 +559,7 @@ class _Worker:
     def _unsettled(self) -> Iterator[tuple[_Removal, MoveResult, IntArray]]:
         """Yield the watched groups that are present but not whole, a batch at a time.
 
-        Each batch comes with the result of its groups, and their indices there.
+        Each batch comes with its result, and the indices of those groups in the result.
         """
         for groups, result, places in self._watched:
             watched = replace(groups)  # a copy, so that its cached properties are freed
@@ -551,7 +576,7 @@ class _Worker:
 
 
 def _drop_doubles(mover: Mover, groups: RecordedGroups, held: BoolArray) -> None:
-    """Remove objects from the store that a power failure left in both places."""
+    """Remove objects from the store that a power failure left in store and quarantine."""
     objects = GroupObjects(
         groups.keys_of(groups.cells), groups.owners, groups.anchors[groups.cells]
     )

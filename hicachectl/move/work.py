@@ -51,9 +51,9 @@ class PageWork:
     ) -> Iterator[PageBatch]:
         """Yield batches of the groups, in order, each within the limits or of a single group.
 
-        The first batches are smaller, so that writing begins soon.
-        verify: also read back written objects. copies: the destination can copy source objects by
-        itself.
+        The first batches are smaller, to begin writing soon.
+        verify: also read back written objects. copies: whether the destination can copy source
+        objects by itself.
         """
         back = verify or self.action in READS_BACK
         by_system = copies and self.survey.route.verbatim and not back
@@ -107,7 +107,8 @@ def too_large(page: str, need: int, buffer_bytes: int) -> Problem:
     return Problem(
         page,
         None,
-        f"not copied: needs {need} bytes of memory, but --buffer-bytes is {buffer_bytes}; raise it",
+        f"not copied: needs {need} bytes of memory, but --buffer-bytes is {buffer_bytes}; raise "
+        "--buffer-bytes",
     )
 
 
@@ -231,7 +232,10 @@ class _Layout:
 
 
 def _runs(route: Route, unit: TransferUnit) -> list[CopyPlan] | None:
-    """Return each destination of a unit as an aligned run of source bytes; None if one is not."""
+    """Return each destination of a unit as an aligned run of source bytes.
+
+    None if a destination is not such a run, and must be transformed.
+    """
     runs = sorted(unit.copies, key=lambda copy: copy.destination)
     whole = [copy.destination for copy in runs] == list(range(len(unit.destinations))) and all(
         (copy.axes, copy.nbytes) == ((), route.targets[target].nbytes)

@@ -52,7 +52,7 @@ def test_without_a_home_the_journal_lies_in_a_directory_of_the_users_alone(
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["pages"] == PAGES
     own = temporary / f"hicachectl-{os.geteuid()}"
-    assert f"the journal is in {own}; XDG_STATE_HOME changes that" in done.stderr
+    assert f"the journal is in {own}; set XDG_STATE_HOME to a directory" in done.stderr
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
 
 
@@ -70,7 +70,7 @@ def test_a_directory_that_others_can_write_to_keeps_no_journal(
     else:
         own.write_text("")
     with pytest.raises(
-        UsageError, match="must be a directory that only you own and can open; set XDG_STATE_HOME"
+        UsageError, match=r"must be your own directory, closed to others .*; set XDG_STATE_HOME"
     ):
         journal_path({"a": 1}, {"HOME": "/dev/null/home"})
     assert list(victim.iterdir()) == []
@@ -81,7 +81,7 @@ def test_a_directory_of_somebody_else_keeps_no_journal(temporary: Path) -> None:
     own = temporary / f"hicachectl-{os.geteuid()}"
     own.mkdir(0o700)
     os.chown(own, NOBODY, NOBODY)
-    with pytest.raises(UsageError, match="must be a directory that only you own and can open"):
+    with pytest.raises(UsageError, match="must be your own directory, closed to others"):
         journal_path({"a": 1}, {"HOME": "/dev/null/home"})
 
 

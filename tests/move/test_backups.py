@@ -131,7 +131,7 @@ def test_a_group_with_an_object_that_does_not_fit_stays_behind(
     assert result.statuses.tolist() == [GroupStatus.FAILED] * GROUPS
     sizes = [len(content(number)) for number in range(GROUPS, 2 * GROUPS)]  # sidecars come first
     assert [p.detail for p in result.problems] == [
-        f"has {size} bytes, but the copy buffer has 2048" for size in sizes
+        f"{size} bytes, but at most 2048 fit into the copy buffer" for size in sizes
     ]
     assert held(stores[1]) == set()
 

@@ -123,7 +123,8 @@ def test_a_source_that_is_cut_short_while_it_is_copied_fails_its_page_alone(
     document = migrated(invoke, source, target, exit_code=4)
     assert (document["failed"], document["pages"]) == (1, PAGES - 1)
     (problem,) = document["problems"]
-    assert (problem["key"], problem["detail"]) == (name, "shorter than in the listing")
+    detail = "shorter than when it was listed; run again"
+    assert (problem["key"], problem["detail"]) == (name, detail)
     assert not [left for left in contents(target) if left.startswith((name[:64], "."))]
 
 

@@ -371,7 +371,9 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path) -> None:
         outcome = repaired(store)
         assert contents(store) == before
         assert (outcome.groups, outcome.remaining) == (0, 1)
-        assert outcome.failures == ((str(default_quarantine(store)), "No space left on device"),)
+        why = "cannot write to the quarantine: No space left on device"
+        next_step = "check its disk, then run again"
+        assert outcome.failures == ((str(default_quarantine(store)), f"{why}; {next_step}"),)
         (small / "filler").unlink()
         assert repaired(store).groups == 1
         assert contents(store) == without(before, kv(1), indexer(1))
@@ -392,7 +394,8 @@ def test_an_unreadable_copy_fails_only_its_group(
 
     monkeypatch.setattr(FileStore, "_read", staticmethod(broken))
     outcome = repaired(store, quarantine=str(other_file_system))
-    assert outcome.failures == ((kv(1), "cannot be copied: Input/output error"),)
+    why = "not copied to quarantine: cannot be read: Input/output error"
+    assert outcome.failures == ((kv(1), why),)
     assert (outcome.groups, outcome.remaining) == (1, 1)
     assert contents(store) == without(before, kv(2), indexer(2))
     assert quarantined(other_file_system) == only(before, kv(2), indexer(2))
@@ -560,7 +563,11 @@ def test_an_anchor_that_never_stays_away_is_said(store: Path) -> None:
     )
     assert (outcome.groups, outcome.remaining) == (0, 1)
     assert outcome.failures == (
-        (kv(1), "still incomplete after 5 attempts: a server keeps writing it; run again"),
+        (
+            kv(1),
+            "its page is still incomplete after 5 attempts, because a server keeps writing the "
+            "page; run again",
+        ),
     )
 
 
@@ -617,7 +624,7 @@ def test_sidecars_stay_when_their_anchor_cannot_leave(store: Path) -> None:
     with Faulty(store) as opened:
         opened.stuck = frozenset({kv(1)})
         outcome = remove_groups(opened, *planned(opened), mode="quarantine")
-        assert outcome.failures == ((kv(1), "Operation not permitted"),)
+        assert outcome.failures == ((kv(1), "cannot be removed: Operation not permitted"),)
         assert (outcome.groups, outcome.remaining) == (1, 1)
         assert outcome.rows.column("state").to_pylist().count("failed") == 1
         assert contents(store) == without(before, kv(2), indexer(2))
@@ -636,9 +643,31 @@ def test_a_sidecar_that_cannot_leave_is_said(store: Path) -> None:
     with Faulty(store) as opened:
         opened.stuck = frozenset({indexer(1)})
         outcome = remove_groups(opened, *planned(opened), mode="delete")
-    assert outcome.failures == ((indexer(1), "Operation not permitted"),)
+    assert outcome.failures == ((indexer(1), "cannot be removed: Operation not permitted"),)
     assert not (store / kv(1)).exists()
     assert (store / indexer(1)).exists()
+
+
+def test_a_removal_that_cannot_be_synced_names_an_object_of_each_group(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The anchor, or another recorded object of a group without an anchor."""
+    shorten(store / indexer(1))
+    (store / kv(2)).unlink()
+
+    def failing(mover: FileMover, *, into_store: bool) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(FileMover, "flush", failing)
+    outcome = repaired(store, mode="delete", codes=("orphan-sidecar",))
+    why = "removed, but a power failure may undo this: Input/output error; run again"
+    assert set(outcome.failures) == {(kv(1), why), (indexer(2), why)}
+    assert outcome.remaining == 2
+    monkeypatch.undo()
+    with FileStore(store) as opened:
+        assert count_unfinished(opened) == 2
+        assert finish_removals(opened).failures == ()
+        assert count_unfinished(opened) == 0
 
 
 def test_sidecars_stay_when_their_anchor_cannot_be_deleted(
@@ -665,7 +694,7 @@ def test_sidecars_stay_when_their_anchor_cannot_be_deleted(
 
     monkeypatch.setattr(FileStore, "delete", failing)
     outcome = repaired(store, quarantine=str(other_file_system))
-    assert outcome.failures == ((kv(1), "Device busy"),)
+    assert outcome.failures == ((kv(1), "cannot be removed: Device busy"),)
     assert contents(store) == without(before, kv(2), indexer(2))
     monkeypatch.undo()
     repaired(store, quarantine=str(other_file_system))
@@ -691,8 +720,10 @@ def test_nothing_is_deleted_whose_copy_was_lost(
         path.unlink()
     with FileStore(store) as opened:
         outcome = finish_removals(opened, str(other_file_system))
+    (record,) = other_file_system.glob("*/000000.begun")
     assert [message for _, message in outcome.failures] == [
-        "its copy is missing from the quarantine"
+        "its copy is missing from the quarantine, so its page was not removed; move "
+        f"{record} away, then run again"
     ]
     assert contents(store) == before
 

@@ -155,7 +155,7 @@ def test_a_page_that_is_there_again_is_a_conflict(invoke: Invoke, store: Path, n
     document = restored(invoke, quarantine, store, "--yes", exit_code=4)
     assert (document["pages"], document["conflicts"], document["failed"]) == (1, 1, 0)
     (conflict,) = (g for g in document["groups"] if g["state"] == "conflict")
-    assert conflict["detail"] == f"{name(1)} already exists in the store"
+    assert conflict["detail"] == f"{name(1)}: already exists in the store"
     assert (store / name(1)).read_bytes() == b"new"
     assert set(quarantined(quarantine)) == {kv(1), indexer(1)}
     assert (store / kv(3)).exists()
@@ -199,7 +199,7 @@ def test_an_object_missing_from_the_quarantine_is_said(invoke: Invoke, store: Pa
     document = restored(invoke, quarantine, store, "--yes", exit_code=4)
     assert (document["pages"], document["failed"], document["gone"]) == (1, 1, 1)
     (failed,) = (g for g in document["groups"] if g["state"] == "failed")
-    assert failed["detail"].endswith("is missing from the quarantine")
+    assert failed["detail"].endswith(": missing from the quarantine")
 
 
 def test_an_object_of_another_size_is_not_restored(invoke: Invoke, store: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_copy_that_vanishes_while_it_is_restored_fails_its_page(
     document = restored(invoke, other_file_system, store, "--yes", exit_code=4)
     assert (document["pages"], document["failed"]) == (1, 1)
     (failed,) = (group for group in document["groups"] if group["state"] == "failed")
-    assert failed["detail"].endswith("is missing from the quarantine")
+    assert failed["detail"].endswith(": missing from the quarantine")
     assert not any(name.startswith(failed["page"]) for name in contents(store))
     (record,) = other_file_system.glob("*/*.json")
     (group,) = json.loads(record.read_text())["groups"]

@@ -534,7 +534,9 @@ def test_failures_are_listed_and_exit_with_4(
     monkeypatch.setattr(FileMover, "take", stuck)
     document = removed(invoke, store, "--model", "b", "--yes", exit_code=4)
     assert (document["pages"], document["failed"], document["remaining"]) == (0, 6, 6)
-    assert {f["detail"] for f in document["failures"]} == {"Operation not permitted"}
+    assert {f["detail"] for f in document["failures"]} == {
+        "cannot be removed: Operation not permitted"
+    }
     assert {group["state"] for group in document["groups"]} == {"failed"}
 
 
