@@ -110,7 +110,7 @@ def _copy_by_object(
     undo: Callable[[IntArray], Result],
     failures: Failures,
 ) -> None:
-    """Publish groups that do not fit into memory, an object at a time.
+    """Publish groups that do not fit into memory, one object at a time.
 
     chosen: indices of their objects. copy_alone: copies each object as a separate group.
     """

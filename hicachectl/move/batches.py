@@ -30,7 +30,7 @@ class Action(IntEnum):
     NOTHING = 0  # nothing to copy, or not chosen
     SKIP = 1  # the destination has the whole group
     COPY = 2
-    COMPLETE = 3  # the destination has some of its objects: if equal, add the others
+    COMPLETE = 3  # the destination has some objects of the group: if equal, add the others
     COMPARE = 4  # the destination has the whole group: read and compare both
     REPLACE = 5  # remove from the destination, then copy
     CONFLICT = 6  # the destination has another object under one of the keys
@@ -99,7 +99,7 @@ class CopyBatch(Task):
     objects:    [n] objects of the destination, with keys for messages.
     targets:    [n] `key` and `mtime_ns` of the same objects.
     sizes, offsets: [n] bytes and offset of each object.
-    there:      [n] bytes already present under the key at the destination, or ABSENT.
+    there:      [n] bytes of the object that the destination has under the key, or ABSENT.
     origins:    [n] row of the first source object of each, or ABSENT.
     by_system:  whether the destination copies the objects from the source by itself.
     back:       offset of the objects that are read back.

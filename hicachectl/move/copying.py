@@ -83,7 +83,8 @@ class Executor(Generic[B]):
         if not preserve:
             keep_as_private(destination, source, listing=True)
             if self.racy is not None:
-                # Another server's object under the same key belongs to the same page.
+                # Another writer's object under the same key belongs to the same page, so losing a
+                # race does no harm.
                 self.racy.confirms_writes = False
         # The new objects are not in the destination's listing, so the server must locate them.
         self.read_back = destination.read_into

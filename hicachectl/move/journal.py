@@ -134,7 +134,7 @@ def _can_be_written_to(directory: Path) -> bool:
 
 
 def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
-    """Return the progress of earlier runs; None without a journal.
+    """Return the progress of earlier runs; None if there is no journal.
 
     Raises FormatError if the journal is damaged or another migration's, UsageError if it cannot be
     read.

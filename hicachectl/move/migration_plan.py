@@ -121,7 +121,7 @@ class MigrationPlan:
         return objects, nbytes
 
     def leave_too_large(self, options: CopyOptions) -> None:
-        """Leave out groups that need more memory than --buffer-bytes; note a problem for each."""
+        """Leave out groups that need more memory than --buffer-bytes; add a problem for each."""
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             for action in _ORDER:
                 work = PageWork(survey, np.flatnonzero(actions == action), action)

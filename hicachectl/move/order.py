@@ -36,7 +36,7 @@ _STAYS = (GroupStatus.DONE, GroupStatus.RACED)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupObjects:
-    """Objects of page groups that are moved together.
+    """Objects of page groups that are copied, removed or restored together.
 
     keys:    [n] binary.
     owners:  [n] group of each object, an index into the `MoveResult`. If a group has no
@@ -154,8 +154,8 @@ def remove_once(
 ) -> None:
     """Remove objects, anchors first; if an anchor cannot be removed, keep its group's sidecars.
 
-    chosen: indices. remove: called with indices. on_error: called with the index of each object
-    that could not be removed, and the reason.
+    chosen: indices of the objects. remove: removes objects by index. on_error: called with the
+    index of each object that could not be removed, and the reason.
     """
     believed = np.zeros(int(objects.owners.max(initial=-1)) + 1, dtype=np.bool_)
     for stage in (objects.anchors, ~objects.anchors):

@@ -196,7 +196,7 @@ def _texts(table: PageTable, rows: IntArray) -> list[str]:
 
 
 def _listed(starts: IntArray, lengths: IntArray) -> IntArray:
-    """Return the numbers of runs."""
+    """Return the numbers of the pages in runs, in the same order."""
     before = np.cumsum(lengths) - lengths
     listed: IntArray = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
     return listed

@@ -183,8 +183,8 @@ def _place(groups: PageGroups, found: pa.Table) -> tuple[IntArray, IntArray]:
             homes[spec.affix].add(number)
     keyed = affix_ids != FOREIGN
     keyless = ~keyed & keys.is_null().to_numpy(zero_copy_only=False)
-    # If two models share a key, a finding is about the present object, or about the model that
-    # lacks the object.
+    # Two models can share a key. A finding is then about the group of the object with the key, or,
+    # if the finding is that an object is missing, about the groups without that object.
     owners = groups.owners(keys)
     lacks = pc.is_in(found.column("code"), value_set=pa.array(absent_codes())).to_numpy()
     owned = np.flatnonzero((owners != _NOBODY) & ~lacks)

@@ -49,7 +49,7 @@ ROWS = pa.schema(
 class GroupReport:
     """Report of a run that removes or restores page groups.
 
-    rows: one for each group tried, or to be tried; `state` is one of the words above.
+    rows: one for each group that was tried, or would be; `state` is one of the words above.
     moved: number of objects quarantined or restored. deleted: number of objects deleted.
     gone: number of objects that had vanished before.
     nbytes: bytes of the groups moved or deleted; None if a size is unknown.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hicachectl.move.recorded import Sight
     from hicachectl.requests.files import PageList
 
-    # (groups, scheme of their keys) -> which groups are wanted, [k].
+    # (groups, scheme of their keys) -> whether each group is wanted, [k].
     Wanted = Callable[[RecordedGroups, str], BoolArray]
 
 _NO_MORE = "missing from the quarantine"
@@ -178,7 +178,7 @@ class _Restore:
     def __init__(
         self, store: Store, batch: Batch, chosen: IntArray, memory: Callable[[], Arena]
     ) -> None:
-        """Find the objects. chosen: groups, as indices into the record."""
+        """Locate the objects. chosen: groups, as indices into the record."""
         self._memory = memory
         self._store = store
         self._batch = batch

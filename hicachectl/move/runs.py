@@ -82,7 +82,7 @@ class CopyRun:
         *,
         on_done: Callable[[PageBatch, MoveResult], None] = lambda batch, result: None,
     ) -> RunResult:
-        """Process works in order.
+        """Copy the groups of some works, in order; return the sum of the results.
 
         on_done: called in the thread that calls `copy`. On an exception, begun batches finish
         first. Raises StoreUnavailable, and UsageError if a group is larger than the buffer.
@@ -115,7 +115,7 @@ class CopyRun:
         *,
         alone: bool = False,
     ) -> None:
-        """Process works. alone: in small batches, one at a time."""
+        """Copy the groups of some works. alone: in small batches, one at a time."""
         options = self._options
         jobs = 1 if alone else options.job_count
         most_bytes = min(_LAST_BYTES if alone else _BATCH_BYTES, options.buffer_bytes // jobs)
@@ -250,5 +250,5 @@ class CopyRun:
                 self._journal.removed(survey.route.name, pages)
             with self._lock:
                 self.result.moved += len(pages)
-                why = "copied, but cannot be removed from the source: "
+                why = "copied, but still in the source: "
                 self.result.fail([replace(p, detail=why + p.detail) for p in removed.problems])

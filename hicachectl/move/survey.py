@@ -162,7 +162,7 @@ class StorePair:
     ) -> list[Survey]:
         """Survey the groups of each deployment in both stores. first_only: of the first one only.
 
-        Raises ProfileError if the destination holds another topology under the same keys,
+        Raises ProfileError if the destination has objects of another topology under the same keys,
         StoreUnavailable.
         """
         deployments = inventory.table.deployments
@@ -269,8 +269,8 @@ def survey_destination(
 ) -> list[Survey]:
     """Return the surveys with the targets that the destination has.
 
-    grammar: of the keys to write. Raises ProfileError if the destination holds another topology
-    under the same keys, StoreUnavailable.
+    grammar: of the keys to write. Raises ProfileError if the destination has objects of another
+    topology under the same keys, StoreUnavailable.
     """
     if store.traits.lists_late:
         return [replace(survey, there=_asked(store, survey)) for survey in surveys]
@@ -388,10 +388,10 @@ def _targets(route: Route, count: int, objects: Iterable[_Objects]) -> GroupTabl
 def _refuse_other_topology(
     store: Store, route: Route, affixes: list[Affix], seen: _SeenSizes, grammar: str
 ) -> None:
-    """Raise ProfileError if another topology uses our keys: servers would mix up the objects.
+    """Raise ProfileError if another topology uses the keys to write.
 
-    Signs are several objects of another size and none of our size, or, if keys carry no TP size,
-    ranks above ours.
+    Servers would mix up the objects. Signs are several objects of another size and none of the
+    expected size, or, if keys carry no TP size, ranks that the new topology does not have.
     """
     numbers = {affix: number for number, affix in enumerate(affixes)}
     for target, nbytes in zip(route.targets, route.expected_bytes.tolist(), strict=True):

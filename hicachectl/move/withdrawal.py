@@ -292,7 +292,7 @@ class _Removal:
         cells = np.flatnonzero(sight.present & (self.standing[owners] == GroupStatus.DONE))
         recorded = np.full(len(owners), ABSENT, dtype=np.int64)
         recorded[groups.cells[known]] = np.flatnonzero(known)
-        # Unwanted objects go right after the anchors, before a new anchor can appear.
+        # Unwanted objects leave right after the anchors, before a server can write a new anchor.
         unwanted = np.append(groups.unwanted, False)[recorded[cells]]
         cells = cells[np.lexsort((~unwanted, owners[cells]))]
         objects = GroupObjects(groups.keys_of(cells), owners[cells], groups.anchors[cells])
@@ -419,7 +419,7 @@ class _Worker:
             result.statuses[places] = GroupStatus.IN_FLIGHT
 
     def result(self, untried: int = 0) -> GroupReport:
-        """Return the sum of all batches. untried: groups not begun."""
+        """Return the report of all batches. untried: number of groups not begun."""
         keeps = self._mode == "quarantine"
         states = [states_of(result.statuses, REMOVED) for result in self._results]
         tables = [

@@ -205,7 +205,7 @@ def test_a_store_without_room_fails_groups_in_words(
 
 @pytest.mark.parametrize("memory_bytes", [24 << 10, 1 << 20], ids=["one object", "all"])
 def test_groups_of_any_size_are_copied(stores: tuple[Store, Store], memory_bytes: int) -> None:
-    """Groups that do not fit into memory twice are copied an object at a time."""
+    """Groups that do not fit into the arena twice are copied one object at a time."""
     with copy_memory(stores[0], memory_bytes) as arena:
         result = copied(stores, arena=arena)
     assert result.open.all()
@@ -217,7 +217,7 @@ def test_groups_of_any_size_are_copied(stores: tuple[Store, Store], memory_bytes
 def test_a_large_group_with_an_object_that_exists_is_rolled_back(
     stores: tuple[Store, Store], tmp_path: Path
 ) -> None:
-    """An object at a time, a conflict at the anchor removes the group's sidecars again."""
+    """If the anchor conflicts, the group's sidecars, copied one at a time, are removed again."""
     (tmp_path / "other" / "copy-0.bin").write_bytes(b"another")
     with copy_memory(stores[0], 24 << 10) as arena:
         result = copied(stores, arena=arena)
@@ -229,7 +229,7 @@ def test_a_large_group_with_an_object_that_exists_is_rolled_back(
 def test_a_large_group_keeps_what_is_left_of_it(
     stores: tuple[Store, Store], tmp_path: Path
 ) -> None:
-    """An object at a time, a vanished source object is left out, or fails its group by name."""
+    """In a group copied one object at a time, a vanished object is left out or fails the group."""
     (tmp_path / "one" / "3.bin").unlink()
     with copy_memory(stores[0], 24 << 10) as arena:
         result = copied(stores, arena=arena)

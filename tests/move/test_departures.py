@@ -1,4 +1,4 @@
-"""No sidecar leaves before its page's anchors, whatever the order and the failures of removals.
+"""No sidecar leaves before the anchors of its page, in any order of removals and with failures.
 
 The commands run over a store of two ranks with Mamba states. One step is broken: an anchor of
 either rank, or a sidecar, cannot leave or cannot arrive.
@@ -29,7 +29,7 @@ WAYS = ("renames", "deletes")
 
 @pytest.fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Move objects to a quarantine and back by rename, or by copies as for a store without it."""
+    """Move objects to a quarantine and back by rename, or by copies, as without a mover."""
     if request.param == "deletes":
         monkeypatch.setattr(FileStore, "mover", lambda *_: None)
     return str(request.param)

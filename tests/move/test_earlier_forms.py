@@ -32,7 +32,7 @@ COPIES = ("copied", "deleting-copied", "copying-back")
 
 @pytest.fixture(params=["here", "on another file system"])
 def placed(request: pytest.FixtureRequest, tmp_path: Path) -> Placed:
-    """Place quarantines of copies on the file system of the store, and on another one."""
+    """Place quarantines of copies on the store's file system, or on another one."""
     elsewhere: Path | None = None
     if request.param != "here":
         elsewhere = request.getfixturevalue("other_file_system") / "quarantine"

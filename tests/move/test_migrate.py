@@ -350,7 +350,7 @@ def test_a_destination_that_fills_up_keeps_whole_pages(
 def test_jobs_that_take_the_last_room_from_one_another_leave_it_full(
     invoke: Invoke, tmp_path: Path
 ) -> None:
-    """Without room for three concurrent jobs, as much is kept as by one job."""
+    """If the room ends with three jobs at once, the destination keeps as much as with one job."""
     source, full, pages = tmp_path / "source", tmp_path / "small", 96
     demo_store(source, pages)
     with small_file_system(full, "2m"):
@@ -536,7 +536,7 @@ def test_a_resumed_run_replaces_nothing_twice(
 
 
 def test_the_profile_in_the_name_of_a_journal_is_spelled_as_earlier_releases_did() -> None:
-    """Otherwise a resumed move of an earlier release would not find its journal."""
+    """A move that an earlier release began must find its journal when it is resumed."""
     pool = Pool(name="kv", kind="mha", dtype="bfloat16", layers=2, kv_heads=8, head_dim=16)
     profile = Profile(model="a/b, tag=x", tag="t", tp=8, sglang="0.5.23", pools=(pool,))
     assert profile_text(profile) == (

@@ -145,7 +145,7 @@ class Killing:
 def check_kills(
     places: Places, home: Path, pair: tuple[str, str], kills: int, *, share: int, move: bool = False
 ) -> None:
-    """Kill a migration between two kinds of stores so many times."""
+    """Kill a migration between two kinds of stores `kills` times."""
     Killing(places, home, *pair, move=move).kill(kills, share=share)
 
 

@@ -115,7 +115,7 @@ def test_objects_that_the_profile_does_not_list_keep_their_page_in_the_source(
 def test_shards_that_nothing_can_be_made_of_stay_in_the_source(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
-    """Without the kv of one rank, the kv of the other cannot become that of TP size 1."""
+    """Without the kv of one rank, the kv for TP size 1 cannot be made."""
     profile = profile_file(tmp_path / "profile.toml")
     name = next(name for name in sorted(contents(source)) if ".mamba" in name)
     page = name[:64]

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during a migration: batches at work finish, and the next run continues."""
+"""Ctrl-C and SIGTERM during a migration: begun batches finish, and the next run continues."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_signal_lets_groups_at_work_finish_and_the_next_run_goes_on(
 
 
 def test_a_signal_lets_a_pack_be_finished(invoke: Invoke, tmp_path: Path) -> None:
-    """Even while the index is being written, and after repeated signals."""
+    """The pack is finished even if signals come repeatedly, or while the index is written."""
     source, pack = demo_store(tmp_path / "source"), tmp_path / "a.hcpack"
     migrate = ("migrate", source, f"pack://{pack}", *OPTIONS)
     ended = signalled(tmp_path / "run", INDEX, (signal.SIGINT, signal.SIGINT), *migrate)

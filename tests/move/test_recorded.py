@@ -71,7 +71,7 @@ def recorded(draw: st.DrawFn) -> RecordedGroups:
 
 
 def is_whole(shape: Shape, absent: set[int], there: set[int]) -> bool:
-    """Return whether a group is whole, not counting absent slots."""
+    """Return whether a group is whole if absent slots are ignored."""
     asked = [n for n in range(len(shape)) if n in there or n not in absent]
     if any(shape.slots[n].required and n not in there for n in asked):
         return False

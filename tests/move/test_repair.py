@@ -276,7 +276,7 @@ def test_delete_keeps_nothing(store: Path) -> None:
 def test_no_object_in_the_quarantine_is_without_its_record(
     store: Path, monkeypatch: pytest.MonkeyPatch, *, stuck: bool
 ) -> None:
-    """Otherwise it would stay forever: the next run deletes only recorded objects."""
+    """An object without a record would stay forever: the next run deletes only recorded objects."""
     for number in range(3):
         shorten(store / indexer(number))
     unrecorded: set[Path] = set()
@@ -673,7 +673,7 @@ def test_a_removal_that_cannot_be_synced_names_an_object_of_each_group(
 def test_sidecars_stay_when_their_anchor_cannot_be_deleted(
     store: Path, other_file_system: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same rule for objects that are copied and then deleted."""
+    """The rule also holds for objects that are copied and then deleted."""
     for number in (1, 2):
         shorten(store / indexer(number))
     before = contents(store)
@@ -834,7 +834,7 @@ def test_another_mount_of_the_same_file_system_gets_copies(store: Path, tmp_path
 
 
 def test_what_a_killed_run_left_before_its_record_is_swept(store: Path) -> None:
-    """Swept: copies with originals in the store, half-written files, empty folders, their run."""
+    """Copies of objects in the store, half-written files, empty folders and their run go."""
     before = contents(store)
     run = default_quarantine(store) / "20260101T000000Z-abcdef"
     for number in ("000000", "000001"):
