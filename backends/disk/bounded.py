@@ -1,8 +1,8 @@
 """Read untrusted files up to a size limit, whole or line by line.
 
-A file that an option names may be a pipe (`<(...)`) or a device (/dev/stdin): reading stops at its
-end or at the limit. A file that another file names must be regular: opening a FIFO would wait for
-a writer.
+A file that an option names may be a pipe (`<(...)`) or a device (/dev/stdin): reading stops at the
+limit. A file whose name comes from another file must be regular, because opening a FIFO would wait
+for a writer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def read_bounded(
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         raise (refusal or UsageError)(failed(name, "read", error)) from error
     if len(data) > limit:
-        raise (refusal or FormatError)(f"{name}: larger than {limit} bytes, so not {what}")
+        raise (refusal or FormatError)(
+            f"{name}: larger than {limit} bytes, so not {what}; check the path"
+        )
     return data
 
 
@@ -58,7 +60,10 @@ def read_lines(path: Path, limit: int = MAX_LINE_BYTES) -> Iterator[tuple[int, b
             while line := file.readline(limit + 1):
                 number += 1
                 if len(line) > limit:
-                    raise FormatError(f"{path}: line {number}: longer than {limit} bytes")
+                    raise FormatError(
+                        f"{path}: line {number}: longer than {limit} bytes; "
+                        "write one JSON value per line"
+                    )
                 yield number, line
     except (OSError, ValueError) as error:
         raise UsageError(failed(path, "read", error)) from error

@@ -9,13 +9,13 @@ import threading
 
 from hicachectl.backends.disk.durable import UNSUPPORTED
 
-# Bytes per call, which fit the processor's cache. For larger calls Linux (6.18, ext4) searches the
-# page cache for large folios, at up to four times the processor time of the copy.
+# Bytes per call, which fit the processor's cache. Larger calls cost up to four times the processor
+# time of the copy, because Linux (6.18, ext4) searches the page cache for large folios.
 WRITE_BYTES = 256 << 10
-# Writeback of files with at least these bytes starts at once, leaving little for the batch's sync.
-# For smaller files the calls cost more than they save.
+# The writeback of files of at least this size starts at once, which makes the sync of the batch
+# short. For smaller files the calls cost more than they save.
 _EARLY_BYTES = 256 << 10
-# copy_file_range is missing, or does not work between these two file systems.
+# Errors of copy_file_range if it is missing, or does not work between two file systems.
 _NOT_BY_THE_SYSTEM = UNSUPPORTED | {errno.EXDEV}
 
 _SYNC_FILE_RANGE_WRITE = 2
@@ -23,7 +23,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def write_bytes(data: memoryview, target: int) -> None:
-    """Write to a new file. Raises OSError."""
+    """Write `data` to a new file. Raises OSError."""
     done = 0
     while done < len(data):
         done += os.write(target, data[done : done + WRITE_BYTES])
@@ -33,7 +33,7 @@ def write_bytes(data: memoryview, target: int) -> None:
 def copy_bytes(source: int, nbytes: int, target: int) -> None:
     """Copy the first `nbytes` of an open file to another, sharing disk blocks if possible.
 
-    Raises EOFError if the source is shorter, OSError.
+    Raises OSError, and EOFError if the source is shorter.
     """
     done = 0
     while done < nbytes:
@@ -52,7 +52,7 @@ def copy_bytes(source: int, nbytes: int, target: int) -> None:
 
 
 def _begin_to_store(descriptor: int, nbytes: int) -> None:
-    """Start the writeback of a file; a later sync reports errors."""
+    """Start the writeback of a file; a later sync reports its errors."""
     if nbytes >= _EARLY_BYTES and hasattr(_LIBC, "sync_file_range"):
         whole = ctypes.c_int64(0), ctypes.c_int64(nbytes)
         _LIBC.sync_file_range(descriptor, *whole, _SYNC_FILE_RANGE_WRITE)

@@ -25,31 +25,31 @@ _OPEN_DIRECTORY = _OPEN_NAMED | os.O_NOFOLLOW
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _ROOT = 0
 _KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFREG: "a file",
+    stat.S_IFLNK: "a symbolic link, and links are not followed here",
+    stat.S_IFIFO: "a FIFO, not a regular file or directory",
+    stat.S_IFSOCK: "a socket, not a regular file or directory",
+    stat.S_IFCHR: "a device, not a regular file or directory",
+    stat.S_IFBLK: "a device, not a regular file or directory",
+    stat.S_IFDIR: "a directory, not a regular file",
+    stat.S_IFREG: "a regular file, not a directory",
 }
 
 
 class Trust:
-    """The owners whose files below a directory are used.
+    """The users whose files below a directory are trusted.
 
-    They are this process's user, root, the directory's owner, and the members of its group if the
-    group may write. A file system can give new files another owner (NFS that squashes root): a
-    writer creates a file to learn that owner.
+    They are this process's user, root, the directory's owner and, if the directory's group may
+    write, the members of that group. A file system can give new files another owner (NFS with root
+    squash): a process that may write creates a file to learn that owner.
     """
 
     def __init__(self, facts: os.stat_result, *, writes: bool) -> None:
-        """Derive the owners from a directory's stat. writes: a file may be created to learn one."""
+        """Derive the users from a directory's stat. writes: a file may be created to learn more."""
         self.permissions = Permissions.within(facts)
         self._may_probe = writes
         self._owners = {_ROOT, os.geteuid(), facts.st_uid}
         self._group = facts.st_gid if facts.st_mode & stat.S_IWGRP else None
-        # A set-group-ID directory that everyone may write to gives its group to everyone's files.
+        # If everyone may write to a set-group-ID directory, the group of a file proves nothing.
         self._group_shows = not facts.st_mode & stat.S_IWOTH
 
     def includes(self, facts: os.stat_result, directory: int) -> bool:
@@ -89,7 +89,7 @@ def _owner_of_new_files(directory: int) -> set[int]:
 
 
 class Directory:
-    """An open directory, with its entries opened relative to its descriptor.
+    """An open directory; entries are opened relative to its descriptor.
 
     path: for messages only. All methods raise OSError, and UntrustedError for an entry that is a
     link, is not of the requested kind, or has an untrusted owner.
@@ -106,13 +106,13 @@ class Directory:
     def named(cls, path: str, *, writes: bool, trust: Trust | None = None) -> Self:
         """Open a directory that an option names; links in the path are followed.
 
-        trust: that of the store that the directory belongs to; default: derived from the directory.
+        trust: the trust of the directory's store; default: derived from the directory.
         """
         descriptor = os.open(path, _OPEN_NAMED)
         return cls(descriptor, path, trust or Trust(os.fstat(descriptor), writes=writes))
 
     def close(self) -> None:
-        """Close the descriptor; a lock on it ends."""
+        """Close the descriptor, which also ends a lock of the directory."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -139,7 +139,7 @@ class Directory:
         return dict(sorted(found.items()))
 
     def checked_entries(self) -> dict[str, os.stat_result]:
-        """Return the stat of each entry by name; each entry passes `check`."""
+        """Return the stat of each entry by name, after `check` of every entry."""
         found = self.entries()
         for name, facts in found.items():
             self.check(name, facts)
@@ -151,9 +151,9 @@ class Directory:
             raise self._refusal(name, facts)
         if not (any_owner or self.trust.includes(facts, self.descriptor)):
             raise UntrustedError(
-                f"{self._spell(name)}: belongs to user {facts.st_uid}, not to user "
-                f"{os.geteuid()}, to root or to the store's owner or group; "
-                "check its content, then chown it, or move it away"
+                f"{self._spell(name)}: belongs to user {facts.st_uid}, but only user "
+                f"{os.geteuid()}, root, and the store's owner and group are trusted; "
+                f"check its content, then chown it or move it out of {self.path}"
             )
 
     def has(self, name: str) -> bool:
@@ -197,10 +197,7 @@ class Directory:
 
     def _refusal(self, name: str, facts: os.stat_result) -> UntrustedError:
         kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "not a regular file")
-        return UntrustedError(
-            f"{self._spell(name)}: is {kind}, which is not allowed in this place "
-            "(links are never followed); move it away"
-        )
+        return UntrustedError(f"{self._spell(name)}: is {kind}; move it out of {self.path}")
 
     def _spell(self, name: str) -> str:
         return os.path.join(self.path, name)  # noqa: PTH118 - names that are not UTF-8
@@ -231,7 +228,7 @@ class Directory:
     def make_directory(self, name: str, *, exist_ok: bool = False) -> Directory:
         """Create a directory durably and open it.
 
-        Its permissions are limited to those of this directory and of the trust.
+        Its permissions are at most the permissions of this directory and of `trust.permissions`.
         """
         try:
             os.mkdir(name, self._readable & 0o777 | 0o700, dir_fd=self.descriptor)
@@ -260,9 +257,10 @@ class Directory:
         return self._facts.st_mode & self.trust.permissions.for_group(self._facts.st_gid)
 
     def _give_away(self, descriptor: int) -> None:
-        """Give a new entry this directory's group and, as root, its owner if the trust allows.
+        """Give a new entry this directory's group and, as root, this directory's owner.
 
-        If the group cannot be set, the entry's group gets no more rights than everyone.
+        The owner is not set if `trust.permissions` forbids it. If the group cannot be set, the
+        entry's group gets no more rights than everyone.
         """
         owner = self._facts.st_uid
         if not self.trust.permissions.may_own(owner):
@@ -270,7 +268,7 @@ class Directory:
         give_file(descriptor, owner, self._facts.st_gid)
 
     def remove(self, name: str) -> None:
-        """Unlink a file, or a link itself."""
+        """Unlink a file or a symbolic link."""
         os.unlink(name, dir_fd=self.descriptor)
 
     def remove_directory(self, name: str) -> None:

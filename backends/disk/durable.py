@@ -1,6 +1,6 @@
 """Durable names, atomically written files, and locks.
 
-Two writers do without `new_file`, for speed: `FileStore` syncs a batch of objects with one syncfs,
+Two writers do not use `new_file`, for speed: `FileStore` syncs a batch of objects with one syncfs,
 and a pack is appended to in place, with one fdatasync per batch.
 """
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-# The file system lacks a call, or refuses it for these files.
+# Errors of a call that the file system lacks, or refuses for these files.
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# NFS locks only files open for writing (EBADF); directories never are.
+# NFS locks only files that are open for writing (EBADF); a directory cannot be.
 _NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100  # instead of a descriptor: the name is a path
@@ -90,8 +90,8 @@ def make_directories(path: str | os.PathLike[str]) -> list[str]:
 def rename_noreplace(source: int | None, old: bytes, target: int | None, new: bytes) -> bool:
     """Rename without replacing; return False if the system lacks that call.
 
-    source, target: descriptors of directories; None if the name is a path. Raises FileExistsError
-    if `new` exists, OSError.
+    source, target: descriptors of directories; None if the name is a path. Raises OSError, and
+    FileExistsError if `new` exists.
     """
     if not hasattr(_LIBC, "renameat2"):
         return False
@@ -105,7 +105,7 @@ def rename_noreplace(source: int | None, old: bytes, target: int | None, new: by
 
 
 def move_noreplace(source: int | None, old: bytes, target: int | None, new: bytes) -> None:
-    """Rename a file without replacing, or link and unlink it if the system lacks that rename.
+    """Rename a file without replacing; if the system lacks that call, link and unlink the file.
 
     Parameters and errors are those of `rename_noreplace`. A crash between link and unlink leaves
     the file with both names.
@@ -128,7 +128,7 @@ def new_file(
     replaces: bool = True,
     durable: bool = True,
 ) -> Iterator[int]:
-    """Yield the descriptor of a new file, which gets its name when the block ends normally.
+    """Yield the descriptor of a new file. The file gets its name when the block ends normally.
 
     mode:      permissions of the file while it is written, less the umask.
     partial:   temporary name in the same directory; default: random.
@@ -169,12 +169,12 @@ def whole_file(
     permissions: int | None = None,
     readable_by: Permissions | None = None,
 ) -> Iterator[IO[Any]]:
-    """Yield a stream that replaces a file named by an option when the block ends normally.
+    """Yield a stream. When the block ends normally, its content replaces the file `path`.
 
     A symbolic link is followed. A device or pipe is written directly.
     mode: "w" writes UTF-8. durable: as in `new_file`.
-    permissions: default: those of the replaced file, else those that the umask allows.
-    readable_by: upper limit of a new file's permissions.
+    permissions: default: the replaced file's permissions, else 0o666 less the umask.
+    readable_by: a new file gets no more than these permissions.
     Raises UsageError if the file cannot be written, BrokenPipeError for a closed pipe.
     """
     encoding = None if "b" in mode else "utf-8"
@@ -211,7 +211,7 @@ def _facts_of(path: Path) -> os.stat_result | None:
 
 
 def lock(descriptor: int, *, optional: bool = False) -> bool:
-    """Lock an open file (flock) until closed; return False if another process has the lock.
+    """Lock an open file (flock) until it is closed; return False if another process has the lock.
 
     optional: return True if the file system has no locks. Raises OSError.
     """

@@ -12,7 +12,7 @@ import struct
 from hicachectl.backends.disk.durable import UNSUPPORTED
 
 OWN_PREFIX = b".hicachectl"
-# The file system itself is unreachable: no answer about a file is valid.
+# Errors if the file system itself is unreachable: no answer about any file is valid.
 LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
 VERSION = struct.Struct("<QqqQ")  # inode, mtime and ctime in ns, size
 
@@ -33,7 +33,7 @@ def check_key(key: bytes) -> None:
 
 
 def are_plain(keys: list[bytes]) -> bool:
-    """Return whether `check_key` surely accepts all keys, by one quick test."""
+    """Test quickly that `check_key` accepts all keys; False means that each must be checked."""
     joined = b"".join(keys)
     return (
         b"/" not in joined and b"\0" not in joined and len(min(keys, key=len, default=b"...")) > 2
@@ -53,9 +53,9 @@ def version_of(facts: os.stat_result) -> bytes:
 
 
 def read_ahead(descriptor: int, nbytes: int) -> None:
-    """Start reading a file unless its last page, and so usually all of it, is in memory.
+    """Start reading a file unless its last 4 KiB, and so usually the whole file, are in memory.
 
-    That test takes 1 us; the advice, for 4.5 MB already in memory, 60 us.
+    The test takes 1 us. The advice to the system takes 60 us for 4.5 MB already in memory.
     """
     try:
         os.preadv(descriptor, (bytearray(1),), max(0, nbytes - 1), os.RWF_NOWAIT)

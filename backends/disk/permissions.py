@@ -16,8 +16,8 @@ _LIST = 0o5  # rights on a directory that suffice to list and open its files
 class Permissions:
     """Permission bits, with the group that the group bits apply to.
 
-    group: None if the sources have several groups. owner: the user who may also read, None if
-    everyone may, NOBODY if the sources have several owners. The owner's bits are not restricted.
+    group: None if the sources have several groups. owner: the only user who may own a copy; None if
+    every user may, NOBODY if the sources have several owners. The owner's bits are always 0o700.
     """
 
     bits: int = 0o777
@@ -28,7 +28,7 @@ class Permissions:
     def of_file(cls, facts: os.stat_result) -> Permissions:
         """Return the permissions of a file."""
         bits = facts.st_mode & 0o777 | 0o700
-        bits |= (bits & 0o444) >> 2  # who may read may also search a directory
+        bits |= (bits & 0o444) >> 2  # of directories: a user who may read may also search
         return cls(bits, facts.st_gid, None if bits & 0o004 else facts.st_uid)
 
     @classmethod
@@ -45,7 +45,7 @@ class Permissions:
         return self.owner in (None, user)
 
     def for_group(self, group: int) -> int:
-        """Return the bits for a file of a group; a foreign group gets no more than everyone."""
+        """Return the bits for a file with a group; another group gets no more than everyone."""
         return self.bits if group == self.group else with_foreign_group(self.bits)
 
     def both(self, other: Permissions) -> Permissions:
@@ -86,7 +86,7 @@ def give_file(descriptor: int, owner: int, group: int, *, mode: int | None = Non
 
 
 def as_umask_says(permissions: Permissions, group: int) -> int:
-    """Return the mode that open(2) would give a new file of a group."""
+    """Return the mode of a new file with a group: 0o666 within permissions and umask."""
     return 0o666 & permissions.for_group(group) & ~_umask()
 
 

@@ -29,7 +29,7 @@ SCAN_WORKERS = 2
 
 @dataclass(slots=True)
 class SkippedEntries:
-    """Number and first name of entries named like objects that are not files or directories."""
+    """Count and first name of skipped links, FIFOs, sockets and devices named like objects."""
 
     count: int = 0
     first: str = ""
@@ -45,11 +45,12 @@ def scan_directory(
 ) -> Generator[Any, None, None]:
     """Yield the regular files of a directory as batches with a scan's schema.
 
-    directory: its descriptor. left_out: counts links, FIFOs and the like. Raises OSError.
+    directory: a descriptor. path: the same directory. left_out: counts skipped entries. Raises
+    OSError.
     """
     read = batch_reader(directory, path, schema)
     pending: deque[Any] = deque()
-    # Versions need Python's stat, where a second thread only competes for the GIL.
+    # Versions need Python's stat: a second thread would only compete for the GIL.
     workers = 1 if "version" in schema.names else SCAN_WORKERS
     pool = ThreadPoolExecutor(workers, thread_name_prefix="hicachectl-scan")
     try:
@@ -87,7 +88,7 @@ def names_in(directory: int, left_out: SkippedEntries) -> Iterator[list[str]]:
 
 
 def batch_reader(directory: int, path: str, schema: Any) -> Callable[[list[str]], Any]:
-    """Return the cheapest function from names to a batch with all columns of `schema`."""
+    """Return the cheapest function that takes names and returns a batch with `schema`."""
 
     def only_names(names: list[str]) -> Any:
         return scan_batch(schema, {"key": _key_array(names)}, len(names))
@@ -122,7 +123,10 @@ def _ask_arrow(path: str, schema: Any, names: list[str]) -> Any:
 
 
 def ask_each(directory: int, schema: Any, names: list[str]) -> Any:
-    """Return a batch of the existing files, one stat each. Raises OSError."""
+    """Return a batch of the existing files, one stat each; columns are null if stat fails.
+
+    Raises OSError if the file system is unreachable.
+    """
     found: list[str] = []
     facts: list[tuple[int | None, int | None, bytes | None]] = []
     fact: tuple[int | None, int | None, bytes | None]

@@ -1,4 +1,4 @@
-"""Rename files between a store's directory and another one, such as a quarantine."""
+"""Rename files between a store's directory and another directory, such as a quarantine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FileMover(Mover):
-    """Renames between the directories of a store and of a quarantine."""
+    """Mover between a store's directory and a quarantine's directory."""
 
     def __init__(
         self,
@@ -27,8 +27,9 @@ class FileMover(Mover):
         there: int,
         status_of: Callable[[int, OSError, dict[int, str]], Status],
     ) -> None:
-        """Use two descriptors: the store's directory, and another that `close` closes.
+        """Use the descriptors of two directories.
 
+        here: the store's directory. there: the other directory, which `close` closes.
         status_of: `FileStore._failed`.
         """
         self._here = here
@@ -37,7 +38,7 @@ class FileMover(Mover):
         self._into_store: bool | None = None  # direction of the renames since the last flush
 
     def take(self, key: bytes, name: str, version: bytes | None = None) -> Status:
-        """Rename the file unless its version has changed."""
+        """Rename the file into the other directory; CHANGED if the key has another version."""
         target = os.fsencode(name)
         check_key(key)
         check_key(target)
@@ -51,7 +52,9 @@ class FileMover(Mover):
                 os.rename(key, target, src_dir_fd=self._here, dst_dir_fd=self._there)
         except OSError as error:
             if not os.fstat(self._there).st_nlink:
-                raise OSError(errno.ECANCELED, "the quarantine directory was removed") from error
+                raise OSError(
+                    errno.ECANCELED, "the quarantine directory was removed; run again"
+                ) from error
             return self._missing(error)
         moved = os.stat(target, dir_fd=self._there, follow_symlinks=False)
         if moved.st_ino == listed.st_ino:
@@ -62,7 +65,7 @@ class FileMover(Mover):
         return Status.CHANGED
 
     def put_back(self, name: str, key: bytes) -> Status:
-        """Rename without replacing, or link if the file system lacks that rename."""
+        """Rename a file to its key in the store, without replacing an object there (EXISTS)."""
         source = os.fsencode(name)
         check_key(source)
         check_new_key(key)
@@ -70,7 +73,7 @@ class FileMover(Mover):
         try:
             held = os.stat(source, dir_fd=self._there, follow_symlinks=False)
             if not stat.S_ISREG(held.st_mode):
-                raise OSError(errno.EINVAL, "is not a regular file in the quarantine")
+                raise OSError(errno.EINVAL, "not a regular file in the quarantine")
             move_noreplace(self._there, source, self._here, key)
         except FileExistsError:
             return Status.EXISTS
@@ -79,7 +82,7 @@ class FileMover(Mover):
         return Status.OK
 
     def drop_double(self, key: bytes, name: str) -> None:
-        """Unlink the key if both names are links to the same file."""
+        """Unlink the key if both names are hard links to one file."""
         target = os.fsencode(name)
         check_key(key)
         check_key(target)
@@ -89,7 +92,10 @@ class FileMover(Mover):
                 os.unlink(key, dir_fd=self._here)
 
     def flush(self, *, into_store: bool) -> None:
-        """Sync both directories, the one with new names first: no object loses both names."""
+        """Sync both directories, the one with the new names first.
+
+        In the other order, an object could have neither name after a crash.
+        """
         directories = (self._here, self._there) if into_store else (self._there, self._here)
         for directory in directories:
             sync_directory(directory)

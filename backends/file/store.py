@@ -3,7 +3,7 @@
 Source: sglang srt/mem_cache/hicache_storage.py :: HiCacheFile. Only regular files are objects.
 Symbolic links are not followed; sub-directories, such as our `.hicachectl`, are ignored.
 Temporary files of unfinished writes (SGLang: `.<32 hex>.tmp`, hicachectl:
-`.hicachectl-<32 hex>.tmp`) are listed like objects, for a check to report.
+`.hicachectl-<32 hex>.tmp`) are listed like objects, so that a check can report them.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ _OWNER_BYTES, _TOKEN_BYTES = 8, 12
 # Errors that every new file in the directory would get.
 _NO_NEW_FILES = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _WORDS = {
-    errno.ELOOP: "is a symbolic link",
-    errno.ENXIO: "is not a regular file",  # opening a socket
+    errno.ELOOP: "a symbolic link, not a regular file",
+    errno.ENXIO: "not a regular file",  # also from opening a socket
     errno.ENAMETOOLONG: "the key is too long for a file name",
 }
 _VERSION_BYTES = VERSION.size
 
 
 class _Ownership(NamedTuple):
-    """Mode of new files, less the umask, and their user and group if set."""
+    """Mode of new files before the umask; their user and group, or None to leave them."""
 
     mode: int
     owner: tuple[int, int] | None
@@ -100,7 +100,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
     """A HiCacheFile directory; reads and listings create, resize and touch nothing."""
 
     limits: Limits = Limits(
-        batch_objects=1024,  # one syncfs per batch: 1.2-1.5 times the cost of no sync
+        batch_objects=1024,  # one syncfs per batch: takes 1.2-1.5 times as long as without sync
         batch_bytes=256 << 20,
         parallel_reads=4,
         parallel_writes=2,
@@ -119,7 +119,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
         self._left_out = SkippedEntries()
         self._made: list[str] = []  # directories that `create` made, innermost first
-        self._seen = self._limit = Permissions()  # of files read, and for files written
+        self._seen = self._limit = Permissions()  # of the files read; limit for the files written
         self._noting = threading.Lock()
         self._token = b""  # of temporary names
         self.own_temporaries(os.urandom(_OWNER_BYTES).hex(), sweep=False)
@@ -140,7 +140,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         self._use_owner(facts)
 
     def _use_owner(self, facts: os.stat_result) -> None:
-        """Set the owner of new files: as root, the directory's owner."""
+        """Set the owner of new files: if this process is root, the directory's owner."""
         self._owner = None if os.geteuid() or not facts.st_uid else (facts.st_uid, facts.st_gid)
         self._own_group = facts.st_gid if facts.st_mode & stat.S_ISGID else os.getegid()
         self._new = _Ownership(0o666, self._owner)
@@ -171,7 +171,10 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         try:
             made = make_directories(url.path)
         except OSError as error:
-            raise StoreUnavailable(failed(url.path, "create the directory", error)) from error
+            next_step = "check the path and the permissions of its parent directories"
+            raise StoreUnavailable(
+                failed(url.path, "create the directory", error, next_step)
+            ) from error
         store = cls(url.path)
         store._made = made
         return store
@@ -182,7 +185,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return directory if listing else self._seen.both(directory)
 
     def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
-        """Limit the modes of new files; listing: also of directories that `create` made."""
+        """Limit the modes of new files. listing: also of the directories that `create` made."""
         with self._noting:
             limit = self._limit = self._limit.both(permissions)
             self._new = self._for_new(limit)
@@ -208,11 +211,14 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             self._seen = self._seen.both(seen)
 
     def side_directory(self) -> Path:
-        """Return the sub-directory, which SGLang and its `clear()` ignore."""
+        """Return the path of `.hicachectl`, which SGLang and its `clear()` ignore."""
         return Path(self.path) / os.fsdecode(OWN_PREFIX)
 
     def open_side_directory(self, *, writes: bool, makes: bool = False) -> Directory | None:
-        """Open `.hicachectl` through the store's descriptor."""
+        """Open `.hicachectl` through the store's descriptor; makes: create it if missing.
+
+        Return None if it is missing.
+        """
         name, trust = os.fsdecode(OWN_PREFIX), self.trust(writes=writes)
         with Directory(os.dup(self._directory), self.path, trust) as here:
             if makes:
@@ -250,14 +256,14 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         if not self._left_out.count:
             return ()
         return (
-            f"{self.path}: ignored {self._left_out.count} entries named like objects that are "
-            f"links, FIFOs, sockets or devices, such as {self._left_out.first}",
+            f"{self.path}: ignored {self._left_out.count} links, FIFOs, sockets or devices with "
+            f"names of objects, such as {self._left_out.first}; only regular files are objects",
         )
 
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read whole files; a file whose size is not its capacity is not read."""
+        """Read whole files, except files whose size is not the row's capacity."""
         memory = self.memory(offsets, capacities, len(rows))
         statuses = np.zeros(len(rows), dtype=np.uint8)
         nbytes = np.full(len(rows), -1, dtype=np.int64)
@@ -397,7 +403,9 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             try:
                 self._rename(written[index], keys[index], if_absent=if_absent)
             except FileNotFoundError as error:  # HiCacheFile.clear deletes temporary files too
-                raise OSError(errno.ECANCELED, "another process cleared the directory") from error
+                raise OSError(
+                    errno.ECANCELED, "another process cleared the store; run again"
+                ) from error
             del written[index]
             return Status.OK
 
@@ -415,7 +423,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return Result(statuses, errors)
 
     def delete(self, rows: Rows) -> Result:
-        """Unlink files durably; readers with an open file finish."""
+        """Unlink files durably; a server can finish reading a file that is open."""
         keys = keys_of(rows)
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -433,7 +441,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return Result(statuses, errors)
 
     def flush(self) -> None:
-        """Sync the file system: servers and killed runs sync nothing."""
+        """Sync the file system, because servers and killed runs leave files unsynced."""
         try:
             if not sync_file_system(self._directory):
                 os.sync()
@@ -442,7 +450,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             raise self._unavailable(error) from error
 
     def own_temporaries(self, owner: str, *, sweep: bool) -> None:
-        """Put `owner` into the names of temporary files; sweep: remove existing ones."""
+        """Name temporary files after `owner`. sweep: remove existing files of this owner."""
         # Two processes with the same owner still get different names.
         self._token = owner.encode() + os.urandom(_TOKEN_BYTES - _OWNER_BYTES).hex().encode()
         if not sweep:
@@ -463,7 +471,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return np.fromiter(map(self._is_there, keys), dtype=np.bool_, count=len(keys))
 
     def touch(self, rows: Rows) -> BoolArray:
-        """Set modification times to now: a server that starts evicts in their order.
+        """Set modification times to now: a server that starts later evicts in the order of times.
 
         A running server keeps its own order in memory.
         """
@@ -492,7 +500,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         """Return a mover to a directory; None if it is on another file system or mount."""
         target = os.dup(directory.descriptor)
         try:
-            # Sub-volumes of one mount differ in their device. Between mounts, the rename fails with
+            # Sub-volumes of one mount differ in st_dev. Between mounts, the rename fails with
             # EXDEV, even for a missing name.
             name = OWN_PREFIX + b"-" + os.urandom(16).hex().encode()
             crosses = os.fstat(target).st_dev != os.fstat(self._directory).st_dev
@@ -521,7 +529,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
 
     @staticmethod
     def _open(key: bytes, here: int) -> int:
-        """Open a file for reading; as its owner, without an atime update."""
+        """Open a file for reading, if possible (as its owner) without updating its atime."""
         try:
             return os.open(key, _READ_FLAGS | os.O_NOATIME, dir_fd=here)
         except PermissionError as error:
@@ -570,7 +578,10 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             descriptor = os.open(name, CREATE_FILE, mode, dir_fd=self._directory)
         except OSError as error:
             if error.errno in _NO_NEW_FILES:
-                raise StoreUnavailable(failed(self.path, "write to the store", error)) from error
+                next_step = "run as the server's user, and check that the file system is writable"
+                raise StoreUnavailable(
+                    failed(self.path, "write to the store", error, next_step)
+                ) from error
             raise
         try:
             if owner is not None:
@@ -591,7 +602,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
     ) -> bytes | Status:
         """Copy an open file to a temporary file; return its name, or a status.
 
-        The source must have `size` bytes and stay unchanged. within: permissions of its
+        The source must have `size` bytes and stay unchanged. within: permissions of the source's
         directory. preserve: copy owner and mode.
         """
         before = os.fstat(origin)
@@ -660,7 +671,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         statuses: np.ndarray[Any, np.dtype[np.uint8]],
         errors: dict[int, str],
     ) -> bool:
-        """Sync, and return whether that succeeded; if not, OK rows get its error."""
+        """Return whether a sync succeeds; if not, rows that are OK get the error."""
         try:
             sync()
         except OSError as error:
@@ -671,7 +682,10 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return True
 
     def _failed(self, index: int, error: OSError, errors: dict[int, str]) -> Status:
-        """Return the status of a row's failed system call. Raises StoreUnavailable."""
+        """Return the status for a failed system call.
+
+        Raises StoreUnavailable if the store is lost.
+        """
         if error.errno in LOST or self._removed(error):
             raise self._unavailable(error) from error
         if error.errno == errno.ENOENT:

@@ -1,7 +1,7 @@
 """Data client of a Mooncake cluster: a guest, which contributes no segment.
 
-Objects on a segment of ours would vanish with our process. Every read grants leases: until they
-end, the objects are not evicted and cannot be removed.
+Objects on our own segment would vanish when our process ends. Every read grants a lease: until the
+lease ends, the object is not evicted and cannot be removed.
 Source: Mooncake mooncake-store/include/types.h :: ErrorCode; calls tried on
 mooncake-transfer-engine 0.3.13.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 NO_SPACE = -200
 INVALID = -600  # for example: the buffer is smaller than the object
-NOT_READY = -703  # its writer has not finished
+NOT_READY = -703  # the object's writer has not finished
 NOT_FOUND = -704
 EXISTS = -705
 HAS_LEASE = -706
@@ -41,25 +41,27 @@ RPC_TIMEOUT = -901
 NOT_AVAILABLE = -1010
 # The object itself may be fine: a later read may succeed.
 NOT_TRANSFERRED = (LEASE_EXPIRED, TRANSFER_FAILED, CHECKSUM_FAILED)
-# The master does not answer: no answer about an object is valid.
+# Codes if the master cannot be reached: no result of the call is valid.
 LOST = (RPC_FAILED, RPC_TIMEOUT, NOT_AVAILABLE)
 
 MESSAGES = {
     NO_SPACE: "the cluster has no room; remove pages, or add a storage process",
-    INVALID: "the Mooncake client refused the call as invalid",
-    NOT_READY: "another writer is still writing the object",
+    INVALID: "the mooncake package refused the call as invalid; check that its version is the "
+    "cluster's",
+    NOT_READY: "another writer is still writing the object; run again",
     HAS_LEASE: "a reader holds a lease on the object; wait longer with --lease-wait",
     LEASE_EXPIRED: "the lease ended before the object was transferred; raise the master's "
     "--default_kv_lease_ttl",
-    TRANSFER_FAILED: "the object's storage process does not answer",
-    CHECKSUM_FAILED: "the object's bytes changed during the transfer",
-    -1700: "the tenant has no quota left",
+    TRANSFER_FAILED: "the object's storage process does not answer; check the cluster's processes",
+    CHECKSUM_FAILED: "the object's bytes changed during the transfer; run again",
+    -1700: "the tenant has no quota left; remove pages, or raise the quota",
     -1701: "the tenant is not registered with the master",
     -1702: "the tenant is unknown",
 }
 _LOCAL_BUFFER_BYTES = 16 << 20  # as in SGLang; our reads and writes use the arena instead
 _REACH_SECONDS = 5.0
-# Of one request to the master, unless the environment sets it; Mooncake's default is 30 s.
+# Time limit of one request to the master, unless the environment sets it; Mooncake's default is
+# 30 s.
 _RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS = "MC_RPC_TIMEOUT_MS", "15000"
 _PATIENCE_SECONDS = 25.0
 # Niceness of threads in large transfers: Mooncake's busy loop would take a core from the copying
@@ -79,7 +81,7 @@ _INSTALL = (
 
 def message_of(code: int) -> str:
     """Return the message for one object's error code."""
-    return MESSAGES.get(code, f"Mooncake error {code}")
+    return MESSAGES.get(code, f"Mooncake error {code} (see ErrorCode in Mooncake's types.h)")
 
 
 class MooncakeClient:
@@ -90,7 +92,7 @@ class MooncakeClient:
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
-        """Connect. Raises UsageError if the package is missing or too old, StoreUnavailable."""
+        """Connect. Raises StoreUnavailable, and UsageError if the package is missing or too old."""
         self._settings = settings
         self._calls = threading.Condition()
         self._running = 0
@@ -104,7 +106,7 @@ class MooncakeClient:
         code = self._store.setup(
             _with_port(settings.local_hostname),
             settings.metadata,
-            0,  # our segment
+            0,  # bytes of our segment
             _LOCAL_BUFFER_BYTES,
             settings.protocol,
             settings.device,
@@ -150,14 +152,17 @@ class MooncakeClient:
         pin: bool = False,
         pin_seconds: float | None = None,
     ) -> Codes:
-        """Write objects from registered memory; existing objects stay and also give 0.
+        """Write objects from registered memory; existing objects stay, but their code is also 0.
 
-        pin_seconds: default: the master's --default_kv_soft_pin_ttl.
+        pin_seconds: duration of the pins; default: the master's --default_kv_soft_pin_ttl.
         """
         configuration = self._configuration()
         if pin:
             if self._soft_pin is None:
-                raise UnsupportedByBackend("This version of Mooncake cannot pin objects")
+                raise UnsupportedByBackend(
+                    "The mooncake package here cannot pin objects; install a newer version, or "
+                    "leave out --pin"
+                )
             configuration.soft_pin_action = self._soft_pin.ENABLE
             if pin_seconds is not None:
                 configuration.soft_pin_ttl_ms = int(pin_seconds * 1000)
@@ -166,7 +171,7 @@ class MooncakeClient:
         )
 
     def remove(self, keys: Sequence[str]) -> Codes:
-        """Remove objects without a lease."""
+        """Remove objects; an object with a lease stays and gets HAS_LEASE."""
         return self._call("batch_remove", keys)
 
     def lease(self, keys: Sequence[str]) -> Codes:
@@ -188,7 +193,7 @@ class MooncakeClient:
 
     def _call(self, name: str, *arguments: Any, nbytes: int = 0) -> Codes:
         """Call the module. nbytes: bytes to transfer."""
-        # The module crashes on calls after its close.
+        # The module crashes on calls after `close`.
         with self._calls:
             if self._store is None:
                 raise ValueError("The store is closed")
@@ -199,7 +204,7 @@ class MooncakeClient:
         if lost := next((int(code) for code in LOST if (codes == code).any()), 0):
             raise StoreUnavailable(
                 f"mooncake://{self._settings.master}: the master does not answer (error {lost}); "
-                "check that it runs and has the version of the mooncake package here"
+                "check that it is running, and is the same version as the mooncake package here"
             )
         return codes
 
@@ -232,8 +237,8 @@ class MooncakeClient:
                 self._calls.notify_all()  # ends the wait of `close`
             _ABANDONED.append(store)
             raise StoreUnavailable(
-                f"mooncake://{self._settings.master}: no answer to a transfer within "
-                f"{_PATIENCE_SECONDS:.0f} s; check whether a storage process of the cluster hangs"
+                f"mooncake://{self._settings.master}: {name} got no answer within "
+                f"{_PATIENCE_SECONDS:.0f} s; check whether the master or a storage process hangs"
             )
         if failures:
             raise failures[0]
@@ -245,12 +250,12 @@ class MooncakeClient:
             code = int(self._call("is_exist", _PROBE_KEY)[0])
         except StoreUnavailable as error:
             raise StoreUnavailable(
-                f"mooncake://{self._settings.master}: the master listens, but is incompatible with "
-                "the mooncake package here; install the version that the cluster runs"
+                f"mooncake://{self._settings.master}: the master accepts connections, but does not "
+                "answer the mooncake package here; install the version that the cluster runs"
             ) from error
         if code < 0:
             raise StoreUnavailable(
-                f"mooncake://{self._settings.master}: the master refused a probe: "
+                f"mooncake://{self._settings.master}: the master refused to look up a key: "
                 f"{message_of(code)}"
             )
 
@@ -271,7 +276,7 @@ def _reach(master: str) -> None:
 def _with_port(hostname: str) -> str:
     """Add a free port to our host name; without a port, `setup` tries 20 ports and fails.
 
-    A name with a colon has a port, or is an IPv6 address, which Mooncake accepts.
+    A name with a colon has a port, or is an IPv6 address, which Mooncake accepts without a port.
     """
     if ":" in hostname:
         return hostname

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
 TIMEOUT_S = 15.0  # seconds for a whole answer, or for each block of a listing
-# Measured with 100,000 keys of 83 bytes: URLs of 40 KiB took 20 % longer, of 160 and 320 KiB 10 %.
+# Measured with 100,000 keys of 83 bytes: URLs of 40 KiB took 20 % longer
+# than URLs of 80 KiB, URLs of 160 and 320 KiB took 10 % longer.
 # A second request in flight saved 20 to 25 %, a third nothing (the master has 4 threads).
 URL_BYTES = 80 << 10
 IN_FLIGHT = 2
@@ -51,7 +52,7 @@ _PROBE = "hicachectl-probe-"
 
 _INTERNAL_ERROR = -1
 _NOT_READY = -703
-# Numbers of the errors that a query of keys can name.
+# Codes of the errors, by their names in replies to a query of keys.
 _CODES = {
     "INTERNAL_ERROR": _INTERNAL_ERROR,
     "INVALID_KEY": -400,
@@ -74,8 +75,8 @@ ANSWER_SCHEMA = pa.schema(
     ]
 )
 
-_WRONG_PORT = "the admin port is the master's --metrics_port, 9003 by default"
-_OLD_MASTER = "use Mooncake 0.3.12 or newer"
+_WRONG_PORT = "give the master's --metrics_port (9003 by default) as the admin port"
+_OLD_MASTER = "upgrade the master to Mooncake 0.3.12 or later"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Segment:
     capacity_bytes: int
 
 
-# Replies, with the master's field names; a missing field or a wrong type is an error.
+# Replies, with the master's field names. Decoding fails for a missing field or a wrong type.
 
 
 class _Buffer(msgspec.Struct, gc=False):
@@ -149,7 +150,7 @@ _NO_BUFFERS = [_Buffer(0, 0, "")]
 
 
 class MasterAdmin:
-    """One master's HTTP endpoints, thread-safe. Every failure raises StoreUnavailable.
+    """HTTP client of one master; threads may share it. Every failure raises StoreUnavailable.
 
     address: host:port of the metrics and admin service. timeout_s: seconds for a whole answer.
     """
@@ -176,20 +177,22 @@ class MasterAdmin:
             health = decode(_HEALTH, reply.body)
         except FormatError:
             raise self._http.lost(
-                "the service at this port is not a Mooncake master", _WRONG_PORT
+                "another service answers at this port, not a Mooncake master", _WRONG_PORT
             ) from None
         if not health.service_ready:
             leader = health.leader_address or "unknown to this master"
             raise self._http.lost(
                 f"the master does not serve (role {health.role}, state {health.ha_state})",
-                f"name the leader and its admin address (leader: {leader})",
+                "give the leader in the URL, as in mooncake://HOST:50051?admin=HOST:9003 "
+                f"(leader: {leader})",
             )
         self._check_looking()
 
     def key_batches(self, most: int) -> Generator[Any, None, None]:
         """Yield the default tenant's keys as binary arrays with 1 to `most` keys.
 
-        The master leaves out keys without a readable replica; a key with a newline comes as two.
+        The master leaves out keys without a readable replica, and returns a key with a newline as
+        two keys.
         Memory is bounded by one batch.
         """
         pending = pa.array([], pa.binary())
@@ -213,7 +216,7 @@ class MasterAdmin:
         mismatch: whether replicas differ in size.
         version:  size, hash of the memory replicas' sorted endpoints, and address of the first,
             each uint64 little-endian. Null for objects only on disk.
-        replicas: memory, nof (memory over fabrics), disk, local_disk.
+        replicas: of the kinds memory, nof (NVMe over Fabrics), disk, local_disk.
         """
         texts = _texts(keys)
         if texts is not None and ("" in texts or any("," in text for text in texts)):
@@ -233,7 +236,7 @@ class MasterAdmin:
             items = decode(_SEGMENTS, reply).segments
         except FormatError as error:
             raise self._http.lost(
-                f"/get_segments_detail: the reply cannot be read: {error}"
+                f"the reply to /get_segments_detail is invalid: {error}"
             ) from None
         return [
             Segment(
@@ -271,7 +274,7 @@ class MasterAdmin:
         self._decoded(body)
 
     def _answers(self, keys: Any, texts: list[str]) -> Any:
-        """Query keys that can all be queried, with several requests at a time."""
+        """Query keys, all of which the master can answer, with several requests at a time."""
         ends = np.cumsum(pc.binary_length(keys).to_numpy(zero_copy_only=False) + 1) // URL_BYTES
         cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(texts)]
         chunks = [texts[start:end] for start, end in pairwise(cuts) if end > start]
@@ -301,15 +304,19 @@ class MasterAdmin:
         try:
             return _answer_batch([found[key] for key in keys])
         except KeyError:
-            raise self._http.lost("/batch_query_keys left out keys of the request") from None
+            raise self._http.lost(
+                "the reply to /batch_query_keys lacks keys of the request"
+            ) from None
         except (OverflowError, ValueError) as error:
-            raise self._http.lost(f"/batch_query_keys: numbers are out of range: {error}") from None
+            raise self._http.lost(
+                f"the reply to /batch_query_keys has a number out of range: {error}"
+            ) from None
 
     def _decoded(self, body: bytes) -> dict[str, _Item]:
         try:
             return decode(_BATCH, body).data
         except FormatError as error:
-            raise self._http.lost(f"/batch_query_keys: the reply cannot be read: {error}") from None
+            raise self._http.lost(f"the reply to /batch_query_keys is invalid: {error}") from None
 
     def _ok(self, path: str) -> bytes:
         return self._checked(path, self._http.get(path))
@@ -325,7 +332,9 @@ class MasterAdmin:
         for block in self._http.stream(path, "text/plain"):
             total += len(block)
             if total > MAX_LISTING_BYTES:
-                raise self._http.lost(f"{path}: the reply is longer than {MAX_LISTING_BYTES} bytes")
+                raise self._http.lost(
+                    f"the reply to {path} is longer than {MAX_LISTING_BYTES} bytes"
+                )
             head, newline, tail = block.rpartition(b"\n")
             if newline:
                 text, rest = rest + head, tail
@@ -333,9 +342,11 @@ class MasterAdmin:
             else:
                 rest += tail
             if len(rest) > MAX_KEY_BYTES:
-                raise self._http.lost(f"{path}: a line is longer than {MAX_KEY_BYTES} bytes")
+                raise self._http.lost(
+                    f"the reply to {path} has a line longer than {MAX_KEY_BYTES} bytes"
+                )
         if rest:
-            raise self._http.lost(f"{path}: the reply ends within a key")
+            raise self._http.lost(f"the reply to {path} ends within a key; run again")
 
 
 # keys
@@ -374,7 +385,10 @@ def _no_answers() -> Any:
 
 
 def _answer_batch(items: Sequence[_Item]) -> Any:
-    """Return items as columns. Raises OverflowError or ValueError for impossible numbers."""
+    """Return the master's items as a batch of ANSWER_SCHEMA.
+
+    Raises OverflowError or ValueError for impossible numbers.
+    """
     rows, kinds, locations, sizes = _replicas(items)
     counts = np.bincount(rows, minlength=len(items))
     starts = np.cumsum(counts) - counts
@@ -423,7 +437,7 @@ def _replicas(items: Sequence[_Item]) -> tuple[npt.NDArray[np.int64], Any, Any, 
     if len(nbytes) and nbytes.min() < 1:  # a cluster stores no empty objects
         raise ValueError(f"a size of {nbytes.min()} bytes")
     if len(nbytes) and nbytes.max() > MAX_OBJECT_BYTES:
-        raise ValueError(f"a size of {nbytes.max()} bytes, more than {MAX_OBJECT_BYTES}")
+        raise ValueError(f"a size of {nbytes.max()} bytes; at most {MAX_OBJECT_BYTES} are expected")
     row = np.concatenate(rows)
     columns = pa.array(kinds, pa.string()), pa.array(locations, pa.string())
     if len(rows) > 2:  # several kinds, each in the order of rows
@@ -435,7 +449,7 @@ def _replicas(items: Sequence[_Item]) -> tuple[npt.NDArray[np.int64], Any, Any, 
 def _versions(
     items: Sequence[_Item], sizes: npt.NDArray[np.int64], fine: npt.NDArray[np.bool_]
 ) -> Any:
-    """Return versions made from size and location; null for objects only on disk."""
+    """Return versions: size, endpoints and address. Null for objects that are only on disk."""
     buffers = [item.values or _NO_BUFFERS for item in items]
     fields = np.empty((len(items), 3), dtype="<u8")
     fields[:, 0] = sizes

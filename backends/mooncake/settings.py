@@ -198,24 +198,26 @@ def _admin(url: StoreUrl, given: _SettingsSource, master: str) -> str:
     name = given.name("metrics_port")
     port = str(given.stated.metrics_port)
     if not port.isdecimal() or not port.isascii() or not 1 <= int(port[:6]) <= 65535:
-        raise given.error(f"{name}: {port!r} is not a port number")
+        raise given.error(f"{name}: {port!r} is not a port number; give 1 to 65535")
     return f"{master.rpartition(':')[0]}:{int(port)}"
 
 
 def _text(url: StoreUrl, given: _SettingsSource, field: str, *, empty: bool = False) -> str:
-    """Return a setting whose meaning only Mooncake checks."""
+    """Return a setting that only Mooncake interprets."""
     stated = url.params.get(field)
     value: str = getattr(given.stated, field) if stated is None else stated
     if not value.isprintable() or not (value or empty):
         error, name = (given.error, given.name(field)) if stated is None else (UsageError, field)
-        raise error(f"{name}: {value!r} cannot be used")
+        raise error(f"{name}: {value!r} is empty or has unprintable characters")
     return value
 
 
 def _protocol(url: StoreUrl, given: _SettingsSource) -> str:
     value = _text(url, given, "protocol")
     if not _PROTOCOL.fullmatch(value):
-        raise UsageError(f"protocol: {value!r} cannot be used; give tcp or rdma, for example")
+        raise UsageError(
+            f"protocol: {value!r} is not a protocol name; give tcp or rdma, for example"
+        )
     return value
 
 
@@ -232,7 +234,7 @@ def _refuse_tenant(url: StoreUrl, given: _SettingsSource) -> None:
         name = given.name("tenant") if stated is None else f"{_shown(url)}: tenant"
         raise UsageError(
             f"{name}: {tenant!r} cannot be used: the master lists only the objects of the tenant "
-            f"{_DEFAULT_TENANT!r}"
+            f"{_DEFAULT_TENANT!r}; leave the tenant out"
         )
 
 
@@ -263,11 +265,13 @@ def _from_file(path: str, environ: Mapping[str, str]) -> _SettingsSource:
     where = f"{CONFIG_VARIABLE} {path}"
     config = read_config(path, where)
     if "protocol" not in config and "MOONCAKE_PROTOCOL" in environ:
-        # The only setting with the environment as a fallback.
+        # As in SGLang, the only setting that falls back to the environment.
         config["protocol"] = environ["MOONCAKE_PROTOCOL"]
     stated = convert(config, _SettingsForm, where)
     if "master_server_address" not in config and "client_server_address" not in config:
-        raise FormatError(f"{where}: master_server_address is missing")
+        raise FormatError(
+            f"{where}: master_server_address is missing; add it, or write mooncake://HOST:50051"
+        )
     stated = replace(stated, local_hostname=_hostname(environ, stated.local_hostname))
     return _SettingsSource(where=f"{where}: ", error=FormatError, names=_KEYS, stated=stated)
 
@@ -287,5 +291,5 @@ def _flag(environ: Mapping[str, str], name: str) -> bool:
     if value is None:
         return False
     if value.lower() not in _FLAGS:
-        raise UsageError(f"{name}: {value!r} is neither true nor false")
+        raise UsageError(f"{name}: {value!r} is neither true nor false; set true or false")
     return _FLAGS[value.lower()]

@@ -59,12 +59,16 @@ if TYPE_CHECKING:
 SCAN_ROWS = 16384
 LEASE_SECONDS = 10.0  # the master's --default_kv_lease_ttl in Mooncake 0.3.13
 _LEASE_POLL_SECONDS = 0.5
-_LEASE_RETRIES = 3  # of a read that outlasted its lease, as on a busy machine
+_LEASE_RETRIES = 3  # of reads that take longer than their lease, as on a busy machine
 _TCP = "tcp"
 _CARD_READERS = 4  # not measured on an RDMA network
 _WITH_MESSAGE = (Status.ERROR, Status.UNREACHABLE)
 _NOT_TEXT = "the key is not UTF-8, which Mooncake does not support"
-_PIN_TOO_LONG = "--pin-ttl is longer than the master's --max_kv_soft_pin_ttl"
+_PIN_TOO_LONG = "--pin-ttl is longer than the master's --max_kv_soft_pin_ttl; give a shorter one"
+_EVICTED_AT_ONCE = (
+    "evicted right after the write, because the cluster is full; remove pages, or add a storage "
+    "process"
+)
 _READ_BACK_BYTES = 64 << 20  # per call
 
 
@@ -228,7 +232,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read whole objects; the lease keeps each in place until its version is queried."""
+        """Read whole objects; a read's lease keeps the object until its version is queried."""
         self.memory(offsets, capacities, len(rows))
         keys = _texts(rows)
         codes = np.full(len(rows), INVALID, dtype=np.int64)
@@ -299,9 +303,9 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     ) -> Result:
         """Put objects and read them back, because a put of an existing key also succeeds.
 
-        Without `confirms_writes` nothing is read back: a key that another writer put after our
-        query gets OK. Without if_absent, an existing object is first removed, once no reader has a
-        lease.
+        If `confirms_writes` is False, nothing is read back: the status is OK even if another writer
+        has put the key after our query. If `if_absent` is False, an existing object is removed
+        first, after readers' leases have ended.
         A full cluster evicts objects without lease or pin; FULL means that this was not enough.
         """
         self.memory(offsets, sizes, len(rows))
@@ -340,7 +344,10 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         *,
         if_absent: bool,
     ) -> BoolArray:
-        """Mark existing objects, or remove them; return which others have begun writes: [rows]."""
+        """Set EXISTS for existing objects, or remove them.
+
+        Return which keys another writer has begun to write: [rows].
+        """
         fine = np.flatnonzero(statuses == Status.OK)
         chosen = as_table(rows).take(pa.array(fine))
         begun = np.zeros(len(rows), dtype=np.bool_)
@@ -355,10 +362,10 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         return begun
 
     def _settle_begun(self, rows: Rows, places: IntArray, statuses: npt.NDArray[np.uint8]) -> None:
-        """Mark objects that another writer has not finished as existing.
+        """Set EXISTS for objects that another writer has begun and not finished.
 
         Our put of such a key reports success but stores nothing. If that writer was killed, the
-        key is blocked until the master's --put_start_discard_timeout_sec.
+        key is blocked for the master's --put_start_discard_timeout_sec.
         """
         if len(places):
             readable = self.exists(as_table(rows).take(pa.array(places)))
@@ -373,7 +380,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         statuses: npt.NDArray[np.uint8],
         errors: dict[int, str],
     ) -> None:
-        """Compare stored objects with our bytes; different bytes are another writer's."""
+        """Compare stored objects with our bytes; EXISTS: the bytes are another writer's."""
         assert self.arena is not None
         for chunk in _chunks(sizes, _READ_BACK_BYTES):
             where, total = place(sizes[chunk])
@@ -385,7 +392,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
                     mine = self.arena.view(int(offsets[chunk][index]), size)
                     if code == NOT_FOUND:
                         statuses[at] = Status.ERROR
-                        errors[int(at)] = "evicted right after the write; the cluster is full"
+                        errors[int(at)] = _EVICTED_AT_ONCE
                     elif code < 0 and code != INVALID:
                         statuses[at] = Status.ERROR
                         errors[int(at)] = f"cannot be read back: {message_of(code)}"
@@ -406,7 +413,10 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
             client.unregister(copy.address)
 
     def pin_writes(self, seconds: float | None) -> None:
-        """Set soft pins on written objects; default: the master's --default_kv_soft_pin_ttl."""
+        """Set soft pins on written objects.
+
+        seconds: duration of the pins; default: the master's --default_kv_soft_pin_ttl.
+        """
         self._pins, self._pin_seconds = True, seconds
 
     def delete(self, rows: Rows) -> Result:
@@ -429,7 +439,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         return Result(statuses, errors)
 
     def touch(self, rows: Rows) -> BoolArray:
-        """Lease objects batch by batch: the master evicts the earliest-ending leases first."""
+        """Grant leases batch by batch: the master first evicts objects whose leases end first."""
         keys = _texts(rows)
         codes = np.zeros(len(rows), dtype=np.int64)
         for start in range(0, len(rows), self.limits.batch_objects):

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.pack.planes import Plane
 
-_HEAD_BYTES = RECORD_BYTES + 256  # one read gets the head of a record with most keys
+_HEAD_BYTES = RECORD_BYTES + 256  # enough for one read of a record's head, unless the key is long
 
 
 class UnfinishedPackError(FormatError):
@@ -65,7 +65,7 @@ class PackContents:
 
 @dataclass(slots=True)
 class PackEntries:
-    """The objects of a pack, as growing columns; a repeated key replaces the earlier one.
+    """The objects of a pack, as growing columns; a repeated key replaces the earlier object.
 
     rows: index of each key in the columns. Threads may add and read concurrently.
     """
@@ -82,7 +82,7 @@ class PackEntries:
 
     @classmethod
     def of(cls, table: pa.Table) -> PackEntries:
-        """Copy a table of ENTRIES."""
+        """Return a copy of a table of ENTRIES."""
         made = cls()
         made._keys = table.column("key").to_pylist()
         made.rows = dict(zip(made._keys, range(len(table)), strict=True))
@@ -155,31 +155,33 @@ def open_pack(path: str, flags: int) -> int:
         # A FIFO must not block.
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
-        next_steps = {errno.ENOENT: "check the path", errno.EISDIR: "give the pack file"}
-        next_step = next_steps.get(error.errno or 0, "")
+        next_steps = {errno.ENOENT: "check the path", errno.EISDIR: "give a pack file"}
+        next_step = next_steps.get(error.errno or 0, "check its permissions")
         raise StoreUnavailable(failed(path, "open the pack", error, next_step)) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise StoreUnavailable(f"{path}: is not a regular file; give the pack file")
+        raise StoreUnavailable(f"{path}: not a regular file; give a pack file")
     return descriptor
 
 
 def lock_pack(descriptor: int, path: str) -> None:
     """Lock the pack for this writer until the descriptor is closed.
 
-    Raises StoreUnavailable, also if the previous writer has removed or replaced the file since the
-    opening: writes would be lost.
+    Raises StoreUnavailable if another process has the lock, or if the file was removed or replaced
+    since it was opened, because writes to it would be lost.
     """
     try:
         is_ours = lock(descriptor)
     except OSError as error:
-        raise StoreUnavailable(failed(path, "lock the pack", error)) from error
+        raise StoreUnavailable(
+            failed(path, "lock the pack", error, "use a file system with locks")
+        ) from error
     if not is_ours:
         raise StoreUnavailable(
             f"{path}: another process is writing to this pack; wait until it ends"
         )
     if not is_named(descriptor, path, follow=True):
-        raise StoreUnavailable(f"{path}: was removed or replaced while it was opened; try again")
+        raise StoreUnavailable(f"{path}: was removed or replaced while it was opened; run again")
 
 
 def read_exactly(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
@@ -264,7 +266,9 @@ def read_content(descriptor: int, record: Record, offset: int) -> memoryview:
 def read_metadata(descriptor: int, record: Record, offset: int) -> Metadata:
     """Read a metadata record's content. Raises FormatError."""
     if record.nbytes > MOST_METADATA_BYTES:
-        raise FormatError(f"metadata of {record.nbytes} bytes")
+        raise FormatError(
+            f"the metadata has {record.nbytes} bytes, more than {MOST_METADATA_BYTES}"
+        )
     return parse_metadata(read_content(descriptor, record, offset))
 
 
@@ -280,7 +284,7 @@ class RecordPlace:
 
     @classmethod
     def of(cls, record: Record, offset: int) -> RecordPlace:
-        """Return the place of a record, from its head."""
+        """Return the place of a record, with the facts in its head."""
         return cls(offset, record.length, record.nbytes, len(record.stored), record.digest)
 
 
@@ -296,7 +300,8 @@ class ObjectReader:
     def read(self, key: bytes, place: RecordPlace, out: memoryview) -> None:
         """Read an object into `out`, of `place.nbytes` bytes.
 
-        Raises OSError, FormatError if the record is damaged, OtherContentError if its content is.
+        Raises OSError, FormatError if the record is damaged, OtherContentError if only its content
+        is damaged.
         """
         head_bytes = RECORD_BYTES + len(key)
         stored = place.length - head_bytes

@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-# Content after a valid head can be torn only since the last sync; the calls since then write less
-# than this. Earlier content is checked when it is read.
+# After a crash, a record with a valid head can have incomplete content, but only if it was written
+# after the last sync. Less than this is written between two syncs. Earlier content is checked when
+# it is read.
 CHECKED_TAIL_BYTES = 1 << 30
 _MOST_CHECKED_BYTES = 256 << 20  # per object, which must fit into memory
 _SEARCH_BYTES = 4 << 20
@@ -59,8 +60,8 @@ class ScannedPack:
     """Contents of a pack according to its records, without its index.
 
     end: offset after the last whole record. cut_bytes: bytes after that offset. unfinished: whether
-    they begin with an object's head. damaged_bytes: bytes between records.
-    damaged: checked objects whose content does not match their digest.
+    these bytes begin with an object's head. damaged_bytes: bytes between records.
+    damaged: number of checked objects whose content does not match their digest.
     """
 
     pack_id: bytes
@@ -78,8 +79,9 @@ def walk(
 ) -> ScannedPack:
     """Read the heads of all records and check the content of the last ones.
 
-    on_bytes: called with the bytes just passed and the file's size. Damage between records is
-    skipped. Memory: about 500 bytes per object. Raises FormatError if the file is not a pack.
+    on_bytes: called with the number of bytes just passed and the file's size. Damage between
+    records is skipped. Memory: about 500 bytes per object. Raises FormatError if the file is not a
+    pack.
     """
     size = os.fstat(descriptor).st_size
     found = ScannedPack(read_header(descriptor, path))
@@ -163,7 +165,7 @@ def _note(
 
 
 def _metadata_of_index(descriptor: int, at: int, record: Record, path: str) -> Metadata | None:
-    """Return an index's copy of the metadata, None if the index is damaged."""
+    """Return an index's copy of the metadata; None if the index is damaged."""
     try:
         return read_index(read_content(descriptor, record, at), end=at, source=path)[1]
     except FormatError:
@@ -174,7 +176,7 @@ def _metadata_of_index(descriptor: int, at: int, record: Record, path: str) -> M
 class PackRepair:
     """Result of a repair or its dry run.
 
-    objects, nbytes: objects in the pack now, and the bytes of their contents. damaged,
+    objects, nbytes: number of objects in the repaired pack, and bytes of their contents. damaged,
     damaged_bytes, cut_bytes, unfinished: as in `ScannedPack`. was_valid: no repair was needed.
     """
 
@@ -213,7 +215,8 @@ def repair(
         found = walk(descriptor, path, on_bytes=on_bytes)
         if found.metadata is None:
             raise FormatError(
-                f"{path}: the grammar of the pack's keys is unknown, so no object can be saved"
+                f"{path}: the pack's metadata is missing or damaged, so no object can be "
+                "recovered; write a new pack"
             )
         entries = found.entries.table()
         if writes_here:
@@ -222,7 +225,9 @@ def repair(
             _copy(descriptor, found, entries, output)
         return _summary(entries, found)
     except OSError as error:
-        raise StoreUnavailable(failed(path, "repair the pack", error)) from error
+        raise StoreUnavailable(
+            failed(path, "repair the pack", error, "fix the cause, then run again")
+        ) from error
     finally:
         os.close(descriptor)
 
@@ -246,10 +251,10 @@ def _summary(entries: pa.Table, walked: ScannedPack | None = None) -> PackRepair
 
 
 def _copy(descriptor: int, found: ScannedPack, entries: pa.Table, output: str) -> None:
-    """Write a new pack atomically from another's records.
+    """Write a new pack atomically from the records of a pack.
 
-    Unlike in `new_file`, the temporary file is locked, and a later run replaces it: killed runs
-    leave at most one file, as large as the pack.
+    Unlike in `new_file`, the temporary file is locked, and a later run replaces it. Killed runs
+    therefore leave at most one file, as large as the pack.
     """
     import pyarrow as pa
 
@@ -286,9 +291,9 @@ def _copy(descriptor: int, found: ScannedPack, entries: pa.Table, output: str) -
 
 
 def _created(partial: Path) -> int:
-    """Create and lock the temporary file of a new pack, replacing that of a killed run.
+    """Create and lock the temporary file of a new pack; replace the file of a killed run.
 
-    Raises StoreUnavailable if another process writes to the file, OSError.
+    Raises OSError, and StoreUnavailable if another process writes to the file.
     """
     with suppress(FileNotFoundError):
         abandoned = os.open(partial, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
 SCAN_ROWS = 16384
-# The file system itself is unreachable: no answer about an object is valid.
+# Errors if the file system itself is unreachable: no answer about any object is valid.
 _LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
 
 
@@ -99,7 +99,7 @@ class _Listed:
         return self._entries.take(pa.array(rows))
 
     def _located(self, rows: pa.Table) -> IntArray:
-        """Return index rows by offset, -1 if another key is there."""
+        """Return the index rows of locators; -1 if the record there has another key."""
         locators = rows.column("locator").fill_null(-1).to_numpy()
         near = np.searchsorted(self._offsets, locators)
         near = np.minimum(near, len(self._offsets) - 1)
@@ -159,7 +159,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
     )
 
     def __init__(self, path: str, *, writable: bool = False) -> None:
-        """Open a pack. Raises StoreUnavailable, FormatError if the pack is not valid."""
+        """Open a pack. Raises StoreUnavailable, and FormatError if the pack is not valid."""
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
         self.url = str(StoreUrl("pack", self.path))
         self._of_thread = threading.local()
@@ -199,7 +199,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         return store
 
     def readable_by(self, *, listing: bool = False) -> Permissions:
-        """Return who may read the pack file."""
+        """Return which users may read the pack file."""
         return Permissions.of_file(os.fstat(self._descriptor))
 
     def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
@@ -227,21 +227,22 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
 
     @property
     def open_grammar(self) -> bool:
-        """Whether the grammar of the keys is still open."""
+        """Whether the grammar of the keys is not set yet."""
         return self._writer is not None and not self._metadata.grammar
 
     def use_grammar(self, name: str) -> None:
-        """Set the grammar of the keys to write; a pack with objects accepts only its own."""
+        """Set the grammar of the keys to write; a pack with objects accepts no other grammar."""
         codec_for(name)
         if self._writer is not None:
             self._writer.use_metadata(grammar=name)
         elif name != self.grammar:
             raise UnsupportedByBackend(
-                f"{self.url}: the pack has {self.grammar} keys, not {name} keys; use a new pack"
+                f"{self.url}: the pack has {self.grammar} keys, not {name} keys; "
+                "write to a new pack"
             )
 
     def recorded_profile(self) -> Profile | None:
-        """Return the recorded profile; None for unified keys, which profiles no longer describe.
+        """Return the recorded profile; None for unified keys, which a profile cannot describe.
 
         Raises ProfileError.
         """
@@ -249,7 +250,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         return parse_profile(text, source=f"{self.path}: profile") if text else None
 
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
-        """Record the profile of the next writes; an inferred profile is too incomplete."""
+        """Record the profile of the next writes, unless it is inferred and so incomplete."""
         if self._writer is None or profile.inferred:
             return
         if profile != self.recorded_profile():
@@ -389,14 +390,18 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         if isinstance(error, FormatError):
             return f"damaged: {error} (offset {place.offset})"
         if error.errno in _LOST:
-            raise StoreUnavailable(failed(self.path, "read the pack", error)) from error
+            raise StoreUnavailable(
+                failed(self.path, "read the pack", error, "check that the file system is mounted")
+            ) from error
         return error.strerror or str(error)
 
     def _check_keys_parameter(self, url: StoreUrl) -> None:
         keys = url.params.get("keys", self.grammar)
         if keys != self.grammar:
             self.close()
-            raise UsageError(f"{url}: the pack has {self.grammar} keys, not {keys} keys")
+            raise UsageError(
+                f"{url}: the pack has {self.grammar} keys, not {keys} keys; leave out keys="
+            )
 
 
 def _by_value(counted: dict[str, int]) -> int:

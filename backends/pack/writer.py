@@ -60,16 +60,16 @@ if TYPE_CHECKING:
     from hicachectl.formats.pack.planes import Plane
 
 _MOST_ENCODERS = 4
-# Kept free for the index, so a pack on a full disk can be finished: bytes for its head and the
-# profile, at most 1/_INDEX_SHARE of the file system, and bytes for each object.
+# Space kept free for the index, so that a pack on a full disk can be finished: bytes for the head
+# of the index and the profile, at most 1/_INDEX_SHARE of the file system; and bytes per object.
 _INDEX_BYTES = 1 << 20
 _INDEX_SHARE = 8
 _INDEX_ROW_BYTES = 512
 
-# A thread encodes this much at once, and one system call writes it.
+# Bytes and objects that a thread encodes at once and one system call writes.
 _HANDFUL_BYTES = 1 << 20
 _HANDFUL_OBJECTS = 64
-_AHEAD_BYTES = 32 << 20  # most bytes of a call that are encoded but not appended, or one object
+_AHEAD_BYTES = 32 << 20  # encoded but not yet appended by one call; a larger object alone
 
 _Work = tuple[bytes, "int | None", memoryview]  # key, mtime_ns, content
 _Encoded = tuple[Record, bytes, "list[Plane]"]  # record, its head as bytes, content
@@ -83,7 +83,10 @@ class PackWriter:
     """
 
     def __init__(self, path: str) -> None:
-        """Open an existing or new pack for writing. Raises StoreUnavailable, FormatError."""
+        """Open an existing or new pack.
+
+        Raises StoreUnavailable, and FormatError if the file is not a pack or is damaged.
+        """
         self.path = path
         # An existing file keeps its permissions.
         self._is_new = not os.path.lexists(path)
@@ -126,7 +129,7 @@ class PackWriter:
             walked = walk(self.descriptor, self.path)
             if walked.metadata is None and walked.entries:
                 raise FormatError(
-                    f"{self.path}: the grammar of the pack's keys is unknown; write to a new pack"
+                    f"{self.path}: the pack's metadata is missing or damaged; write to a new pack"
                 ) from None
             self.pack_id, self.entries, self._end = walked.pack_id, walked.entries, walked.end
             self._written, self._has_tail = walked.metadata, bool(walked.cut_bytes)
@@ -301,7 +304,7 @@ class PackWriter:
             os.fsync(self.descriptor)
             sync_name(self.path)
         self._put([build_record(record, self.pack_id), content])
-        os.fdatasync(self.descriptor)  # without metadata, no object could be saved
+        os.fdatasync(self.descriptor)  # without metadata, no object could be recovered
         self._written = self.metadata
 
     def _pool(self) -> ThreadPoolExecutor:
@@ -334,8 +337,8 @@ class PackWriter:
     def withdraw(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove appended objects; return which existed.
 
-        A record of each removal serves readers without an index. If these records do not fit, only
-        the next index leaves the objects out.
+        A record of each removal is appended for `walk`, which uses no index. If these records do
+        not fit, only the next index leaves the objects out.
         """
         with self._turn:
             there = [self.entries.rows.pop(key, None) is not None for key in keys]
@@ -360,7 +363,7 @@ class PackWriter:
             at = self._end
             room = free_bytes(self.descriptor, len(self.entries))
             for record, head, planes in encoded:
-                # Another thread has added the key, or it occurs twice in this call.
+                # True if another thread has added the key, or the key occurs twice in this call.
                 is_there = record.key in self.entries.rows or record.key in added
                 if if_absent and is_there:
                     answers.append(Status.EXISTS)
@@ -393,7 +396,7 @@ class PackWriter:
         try:
             os.fdatasync(self.descriptor)
         except OSError as error:
-            # Earlier writes may be lost: only reading the file again would show that.
+            # Earlier writes may be lost, which only reading the file again would show.
             self._failed = error
             raise self._unavailable(error) from error
 
@@ -405,7 +408,7 @@ class PackWriter:
 def free_bytes(descriptor: int, objects: int) -> int:
     """Return the bytes free for objects besides the index of the pack's objects.
 
-    Negative if even that index does not fit.
+    Negative if the index of the present objects does not fit.
     """
     space = os.fstatvfs(descriptor)
     head = min(_INDEX_BYTES, space.f_blocks * space.f_frsize // _INDEX_SHARE)
@@ -430,5 +433,5 @@ def _continued(path: str, walked: ScannedPack) -> str:
     damaged = f", {walked.damaged} damaged objects left out" if walked.damaged else ""
     return (
         f"{path}: continuing an unfinished pack of {len(walked.entries)} objects; "
-        f"{walked.cut_bytes} bytes after the last whole one are cut off{damaged}"
+        f"{walked.cut_bytes} bytes after the last whole object are cut off{damaged}"
     )

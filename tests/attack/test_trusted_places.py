@@ -668,6 +668,6 @@ def test_a_link_named_like_an_object_is_named_and_left_alone(
         "migrate": (tmp_path / "target",),
     }.get(command, ())
     said = invoke(command, store, *options, exit_code=0)
-    assert "ignored 2 entries" in said.stderr
+    assert "ignored 2 links, FIFOs" in said.stderr
     assert link.is_symlink()
     assert victim.read_bytes() == b"not an object"

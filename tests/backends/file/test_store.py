@@ -149,8 +149,8 @@ def test_only_regular_files_are_objects(store: FileStore) -> None:
         others = [b"link.bin", b"dangling.bin", b"folder.bin", b"fifo.bin", b"socket.bin"]
         result, _ = read(store, rows_of(others), [3] * 5)
         assert result.statuses.tolist() == [Status.ERROR] * 5
-        assert result.errors[0] == "is a symbolic link"
-        assert result.errors[2] == result.errors[3] == result.errors[4] == "is not a regular file"
+        assert result.errors[0] == "a symbolic link, not a regular file"
+        assert result.errors[2] == result.errors[3] == result.errors[4] == "not a regular file"
         assert not store.exists(rows_of(others)).any()
 
 
@@ -314,7 +314,10 @@ def test_files_of_others_are_read_where_allowed() -> None:
     """)
     denied = {1: "Permission denied"}, {0: "Permission denied"}
     assert said.startswith(f"[0, 5] b'abc' {denied[0]} 3\n{denied[1]}\n")
-    assert said.endswith("/store: cannot write to the store: Permission denied\n")
+    assert said.endswith(
+        "/store: cannot write to the store: Permission denied; "
+        "run as the server's user, and check that the file system is writable\n"
+    )
 
 
 # reading
@@ -437,7 +440,7 @@ def test_a_directory_cleared_while_writing_is_an_error(
 
     monkeypatch.setattr(store, "_sync_data", clear)
     result = write(store, {b"a.bin": b"abc"}, if_absent=True)
-    assert result.errors == {0: "another process cleared the directory"}
+    assert result.errors == {0: "another process cleared the store; run again"}
 
 
 def test_a_full_file_system_is_told_of_the_row(tmp_path: Path) -> None:
@@ -540,9 +543,9 @@ def test_each_object_that_cannot_be_copied_says_why(store: FileStore, origin: Fi
     refused = [Status.GONE, Status.SHORT, Status.OVERSIZED, *[Status.ERROR] * 4]
     assert result.statuses.tolist() == [*refused, Status.OK]
     assert result.errors == {
-        3: "is a symbolic link",
-        4: "is not a regular file",
-        5: "is not a regular file",
+        3: "a symbolic link, not a regular file",
+        4: "not a regular file",
+        5: "not a regular file",
         6: "the key cannot be a file name",
     }
     assert _names(store.path) == ["new-fine"]
