@@ -314,7 +314,7 @@ class _BatchCopy:
         elif status is Status.GONE and not ours:
             pass  # evicted since the listing: still to be written
         elif status is Status.GONE:
-            self._fail(at, failed, "vanished from the destination before being read back")
+            self._fail(at, failed, "evicted or deleted before it was read back; run again")
         elif status in (Status.ERROR, Status.UNREACHABLE, Status.DAMAGED):
             self._fail(at, failed, f"cannot be read back: {error}")
         elif not ours:

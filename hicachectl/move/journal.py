@@ -112,7 +112,8 @@ def journal_path(
             own.mkdir(0o700)
         found = own.lstat()
     except OSError as error:
-        raise UsageError(failed(own, "use the directory", error, "set XDG_STATE_HOME")) from error
+        next_step = "set XDG_STATE_HOME to a writable directory"
+        raise UsageError(failed(own, "use the directory", error, next_step)) from error
     is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
         raise UsageError(
@@ -306,7 +307,10 @@ class Journal:
             except OSError as error:
                 with suppress(OSError):  # the next line must not join a torn line
                     os.ftruncate(self._file, end)
-                raise UsageError(failed(self.path, "write the journal", error)) from error
+                next_step = "check its disk, then continue with --resume"
+                raise UsageError(
+                    failed(self.path, "write the journal", error, next_step)
+                ) from error
 
     def _cut_torn_line(self) -> None:
         """Drop a cut-off last line: the next line would join it."""

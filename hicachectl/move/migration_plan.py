@@ -194,7 +194,7 @@ def plan_migration(
     if not len(groups):
         plan.remarks.append(explain_selection(source, listed, request.selection))
     elif not chosen.any():
-        plan.remarks.append("No page of SRC matches --pages-from")
+        plan.remarks.append("No page of SRC matches --pages-from; hicachectl ls lists its pages")
 
     unfit = np.zeros(len(groups), dtype=np.bool_)
     for survey in surveys:

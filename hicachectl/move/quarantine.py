@@ -103,7 +103,8 @@ class Quarantine:
             directory = self.find(writes=writes)
             yield directory
         except OSError as error:
-            raise StoreUnavailable(failed(self.path, "use the quarantine", error)) from error
+            why = failed(self.path, "use the quarantine", error, "check its owner and permissions")
+            raise StoreUnavailable(why) from error
         finally:
             if directory is not None:
                 directory.close()
