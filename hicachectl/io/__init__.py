@@ -1,1 +1,1 @@
-"""The data path from a store: threads, processes, rates, signals."""
+"""Read a store in bounded memory: threads, processes, rate limits, signals."""

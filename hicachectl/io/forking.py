@@ -1,9 +1,10 @@
-"""Run work in forked processes, which share the parent's memory and send it messages.
+"""Run work in forked processes, which share the parent's memory and send messages to the parent.
 
 This is for work that the GIL serializes. Other threads may exist at the fork: Arrow's and the
-progress bar's. They are idle and hold no lock that a child would inherit locked, since the parent
-is not in an Arrow call. Arrow recreates its thread pools in a child; the children's Arrow calls (a
-slice of a table, a few rows, keys) run in the calling thread.
+progress bar's. They are idle, since the parent is not in an Arrow call, and hold no lock; a lock
+held at the fork would stay locked in the child. Arrow recreates its thread pools in a child; the
+children's Arrow calls (slicing a table, taking a few rows, joining keys) run in the calling
+thread.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
-# Sent to all processes of a terminal or service; the parent ends its children.
+# A terminal or service manager also sends these to the children, which ignore them; the parent
+# ends its children.
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MESSAGE, _ERROR, _END = b"m", b"e", b"."
 
 
 class SharedCounter:
-    """Counter from 0, shared across forks; each number is drawn by one process."""
+    """Counter from 0, shared by forked processes; exactly one process draws each number."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("hicachectl-tickets")
@@ -54,8 +56,8 @@ class SharedCounter:
         os.close(self._file)
 
     def _draw(self) -> int:
-        # The system releases the lock of a killed process. Moving the shared file position would
-        # need no lock, but is not atomic on every file.
+        # The system releases the lock of a killed process. A shared file position would need no
+        # lock, but moving the position is not atomic on every file.
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
             number = int.from_bytes(os.pread(self._file, 8, 0), "little")
@@ -74,16 +76,17 @@ class _Worker:
 class Workers:
     """Forked processes that do the same work; iterate once for their messages.
 
-    The iterating thread raises a child's exception: a HicacheError as it is, others as
-    RuntimeError with the child's traceback, UsageError if a child is killed. Leaving the with
-    block kills working children. No child outlives this process, however it ends.
+    Iterating raises a child's HicacheError unchanged, another exception of a child as RuntimeError
+    with the child's traceback, and UsageError if a child ends without a report, as when killed.
+    Leaving the with block kills working children. No child outlives this process, even if this
+    process is killed.
     """
 
     def __init__(self, count: int, work: Callable[[Send], None]) -> None:
-        """Start the work in `count` processes, or in fewer if the system has no more.
+        """Start the work in `count` processes, or in fewer if the system allows no more.
 
-        work: called in each child, with a function that sends one message of JSON types. Raises
-        OSError if no child can start.
+        work: called in each child with a function that sends one message, of JSON types, to the
+        parent. Raises OSError if no child can start.
         """
         self._children: list[_Worker] = []
         try:
@@ -131,7 +134,10 @@ class Workers:
         self.close()
 
     def _fork(self, work: Callable[[Send], None]) -> None:
-        """Add a child. If a signal prevents recording the child, it ends when it cannot send."""
+        """Start and record a child.
+
+        If a signal prevents the recording, the child ends by itself once it cannot send.
+        """
         inbox, outbox = connection.Pipe(duplex=False)
         parent = os.getpid()
         # The parent's handlers must not run in the child.
@@ -156,12 +162,12 @@ class Workers:
         """Return the error for a child that ended without a report."""
         self._children.remove(child)  # after waitpid, its pid may be another process's
         child.inbox.close()
-        how = "ended"
+        how = "ended without a result"
         with suppress(ChildProcessError):
             _, status = os.waitpid(child.pid, 0)
             if os.WIFSIGNALED(status):
                 number = os.WTERMSIG(status)
-                how = f"was ended by signal {number} ({signal.strsignal(number)})"
+                how = f"was killed by signal {number} ({signal.strsignal(number)})"
         return UsageError(
             f"A reader process {how}; if memory ran out, give a smaller --buffer-bytes, or --jobs 1"
         )
@@ -174,9 +180,9 @@ def _live(
     parent: int,
     mask: set[int],
 ) -> NoReturn:
-    """Work in the child, report the end, and exit without the parent's cleanup and output."""
+    """Run the work in the child, send its end or error, and exit without the parent's cleanup."""
     try:
-        for inherited in others:  # lets the child notice a closed inbox
+        for inherited in others:  # an open copy would hide that the parent has closed an inbox
             inherited.close()
         for number in _PARENTS_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -191,7 +197,7 @@ def _live(
         name, text = type(error).__name__, str(error)
         if not isinstance(error, HicacheError):
             name, text = "", traceback.format_exc()
-        with suppress(OSError):  # the parent has ended
+        with suppress(OSError):  # if the parent has ended
             outbox.send_bytes(_ERROR + json.dumps([name, text]).encode())
     finally:
         os._exit(0)
@@ -201,4 +207,4 @@ def _raised(name: str, text: str) -> Exception:
     if name:
         error: HicacheError = getattr(errors, name, HicacheError)(text)
         return error
-    return RuntimeError(f"in a forked process:\n{text}")
+    return RuntimeError(f"In a forked process:\n{text}")

@@ -1,7 +1,7 @@
 """Defer and repeat SIGINT and SIGTERM, so that cleanup is not interrupted and no signal is lost.
 
-A signal's exception is raised wherever the main thread is. C code that has called Python (numpy
-for an attribute, Arrow for a module) may discard the exception, and the run would go on.
+The main thread may be anywhere when a signal raises an exception. C code that has called Python
+(numpy reads an attribute, Arrow imports a module) may discard the exception; the run would go on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def raised_once() -> Iterator[None]:
-    """Let the first signal act in the block, and ignore later ones."""
+    """Handle the first signal in the block, and ignore later signals."""
     raised = False
 
     def first(act: Callable[[], None]) -> None:
@@ -35,7 +35,7 @@ def raised_once() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Defer signals until the end of the block; then the first of them acts."""
+    """Defer signals until the end of the block; then handle the first."""
     waiting: list[Callable[[], None]] = []
     with _handled(waiting.append):
         yield
@@ -45,9 +45,9 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def persistent() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises again an exception that a signal raised in the block.
+    """Raise a signal's exception again at the end of the block, in case C code discards it.
 
-    The end of the block also raises the exception, so catch it outside.
+    Yields a function that does the same earlier. Catch the exception outside the block.
     """
     raised: BaseException | None = None
 
@@ -70,9 +70,9 @@ def persistent() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _handled(handle: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-    """Pass each signal to `handle`, as a call of its previous handler.
+    """Call `handle` for each signal, with a function that calls the signal's previous handler.
 
-    Only the main thread receives signals; other threads change nothing.
+    Does nothing outside the main thread, which alone receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

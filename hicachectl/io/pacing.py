@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """A limit on the average bytes per second, for which callers wait.
+    """Limit on the average bytes per second; callers wait for their turn.
 
-    The first bytes pass at once. Unused time is not saved up.
+    The first bytes pass at once. Time without traffic does not allow more bytes later.
     """
 
     def __init__(
         self, bytes_per_second: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin now. Raises UsageError for less than 1 byte per second."""
+        """Raise UsageError for less than 1 byte per second. clock: returns seconds."""
         if bytes_per_second < 1:
             raise UsageError("--bwlimit: must be at least 1 byte per second")
         self._rate = bytes_per_second
@@ -30,9 +30,9 @@ class Pace:
         self._free_at = clock()
 
     def wait(self, nbytes: int, stopped: threading.Event, *, deadline: float | None = None) -> bool:
-        """Wait for the turn of `nbytes`; False if `stopped` is set or the deadline comes first.
+        """Wait until `nbytes` may pass; return whether they may.
 
-        deadline: in terms of `clock`.
+        Returns False if `stopped` is set, or if the deadline, a time of `clock`, is earlier.
         """
         with self._lock:
             now = self._clock()

@@ -1,8 +1,9 @@
 """The one data path: read, work on and release a store's objects in bounded memory.
 
 N reader threads take tasks in order. Each reserves a slab of the arena for a whole task, reads the
-task with one call of the store, works on it in place, and releases the slab. Memory is the arena,
-whatever the size of the store: a reader waits for room, and until its results are taken.
+task with one call of the store, works on the objects in place, and releases the slab. The arena
+bounds the memory, whatever the size of the store: readers wait for free memory in the arena, and
+until their results are taken.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ if TYPE_CHECKING:
     from hicachectl.io.pacing import Pace
 
 DEFAULT_BUFFER_BYTES = 1 << 30
-_QUEUED_RESULTS = 64  # finished tasks whose results are not taken yet
-# Objects announced to a store in advance: enough to keep a disk busy while the readers work.
+_QUEUED_RESULTS = 64  # most results that wait to be taken
+# Bytes of objects announced to a store in advance: enough to keep a disk busy while the readers
+# work.
 _AHEAD_BYTES = 64 << 20
-# Tasks per job that may begin after an unfinished one: if that one fails, objects written after it
-# are of less use.
+# Tasks per job that may begin while an earlier task is unfinished. If the earlier task fails, the
+# objects that later tasks have written are of less use.
 _TURNS_AHEAD = 2
 
 T = TypeVar("T")
@@ -47,7 +49,7 @@ class Task:
     """Objects that must be in memory together.
 
     rows: [n] int64, row numbers of the object table; capacities: [n] int64, bytes of each.
-    room: bytes that the work needs after them. name: for messages.
+    room: bytes that the work needs after the objects. name: for messages.
     """
 
     rows: IntArray
@@ -63,7 +65,7 @@ class Task:
 
 @dataclass(slots=True, eq=False)
 class _Upcoming:
-    """A drawn task, its number, and its objects once needed."""
+    """A task taken from the iterator, its number, and its objects (None until looked up)."""
 
     task: Task
     number: int
@@ -72,11 +74,11 @@ class _Upcoming:
 
 @dataclass(slots=True, eq=False)
 class Loaded:
-    """A task whose objects were read, as far as possible.
+    """A task after its read, which may have failed for some objects.
 
-    offsets: [n] int64 into the arena; 4 KiB-aligned, equal steps for equal capacities.
+    offsets: [n] int64 into the arena, 4 KiB-aligned; equal steps if the capacities are equal.
     room:    offset of the task's room in the arena, 4 KiB-aligned.
-    read:    the store's answer for each object.
+    read:    the store's status for each object.
     """
 
     task: Task
@@ -86,11 +88,11 @@ class Loaded:
     read: ReadResult
 
     def view(self, index: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of one object, in place."""
+        """Return the bytes of one object, without a copy."""
         return self.arena.view(int(self.offsets[index]), int(self.task.capacities[index]))
 
     def contents(self, chosen: IntArray) -> Iterator[memoryview]:
-        """Yield the chosen objects in place; memoryviews are faster to create than arrays."""
+        """Yield the chosen objects without a copy, as memoryviews: faster to create than arrays."""
         memory = self.arena.memory
         starts = self.offsets[chosen]
         ends = starts + self.task.capacities[chosen]
@@ -98,7 +100,7 @@ class Loaded:
             yield memory[start:end]
 
     def block(self) -> npt.NDArray[np.uint8]:
-        """Return all objects, of equal capacities, in place: [n, nbytes], rows strided."""
+        """Return all objects without a copy: [n, nbytes], strided. Capacities must be equal."""
         nbytes = int(self.task.capacities[0])
         step = int(self.offsets[1] - self.offsets[0]) if len(self.offsets) > 1 else nbytes
         first = self.arena.view(int(self.offsets[0]), step * (len(self.offsets) - 1) + nbytes)
@@ -110,8 +112,8 @@ class Loaded:
 class Pipeline(Generic[T]):
     """Run a function over tasks; iterate once for its results, in the order of completion.
 
-    The iterating thread raises the first error of a reader, such as a lost store or a task larger
-    than the buffer. If the iteration ends early, by `close` or an exception, the readers end after
+    Iterating raises the first error of a reader, such as a lost store or a task larger than the
+    buffer. If the iteration ends early, by `close` or an exception, the readers end after
     their current tasks.
     """
 
@@ -131,32 +133,32 @@ class Pipeline(Generic[T]):
         destination: Store | None = None,
         arena: Arena | None = None,
     ) -> None:
-        """Prepare; nothing starts before the iteration.
+        """Prepare the run; the iteration starts the readers.
 
-        objects:  columns of a scan; tasks name objects by row.
+        objects:  columns of a scan; the rows of tasks count in this table.
         work:     called in reader threads.
         deadline: `time.monotonic()` after which no task begins.
-        identify: whether versions of objects are needed.
-        confirm:  read with `Confirm.read_confirmed`.
-        destination: a store that the work writes to, from the same memory. No task begins while
-                  one far before it is unfinished.
+        identify: also read the versions of objects.
+        confirm:  read with `Confirm.read_confirmed`, if the store has it.
+        destination: a store that the work writes to, from the same memory. A task then waits
+                  until tasks far before it have ended.
         arena:    memory to use instead of a new buffer; stores attached to it stay attached.
         """
         self.complete = True  # after the iteration: whether every task began
         self._store = store
-        # Columns that reading needs; taking rows of a chunked table is slow.
+        # Only columns that reads need, in one chunk: taking rows of a chunked table is slow.
         wanted = [name for name in ("key", "locator") if name in objects.column_names]
         self._objects = objects.select(wanted).combine_chunks()
         self._tasks = iter(tasks)
-        self._ahead: deque[_Upcoming] = deque()  # drawn, not begun
+        self._ahead: deque[_Upcoming] = deque()  # taken from the iterator, not begun
         self._ahead_bytes = 0
         self._drawn = 0
-        self._at_work: set[int] = set()  # numbers of tasks
+        self._at_work: set[int] = set()  # numbers of tasks that have begun and not ended
         self._next = threading.Condition()
         self._work = work
         self._announces = store if isinstance(store, Announces) else None
         self._jobs = jobs or min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
-        # Jobs that also write do not read all the time, so more jobs than readers are allowed.
+        # Jobs that also write do not read all the time, so only reads at the same time are limited.
         readers = self._jobs if destination is None else store.limits.parallel_reads
         self._most_at_once = None if destination is None else _TURNS_AHEAD * self._jobs
         self._reading = threading.BoundedSemaphore(max(1, readers))
@@ -184,7 +186,7 @@ class Pipeline(Generic[T]):
             for number in range(self._jobs)
         ]
         try:
-            with deferred():  # every started thread is waited for below
+            with deferred():  # so that every started thread is joined below
                 for reader in readers:
                     reader.start()
             running = len(readers)
@@ -199,7 +201,7 @@ class Pipeline(Generic[T]):
                         yield item[0]
                         check()
         finally:
-            with deferred():  # readers finish their tasks, so their memory must stay
+            with deferred():  # the arena must outlive the readers, which finish their tasks
                 self._stopped.set()
                 allocator.cancel()
                 while any(reader.is_alive() for reader in readers):
@@ -228,7 +230,10 @@ class Pipeline(Generic[T]):
         self._results.put(end)
 
     def _take(self) -> tuple[_Upcoming, list[_Upcoming]] | None:
-        """Begin the next task when it is due; return it and the newly drawn tasks to announce."""
+        """Wait until the next task may begin; return this task and the tasks to announce.
+
+        Returns None if no task may begin any more.
+        """
         with self._next:
             self._next.wait_for(self._is_due)
             if self._stopped.is_set():
@@ -245,7 +250,7 @@ class Pipeline(Generic[T]):
             return taken, fresh
 
     def _is_due(self) -> bool:
-        """Return whether the next task may begin, or none will."""
+        """Return whether to stop waiting: the next task may begin, or the run has stopped."""
         if self._most_at_once is None or not self._at_work or self._stopped.is_set():
             return True
         begun = self._drawn - len(self._ahead)
@@ -263,7 +268,7 @@ class Pipeline(Generic[T]):
                 self._announces.expect(upcoming.named, upcoming.task.capacities)
 
     def _look_ahead(self) -> list[_Upcoming]:
-        """Draw upcoming tasks; return those to announce."""
+        """Take tasks from the iterator in advance; return those to announce."""
         fresh = []
         while not self._ahead or self._ahead_bytes < _AHEAD_BYTES:
             task = next(self._tasks, None)
@@ -286,7 +291,7 @@ class Pipeline(Generic[T]):
         return self._objects.take(rows)
 
     def _one(self, upcoming: _Upcoming, arena: Arena, allocator: SlabAllocator) -> T:
-        task, named = upcoming.task, upcoming.named  # another thread may set `named` now
+        task, named = upcoming.task, upcoming.named  # read once: another thread may set `named`
         offsets, nbytes = place(task.capacities)
         name = task.name or f"a task of {len(task.rows)} objects"
         slab = allocator.reserve(max(nbytes + task.room, 1), name=name)
@@ -302,7 +307,7 @@ class Pipeline(Generic[T]):
             slab.release()
 
     def _keep_pace(self, nbytes: int) -> None:
-        """Wait for the turn of a read; end the reader if the deadline comes first."""
+        """Wait until a read may begin; end the reader if the deadline is earlier."""
         if self._pace is None or self._pace.wait(nbytes, self._stopped, deadline=self._deadline):
             return
         self.complete = False
@@ -312,7 +317,7 @@ class Pipeline(Generic[T]):
 def batches(
     rows: IntArray, capacities: IntArray, *, most_objects: int, most_bytes: int
 ) -> Iterator[Task]:
-    """Yield tasks of consecutive rows; only a single object may exceed the limits."""
+    """Yield tasks of consecutive rows; an object above `most_bytes` is a task of its own."""
     if not len(rows):
         return
     ends = np.cumsum(capacities)

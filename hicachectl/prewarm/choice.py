@@ -1,4 +1,4 @@
-"""Choose the objects to copy: those that prefixes need and that fit into the budget."""
+"""Choose the objects to copy: prefixes need them, and they fit into the budget."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class PageChoice:
     """Objects of a survey to copy, so that servers can restore prefixes of chains.
 
-    hits: of the chains, in the source. names: pages that can be restored. rank: of each by value,
-    0 the best. `fit` narrows `actions` and `survey.wanted`.
+    hits: of the chains, in the source. names: pages that servers can restore. rank: [names] rank of
+    each page by value, 0 is best. `fit` narrows `actions` and `survey.wanted`.
     """
 
     def __init__(self, survey: Survey, hits: Hits, names: pa.StringArray, rank: IntArray) -> None:
@@ -43,15 +43,15 @@ class PageChoice:
         self._sets_of_target = _sets_of_targets(survey.route, hits)
         self._name_of_item = _places(survey.pages, names)
         self._hit_of_item = _places(survey.pages, hits.page_names)
-        worst = np.append(rank, len(names))  # index -1: pages that cannot be restored
+        worst = np.append(rank, len(names))  # index -1: pages that cannot be restored rank last
         self._rank_of_item = worst[self._name_of_item]
         self._rank_of_position = worst[_places(hits.page_names, names)][hits.page_of]
         self._take(hits.usable_pages)
 
     def fit(self, budget_bytes: int | None, budget_pages: int | None) -> bool:
-        """Leave out the least valuable pages that exceed the budgets; return whether any do.
+        """Leave out the least valuable pages until the rest fits; return whether any was left out.
 
-        Fewer pages make shorter prefixes, which need trailing states at other pages.
+        Shorter prefixes need trailing states at other pages, so every trial computes the cost anew.
         """
 
         def held(count: int) -> bool:
@@ -164,7 +164,7 @@ def _misfit_problems(survey: Survey, misfits: GroupTable) -> list[Problem]:
 
 
 def _sets_of_targets(route: Route, hits: Hits) -> BoolArray:
-    """Return which object sets that servers need each target is made from: [needs, targets].
+    """Return whether each target is made from objects of each needed set: [needs, targets].
 
     Replicas and optional objects belong to none of these sets.
     """

@@ -47,7 +47,7 @@ def grow_forest(
     """Return the forest with every block's parent and depth.
 
     blocks: block indices of all requests; request i has blocks[offsets[i]:offsets[i+1]]. Raises
-    FormatError naming a block that follows two different ones: equal names are then not equal
+    FormatError naming a block that follows two different blocks: its name then stands for two
     prefixes, so no plan is possible.
     """
     parents = np.full(len(names), -1, np.int32)
@@ -87,7 +87,7 @@ def request_ranges(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 def ramp(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Return 0, 1, 2, … for each of several runs, concatenated."""
+    """Return 0, 1, … n - 1 for each length n, concatenated."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return (np.arange(total) - np.repeat(ends - lengths, lengths)).astype(np.int32)
@@ -97,12 +97,12 @@ def _two_parents(forest: Forest, block: int, before: int) -> str:
     what = "page" if forest.hashed else "block"
 
     def spell(index: int) -> str:
-        return "the start" if index < 0 else f"{what} {name_of(forest, index)}"
+        return f"no {what}" if index < 0 else f"{what} {name_of(forest, index)}"
 
     remedy = (
         "a chain must begin with the first page of its prefix"
         if forest.hashed
-        else "ids must name prefixes, not contents"
+        else "equal ids must mean equal prefixes, not only equal contents"
     )
     return (
         f"{spell(block)} follows {spell(forest.parents[block])} in one request and "
@@ -117,7 +117,10 @@ def name_of(forest: Forest, block: int) -> str:
 
 
 def prefix_closed(forest: Forest, values: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Return each block's value, raised to the largest of its descendants, which need the block."""
+    """Return each block's value, raised to the largest value of the blocks that follow it.
+
+    A block is of no use without the blocks before it.
+    """
     closed = values.copy()
     by_depth = np.argsort(forest.depths, kind="stable")
     levels = np.searchsorted(forest.depths[by_depth], np.arange(forest.depths.max(initial=0) + 2))

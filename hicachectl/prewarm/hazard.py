@@ -1,8 +1,9 @@
 """Model of how soon blocks are used again: a rate by age, times a ratio for each factor.
 
 The rate is the chance per unit of time that a waiting block is used again, at an age (time since
-its last use). Rates are measured as events over exposure (waiting blocks times time), which
-includes blocks still waiting at the trace's end, and fitted proportionally, factor by factor.
+its last use). A rate is events divided by exposure (waiting blocks times time); blocks that still
+wait at the trace's end count as exposure. The ratios are fitted proportionally, one factor after
+another.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ def fit_hazards(
 def _tabulate(waits: Waits, cells: int, edges: Floats) -> tuple[Floats, Floats]:
     """Return the next uses and the time waited: [cells, ages] each."""
     ages = len(edges)
-    # A wait that ends at an edge belongs to the span before: it has no exposure in the next, where
-    # its event would have no finite rate. All waits of a regular trace end at edges.
+    # A wait that ends at an edge belongs to the span before the edge. In the span after, it has no
+    # exposure, so its event would have no finite rate. All waits of a regular trace end at edges.
     ends = np.maximum(np.searchsorted(edges, waits.durations, side="left") - 1, 0)
     place = waits.cells * ages + ends
 

@@ -54,7 +54,7 @@ def read_wanted(profile: Profile, grammar: str, options: Mapping[str, Any]) -> W
     assert wanted.chains is not None
     lone = bool((wanted.chains.offsets[1:] - wanted.chains.offsets[:-1] < 2).all())
     if lone and options["plan"]:
-        # The pages before them are unknown.
+        # The plan names single pages; the pages before them are unknown.
         return WarmingInputs(pages=hex_pages(wanted.chains.pages))
     return wanted
 
@@ -98,8 +98,8 @@ def _read_chains(profile: Profile, options: Mapping[str, Any]) -> WarmingInputs:
     trace = read_trace(options["trace"], profile)
     if not trace.forest.hashed:
         raise click.UsageError(
-            f"{options['trace']}: a trace of block ids cannot be executed, because block ids "
-            "do not give keys; record token ids, or use --dry-run without stores"
+            f"{options['trace']}: has block ids, which do not give the keys to copy; record token "
+            "ids, or give --dry-run without DST and --from"
         )
     ranker = Ranker(trace.times, trace.output_tokens)
     return WarmingInputs(chains_of_trace(trace, hashing), ranker, starts=trace.starts)
@@ -108,9 +108,9 @@ def _read_chains(profile: Profile, options: Mapping[str, Any]) -> WarmingInputs:
 def requests_for_servers(
     wanted: WarmingInputs, usable_pages: IntArray, profile: Profile, options: Mapping[str, Any]
 ) -> Numbered:
-    """Return a function that yields the numbered requests anew on each call.
+    """Return a function that yields the requests with their numbers, anew at each call.
 
-    A trace gives each usable prefix once, the most valuable first; other files give all requests.
+    From a trace: each usable prefix once, the most valuable first. From other files: all requests.
     """
     if wanted.starts is None:
         listed = list(enumerate(asked_requests(options)))
@@ -120,7 +120,8 @@ def requests_for_servers(
 
     assert wanted.chains is not None
     assert wanted.rank is not None
-    # A trailing pool also has states that only a request ending there restores.
+    # A trailing pool also has states inside longer prefixes. Only a request that ends at such a
+    # state restores it.
     longest_only = not any(pool.trailing for pool in profile.pools)
     chosen = prefixes_worth_asking(
         wanted.chains, usable_pages, wanted.rank, longest_only=longest_only

@@ -44,7 +44,7 @@ class PrewarmRequest:
     served: profile of each live server of the destination, by URL, to count usable pages for.
     in_others: pages that the request names only in groups of other deployments.
     rank: takes chains, their distinct pages and each page's index among these; returns the rank of
-    each distinct page by value, 0 the best, never before a page that precedes it in a chain.
+    each distinct page by value. 0 is best; a page ranks behind all pages before it in its chains.
     """
 
     profile: Profile
@@ -98,7 +98,7 @@ class PagePlan:
 
     @property
     def conflicts(self) -> IntArray:
-        """Survey rows of wanted pages for which the destination has a different object."""
+        """Survey rows of wanted pages of which the destination has an object of another size."""
         found: IntArray = self.wanted[self.actions[self.wanted] == Action.CONFLICT]
         return found
 
@@ -160,8 +160,8 @@ def plan_chains(
 def plan_pages(groups: PageGroups, survey: Survey, request: PrewarmRequest) -> PagePlan:
     """Choose whole pages whose prefixes are unknown.
 
-    Pages of a list keep its order. Otherwise the newest minute is first, and within a minute the
-    oldest page, since the pages before it in its chain are not newer.
+    Pages of a list keep their order. Otherwise the newest minute is first. Within a minute the
+    oldest page is first, since no page is older than the pages before it in its chain.
     """
     whole = groups.states[survey.groups] == WHOLE
     asked = int(whole.sum())
@@ -177,7 +177,7 @@ def plan_pages(groups: PageGroups, survey: Survey, request: PrewarmRequest) -> P
         if not groups.has_times and request.has_budget:
             raise UsageError(
                 "--all with a budget copies the newest pages, but the source stores no times; "
-                "name pages, or remove the budget"
+                "give --pages, or remove the budget"
             )
         turn = _newest_minute_first(groups.newest_ns[survey.groups])
     actions = decide(survey, whole, "skip")
@@ -212,7 +212,7 @@ def _newest_minute_first(times_ns: IntArray) -> IntArray:
 
 
 def _within_budget(cost: IntArray, request: PrewarmRequest) -> npt.NDArray[np.bool_]:
-    """Return which pages fit into the budget: a run of the first, best ones."""
+    """Return which pages fit into the budget, in their order, until one exceeds it."""
     fits = np.ones(len(cost), dtype=np.bool_)
     if request.budget_bytes is not None:
         fits &= np.cumsum(cost) <= request.budget_bytes

@@ -25,9 +25,10 @@ class TracePlan:
     """Blocks to warm, best first; no block comes before a block of its prefix.
 
     order:     [planned] int64, indices into the forest.
-    values:    [planned] float64, not increasing: expected share of the block's bytes that a
-               request needs; for a trace without times, the number of requests that used it.
-    requests:  [planned] int32, number of requests that used it.
+    values:    [planned] float64, not increasing: chance that a request uses the block, averaged
+               over horizons (`value`). If no block was used twice: the time of the last use. For a
+               trace without times: the number of requests that used the block.
+    requests:  [planned] int32, number of requests that used the block.
     last_seen: [planned] float64, in the trace's time; None if the trace has no times.
     """
 
@@ -44,8 +45,8 @@ class TracePlan:
 def plan_order(trace: Trace, *, budget: int | None = None) -> TracePlan:
     """Order all blocks of a trace by the savings expected from warming them.
 
-    Savings are expected one mean request interval after the trace's last request. budget: maximum
-    blocks. Without times, blocks that more requests share come first.
+    The expectation starts one mean request interval after the last request. budget: most blocks to
+    plan. Without times, blocks that more requests share come first.
     """
     uses = walk_uses(trace)
     values = _values(trace, uses)
@@ -56,7 +57,7 @@ def plan_order(trace: Trace, *, budget: int | None = None) -> TracePlan:
 
 
 def pages_within(budget: int, profile: Profile | None, *, hashed: bool) -> int:
-    """Return how many pages fit, each with all objects of all ranks except trailing pools.
+    """Return how many pages fit; a page has all objects of all ranks, except of trailing pools.
 
     budget: bytes of a file store. Raises UsageError if the size of a page is unknown.
     """
@@ -75,7 +76,7 @@ def _values(trace: Trace, uses: Uses) -> npt.NDArray[np.float64]:
     times = trace.times
     if times is None or not len(trace):
         return uses.counts.astype(np.float64)
-    if times[-1] <= times[0]:  # equal times: use the order
+    if times[-1] <= times[0]:  # all times are equal: use the order instead
         times = np.arange(len(trace), dtype=np.float64)
     now = float(times[-1] + (times[-1] - times[0]) / len(times))
     values = reuse_values(trace, times, now, uses)

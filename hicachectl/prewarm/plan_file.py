@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.disk.bounded import read_lines
-from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import decode
 from hicachectl.formats.hashing import HASH_BYTES
 
@@ -77,9 +77,9 @@ def plan_rows(plan: TracePlan) -> Iterator[pa.Table]:
 def read_plan(path: Path) -> PlannedPages:
     """Read the pages of a plan that can be executed.
 
-    If the file does not list a parent, the destination had that page when the file was written.
-    Raises FormatError naming the line: not a plan, a page twice, or a page before its parent.
-    Raises UsageError for a plan of block ids and a file that cannot be read.
+    A parent without a row of its own was in the destination when the plan was made.
+    Raises FormatError naming the line if it is not a row of a plan, has a block id, repeats a page,
+    or has the parent of an earlier page. Raises UsageError if the file cannot be read.
     """
     position: dict[str, int] = {}
     outside: set[str] = set()
@@ -106,16 +106,16 @@ def _take(line: bytes, position: dict[str, int], outside: set[str]) -> int:
     """
     row = decode(_ROW, line)
     if isinstance(row.page, int):
-        raise UsageError(
-            f"The plan names block {row.page} of a trace, not a page hash; block ids can be "
-            "planned but not executed, so record token ids"
+        raise FormatError(
+            f"page: {row.page} is a block id, and block ids do not give the keys to copy; plan a "
+            "trace of token ids"
         )
     if len(row.page) != _HEX or row.page.strip("0123456789abcdef"):
         raise FormatError(f"page: {row.page!a:.80} is not a page hash (64 hexadecimal digits)")
     if row.page in position:
         raise FormatError(f"page {row.page} is listed twice")
     if row.page in outside:
-        raise FormatError(f"page {row.page} is the parent of a page listed before it")
+        raise FormatError(f"page {row.page} is the parent of an earlier page; list parents first")
     position[row.page] = len(position)
     if row.parent is None:
         return -1

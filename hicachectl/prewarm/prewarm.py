@@ -52,7 +52,7 @@ ENDING_SECONDS = 10.0  # for touches after a deadline or signal, and again for t
 class PrewarmOutcome:
     """Result of a run or a dry run.
 
-    document: members of the JSON contract. problems: failed or conflicting pages.
+    document: members of the JSON result. problems: failed or conflicting pages.
     plan: pages to copy, best first: page, its parent in a chain, depth, bytes.
     usable_pages: [chains] pages that servers can restore from the destination; without chains, [1]
     wanted pages that are whole there. interruption: exception that ended the copying early, such
@@ -74,7 +74,7 @@ class PrewarmOutcome:
 
 
 def not_begun(source: str | None, destination: str) -> PrewarmOutcome:
-    """Return the outcome of a run that another run's lock prevented. Takes two URLs."""
+    """Return the outcome of a run that another process's lock prevented. Takes two URLs."""
     document: dict[str, Any] = {"destination": destination, "source": source}
     counts = ("requested_pages", "already_there", "copied_pages", "bytes", "missing_pages")
     document |= dict.fromkeys((*counts, "usable_tokens", "requested_tokens"), 0)
@@ -93,9 +93,9 @@ def prewarm(
 ) -> PrewarmOutcome:
     """Copy the requested pages that the destination lacks and servers could restore.
 
-    on_listed: called with the objects of each listed batch. on_copied: called with the bytes of
-    each finished batch and the total. Raises UsageError, ProfileError and UnsupportedByBackend
-    before anything is written; StoreUnavailable at any time.
+    on_listed: called with the number of objects of each listed batch. on_copied: called with the
+    bytes of each finished batch and the bytes of the plan. Raises UsageError, ProfileError and
+    UnsupportedByBackend before anything is written; StoreUnavailable at any time.
     """
     started = time.monotonic()
     if request.options.pin:
@@ -143,7 +143,7 @@ def prewarm(
 
 
 class _Prewarming(NamedTuple):
-    """A plan, its two stores, its request, and its start in terms of time.monotonic()."""
+    """A plan, its two stores, its request, and the `time.monotonic()` of its start."""
 
     plan: PagePlan
     source: Store
@@ -160,7 +160,10 @@ class _Prewarming(NamedTuple):
 def _executed(
     run: _Prewarming, copying: CopyRun, on_copied: Callable[[int, int], None]
 ) -> PrewarmOutcome:
-    """Copy the pages, touch them, count usable ones; after an interrupt, within a time limit."""
+    """Copy and touch the pages, count the usable pages.
+
+    After an interrupt, touching and counting have a time limit each.
+    """
     plan = run.plan
     total = max(int(plan.cost.sum()), 1)
     watch = Watch(run.destination, plan.survey)
@@ -177,7 +180,7 @@ def _executed(
         with persistent():
             copying.copy([plan.work()], on_done=on_done)
             if plan.there:
-                run.destination.flush()  # pages that already exist are reported as well
+                run.destination.flush()  # the result also counts pages that other writers wrote
             touch_pages(run.destination, plan.survey, plan.wanted, until=_after(run.deadline))
             outcome = _finished(run)
     except BaseException as error:
@@ -207,7 +210,7 @@ def _executed(
 
 
 class Watch:
-    """Detector of a destination that evicts newly written objects."""
+    """Record of the first written objects, which shows whether the destination evicts them."""
 
     def __init__(self, store: Store, survey: Survey) -> None:
         self._store = store
@@ -229,7 +232,7 @@ class Watch:
             self._count += len(done)
 
     def lost(self) -> bool:
-        """Return whether a recorded object has vanished; ask the store every few seconds."""
+        """Return whether a recorded object is missing; ask the store at most every few seconds."""
         if self._lost or not self._keys or time.monotonic() < self._next:
             return self._lost
         self._next = time.monotonic() + _WATCH_SECONDS
@@ -241,7 +244,7 @@ class Watch:
         """Return the remark that estimates the destination's capacity."""
         return (
             f"{self._store.url}: evicts newly written objects; it holds about "
-            f"{human_size(self._written)} of the requested pages, so set --budget to that"
+            f"{human_size(self._written)} of the requested pages, so set --budget to this size"
         )
 
 
@@ -251,8 +254,8 @@ def touch_pages(
     """Mark pages as most recently used, if the store keeps such an order.
 
     The least valuable pages come first, and the leaves of a chain before its root.
-    items: survey rows, most valuable first. until: limit in terms of `time.monotonic()`, exceeded
-    by at most one call. If time is short, less valuable pages are left out.
+    items: survey rows, most valuable first. until: `time.monotonic()` of the end; at most one call
+    ends later. If time is short, the less valuable pages are left out.
     """
     if not isinstance(store, Touch):
         return
@@ -302,8 +305,8 @@ def _reason(full: bool, watch: Watch, complete: bool, plan: PagePlan) -> str | N
 def _finished(run: _Prewarming, *, until: float | None = None) -> PrewarmOutcome:
     """Return the outcome with the pages that servers can now restore from the destination.
 
-    Restorable pages that the source lacks count as already there. If the listing is not done by
-    `until`, no page counts as usable.
+    Pages that servers can restore from the destination, but not from the source, count as already
+    there. If the listing is not done at time `until`, no page counts as usable.
     """
     plan, source, destination, request, started = run
     there, missing = plan.there, plan.missing
@@ -336,7 +339,7 @@ def _finished(run: _Prewarming, *, until: float | None = None) -> PrewarmOutcome
     outcome.remarks += remarks
     if unseen:
         outcome.remarks.append(
-            f"{destination.url}: listing took too long; the usable tokens are unknown"
+            f"{destination.url}: listing took too long; usable tokens are unknown and reported as 0"
         )
     return outcome
 
@@ -351,9 +354,9 @@ def _whole_pages(plan: PagePlan, destination: Store, on_batch: Callable[[int], N
 
 
 def _pages_to_fit(plan: PagePlan, request: PrewarmRequest) -> pa.StringArray:
-    """Return the requested pages that wrong-sized objects may keep out.
+    """Return the requested pages that may be missing because an object has a wrong size.
 
-    Pages that servers can restore from SRC do not need such objects.
+    Pages that servers can restore from the source do not need such objects.
     """
     if request.chains is None:
         return plan.names
@@ -383,7 +386,7 @@ def _outcome(
     *,
     cut: bool = False,
 ) -> PrewarmOutcome:
-    """Return the outcome of a run that has copied nothing. pages: counts by name."""
+    """Return an outcome without copied pages. pages: counts by name."""
     page_size = request.target.page_size
     asked = pages["requested"]
     if request.chains is not None:

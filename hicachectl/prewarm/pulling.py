@@ -27,7 +27,7 @@ Ranks = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class LiveServer:
-    """A server's /server_info, and its DP ranks with separate caches."""
+    """A server's /server_info reply, and its DP ranks with separate caches."""
 
     info: Mapping[str, Any]
     ranks: Ranks
@@ -44,10 +44,10 @@ def live_servers(urls: Sequence[str]) -> dict[str, LiveServer]:
 
 @dataclass(slots=True)
 class PullReport:
-    """Results of one server; valid at any time.
+    """Results of one server; may be read while `pull` runs.
 
-    pulled: one for each request and DP rank. complete: whether all were requested. error: why the
-    server was given up, or None.
+    pulled: a result for each request and DP rank. complete: whether every prefix was requested.
+    error: why `pull` gave the server up, or None.
     """
 
     server: str
@@ -81,8 +81,9 @@ def pull(
 ) -> None:
     """Request the prefixes that the store has, from each server and DP rank.
 
-    asked: yields numbered requests anew for each server. usable_pages: indexed by these numbers.
-    deadline: in terms of time.monotonic(). reports: receives a report for each server.
+    asked: yields the requests with their numbers, anew for each server. usable_pages: pages of each
+    number's request.
+    deadline: `time.monotonic()` of the end. reports: receives a report for each server.
     """
     hashing = Hashing.of(profile)
     for url, live in servers.items():

@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 class Ranker:
     """Ranking of pages by the requests that use them.
 
-    times: [chains] float64, rising; None if unknown: then pages that more requests share come
-    first, and otherwise chains keep their order. output_tokens: [chains], -1 if unknown.
+    times: [chains] float64, not decreasing; None if unknown. Without times, pages that more
+    requests share come first, and pages of equal counts keep the order of the chains.
+    output_tokens: [chains], -1 if unknown.
     """
 
     times: npt.NDArray[np.float64] | None = None
     output_tokens: IntArray | None = None
 
     def __call__(self, chains: Chains, names: pa.StringArray, page_of: IntArray) -> IntArray:
-        """Return the rank of each distinct page, 0 the best, never before a page of its prefix."""
+        """Return the rank of each distinct page, 0 for the best, behind all pages of its prefix."""
         unknown = np.full(len(chains), -1, dtype=np.int64)
         blocks = page_of.astype(np.int32)
         trace = Trace(
@@ -55,7 +56,7 @@ class Ranker:
         plan = plan_order(trace)
         order = plan.order
         if self.times is None:
-            # One chain after another: each prefix is copied with the states at its end.
+            # One chain after another, so that each prefix is copied with the states at its end.
             first = np.full(len(names), len(page_of), dtype=np.int64)
             np.minimum.at(first, page_of, np.arange(len(page_of)))
             order = order[np.lexsort((first[order], -plan.values))]
@@ -76,7 +77,7 @@ def prefixes_worth_asking(
 ) -> IntArray:
     """Return the indices of chains that contain each usable prefix once, best first.
 
-    longest_only: leave out a prefix with which longer ones begin.
+    longest_only: leave out a prefix that another usable prefix continues.
     """
     usable = replace(chains, reach=usable_pages).within_reach()
     names, page_of = usable.distinct_pages()

@@ -47,8 +47,8 @@ _SOURCES = ("device", "host", "storage")
 class Prefix:
     """A prefix to request.
 
-    number: chosen by the caller. pages: count. token_ids: of these pages, and those that a server
-    computes beyond them.
+    number: chosen by the caller. pages: number of pages to restore. token_ids: tokens of these
+    pages, and the tokens after them that the server computes.
     """
 
     number: int
@@ -60,10 +60,11 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """Result of one prefix at one DP rank; None if there is only one rank.
+    """Result of one prefix at one DP rank.
 
-    cached_tokens: tokens that the server did not compute. sources: these by device, host and
-    storage; empty if not reported. error: why there was no answer, "" with one.
+    dp_rank: None if there is only one rank. cached_tokens: tokens that the server did not compute.
+    sources: cached tokens by device, host and storage; empty if not reported. error: why the
+    request failed; "" if it succeeded.
     """
 
     number: int
@@ -77,8 +78,8 @@ class PullResult:
 def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Prefix:
     """Cut a request to the tokens that make a server restore its first pages.
 
-    Any token may follow them: if the request ends there, its last token is repeated. Raises
-    FormatError for a shorter request, as from a file that has changed.
+    Any token may follow these pages: if the request ends with them, its last token is repeated.
+    Raises FormatError for a shorter request, such as from a file that has changed.
     """
     wanted = tokens_to_restore(pages, hashing.page_size, bigram=hashing.bigram)
     token_ids = request.token_ids[:wanted]
@@ -126,12 +127,12 @@ _Done = queue.SimpleQueue[PullResult | BaseException | None]
 
 
 class ThroughServer:
-    """One live server; `pull` is called once. Every request, and the whole, has a time limit.
+    """One live server; call `pull` once. Every request has a time limit.
 
-    pulled: results in the order of completion; an interrupt of `pull` loses none. complete: False
-    if the deadline left requests out.
+    pulled: results in the order of completion; an interrupt of `pull` loses no result. complete:
+    False if requests were left out at the deadline.
 
-    api_key: default from HICACHECTL_API_KEY. jobs: concurrent requests. Raises UsageError on a
+    api_key: default from HICACHECTL_API_KEY. jobs: concurrent requests. Raises UsageError for a
     malformed URL or key.
     """
 
@@ -165,10 +166,10 @@ class ThroughServer:
     ) -> None:
         """Request prefixes in order, at every rank.
 
-        prefixes: consumed one at a time, by other threads. deadline: in terms of
-        time.monotonic(); requests under way are then abandoned. on_done: called for each result,
-        in this thread. Raises StoreUnavailable if the server refuses the key, lacks the endpoint,
-        keeps failing or stays busy.
+        prefixes: consumed one at a time, by other threads. deadline: the `time.monotonic()` at
+        which requests under way are abandoned. on_done: called for each result, in this thread.
+        Raises StoreUnavailable if the server refuses the key, lacks the endpoint, keeps failing or
+        stays busy.
         """
         work = ((prefix, rank) for prefix in prefixes for rank in self._ranks)
         done: _Done = queue.SimpleQueue()
@@ -222,7 +223,7 @@ class ThroughServer:
                     break
                 pulled = self._pull(prefix, rank)
                 if pulled.error and self._pauses.stopped:
-                    break  # an abandoned request did not fail
+                    break  # abandoned at the end, so not a failure
                 self.pulled.append(pulled)
                 done.put(pulled)
         except BaseException as error:  # raised by `pull` in the caller's thread
@@ -249,7 +250,7 @@ class ThroughServer:
         return self._read(prefix, rank, reply)
 
     def _asked(self, body: bytes) -> Reply:
-        """Send a request until the server accepts it or rejects this request alone."""
+        """Send a request until the server accepts it, or refuses it with a status below 500."""
         tries = _TRIES
         while True:
             self._pauses.wait()

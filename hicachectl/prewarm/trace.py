@@ -1,9 +1,9 @@
 """Traces: requests with their times and block chains, read from JSON lines.
 
-A line is one request: `hash_ids`, block ids as in Mooncake's public traces (FAST25-release), or
-`token_ids` (also `input_ids`, SGLang's name) with the request's `extra_key` and `cache_salt`.
-`timestamp` is a number in any unit, or ISO 8601; `input_length` and `output_length` are tokens.
-Other members are ignored.
+A line is one request. `hash_ids` are block ids, as in Mooncake's public traces (FAST25-release).
+`token_ids` (SGLang also names them `input_ids`) may come with the request's `extra_key` and
+`cache_salt`. `timestamp` is a number in any unit, or ISO 8601; `input_length` and `output_length`
+are numbers of tokens. Other members are ignored.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class _Lines:
         tokens = request.tokens
         if (tokens is None) == (request.hash_ids is None):
             raise FormatError('a request needs exactly one of "token_ids" and "hash_ids"')
-        self.hashed = _same(self.hashed, tokens is not None, "token ids", "hash ids")
-        self.timed = _same(self.timed, request.timestamp is not None, "times", "no times")
+        self.hashed = _same(self.hashed, tokens is not None, '"token_ids"', '"hash_ids"')
+        self.timed = _same(self.timed, request.timestamp is not None, "a timestamp", "no timestamp")
         if request.timestamp is not None:
             self.times.append(_time(request.timestamp))
         count = self._add_ids(request.hash_ids or []) if tokens is None else self._hash(request)
@@ -131,8 +131,8 @@ _REQUEST = msgspec.json.Decoder(_TraceLine)
 def read_trace(path: Path, profile: Profile | None) -> Trace:
     """Read a trace.
 
-    profile: gives the page size and hash unit; needed for token ids only. Raises FormatError
-    naming the line; UsageError if the file cannot be read or the profile is missing.
+    profile: gives the page size and hash unit; needed for token ids only. Raises FormatError naming
+    the line; UsageError if the file cannot be read, or if token ids come without a profile.
     """
     lines = _Lines(profile)
     end = 0
@@ -174,7 +174,9 @@ def _trace(lines: _Lines, profile: Profile | None) -> Trace:
     offsets = np.zeros(len(lines.lengths) + 1, np.int64)
     np.cumsum(lines.lengths, out=offsets[1:])
     if offsets[-1] > _MAX_INDEX:
-        raise FormatError(f"{offsets[-1]} references to blocks; a trace has at most 2^31-1")
+        raise FormatError(
+            f"has {offsets[-1]} block references, but at most 2^31-1 are allowed; split the file"
+        )
     names, blocks = _hash_index(lines) if lines.hashed else _id_index(lines.ids)
     inputs, outputs = np.array(lines.inputs, np.int64), np.array(lines.outputs, np.int64)
     times = np.array(lines.times, np.float64) if lines.timed else None
@@ -207,7 +209,7 @@ def _id_index(
 
 
 def _hash_index(lines: _Lines) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
-    """Like `_id_index`, for hashes, which are distinguished by their first 8 bytes."""
+    """Like `_id_index`, for hashes. Raises FormatError if two share their first 8 bytes."""
     empty = np.empty((0, HASH_BYTES), np.uint8)
     hashes = np.concatenate([empty, *lines.hashes])
     lines.hashes.clear()
@@ -229,9 +231,9 @@ def _reordered(
 
 
 def _block_tokens(inputs: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> int:
-    """Infer a block's tokens from prompts of n tokens in ceil(n / tokens) blocks; 0 if none fits.
+    """Return the tokens of a block: every prompt of n tokens has ceil(n / tokens) blocks.
 
-    If several fit: the least power of two, else the least.
+    If several numbers fit, the least power of two among them, else the least; 0 if none fits.
     """
     known = (inputs > 0) & (lengths > 0)
     if not known.any() or not (inputs >= 0).all():
@@ -259,7 +261,7 @@ def _time(stamp: float | str) -> float:
         except (ValueError, OverflowError) as error:
             raise FormatError(f"timestamp: {stamp!a:.60} is not ISO 8601") from error
     if not abs(stamp) < 1e18:
-        raise FormatError("timestamp: out of range")
+        raise FormatError(f"timestamp: {stamp} is not in -1e18..1e18")
     return stamp
 
 

@@ -39,8 +39,8 @@ class Conversations:
     source: int32, the request that this one continues; -1: none.
     turns:  int32, requests before this one in its conversation.
     first:  int32, the first request of its conversation.
-    left:   int32, the first request that continues this one; the blocks that it does not use are
-            left behind. The number of requests: none.
+    left:   int32, the first request that continues this one, and leaves behind the blocks that it
+            does not use; if there is none, the number of requests.
     """
 
     known: npt.NDArray[np.int64]
@@ -72,8 +72,8 @@ def walk_uses(trace: Trace) -> Uses:
 def link_requests(trace: Trace, uses: Uses) -> Conversations:
     """Link each request to the last one before it that used its deepest known block.
 
-    A block with more uses than that conversation has requests is a prompt that conversations
-    share, and links nothing.
+    If a block has more uses than the conversation has requests, several conversations share the
+    block as a prompt; it then links no requests.
     """
     requests = len(trace)
     fresh = np.zeros(len(trace.blocks) + 1, np.int64)

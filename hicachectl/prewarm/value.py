@@ -1,10 +1,10 @@
 """Value of warming a block: the chance of a use before a cache evicts the block.
 
-Only the first use counts: a block that was not warmed is then computed, and cached like any other.
-A count of uses therefore orders badly. How long a cache keeps a block depends on the cache's size,
-which is unknown, so the chance is averaged over horizons from 1/32 of the trace's span to all of
-it. Chances are measured on the trace (`hazard`), from blocks of the same age, number of uses,
-output length of the request and so on.
+Only the first use counts: a block that was not warmed is computed at its first use, and then cached
+like any other. The number of uses is therefore a bad order. How long a cache keeps a block depends
+on the cache's size, which is unknown, so the chance is averaged over horizons from 1/32 of the
+trace's span to the whole span. Chances are measured on the trace (`hazard`), from blocks of the
+same age, number of uses, output length of the request and so on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Reuse:
     """Expected reuse of a trace's blocks after its end.
 
     groups: keys of groups of blocks with equal chances. group_of: [blocks] the group of each.
-    ages: [requests] float64, time since each. span: time since the first.
+    ages: [requests] float64, time since each request. span: time since the first request.
     """
 
     hazards: Hazards
@@ -61,7 +61,7 @@ class Reuse:
 
 
 def reuse_values(trace: Trace, times: Floats, now: float, uses: Uses) -> Floats:
-    """Return for every block the expected share of its tokens that warming saves: [blocks].
+    """Return for every block the chance of a use, averaged over `HORIZONS`: [blocks].
 
     times: [requests], not decreasing; `now` is not earlier. The values are not prefix-closed, and
     all 0 if no block was used twice.
@@ -76,7 +76,7 @@ def reuse_values(trace: Trace, times: Floats, now: float, uses: Uses) -> Floats:
 
 
 def fit_reuse(trace: Trace, times: Floats, now: float, uses: Uses) -> Reuse | None:
-    """Measure when blocks of the trace are used again; return None if none is."""
+    """Measure when blocks of the trace are used again; return None if no block is."""
     links = link_requests(trace, uses)
     traits = take_traits(trace, links, times)
     waits, codes = _waits(trace, times, now, uses, links, traits)
@@ -136,7 +136,7 @@ def _cells(
     and the depth and number of uses of its block.
     """
     begin, end, depth, count = waits
-    weight = 1 / np.sqrt(np.diff(trace.offsets)[begin])  # blocks of a chain wait together
+    weight = 1 / np.sqrt(np.diff(trace.offsets)[begin])  # blocks of one chain are not independent
     middle = links.left[begin]
     left = np.less(middle, end)
     at = np.flatnonzero(left)

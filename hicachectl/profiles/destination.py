@@ -16,9 +16,10 @@ _FIELDS = ("model", "tag", "tp", "pp", "tp_lcm_size", "layout", "sglang")
 
 
 def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> Profile | None:
-    """Return the profile that pages are written for; None if nothing changes.
+    """Return the profile that pages are written for; None without a --to-* option.
 
-    Raises UsageError if options contradict each other, or if there is no profile to change.
+    Raises UsageError if options contradict each other, or if the profile to change is missing or
+    inferred.
     """
     from hicachectl.formats.transfer import retargeted
     from hicachectl.profiles.sources import read_profile, stage_layers

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.inventory import Inventory
 
-_OTHER_SOURCES = "give --model-config with the server's flags, --server, or a profile file"
-# The last release whose state keys omit the TP rank beside a KV object that all ranks share.
+_OTHER_SOURCES = "give --profile, --server, or --model-config with the server's flags"
+# The last SGLang release that omits the TP rank in state keys if all ranks share the kv object.
 _UNRANKED_STATES_SGLANG = "0.5.18"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolGuess:
-    """Selection of one deployment of a store; None matches any value."""
+    """Options that select one deployment of a store; None matches any value."""
 
     model: str | None = None
     tp: int | None = None
@@ -44,10 +44,10 @@ class PoolGuess:
 
 
 def infer_profile(inventory: Inventory, scheme: str, choice: PoolGuess | None = None) -> Profile:
-    """Return the shards, pools and object sizes of a store's one deployment as a profile.
+    """Return the profile of the one matching deployment: its shards, pools and object sizes.
 
-    scheme: of the store's keys. Raises ProfileError unless exactly one deployment matches, and if
-    a profile cannot describe the objects seen.
+    scheme: of the store's keys. Raises ProfileError if none or several deployments match, or if a
+    profile cannot describe the objects seen.
     """
     chosen = choose_deployment(inventory, choice or PoolGuess())
     deployment = _seen(inventory, inventory.table.deployments[chosen])
@@ -57,7 +57,7 @@ def infer_profile(inventory: Inventory, scheme: str, choice: PoolGuess | None = 
 
 
 def choose_deployment(inventory: Inventory, choice: PoolGuess) -> int:
-    """Return the number in the inventory of the one matching deployment.
+    """Return the index of the one matching deployment among the inventory's deployments.
 
     Raises ProfileError if none or several match.
     """
@@ -68,10 +68,16 @@ def choose_deployment(inventory: Inventory, choice: PoolGuess) -> int:
     fitting = [number for number, d in enumerate(deployments) if choice.fits(d)]
     found = [number for number in fitting if _anchors(deployments[number])] or fitting
     if not found:
-        raise ProfileError(f"No deployment matches; the store has: {_listed(deployments)}")
+        raise ProfileError(
+            f"No deployment has these options; the store has: {_listed(deployments)}"
+        )
     if len(found) > 1:
         several = [deployments[number] for number in found]
-        remedy = "choose one" if len(set(map(_options, several))) > 1 else "no option selects one"
+        remedy = (
+            "choose one"
+            if len(set(map(_options, several))) > 1
+            else "no option chooses one, so give --profile"
+        )
         raise ProfileError(f"The store has several deployments; {remedy}: {_listed(several)}")
     _check_one_state_size(deployments[found[0]])
     return found[0]
@@ -93,8 +99,8 @@ def _nothing_seen(inventory: Inventory) -> str:
     ]
     if ambiguous:
         return (
-            f"The store's keys can be read in several ways, so they show no deployment "
-            f"({ambiguous[0]}, {len(ambiguous)} forms in all); {_OTHER_SOURCES}"
+            f"The store's keys, such as {ambiguous[0]}, can be read in several ways, so the "
+            f"deployment is unknown; {_OTHER_SOURCES}"
         )
     return f"None of the {len(inventory.objects)} keys of the store is a key that SGLang writes"
 
@@ -104,7 +110,7 @@ def _listed(deployments: Iterable[Deployment]) -> str:
 
 
 def _described(deployment: Deployment) -> str:
-    """Return the options that choose a deployment, with notes."""
+    """Return the options that choose a deployment, with notes in parentheses."""
     ranks = {spec.coordinate.shard.tp_rank for spec in deployment.specs}
     notes = [] if ranks != {None} else ["keys without TP ranks"]
     if not _anchors(deployment):
@@ -133,9 +139,9 @@ def _check_one_state_size(deployment: Deployment) -> None:
             continue
         texts = ", ".join(str(size or "none") for size in sorted(found))
         raise ProfileError(
-            f"Model {deployment.model!r} has {pool} objects of several TP sizes ({texts}) for the "
-            "same kv, but an inferred profile has one TP size (the store may be shared by servers "
-            f"of several sizes); {_OTHER_SOURCES}"
+            f"Model {deployment.model!r} has {pool} objects of several TP sizes ({texts}) beside "
+            "the same kv objects, perhaps because servers of several TP sizes share the store, but "
+            f"an inferred profile has one TP size; {_OTHER_SOURCES}"
         )
 
 
@@ -143,7 +149,9 @@ def _profile(deployment: Deployment) -> Profile:
     pools: dict[str, list[ObjectSpec]] = defaultdict(list)
     anchors = _anchors(deployment)
     if not anchors:
-        raise ProfileError(f"The store has no kv objects of model {deployment.model!r}")
+        raise ProfileError(
+            f"The store has no kv objects of model {deployment.model!r}; {_OTHER_SOURCES}"
+        )
     for spec in sorted(deployment.specs, key=lambda spec: spec.pool != "kv"):
         pools[spec.pool].append(spec)
     mapping = {
@@ -167,7 +175,7 @@ def _pool(name: str, specs: list[ObjectSpec]) -> dict[str, object]:
     ranked = _ranked(specs)
     if nbytes:
         return {"name": name, "kind": "opaque", "nbytes": nbytes, "replicated": not ranked}
-    if name == "kv" and not ranked:  # DeepSeek-V4: empty files stand for the page
+    if name == "kv" and not ranked:  # DeepSeek-V4: an empty file marks each page
         return {"name": name, "kind": "logical"}
     raise ProfileError(f"The store's {name} objects are empty; run hicachectl verify")
 
@@ -181,8 +189,8 @@ def _common_size(name: str, specs: list[ObjectSpec]) -> int:
         return next(iter(by_size))
     if UNKNOWN_SIZE in by_size:
         raise ProfileError(
-            f"{name} objects of one rank have several sizes, none of which prevails; run "
-            f"hicachectl ls --objects to see them, and {_OTHER_SOURCES}"
+            f"{name} objects of one rank have several common sizes; run hicachectl ls --objects to "
+            f"see them, and {_OTHER_SOURCES}"
         )
     shown = ", ".join(f"{size} bytes at {_place(found[0])}" for size, found in by_size.items())
     raise ProfileError(
@@ -200,12 +208,12 @@ def _place(spec: ObjectSpec) -> str:
 
 
 def _check_says_all(profile: Profile, deployment: Deployment, scheme: str) -> None:
-    """Raise ProfileError unless the profile expects exactly the objects seen, rank by rank."""
+    """Raise ProfileError if the profile does not expect exactly the objects seen on each rank."""
     expected = {e.coordinate for e in object_specs(profile, scheme)}
     for spec in deployment.specs:
         if spec.coordinate not in expected:
             raise ProfileError(
-                f"A profile cannot describe keys like {'<hash>'.join(spec.affix)} beside the "
+                f"One profile cannot describe both keys like {'<hash>'.join(spec.affix)} and the "
                 f"other keys of model {deployment.model!r}; {_OTHER_SOURCES}"
             )
     anchored = {_stage(spec) for spec in _anchors(deployment)}

@@ -50,7 +50,7 @@ def fetch_server(url: str, *, api_key: str | None = None, timeout_s: float = 10.
     """Fetch the deployment and the key layout of a server.
 
     url: `http://host:port`, or https. api_key: default from HICACHECTL_API_KEY. timeout_s: for
-    each whole request. Raises UsageError for a bad URL, StoreUnavailable without a usable answer.
+    each whole request. Raises UsageError for a bad URL, StoreUnavailable if no answer is usable.
     """
     service, base = server_service(url, "--server", api_key=api_key, timeout_s=timeout_s)
     try:
@@ -70,8 +70,8 @@ def server_service(
 ) -> tuple[HttpService, str]:
     """Return a client of an SGLang server, and the path of the server's endpoints.
 
-    option: gave the URL. api_key: default from HICACHECTL_API_KEY. timeout_s: for each whole
-    request. Raises UsageError for a malformed URL or key.
+    option: the option that gave the URL, for messages. api_key: default from HICACHECTL_API_KEY.
+    timeout_s: for each whole request. Raises UsageError for a malformed URL or key.
     """
     parts = urlsplit(checked_url(url, option))
     key = checked_key(api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE, ""))
@@ -99,9 +99,9 @@ def profile_from_server(
 ) -> ServerProfile:
     """Return the profile of a live server.
 
-    model_config: the model's config.json or its folder; default: the server's `model_path`, if
-    that is a folder on this machine. overrides: fields of DeploymentFlags that replace the
-    server's. Raises ProfileError if the sizes are unknown, otherwise as `fetch_server`.
+    model_config: the model's config.json or its directory; default: the server's `model_path`, if
+    this is a directory on this machine. overrides: fields of DeploymentFlags that replace the
+    server's. Raises ProfileError if sizes are unknown, and the errors of `fetch_server`.
     """
     replies = fetch_server(url, timeout_s=timeout_s)
     server = flags_from_server_info(replies.info)
@@ -116,10 +116,10 @@ def profile_from_server(
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """Read a config.json, or the one in a folder. Raises ProfileError.
+    """Read a config.json, or the config.json in a directory. Raises ProfileError.
 
-    If it has no `quantization_config`, a ModelOpt `hf_quant_config.json` beside it is used, as in
-    SGLang.
+    If `quantization_config` is missing, a ModelOpt `hf_quant_config.json` in the same directory
+    supplies it, as in SGLang.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read_json(file)
@@ -143,8 +143,8 @@ def _local_model(model_path: str, option: str) -> Path:
     # A relative path is in the server's working directory, or a name on the Hub.
     if not path.is_absolute() or not (path / "config.json").is_file():
         raise ProfileError(
-            f"The server's {model_path!r} is not a folder with a config.json on this machine; "
-            f"give {option}"
+            f"The server's model path {model_path!r} is not a directory with a config.json on this "
+            f"machine; give {option}"
         )
     return path
 
@@ -155,9 +155,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def checked_url(url: str, option: str = "--server") -> str:
-    """Return a server's URL, given by an option, in a form that is safe to show.
+    """Return a server's URL in one normal form, which is safe to show.
 
-    Raises UsageError for a malformed URL.
+    option: the option that gave the URL, for messages. Raises UsageError for a malformed URL and
+    for a URL with credentials, a query or a fragment.
     """
     try:
         parts = urlsplit(url)
@@ -175,10 +176,13 @@ def checked_url(url: str, option: str = "--server") -> str:
 
 
 def checked_key(key: str) -> str:
-    """Return the key stripped. Raises UsageError if http.client would refuse and quote it."""
+    """Return the key without spaces around it. Raises UsageError if it is not printable ASCII.
+
+    http.client would refuse such a key with a message that quotes the key.
+    """
     key = key.strip()
     if not (key.isascii() and key.isprintable()):
-        raise UsageError(f"{API_KEY_VARIABLE}: has characters that an API key cannot have")
+        raise UsageError(f"{API_KEY_VARIABLE}: must be printable ASCII text")
     return key
 
 

@@ -1,4 +1,4 @@
-"""Build the profile that a command uses from its options, or take the store's own."""
+"""Build the profile of a command from its options, or take the profile that the store records."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def profile_from_options(
     looks_only: bool = False,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Profile | None:
-    """Return the profile that the options name, else the one that the store keeps, else None.
+    """Return the profile of the options, else the profile that the store records, else None.
 
-    store: gives the model's name if nothing else does, and is given the profile. looks_only: see
+    store: receives the profile, and shows the model's name if no option does. looks_only: see
     `Profiled.use_profile`. warn: called with warnings about a server's answer. Raises UsageError
     if options contradict each other, ProfileError and StoreUnavailable from the source or store.
     """
@@ -49,7 +49,7 @@ def profile_from_options(
 
 
 def _agreed(store: Store, profile: Profile | None, looks_only: bool) -> Profile | None:
-    """Give a store the profile, or take the store's own."""
+    """Pass the profile to the store, or return the profile that the store records."""
     from hicachectl.backends.capabilities import Archive, Profiled
 
     if profile is None and isinstance(store, Archive):
@@ -95,7 +95,7 @@ def read_profile(path: Path) -> Profile:
     try:
         return parse_profile(data.decode("utf-8-sig"), source=str(path))
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: not UTF-8 text") from error
+        raise FormatError(f"{path}: is not UTF-8 text") from error
 
 
 def _from_server(options: Mapping[str, Any], warn: Callable[[str], None]) -> Profile:
@@ -144,11 +144,13 @@ def stage_layers(text: str, option: str) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise UsageError(f"{option}: {text!r} is not layers per stage, such as 30,31") from None
+        raise UsageError(
+            f"{option}: {text!r} is not a list of layers per stage, such as 30,31"
+        ) from None
 
 
 def _only_model(store: Store | None) -> str:
-    """Return the one model that the first keys of a store name. Raises UsageError otherwise."""
+    """Return the one model in the first keys of a store. Raises UsageError for none or several."""
     from hicachectl.formats.keys.base import codec_for
     from hicachectl.formats.keys.table import KeySplitter
     from hicachectl.pages.deployments import assign_affixes

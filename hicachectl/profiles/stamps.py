@@ -44,17 +44,17 @@ class _StampForm(Struct):
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Deployment that filled a store. weights_version is "" if unknown."""
+    """Profile of the servers that filled a store, and their weights version, "" if unknown."""
 
     profile: Profile
     weights_version: str = ""
 
 
 def read_stamp(store: Store, key_model: str) -> Stamp | None:
-    """Read the stamp of a model, by its name in keys; None if missing.
+    """Return the stamp of a model; None if missing. key_model: the model's name in keys.
 
     Raises FormatError for a damaged stamp, UntrustedError for a link, a special file or a file of
-    an untrusted owner, StoreUnavailable.
+    an untrusted owner, StoreUnavailable if the stamp cannot be read.
     """
     name = _file_name(key_model)
     with _opened(store, writes=False) as directory:
@@ -72,8 +72,8 @@ def check_stamp_place(store: Store, key_model: str) -> None:
 def write_stamp(store: Store, stamp: Stamp) -> Path:
     """Write the stamp of the profile's model beside a store, atomically.
 
-    Raises UnsupportedByBackend if the store has no place for a stamp, UntrustedError as
-    `read_stamp`, StoreUnavailable.
+    Raises UnsupportedByBackend if the store has no place for a stamp, UntrustedError like
+    `read_stamp`, StoreUnavailable if the stamp cannot be written.
     """
     if not isinstance(store, SideFiles):
         raise UnsupportedByBackend(f"{store.url}: this store has no place for a stamp")
@@ -92,7 +92,7 @@ def stamp_differences(
     weights_version: str = "",
     remark: Callable[[str], None] = lambda text: None,
 ) -> list[str]:
-    """Return how the profile, or the weights version, differs from a store's stamp.
+    """Return the differences of the profile and the weights version from a store's stamp.
 
     remark: called if the stamp cannot be read: a link, an untrusted owner, or no permission.
     """
@@ -118,7 +118,7 @@ def check_stamp(given: CheckInput) -> Iterator[pa.Table]:
 
 @contextmanager
 def _opened(store: Store, *, writes: bool, makes: bool = False) -> Iterator[Directory | None]:
-    """Open the folder of a store's stamps; None if missing."""
+    """Yield the directory of a store's stamps, None if missing. makes: create it if missing."""
     if not isinstance(store, SideFiles):
         yield None
         return
@@ -140,7 +140,7 @@ def _opened(store: Store, *, writes: bool, makes: bool = False) -> Iterator[Dire
 
 
 def _check_place(directory: Directory | None, name: str) -> None:
-    """Refuse to replace anything but a regular file of a trusted owner."""
+    """Raise UntrustedError if the file to replace is not a regular file of a trusted owner."""
     if directory is not None and directory.has(name):
         directory.read(name, 0)
 
@@ -170,7 +170,7 @@ def _pool_differences(before: list[dict[str, Any]], after: list[dict[str, Any]])
 
 
 def _file_name(key_model: str) -> str:
-    """Return the file name of a model, whose name has any characters except "/"."""
+    """Return the file name of a model's stamp; model names may have any character except "/"."""
     plain = "".join(c if c.isalnum() or c in "-_." else f"%{ord(c):x}" for c in key_model)
     return f"{plain[:200]}.json"
 
@@ -180,8 +180,10 @@ def _parse(data: bytes, path: str) -> Stamp:
         document = parse_json(data[:_MAX_BYTES], path)
         stamp = convert(document, _StampForm, path)
     except FormatError as error:
-        raise FormatError(f"{path}: not a stamp, or damaged; remove the file") from error
+        raise FormatError(f"{path}: is not a stamp, or is damaged; remove the file") from error
     if stamp.form != _FORM:
-        raise FormatError(f"{path}: stamp form is {stamp.form}, expected {_FORM}")
+        raise FormatError(
+            f"{path}: has stamp form {stamp.form}, but this version reads form {_FORM}"
+        )
     profile = profile_from_mapping(stamp.profile, source=f"{path}: profile")
     return Stamp(profile, stamp.weights_version)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashing | None:
-    """Return the hashing that the profile or the options state, or None."""
+    """Return the hashing that a given profile or --page-size states, or None."""
     from hicachectl.formats.models.flags import DeploymentFlags, canonical_algorithm, hash_unit
     from hicachectl.requests.chains import Hashing
 
@@ -60,7 +60,10 @@ def asked_requests(options: Mapping[str, Any]) -> Iterator[Request]:
 
 
 def refuse_other_sources(options: Mapping[str, Any], sources: Iterable[str]) -> None:
-    """Raise click.UsageError unless exactly one option names requests."""
+    """Raise click.UsageError unless the options name exactly one source of requests.
+
+    Also raises click.UsageError for --tokenizer without --prompts.
+    """
     names = list(sources)
     if sum(bool(options[name]) for name in names) != 1:
         shown = [f"--{name.rstrip('_').replace('_', '-')}" for name in names]

@@ -43,7 +43,7 @@ class Hashing:
         return cls(profile.page_size, profile.hash_unit == "bigram")
 
     def hashes(self, request: Request) -> npt.NDArray[np.uint8]:
-        """Hash the full pages of a request: [pages, 32]. Raises FormatError naming its line."""
+        """Return the hashes of full pages: [pages, 32]. Raises FormatError naming the line."""
         try:
             seed = namespace_seed(request.extra_key, request.cache_salt)
             return page_hashes(request.token_ids, self.page_size, bigram=self.bigram, prior=seed)
@@ -58,8 +58,8 @@ class Chains:
     pages:   [all pages, 32] uint8, raw page hashes
     offsets: [chains + 1] int64: chain i has pages[offsets[i]:offsets[i + 1]]
     tokens:  [chains] int64, of each request; -1 if only hashes are known
-    reach:   [chains] int64, maximum pages that a server takes from a store, since it always
-        computes a request's last token; all pages if only hashes are known
+    reach:   [chains] int64, pages that a server can take from a store: not the page of a request's
+        last token, which a server always computes; all pages if only hashes are known
     """
 
     pages: npt.NDArray[np.uint8]
@@ -92,7 +92,7 @@ class Chains:
 
 
 def chains_of(requests: Iterable[Request], hashing: Hashing) -> Chains:
-    """Hash requests; keep no tokens. Raises FormatError naming the line."""
+    """Return the chains of requests, without tokens. Raises FormatError naming the line."""
     hashed: list[npt.NDArray[np.uint8]] = []
     tokens: list[int] = []
     for request in requests:
@@ -103,7 +103,7 @@ def chains_of(requests: Iterable[Request], hashing: Hashing) -> Chains:
 
 
 def chains_of_pages(chains: Iterable[list[str]], page_size: int | None) -> Chains:
-    """Return chains of page hashes. page_size: None if unknown."""
+    """Return the chains that lists of page hashes name. page_size: None if unknown."""
     hashed = [
         np.frombuffer(bytes.fromhex("".join(chain)), np.uint8).reshape(-1, HASH_BYTES)
         for chain in chains
@@ -114,23 +114,23 @@ def chains_of_pages(chains: Iterable[list[str]], page_size: int | None) -> Chain
 
 
 def hex_chains(requests: Iterable[Request], hashing: Hashing) -> Iterator[list[str]]:
-    """Yield the page hashes of each request, as keys spell them."""
+    """Yield the page hashes of each request, in hex."""
     for request in requests:
         yield hex_pages(hashing.hashes(request)).to_pylist()
 
 
 def hex_pages(pages: npt.NDArray[np.uint8]) -> pa.StringArray:
-    """Return raw page hashes [n, 32] as keys spell them."""
+    """Return raw page hashes [n, 32] in hex, as in keys."""
     width = 2 * HASH_BYTES
     text = _HEX[pages]
-    # Arrow's 32-bit offsets hold 2 GiB of text.
+    # Arrow's 32-bit offsets can address only 2 GiB of text.
     kind, step = (pa.string(), np.int32) if text.nbytes < 1 << 31 else (pa.large_string(), np.int64)
     ends = np.arange(len(pages) + 1, dtype=step) * width
     return pa.Array.from_buffers(kind, len(pages), [None, pa.py_buffer(ends), pa.py_buffer(text)])
 
 
 def raw_pages(names: pa.StringArray) -> npt.NDArray[np.uint8]:
-    """Return page hashes, spelled as in keys and without nulls, in raw form: [n, 32] uint8."""
+    """Return raw page hashes [n, 32] uint8. names: in hex, without nulls."""
     if not len(names):
         return np.zeros((0, HASH_BYTES), np.uint8)
     start, width = names.offset, 2 * HASH_BYTES

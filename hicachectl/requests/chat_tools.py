@@ -58,7 +58,7 @@ def _tool(tool: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _refuse_other_types(schema: object, where: str) -> None:
-    """Refuse names of types that SGLang replaces (function_call/utils.py)."""
+    """Raise FormatError for a type name that SGLang replaces (function_call/utils.py)."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
@@ -73,5 +73,5 @@ def _refuse_other_types(schema: object, where: str) -> None:
             if isinstance(name, str) and name not in _TYPES:
                 raise FormatError(
                     f"{where}: {name!r:.40} is not a JSON schema type, so SGLang would replace "
-                    "it; give the token ids that were served"
+                    "it; give --token-ids with the ids that were served"
                 )

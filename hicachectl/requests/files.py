@@ -1,4 +1,4 @@
-"""Read requests from files, one a line: token ids, text, chats, or page hashes."""
+"""Read requests from files, one per line: token ids, text, chats, or page hashes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _PROMPTS_AT_ONCE = 64  # a tokenizer encodes several in parallel
 _HASH = re.compile(r"[0-9a-f]{64}")
-_UNHASHABLE = "whose page hashes need more than the text; give the token ids that were served"
+_UNHASHABLE = "but only text parts can be hashed; give --token-ids with the ids that were served"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class PageList:
     """Pages that a file names, in its order.
 
     source: the file, for messages. groups: for each page the label of one group (`ls` shows it as
-    "group"); None: all groups. lengths: pages in each line; several are a chain.
+    "group"); None: all groups. lengths: pages in each line; a line of several is a chain.
     """
 
     source: str
@@ -88,13 +88,13 @@ class PromptTokenizer(Protocol):
     """Tokenizer that gives the same token ids as a server."""
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the token ids of each prompt. Raises FormatError without naming the prompt."""
+        """Return the token ids of each prompt. A FormatError does not name the prompt."""
 
 
 class _Unhashed(msgspec.Struct, forbid_unknown_fields=True):
-    """Request members allowed beside the prompt, so that whole bodies can be given.
+    """Members of a request that are allowed beside the prompt: a line can be a whole request body.
 
-    Others are refused: a mistyped or unsupported one could give a different chain.
+    Other members are refused, since a mistyped or unsupported member could change the chain.
     """
 
     rid: msgspec.Raw = msgspec.Raw()
@@ -139,10 +139,11 @@ _PAGE_LINE = msgspec.json.Decoder(list[str] | _PageLine)
 
 
 def read_token_ids(path: Path) -> Iterator[Request]:
-    """Read requests as token ids: a JSON list, or {"token_ids" or "input_ids": [...]}, a line.
+    """Yield requests of token ids, one per line.
 
-    Objects may have "extra_key" and "cache_salt". Raises UsageError if the file cannot be read,
-    FormatError naming the line.
+    A line is a JSON list, {"token_ids": [...]} or {"input_ids": [...]}. Objects may have
+    "extra_key" and "cache_salt". Raises UsageError if the file cannot be read, FormatError naming
+    the line.
     """
     for where, line in _lines(path):
         found: list[int] | _TokenLine = _decoded(_TOKEN_LINE, line, where)
@@ -156,11 +157,12 @@ def read_token_ids(path: Path) -> Iterator[Request]:
 
 
 def read_prompts(path: Path, tokenizer: PromptTokenizer) -> Iterator[Request]:
-    """Read requests as text or chats.
+    """Yield requests of text or chats, one per line.
 
-    A line is a JSON string, {"text" or "prompt": "…"}, a list of messages or {"messages": [...]}.
-    Objects may have "extra_key" and "cache_salt"; chats "chat_template_kwargs", "tools" and
-    "tool_choice". Raises UsageError if the file cannot be read, FormatError naming the line.
+    A line is a JSON string, {"text": "…"}, {"prompt": "…"}, a list of messages or
+    {"messages": [...]}. Objects may have "extra_key" and "cache_salt"; objects with messages may
+    also have "chat_template_kwargs", "tools" and "tool_choice". Raises UsageError if the file
+    cannot be read, FormatError naming the line.
     """
     batch: list[tuple[str, Prompt, _PromptLine]] = []
     for where, line in _lines(path):
@@ -177,9 +179,10 @@ def read_prompts(path: Path, tokenizer: PromptTokenizer) -> Iterator[Request]:
 
 
 def read_page_chains(path: Path) -> Iterator[list[str]]:
-    """Read page hashes: a line is a hash, a JSON row with a "page", or a JSON list (a chain).
+    """Yield page chains, one per line.
 
-    Rows: as from `ls --format jsonl`. Raises UsageError if the file cannot be read, FormatError
+    A line is a page hash, a JSON list of page hashes (a chain), or a JSON row with a "page", as
+    `ls --format jsonl` prints. Raises UsageError if the file cannot be read, FormatError
     naming the line.
     """
     for chain, _ in _page_lines(path):
@@ -187,7 +190,7 @@ def read_page_chains(path: Path) -> Iterator[list[str]]:
 
 
 def read_page_list(path: Path) -> PageList:
-    """Read page hashes as `read_page_chains` does, with the "group" of rows."""
+    """Read a page list, in the lines of `read_page_chains`. Rows may have a "group"."""
     pages: list[str] = []
     groups: list[str | None] = []
     lengths: list[int] = []
@@ -247,7 +250,7 @@ def _prompt(line: _PromptLine, where: str) -> Prompt:
 
 
 def _check_content(content: object, where: str) -> None:
-    """Refuse parts that are hashed by their bytes, not as text (schedule_batch.py, pad values)."""
+    """Refuse parts that SGLang hashes by bytes, not as text (schedule_batch.py, pad values)."""
     if content is None or isinstance(content, str):
         return
     if not isinstance(content, list):

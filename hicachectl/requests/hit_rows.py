@@ -62,7 +62,7 @@ def _stopped_by(hits: Hits) -> pa.StructArray:
     specs = () if hits.deployment is None else hits.deployment.specs
     coordinates = [spec.coordinate for spec in specs]
     keys = join_keys([spec.affix for spec in specs], which, pages)
-    # Without a deployment, kv is the first object missing.
+    # Without a deployment, the first missing object is kv.
     pools = pc.fill_null(pa.array([c.pool for c in coordinates], pa.string()).take(which), "kv")
     parts = pa.array([c.part for c in coordinates], pa.string()).take(which)
     shards = pa.array([shard_fields(c.shard) for c in coordinates], _SHARD).take(which)

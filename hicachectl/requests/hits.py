@@ -59,11 +59,11 @@ class Hits:
     page_names, page_of: distinct pages in hex; index of each page of `chains` among these.
     kv_pages:     leading pages with kv on all ranks.
     usable_pages: the longest prefix that all ranks can restore.
-    allowed:      [pages of `chains`] whether all ranks can restore the prefix ending there.
-    stop_pages:   index in its chain of the page that stops it; -1 if all can be restored.
+    allowed:      [pages of `chains`] whether all ranks can restore the prefix up to the page.
+    stop_pages:   index in its chain of the page that stops the chain; -1 if no page does.
     stop_specs:   index in the deployment's specs of that page's first object at fault; -1 without
         a stop or a deployment.
-    misfits:      how many of these objects exist with another size.
+    misfits:      number of these first objects that exist with another size.
     """
 
     deployment: Deployment | None
@@ -83,7 +83,7 @@ class Hits:
         return longest(self.allowed, self.chains.offsets, lengths)
 
     def needed(self, prefix_pages: IntArray | None = None) -> BoolArray:
-        """Return the object sets that restoring prefixes needs: [page_names, needs].
+        """Return whether restoring prefixes needs each object set of a page: [page_names, needs].
 
         prefix_pages: [chains]; default: the usable ones. Trailing pools are needed only in the
         window at the end of a prefix.
@@ -110,8 +110,8 @@ def inventory_of_chains(
 ) -> Inventory:
     """Return an inventory with at least the pages of chains.
 
-    Looks up single keys if they are few, or if listings lack recent writes. If none exists, lists
-    the store, which may show why. Raises like `take_inventory`.
+    Looks up single keys if they are few, or if listings lack recent writes. If no key exists, lists
+    the store, whose other keys may show why. Raises like `take_inventory`.
     """
     names, _ = chains.within_reach().distinct_pages()
     codec = codec_for(store.grammar)
@@ -130,10 +130,9 @@ def find_hits(
 ) -> Hits:
     """Return how much of chains the servers of a deployment can restore from a store.
 
-    own: ignore objects that another model wrote under the same keys.
-
-    deployment_id: index into the inventory's deployments; None: nothing can be restored. Memory:
-    one byte for each distinct page and object of its sets, and about 30 bytes per page of a chain.
+    deployment_id: index into the inventory's deployments; None: nothing can be restored. own:
+    ignore objects that another model wrote under the same keys. Memory: one byte for each
+    distinct page and object of its sets, and about 30 bytes per page of a chain.
     """
     chains = chains.within_reach()
     page_names, page_of = chains.distinct_pages()
@@ -197,7 +196,7 @@ def _held_objects(
 
 
 def _held(block: SlotBlock, count: int) -> BoolArray:
-    """Return which pages have every object of a set, in its size: [pages]."""
+    """Return which pages have every object of a set with the expected size: [pages]."""
     held = np.zeros(count, dtype=np.bool_)
     held[block.where(block.values == HELD).complete] = True
     return held
@@ -222,7 +221,7 @@ def _no_hits(chains: Chains, page_names: pa.StringArray, page_of: IntArray) -> H
 
 
 def _all_pages_runs(pools: list[PoolPages], offsets: IntArray) -> IntArray:
-    """Return the leading pages of each chain that every ALL_PAGES pool has: [chains]."""
+    """Return how many leading pages of each chain all ALL_PAGES pools have: [chains]."""
     everywhere = np.ones(offsets[-1], dtype=np.bool_)
     for pool in pools:
         if pool.window == ALL_PAGES:

@@ -77,7 +77,7 @@ class NamedGroups:
 
     @cached_property
     def _codes(self) -> IntArray:
-        """Number of each group's page and label, negative if not listed: [groups]."""
+        """One number for each group's page and label together, -1 if not listed: [groups]."""
         codes = self._at * len(self.groups.labels) + self.groups.label_ids
         return np.where(self._at >= 0, codes, -1)
 
@@ -96,9 +96,9 @@ class NamedGroups:
         labels = [self.groups.labels[c % count] for c in codes[one : one + number].tolist()]
         shown = ", ".join(labels[:_SHOWN_LABELS]) + (", …" if number > _SHOWN_LABELS else "")
         page = self._distinct[int(pages[several[0]])].as_py()
-        more = f" ({len(several) - 1} more pages like it)" if len(several) > 1 else ""
+        more = f" ({len(several)} such pages)" if len(several) > 1 else ""
         raise UsageError(
-            f"{self.listed.source}: page {page} has groups of {number} deployments: {shown}{more}. "
-            f"List rows that name the group (hicachectl ls {store} --format jsonl), choose one "
+            f"{self.listed.source}: page {page} has groups of {number} deployments: {shown}{more}; "
+            f"list rows that name the group (hicachectl ls {store} --format jsonl), choose one "
             "with --model, --tag, --tp, --pp or --cp, or give --all-deployments to remove all"
         )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hicachectl.requests.hits import Hits
 
 # Settings that decide which objects a server requests and how it reads them, and the option that
-# converts pages; "" if none can.
+# converts pages; "" if no option can.
 _OPTIONS = {
     "model": "--to-model {}",
     "tag": "--to-tag {}",
@@ -43,8 +43,8 @@ _NOT_IN_KEYS = {"layout", "page_size", "kv_cache_dtype"}
 class Usable:
     """Pages that servers can restore from a store.
 
-    pages: [chains] int64, leading pages that servers of `deployment` restore. target: all hits of
-    the deployment that the pages were written for. remarks: on servers that differ from it.
+    pages: [chains] int64, leading pages that servers of `deployment` restore. target: hits of the
+    deployment that the pages were written for. remarks: about servers of another deployment.
     """
 
     pages: IntArray
@@ -63,8 +63,9 @@ def count_usable(
 ) -> Usable:
     """Count the leading pages of each chain that servers can restore from a store.
 
-    target: the deployment that pages are written for; counts if no server is known. served: the
-    deployment of each live server, by URL; the one that can use the least counts. Raises
+    target: the deployment that pages are written for; its pages are returned if no server is known.
+    served: the deployment of each live server, by URL; the pages of the server that can restore
+    the fewest are returned. Raises
     StoreUnavailable, and ProfileError if the target contradicts the store.
     """
     hits = find_hits(inventory_of_chains(store, target, chains, on_batch=on_batch), 0, chains)
@@ -100,7 +101,7 @@ def deployment_document(profile: Profile) -> dict[str, Any]:
 
 
 def deployment_text(document: Mapping[str, Any]) -> str:
-    """Return the readable form of such a document: `org/model tp 8`."""
+    """Return the readable form of a `deployment_document`: `org/model tp 8`."""
     sizes = [
         f"{axis} {document[f'{axis}_size']}"
         for axis in AXES

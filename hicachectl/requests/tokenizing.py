@@ -1,4 +1,4 @@
-"""Encode prompts to the token ids of an SGLang server, with a tokenizer on this machine.
+"""Encode prompts as an SGLang server does, with a tokenizer on this machine.
 
 Text is encoded with the tokenizer's special tokens, as by /generate and /v1/completions. Chats go
 through the model's chat template with a generation prompt, as by /v1/chat/completions. Source:
@@ -28,8 +28,8 @@ _TOKENIZER_FILE = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest known ones have about 40 MB
 _MAX_CONFIG_BYTES = 64 << 20
 _INSTALL = "pip install 'hicachectl[tokenizers]'"
-# Their add_bos_token (default true) overrides tokenizer.json's post-processor; add_eos_token does
-# not in fast classes (_fix_v5_add_bos_eos_token).
+# Classes whose add_bos_token (default true) overrides tokenizer.json's post-processor;
+# add_eos_token does not in fast classes (_fix_v5_add_bos_eos_token).
 _BOS_BY_FLAG = frozenset(
     {
         "LlamaTokenizer",
@@ -41,14 +41,14 @@ _BOS_BY_FLAG = frozenset(
         "CohereTokenizerFast",
     }
 )
-# SGLang renders their chats without a chat template (openai/chat_encoding.py).
+# Architectures whose chats SGLang renders without a chat template (openai/chat_encoding.py).
 _OWN_RENDERERS = ("DeepseekV4", "KimiK3", "InklingForConditionalGeneration")
 
 
 def find_tokenizer(given: Path | None, places: Iterable[Path | None] = ()) -> DirectoryTokenizer:
     """Open the given directory's tokenizer, or that of the first place with one.
 
-    places: directories, or files in them. Raises UsageError without a tokenizer.
+    places: directories, or files in them. Raises UsageError if no place has a tokenizer.
     """
     if given is not None:
         return DirectoryTokenizer(given)
@@ -64,7 +64,10 @@ class DirectoryTokenizer:
     """The tokenizer of a model directory. Downloads nothing, and runs no code of the model."""
 
     def __init__(self, directory: Path) -> None:
-        """Raise UsageError without a tokenizer.json, or without the package tokenizers."""
+        """Raise UsageError if tokenizer.json or the package tokenizers is missing.
+
+        Raises FormatError for a damaged tokenizer.json.
+        """
         self._directory = directory
         file = directory / _TOKENIZER_FILE
         if not file.is_file():
@@ -87,7 +90,7 @@ class DirectoryTokenizer:
         self._prefix = self._flagged_prefix()
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the token ids of each prompt. Raises FormatError without naming the prompt."""
+        """Return the token ids of each prompt. A FormatError does not name the prompt."""
         chats = [isinstance(prompt, Chat) for prompt in prompts]
         texts = [self._rendered(p) if isinstance(p, Chat) else p for p in prompts]
         # A chat template writes special tokens itself.
@@ -102,7 +105,7 @@ class DirectoryTokenizer:
         try:
             found = self._fast.encode_batch(texts, add_special_tokens=special)
         except Exception as error:  # tokenizers raises Exception itself
-            raise FormatError(f"the tokenizer refuses the text: {error}") from error
+            raise FormatError(f"the tokenizer cannot encode the text: {error}") from error
         return [encoding.ids for encoding in found]
 
     def _flagged_prefix(self) -> list[int] | None:
@@ -125,7 +128,7 @@ class DirectoryTokenizer:
         messages = _template_messages(chat.messages, takes_parts=self._takes_parts)
         tools = template_tools(chat)
         ways = [tools]
-        if tools:  # some templates need the bare functions; SGLang tries them second as well
+        if tools:  # some templates need the bare functions, which SGLang also tries second
             ways.append([tool["function"] for tool in tools])
         for given in ways:
             try:
@@ -140,7 +143,7 @@ class DirectoryTokenizer:
                 refusal = error
             else:
                 return str(text)
-        raise FormatError(f"the chat template refuses the messages: {refusal}") from refusal
+        raise FormatError(f"the chat template cannot render the messages: {refusal}") from refusal
 
     @cached_property
     def _templated(self) -> Any:
@@ -153,16 +156,18 @@ class DirectoryTokenizer:
         if str(architectures[0]).startswith(_OWN_RENDERERS):
             raise UsageError(
                 f"Chats of {architectures[0]} are rendered by SGLang's code, without a chat "
-                "template; give token ids"
+                "template; give --token-ids"
             )
         try:
             found = AutoTokenizer.from_pretrained(
                 str(self._directory), local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"{self._directory}: {error}") from error
+            raise FormatError(f"{self._directory}: cannot load the tokenizer: {error}") from error
         if not found.chat_template:
-            raise UsageError(f"{self._directory}: the tokenizer has no chat template")
+            raise UsageError(
+                f"{self._directory}: the tokenizer has no chat template; give --token-ids"
+            )
         return found
 
     @cached_property
@@ -173,7 +178,7 @@ class DirectoryTokenizer:
         """
         template = self._templated.chat_template
         if not isinstance(template, str):
-            raise UsageError(f"{self._directory}: has several chat templates; give token ids")
+            raise UsageError(f"{self._directory}: has several chat templates; give --token-ids")
         if any(word in template for word in ("image", "audio", "video", "vision")):
             return True
         return _iterates_content(template)
@@ -202,7 +207,7 @@ def _iterates_content(template: str) -> bool:
 
 
 def _member(node: Any) -> tuple[object, object]:
-    """Read `name.member` and `name["member"]`."""
+    """Return the name and the member of `name.member` or `name["member"]`."""
     owner = getattr(getattr(node, "node", None), "name", None)
     argument = getattr(node, "arg", None)
     return owner, getattr(node, "attr", None) or getattr(argument, "value", None)
@@ -236,7 +241,7 @@ def _content(message: dict[str, Any], *, takes_parts: bool) -> object:
 
 
 def _parsed_call(call: Any) -> Any:
-    """Parse a tool call's arguments, which requests hold as JSON text."""
+    """Return a tool call with its arguments parsed; requests have them as JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

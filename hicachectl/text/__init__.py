@@ -1,1 +1,1 @@
-"""Text for terminals and programs; imports no store."""
+"""Text for terminals and other programs. No module here opens a store."""

@@ -15,7 +15,7 @@ WRITE_NULL = {b"json": b"null"}  # metadata of a struct field whose nulls are wr
 
 
 def json_rows(table: pa.Table | pa.RecordBatch) -> pa.StringArray:
-    """Return each row as a JSON object, fields in column order; nulls are written."""
+    """Return each row as a JSON object with all columns in order, null ones too."""
     rows = table.to_struct_array()
     if isinstance(rows, pa.ChunkedArray):
         rows = rows.combine_chunks()
@@ -23,9 +23,9 @@ def json_rows(table: pa.Table | pa.RecordBatch) -> pa.StringArray:
 
 
 def json_values(array: pa.Array) -> pa.StringArray:
-    """Return each value as JSON, without null fields of nested structs unless WRITE_NULL.
+    """Return each value as JSON. Null fields of structs are left out, except with WRITE_NULL.
 
-    Takes strings, booleans, integers, floats, dictionaries of these, lists and structs.
+    Takes strings, booleans, integers, floats, dictionary-encoded values, lists and structs.
     """
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
@@ -55,9 +55,9 @@ def _object(array: pa.StructArray, *, skip_nulls: bool) -> pa.StringArray:
 
 
 def join_present(columns: list[pa.StringArray], separator: str) -> pa.StringArray:
-    """Join the values of each row that are not null; "" if all are.
+    """Join the non-null values of each row; "" if all values are null.
 
-    Arrow's null_handling="skip" loses rows with only nulls (pyarrow 26.0.1).
+    Arrow's null_handling="skip" would lose rows with only nulls (pyarrow 26.0.1).
     """
     joined = pc.fill_null(columns[0], "")
     for column in columns[1:]:
@@ -69,7 +69,7 @@ def join_present(columns: list[pa.StringArray], separator: str) -> pa.StringArra
 
 def _list(array: pa.ListArray) -> pa.StringArray:
     items = json_values(array.flatten())
-    # flatten() drops values outside a slice and under nulls, so offsets are rebuilt.
+    # flatten() drops values outside a slice and in null lists, so offsets are computed anew.
     lengths = pc.fill_null(pc.list_value_length(array), 0)
     offsets = pa.concat_arrays([pa.array([0], pa.int32()), pc.cumulative_sum(lengths)])
     body = pc.binary_join(pa.ListArray.from_arrays(offsets, items), ", ")

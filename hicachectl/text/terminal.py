@@ -1,4 +1,4 @@
-"""Text for a terminal, which data from a store must not control."""
+"""Make text safe to show: data from a store must not control the terminal."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import unicodedata
 
 from hicachectl.backends.urls import without_secrets
 
-# Texts without a match need no check of each character. The syntax is common to `re` and RE2.
+# A text without a match is safe as it is. The pattern is valid for `re` and for RE2.
 UNUSUAL_PATTERN = "[^ -~]"
-# Letters and marks without a visible glyph: Unicode's default ignorable characters.
+# Letters, marks and symbols without a visible glyph: Unicode's default ignorable characters and
+# the blank Braille pattern (U+2800).
 _INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
     "\U000e0100-\U000e01ef]"
@@ -23,7 +24,8 @@ def escape_controls(text: str, *, keep: str = "") -> str:
     r"""Escape characters that a terminal would obey or hide, as \xNN, \uNNNN or \UNNNNNNNN.
 
     These are control and format characters (bidirectional overrides, zero-width characters), line
-    and paragraph separators, surrogates, private-use and unassigned code points; except `keep`.
+    and paragraph separators, surrogates, private-use and unassigned code points, and characters
+    without a visible glyph. Characters of `keep` stay.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -44,7 +46,7 @@ def _escaped(char: str) -> str:
 
 
 def message_text(text: str, *, keep: str = "") -> str:
-    """Return a message without secrets in URLs, and escaped."""
+    """Return a message with secrets removed from URLs and control characters escaped."""
     return escape_controls(without_secrets(text), keep=keep)
 
 
@@ -52,7 +54,7 @@ class MessageFormatter(logging.Formatter):
     """Formatter that makes log records safe to show."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text of a record; line breaks stay."""
+        """Return the text of a record, made safe except for its line breaks."""
         return message_text(super().format(record), keep="\n")
 
 
@@ -60,7 +62,7 @@ def mute_native_logs() -> None:
     """Keep messages of native libraries off stderr until this process ends.
 
     C++ libraries write to descriptor 2 from their own threads, whatever their settings. Python's
-    stderr moves to a copy of descriptor 2; a stderr elsewhere stays as is.
+    stderr moves to a copy of descriptor 2. If stderr uses another descriptor, nothing is muted.
     """
     try:
         if sys.stderr.fileno() != 2:

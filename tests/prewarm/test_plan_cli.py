@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.errors import FormatError
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.formats.profile import parse_profile
 from hicachectl.formats.spec import object_specs
@@ -64,7 +64,7 @@ def test_a_plan_of_block_ids_needs_no_store_and_says_that_it_cannot_be_executed(
     assert rows[0]["parent"] is None
     assert rows[0]["requests"] == len(trace)
     assert rows[0]["last_seen"] == trace[-1]["timestamp"]
-    with pytest.raises(UsageError, match="record token ids"):
+    with pytest.raises(FormatError, match=r"plan.jsonl: line 1: .* plan a trace of token ids"):
         read_plan(output)
 
 
@@ -121,9 +121,10 @@ def test_what_cannot_be_planned_is_refused(
         ([{"page": "a" * 64}, {"page": "a" * 64}], "line 2: page a+ is listed twice"),
         (
             [{"page": "a" * 64, "parent": "b" * 64}, {"page": "b" * 64}],
-            "line 2: page b+ is the parent of a page listed before it",
+            "line 2: page b+ is the parent of an earlier page; list parents first",
         ),
         ([{"depth": 1}], "line 1"),
+        ([{"page": "a" * 64}, {"page": 7}], "line 2: page: 7 is a block id"),
     ],
 )
 def test_what_is_no_plan_is_refused_by_its_line(

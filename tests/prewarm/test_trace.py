@@ -112,11 +112,11 @@ def test_a_trace_of_token_ids_needs_a_profile(tmp_path: Path) -> None:
         ({"timestamp": 1, "hash_ids": [2**63]}, "hash_ids"),
         ({"timestamp": 1, "hash_ids": "x"}, "hash_ids"),
         ({"timestamp": "noon", "hash_ids": [1]}, "not ISO 8601"),
-        ({"timestamp": 1e300, "hash_ids": [1]}, "out of range"),
+        ({"timestamp": 1e300, "hash_ids": [1]}, "timestamp: 1e+300 is not in -1e18..1e18"),
         ({"timestamp": 1, "hash_ids": [1], "input_length": -1}, "input_length"),
         ({"timestamp": 1, "hash_ids": [1], "output_length": 2**40}, "output_length"),
-        ({"hash_ids": [1]}, "no times"),
-        ({"timestamp": 1, "token_ids": [1]}, "token ids"),
+        ({"hash_ids": [1]}, "has no timestamp, but earlier lines have a timestamp"),
+        ({"timestamp": 1, "token_ids": [1]}, 'has "token_ids", but earlier lines have "hash_ids"'),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, reason: str) -> None:
@@ -144,7 +144,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     ids=["two parents", "also a first block", "its own ancestor", "its own parent"],
 )
 def test_ids_that_name_contents_instead_of_prefixes_are_refused(chains: list[list[int]]) -> None:
-    with pytest.raises(FormatError, match="ids must name prefixes"):
+    with pytest.raises(FormatError, match="equal ids must mean equal prefixes"):
         trace_of([{"hash_ids": chain} for chain in chains])
 
 

@@ -206,7 +206,7 @@ def test_topologies_that_no_option_tells_apart_are_said_to_be(
     invoke: Invoke, tmp_path: Path
 ) -> None:
     put_pages(tmp_path, range(2), "_m", "_m_0_1")
-    assert "no option selects one" in refused(invoke, tmp_path)
+    assert "no option chooses one, so give --profile" in refused(invoke, tmp_path)
 
 
 def test_sidecars_without_kv_do_not_ask_for_a_choice(invoke: Invoke, tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_stages_of_unequal_size_are_refused_with_what_to_do(invoke: Invoke, tmp_
 def test_objects_of_no_usual_size_are_refused(invoke: Invoke, tmp_path: Path) -> None:
     for number in range(4):
         put(tmp_path, f"{page(number)}_m.bin", 64 + number)
-    assert "several sizes" in refused(invoke, tmp_path)
+    assert "several common sizes" in refused(invoke, tmp_path)
 
 
 def test_empty_sidecars_are_refused(invoke: Invoke, tmp_path: Path) -> None:

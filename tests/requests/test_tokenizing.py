@@ -57,7 +57,7 @@ def test_a_chat_that_the_template_refuses_is_said(tmp_path: Path) -> None:
 def test_templates_cannot_reach_out_of_their_sandbox(tmp_path: Path) -> None:
     template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen", chat_template=template))
-    with pytest.raises(FormatError, match="chat template refuses"):
+    with pytest.raises(FormatError, match="the chat template cannot render"):
         tokenizer.encode([Chat([USER], {})])
 
 
